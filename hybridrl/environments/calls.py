@@ -152,6 +152,12 @@ def call_parser(format: str, model_type: str, dialogue: Dialogue) -> CallParser:
     return _from_vllm(name, written, dialogue.tokenizer)
 
 
+def named_parser(format: str, tokenizer: PreTrainedTokenizerBase) -> CallParser:
+    """Return the parser of a format by its name alone, or verl's for it. Raises ConfigError for any other."""
+    format = VERL_NAMES.get(format, format)
+    return CallParser(format, FORMATS[format]) if format in FORMATS else _from_vllm(format, "", tokenizer)
+
+
 def _names() -> str:
     return ", ".join(sorted({*FORMATS, *VERL_NAMES, *importlib.import_module(VLLM).names()}))
 

@@ -26,6 +26,8 @@ from hybridrl.environments.tools import FUNCTION_TOOL, FunctionTool, Tool, check
 from hybridrl.environments.verl_classes import NAMES, Gsm8kTool, as_given
 from hybridrl.environments.verl_loops import NAMES as LOOP_NAMES
 from hybridrl.environments.verl_loops import AgentLoop, agent_loop
+from hybridrl.environments.verl_tool_loop import NAMES as TOOL_LOOP_NAMES
+from hybridrl.environments.verl_tool_parsers import NAMES as PARSER_NAMES
 from hybridrl.rewards.verl_names import provide_verl_imports
 
 Row = Mapping[str, Any]
@@ -94,7 +96,8 @@ def environment_of(row: Row, settings: EnvironmentSettings) -> Make | AgentLoop 
     if choice.kind == "environment":
         return _named(choice.name, row, settings)
     if choice.kind == "agent":
-        return replace(agent_loop(choice.name, settings.agent_loop_config_path), row=row)
+        loop = agent_loop(choice.name, settings.agent_loop_config_path)
+        return replace(loop, row=row, tools=load_tools(settings) if loop.needs_tools else {})
     return functools.partial(_with_tools, settings, row)
 
 
@@ -217,6 +220,8 @@ def prepare(libraries: tuple[str, ...]) -> None:
     """Provide what custom files import: verl's names, and what the libraries register; once per process."""
     provide_verl_imports(NAMES)
     provide_verl_imports(LOOP_NAMES)
+    provide_verl_imports(PARSER_NAMES)
+    provide_verl_imports(TOOL_LOOP_NAMES)
     import_libraries(list(libraries))
 
 

@@ -101,6 +101,7 @@ class AgentLoopBase:
 
     _class_initialized = False  # which classes of early releases set
     enable_continuous_token = True  # which classes of 0.9 read
+    needs_tools = False  # of the configuration
 
     def __init__(
         self,
@@ -226,6 +227,12 @@ class AgentLoop:
     cls: type
     kwargs: Mapping[str, Any]
     row: Mapping[str, Any] = field(default_factory=dict)
+    tools: Mapping[str, Any] = field(default_factory=dict)  # of the configuration, for a class that needs them
+
+    @property
+    def needs_tools(self) -> bool:
+        """Whether the class has the configuration's tools."""
+        return getattr(self.cls, "needs_tools", False)
 
     async def run(
         self,
@@ -235,16 +242,19 @@ class AgentLoop:
         config: Mapping[str, Any],
         sampling_params: Mapping[str, Any],
         dialogue: Any = None,
+        call_format: str | None = None,
     ) -> list[AgentLoopOutput]:
         """Run an episode and return its rows; EpisodeFault if ids, mask and log-probs are not of the same length.
 
-        `config` is the whole configuration, by verl's names. What raises in the loop is raised here.
+        `config` is the whole configuration, by verl's names; `call_format` is what its format of calls, which may be
+        auto, stands for. What raises in the loop is raised here.
         """
-        section, server = _section(config), AsyncLLMServerManager(policy, dialogue)
+        section, server = _section(config, call_format), AsyncLLMServerManager(policy, dialogue)
         data, own = DictConfigWrap(section.data), copy.copy(tokenizer)
         # A list of ids, as it was when these loops were written.
         own.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
-        given = {"processor": None, "dataset_cls": None, "dataset_config": data, "data_config": data, **self.kwargs}
+        given = {"processor": None, "dataset_cls": None, "dataset_config": data, "data_config": data}
+        given |= {"tools": self.tools, **self.kwargs}
         given |= {"trainer_config": DictConfigWrap(section), "server_manager": server, "tokenizer": own}
         loop = self.cls(**taken(self.cls, given))
         fields = {**_as_dataset_item(self.row), "raw_prompt": messages, "messages": messages}
@@ -280,13 +290,15 @@ def _load(path: str) -> dict[str, AgentLoop]:
     return loops
 
 
-def _section(config: Mapping[str, Any]) -> Any:
+def _section(config: Mapping[str, Any], call_format: str | None) -> Any:
     """The configuration as loops read it, with the lengths where verl derives them."""
     section = as_section(dict(config))
     rollout, data = section.actor_rollout_ref.rollout, section.data
     for name, source in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
         if name not in rollout:
             rollout[name] = data[source]
+    if call_format:
+        rollout.multi_turn.format = call_format
     return section
 
 

@@ -244,7 +244,8 @@ class EpisodeWorker:
                 return await self.agents.run(policy(self._with_stops(spec.sampling)), spec.messages, spec.row)
         make = environment_of(spec.row, self.environments)
         if isinstance(make, AgentLoop):
-            return await self._verl_loop(make, policy(spec.sampling), spec, kit)
+            loop_sampling = self._with_stops(spec.sampling) if make.needs_tools else spec.sampling
+            return await self._verl_loop(make, policy(loop_sampling), spec, kit)
         environment = SingleResponse({}, spec.row) if make is None else make()
         sampling = self._with_stops(spec.sampling) if environment.tools else spec.sampling
         return await EpisodeRun(kit, policy(sampling), environment).run(spec.messages)
@@ -261,7 +262,8 @@ class EpisodeWorker:
         try:
             async with clock:
                 asked = HeldPolicy(policy, clock) if self.kit.limits.held else policy
-                outputs = await loop.run(asked, list(spec.messages), tokenizer, configuration, parameters, kit.dialogue)
+                run = partial(loop.run, call_format=kit.parser().format if loop.needs_tools else None)
+                outputs = await run(asked, list(spec.messages), tokenizer, configuration, parameters, kit.dialogue)
         except TimeoutError as error:
             if not clock.expired():
                 raise
