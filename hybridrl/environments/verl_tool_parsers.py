@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -25,7 +25,6 @@ class ToolParser:
 
     format: str | None = None
     stop_token_ids: Sequence[int] = ()  # these end a response here already
-    _registry: ClassVar[dict[str, Callable[[Any], "ToolParser"]]] = {}
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -35,7 +34,7 @@ class ToolParser:
         """Register a class as the parser of this name."""
 
         def decorate(parser: type) -> type:
-            ToolParser._registry[name] = parser
+            _parsers[name] = parser
             return parser
 
         return decorate
@@ -43,8 +42,8 @@ class ToolParser:
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: Any) -> "ToolParser":
         """Return a registered parser, else that of a format. Raises ConfigError for a name that is neither."""
-        if name in ToolParser._registry:
-            return ToolParser._registry[name](tokenizer)
+        if name in _parsers:
+            return _parsers[name](tokenizer)
         parser = ToolParser(tokenizer)
         if name == "auto":
             name = call_parser(name, "", Dialogue(tokenizer, [tokenizer.eos_token_id])).format
@@ -69,6 +68,9 @@ class ToolParser:
             )
             for call in read
         ]
+
+
+_parsers: dict[str, Callable[[Any], ToolParser]] = {}  # by the names that files register
 
 
 class HermesToolParser(ToolParser):

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,17 +158,19 @@ class Episodes:
 
     async def _run(self, worker: EpisodeWorker, texts: Sequence[str], row: dict[str, Any]) -> Trajectory:
         left, self.prompts = list(texts), []
-
-        class Asked:
-            async def ask(_, ticket: Any, request: Any) -> Completion:
-                self.prompts.append(self.tokenizer.decode(request.prompt_ids))
-                ids = [*self.tokenizer(left.pop(0))["input_ids"], self.tokenizer.eos_token_id]
-                ids = np.array(ids[: request.sampling.max_tokens])
-                return Completion(ids, np.full(len(ids), -0.5, np.float32), False, 1)
-
         sampling = Sampling(self.response, (self.tokenizer.eos_token_id,))
         spec = EpisodeSpec(0, 0, [{"role": "user", "content": "Go."}], row, sampling, 7, 0)
-        return await worker._episode(Asked(), 0, spec)
+        await worker.give("call", pickle.dumps(([(0, spec)], [])))
+        while True:
+            for ticket, what in pickle.loads(await worker.take("call")):
+                if isinstance(what, Trajectory):
+                    assert what.fault is None, what.detail
+                    return what
+                self.prompts.append(self.tokenizer.decode(what.prompt_ids))
+                ids = [*self.tokenizer(left.pop(0))["input_ids"], self.tokenizer.eos_token_id]
+                ids = np.array(ids[: what.sampling.max_tokens])
+                sampled = Completion(ids, np.full(len(ids), -0.5, np.float32), False, 1)
+                await worker.give("call", pickle.dumps(([], [(ticket, sampled)])))
 
 
 @pytest.fixture
