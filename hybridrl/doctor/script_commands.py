@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ basename() { local name="${1%/}"; name="${name##*/}"; printf '%s\n' "${name%"${2
 dirname() { [[ $1 == */* ]] && printf '%s\n' "${1%/*}" || printf '.\n'; }
 realpath() { printf '%s\n' "${@: -1}"; }
 readlink() { printf '%s\n' "${@: -1}"; }
-for name in python python3 python3.10 python3.11 python3.12 $__paths; do
+for name in python python3 python3.10 python3.11 python3.12 "${__paths[@]}"; do
     eval "function $name { command_not_found_handle $name \"\$@\"; }"
 done
 __slept() { (( ++__sleeps[BASH_LINENO[0]] % 100 == 0 )); }
@@ -72,11 +72,19 @@ shopt -s expand_aliases
 alias sleep='__slept && break; :'
 exec() { command_not_found_handle "$@"; }
 for name in set cd . source exit trap ulimit shopt alias unalias; do eval "$name() { :; }"; done
+eval() {
+    local text="$*" i
+    for word in "$EVALUATED" "$text" $'\n'; do printf '%s\0' "$BASHPID $word"; done >&"$RECORD"
+    for i in "${!__texts[@]}"; do [[ $text == "${__texts[i]}" ]] && text=${__without_files[i]} && break; done
+    builtin eval "$text"
+}
 kill() { false; }
 wait() { [[ $1 != -n ]]; }
 """
 LAST = "the end of the script"  # which is recorded there
 LAST_LINE = f"\ncommand_not_found_handle '{LAST}'\n"
+EVALUATED = "a text that is a command"  # recorded with the text
+DEEPEST = 3  # texts in texts that are commands
 
 
 def commands_of(script: Path, arguments: Sequence[str] = ()) -> tuple[list[list[str]], str]:
@@ -84,18 +92,37 @@ def commands_of(script: Path, arguments: Sequence[str] = ()) -> tuple[list[list[
 
     Raises ValueError if the script cannot be read, or does not finish and runs nothing.
     """
+    if not supported():
+        raise ValueError("a script is read behind Linux's filter for system calls, on x86_64 and aarch64")
+    changed: dict[str, str] = {}  # texts that the script evaluates, without their redirections
+    for _ in range(DEEPEST):
+        commands, stopped = _run(script, arguments, changed)
+        evaluated = [words[1] for words in commands if words[:1] == [EVALUATED] and words[1:]]
+        texts = {text: without_files(text) for text in evaluated}
+        if (more := {text: left for text, left in texts.items() if text != left}) == changed:
+            break
+        changed |= more
+    return [words for words in commands if words[:1] != [EVALUATED]], stopped
+
+
+def _run(script: Path, arguments: Sequence[str], changed: Mapping[str, str]) -> tuple[list[list[str]], str]:
     written = script.read_text(encoding="utf-8", errors="surrogateescape")
     variables = _environment(written)
     paths = sorted({*PATHS.findall(written), *(path for value in variables.values() for path in PATHS.findall(value))})
-    text = f"__paths='{' '.join(paths)}'\n{PRELUDE}{without_files(written)}{LAST_LINE}"
-    if not supported():
-        raise ValueError("a script is read behind Linux's filter for system calls, on x86_64 and aarch64")
+    lists = {
+        "__paths": " ".join(paths),
+        "__texts": shlex.join(changed),
+        "__without_files": shlex.join(changed.values()),
+    }
+    known = " ".join(f"{name}=({items})" for name, items in lists.items())
+    text = f"{known}\n{PRELUDE}{without_files(written)}{LAST_LINE}"
     if len(os.fsencode(text)) > LARGEST or "\0" in text:
         raise ValueError(f"{script} is larger than {LARGEST} bytes or binary, which no launch script is")
     start = START.format(str(TOP)) + f"become(sys.argv[1:], {LIMITS})"
     command = [sys.executable, "-I", "-S", "-B", "-c", start, *BASH, text, str(script), *arguments]
     with tempfile.TemporaryFile() as record, tempfile.TemporaryFile() as errors:
-        more = {"PATH": EMPTY_PATH, "RECORD": str(record.fileno()), "SOURCES": SOURCES}
+        more = {"PATH": EMPTY_PATH, "RECORD": str(record.fileno())}
+        more |= {"SOURCES": SOURCES, "EVALUATED": EVALUATED}
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
         options: dict[str, Any] = quiet | {"pass_fds": [record.fileno()], "start_new_session": True}
         with subprocess.Popen(command, env=variables | more, **options) as shell:

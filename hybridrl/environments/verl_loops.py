@@ -24,7 +24,13 @@ from hybridrl.environments.returned import reward_of
 from hybridrl.environments.rows import mapping
 from hybridrl.environments.settings import AGENT
 from hybridrl.environments.skyrl import numbers
-from hybridrl.environments.verl import initialize_tools_from_config, load_verl_class, read_entries, taken
+from hybridrl.environments.verl import (
+    initialize_tools_from_config,
+    load_interactions,
+    load_verl_class,
+    read_entries,
+    taken,
+)
 from hybridrl.rewards.verl_names import get_event_loop
 from hybridrl.rollout import Completion
 
@@ -377,6 +383,7 @@ NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
     "verl.experimental.agent_loop.agent_loop": _AGENT_LOOP,
     "verl.tools.tool_registry": _REGISTRY,
     "verl.tools.utils.tool_registry": _REGISTRY,
+    "verl.interactions.utils.interaction_registry": {"initialize_interactions_from_config": load_interactions},
     "verl.workers.rollout.llm_server": {"LLMServerClient": AsyncLLMServerManager},
     "verl.workers.rollout.replica": {"TokenOutput": TokenOutput},
 }

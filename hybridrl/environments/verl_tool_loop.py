@@ -4,6 +4,7 @@ Rows that need no such class run in `tool_agent`, which has more limits and metr
 """
 
 import asyncio
+import functools
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -92,6 +93,15 @@ class ToolAgentLoop(AgentLoopBase):
         self.tool_parser = ToolParser.get_tool_parser(settings.format, self.tokenizer)
         self.interaction_config_file = settings.interaction_config_path
         self.interaction_map = load_interactions(self.interaction_config_file) if self.interaction_config_file else {}
+
+    @functools.cached_property
+    def turn_separator(self) -> list[int]:
+        """The ids that the template writes between the end of a response and the next message."""
+        message = [{"role": "user", "content": "x"}]
+        ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, **self.apply_chat_template_kwargs)
+        alone, end = ids[len(self.system_prompt) :], [self.tokenizer.eos_token_id]
+        added = self.server_manager.dialogue.delta(message, end, ended=True, called=False).ids
+        return added[: -len(alone)] if added[-len(alone) :] == alone else []
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Run an episode of the row in `kwargs`."""

@@ -344,6 +344,18 @@ def test_a_value_that_only_the_shell_quotes_gets_quotes_for_hydra(doctor: Doctor
     assert "trainer.experiment_name='len > 512 run'" in printed(output)
 
 
+def test_a_command_that_is_a_text_runs_without_its_redirections(doctor: Doctor, script: Path) -> None:
+    script.write_text(
+        f"CMD='python3 -m verl.trainer.main_ppo {MODEL} trainer.project_name=\"a_b\"'\n"
+        "CMD+=' \"+own.text=len > 3\" > train.log 2>&1'\n"
+        'eval "$CMD"\neval $CMD rollout.n=3\n'
+    )
+    output = doctor("migrate", str(script))[1]
+    first, second = (printed(f"python -m{part}") for part in output.split("python -m")[1:])
+    assert {"trainer.project_name=a_b", "own.text='len > 3'"} <= {*first} & {*second}
+    assert "actor_rollout_ref.rollout.n=3" in second
+
+
 WAITING = """
 (while true; do nvidia-smi >> gpu.log; sleep 60; done) &
 until curl -s localhost:8000/health; do sleep 1; done

@@ -89,6 +89,7 @@ class Talks(ToolAgentLoop):
             return state
         agent_data.user_turns += 1
         ids = await self.apply_chat_template([{"role": "user", "content": "and?"}], remove_system_prompt=True)
+        ids = self.turn_separator + ids
         agent_data.prompt_ids += ids
         agent_data.response_mask += [0] * len(ids)
         agent_data.response_logprobs += [0.0] * len(ids)
@@ -219,7 +220,7 @@ def test_what_a_class_overrides_is_used(episodes: Episodes) -> None:
 
 def test_a_turn_that_a_class_adds_itself_is_not_trained_on(episodes: Episodes, tokenizer: Any) -> None:
     ended = episodes(["hello", "bye"], agent_name="Talks")
-    assert "and?" in tokenizer.decode(ended.turns[1].observed)
+    assert tokenizer.decode(ended.turns[1].observed) == "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
     assert [tokenizer.decode(turn.sampled) for turn in ended.turns] == ["hello<|im_end|>", "bye<|im_end|>"]
 
 
