@@ -75,11 +75,12 @@ class TokenOutput(list):
 class AsyncLLMServerManager:
     """The server that a loop samples from, which is the policy; it keeps what was sampled.
 
-    `dialogue` turns messages into the ids that they add, for loops that leave it to their base class.
+    `dialogue` turns messages into the ids that they add, and `tools` are those of the configuration, for loops that
+    leave it to their base class.
     """
 
-    def __init__(self, policy: Policy, dialogue: Any = None) -> None:
-        self._policy, self.dialogue = policy, dialogue
+    def __init__(self, policy: Policy, dialogue: Any = None, tools: Mapping[str, Any] | None = None) -> None:
+        self._policy, self.dialogue, self.tools = policy, dialogue, tools or {}
         self.sampled: list[TokenOutput] = []
 
     async def generate(
@@ -255,12 +256,11 @@ class AgentLoop:
         `config` is the whole configuration, by verl's names; `call_format` is what its format of calls, which may be
         auto, stands for. What raises in the loop is raised here.
         """
-        section, server = _section(config, call_format), AsyncLLMServerManager(policy, dialogue)
+        section, server = _section(config, call_format), AsyncLLMServerManager(policy, dialogue, self.tools)
         data, own = DictConfigWrap(section.data), copy.copy(tokenizer)
         # A list of ids, as it was when these loops were written.
         own.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
-        given = {"processor": None, "dataset_cls": None, "dataset_config": data, "data_config": data}
-        given |= {"tools": self.tools, **self.kwargs}
+        given = {"processor": None, "dataset_cls": None, "dataset_config": data, "data_config": data, **self.kwargs}
         given |= {"trainer_config": DictConfigWrap(section), "server_manager": server, "tokenizer": own}
         loop = self.cls(**taken(self.cls, given))
         fields = {**_as_dataset_item(self.row), "raw_prompt": messages, "messages": messages}

@@ -77,7 +77,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     needs_tools = True  # of the configuration
 
-    def __init__(self, *args: Any, tools: Mapping[str, Tool] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = self.rollout_config.multi_turn
         self.max_user_turns, self.max_assistant_turns = settings.max_user_turns, settings.max_assistant_turns
@@ -86,7 +86,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.tool_response_truncate_side = settings.tool_response_truncate_side
         self.prompt_length = self.rollout_config.prompt_length
         self.response_length = self.rollout_config.response_length
-        given = tools or {}
+        given: Mapping[str, Tool] = self.server_manager.tools
         self.tools = {name: tool.tool if isinstance(tool, VerlTool) else tool for name, tool in given.items()}
         self.tool_schemas = [tool.schema for tool in given.values()]
         self.tool_parser_name = settings.format

@@ -80,6 +80,13 @@ class Changed(ToolAgentLoop):
         output.reward_score = sum(output.extra_fields["tool_rewards"]) + output.extra_fields["seen"]
         return output
 
+class Few(ToolAgentLoop):
+    """Takes four arguments, and has prepared what its base class needs."""
+
+    def __init__(self, trainer_config, server_manager, tokenizer, processor):
+        super().__init__(trainer_config, server_manager, tokenizer, processor)
+        assert list(self.tools) == ["add"] and self.tool_schemas[0]["function"]["name"] == "add"
+
 class Talks(ToolAgentLoop):
     """A user answers the responses without a call, in a turn that is written as the template writes it."""
 
@@ -119,7 +126,7 @@ class Reads(AgentLoopBase):
         return AgentLoopOutput(prompt_ids=ids, response_ids=output.token_ids, metrics={},
             response_mask=[1] * len(output.token_ids), reward_score=json.loads(calls[0].arguments)["a"])
 '''
-NAMES = ("Plain", "Changed", "Talks", "Own", "Reads")
+NAMES = ("Plain", "Few", "Changed", "Talks", "Own", "Reads")
 
 
 def call(a: Any, b: Any = 1, name: str = "add") -> str:
@@ -199,6 +206,7 @@ CONVERSATIONS = {
 def test_a_class_that_changes_nothing_gives_the_ids_of_the_built_in_agent(episodes: Episodes, texts: list[str]) -> None:
     built_in = episodes(texts, agent_name="tool_agent")
     prompts = episodes.prompts
+    assert len(episodes(texts, agent_name="Few").turns) == len(texts)
     own = episodes(texts, agent_name="Plain")
     if "99" in texts[0]:  # verl has a text of its own for errors
         assert "Error when executing tool: ValueError: 99 is too" in episodes.prompts[1]
