@@ -177,7 +177,8 @@ def test_a_row_with_any_value_in_any_place_is_refused_by_line_or_used_as_it_was_
         if path == ("prompt", 1, "content"):
             assert (value if isinstance(value, str) else "".join(part["text"] for part in value)) in text
         elif path[0] == "reward_model":
-            assert row["reward_model"]["ground_truth"] == truth
+            held = row["reward_model"]  # which may be JSON text
+            assert (json.loads(held) if isinstance(held, str) else held)["ground_truth"] == truth
         elif path[0] == "extra_info":
             assert extra == without_nulls(row["extra_info"] or {})
         elif path[0] == "data_source":
