@@ -20,6 +20,7 @@ from hybridrl.config.values import PACKAGES
 from hybridrl.doctor.gpus import check_gpus
 from hybridrl.doctor.machine import GIB, check_machine, check_versions
 from hybridrl.doctor.memory_plan import ITEMSIZE, memory_plan
+from hybridrl.runs.model_settings import reject_unusable_overrides
 from hybridrl.runs.resume import contents_to_save
 from hybridrl.runs.settings import build_algorithm
 from hybridrl.runs.setup import save_times
@@ -69,14 +70,23 @@ def check_evaluation_start(config: PPOConfig) -> None:
 
 
 def check_hub(config: PPOConfig | SFTConfig, findings: Findings) -> None:
-    """Report models of a run that are neither here nor on the hub."""
+    """Report models of a run that are neither here nor on the hub, and changed settings that a model cannot have."""
     if isinstance(config, SFTConfig):
-        models = {"model.path": config.model.path}
+        models = {"model": config.model}
     else:
-        models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
+        models = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
         if config.critic.enable:
-            models.setdefault("critic.model.path", config.critic.model.path)
-    check_models(models.items(), findings)
+            models["critic.model"] = config.critic.model
+    check_models([(f"{key}.path", model.path) for key, model in models.items()], findings)
+    if findings.errors:
+        return
+    first = next(iter(models.values()))
+    with contextlib.suppress(ConfigError):  # reported with the model, which may be what a library registers
+        import_libraries(first.external_lib)
+    for key, model in models.items():
+        if model is first or (model.path, model.override_config) != (first.path, first.override_config):
+            with findings.gathered():
+                reject_unusable_overrides(model, f"{key}.override_config")
 
 
 def check_models(models: Iterable[tuple[str, str]], findings: Findings) -> None:

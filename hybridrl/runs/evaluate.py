@@ -13,7 +13,6 @@ from hybridrl.checkpoint.fingerprints import code_fingerprint, model_fingerprint
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import save_config
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
-from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
 from hybridrl.data.tokenizer import end_tokens
@@ -31,11 +30,11 @@ from hybridrl.runs.eval_engines import serving
 from hybridrl.runs.eval_models import Target
 from hybridrl.runs.eval_remote import Endpoint, connect, sample_remotely
 from hybridrl.runs.eval_scoring import REWARD_LOG, Rescorer, episode_sample, reward_digest
+from hybridrl.runs.model_settings import reject_hub_model, reject_unusable_overrides
 from hybridrl.runs.ppo import build_shaping
 from hybridrl.runs.prepare import (
     model_tokenizer,
     reject_damaged_weights,
-    reject_hub_model,
     reject_unknown_tokens,
     tokenizer_elsewhere,
 )
@@ -105,7 +104,8 @@ class ModelEvaluation:
         """Load tokenizer and rows, and check the model's files."""
         config, model = self.config, self.config.actor_rollout_ref.model
         import_libraries(model.external_lib)
-        reject_hub_model(replace(model, path=str(resolve_model(model.path))), self.target.key)
+        reject_hub_model(model, self.target.key)
+        reject_unusable_overrides(model, "actor_rollout_ref.model.override_config")
         reject_damaged_weights(model, self.target.key)
         self.tokenizer = tokenizer = model_tokenizer(config, model, self.target.key)
         own, limit = config.own.get("data"), config.data.val_max_samples

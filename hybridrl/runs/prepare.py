@@ -13,7 +13,6 @@ from hybridrl.algorithms import Algorithm
 from hybridrl.algorithms.trial import try_estimator, try_policy_loss
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
-from hybridrl.config.checks.model import why_unsupported
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings
@@ -27,6 +26,7 @@ from hybridrl.health.custom import custom_rules
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.runs.episodes import check_episodes, runs_episodes, warn_of_unread_fields
+from hybridrl.runs.model_settings import reject_hub_model
 from hybridrl.runs.resume import adapted_models
 from hybridrl.runs.settings import (
     build_algorithm,
@@ -157,7 +157,7 @@ def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
         models["critic.model.path"] = config.critic.model
     for key, model in models.items():
         with inputs.rejections.gathered():
-            reject_hub_model(model, key)
+            reject_hub_model(model, key, section.rollout.max_model_len or 0 if model is section.model else 0)
             reject_damaged_weights(model, key)
     for key, model in adapted_models(config, algorithm).items():
         with inputs.rejections.gathered():
@@ -222,21 +222,6 @@ def _replay(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Replay:
         return Dialogue(tokenizer, ends, arguments=config.data.apply_chat_template_kwargs)
 
     return lambda *chat: dialogue().replay(*chat)
-
-
-def reject_hub_model(model: ModelConfig, key: str) -> None:
-    """Reject a hub model that is missing or cannot be trained; a local one was checked with the configuration."""
-    if Path(model.path).is_dir():
-        return
-    try:
-        settings = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).to_dict()
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"{key}={model.path} is neither a directory nor a model that the hub provides ({reason})"
-        ) from error
-    if reason := why_unsupported(settings | model.override_config):
-        raise ConfigError(f"{key}={model.path}: {reason}")
 
 
 def reject_damaged_weights(model: ModelConfig, key: str) -> None:

@@ -4,6 +4,7 @@ critic; with or without LoRA adapters.
 Knows neither rewards, returns nor losses, and not how adapters are created.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,6 +30,9 @@ from hybridrl.training.sequence_parallel import gather_slices, slice_of
 from hybridrl.training.token_outputs import Head, LogitRule, LossGradient, OutputSpec, TokenOutputs
 
 HOST = torch.device("cpu")
+# Settings of models, and attributes of their layers, for how many tokens back attention reaches.
+REACH = re.compile("(sliding_|attention_|local_)?window(_size)?|attention_chunk_size|index_topk")
+SHORT_REACH = 3  # that of the checks, so that their short rows are longer
 MIXED = 0.1  # relative change of a hidden state that only another row can cause; rounding causes less
 
 
@@ -53,9 +57,10 @@ class LanguageModel(TokenModel):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        # Cohere multiplies its logits, Granite divides them, Gemma caps them.
+        # Cohere and Falcon-H1 multiply their logits, Granite divides them, Gemma caps them.
         settings = model.config.to_dict()
         scale = (settings.get("logit_scale") or 1.0) / (settings.get("logits_scaling") or 1.0)
+        scale *= settings.get("lm_head_multiplier") or 1.0
         self.rule = LogitRule(scale, settings.get("final_logit_softcapping"))
 
     def forward(
@@ -221,14 +226,16 @@ def check_log_probs(
 ) -> None:
     """Raise ValueError if log-probs computed here in this type differ from those of the model's own forward pass, one
     row at a time; collective, for a sharded model. They differ for families that transform their logits in ways that
-    `LogitRule` does not cover, and for attention that needs more than masks, windows, caps and sinks."""
+    `LogitRule` does not cover, and for attention that needs more than masks, windows, caps and sinks. Attention that
+    reaches only so far reaches less here, as no row of that length could be afforded."""
     model = language_model.model
     rows, training = _some_tokens(model.config), model.training
     language_model.eval()
-    ours = language_model(slice_of(lay_out(token_rows(rows), padded), group).to(device), 1.0).log_probs
-    model.set_attn_implementation("eager")
-    theirs = [language_model.own_log_probs(torch.tensor(row, device=device)) for row in rows]
-    model.set_attn_implementation(attention.NAME)
+    with _short_reach(model):
+        ours = language_model(slice_of(lay_out(token_rows(rows), padded), group).to(device), 1.0).log_probs
+        model.set_attn_implementation("eager")
+        theirs = [language_model.own_log_probs(torch.tensor(row, device=device)) for row in rows]
+        model.set_attn_implementation(attention.NAME)
     language_model.train(training)
     if difference := beyond_rounding(ours, torch.cat(theirs), str(dtype).removeprefix("torch.")):
         together = f" by {group.size()} ranks together; set ulysses_sequence_parallel_size=1" if group else ""
@@ -236,6 +243,20 @@ def check_log_probs(
             f"{model.config.model_type}: the training log-probs differ from the model's own {difference}, so "
             f"this family cannot be trained here{together}"
         )
+
+
+@contextmanager
+def _short_reach(model: PreTrainedModel) -> Iterator[None]:
+    parts = {id(part): part for part in (model.config, model.config.get_text_config(), *model.modules())}.values()
+    limited = [(part, name, reach) for part in parts for name, reach in vars(part).items() if REACH.fullmatch(name)]
+    limited = [(part, name, reach) for part, name, reach in limited if type(reach) is int and reach > SHORT_REACH]
+    for part, name, _ in limited:
+        setattr(part, name, SHORT_REACH)
+    try:
+        yield
+    finally:
+        for part, name, reach in limited:
+            setattr(part, name, reach)
 
 
 def _some_tokens(settings: PreTrainedConfig) -> list[list[int]]:

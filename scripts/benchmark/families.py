@@ -41,6 +41,7 @@ from hybridrl.training.worker_group import TrainWorkers
 
 TOP = Path(__file__).absolute().parents[2]
 BEGIN, END = "<!-- families -->", "<!-- /families -->"
+PROMPT, RESPONSE = 32, 24  # tokens at most
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1.0}  # of a log-prob, by the engine's dtype
 IN_BFLOAT16 = "not checked: on CPU vLLM supports this family only in bfloat16"
 SHAPES = {
@@ -131,8 +132,35 @@ FAMILIES = {
     "Qwen3.5-MoE": ("qwen3_5_moe_text", {**LINEAR, **EXPERTS, **ALL_EXPERTS}),
     "GPT-OSS": ("gpt_oss", {"head_dim": 32, **EXPERTS}),
     "StableLM": ("stablelm", {}),
+    "MiniMax-M2": ("minimax_m2", {"head_dim": 32, "rotary_dim": 16, **EXPERTS}),
+    "Falcon-H1": (
+        "falcon_h1",
+        {
+            "head_dim": 32,
+            "lm_head_multiplier": 0.3,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+        },
+    ),
+    "Bamba": (
+        "bamba",
+        {
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+            "attn_layer_indices": [1],
+        },
+    ),
+    "Apertus": ("apertus", {}),
+    # The window in vLLM is a token wider, so rows must not be longer than it.
+    "Cohere 2": ("cohere2", {"sliding_window": 64, "logit_scale": 0.25, "head_dim": 32, "tie_word_embeddings": True}),
+    "Phi-3.5-MoE": ("phimoe", EXPERTS),
 }
-SAMPLING = Sampling(max_tokens=24, stop_ids=(2,))
+SAMPLING = Sampling(max_tokens=RESPONSE, stop_ids=(2,))
 
 
 @dataclass
@@ -172,8 +200,8 @@ def load_config(model: Path, directory: Path, more: list[str]) -> PPOConfig:
     values = {
         "data.train_files": rows,
         "data.train_batch_size": 6,
-        "data.max_prompt_length": 32,
-        "data.max_response_length": 24,
+        "data.max_prompt_length": PROMPT,
+        "data.max_response_length": RESPONSE,
         "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.rollout.max_num_seqs": 32,
         "actor_rollout_ref.actor.optim.lr": 1e-2,
@@ -256,7 +284,7 @@ def verify_family(family: str, session: RaySession, directory: Path, more: list[
     row = Row(family)
     row.parameters = make_model(family, directory / "model")
     settings = json.loads((directory / "model" / "config.json").read_text())
-    row.rejected = why_unsupported(settings) or why_not_served(settings) or ""
+    row.rejected = why_unsupported(settings) or why_not_served(settings, PROMPT + RESPONSE) or ""
     try:
         if not row.rejected:
             config = load_config(directory / "model", directory, more)

@@ -1,6 +1,6 @@
 import pytest
 
-from hybridrl.config.checks.model import why_name_unsupported, why_unsupported
+from hybridrl.config.checks.model import why_name_unsupported, why_not_served, why_unsupported
 
 
 @pytest.mark.parametrize(
@@ -8,6 +8,26 @@ from hybridrl.config.checks.model import why_name_unsupported, why_unsupported
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "model_type=t5: an encoder and a decoder"),
         ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}, "vision_config: the model reads more than text"),
+        (
+            {"model_type": "glm_moe_dsa"},
+            "model_type=glm_moe_dsa: sparse attention to the tokens that an",
+        ),
+        ({"model_type": "deepseek_v32", "index_topk": 2048}, "model_type=deepseek_v32: sparse attention"),
+        (
+            {"model_type": "llama4_text"},
+            "model_type=llama4_text: attention within chunks of the text, which",
+        ),
+        ({"model_type": "phimoe"}, "router_jitter_noise is a threshold of that choice, not noise"),
+        (
+            {"model_type": "new", "index_topk": 64},
+            "index_topk=64: sparse attention to the tokens that an",
+        ),
+        ({"model_type": "new", "attention_chunk_size": 8192}, "attention_chunk_size=8192: attention within chunks"),
+        (
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types has chunked_attention: attention",
+        ),
+        ({"layer_types": ["heavily_compressed_attention"]}, "heavily_compressed_attention: compressed keys"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quant_method=fp8: quantized"),
     ],
 )
@@ -23,6 +43,9 @@ def test_a_model_that_cannot_be_trained_is_named_with_the_reason(settings, word)
         {"model_type": "cohere", "logit_scale": 0.0625},
         {"model_type": "qwen3_moe", "num_experts": 128},
         {"model_type": "gpt_oss", "num_local_experts": 32},
+        {"model_type": "gemma3_text", "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]},
+        {"model_type": "qwen3_next", "layer_types": ["linear_attention"], "mlp_layer_types": ["sparse"]},
+        {"model_type": "llama", "attention_chunk_size": None},
         {"model_type": "phi3", "is_encoder_decoder": False, "quantization_config": None},
     ],
 )
@@ -45,3 +68,17 @@ def test_models_that_read_images_are_known_by_name_where_there_is_no_file(name):
 )
 def test_no_other_name_is_taken_for_one(name):
     assert why_name_unsupported(name) is None
+
+
+def test_a_family_that_an_engine_computes_otherwise_can_only_be_fine_tuned():
+    assert "vLLM has had no implementation of it since 0.23; it can be fine-tuned" in why_not_served(
+        {"model_type": "bamba"}, 10
+    )
+    assert why_not_served({"model_type": "falcon_h1", "lm_head_multiplier": 0.3}, 10) is None
+
+
+def test_a_family_whose_window_is_wider_in_the_engine_is_rejected_for_rows_longer_than_the_window():
+    settings = {"model_type": "cohere2", "sliding_window": 4096}
+    assert why_not_served(settings, 4096) is None
+    assert "beyond sliding_window=4096 tokens vLLM computes other log-probs" in why_not_served(settings, 4097)
+    assert why_not_served(settings | {"model_type": "gemma3_text"}, 4097) is None

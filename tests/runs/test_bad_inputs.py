@@ -21,6 +21,7 @@ from hybridrl.runs import setup
 
 ROOT = Path(__file__).parents[2]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CHANGED, CRITIC_CHANGED = "actor_rollout_ref.model.override_config", "critic.model.override_config"
 REWARD = "reward.custom_reward_function"
 
 FILES = {
@@ -214,6 +215,28 @@ REJECTED = {
     "no tokenizer": (["actor_rollout_ref.model.path=no_tokenizer"], ["no_tokenizer", "tokenizer"]),
     "no chat template": (["actor_rollout_ref.model.path=no_template"], ["no_template", "chat template"]),
     "a negative rank": (["actor_rollout_ref.model.lora_rank=-1"], ["lora_rank=-1", "at least 0"]),
+    "a typo in a model's setting": (
+        [f"{CHANGED}.rope_scalling.rope_type=yarn", f"{CHANGED}.atention_dropout=0.1"],
+        [f"{CHANGED}.rope_scalling", "did you mean rope_scaling?", "did you mean attention_dropout?"],
+    ),
+    "a typo in a critic's setting": (
+        ["algorithm.adv_estimator=gae", "critic.model.path=model", f"{CRITIC_CHANGED}.hiden_act=relu"],
+        [f"{CRITIC_CHANGED}.hiden_act", "did you mean hidden_act?"],
+    ),
+    "a type of positions": (
+        [f"{CHANGED}.rope_scaling.type=yarnn", f"{CHANGED}.rope_scaling.factor=4.0"],
+        [f"{CHANGED}.rope_parameters.rope_type=yarnn", "did you mean yarn?"],
+    ),
+    "a typo below positions": (
+        [f"{CHANGED}.rope_parameters.rope_type=yarn", f"{CHANGED}.rope_parameters.facter=4.0"],
+        [f"{CHANGED}.rope_parameters.facter", "did you mean factor?"],
+    ),
+    "stretched positions without a factor": (
+        [f"{CHANGED}.rope_scaling.rope_type=yarn"], [f"{CHANGED}.rope_parameters: Missing required keys", "'factor'"],
+    ),
+    "a word in a model's setting": (
+        [f"{CHANGED}.num_hidden_layers=two"], [f"{CHANGED}.num_hidden_layers", "expected int, got str"],
+    ),
     "layers that are not there": (
         ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_porj]"],
         ["q_porj", "q_proj"],
@@ -304,6 +327,9 @@ REJECTED = {
 WARNED = {
     "fewer prompts than a mini-batch": ([f"{ACTOR}.ppo_mini_batch_size=64"], ["one update"]),
     "mini-batches of different sizes": ([f"{ACTOR}.ppo_mini_batch_size=3"], ["3 mini-batches of up to 3"]),
+    "positions that are stretched": (
+        [f"{CHANGED}.rope_scaling.type=yarn", f"{CHANGED}.rope_scaling.factor=4.0", f"{CHANGED}.embd_pdrop=0.0"], [],
+    ),
     "one response per prompt": ([f"{ROLLOUT}.n=1"], [f"{ROLLOUT}.n=1", "warning"]),
     "a critic that nothing uses": (["critic.enable=true"], ["warning", "critic"]),
     "validations without data": (["trainer.test_freq=1"], ["warning", "trainer.test_freq", "data.val_files"]),
@@ -312,7 +338,7 @@ WARNED = {
         [f"trainer.n_gpus_per_node={2 * (os.cpu_count() or 1)}"],
         ["warning", "trainer.n_gpus_per_node"],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REJECTED)

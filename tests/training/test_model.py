@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Qwen2Config, SeedOssConfig, StableLmConfig
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    Qwen2Config,
+    SeedOssConfig,
+    StableLmConfig,
+)
 
 from hybridrl.batch import Batch
 from hybridrl.required import required
@@ -277,6 +283,26 @@ def test_a_family_whose_packed_rows_interact_is_detected():
         check_log_probs(model, torch.float32, padded=False)
     assert packed_rows_interact(model)
     check_log_probs(model, torch.float32, padded=True)
+
+
+def test_attention_without_the_familys_window_is_detected_although_no_row_of_the_check_is_as_long():
+    window = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}
+    config = Qwen2Config(**SMALL, num_key_value_heads=2, **window)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    check_log_probs(LanguageModel(model), torch.float32, padded=False)
+    attentions = [layer.self_attn for layer in model.model.layers]
+    assert {config.sliding_window} | {module.sliding_window for module in attentions} == {4096}
+    for module in attentions:
+        module.sliding_window = None
+    with pytest.raises(ValueError, match=r"qwen2: the training log-probs differ from the model.s own"):
+        check_log_probs(LanguageModel(model), torch.float32, padded=False)
+
+
+def test_a_multiplier_of_the_head_is_part_of_the_logits():
+    sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
+    config = FalconH1Config(**SMALL, **sizes, num_key_value_heads=2, head_dim=8, lm_head_multiplier=0.3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    check_log_probs(LanguageModel(model), torch.float32, padded=False)
 
 
 @pytest.mark.parametrize("family", ["a recurrence along the text", "two heads a key"])

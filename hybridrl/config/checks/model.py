@@ -29,12 +29,31 @@ RANDOM = re.compile("drop|jitter")  # in the name of a setting that makes traini
 MULTIMODAL = re.compile(
     r"(?i)(?<![a-z])(vl|vision|omni|llava|pixtral|paligemma)(?![a-z])|internvl|minicpm-[vo]\b|-\d(\.\d)?v\b"
 )
-# Model types whose experts are chosen as DeepSeek-V3's are. transformers implies that, and leaves it out of the
-# config.json that it writes; vLLM reads it there, and without it has no place for the router's corrections.
-CORRECTED = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
-CORRECTED_CHOICE = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+# Model type -> how its experts are chosen. transformers implies that, and leaves it out of the config.json that it
+# writes; vLLM reads it there, and without it has no place for the router's corrections.
+IMPLIED = {
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "minimax_m2": {"scoring_func": "sigmoid"},
+}
+CHUNKED = "attention within chunks of the text"
+INDEXED = "sparse attention to the tokens that an indexer selects"
+UNKNOWN_ATTENTION = "which the trainer's attention for packed rows does not have"
+# Setting or word in `layer_types` -> the attention that it names and packed rows do not have.
+OTHER_ATTENTION = {"attention_chunk_size": CHUNKED, "index_topk": INDEXED}
+OTHER_LAYERS = {"chunked": CHUNKED, "indexed": INDEXED, "sparse": "sparse attention", "compressed": "compressed keys"}
+# Model type -> why no model of this family can be trained.
+NOT_TRAINED = {
+    **dict.fromkeys(("llama4", "llama4_text"), f"{CHUNKED}, {UNKNOWN_ATTENTION}"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), f"{INDEXED}, {UNKNOWN_ATTENTION}"),
+    "phimoe": "its routers choose experts at random in training, and router_jitter_noise is a threshold of that "
+    "choice, not noise: another function would be trained than the engine computes",
+}
 # Model type -> why an engine cannot take its weights from a trainer.
-NOT_SERVED = {"gpt_oss": "vLLM copies its experts past the reload of weights, so an engine would keep the old ones"}
+NOT_SERVED = {
+    "gpt_oss": "vLLM copies its experts past the reload of weights, so an engine would keep the old ones",
+    "bamba": "vLLM has had no implementation of it since 0.23",
+}
+WIDER_WINDOW = ("cohere2", "cohere2_moe")  # model types whose window is a token wider in vLLM than in transformers
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM can reserve memory
 ALL_LINEAR = ["all-linear"]
@@ -45,12 +64,21 @@ PLAIN |= {"alpha_pattern": {}, "layer_replication": None, "target_parameters": N
 
 def why_unsupported(settings: Mapping[str, Any]) -> str | None:
     """The reason why a model with these settings cannot be trained, or None."""
+    kind = settings.get("model_type")
     if settings.get("is_encoder_decoder"):
-        kind = settings.get("model_type")
         return f"model_type={kind}: an encoder and a decoder; only decoder-only models are trained"
+    if kind in NOT_TRAINED:
+        return f"model_type={kind}: {NOT_TRAINED[kind]}"
     for name in ("vision_config", "audio_config", "thinker_config"):
         if settings.get(name):
             return f"{name}: the model reads more than text, which is not trained yet"
+    for name, meaning in OTHER_ATTENTION.items():
+        if settings.get(name):
+            return f"{name}={settings[name]}: {meaning}, {UNKNOWN_ATTENTION}"
+    for layer in settings.get("layer_types") or []:
+        for word, meaning in OTHER_LAYERS.items():
+            if word in str(layer):
+                return f"layer_types has {layer}: {meaning}, {UNKNOWN_ATTENTION}"
     if quantized := settings.get("quantization_config"):
         method = quantized.get("quant_method", "unknown")
         return f"quant_method={method}: quantized weights cannot be trained; name the original model"
@@ -65,10 +93,18 @@ def why_name_unsupported(path: str) -> str | None:
     return f"by its name ({match[0].strip('-')}) the model reads more than text, which is not trained yet"
 
 
-def why_not_served(settings: Mapping[str, Any]) -> str | None:
-    """The reason why a model with these settings can be fine-tuned but not trained with rollout, or None."""
-    kind = settings.get("model_type")
-    return f"model_type={kind}: {NOT_SERVED[kind]}; it can be fine-tuned (main_sft)" if kind in NOT_SERVED else None
+def why_not_served(settings: Mapping[str, Any], longest: int) -> str | None:
+    """The reason why a model with these settings can be fine-tuned but not trained with rollout of sequences of up to
+    `longest` tokens, or None."""
+    kind, window = settings.get("model_type"), settings.get("sliding_window") or longest
+    if kind in NOT_SERVED:
+        return f"model_type={kind}: {NOT_SERVED[kind]}; it can be fine-tuned (main_sft)"
+    if kind in WIDER_WINDOW and longest > window:
+        cause = (
+            f"model_type={kind}: beyond sliding_window={window} tokens vLLM computes other log-probs than the trainer, "
+        )
+        return f"{cause}as its window is a token wider, and a row may have {longest}"
+    return None
 
 
 def disturbances(settings: Mapping[str, Any]) -> dict[str, float]:
@@ -98,7 +134,7 @@ def check_model(key: str, model: ModelConfig, longest: int, hint: str, check: Ch
     """Resolve `override_config`; check whether a local model can be trained and takes the longest sequence (`hint` says
     how to shorten it). Paths become absolute, as the workers of a Ray cluster run elsewhere."""
     check, settings = check.at(key), model_settings(model)
-    implied = CORRECTED_CHOICE if settings.get("model_type") in CORRECTED else {}
+    implied = IMPLIED.get(settings.get("model_type", ""), {})
     overrides = _overrides(dict(model.override_config), settings, check.at(f"{key}.override_config"))
     model.override_config = {name: value for name, value in implied.items() if settings.get(name) is None} | overrides
     for name, value in disturbances(settings).items():
@@ -120,10 +156,9 @@ def check_model(key: str, model: ModelConfig, longest: int, hint: str, check: Ch
 
 def check_served(key: str, model: ModelConfig, rollout: RolloutConfig, device: str, check: Checker) -> None:
     """Check whether an engine can compute with the model, and take its weights."""
-    settings = model_settings(model)
-    if reason := why_not_served(settings):
+    settings = model_settings(model) | model.override_config
+    if reason := why_not_served(settings, rollout.max_model_len or 0):
         check.error(f"{key}.path", reason)
-    settings |= model.override_config
     heads, width = settings.get("num_attention_heads"), settings.get("hidden_size")
     size = settings.get("head_dim") or (width // heads if heads and width else None)
     # A model with latent attention has another backend.

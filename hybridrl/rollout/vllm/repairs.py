@@ -4,12 +4,14 @@ import importlib
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from transformers.utils import is_torchvision_available
 from vllm import ModelRegistry
+from vllm.model_executor.layers.activation import XIELU
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -77,6 +79,26 @@ def _rotate_by_heads(rotary: type) -> None:
     rotary.forward_cpu = forward_cpu
 
 
+def _keep_parameters_in_the_models_type(activation: type) -> None:
+    """Create the parameters of Apertus' activation in the type of the model: vLLM rounds them to bfloat16."""
+    create = activation.__init__
+
+    def initialise(self: torch.nn.Module, *arguments: float, dtype: torch.dtype | None = None, **more: object) -> None:
+        create(self, *arguments, dtype=dtype or torch.get_default_dtype(), **more)
+
+    activation.__init__ = initialise
+
+
+def name_weight_loaders(model: torch.nn.Module) -> None:
+    """Call before a reload of weights, which reads the name of every weight's loader: a partial function has none
+    (MiniMax-M2)."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        loader = getattr(tensor, "weight_loader", None)
+        if isinstance(loader, partial):
+            vars(loader)["__name__"] = "weight_loader"
+
+
+_keep_parameters_in_the_models_type(XIELU)
 if current_platform.is_cpu():
     _rotate_by_heads(RotaryEmbedding)
 if os.environ.get(WITHOUT_TORCHVISION):

@@ -34,7 +34,7 @@ from hybridrl import device as devices
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import ADAPTER_CONFIG
 from hybridrl.required import required
-from hybridrl.rollout.vllm import repairs  # noqa: F401  repairs vLLM when it is imported
+from hybridrl.rollout.vllm import repairs  # which also repairs vLLM when it is imported
 from hybridrl.runtime.guard import end_with_parent, redirect_output
 from hybridrl.runtime.stacks import write_stacks_on_request
 from hybridrl.weights.buckets import Handle, Tensor, digest, open_buffer
@@ -84,6 +84,7 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
             for module in self.model.modules():
                 if isinstance(module, UnquantizedFusedMoEMethod):
                     module.moe_kernel = None
+        repairs.name_weight_loaders(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketInfo) -> None:
