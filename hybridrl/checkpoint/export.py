@@ -25,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hybridrl.checkpoint.files import preallocate, start_writeback
+from hybridrl.checkpoint.files import forget_missing_code, preallocate, start_writeback
 from hybridrl.checkpoint.tensors import TYPES, Chunk, Tensors, blank
 
 LAYER = re.compile(r"(.*?\.\d+\.)?")  # prefix of a name up to its first number; empty outside the layers
@@ -133,6 +133,7 @@ def export_settings(model: PreTrainedModel, directory: Path, dtype: torch.dtype)
     if model.is_remote_code():  # saving the config alone would omit the model's code
         custom_object_save(model, directory, config=config)
     config.save_pretrained(directory)
+    forget_missing_code(directory)
     if model.can_generate() and model.generation_config is not None:
         # Written unchanged: `save_pretrained` rejects combinations of settings that some published models have.
         model.generation_config.to_json_file(directory / GENERATION_CONFIG_NAME)

@@ -119,3 +119,26 @@ def _crc32(path: Path) -> str:
         while size := file.readinto(buffer):
             checksum = zlib.crc32(buffer[:size], checksum)
     return f"{checksum:08x}"
+
+
+def forget_missing_code(directory: Path) -> None:
+    """Leave out of a model's and its tokenizer's configuration the names of Python files that the directory lacks
+    (auto_map). A model of transformers' own class has none, and loading it with trusted code would look for them."""
+    for file in (directory / "config.json", directory / "tokenizer_config.json"):
+        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        classes = settings.get("auto_map") or {}
+        there = {kind: names for kind, names in classes.items() if _has_code(directory, names)}
+        if there == classes:
+            continue
+        settings["auto_map"] = there
+        if not there:
+            del settings["auto_map"]
+        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _has_code(directory: Path, names: str | list[str | None]) -> bool:
+    """Return whether the files of classes are there, each named as `module.Class`, after `--` if another repository has
+    it."""
+    given = [names] if isinstance(names, str) else names
+    modules = [name.rpartition("--")[2].partition(".")[0] for name in given if name]
+    return all((directory / f"{module}.py").is_file() for module in modules)

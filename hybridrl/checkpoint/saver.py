@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hybridrl.checkpoint.files import forget_missing_code
 from hybridrl.checkpoint.store import Checkpoint, SaveFailed, Store
 from hybridrl.config.compose import save_config
 from hybridrl.config.files import HUGGINGFACE
@@ -221,6 +222,7 @@ class Saver:
         self.models.start_save(directory, sharded)
         for name in self.plan.contents:
             self.plan.complete(directory / name / HUGGINGFACE)
+            forget_missing_code(directory / name / HUGGINGFACE)
         return [name for name, parts in sharded.items() if parts]
 
     def _publish(self, step: int, state: dict[str, Any], sharded: list[str]) -> Checkpoint | None:

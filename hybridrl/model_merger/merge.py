@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, logging
 
 from hybridrl.checkpoint.export import SHARD_BYTES, write_shards
-from hybridrl.checkpoint.files import publish
+from hybridrl.checkpoint.files import forget_missing_code, publish
 from hybridrl.checkpoint.fingerprints import code_fingerprint
 from hybridrl.checkpoint.read import ADAPTER_WEIGHTS, Adapter, read_safetensors
 from hybridrl.checkpoint.tensors import Unreadable
@@ -133,6 +133,7 @@ def write_model(source: Source, directory: Path, limit: int = SHARD_BYTES) -> No
     for path in dict.fromkeys((source.huggingface, resolve_model(str(source.directory)))):
         shutil.copytree(path, directory, ignore=ignore, dirs_exist_ok=True)
     (directory / CONFIG).write_text(json.dumps(source.settings(), indent=2) + "\n", encoding="utf-8")
+    forget_missing_code(directory)
     names = tracked(source.names, "writing")
     pieces = ((name, first, piece) for name in names for first, piece in source.tensors.pieces(name))
     write_shards(directory, source.meta, pieces, limit)

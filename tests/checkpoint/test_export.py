@@ -16,6 +16,7 @@ from transformers import (
 
 from hybridrl.batch import Batch
 from hybridrl.checkpoint.export import export_model
+from hybridrl.checkpoint.files import forget_missing_code
 from hybridrl.training import attention
 from hybridrl.training.model import load_value_model
 from hybridrl.training.packing import lay_out
@@ -157,6 +158,30 @@ def test_a_models_custom_code_is_kept(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
     assert type(again).__name__ == "MineForCausalLM"
     assert torch.equal(again(torch.arange(9)[None]).logits, model(torch.arange(9)[None]).logits)
+
+
+@pytest.mark.parametrize("prefix", ["", "somebody/model--"])
+def test_files_of_code_that_was_not_trusted_are_not_named(tmp_path, prefix):
+    """Whoever trusts code would look for files that a model of transformers' own class does not have."""
+    model = small_model(tied=True)
+    model.config.auto_map = {"AutoConfig": f"{prefix}configuration_old.OldConfig", "AutoModel": f"{prefix}old.OldModel"}
+    export_model(all_tensors(model), model, tmp_path, FLOAT, writes=True)
+    for trusted in (False, True):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=trusted)
+        assert type(again) is type(model)
+        assert torch.equal(again(torch.arange(9)[None]).logits, model(torch.arange(9)[None]).logits)
+
+
+def test_only_files_that_are_missing_are_not_named(tmp_path):
+    """As a merge finds them in a directory that others wrote, with a tokenizer's."""
+    (tmp_path / "tok.py").touch()
+    written = {"model_type": "a", "auto_map": {"AutoTokenizer": ["tok.Slow", None], "AutoConfig": "settings.Mine"}}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps(written))
+    forget_missing_code(tmp_path)
+    for name in ("config.json", "tokenizer_config.json"):
+        kept = json.loads((tmp_path / name).read_text())
+        assert kept == {"model_type": "a", "auto_map": {"AutoTokenizer": ["tok.Slow", None]}}
 
 
 def test_generation_settings_are_kept_even_if_transformers_would_not_save_them(tmp_path):

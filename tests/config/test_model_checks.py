@@ -188,7 +188,8 @@ def test_code_of_a_model_that_is_not_trusted_is_reported_before_it_is_wanted(loa
     ]
     load("actor_rollout_ref.model.trust_remote_code=true")
     write(model_type="phi3", auto_map={"AutoConfig": "configuration_phi3.Phi3Config"})
-    load()  # transformers has this family itself, and then reads no file of the model's
+    notes = load().notes  # transformers has this family itself, and then reads no file of the model's
+    assert any("(auto_map), which transformers' own code replaces; saved models do not name them" in x for x in notes)
 
 
 @pytest.mark.parametrize("settings", [{"hidden_size": 64, "num_attention_heads": 4}, {"head_dim": 16}])

@@ -33,7 +33,7 @@ MULTIMODAL = re.compile(
 # writes; vLLM reads it there, and without it has no place for the router's corrections.
 IMPLIED = {
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "minimax_m2": {"scoring_func": "sigmoid"},
+    "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
 }
 CHUNKED = "attention within chunks of the text"
 INDEXED = "sparse attention to the tokens that an indexer selects"
@@ -144,9 +144,14 @@ def check_model(key: str, model: ModelConfig, longest: int, hint: str, check: Ch
     settings |= model.override_config
     if reason := why_unsupported(settings) if settings else why_name_unsupported(model.path):
         check.error(".path", reason)
-    if settings.get("auto_map") and not model.trust_remote_code and not has_model_code(settings.get("model_type")):
-        cause = "its config.json names Python files of the model (auto_map), which run only if they are trusted"
-        check.error(".path .trust_remote_code", cause, f"read them, then set {key}.trust_remote_code=true")
+    if settings.get("auto_map") and not model.trust_remote_code:
+        code = "its config.json names Python files of the model (auto_map)"
+        if has_model_code(settings.get("model_type")):
+            cause = f"{code}, which transformers' own code replaces; saved models do not name them"
+            check.findings.info("setting", f"{key}.path={model.path}: {cause}", keys=f"{key}.path", value=model.path)
+        else:
+            cause = f"{code}, which run only if they are trusted"
+            check.error(".path .trust_remote_code", cause, f"read them, then set {key}.trust_remote_code=true")
     limit = settings.get("max_position_embeddings")
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if limit is not None and "factor" not in rope and longest > limit:  # a factor extends the limit
