@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from hybridrl.checkpoint.tokenizer import changed_text, drops_spaces, read_tokenizer
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.foreign_files import fault_in
@@ -79,9 +80,7 @@ def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerB
     if cause := fault_in(path / "tokenizer_config.json"):
         raise ConfigError(f"{key}={path}: {cause}", fix=fix)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(path), trust_remote_code=trust_remote_code, local_files_only=local
-        )
+        tokenizer = read_tokenizer(str(path), trusted=trust_remote_code, local=local)
     except Exception as error:  # the library raises many types for damaged files, the Rust one Exception itself
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         cause = "holds no tokenizer" if local else "is neither a directory nor a tokenizer on the hub"
@@ -89,6 +88,11 @@ def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerB
     # For some models transformers creates an empty tokenizer if the files are missing.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ConfigError(f"{key}={path}: holds no tokenizer", fix=fix)
+    if change := changed_text(tokenizer):
+        kind = type(tokenizer).__name__
+        if drops_spaces(tokenizer):
+            raise ConfigError(f"{key}={path}: {kind} drops spaces ({change[0]!r} becomes {change[1]!r})", fix=fix)
+        logger.warning("the tokenizer changes text: %r becomes %r, in prompts and in what rewards read", *change)
     return tokenizer
 
 

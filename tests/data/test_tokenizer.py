@@ -1,12 +1,16 @@
 import logging
 import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from transformers import Qwen2Tokenizer
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from hybridrl.config.findings import ConfigError
 from hybridrl.data.tokenizer import load_tokenizer
+from tests.data import stand_ins
 
 
 @pytest.fixture
@@ -102,3 +106,66 @@ def test_a_directory_without_a_tokenizer_is_rejected(tmp_path: Path, config: str
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ConfigError, match=r"model.path=.*holds no tokenizer.*data.tokenizer can name another"):
         load_tokenizer(str(tmp_path), model_key="model.path")
+
+
+SENTENCE = "The quick fox,\n\n  3.14: Zürich 東京"
+PIECES = partial(stand_ins.of_sentencepiece, leading_space=True)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_a_tokenizer_of_bytes_that_is_named_as_llamas_first_one_is_read_as_its_file_describes_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model_type: str
+) -> None:
+    """As in DeepSeek-R1-Distill-Llama-8B and DeepSeek-R1-0528-Qwen3-8B, whose every space would be dropped."""
+    named = {
+        "bos_token": {"__type": "AddedToken", "content": "<s>"},
+        "legacy": True,
+        "chat_template": "{{ bos_token }}",
+    }
+    place = stand_ins.write(tmp_path / "a", stand_ins.of_bytes, "LlamaTokenizerFast", model_type, **named)
+    with caplog.at_level(logging.INFO, logger="hybridrl"):
+        tokenizer = load_tokenizer(str(place))
+    assert "not as LlamaTokenizer, which turns 'What is a mask?' into 'Whatisamask?'" in caplog.text
+    expected = stand_ins.of_bytes().encode(SENTENCE).ids
+    tokenizer.save_pretrained(tmp_path / "saved")
+    for read in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "saved")):
+        assert read(SENTENCE)["input_ids"] == expected
+        assert read.decode(expected) == SENTENCE
+        assert (read.bos_token, read.eos_token, read.chat_template) == ("<s>", "</s>", "{{ bos_token }}")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "model_type"),
+    [
+        (stand_ins.of_bytes, "Qwen2Tokenizer", "qwen2"),
+        (stand_ins.of_bytes, "PreTrainedTokenizerFast", "llama"),
+        (stand_ins.of_bytes, "GPT2Tokenizer", "gpt2"),
+        (PIECES, "LlamaTokenizer", "llama"),
+        (PIECES, "LlamaTokenizerFast", "mistral"),
+        (partial(stand_ins.of_sentencepiece, leading_space=False), "GemmaTokenizer", "gemma2"),
+    ],
+    ids=["Qwen2.5", "Llama 3", "GPT-2", "Llama 2", "Mistral", "Gemma"],
+)
+def test_a_tokenizer_that_keeps_text_is_read_as_it_is_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[], Tokenizer], kind: str, model_type: str
+) -> None:
+    place = stand_ins.write(tmp_path / "a", make, kind, model_type, pad_token="</s>", unk_token="<unk>")
+    with caplog.at_level(logging.INFO, logger="hybridrl"):
+        tokenizer = load_tokenizer(str(place))
+    assert type(tokenizer) is type(AutoTokenizer.from_pretrained(place))
+    assert caplog.text == ""
+
+
+def test_a_tokenizer_that_drops_spaces_by_itself_is_rejected(tmp_path: Path) -> None:
+    make = stand_ins.of_words_without_spaces
+    place = stand_ins.write(tmp_path / "a", make, "PreTrainedTokenizerFast", "llama")
+    with pytest.raises(ConfigError, match=r"model.path=.*drops spaces \('What is a mask\?' becomes 'Whatisamask\?'\)"):
+        load_tokenizer(str(place))
+
+
+def test_a_tokenizer_that_normalises_text_is_read_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = stand_ins.write(tmp_path / "a", stand_ins.of_lower_case_words, "BertTokenizer", "bert")
+    load_tokenizer(str(place))
+    assert "changes text: 'What is a mask?' becomes 'what is a mask?'" in caplog.text

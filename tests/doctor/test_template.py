@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.data import stand_ins
+
 Doctor = Callable[..., tuple[int, str]]
 
 CALLS = (
@@ -34,6 +36,15 @@ def test_an_exact_template_is_described(doctor: Doctor, model: Path, template: C
     assert "stop tokens  <|im_end|>" in output
     call = '<tool_call>{"name": "lookup", "arguments": {"word": "mask"}}</tool_call><|im_end|>'
     assert f"<|im_start|>assistant\n\u27e6{call}\u27e7\n<|im_start|>tool\n0: observed" in output
+
+
+def test_a_tokenizer_that_drops_spaces_is_not_called_exact(doctor: Doctor, tmp_path: Path) -> None:
+    make = stand_ins.of_words_without_spaces
+    place = stand_ins.write(tmp_path / "a", make, "PreTrainedTokenizerFast", "llama", chat_template=CALLS)
+    status, output = doctor("template", str(place))
+    assert status == 1
+    assert "drops spaces ('What is a mask?' becomes 'Whatisamask?')" in output
+    assert "exact" not in output
 
 
 def test_a_template_that_differs_fails(doctor: Doctor, model: Path, template: Callable[[str], str]) -> None:

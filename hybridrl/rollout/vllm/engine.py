@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import psutil
-from transformers import AutoTokenizer
 from vllm import EngineArgs, SamplingParams, TokensPrompt
 from vllm.config import StructuredOutputsConfig, WeightTransferConfig
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from hybridrl.checkpoint.tokenizer import read_tokenizer
 from hybridrl.config.checks.model import ENGINE_RANKS
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import resolve_model
@@ -113,7 +113,7 @@ class VllmEngine:
         if self.collector.tokenizer is None:
             place = self.model.tokenizer_path or str(resolve_model(self.model.path))
             trusted = self.model.trust_remote_code
-            self.collector.tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trusted)
+            self.collector.tokenizer = read_tokenizer(place, trusted=trusted)
 
     async def score(self, token_ids: list[int]) -> list[float]:
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)

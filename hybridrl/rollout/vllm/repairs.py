@@ -4,9 +4,11 @@ import importlib
 import json
 import os
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from transformers.utils import is_torchvision_available
@@ -79,6 +81,19 @@ def _rotate_by_heads(rotary: type) -> None:
     rotary.forward_cpu = forward_cpu
 
 
+def _route_in_one_group(router: type) -> None:
+    """Make vLLM's router on CPU select experts by sigmoids without groups (MiniMax-M2) as in a single group, the only
+    way in which it computes sigmoids."""
+    compute = router._compute_routing
+
+    def _compute_routing(self: Any, *arguments: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.scoring_func == "sigmoid" and not self.use_grouped_topk and self.custom_routing_function is None:
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+        return compute(self, *arguments, **more)
+
+    router._compute_routing = _compute_routing
+
+
 def _keep_parameters_in_the_models_type(activation: type) -> None:
     """Create the parameters of Apertus' activation in the type of the model: vLLM rounds them to bfloat16."""
     create = activation.__init__
@@ -101,5 +116,7 @@ def name_weight_loaders(model: torch.nn.Module) -> None:
 _keep_parameters_in_the_models_type(XIELU)
 if current_platform.is_cpu():
     _rotate_by_heads(RotaryEmbedding)
+    with suppress(ImportError):  # older versions have no such router
+        _route_in_one_group(importlib.import_module("vllm.model_executor.layers.fused_moe.router.cpu_router").CPURouter)
 if os.environ.get(WITHOUT_TORCHVISION):
     _import_without_torchvision()
