@@ -7,15 +7,15 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-TEXTS = ["What is a mask? The quick brown fox.\nNext line 123 é ü 日本"] * 20
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEXTS = ["What is a mask? The quick brown fox.\nNext line 123 202 é ü 日本"] * 20
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 UNKNOWN = {"unk_token": "<unk>"}
 
 
-def of_bytes() -> Tokenizer:
-    """As Qwen's, Llama 3's, GPT-2's and DeepSeek's."""
+def of_bytes(digits: int = 3) -> Tokenizer:
+    """As Llama 3's and DeepSeek's, and with single digits Qwen's."""
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    split = pre_tokenizers.Split(Regex(WORDS % digits), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )

@@ -137,7 +137,7 @@ def test_a_tokenizer_of_bytes_that_is_named_as_llamas_first_one_is_read_as_its_f
 @pytest.mark.parametrize(
     ("make", "kind", "model_type"),
     [
-        (stand_ins.of_bytes, "Qwen2Tokenizer", "qwen2"),
+        (partial(stand_ins.of_bytes, digits=1), "Qwen2Tokenizer", "qwen2"),
         (stand_ins.of_bytes, "PreTrainedTokenizerFast", "llama"),
         (stand_ins.of_bytes, "GPT2Tokenizer", "gpt2"),
         (PIECES, "LlamaTokenizer", "llama"),
@@ -154,6 +154,17 @@ def test_a_tokenizer_that_keeps_text_is_read_as_it_is_without_a_word(
         tokenizer = load_tokenizer(str(place))
     assert type(tokenizer) is type(AutoTokenizer.from_pretrained(place))
     assert caplog.text == ""
+
+
+def test_a_tokenizer_to_which_the_class_gives_other_tokens_is_read_as_its_file_describes_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen's class splits numbers into digits, which its own files do too."""
+    place = stand_ins.write(tmp_path / "a", stand_ins.of_bytes, "Qwen2Tokenizer", "qwen2", pad_token="</s>")
+    with caplog.at_level(logging.INFO, logger="hybridrl"):
+        tokenizer = load_tokenizer(str(place))
+    assert "not as Qwen2Tokenizer, which gives 'In 2024 it was 3.14 x 10,' other tokens" in caplog.text
+    assert tokenizer.tokenize("123") == ["123"]
 
 
 def test_a_tokenizer_that_drops_spaces_by_itself_is_rejected(tmp_path: Path) -> None:
