@@ -309,6 +309,23 @@ def test_a_policy_whose_weights_an_engine_cannot_take_is_rejected(load: Load) ->
     write(model_type="gpt_oss")
     (line,) = errors_of(load)
     assert "model_type=gpt_oss: vLLM copies its experts past the reload" in line and line.endswith("(main_sft)")
+    write(model_type="cohere2", sliding_window=512)  # rows have up to 512 + 512 tokens
+    (line,) = errors_of(load)
+    assert "beyond sliding_window=512 tokens vLLM computes other log-probs" in line and line.endswith("1024")
+
+
+def test_a_family_that_cannot_be_trained_is_rejected_by_name(load: Load) -> None:
+    write(model_type="phimoe", router_jitter_noise=0.01)
+    (line,) = errors_of(load)
+    assert "model_type=phimoe: its routers choose experts at random in training" in line
+
+
+def test_what_an_engine_reads_of_the_router_of_minimax_m2_is_set(load: Load) -> None:
+    write(model_type="minimax_m2")
+    assert load().config.actor_rollout_ref.model.override_config == {
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    }
 
 
 @pytest.mark.parametrize(
