@@ -31,7 +31,7 @@ from hybridrl.training.token_outputs import Head, LogitRule, LossGradient, Outpu
 
 HOST = torch.device("cpu")
 # Settings of models, and attributes of their layers, for how many tokens back attention reaches.
-REACH = re.compile("(sliding_|attention_|local_)?window(_size)?|attention_chunk_size|index_topk")
+REACH = re.compile("(sliding_|attention_|local_)window(_size)?|attention_chunk_size|index_topk")
 SHORT_REACH = 3  # that of the checks, so that their short rows are longer
 MIXED = 0.1  # relative change of a hidden state that only another row can cause; rounding causes less
 
