@@ -112,6 +112,14 @@ REQUIRED = {
 NOT_NULL = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", *REQUIRED["adapter_config.json"]}
 
 
+def expected_kind(file: str, name: str, value: Any) -> str:
+    """Describe the values that a field of a model's file may have; empty if this is one, or they are not known here."""
+    kind = FIELDS[file].get(name)
+    if kind is None or (value is None and name not in NOT_NULL) or kind.accepts(value):
+        return ""
+    return kind.description
+
+
 def fault_in(file: Path) -> str:
     """Describe the first field of a model's file that is no value of its kind; empty if there is none, or no file."""
     if not file.exists() and not file.is_symlink():
@@ -125,9 +133,7 @@ def fault_in(file: Path) -> str:
             return f"its {file.name} has no {name}"
     text = settings.get("text_config")
     for part in (settings, text if isinstance(text, dict) else {}):
-        for name, kind in FIELDS[file.name].items():
-            if name not in part or (part[name] is None and name not in NOT_NULL):
-                continue
-            if not kind.accepts(part[name]):
-                return f"its {file.name} has {name}={json.dumps(part[name]):.60}, and {kind.description} is expected"
+        for name in (name for name in FIELDS[file.name] if name in part):
+            if expected := expected_kind(file.name, name, part[name]):
+                return f"its {file.name} has {name}={json.dumps(part[name]):.60}, and {expected} is expected"
     return ""

@@ -83,7 +83,7 @@ def _unknown(
 
 def _unknown_rope(values: Mapping[str, Any], written: Mapping[str, Any], key: str) -> Iterator[str]:
     for name, value in values.items():
-        if isinstance(value, Mapping):  # those of one type of layers
+        if isinstance(value, Mapping) and name not in ROPE_SETTINGS:  # those of one type of layers
             yield from _unknown_rope(value, written.get(name) or {}, f"{key}.{name}")
         elif name not in ROPE_SETTINGS and name not in written:
             yield f"{key}.{name}: no type of rotary embeddings has such a setting; {_nearest(name, ROPE_SETTINGS)}"

@@ -24,6 +24,26 @@ def overrides(load: Load, *keys: str) -> dict:
     return load(*(f"{KEY}.{key}" for key in keys)).config.actor_rollout_ref.model.override_config
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("num_attention_heads=2.5", "a positive whole number"),
+        ("vocab_size=null", "a positive whole number"),
+        ("max_position_embeddings=[1]", "a positive whole number"),
+        ("rope_parameters=yarn", "names and values"),
+        ("rope_scaling=4.0", "names and values"),
+        ("model_config=[1]", "names and values"),
+        ("moe_config=true", "names and values"),
+        ("model_type={a: 1}", "a text"),
+        ("attention_dropout=.nan", "a number of at least 0"),
+    ],
+)
+def test_a_value_of_another_kind_than_the_models_is_rejected_by_its_key(load: Load, word: str, expected: str) -> None:
+    (line,) = errors_of(load, f"{KEY}.{word}")
+    assert line.startswith(f"{KEY}.{word.partition('=')[0]}=")
+    assert line.endswith(f": {expected} is expected")
+
+
 def test_of_a_nested_value_the_rest_stays(load: Load) -> None:
     write(text={"a": 1, "b": 2})
     assert overrides(load, "text.b=3") == {"text": {"a": 1, "b": 3}}
@@ -31,6 +51,7 @@ def test_of_a_nested_value_the_rest_stays(load: Load) -> None:
 
 def test_verls_form_with_the_values_one_level_below_means_the_same(load: Load) -> None:
     assert overrides(load, "model_config.attention_dropout=0.1") == {"attention_dropout": 0.1}
+    assert overrides(load, "model_config=null") == {}
 
 
 def errors_of(load: Load, *words: str) -> list[str]:

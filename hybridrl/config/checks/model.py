@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.files import adapter_settings, resolve_model
-from hybridrl.config.findings import Checker
+from hybridrl.config.findings import Checker, show
+from hybridrl.config.foreign_files import expected_kind
 from hybridrl.config.schema import ModelConfig, PPOConfig, RolloutConfig
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Head sizes that vLLM's attention on CPU supports (CPUAttentionBackend.get_supported_head_sizes).
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+SECTIONS = ("model_config", "moe_config")  # of verl's override_config
 AUXILIARY_LOSS = ("output_router_logits", "router_aux_loss_coef")
 
 RECURRENT = re.compile("linear_(num|conv)|mamba_|ssm_|conv_L_cache")  # of layers with a recurrent state
@@ -96,10 +98,10 @@ def why_name_unsupported(path: str) -> str | None:
 def why_not_served(settings: Mapping[str, Any], longest: int) -> str | None:
     """The reason why a model with these settings can be fine-tuned but not trained with rollout of sequences of up to
     `longest` tokens, or None."""
-    kind, window = settings.get("model_type"), settings.get("sliding_window") or longest
+    kind, window = settings.get("model_type"), settings.get("sliding_window")
     if kind in NOT_SERVED:
         return f"model_type={kind}: {NOT_SERVED[kind]}; it can be fine-tuned (main_sft)"
-    if kind in WIDER_WINDOW and longest > window:
+    if kind in WIDER_WINDOW and isinstance(window, int) and longest > window:
         cause = (
             f"model_type={kind}: beyond sliding_window={window} tokens vLLM computes other log-probs than the trainer, "
         )
@@ -161,7 +163,9 @@ def check_model(key: str, model: ModelConfig, longest: int, hint: str, check: Ch
 
 def check_served(key: str, model: ModelConfig, rollout: RolloutConfig, device: str, check: Checker) -> None:
     """Check whether an engine can compute with the model, and take its weights."""
-    settings = model_settings(model) | model.override_config
+    changes = model.override_config.items()  # as they were written: other values are reported with the model
+    usable = {name: value for name, value in changes if not _expected(name, value)}
+    settings = model_settings(model) | usable
     if reason := why_not_served(settings, rollout.max_model_len or 0):
         check.error(f"{key}.path", reason)
     heads, width = settings.get("num_attention_heads"), settings.get("hidden_size")
@@ -208,9 +212,22 @@ def resolve_recurrence(key: str, model: ModelConfig, rollout: RolloutConfig, che
         changed("actor_rollout_ref.model.lora.merge", cause)
 
 
+def _expected(name: str, value: Any) -> str:
+    """Describe the values that a setting may have, if this is not one."""
+    if name in SECTIONS:
+        return "" if isinstance(value, Mapping | None) else "names and values"
+    return expected_kind("config.json", name, value)
+
+
 def _overrides(changes: dict[str, Any], settings: dict[str, Any], check: Checker) -> dict[str, Any]:
     """Values to change in config.json, each complete: a nested one is merged into the model's."""
-    changes |= changes.pop("model_config", None) or {}
+    if isinstance(inner := changes.get("model_config"), Mapping | None):
+        changes.pop("model_config", None)
+        changes |= inner or {}
+    for name, value in list(changes.items()):
+        if expected := _expected(name, value):
+            check.error(f".{name}", f"{check.place}.{name}={show(value):.60}: {expected} is expected", valued=False)
+            del changes[name]
     attention = changes.pop("attn_implementation", None)
     reason = "the trainer has its own implementation, for packed rows"
     if attention in ATTENTION:
