@@ -235,7 +235,7 @@ REJECTED = {
         [f"{CHANGED}.rope_scaling.rope_type=yarn"], [f"{CHANGED}.rope_parameters: Missing required keys", "'factor'"],
     ),
     "a word in a model's setting": (
-        [f"{CHANGED}.num_hidden_layers=two"], [f"{CHANGED}.num_hidden_layers", "expected int, got str"],
+        [f"{CHANGED}.max_window_layers=two"], [f"{CHANGED}.max_window_layers", "expected int, got str"],
     ),
     "layers that are not there": (
         ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_porj]"],
