@@ -53,6 +53,7 @@ setup(
         "starlette>=1.10,<2",
         "sympy>=1.14,<1.15",  # what mathematical results are compared in
         "tensorboard>=2.20",
+        "tokenizers>=0.23,<0.24",
         "transformers>=5.19,<5.20",
         "uvicorn>=0.54,<0.55",
         "wandb>=0.20",

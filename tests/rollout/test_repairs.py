@@ -1,6 +1,7 @@
 """Repairs of vLLM that families need; `scripts/benchmark/families.py` tries them with engines."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ def load_part(param: torch.nn.Parameter, loaded_weight: torch.Tensor, *, part: i
 def test_a_weight_whose_loader_is_a_partial_function_is_reloaded_as_one_with_a_named_loader():
     """As the norms of MiniMax-M2's queries and keys, of which each rank loads a part."""
     model = torch.nn.Sequential(torch.nn.RMSNorm(2))
-    model[0].weight.weight_loader = partial(load_part, part=1)
+    weight: Any = model[0].weight
+    weight.weight_loader = partial(load_part, part=1)
     record_metadata_for_reloading(model)
     name_weight_loaders(model)
     initialize_layerwise_reload(model)
-    model[0].weight.weight_loader(model[0].weight, torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    assert model[0].weight.tolist() == [3.0, 4.0]
+    reloaded: Any = model[0].weight
+    reloaded.weight_loader(reloaded, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert reloaded.tolist() == [3.0, 4.0]
 
 
 def test_experts_are_selected_by_corrected_sigmoids_without_groups():

@@ -94,7 +94,7 @@ def _route_in_one_group(router: type) -> None:
     router._compute_routing = _compute_routing
 
 
-def _keep_parameters_in_the_models_type(activation: type) -> None:
+def _keep_parameters_in_the_models_type(activation: Any) -> None:
     """Create the parameters of Apertus' activation in the type of the model: vLLM rounds them to bfloat16."""
     create = activation.__init__
 
