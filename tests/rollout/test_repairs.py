@@ -17,6 +17,10 @@ def load_part(param: torch.nn.Parameter, loaded_weight: torch.Tensor, *, part: i
     param.data.copy_(loaded_weight.chunk(2)[part])
 
 
+def load(weight: Any, loaded: torch.Tensor) -> None:
+    weight.weight_loader(weight, loaded)
+
+
 def test_a_weight_whose_loader_is_a_partial_function_is_reloaded_as_one_with_a_named_loader():
     """As the norms of MiniMax-M2's queries and keys, of which each rank loads a part."""
     model = torch.nn.Sequential(torch.nn.RMSNorm(2))
@@ -25,8 +29,7 @@ def test_a_weight_whose_loader_is_a_partial_function_is_reloaded_as_one_with_a_n
     record_metadata_for_reloading(model)
     name_weight_loaders(model)
     initialize_layerwise_reload(model)
-    reloaded: Any = model[0].weight
-    reloaded.weight_loader(reloaded, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    load(model[0].weight, torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert model[0].weight.tolist() == [3.0, 4.0]
 
 
