@@ -17,20 +17,20 @@ def load_part(param: torch.nn.Parameter, loaded_weight: torch.Tensor, *, part: i
     param.data.copy_(loaded_weight.chunk(2)[part])
 
 
-def load(weight: Any, loaded: torch.Tensor) -> None:
-    weight.weight_loader(weight, loaded)
+def weight_of(model: torch.nn.Module) -> Any:
+    (weight,) = model.parameters()
+    return weight
 
 
 def test_a_weight_whose_loader_is_a_partial_function_is_reloaded_as_one_with_a_named_loader():
     """As the norms of MiniMax-M2's queries and keys, of which each rank loads a part."""
     model = torch.nn.Sequential(torch.nn.RMSNorm(2))
-    weight: Any = model[0].weight
-    weight.weight_loader = partial(load_part, part=1)
+    weight_of(model).weight_loader = partial(load_part, part=1)
     record_metadata_for_reloading(model)
     name_weight_loaders(model)
     initialize_layerwise_reload(model)
-    load(model[0].weight, torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    assert model[0].weight.tolist() == [3.0, 4.0]
+    weight_of(model).weight_loader(weight_of(model), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert weight_of(model).tolist() == [3.0, 4.0]
 
 
 def test_experts_are_selected_by_corrected_sigmoids_without_groups():
