@@ -79,7 +79,6 @@ setup(
             "pytest-xdist>=3.8,<4",
             "ruff>=0.17,<0.18",
             "tensordict>=0.15.3,<0.16",  # only for `Batch.to_tensordict`
-            "tokenizers>=0.23,<0.24",
         ],
     },
 )
