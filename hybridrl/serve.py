@@ -110,7 +110,7 @@ def run(own: dict[str, str], section: ActorRolloutRefConfig) -> str:
     listening = bound(own["host"], int(own["port"]))  # before anything that takes long
     work_in_private()  # which is removed when this process ends
     model.path = whole_model(model.path, Path(tempfile.mkdtemp()), "model.path")
-    from hybridrl.rollout.engine import ENGINES
+    from hybridrl.core.rollout.engine import ENGINES
     from hybridrl.runtime.environment import worker_environment
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -34,31 +34,32 @@ SEED, COUNT, LEAST = 20261126, 300, 0.9
 SELECT = "not slow and not gpu and not drill"
 # Imported once; a child imports the rest.
 LIBRARIES = ("torch", "transformers", "ray", "datasets", "peft", "pydantic", "hydra", "fastapi", "pytest", "hypothesis")
-KERNELS, FAULTS = "hybridrl/training/logit_kernels.py", "scripts/kernel_faults.yaml"
+KERNELS, FAULTS = "hybridrl/core/training/logit_kernels.py", "scripts/kernel_faults.yaml"
 # Each mutated file's tests, those first that are quick and likely to fail.
 TESTS = {
-    "hybridrl/algorithms/algorithm.py": "algorithms/test_algorithm.py algorithms/test_agreement.py",
-    "hybridrl/algorithms/batch_metrics.py": "algorithms/test_batch_metrics.py algorithms/test_agreement.py "
-    "experience/test_conversation_metrics.py",
-    "hybridrl/algorithms/estimators.py": "algorithms/estimators",
-    "hybridrl/algorithms/lookup.py": "algorithms/test_lookup.py algorithms/test_trial.py",
-    "hybridrl/algorithms/objective.py": "algorithms/test_aggregation.py algorithms/test_kl.py "
-    "algorithms/test_value_loss.py algorithms/test_algorithm.py experience/test_episodes.py",
-    "hybridrl/algorithms/policy_losses.py": "algorithms/policy_losses",
-    "hybridrl/algorithms/rollout_correction.py": "algorithms/test_rollout_correction.py",
-    "hybridrl/algorithms/trial.py": "algorithms/test_trial.py",
+    "hybridrl/core/algorithms/algorithm.py": "core/algorithms/test_algorithm.py core/algorithms/test_agreement.py",
+    "hybridrl/core/algorithms/batch_metrics.py": "core/algorithms/test_batch_metrics.py "
+    "core/algorithms/test_agreement.py core/experience/test_conversation_metrics.py",
+    "hybridrl/core/algorithms/estimators.py": "core/algorithms/estimators",
+    "hybridrl/core/algorithms/lookup.py": "core/algorithms/test_lookup.py core/algorithms/test_trial.py",
+    "hybridrl/core/algorithms/objective.py": "core/algorithms/test_aggregation.py core/algorithms/test_kl.py "
+    "core/algorithms/test_value_loss.py core/algorithms/test_algorithm.py core/experience/test_episodes.py",
+    "hybridrl/core/algorithms/policy_losses.py": "core/algorithms/policy_losses",
+    "hybridrl/core/algorithms/rollout_correction.py": "core/algorithms/test_rollout_correction.py",
+    "hybridrl/core/algorithms/trial.py": "core/algorithms/test_trial.py",
     "hybridrl/checkpoint/store.py": "checkpoint/test_retention.py checkpoint/test_store.py checkpoint/test_damage.py "
     "checkpoint/test_saver.py",
-    "hybridrl/experience/batching.py": "experience/test_episodes.py experience/test_conversation_metrics.py "
-    "experience/test_collector.py experience/test_asynchronous.py",
+    "hybridrl/core/experience/batching.py": "core/experience/test_episodes.py core/experience/test_collector.py "
+    "core/experience/test_conversation_metrics.py core/experience/test_asynchronous.py",
     "hybridrl/rewards/score.py": "rewards/test_score.py rewards/test_parts.py rewards/test_shaping.py "
     "rewards/test_fault_guard.py rewards/test_managers.py",
-    "hybridrl/training/linear_log_probs.py": "training/test_linear_log_probs.py",
-    KERNELS: "training/test_logit_kernels.py::test_outputs_and_gradients_match_full_logits",
-    "hybridrl/training/losses.py": "training/test_losses.py training/test_bypass.py training/test_value_model.py",
-    "hybridrl/training/packing.py": "training/test_packing.py training/test_attention.py",
-    "hybridrl/weights/buckets.py": "weights/test_layout.py weights/test_handles.py weights/test_sync.py "
-    "weights/test_broadcast.py",
+    "hybridrl/core/training/linear_log_probs.py": "core/training/test_linear_log_probs.py",
+    KERNELS: "core/training/test_logit_kernels.py::test_outputs_and_gradients_match_full_logits",
+    "hybridrl/core/training/losses.py": "core/training/test_losses.py core/training/test_bypass.py "
+    "core/training/test_value_model.py",
+    "hybridrl/core/training/packing.py": "core/training/test_packing.py core/training/test_attention.py",
+    "hybridrl/core/weights/buckets.py": "core/weights/test_layout.py core/weights/test_handles.py "
+    "core/weights/test_sync.py core/weights/test_broadcast.py",
 }
 
 

@@ -57,7 +57,7 @@ run() { # print a command in a form that can be copied, and run it
 
 warmup_key() { # a hash of the files that the warm start depends on
     cat recipes/quickstart/{make_data.py,warmup.yaml,"$make",$warmup.yaml} conf/*.yaml conf/*/*.yaml \
-        hybridrl/{trainer,runs/sft}.py hybridrl/{data,training}/*.py |
+        hybridrl/{core/trainer,runs/sft}.py hybridrl/{data,core/training}/*.py |
         sha256sum | sed "s/-/seed $seed/"
 }
 

@@ -1,7 +1,7 @@
 """What asynchronous rollout would gain: `python scripts/simulate_async.py --lengths RUN_DIR`, or with assumed lengths
 `--mean 4096 --sigma 0.8 --cap 32768 --groups 1024 --engines 16 --slots 16 --train-share 0.25`. docs/asynchronous.md
 
-The law is hybridrl/experience/simulate.py. With a run, its lengths are used, and where they are not given its sizes and
+The law is core/experience/simulate.py. With a run, its lengths are used, and where they are not given its sizes and
 seconds: config.yaml and metrics.jsonl in its directory.
 """
 
@@ -19,8 +19,8 @@ import numpy as np
 import yaml
 
 from hybridrl.config import ConfigError
-from hybridrl.experience.admission import QUEUED
-from hybridrl.experience.simulate import Cluster, Mode, Prediction, Work, best_split, log_normal_lengths, simulate
+from hybridrl.core.experience.admission import QUEUED
+from hybridrl.core.experience.simulate import Cluster, Mode, Prediction, Work, best_split, log_normal_lengths, simulate
 from hybridrl.report.prediction import Sizes, Times, recorded_lengths, resample, run_sizes, run_times
 from hybridrl.tracking import read_metrics
 

@@ -61,5 +61,5 @@ if [[ ! -e $home/installed ]]; then
 fi
 export LD_LIBRARY_PATH="$PWD/$home/driver${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export VLLM_SOURCES="$PWD/$home/oldest/vllm"
-$python -m pytest tests/gpu/test_install.py tests/rollout/test_vllm_surface.py tests/rollout/test_faked_gpu.py \
-    tests/training/test_logit_kernels.py "$@"
+$python -m pytest tests/gpu/test_install.py tests/core/rollout/test_vllm_surface.py tests/core/rollout/test_faked_gpu.py \
+    tests/core/training/test_logit_kernels.py "$@"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from hybridrl.batch import Batch
+from hybridrl.core.batch import Batch
 from hybridrl.tracking.sink import Activity
 
 # Tests send it, and what they start inherits that it is ignored where the suite was started by nohup.

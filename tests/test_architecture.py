@@ -39,27 +39,51 @@ LAYERS = """
 """
 LAYER = {name: layer for layer, line in enumerate(reversed(LAYERS.split("\n"))) for name in line.split()}
 
+# What the core (hybridrl/core: what a step computes) may import besides itself; the list may only shrink.
+GROUND = """
+    config.catalog  config.custom_code  config.files  config.findings  config.keys  config.schema  config.values
+    checkpoint.export  checkpoint.read  checkpoint.tensors  data.order  data.prompts  data.tokenizer  rewards.score
+    runtime.environment  runtime.forks  runtime.guard  runtime.keeper  runtime.signals  runtime.stacks
+    tracking.console  tracking.faults  tracking.sink
+"""
+# What it imports beyond that and is still to be handed in by a run, and where; the list may only shrink, too.
+BEYOND = {
+    "checkpoint.saver": ["trainer.py"],
+    "checkpoint.store": ["training/worker_group.py"],
+    "checkpoint.tokenizer": ["rollout/vllm/engine.py"],
+    "config.checks.model": ["rollout/vllm/engine.py", "training/loading.py", "training/lora.py"],
+    "environments.environment": ["experience/conversations.py"],
+    "environments.episode": ["experience/conversations.py", "experience/episodes.py"],
+    "environments.pool": ["experience/episodes.py"],
+    "environments.worker": ["experience/episodes.py"],
+    "health": ["trainer.py"],
+    "rewards.pool": ["experience/episodes.py"],
+    "runtime.spinning": ["rollout/server.py", "training/worker.py"],
+    "tracking.records": ["experience/sample_log.py"],
+    "tracking.tracker": ["experience/sample_log.py", "trainer.py"],
+}
+
 # Who may name a library, as beginnings of paths.
 KNOWN_TO = {
-    "ray": ("cluster/", "training/worker.py", "rollout/fleet.py", "environments/pool.py"),
-    "vllm": ("rollout/vllm/", "model_merger/vllm_check.py"),
+    "ray": ("core/cluster/", "core/training/worker.py", "core/rollout/fleet.py", "environments/pool.py"),
+    "vllm": ("core/rollout/vllm/", "model_merger/vllm_check.py"),
     "hydra": ("config/compose.py",),
     "omegaconf": ("config/compose.py",),
-    "torch.cuda": ("device.py",),
+    "torch.cuda": ("core/device.py",),
     "fastapi": ("endpoint/",),
     "uvicorn": ("endpoint/",),
 }
 
 # What is imported late, inside a function, and why.
 LATE = {
-    "batch.py": "tensordict is for code that is written for it, and is not installed otherwise",
+    "core/batch.py": "tensordict is for code that is written for it, and is not installed otherwise",
     "config/__init__.py": "Hydra is slow to import, and wanted where a configuration is loaded only",
     "data/rows.py": "datasets is slow to import, and wanted for directories and data sets of the hub only",
     "model_merger/__main__.py": "torch and transformers come only once the command stands, vLLM where asked for",
     "main_eval.py": "torch, Ray and transformers come only once the configuration stands",
     "main_ppo.py": "torch, Ray and transformers come only once the configuration stands",
     "main_sft.py": "torch, Ray and transformers come only once the configuration stands",
-    "training/linear_log_probs.py": "Triton comes with torch's builds for CUDA, and is used there only",
+    "core/training/linear_log_probs.py": "Triton comes with torch's builds for CUDA, and is used there only",
     "serve.py": "torch, transformers and vLLM come only once the command stands",
     "tracking/report.py": "matplotlib is slow to import, and wanted at the end of a run only",
     "tracking/tracker.py": "sinks whose libraries are heavy, or an extra, come only where they are chosen",
@@ -130,8 +154,17 @@ def within(name: str, library: str) -> bool:
 
 
 def package(name: str) -> str:
-    """The package of a path ("rollout/client.py") or of an import ("hybridrl.rollout.client")."""
-    return name.removeprefix("hybridrl.").replace("/", ".").split(".")[0]
+    """The package of a path ("core/rollout/client.py") or of an import ("hybridrl.core.rollout.client")."""
+    return name.removeprefix("hybridrl.").replace("/", ".").removeprefix("core.").split(".")[0]
+
+
+def module(imported: str) -> str | None:
+    """The module of hybridrl that an import takes something from, without the package's name."""
+    path = imported.removeprefix("hybridrl.").replace(".", "/")
+    if not within(imported, "hybridrl"):
+        return None
+    known = (one for one in (path, path.rpartition("/")[0]) if f"{one}.py" in FILES or f"{one}/__init__.py" in FILES)
+    return next(known).replace("/", ".")
 
 
 def test_every_package_has_its_layer() -> None:
@@ -148,6 +181,16 @@ def test_imports_point_downwards() -> None:
         and LAYER[package(imported)] >= LAYER[package(name)]
     ]
     assert not upward
+
+
+def test_the_core_imports_itself_and_the_ground_and_what_is_still_to_be_handed_in() -> None:
+    beyond: dict[str, list[str]] = {}
+    for name, tree in TREES.items():
+        modules = {module(imported) for imported in imports(tree)} if name.startswith("core/") else set()
+        for imported in sorted(filter(None, modules)):
+            if not within(imported, "core") and imported not in GROUND.split():
+                beyond.setdefault(imported, []).append(name.removeprefix("core/"))
+    assert beyond == BEYOND
 
 
 def test_a_library_is_named_only_where_it_may_be() -> None:

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridrl.cluster import Group, RemoteFailure
-from hybridrl.rollout.engine import RolloutEngine
+from hybridrl.core.cluster import Group, RemoteFailure
+from hybridrl.core.rollout.engine import RolloutEngine
 from hybridrl.runs.settings import policy_updates
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "benchmark"

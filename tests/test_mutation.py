@@ -12,12 +12,12 @@ SCRIPT = runpy.run_path(str(TOP / "scripts" / "mutation.py"))
 KERNELS = SCRIPT["KERNELS"]
 
 
-def mutants(count: int, file: str = "hybridrl/training/packing.py") -> list:
+def mutants(count: int, file: str = "hybridrl/core/training/packing.py") -> list:
     return [SCRIPT["Mutant"](number, file, 1, "", (TOP / file).read_text()) for number in range(count)]
 
 
 def test_every_mutated_file_and_its_tests_exist():
-    algorithms = {str(path.relative_to(TOP)) for path in TOP.glob("hybridrl/algorithms/[!_]*.py")}
+    algorithms = {str(path.relative_to(TOP)) for path in TOP.glob("hybridrl/core/algorithms/[!_]*.py")}
     assert algorithms <= SCRIPT["TESTS"].keys()
     paths = [f"tests/{path.partition('::')[0]}" for tests in SCRIPT["TESTS"].values() for path in tests.split()]
     assert [path for path in [*SCRIPT["TESTS"], *paths] if not (TOP / path).exists()] == []

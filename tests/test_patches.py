@@ -123,7 +123,8 @@ def test_tests_and_scripts_replace_only_what_exists(rule):
     assert [line for file in FILES for line in rule(file.relative_to(TOP), file.read_text(encoding="utf-8"))] == []
 
 
-IMPORTS = "import hybridrl.trainer\nfrom hybridrl import trainer as modules\nfrom hybridrl.trainer import Schedule\n"
+IMPORTS = "import hybridrl.core.trainer\nfrom hybridrl.core import trainer as modules\n"
+IMPORTS += "from hybridrl.core.trainer import Schedule\n"
 
 
 @pytest.mark.parametrize(
@@ -133,9 +134,9 @@ IMPORTS = "import hybridrl.trainer\nfrom hybridrl import trainer as modules\nfro
         "modules.Schedule.{0} = 4",
         "Schedule.{0} = None",
         "del Schedule.{0}",
-        "hybridrl.trainer.{0}, other = 1, 2",
+        "hybridrl.core.trainer.{0}, other = 1, 2",
         'monkeypatch.setattr(modules, "{0}", 4)',
-        'monkeypatch.setattr("hybridrl.trainer.{0}", 4)',
+        'monkeypatch.setattr("hybridrl.core.trainer.{0}", 4)',
         'monkeypatch.setattr(modules.Schedule, "{0}", 4)',
         'patch.object(modules.Schedule, "{0}")',
     ],

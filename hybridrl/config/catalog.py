@@ -77,7 +77,7 @@ class PolicyLoss:
     paper: str = ""
 
 
-_PLACE = "hybridrl.algorithms.estimators"
+_PLACE = "hybridrl.core.algorithms.estimators"
 _NORMALIZE = ("norm_adv_by_std_in_grpo",)
 _PROBABILITIES: tuple[Field, ...] = ("old_log_probs", "sum_pi_squared")
 _BASELINE = "optimal_token_baseline"
@@ -100,7 +100,7 @@ _ESTIMATORS = (
     Estimator("gdpo", f"{_PLACE}:gdpo", (*_NORMALIZE, "gdpo_reward_weights"), ("reward_parts",), True, "2601.05242"),
 )
 
-_LOSSES = "hybridrl.algorithms.policy_losses"
+_LOSSES = "hybridrl.core.algorithms.policy_losses"
 _WINDOW = ("clip_ratio_low", "clip_ratio_high")
 _DUAL = (*_WINDOW, "clip_ratio_c")
 _TAU = ("tau_pos", "tau_neg")

@@ -13,9 +13,9 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.batch import Batch, pack
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import SFTDataConfig
+from hybridrl.core.batch import Batch, pack
 from hybridrl.data.rows import Faults, Row, Rows, load_rows, report_overlong, with_progress
 from hybridrl.data.template_arguments import (
     arguments_read,

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from hybridrl.checkpoint.files import faults
 from hybridrl.checkpoint.store import is_verl, newest_good, read_checkpoint, saved_config, step_directories
+from hybridrl.core.required import required
 from hybridrl.doctor import directory_parser
-from hybridrl.required import required
 from hybridrl.tracking.console import Terminal
 from hybridrl.tracking.sink import LOSSES, REWARD, is_validation_score
 

@@ -3,9 +3,13 @@
 import argparse
 from pathlib import Path
 
-from hybridrl.cluster.facts import shared_paths
-from hybridrl.cluster.probe import probe_machines
-from hybridrl.cluster.session import (
+from hybridrl.config import PPOConfig
+from hybridrl.config.compose import as_dict
+from hybridrl.config.findings import Findings
+from hybridrl.config.load import resolve_config
+from hybridrl.core.cluster.facts import shared_paths
+from hybridrl.core.cluster.probe import probe_machines
+from hybridrl.core.cluster.session import (
     dashboard,
     describe_reservations,
     describe_room,
@@ -15,10 +19,6 @@ from hybridrl.cluster.session import (
     read_machines,
     request_of,
 )
-from hybridrl.config import PPOConfig
-from hybridrl.config.compose import as_dict
-from hybridrl.config.findings import Findings
-from hybridrl.config.load import resolve_config
 from hybridrl.doctor import add_run_arguments, show
 from hybridrl.runtime.environment import joins
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from hybridrl.checkpoint.store import LOCK, holder, step_directories
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
+from hybridrl.core.required import required
 from hybridrl.doctor.machine import check_devices, check_extensions
 from hybridrl.doctor.reward import try_on_rows
 from hybridrl.doctor.rows import check_rows, check_template
 from hybridrl.doctor.start import KEY, check_hub, check_space, check_start
-from hybridrl.required import required
 from hybridrl.rewards.built_in import scorer_of
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.runs.prepare import RunInputs, prepare

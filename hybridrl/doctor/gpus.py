@@ -9,9 +9,9 @@ import psutil
 import pynvml
 import torch
 
-from hybridrl import device as devices
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.findings import Findings
+from hybridrl.core import device as devices
 from hybridrl.doctor.machine import GIB, install_command, installed
 from hybridrl.runtime.environment import joins
 

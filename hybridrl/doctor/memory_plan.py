@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ActorConfig, CriticConfig
-from hybridrl.device import memory_left
+from hybridrl.core.device import memory_left
+from hybridrl.core.rollout.vllm.settings import cpu_cache_bytes
+from hybridrl.core.training.linear_log_probs import tokens_at_once
+from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.worker import LearnerConfig
 from hybridrl.doctor.gpus import UTILIZATION, visible_gpus
 from hybridrl.doctor.machine import GIB
 from hybridrl.doctor.memory_sizes import FULL, Models, Shard, read_models
-from hybridrl.rollout.vllm.settings import cpu_cache_bytes
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import save_times
 from hybridrl.runtime.environment import joins
-from hybridrl.training.linear_log_probs import tokens_at_once
-from hybridrl.training.packing import MicroBatchBudget
-from hybridrl.training.worker import LearnerConfig
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 # What follows from the numbers of parameters, or was measured: the rest is estimated, with errors up to 20%.

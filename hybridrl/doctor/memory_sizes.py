@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from hybridrl.checkpoint.export import LAYER, parts
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema import ModelConfig
+from hybridrl.core.training.loading import layer_classes
+from hybridrl.core.training.lora import add_adapter
+from hybridrl.core.training.model import blank_language_model, blank_value_model, without_pairs
+from hybridrl.core.weights.buckets import buffer_bytes, plan_buckets
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
-from hybridrl.training.loading import layer_classes
-from hybridrl.training.lora import add_adapter
-from hybridrl.training.model import blank_language_model, blank_value_model, without_pairs
-from hybridrl.weights.buckets import buffer_bytes, plan_buckets
 
 FULL = 4  # bytes of a float32
 # Temporary memory of the log-probs of a chunk, in chunks of logits: two with entropies, and a half in half precision.

@@ -15,22 +15,22 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.batch import Batch, spans
 from hybridrl.checkpoint.files import faults
 from hybridrl.checkpoint.store import Checkpoint, list_checkpoints
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import SHIPPED
 from hybridrl.config.load import resolve_config
+from hybridrl.core.batch import Batch, spans
+from hybridrl.core.experience.sample_log import read_batch, replays
+from hybridrl.core.training.worker import TrainWorker
+from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.doctor import directory_parser
-from hybridrl.experience.sample_log import read_batch, replays
 from hybridrl.runs.prepare import tokenizer_elsewhere
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import padded_plans, start_session, start_train_workers
 from hybridrl.runtime.cli import EXIT_REJECTED
 from hybridrl.tracking.console import info, print_text
 from hybridrl.tracking.report import read_metrics
-from hybridrl.training.worker import TrainWorker
-from hybridrl.training.worker_group import TrainWorkers
 
 SHOWN_CHARACTERS = 160
 NOISY = 4.0  # times more responses needed than an update has

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrl.algorithms.lookup import bind, find_estimator
-from hybridrl.batch import Batch
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.findings import Findings
+from hybridrl.core.algorithms.lookup import bind, find_estimator
+from hybridrl.core.batch import Batch
 from hybridrl.data.rows import Faults, Rows, load_rows
 from hybridrl.doctor import directory_parser, show
 from hybridrl.doctor.replay import load_config

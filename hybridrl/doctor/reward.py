@@ -21,10 +21,10 @@ from hybridrl.config.compose import SHIPPED
 from hybridrl.config.findings import Findings
 from hybridrl.config.load import resolve_config
 from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.core.required import required
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.rows import Faults, Row, load_rows
 from hybridrl.doctor import show
-from hybridrl.required import required
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import ScorerPool

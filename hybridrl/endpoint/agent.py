@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from hybridrl.core.rollout import Completion
 from hybridrl.endpoint.address import bound
 from hybridrl.endpoint.app import Check, create_app
 from hybridrl.endpoint.core import Wanted
@@ -26,7 +27,6 @@ from hybridrl.environments.episode import Policy, Trajectory
 from hybridrl.environments.episode_loop import Kit
 from hybridrl.environments.held import HeldPolicy
 from hybridrl.environments.returned import reward_of
-from hybridrl.rollout import Completion
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 from hybridrl.config.findings import ConfigError
+from hybridrl.core.rollout import Completion, RequestFault
 from hybridrl.endpoint.messages import encodable, rejected, split_reasoning
 from hybridrl.endpoint.sessions import Prompt, SampledTurn, Session, Sessions
 from hybridrl.environments import Message, Schema, ToolCall
-from hybridrl.rollout import Completion, RequestFault
 
 ENCODERS = 2
 

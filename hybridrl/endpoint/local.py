@@ -9,6 +9,8 @@ import time
 from transformers import AutoConfig
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.core.rollout import Completion, Request, Sampling
+from hybridrl.core.rollout.engine import ENGINES, RolloutEngine
 from hybridrl.data.tokenizer import end_tokens, load_tokenizer
 from hybridrl.endpoint.app import create_app
 from hybridrl.endpoint.core import Wanted
@@ -17,8 +19,6 @@ from hybridrl.endpoint.messages import rejected
 from hybridrl.endpoint.server import serving
 from hybridrl.endpoint.sessions import Session, Sessions
 from hybridrl.environments.episode_loop import Kit, Limits
-from hybridrl.rollout import Completion, Request, Sampling
-from hybridrl.rollout.engine import ENGINES, RolloutEngine
 from hybridrl.tracking.console import info
 
 LONGEST = 32768  # tokens of a context, unless rollout.max_model_len is set

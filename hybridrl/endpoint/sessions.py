@@ -14,12 +14,12 @@ from types import MappingProxyType
 from typing import Any
 
 from hybridrl.config.findings import ConfigError
+from hybridrl.core.rollout import Completion
 from hybridrl.endpoint.messages import digests, rejected
 from hybridrl.environments import Message, Schema
 from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.environments.episode_loop import SHORTEST_TURN, Kit
-from hybridrl.rollout import Completion
 
 KEY_PREFIX = "sk-sess-"
 LOST_SECONDS = 60.0  # after which a client that disconnected is not waited for

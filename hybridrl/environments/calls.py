@@ -21,7 +21,7 @@ from hybridrl.environments.environment import Schema, ToolCall
 from hybridrl.environments.template import RESPONSE, TOOL
 
 KEY = "actor_rollout_ref.rollout.multi_turn.format"
-VLLM = "hybridrl.rollout.vllm.tool_calls"
+VLLM = "hybridrl.core.rollout.vllm.tool_calls"
 # verl's names of formats, and vLLM's for them.
 VERL_NAMES = {
     "glm": "glm45",

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
+from hybridrl.core.rollout import Completion
 from hybridrl.environments.environment import CallRecord, Message
-from hybridrl.rollout import Completion
 
 # Why an episode ended. Of the first one on, its text is cut off: the policy did not finish what it wrote.
 TRUNCATED = ("max_tokens", "max_turn_tokens", "context_overflow")

@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hybridrl.core.rollout import Completion
 from hybridrl.environments.episode import Policy
-from hybridrl.rollout import Completion
 
 
 @dataclass

@@ -16,9 +16,10 @@ from typing import Any, Self
 
 from ray.exceptions import RayError, RayTaskError
 
-from hybridrl.cluster import Actor, Pending, RaySession, cause, gather, kill, spawn
-from hybridrl.cluster.failures import root
-from hybridrl.cluster.group import START_LIMIT
+from hybridrl.core.cluster import Actor, Pending, RaySession, cause, gather, kill, spawn
+from hybridrl.core.cluster.failures import root
+from hybridrl.core.cluster.group import START_LIMIT
+from hybridrl.core.rollout import Completion, Request, RequestFault
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.worker import (
     CHECK,
@@ -30,7 +31,6 @@ from hybridrl.environments.worker import (
     Given,
     Ticket,
 )
-from hybridrl.rollout import Completion, Request, RequestFault
 from hybridrl.tracking.console import info, warn
 
 TRIES = 2  # of an episode in whose environment its process died

@@ -14,6 +14,7 @@ import yaml
 
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_class, where
+from hybridrl.core.required import required
 from hybridrl.environments.environment import Environment, Message, Response, Schema, Step
 from hybridrl.environments.mcp_tools import load_mcp_tools
 from hybridrl.environments.returned import reward_of
@@ -23,7 +24,6 @@ from hybridrl.environments.skyrl import numbers
 from hybridrl.environments.tool_environment import ToolEnvironment
 from hybridrl.environments.tools import Tool, ToolResult, check_schema, to_result
 from hybridrl.environments.user_code import finished
-from hybridrl.required import required
 
 TOOLS = f"{MULTI_TURN}.tool_config_path"
 INTERACTIONS = f"{MULTI_TURN}.interaction_config_path"

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_section
+from hybridrl.core.rollout import Completion
 from hybridrl.environments.environment import EpisodeFault, Message
 from hybridrl.environments.episode import Policy, Trajectory, Turn
 from hybridrl.environments.returned import reward_of
@@ -32,7 +33,6 @@ from hybridrl.environments.verl import (
     taken,
 )
 from hybridrl.rewards.verl_names import get_event_loop
-from hybridrl.rollout import Completion
 
 LOOPS = f"{AGENT}.agent_loop_config_path"
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling, request_seed
 from hybridrl.environments.environment import Environment, EpisodeFault, Message, Response, Step
 from hybridrl.environments.episode import Policy, Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun, Kit, Limits
@@ -25,7 +26,6 @@ from hybridrl.environments.held import HeldPolicy
 from hybridrl.environments.load import environment_of, runs_function
 from hybridrl.environments.settings import MULTI_TURN, EnvironmentSettings
 from hybridrl.environments.verl_loops import AgentLoop, trajectory
-from hybridrl.rollout import Completion, Request, RequestFault, Sampling, request_seed
 from hybridrl.runtime.guard import begin_actor
 
 logger = logging.getLogger(__name__)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hybridrl.core.experience.collector import ModeSwitch
+from hybridrl.core.experience.conversations import conversation_metrics
+from hybridrl.core.experience.episodes import Episode, EpisodeRunner
+from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import PromptDataset
-from hybridrl.experience.collector import ModeSwitch
-from hybridrl.experience.conversations import conversation_metrics
-from hybridrl.experience.episodes import Episode, EpisodeRunner
-from hybridrl.rollout import Sampling
 
 BOOTSTRAP_DRAWS = 1000
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import ConfigError
+from hybridrl.core.rollout import Sampling, request_seed
 from hybridrl.data.prompts import ENVIRONMENTS, Prompt
 from hybridrl.data.template_arguments import row_arguments
 from hybridrl.evaluation.samples import GREEDY
-from hybridrl.rollout import Sampling, request_seed
 
 # Responses per question by the number of questions: the fewer questions, the more samples a mean needs.
 COUNTS = ((500, 4), (100, 8), (0, 32))

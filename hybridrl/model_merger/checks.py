@@ -12,8 +12,8 @@ from hybridrl.checkpoint.export import one_thread
 from hybridrl.checkpoint.files import MANIFEST, faults
 from hybridrl.checkpoint.read import PAIR, open_tensors, read_safetensors, stored_tensors
 from hybridrl.checkpoint.tensors import UNREADABLE
+from hybridrl.core.required import required
 from hybridrl.model_merger.source import CheckFailed, Source, type_names
-from hybridrl.required import required
 from hybridrl.tracking.console import Terminal
 
 # Compares a written directory with its source; returns a description of the result, or raises CheckFailed.

@@ -7,10 +7,10 @@ from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
 from hybridrl.checkpoint.tensors import UNREADABLE
+from hybridrl.core.rollout.vllm.repairs import CPU_ATTENTION, Repaired, prepare_for
+from hybridrl.core.rounding import beyond_rounding
 from hybridrl.model_merger.checks import checkpoint_model, outputs
 from hybridrl.model_merger.source import CheckFailed, Source, type_name
-from hybridrl.rollout.vllm.repairs import CPU_ATTENTION, Repaired, prepare_for
-from hybridrl.rounding import beyond_rounding
 
 PROMPT, RESPONSE = 8, 24  # tokens
 

@@ -1,4 +1,4 @@
-"""The seconds of a run's steps by simulation (hybridrl/experience/simulate.py), from what the run has recorded: the
+"""The seconds of a run's steps by simulation (core/experience/simulate.py), from what the run has recorded: the
 lengths of its responses, the speed of its engines, and the seconds of all else.
 
 So a run shows whether its steps take what they should, and what those of another mode of rollout would take.
@@ -17,9 +17,9 @@ import numpy as np
 from hybridrl.config import PPOConfig
 from hybridrl.config.catalog import ESTIMATORS
 from hybridrl.config.checks.asynchronous import continues_rollouts
-from hybridrl.experience.admission import QUEUED
-from hybridrl.experience.simulate import Cluster, Mode, Work, simulate
-from hybridrl.rollout.statistics import ITERATION
+from hybridrl.core.experience.admission import QUEUED
+from hybridrl.core.experience.simulate import Cluster, Mode, Work, simulate
+from hybridrl.core.rollout.statistics import ITERATION
 from hybridrl.tracking import read_metrics
 from hybridrl.tracking.records import read_records, records_of
 from hybridrl.tracking.sink import STEP_SECONDS

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.cluster import Actor, RaySession, gather, kill, spawn
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.core.cluster import Actor, RaySession, gather, kill, spawn
 from hybridrl.rewards.load import processes, seconds_between_calls
 from hybridrl.rewards.pool import Scorer, ScorerPool
 from hybridrl.rewards.process import LOAD_TIMEOUT, CallerScorer, Launch, ScorerDied, ScoringProcess

@@ -25,7 +25,7 @@ import psutil
 
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_algorithm import RewardConfig
-from hybridrl.required import required
+from hybridrl.core.required import required
 from hybridrl.rewards.built_in import CPU_SECONDS
 from hybridrl.rewards.load import calls_at_once, in_one_call, load_reward, seconds_between_calls
 from hybridrl.rewards.score import Score, ScoringRequest, fault_of, score_request

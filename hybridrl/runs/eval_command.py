@@ -12,6 +12,7 @@ from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import save_config
 from hybridrl.config.custom_code import publish_own_keys
 from hybridrl.config.load_eval import describe_sampling
+from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import read_responses
 from hybridrl.evaluation.plan import Origin, Question, collect_questions, digest, plan, reject_large_k
 from hybridrl.evaluation.results import (
@@ -40,7 +41,6 @@ from hybridrl.evaluation.tables import (
 )
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
-from hybridrl.rollout import Sampling
 from hybridrl.runs.eval_models import KEY, Target, find_targets, with_unique_names
 from hybridrl.runs.eval_scoring import REWARD_LOG, Rescorer, blank_sample, reward_digest
 from hybridrl.runs.evaluate import Evaluated, Merge, ModelEvaluation, relabel

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hybridrl.cluster import RaySession
-from hybridrl.cluster.group import control_limit
 from hybridrl.config import PPOConfig
-from hybridrl.rollout import RolloutClient
-from hybridrl.rollout.fleet import RolloutFleet
-from hybridrl.rollout.lanes import Server
+from hybridrl.core.cluster import RaySession
+from hybridrl.core.cluster.group import control_limit
+from hybridrl.core.rollout import RolloutClient
+from hybridrl.core.rollout.fleet import RolloutFleet
+from hybridrl.core.rollout.lanes import Server
 from hybridrl.tracking.console import info, stage
 
 

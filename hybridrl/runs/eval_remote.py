@@ -10,12 +10,12 @@ from typing import Any
 import openai
 
 from hybridrl.config import ConfigError
+from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.template_arguments import row_arguments
 from hybridrl.data.tokenizer import Chat, as_chat
 from hybridrl.evaluation.plan import Wanted
 from hybridrl.evaluation.samples import Sample
-from hybridrl.rollout import Sampling
 from hybridrl.runs.eval_scoring import Rescorer, blank_sample, with_score
 
 KEY_VARIABLE = "OPENAI_API_KEY"

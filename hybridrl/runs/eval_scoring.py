@@ -9,11 +9,11 @@ from typing import Any, Self
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.core.experience.conversations import transcript
+from hybridrl.core.experience.episodes import Episode
 from hybridrl.data.prompts import Prompt
 from hybridrl.evaluation.plan import Wanted, digest
 from hybridrl.evaluation.samples import Sample, SampleFile
-from hybridrl.experience.conversations import transcript
-from hybridrl.experience.episodes import Episode
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runs.ppo import build_shaping

@@ -14,6 +14,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.compose import save_config
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
 from hybridrl.config.findings import Findings
+from hybridrl.core.experience.episodes import Episode, EpisodeRunner, Place
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.environments.pool import EpisodeWorkers
@@ -21,7 +22,6 @@ from hybridrl.evaluation.plan import Origin, Wanted, collect_questions, counts, 
 from hybridrl.evaluation.progress import EvaluationProgress
 from hybridrl.evaluation.results import RESPONSES, SAMPLES, write_responses, write_results
 from hybridrl.evaluation.samples import Sample, SampleFile
-from hybridrl.experience.episodes import Episode, EpisodeRunner, Place
 from hybridrl.rewards.actor import open_scorer_pool
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in

@@ -9,26 +9,31 @@ from types import MappingProxyType
 from typing import Any
 
 from hybridrl.checkpoint.saver import Stateful
-from hybridrl.cluster import Group, RaySession, gather
-from hybridrl.cluster.group import START_LIMIT, control_limit
 from hybridrl.config import PPOConfig
 from hybridrl.config.checks.asynchronous import continues_rollouts, most_under_way
 from hybridrl.config.help import batch_arithmetic, samplings
 from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.core.cluster import Group, RaySession, gather
+from hybridrl.core.cluster.group import START_LIMIT, control_limit
+from hybridrl.core.experience.asynchronous import AsynchronousExperience
+from hybridrl.core.experience.collector import SampledExperience, SynchronousExperience
+from hybridrl.core.experience.dynamic_sampling import GroupFilter
+from hybridrl.core.experience.episodes import EpisodeRunner
+from hybridrl.core.experience.sample_log import SampleLog
+from hybridrl.core.experience.spool import Spool
+from hybridrl.core.hybrid_engine import HybridEngine, SeparateEngine
+from hybridrl.core.rollout.fleet import RolloutFleet
+from hybridrl.core.trainer import RLTask, Schedule, Task
+from hybridrl.core.training.worker import TrainWorker, WorkerConfig
+from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.core.weights.broadcast import BroadcastSync
+from hybridrl.core.weights.sync import ColocatedSync
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.environments.pool import EpisodeWorkers
 from hybridrl.evaluation.evaluator import Evaluator
-from hybridrl.experience.asynchronous import AsynchronousExperience
-from hybridrl.experience.collector import SampledExperience, SynchronousExperience
-from hybridrl.experience.dynamic_sampling import GroupFilter
-from hybridrl.experience.episodes import EpisodeRunner
-from hybridrl.experience.sample_log import SampleLog
-from hybridrl.experience.spool import Spool
-from hybridrl.hybrid_engine import HybridEngine, SeparateEngine
 from hybridrl.rewards.actor import open_scorer_pool
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
-from hybridrl.rollout.fleet import RolloutFleet
 from hybridrl.runs.episodes import episode_processes, episode_settings, runs_episodes
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
 from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume, sample_fingerprints
@@ -43,11 +48,6 @@ from hybridrl.runs.setup import padded_plans, start_train_workers
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import info, stage
 from hybridrl.tracking.sink import Activity
-from hybridrl.trainer import RLTask, Schedule, Task
-from hybridrl.training.worker import TrainWorker, WorkerConfig
-from hybridrl.training.worker_group import TrainWorkers
-from hybridrl.weights.broadcast import BroadcastSync
-from hybridrl.weights.sync import ColocatedSync
 
 PROBE_LENGTH = 24
 

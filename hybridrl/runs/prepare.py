@@ -9,14 +9,17 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from hybridrl.algorithms import Algorithm
-from hybridrl.algorithms.trial import try_estimator, try_policy_loss
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig
+from hybridrl.core.algorithms import Algorithm
+from hybridrl.core.algorithms.trial import try_estimator, try_policy_loss
+from hybridrl.core.training.lora import check_adapter
+from hybridrl.core.training.schedule import try_schedule
+from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan
 from hybridrl.data.conversations import ConversationDataset, Replay, load_conversations
 from hybridrl.data.order import Order, build_order
 from hybridrl.data.prompts import PromptDataset, load_prompts
@@ -35,9 +38,6 @@ from hybridrl.runs.settings import (
 )
 from hybridrl.runs.sinks import try_sinks
 from hybridrl.tracking.console import info
-from hybridrl.training.lora import check_adapter
-from hybridrl.training.schedule import try_schedule
-from hybridrl.training.worker_group import CriticPlan, PolicyPlan
 
 
 @dataclass

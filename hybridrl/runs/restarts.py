@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridrl.checkpoint.store import list_checkpoints, read_checkpoint
-from hybridrl.cluster import OutOfMemory, WorkerDied
 from hybridrl.config import PPOConfig, SFTConfig
+from hybridrl.core.cluster import OutOfMemory, WorkerDied
 from hybridrl.health import Unhealthy
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.runtime import guard

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from hybridrl.algorithms import Algorithm
 from hybridrl.checkpoint.fingerprints import code_fingerprint, data_fingerprint, fingerprint, model_fingerprint
 from hybridrl.checkpoint.read import check_parts
 from hybridrl.checkpoint.resume import check_compatible, flatten, resume_summary, select_checkpoint
@@ -22,10 +21,11 @@ from hybridrl.config.custom_code import script_path
 from hybridrl.config.foreign_files import read_mapping
 from hybridrl.config.schema import ModelConfig
 from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.core.algorithms import Algorithm
+from hybridrl.core.required import required
+from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.data.rows import fingerprinted_files
-from hybridrl.required import required
 from hybridrl.tracking.console import info
-from hybridrl.training.worker_group import TrainWorkers
 
 SCRIPT = re.compile(r"(.+\.py)(?::\w+)?")  # with the name of a function or without
 RESETTABLE = ("optimizer", "schedule")

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
+from hybridrl.core.required import required
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts
 from hybridrl.data.tokenizer import as_chat
 from hybridrl.evaluation.plan import digest
-from hybridrl.required import required
 from hybridrl.rewards.built_in import scorer_of
 from hybridrl.rewards.load import seconds_between_calls, uses_built_in
 from hybridrl.rewards.pool import ScorerPool

@@ -3,11 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-from hybridrl.algorithms import Algorithm
-from hybridrl.algorithms.batch_metrics import LIMITS, Agreement
-from hybridrl.algorithms.lookup import bind, find_estimator, find_policy_loss
-from hybridrl.algorithms.objective import KLWeight
-from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections, parse_threshold
 from hybridrl.checkpoint.store import SKIPPED_UPDATES
 from hybridrl.config import ConfigError, SFTConfig
 from hybridrl.config.catalog import ACTOR_KEYS, BYPASS_LOSSES, ESTIMATOR_KEYS, PARAMETERS, SFT_POLICY_LOSS
@@ -15,13 +10,18 @@ from hybridrl.config.checks.model import disturbances
 from hybridrl.config.compose import OWN
 from hybridrl.config.schema import ActorConfig, CriticConfig, FSDPConfig, ModelConfig, PPOConfig, RolloutConfig
 from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
-from hybridrl.rollout import Sampling
-from hybridrl.rounding import coarser
-from hybridrl.training.losses import LossConfig, ValueLossConfig
-from hybridrl.training.packing import MicroBatchBudget
-from hybridrl.training.schedule import located
-from hybridrl.training.worker import FrozenConfig, LearnerConfig, WorkerConfig
-from hybridrl.training.worker_group import CriticPlan, PolicyPlan, UpdatePlan
+from hybridrl.core.algorithms import Algorithm
+from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement
+from hybridrl.core.algorithms.lookup import bind, find_estimator, find_policy_loss
+from hybridrl.core.algorithms.objective import KLWeight
+from hybridrl.core.algorithms.rollout_correction import RolloutCorrection, parse_rejections, parse_threshold
+from hybridrl.core.rollout import Sampling
+from hybridrl.core.rounding import coarser
+from hybridrl.core.training.losses import LossConfig, ValueLossConfig
+from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.schedule import located
+from hybridrl.core.training.worker import FrozenConfig, LearnerConfig, WorkerConfig
+from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan, UpdatePlan
 
 
 def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, steps: int) -> WorkerConfig:

@@ -14,23 +14,27 @@ from typing import Any, Protocol, TypeVar
 import psutil
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl import device as devices
 from hybridrl.checkpoint.saver import SavePlan, Saver, SaveTimes, Stateful
 from hybridrl.checkpoint.store import Store, holder
-from hybridrl.cluster import Group, RaySession, WorkerDied, spawn
-from hybridrl.cluster.metrics import RayMetricsSink
-from hybridrl.cluster.probe import probe_run
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml, save_config
 from hybridrl.config.help import hyperparameters
 from hybridrl.config.schema import SFTTrainerConfig
+from hybridrl.core import device as devices
+from hybridrl.core.cluster import Group, RaySession, WorkerDied, spawn
+from hybridrl.core.cluster.metrics import RayMetricsSink
+from hybridrl.core.cluster.probe import probe_run
+from hybridrl.core.required import required
+from hybridrl.core.trainer import Schedule, Task, Trainer
+from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.worker import TrainWorker
+from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan, TrainWorkers
 from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
 from hybridrl.health.custom import custom_rules
 from hybridrl.health.rules import RULES
 from hybridrl.report import write_report
 from hybridrl.report.prediction import predict_steps, run_sizes
-from hybridrl.required import required
 from hybridrl.runs.restarts import Adjusted, with_restarts
 from hybridrl.runs.resume import ResumePlan, check_complete, restore
 from hybridrl.runs.sinks import custom_sinks
@@ -41,10 +45,6 @@ from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.console import MessageHandler, info, stage, warn
 from hybridrl.tracking.faults import recording
 from hybridrl.tracking.report import read_metrics
-from hybridrl.trainer import Schedule, Task, Trainer
-from hybridrl.training.packing import MicroBatchBudget
-from hybridrl.training.worker import TrainWorker
-from hybridrl.training.worker_group import CriticPlan, PolicyPlan, TrainWorkers
 
 CHATTY_LOGGERS = ("httpx", "httpx2", "httpcore", "openai", "datasets", "fsspec", "urllib3", "filelock", "matplotlib")
 

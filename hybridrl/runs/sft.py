@@ -9,9 +9,12 @@ from typing import Any
 
 from hybridrl.checkpoint.fingerprints import data_fingerprint, fingerprint, model_fingerprint
 from hybridrl.checkpoint.saver import Stateful
-from hybridrl.cluster import RaySession, gather
-from hybridrl.cluster.group import START_LIMIT
 from hybridrl.config import SFTConfig
+from hybridrl.core.cluster import RaySession, gather
+from hybridrl.core.cluster.group import START_LIMIT
+from hybridrl.core.trainer import Schedule, Task
+from hybridrl.core.training.worker import TrainWorker
+from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.data.conversations import ConversationDataset, to_batch
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.rows import row_files
@@ -21,9 +24,6 @@ from hybridrl.runs.settings import sft_policy_plan, sft_worker_config
 from hybridrl.runs.setup import padded_plans, start_train_workers
 from hybridrl.tracking import Stopwatch, Tracker
 from hybridrl.tracking.console import stage
-from hybridrl.trainer import Schedule, Task
-from hybridrl.training.worker import TrainWorker
-from hybridrl.training.worker_group import TrainWorkers
 
 
 class SFTJob:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from hybridrl.config.schema import PPOConfig, SFTConfig
-from hybridrl.required import required
+from hybridrl.core.required import required
 from hybridrl.runtime import forkserver
 from hybridrl.runtime.environment import WAITING, joins, worker_environment
 from hybridrl.runtime.keeper import PrivateDirectory

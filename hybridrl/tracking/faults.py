@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hybridrl.required import required
+from hybridrl.core.required import required
 
 Memory = dict[str, int | None]
 

@@ -13,9 +13,9 @@ import torch
 from side_by_side import Arguments
 from torch import Tensor
 
-from hybridrl.algorithms.estimators import gae, grpo
-from hybridrl.batch import Batch
-from hybridrl.required import required
+from hybridrl.core.algorithms.estimators import gae, grpo
+from hybridrl.core.batch import Batch
+from hybridrl.core.required import required
 
 TOLERANCE = 1e-5
 GAE = {"gamma": 1.0, "lam": 0.95}

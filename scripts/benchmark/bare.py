@@ -13,12 +13,12 @@ import torch
 from child import serve
 from torch.nn.utils import clip_grad_norm_
 
-from hybridrl.batch import Batch
+from hybridrl.core.batch import Batch
+from hybridrl.core.training.learner import MiniBatch
+from hybridrl.core.training.losses import LossConfig, policy_loss
+from hybridrl.core.training.model import load_language_model
+from hybridrl.core.training.packing import lay_out
 from hybridrl.runtime.environment import worker_environment
-from hybridrl.training.learner import MiniBatch
-from hybridrl.training.losses import LossConfig, policy_loss
-from hybridrl.training.model import load_language_model
-from hybridrl.training.packing import lay_out
 
 
 class Generation:
@@ -27,7 +27,7 @@ class Generation:
     def __init__(self, file: str, device: str) -> None:
         from vllm import LLM
 
-        from hybridrl.rollout.vllm.engine import engine_arguments
+        from hybridrl.core.rollout.vllm.engine import engine_arguments
 
         arguments = engine_arguments(device, *torch.load(file, weights_only=False))
         for name in ("weight_transfer_config", "worker_extension_cls", "load_format"):

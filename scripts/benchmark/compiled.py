@@ -12,8 +12,8 @@ import torch.distributed as dist
 from models import SHAPES, sharded_model
 from side_by_side import ROUNDS, Row, arguments, formatted, in_turn, report
 
-from hybridrl.batch import Batch
-from hybridrl.training.packing import lay_out
+from hybridrl.core.batch import Batch
+from hybridrl.core.training.packing import lay_out
 
 ROWS = 8
 

@@ -23,13 +23,13 @@ import torch
 from side_by_side import Row, arguments, formatted, in_turn, report
 from torch import Tensor
 
-from hybridrl.batch import Batch
-from hybridrl.cluster import Group
-from hybridrl.required import required
+from hybridrl.core.batch import Batch
+from hybridrl.core.cluster import Group
+from hybridrl.core.required import required
+from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.worker import Columns
+from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.runtime.environment import worker_environment
-from hybridrl.training.packing import MicroBatchBudget
-from hybridrl.training.worker import Columns
-from hybridrl.training.worker_group import TrainWorkers
 
 FILLED, WORKERS = 0.3, 2
 DRIVER = ((2, 512), (2, 2048), (16, 2048), (64, 8192), (256, 32768), (1024, 131072))  # ranks, and rows for them

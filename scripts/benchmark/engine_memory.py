@@ -23,11 +23,11 @@ from side_by_side import Arguments
 from warm_start import TOP, make_data
 
 from hybridrl.config import load_ppo_config
-from hybridrl.rollout import Request, Sampling, request_seed
-from hybridrl.rollout.types import continuation
-from hybridrl.rollout.vllm.settings import vllm_environment
+from hybridrl.core.rollout import Request, Sampling, request_seed
+from hybridrl.core.rollout.types import continuation
+from hybridrl.core.rollout.vllm.settings import vllm_environment
+from hybridrl.core.weights.buckets import Bucket, SharedBuffer, buffer_bytes, digest, plan_buckets
 from hybridrl.runtime.environment import worker_environment
-from hybridrl.weights.buckets import Bucket, SharedBuffer, buffer_bytes, digest, plan_buckets
 
 RESPONSES, TOKENS, LINES = 8, 6, 20
 CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
@@ -82,7 +82,7 @@ def shared_weights(model: Path) -> tuple[SharedBuffer, list[Bucket]]:
 
 
 async def run(directory: Path, steps: int, kinds: list[str]) -> None:
-    from hybridrl.rollout.vllm.engine import VllmEngine  # reads the environment that this process was given
+    from hybridrl.core.rollout.vllm.engine import VllmEngine  # reads the environment that this process was given
 
     section = load_ppo_config(overrides(directory)).actor_rollout_ref
     engine = VllmEngine("cpu", section.model, section.rollout, 1)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from side_by_side import ROUNDS, Row, arguments, formatted, in_turn, report
 
 from hybridrl.checkpoint.export import export_model, parts
-from hybridrl.training.fsdp import full_tensors, reshard
+from hybridrl.core.training.fsdp import full_tensors, reshard
 
 BLOCK = 16 << 20
 

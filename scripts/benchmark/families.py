@@ -23,21 +23,21 @@ from side_by_side import Arguments
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils import logging
 
-from hybridrl.batch import Batch
-from hybridrl.cluster import RaySession, kill
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.checks.model import why_not_served, why_unsupported
+from hybridrl.core.batch import Batch
+from hybridrl.core.cluster import RaySession, kill
+from hybridrl.core.experience.batching import group_by_prompt, to_batch
+from hybridrl.core.experience.episodes import Episode
+from hybridrl.core.hybrid_engine import HybridEngine
+from hybridrl.core.rollout import Request, Sampling, request_seed
+from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.data.prompts import Prompt
 from hybridrl.environments.episode import Trajectory, Turn
-from hybridrl.experience.batching import group_by_prompt, to_batch
-from hybridrl.experience.episodes import Episode
-from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.rewards.score import Score
-from hybridrl.rollout import Request, Sampling, request_seed
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import padded_plans, start_session
-from hybridrl.training.worker_group import TrainWorkers
 
 TOP = Path(__file__).absolute().parents[2]
 BEGIN, END = "<!-- families -->", "<!-- /families -->"

@@ -31,19 +31,19 @@ from models import SHAPES
 from side_by_side import ROUNDS, Row, arguments, in_turn
 from weight_sync import count_calls
 
-from hybridrl.batch import Batch
-from hybridrl.cluster import Group, RemoteFailure, gather, kill
 from hybridrl.config import PPOConfig, load_ppo_config
-from hybridrl.hybrid_engine import Mode
-from hybridrl.rollout.vllm.settings import ENVIRONMENT
-from hybridrl.rounding import LIMITS
+from hybridrl.core.batch import Batch
+from hybridrl.core.cluster import Group, RemoteFailure, gather, kill
+from hybridrl.core.hybrid_engine import Mode
+from hybridrl.core.rollout.vllm.settings import ENVIRONMENT
+from hybridrl.core.rounding import LIMITS
+from hybridrl.core.training.worker import TrainWorker
+from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.core.weights.sync import BucketSync
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import padded_plans, start_session, start_train_workers
 from hybridrl.runtime.guard import guarded
-from hybridrl.training.worker import TrainWorker
-from hybridrl.training.worker_group import TrainWorkers
-from hybridrl.weights.sync import BucketSync
 
 GIB = 2**30
 # Targets by shape: seconds of a weight sync, and the share of the GPU's peak in an update.

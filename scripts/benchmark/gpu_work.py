@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrl.batch import Batch, pack
-from hybridrl.rollout import Completion, Request, Sampling, request_seed
-from hybridrl.training.packing import plan
-from hybridrl.training.worker_group import TrainWorkers
+from hybridrl.core.batch import Batch, pack
+from hybridrl.core.rollout import Completion, Request, Sampling, request_seed
+from hybridrl.core.training.packing import plan
+from hybridrl.core.training.worker_group import TrainWorkers
 
 PROMPT = 64
 GROUP = 4  # rows of an update that share a prompt

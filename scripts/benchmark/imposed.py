@@ -62,5 +62,5 @@ def impose(engine: Any) -> None:
 
 
 # Training ranks import this file without vLLM, and an engine's further processes before that module is complete.
-if hasattr(engine := sys.modules.get("hybridrl.rollout.vllm.engine"), "VllmEngine"):
+if hasattr(engine := sys.modules.get("hybridrl.core.rollout.vllm.engine"), "VllmEngine"):
     impose(engine)

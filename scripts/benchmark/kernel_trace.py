@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.training.worker import TrainWorker
+from hybridrl.core.training.worker import TrainWorker
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's events
 # The first kind of which a part is in a kernel's name; other kernels are elementwise operations and reductions.

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config import load_sft_config
 from hybridrl.config.schema import FSDPConfig, ModelConfig
-from hybridrl.training.fsdp import local, mesh, shard_and_fill
-from hybridrl.training.model import HOST, blank_language_model
+from hybridrl.core.training.fsdp import local, mesh, shard_and_fill
+from hybridrl.core.training.model import HOST, blank_language_model
 
 RANKS, MB = 2, 1e6
 

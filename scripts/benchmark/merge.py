@@ -31,15 +31,15 @@ from safetensors.torch import load_file, save_file
 from side_by_side import Arguments
 from transformers import AutoModelForCausalLM
 
-from hybridrl.batch import Batch
 from hybridrl.checkpoint.export import export_model, export_settings, write_shards
 from hybridrl.checkpoint.files import flush_to_disk
+from hybridrl.core.batch import Batch
+from hybridrl.core.training.fsdp import reshard
+from hybridrl.core.training.model import LanguageModel
+from hybridrl.core.training.packing import lay_out
 from hybridrl.model_merger.checks import check_tensors
 from hybridrl.model_merger.merge import write_model
 from hybridrl.model_merger.source import open_source
-from hybridrl.training.fsdp import reshard
-from hybridrl.training.model import LanguageModel
-from hybridrl.training.packing import lay_out
 
 RANKS = 2
 PROMPT, TOKENS = [11, 4711, 20, 151000, 7], 6

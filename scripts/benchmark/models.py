@@ -5,9 +5,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.schema import FSDPConfig, WrapPolicyConfig
-from hybridrl.training import attention
-from hybridrl.training.fsdp import mesh, shard
-from hybridrl.training.model import LanguageModel
+from hybridrl.core.training import attention
+from hybridrl.core.training.fsdp import mesh, shard
+from hybridrl.core.training.model import LanguageModel
 
 # Qwen2.5-0.5B's, 1.5B's and 7B's shapes, models of 25, 100, 142 and 150 million parameters, and one for --tiny.
 SHAPES = {

@@ -20,11 +20,11 @@ from advantages import rows as with_rewards
 from side_by_side import Row, Seconds, arguments, formatted, in_turn, report
 from torch import Tensor
 
-from hybridrl.algorithms.estimators import gae
-from hybridrl.batch import Batch, spans
-from hybridrl.required import required
-from hybridrl.training.attention import attend
-from hybridrl.training.packing import MicroBatchBudget, PackedRows, balance, plan
+from hybridrl.core.algorithms.estimators import gae
+from hybridrl.core.batch import Batch, spans
+from hybridrl.core.required import required
+from hybridrl.core.training.attention import attend
+from hybridrl.core.training.packing import MicroBatchBudget, PackedRows, balance, plan
 
 CAP = 16_384
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from side_by_side import Arguments
 
-from hybridrl.batch import Batch
+from hybridrl.core.batch import Batch
+from hybridrl.core.experience.batching import group_by_prompt, to_batch
+from hybridrl.core.experience.episodes import Episode
+from hybridrl.core.experience.sample_log import SampleLog
 from hybridrl.data.prompts import Prompt
 from hybridrl.environments.episode import Trajectory, Turn
-from hybridrl.experience.batching import group_by_prompt, to_batch
-from hybridrl.experience.episodes import Episode
-from hybridrl.experience.sample_log import SampleLog
 from hybridrl.rewards.score import Score
 
 ROUNDS, GROUP = 20, 8

@@ -16,7 +16,7 @@ import numpy as np
 from side_by_side import Arguments
 from transformers import AutoTokenizer
 
-from hybridrl.cluster import RaySession
+from hybridrl.core.cluster import RaySession
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.doctor.reward import reward_config
 from hybridrl.rewards.actor import open_scorer_pool

@@ -23,9 +23,9 @@ from side_by_side import Arguments
 from torch.multiprocessing import spawn
 
 from hybridrl.config.schema import OptimizerConfig
-from hybridrl.training.model import LanguageModel
-from hybridrl.training.optimizer import Optimizers
-from hybridrl.training.state import StateWriter, state_of
+from hybridrl.core.training.model import LanguageModel
+from hybridrl.core.training.optimizer import Optimizers
+from hybridrl.core.training.state import StateWriter, state_of
 
 BLOCK = 256 << 20  # of the copy in memory, much larger than a processor's caches
 GIB = 2**30

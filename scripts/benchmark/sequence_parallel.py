@@ -18,9 +18,9 @@ from models import SHAPES, sharded_model
 from side_by_side import Row, arguments, report
 from torch.multiprocessing import spawn
 
-from hybridrl.batch import Batch
-from hybridrl.training.packing import lay_out
-from hybridrl.training.sequence_parallel import sequence_group, slice_of
+from hybridrl.core.batch import Batch
+from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.sequence_parallel import sequence_group, slice_of
 
 RANKS, SHORT = 2, 64
 

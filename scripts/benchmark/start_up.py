@@ -36,10 +36,10 @@ fork_server = main_ppo.fork_server
 def reported(*args, **kwargs):
     report("configuration")
     with fork_server(*args, **kwargs) as forks:
-        from hybridrl import hybrid_engine
+        from hybridrl.core import hybrid_engine
         from hybridrl.doctor import start
         from hybridrl.runs import ppo, setup
-        from hybridrl.trainer import RLTask
+        from hybridrl.core.trainer import RLTask
         report("imports of the driver")
         # Each function is replaced in the module that calls it.
         report_after(start, "check_run_start", "checks")

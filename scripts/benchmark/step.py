@@ -29,14 +29,14 @@ from models import SHAPES
 from side_by_side import ROUNDS, Row, Seconds, arguments, cpu_seconds, formatted, report
 from warm_start import warm_start
 
-from hybridrl.batch import Batch, pack
 from hybridrl.config import PPOConfig, load_ppo_config
-from hybridrl.experience.collector import SynchronousExperience
-from hybridrl.hybrid_engine import HybridEngine
-from hybridrl.rollout import Completion, Request
+from hybridrl.core.batch import Batch, pack
+from hybridrl.core.experience.collector import SynchronousExperience
+from hybridrl.core.hybrid_engine import HybridEngine
+from hybridrl.core.rollout import Completion, Request
+from hybridrl.core.trainer import RLTask, Trainer
+from hybridrl.core.training.worker_group import POLICY_FIELDS, rank_mini_batches
 from hybridrl.runs import ppo, setup
-from hybridrl.trainer import RLTask, Trainer
-from hybridrl.training.worker_group import POLICY_FIELDS, rank_mini_batches
 
 HERE = Path(__file__).absolute().parent
 PARTS = ("gen", "reward", "old_log_prob", "update_actor")

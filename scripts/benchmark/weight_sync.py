@@ -27,10 +27,10 @@ from memory_plan import make_model, overrides
 from models import SHAPES
 from side_by_side import ROUNDS, Row, arguments, formatted, in_turn, report
 
-from hybridrl.cluster import Group
 from hybridrl.config import PPOConfig, load_ppo_config
-from hybridrl.hybrid_engine import HybridEngine
-from hybridrl.rollout import Request, Sampling, request_seed
+from hybridrl.core.cluster import Group
+from hybridrl.core.hybrid_engine import HybridEngine
+from hybridrl.core.rollout import Request, Sampling, request_seed
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 from hybridrl.runs.setup import start_session

@@ -18,10 +18,10 @@ from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import LATEST, Store
 from hybridrl.config import ConfigError
 from hybridrl.config.files import HUGGINGFACE
-from hybridrl.required import required
-from hybridrl.training.state import StateWriter, state_of
-from tests.training.families import FAMILIES
-from tests.training.test_state import ALL, build, train
+from hybridrl.core.required import required
+from hybridrl.core.training.state import StateWriter, state_of
+from tests.core.training.families import FAMILIES
+from tests.core.training.test_state import ALL, build, train
 
 CONFIG = {"trainer": {"seed": 1}}
 STATE = {

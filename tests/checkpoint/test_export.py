@@ -14,14 +14,14 @@ from transformers import (
     Qwen2Config,
 )
 
-from hybridrl.batch import Batch
 from hybridrl.checkpoint.export import export_model
 from hybridrl.checkpoint.files import forget_missing_code
-from hybridrl.training import attention
-from hybridrl.training.model import load_value_model
-from hybridrl.training.packing import lay_out
+from hybridrl.core.batch import Batch
+from hybridrl.core.training import attention
+from hybridrl.core.training.model import load_value_model
+from hybridrl.core.training.packing import lay_out
 from tests.checkpoint.own_code import CODE, save_with_code
-from tests.training.families import model_config
+from tests.core.training.families import model_config
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 

@@ -17,7 +17,7 @@ from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.config import ConfigError
 from tests.checkpoint.shards import save_in_shards, whole_model
 from tests.checkpoint.verl_files import qwen2
-from tests.training.on_ranks import on_ranks
+from tests.core.training.on_ranks import on_ranks
 
 RANKS = (2, 3)
 FILE = "model.safetensors"

@@ -9,7 +9,7 @@ import pytest
 
 from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import SaveFailed, Store, check, list_checkpoints
-from hybridrl.required import required
+from hybridrl.core.required import required
 
 
 def times(steps=0, epochs=None, seconds=None, recovery_seconds: float | None = 600.0) -> SaveTimes:

@@ -27,7 +27,7 @@ from hybridrl.checkpoint.store import (
     saved_config,
 )
 from hybridrl.config import ConfigError
-from hybridrl.required import required
+from hybridrl.core.required import required
 
 FILES = ("actor/__0_0.distcp", "config.yaml", "state.json", "manifest.json")
 GOOD = {"healthy": True, "recovery": False, "metrics": {}}

@@ -16,7 +16,7 @@ from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.checkpoint.verl import DataPosition, data_position, verl_faults
 from hybridrl.config import ConfigError
 from tests.checkpoint.verl_files import TRUTH, UPDATES, save_as_verl
-from tests.training.on_ranks import on_ranks
+from tests.core.training.on_ranks import on_ranks
 
 FORMS = {
     "fsdp2": 3,

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.algorithms.lookup import find_estimator, find_policy_loss, imported
 from hybridrl.config import ConfigError
 from hybridrl.config.catalog import ACTOR_KEYS, ESTIMATOR_KEYS, ESTIMATORS, PARAMETERS, POLICY_LOSSES
 from hybridrl.config.compose import shipped
+from hybridrl.core.algorithms.lookup import find_estimator, find_policy_loss, imported
 
 from .conftest import Load
 

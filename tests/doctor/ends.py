@@ -8,24 +8,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybridrl.algorithms.batch_metrics import Agreement
 from hybridrl.checkpoint.resume import select_checkpoint
 from hybridrl.checkpoint.store import Store
-from hybridrl.cluster import group, watchdog
-from hybridrl.cluster.group import OutOfMemory, gather
 from hybridrl.config import PPOConfig
-from hybridrl.experience.collector import NothingToLearnFrom, none_scored
-from hybridrl.experience.dynamic_sampling import Draws, GroupFilter
+from hybridrl.core.algorithms.batch_metrics import Agreement
+from hybridrl.core.cluster import group, watchdog
+from hybridrl.core.cluster.group import OutOfMemory, gather
+from hybridrl.core.experience.collector import NothingToLearnFrom, none_scored
+from hybridrl.core.experience.dynamic_sampling import Draws, GroupFilter
+from hybridrl.core.rollout.ladder import MemoryLadder
+from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.core.weights.sync import ColocatedSync
 from hybridrl.health import HealthMonitor
 from hybridrl.rewards.score import FaultGuard, Score
-from hybridrl.rollout.ladder import MemoryLadder
 from hybridrl.runs.restarts import with_restarts
 from hybridrl.runtime import guard
 from hybridrl.runtime.signals import StopRequest
-from hybridrl.training.worker_group import TrainWorkers
-from hybridrl.weights.sync import ColocatedSync
-from tests.cluster.test_group import Call, Died, FakeRay, task_error
-from tests.rollout.test_client import FakeServer, client, requests
+from tests.core.cluster.test_group import Call, Died, FakeRay, task_error
+from tests.core.rollout.test_client import FakeServer, client, requests
 
 Work = Callable[[Store, PPOConfig], object]  # done in step 3 of a run that saved step 2
 DIED = Died("The actor died. connection error code 2. End of file.")

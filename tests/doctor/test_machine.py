@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.cluster.session import Cluster
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.findings import Finding, Findings
-from hybridrl.device import cgroup_limits
+from hybridrl.core.cluster.session import Cluster
+from hybridrl.core.device import cgroup_limits
 from hybridrl.doctor.gpus import Gpu, check_gpus
 from hybridrl.doctor.machine import (
     Facts,

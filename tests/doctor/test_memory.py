@@ -14,6 +14,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.config.keys import value_keys
 from hybridrl.config.load import resolve_config
+from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.doctor import memory_plan as memory_plan_module
 from hybridrl.doctor import memory_sizes
 from hybridrl.doctor.gpus import Gpu
@@ -36,7 +37,6 @@ from hybridrl.doctor.memory_sizes import (
     sync_buffer,
 )
 from hybridrl.runs.settings import build_policy_plan
-from hybridrl.training.packing import MicroBatchBudget
 
 # -- the formulas: two layers of 100 elements and 50 outside of them, 4 wide -------------------------------------------
 

@@ -14,14 +14,14 @@ import psutil
 import pytest
 
 from hybridrl.checkpoint.store import Store
-from hybridrl.cluster import OutOfMemory
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config, load_sft_config
 from hybridrl.config.compose import save_config
+from hybridrl.core.cluster import OutOfMemory
+from hybridrl.core.required import required
 from hybridrl.doctor import __main__ as doctor
 from hybridrl.doctor import why
 from hybridrl.doctor.why import diagnose
 from hybridrl.health import HealthMonitor
-from hybridrl.required import required
 from hybridrl.runtime.signals import REQUESTS
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.faults import begin_step, read_faults, recording

@@ -11,12 +11,12 @@ import pytest
 from openai import AsyncOpenAI
 from transformers import Qwen2Tokenizer
 
+from hybridrl.core.rollout import Completion
 from hybridrl.endpoint.app import create_app
 from hybridrl.endpoint.core import Wanted
 from hybridrl.endpoint.server import serving
 from hybridrl.endpoint.sessions import Session, Sessions
 from hybridrl.environments.episode_loop import Kit, Limits
-from hybridrl.rollout import Completion
 from tests.environments import conftest as environments
 
 ADMIN = "admin"

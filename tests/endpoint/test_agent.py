@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
+from hybridrl.core.rollout import Completion, RolloutClient, Sampling, request_seed
 from hybridrl.endpoint import agent, app
 from hybridrl.endpoint.agent import Agents
 from hybridrl.endpoint.functions import AgentSettings
@@ -23,10 +24,9 @@ from hybridrl.environments.pool import EpisodeDispatch
 from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.environments.verl_loops import AgentLoop, AgentLoopOutput, trajectory
 from hybridrl.environments.worker import Call, EpisodeSettings, EpisodeSpec, EpisodeWorker, WorkerPolicy
-from hybridrl.rollout import Completion, RolloutClient, Sampling, request_seed
+from tests.core.rollout.test_client import FakeServer
 from tests.endpoint.conftest import completion_of
 from tests.integration.agents import Echo, EchoLoop, echo
-from tests.rollout.test_client import FakeServer
 
 MESSAGES = [{"role": "user", "content": "Guess."}]
 HEAD = """

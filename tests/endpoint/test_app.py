@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from hybridrl.rollout.types import RejectedRequest
+from hybridrl.core.rollout.types import RejectedRequest
 from tests.endpoint.conftest import ADMIN
 
 QUESTION = [{"role": "user", "content": "Guess."}]

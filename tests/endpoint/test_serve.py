@@ -19,10 +19,10 @@ import pytest
 
 from hybridrl import serve
 from hybridrl.config import ConfigError
+from hybridrl.core.rollout import Completion, Request
+from hybridrl.core.rollout.engine import ENGINES
 from hybridrl.endpoint import local
 from hybridrl.endpoint.address import bound
-from hybridrl.rollout import Completion, Request
-from hybridrl.rollout.engine import ENGINES
 
 ROOT = Path(__file__).parents[2]
 READY_SECONDS = 180

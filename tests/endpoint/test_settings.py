@@ -8,8 +8,8 @@ import pytest
 
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
 from hybridrl.config.findings import Findings
+from hybridrl.core.required import required
 from hybridrl.endpoint.functions import AgentSettings
-from hybridrl.required import required
 from hybridrl.runs.episodes import (
     agent_settings,
     check_continued,

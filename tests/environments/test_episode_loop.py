@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from hybridrl.core.rollout import Completion
 from hybridrl.environments import Environment, EpisodeFault, Message, Response, Step
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import EpisodeRun, Kit, Limits
-from hybridrl.rollout import Completion
 from tests.environments.conftest import STRIPS
 
 LIMITS = Limits(prompt=200, response=400, context=600, call_timeout=0.5, timeout=5)

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from hybridrl.config import ConfigError
+from hybridrl.core.required import required
 from hybridrl.environments import EpisodeFault, Response, ToolCall, mcp_tools, tool_environment
 from hybridrl.environments.load import load_tools
 from hybridrl.environments.settings import EnvironmentSettings
-from hybridrl.required import required
 from tests.environments.conftest import made
 
 pytest.importorskip("mcp.server.mcpserver", reason="the package mcp is not installed, or is older than 2")

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from hybridrl.cluster import RaySession
+from hybridrl.core.cluster import RaySession
+from hybridrl.core.rollout import Completion, Request, Sampling, request_seed
+from hybridrl.core.rollout.types import RejectedRequest
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import Limits
 from hybridrl.environments.pool import EpisodeDispatch, EpisodeWorkers
 from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.environments.worker import HEARTBEAT_SECONDS, EpisodeSettings, EpisodeSpec
-from hybridrl.rollout import Completion, Request, Sampling, request_seed
-from hybridrl.rollout.types import RejectedRequest
 
 SAMPLING = Sampling(max_tokens=60, stop_ids=(0,))
 LIMITS = Limits(prompt=200, response=400, context=600, turns=6, call_timeout=2, timeout=30)

@@ -10,12 +10,12 @@ from functools import partial
 import numpy as np
 import pytest
 
+from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling
+from hybridrl.core.rollout.types import FatalRequest, RejectedRequest
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import Limits
 from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker, Ticket
-from hybridrl.rollout import Completion, Request, RequestFault, Sampling
-from hybridrl.rollout.types import FatalRequest, RejectedRequest
 
 LIMITS = Limits(prompt=100, response=300, context=400)
 ENVIRONMENT = '''

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from hybridrl.config.schema_rollout import ValidationSamplingConfig
+from hybridrl.core.experience.episodes import Episode
+from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.evaluation.evaluator import Evaluator, validation_metrics
-from hybridrl.experience.episodes import Episode
 from hybridrl.rewards.score import Score
-from hybridrl.rollout import Sampling
 from hybridrl.runs.settings import validation_sampling
 
 # 1,000 draws of values between 0 and 1 lie within three deviations of their mean, 3 * 0.5 / sqrt(1000).

@@ -2,10 +2,10 @@
 
 import pytest
 
+from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.evaluation.plan import Origin, collect_questions, counts, plan
 from hybridrl.evaluation.samples import GREEDY
-from hybridrl.rollout import Sampling
 
 SAMPLING, ORIGIN = Sampling(8, (0,)), Origin("model", "reward")
 

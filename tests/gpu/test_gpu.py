@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from hybridrl.batch import Batch
-from hybridrl.device import host_buffer, release_cached_memory
-from hybridrl.required import required
-from hybridrl.training import attention
-from hybridrl.training.model import LanguageModel
-from hybridrl.training.packing import lay_out
-from hybridrl.weights.buckets import SharedBuffer, open_buffer
+from hybridrl.core.batch import Batch
+from hybridrl.core.device import host_buffer, release_cached_memory
+from hybridrl.core.required import required
+from hybridrl.core.training import attention
+from hybridrl.core.training.model import LanguageModel
+from hybridrl.core.training.packing import lay_out
+from hybridrl.core.weights.buckets import SharedBuffer, open_buffer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrl import device as devices
-from hybridrl.required import required
+from hybridrl.core import device as devices
+from hybridrl.core.required import required
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch is built for CPU")
 

@@ -1,14 +1,14 @@
 """Responses from real engines, and rows to train on, for tests of the switch."""
 
-from hybridrl.batch import Batch
+from hybridrl.core.batch import Batch
+from hybridrl.core.experience.batching import group_by_prompt, to_batch
+from hybridrl.core.experience.episodes import Episode
+from hybridrl.core.hybrid_engine import HybridEngine
+from hybridrl.core.rollout import Completion, Request, Sampling, request_seed
+from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.data.prompts import Prompt
 from hybridrl.environments.episode import Trajectory, Turn
-from hybridrl.experience.batching import group_by_prompt, to_batch
-from hybridrl.experience.episodes import Episode
-from hybridrl.hybrid_engine import HybridEngine
 from hybridrl.rewards.score import Score
-from hybridrl.rollout import Completion, Request, Sampling, request_seed
-from hybridrl.training.worker_group import TrainWorkers
 
 PROMPT = [1, 20, 30, 40, 50, 60, 70]
 SAMPLING = Sampling(max_tokens=16, stop_ids=(2,))

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import load_ppo_config
+from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import start_session
 from hybridrl.runtime.forks import fork_server
-from hybridrl.training.worker_group import TrainWorkers
 from tests.integration.answers import PROMPT
 
 ROOT = Path(__file__).parents[2]

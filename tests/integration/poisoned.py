@@ -22,7 +22,7 @@ def freed(worker, part: str) -> Iterator[torch.Tensor]:
 def poison() -> None:
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    from hybridrl.rollout.vllm.engine import VllmEngine
+    from hybridrl.core.rollout.vllm.engine import VllmEngine
 
     asleep: set[str] = set()
 
@@ -52,5 +52,5 @@ def poison() -> None:
     VllmEngine.__init__ = begin
 
 
-if "hybridrl.rollout.vllm.engine" in sys.modules:  # not in a training rank
+if "hybridrl.core.rollout.vllm.engine" in sys.modules:  # not in a training rank
     poison()

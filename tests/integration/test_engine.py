@@ -14,7 +14,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hybridrl.batch import Batch
+from hybridrl.core.batch import Batch
+from hybridrl.core.experience.batching import group_by_prompt, to_batch
+from hybridrl.core.experience.episodes import Episode, EpisodeRunner
+from hybridrl.core.hybrid_engine import Mode
+from hybridrl.core.required import required
+from hybridrl.core.rollout import Completion, ModeError, Request, Sampling, request_seed
+from hybridrl.core.rollout.engine import RolloutEngine
+from hybridrl.core.rollout.fleet import EngineGroup
+from hybridrl.core.weights.sync import StaleWeights
 from hybridrl.data.prompts import Prompt
 from hybridrl.endpoint.agent import Agents
 from hybridrl.endpoint.functions import AgentSettings
@@ -22,15 +30,7 @@ from hybridrl.environments.episode_loop import Limits
 from hybridrl.environments.pool import EpisodeWorkers
 from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.environments.worker import EpisodeSettings
-from hybridrl.experience.batching import group_by_prompt, to_batch
-from hybridrl.experience.episodes import Episode, EpisodeRunner
-from hybridrl.hybrid_engine import Mode
-from hybridrl.required import required
 from hybridrl.rewards.pool import ScorerPool
-from hybridrl.rollout import Completion, ModeError, Request, Sampling, request_seed
-from hybridrl.rollout.engine import RolloutEngine
-from hybridrl.rollout.fleet import EngineGroup
-from hybridrl.weights.sync import StaleWeights
 from tests.integration.agents import REWARD, TURNS
 from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, tokens, update
 

@@ -17,7 +17,7 @@ WITHOUT_TORCHVISION = """
 import pathlib, sys
 from transformers.utils import is_torchvision_available
 from vllm import ModelRegistry
-from hybridrl.rollout.vllm.repairs import prepare_for
+from hybridrl.core.rollout.vllm.repairs import prepare_for
 prepare_for(pathlib.Path(sys.argv[1]))
 assert ("torchvision" in sys.modules) == is_torchvision_available()
 ModelRegistry.models["Qwen3_5ForCausalLM"].load_model_cls()

@@ -8,20 +8,20 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridrl.algorithms.objective import Totals
-from hybridrl.algorithms.rollout_correction import RolloutCorrection, parse_rejections
-from hybridrl.batch import Batch, as_tensor
 from hybridrl.checkpoint.store import Store
-from hybridrl.cluster import Group, spawn
 from hybridrl.config.catalog import POLICY_LOSSES
-from hybridrl.required import required
+from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.algorithms.rollout_correction import RolloutCorrection, parse_rejections
+from hybridrl.core.batch import Batch, as_tensor
+from hybridrl.core.cluster import Group, spawn
+from hybridrl.core.required import required
+from hybridrl.core.training.learner import MiniBatch
+from hybridrl.core.training.losses import LossConfig, ValueLossConfig
+from hybridrl.core.training.packing import MicroBatchBudget, plan
+from hybridrl.core.training.worker import FrozenConfig, TrainWorker
+from hybridrl.core.training.worker_group import BrokenUpdates, CriticPlan, TrainWorkers
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.training.learner import MiniBatch
-from hybridrl.training.losses import LossConfig, ValueLossConfig
-from hybridrl.training.packing import MicroBatchBudget, plan
-from hybridrl.training.worker import FrozenConfig, TrainWorker
-from hybridrl.training.worker_group import BrokenUpdates, CriticPlan, TrainWorkers
-from tests.algorithms.parameters import LOSS_PARAMETERS
+from tests.core.algorithms.parameters import LOSS_PARAMETERS
 
 LOSS = LossConfig(
     policy_loss="vanilla",

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.checkpoint.read import open_tensors
 from hybridrl.config import load_ppo_config
-from hybridrl.hybrid_engine import HybridEngine
+from hybridrl.core.hybrid_engine import HybridEngine
+from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.core.weights.sync import StaleWeights
 from hybridrl.model_merger.__main__ import main
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.training.worker_group import TrainWorkers
-from hybridrl.weights.sync import StaleWeights
 from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, tokens, update
 from tests.integration.test_run import finish, metrics, start
 

@@ -9,10 +9,10 @@ import pytest
 
 from hybridrl.config import load_ppo_config
 from hybridrl.config.schema import ModelConfig, RolloutConfig
-from hybridrl.rollout import Request, Sampling
-from hybridrl.rollout.types import RejectedRequest
-from hybridrl.rollout.vllm.engine import VllmEngine
-from hybridrl.rollout.vllm.settings import vllm_environment
+from hybridrl.core.rollout import Request, Sampling
+from hybridrl.core.rollout.types import RejectedRequest
+from hybridrl.core.rollout.vllm.engine import VllmEngine
+from hybridrl.core.rollout.vllm.settings import vllm_environment
 from hybridrl.runtime.environment import worker_environment
 
 SOUND = Request(0, 0, [1, 20, 30], 7, Sampling(16, (), ignore_eos=True))

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.drill
 LITTLE_MEMORY = """
 import sys
 import torch
-learner = sys.modules.get("hybridrl.training.learner")
+learner = sys.modules.get("hybridrl.core.training.learner")
 if learner is not None:
     inputs = learner.Learner.inputs
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from tests.checkpoint.shards import save_in_shards
-from tests.training.on_ranks import on_ranks
+from tests.core.training.on_ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-learner = sys.modules.get("hybridrl.training.learner")
+learner = sys.modules.get("hybridrl.core.training.learner")
 if learner is not None:
     inputs = learner.Learner.inputs
 

@@ -26,7 +26,7 @@ SHELL = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("scripts/
 # Scripts that run elsewhere: in the test file named, or as a side of another script.
 ELSEWHERE = {
     "scripts/mutation.py": "tests/test_mutation.py",
-    "scripts/simulate_async.py": "tests/experience/test_simulate_command.py",
+    "scripts/simulate_async.py": "tests/core/experience/test_simulate_command.py",
     "scripts/sizing.py": "tests/doctor/test_sizing.py",
     "scripts/benchmark/bare.py": "scripts/benchmark/step.py",
     "scripts/benchmark/export.py": "scripts/benchmark/all.py",
@@ -234,7 +234,7 @@ def next_to_scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process imports what is next to a script, for the time of a test: forty processes would take minutes."""
     monkeypatch.syspath_prepend(str(BENCHMARK))
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.delitem(sys.modules, "hybridrl.rollout.vllm.engine", raising=False)  # imposed.py would change it
+    monkeypatch.delitem(sys.modules, "hybridrl.core.rollout.vllm.engine", raising=False)  # imposed.py would change it
     loaded = {*sys.modules}
     yield
     for name in {*sys.modules} - loaded:

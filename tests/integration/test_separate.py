@@ -7,7 +7,7 @@ from collections import Counter
 import psutil
 import pytest
 
-from tests.cluster.machines import two_machines
+from tests.core.cluster.machines import two_machines
 from tests.integration.test_resume import compared_metrics, kill_in_step, victim
 from tests.integration.test_run import assert_gone, finish, metrics, start, wait_for_step
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridrl.cluster import group, watchdog
-from hybridrl.rollout import client
+from hybridrl.core.cluster import group, watchdog
+from hybridrl.core.rollout import client
 from tests.integration.answers import generate, largest_gap, requests, rows, tokens
 
 pytestmark = pytest.mark.drill

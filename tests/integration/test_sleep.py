@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import load_ppo_config
-from hybridrl.weights.sync import BucketSync, StaleWeights
+from hybridrl.core.weights.sync import BucketSync, StaleWeights
 from tests.integration.answers import PROMPT, generate, requests, tokens
 
 pytestmark = pytest.mark.slow

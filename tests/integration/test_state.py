@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
-from hybridrl.algorithms.objective import Totals
-from hybridrl.cluster import Group, spawn
-from hybridrl.cluster.group import kill
+from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.cluster import Group, spawn
+from hybridrl.core.cluster.group import kill
+from hybridrl.core.training.learner import MiniBatch
+from hybridrl.core.training.packing import MicroBatchBudget, plan
+from hybridrl.core.training.worker import FrozenConfig, TrainWorker
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
-from hybridrl.training.learner import MiniBatch
-from hybridrl.training.packing import MicroBatchBudget, plan
-from hybridrl.training.worker import FrozenConfig, TrainWorker
 from tests.integration.test_gradient import LOSS, VALUE_LOSS, ragged_batch
 
 LIMIT = 120

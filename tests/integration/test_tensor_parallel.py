@@ -6,10 +6,10 @@ import time
 import pytest
 
 from hybridrl.config import load_ppo_config
+from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import start_session
-from hybridrl.training.worker_group import TrainWorkers
 from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, update
 
 pytestmark = pytest.mark.slow

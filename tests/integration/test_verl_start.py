@@ -9,8 +9,8 @@ import torch
 
 from hybridrl.checkpoint.read import open_tensors
 from tests.checkpoint.verl_files import TRUTH, UPDATES, save_as_verl
+from tests.core.training.on_ranks import on_ranks
 from tests.integration.test_run import finish, metrics, start
-from tests.training.on_ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from hybridrl.model_merger.merge import REPORT
 from hybridrl.model_merger.source import CheckFailed, open_source
 from tests.checkpoint.shards import save_in_shards
 from tests.checkpoint.verl_files import qwen2
-from tests.training.on_ranks import on_ranks
+from tests.core.training.on_ranks import on_ranks
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,17 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from hybridrl.batch import Batch
 from hybridrl.checkpoint.export import export_settings
 from hybridrl.config.files import HUGGINGFACE
+from hybridrl.core.batch import Batch
+from hybridrl.core.training.model import LanguageModel
+from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.state import StateWriter, state_of
 from hybridrl.model_merger.merge import merge
 from hybridrl.model_merger.source import open_source
-from hybridrl.training.model import LanguageModel
-from hybridrl.training.packing import lay_out
-from hybridrl.training.state import StateWriter, state_of
-from tests.training.families import FAMILIES
-from tests.training.on_ranks import on_ranks
-from tests.training.test_state import ALL, build, train, wait_for
+from tests.core.training.families import FAMILIES
+from tests.core.training.on_ranks import on_ranks
+from tests.core.training.test_state import ALL, build, train, wait_for
 
 PROMPT, RESPONSE = [5, 41, 17], 12
 

@@ -19,8 +19,8 @@ echo "$*" >>calls
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     files = ["recipes/quickstart/make_data.py", "recipes/quickstart/warmup.yaml", "conf/sft_trainer.yaml"]
-    files += ["conf/data/sft.yaml", "hybridrl/runs/sft.py", "hybridrl/data/rows.py", "hybridrl/training/worker.py"]
-    files += ["hybridrl/trainer.py"]
+    files += ["conf/data/sft.yaml", "hybridrl/runs/sft.py", "hybridrl/data/rows.py", "hybridrl/core/training/worker.py"]
+    files += ["hybridrl/core/trainer.py"]
     for name in [*files, "scripts/install.sh", ".venv/bin/python"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{name}\n")
@@ -100,7 +100,7 @@ def test_values_that_are_rejected_are_known_before_the_warm_start(checkout: Path
 
 
 @pytest.mark.parametrize(
-    "changed", ["recipes/quickstart/warmup.yaml", "hybridrl/training/worker.py", "conf/data/sft.yaml"]
+    "changed", ["recipes/quickstart/warmup.yaml", "hybridrl/core/training/worker.py", "conf/data/sft.yaml"]
 )
 def test_a_change_of_its_dependencies_creates_a_new_warm_start(checkout: Path, changed: str) -> None:
     call(checkout)

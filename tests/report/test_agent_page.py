@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from hybridrl.algorithms import Algorithm
-from hybridrl.algorithms.batch_metrics import batch_metrics
-from hybridrl.algorithms.estimators import grpo
+from hybridrl.core.algorithms import Algorithm
+from hybridrl.core.algorithms.batch_metrics import batch_metrics
+from hybridrl.core.algorithms.estimators import grpo
+from hybridrl.core.experience.batching import PromptGroup, to_batch
+from hybridrl.core.experience.conversations import conversation_metrics
+from hybridrl.core.experience.episodes import Episode
 from hybridrl.data.prompts import Prompt
 from hybridrl.environments.episode import Trajectory, Turn
-from hybridrl.experience.batching import PromptGroup, to_batch
-from hybridrl.experience.conversations import conversation_metrics
-from hybridrl.experience.episodes import Episode
 from hybridrl.report import write_report
 from hybridrl.rewards.score import Score
 from tests.report.synthetic import conversation, write_run

@@ -10,8 +10,8 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from hybridrl.cluster import RaySession
 from hybridrl.config import ConfigError
+from hybridrl.core.cluster import RaySession
 from hybridrl.rewards.actor import DecodingScorer, open_scorer_pool
 from hybridrl.rewards.process import CallerScorer
 from hybridrl.rewards.score import Score, ScoringRequest

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybridrl.config import ConfigError
-from hybridrl.required import required
+from hybridrl.core.required import required
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import load_reward
 from hybridrl.rewards.score import ScoringRequest

@@ -19,14 +19,14 @@ import pytest
 from hybridrl import main_eval
 from hybridrl.config import ConfigError
 from hybridrl.config.load_eval import load_eval_config
+from hybridrl.core.experience.episodes import EpisodeRunner
+from hybridrl.core.required import required
+from hybridrl.core.rollout import Completion
 from hybridrl.evaluation.results import write_results
 from hybridrl.evaluation.samples import GREEDY, read_samples
-from hybridrl.experience.episodes import EpisodeRunner
-from hybridrl.required import required
 from hybridrl.rewards.actor import DecodingScorer
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import CallerScorer
-from hybridrl.rollout import Completion
 from hybridrl.runs.eval_command import earlier
 from hybridrl.runs.eval_models import Target
 from hybridrl.runs.evaluate import ModelEvaluation

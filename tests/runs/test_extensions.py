@@ -7,11 +7,11 @@ import pytest
 
 from hybridrl.config.keys import value_keys
 from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.core.training.schedule import schedule, try_schedule
 from hybridrl.health import History
 from hybridrl.health.custom import custom_rules
 from hybridrl.runs.sinks import custom_sinks, try_sinks
-from hybridrl.training.schedule import schedule, try_schedule
-from tests.training.test_optimizer import config
+from tests.core.training.test_optimizer import config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extensions.md").read_text(encoding="utf-8")
 

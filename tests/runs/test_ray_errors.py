@@ -17,27 +17,27 @@ from ray.exceptions import RayError, RayTaskError
 
 from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import SaveFailed, Store
-from hybridrl.cluster import Group, OutOfMemory, WorkerDied, failures, gather
-from hybridrl.cluster import group as groups
 from hybridrl.config import PPOConfig, load_ppo_config
+from hybridrl.core.cluster import Group, OutOfMemory, WorkerDied, failures, gather
+from hybridrl.core.cluster import group as groups
+from hybridrl.core.hybrid_engine import HybridEngine
+from hybridrl.core.required import required
+from hybridrl.core.rollout import Request, RolloutClient
+from hybridrl.core.rollout.fleet import RolloutFleet
+from hybridrl.core.rollout.ladder import MemoryLadder
+from hybridrl.core.rollout.lanes import ServerFailure
+from hybridrl.core.training.worker import TrainWorker
+from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.environments.pool import EpisodeDispatch
-from hybridrl.hybrid_engine import HybridEngine
-from hybridrl.required import required
 from hybridrl.rewards.actor import RemoteScorer
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import ScoringRequest
-from hybridrl.rollout import Request, RolloutClient
-from hybridrl.rollout.fleet import RolloutFleet
-from hybridrl.rollout.ladder import MemoryLadder
-from hybridrl.rollout.lanes import ServerFailure
 from hybridrl.runs.restarts import with_restarts
 from hybridrl.tracking.faults import code_of
-from hybridrl.training.worker import TrainWorker
-from hybridrl.training.worker_group import TrainWorkers
-from tests.cluster.test_group import Call, FakeRay
-from tests.rollout.test_client import SAMPLING, respond
-from tests.rollout.test_ladder import Section
-from tests.test_hybrid_engine import Fleet, Ranks, Sync
+from tests.core.cluster.test_group import Call, FakeRay
+from tests.core.rollout.test_client import SAMPLING, respond
+from tests.core.rollout.test_ladder import Section
+from tests.core.test_hybrid_engine import Fleet, Ranks, Sync
 
 ROWS = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 MONITOR = (
@@ -285,7 +285,7 @@ class Models:
 @every_error
 @pytest.mark.parametrize("late", [False, True])
 def test_a_rank_that_is_lost_in_a_save_is_the_cause_of_its_failure(tmp_path, error, late):
-    """Which a run restarts for, if no other call was lost before (tests/test_trainer.py)."""
+    """Which a run restarts for, if no other call was lost before (tests/core/test_trainer.py)."""
     group = Group([Actor(error)], "train worker", ["/run/logs/train-0.log"])
     times = SaveTimes(1, None, None, None)
     plan = SavePlan({"actor": ["model"]}, times, lambda path: None, "", {})

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint.store import Store
-from hybridrl.cluster import OutOfMemory, WorkerDied
 from hybridrl.config import load_ppo_config, load_sft_config
+from hybridrl.core.cluster import OutOfMemory, WorkerDied
 from hybridrl.health import Unhealthy
 from hybridrl.runs.restarts import CRITIC, POLICY, with_restarts
 

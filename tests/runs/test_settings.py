@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.algorithms.lookup import bind, find_policy_loss
 from hybridrl.config import PPOConfig, load_ppo_config
+from hybridrl.core.algorithms.lookup import bind, find_policy_loss
+from hybridrl.core.training.schedule import schedule
+from hybridrl.core.training.worker import LearnerConfig, WorkerConfig
 from hybridrl.runs.settings import build_algorithm, policy_loss_config, ppo_worker_config, process_settings
-from hybridrl.training.schedule import schedule
-from hybridrl.training.worker import LearnerConfig, WorkerConfig
 
 ACTOR = "actor_rollout_ref.actor"
 # 4 prompts a step: 2 per update, gone through twice, are 4 updates of the policy; the critic has one.

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
-from hybridrl.cluster import WorkerDied
 from hybridrl.config import ConfigError, PPOConfig, load_sft_config
 from hybridrl.config.load import resolve_config
+from hybridrl.core.cluster import WorkerDied
+from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan, UpdatePlan
 from hybridrl.data.tokenizer import TokenRows
 from hybridrl.runs import setup
 from hybridrl.runs.prepare import reject_unknown_tokens
 from hybridrl.runs.setup import open_directory, open_store, padded_plans
-from hybridrl.training.packing import MicroBatchBudget
-from hybridrl.training.worker_group import CriticPlan, PolicyPlan, UpdatePlan
-from tests.training.families import model_config
+from tests.core.training.families import model_config
 
 
 def test_a_second_run_in_a_directory_leaves_the_first_ones_configuration(tmp_path):

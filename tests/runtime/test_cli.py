@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from hybridrl import main_ppo, main_sft
-from hybridrl.cluster import WorkerDied
 from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.core.cluster import WorkerDied
 from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.signals import NAMES
 

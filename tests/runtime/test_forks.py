@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hybridrl.required import required
+from hybridrl.core.required import required
 from hybridrl.runtime.forks import ForkServer, fork_server
 
 WORKER = """

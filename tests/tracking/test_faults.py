@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint.store import SaveFailed
-from hybridrl.cluster import RemoteFailure, WorkerDied
 from hybridrl.config import ConfigError
+from hybridrl.core.cluster import RemoteFailure, WorkerDied
 from hybridrl.health import HealthMonitor
 from hybridrl.rewards.score import RewardFaults
 from hybridrl.runs.setup import host_memory
@@ -27,7 +27,7 @@ def test_warnings_logged_and_printed_are_recorded_with_step_and_code(tmp_path, c
     with recording(tmp_path):
         warn("early")
         begin_step(3)
-        logging.getLogger("hybridrl.rollout.client").warning("server %d", 1, extra={"code": "server-lost"})
+        logging.getLogger("hybridrl.core.rollout.client").warning("server %d", 1, extra={"code": "server-lost"})
         logging.getLogger("hybridrl.data.rows").info("nothing to worry about")
         HealthMonitor().warn("cut off", "truncation")
     warn("after the end")

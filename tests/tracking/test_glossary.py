@@ -19,7 +19,7 @@ TOP = Path(__file__).parents[2]
 ENTRIES = list(entries())
 HEADS = {re.split(r"[/<{]", entry.name)[0] for entry in ENTRIES}
 # Packages whose texts with a slash are names of metrics, not of files.
-LOGGING = ("algorithms", "evaluation", "experience", "rollout", "runs", "training", "weights")
+LOGGING = ("core", "evaluation", "runs")
 ANY = "ANY"
 
 

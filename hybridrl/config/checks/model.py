@@ -2,7 +2,7 @@
 settings of LoRA cannot work or have no effect.
 
 docs/models.md lists the families that were tried, also those that are rejected here with the reason. Whether a model
-has layers with the names that LoRA requests is checked once it is loaded (training/lora.py).
+has layers with the names that LoRA requests is checked once it is loaded (core/training/lora.py).
 """
 
 import json

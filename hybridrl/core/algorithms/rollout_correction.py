@@ -1,0 +1,280 @@
+"""Tokens weighted or rejected by how far the trainer's probabilities are from those of the engine that sampled them.
+
+A log-ratio is the trainer's log-prob less the engine's, of a sampled token. Where the log-probs come from, and which
+loss uses the weights, is not known here. Options, bounds and metrics are verl's (August 2026), except that metrics
+ignore rows in which the policy wrote nothing.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hybridrl.core.batch import Batch
+from hybridrl.core.required import required
+
+OPTIONS = (
+    *("token_k1", "token_k2", "token_k3"),
+    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
+    *("seq_max_k2", "seq_max_k3"),
+)
+SAFE = 20.0  # log-ratios are clamped to [-20, 20] before they are exponentiated
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Tokens (token_*) or complete rows (seq_*) are rejected if an estimate of the divergence is out of bounds. k1, k2
+    and k3 estimate KL(engine || trainer) (Schulman, Approximating KL divergence, 2020). The bounds of k1 are those of
+    exp(k1), as in verl: of the engine's probability over the trainer's. k2 and k3 have no `lower`."""
+
+    option: str
+    lower: float | None
+    upper: float
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """What the estimate must lie between."""
+        return (-math.inf, self.upper) if self.lower is None else (math.log(self.lower), math.log(self.upper))
+
+    def divergence(self, log_ratio: Tensor, batch: Batch) -> Tensor:
+        """The estimate [response tokens]; for rows, each token has the estimate of its row."""
+        pool, form = self.option.rsplit("_", 1)
+        log_ratio = written_only(log_ratio, batch).clamp(-SAFE, SAFE)
+        match form:
+            case "k1":
+                tokens = -log_ratio
+            case "k2":
+                tokens = 0.5 * log_ratio.square()
+            case _:
+                tokens = log_ratio.expm1() - log_ratio
+        match pool:
+            case "token":
+                return tokens
+            case "seq_sum":
+                rows = batch.per_row(tokens)
+            case "seq_mean":
+                rows = batch.trained_mean(tokens)
+            case _:
+                rows = tokens.new_zeros(len(batch)).scatter_reduce(0, batch.response_row, tokens, "amax")
+        return rows[batch.response_row]
+
+    def passes(self, divergence: Tensor) -> Tensor:
+        """Whether estimates are within the bounds, which NaN never is."""
+        low, high = self.bounds
+        return (divergence >= low) & (divergence <= high)
+
+    def metrics(self, log_ratio: Tensor, batch: Batch) -> dict[str, float]:
+        """Metrics of the estimates, and of what this rejection alone would reject."""
+        divergence, (low, high) = self.divergence(log_ratio, batch), self.bounds
+        tokens, rows = of_written(divergence, batch, by_row=False), of_written(divergence, batch, by_row=True)
+        estimates = tokens if self.option.startswith("token") else rows
+        metrics = {
+            "mean": float(tokens.mean()),
+            "max": float(estimates.max()),
+            "min": float(estimates.min()),
+            "std": float(tokens.clamp(low, high).std(unbiased=False)),
+        }
+        metrics |= _fractions("fraction", estimates, low, high)
+        metrics |= _row_metrics(rows, ideal=0.0) | _fractions("seq_fraction", rows, low, high)
+        if math.isinf(low):
+            del metrics["seq_fraction_low"]
+        return metrics | masked_fractions(self.passes(divergence), batch)
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """Importance weights, trainer over engine, and rejections. Both are computed from all tokens that the policy wrote.
+
+    `level`: a token's weight is its own ratio (token; Yao et al. 2025), the product of its row's ratios (sequence; Liu
+    et al. 2025) or their geometric mean (geometric; the ratio of GSPO, Zheng et al. 2025; not in verl); None: no
+    weights.
+    Weights are truncated at `upper` (Ionides 2008) or, given `lower`, 0 outside the bounds (IcePop, Ling Team 2025).
+    """
+
+    level: str | None
+    lower: float | None
+    upper: float
+    batch_normalize: bool
+    rejections: tuple[Rejection, ...]
+
+    def weights(self, log_ratio: Tensor, batch: Batch) -> Tensor | None:
+        """The weight of each token, without gradient [response tokens]; 0 where the policy did not write it.
+        `batch_normalize` applies in `apply` only: here the rows may be a micro-batch, whose mean is not the batch's."""
+        if self.level is None:
+            return None
+        ratios = self._ratios(log_ratio, batch)
+        if self.lower is None:
+            weights = ratios.clamp(max=self.upper)
+        else:
+            weights = torch.where((ratios >= self.lower) & (ratios <= self.upper), ratios, 0.0)
+        return torch.where(required(batch.response_mask), weights, 0.0)
+
+    def kept(self, log_ratio: Tensor, batch: Batch) -> Tensor:
+        """Tokens that the policy wrote and no rejection rejects [response tokens], bool."""
+        kept = required(batch.response_mask)
+        for rejection in self.rejections:
+            kept = kept & rejection.passes(rejection.divergence(log_ratio, batch))
+        return kept
+
+    def apply(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Fill the weights and remove rejected tokens from the response mask; metrics of both. With `batch_normalize`
+        the weights are divided by their mean, over tokens or over rows depending on `level`. Metrics describe the rows
+        before that; there are none if the policy wrote nothing. An episode counts as one row."""
+        rows, batch = batch, batch.by_episode()
+        log_ratio = required(batch.old_log_probs) - required(batch.rollout_log_probs)
+        weights, kept = self.weights(log_ratio, batch), self.kept(log_ratio, batch)
+        groups: dict[str, dict[str, float]] = {}
+        written = bool(required(batch.response_mask).any())
+        if written and weights is not None:
+            groups["is"] = self._weight_metrics(self._ratios(log_ratio, batch), weights, batch)
+            if self.batch_normalize:
+                mean = float(of_written(weights, batch, self._by_row).mean())
+                factor = mean if mean > 1e-8 else 1.0  # every weight may be 0
+                weights, groups["is"]["batch_norm_factor"] = weights / factor, factor
+        if written and self.rejections:
+            groups |= {f"rs_{each.option}": each.metrics(log_ratio, batch) for each in self.rejections}
+            groups["rs"] = masked_fractions(kept, batch)
+        metrics = {f"rollout_{group}_{name}": groups[group][name] for group in groups for name in groups[group]}
+        corrected = replace(rows, importance_weights=weights, response_mask=kept)
+        return corrected, {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+    @property
+    def fits_update(self) -> bool:
+        """Whether an update can correct by its own log-probs: what is rejected must be known before tokens are counted,
+        and the mean of all weights before the first one is used."""
+        return not self.rejections and not self.batch_normalize
+
+    @property
+    def by_token(self) -> bool:
+        """Whether weight and rejection of a token depend on its own ratio only."""
+        return self.level in (None, "token") and not self.rejections
+
+    @property
+    def _by_row(self) -> bool:
+        return self.level != "token"
+
+    def _ratios(self, log_ratio: Tensor, batch: Batch) -> Tensor:
+        """Trainer over engine, not yet bounded [response tokens]."""
+        log_ratio = written_only(log_ratio, batch)
+        if self._by_row:
+            rows = batch.per_row(log_ratio) if self.level == "sequence" else batch.trained_mean(log_ratio)
+            log_ratio = rows[batch.response_row]
+        return log_ratio.clamp(-SAFE, SAFE).exp()
+
+    def _weight_metrics(self, ratios: Tensor, weights: Tensor, batch: Batch) -> dict[str, float]:
+        """Metrics of the weights, and the shares of the underlying ratios that are out of bounds. As in verl, extremes
+        of row ratios are taken before truncation, those of token ratios after. The effective sample size is a share of
+        all tokens."""
+        bounds = 1 / self.upper if self.lower is None else self.lower, self.upper
+        tokens, rows = of_written(weights, batch, by_row=False), of_written(weights, batch, by_row=True)
+        bounded, of_rows = of_written(ratios, batch, self._by_row), of_written(ratios, batch, by_row=True)
+        extremes = bounded if self._by_row else tokens
+        squares = float(tokens.square().mean())
+        metrics = {
+            "mean": float(tokens.mean()),
+            "max": float(extremes.max()),
+            "min": float(extremes.min()),
+            "std": float(tokens.std(unbiased=False)),
+            "eff_sample_size": float(tokens.mean()) ** 2 / squares if squares > 0 else 0.0,
+        }
+        metrics |= _fractions("ratio_fraction", bounded, *bounds)
+        metrics |= _row_metrics(rows, ideal=1.0) | _fractions("seq_fraction", of_rows, *bounds)
+        if self.lower is not None:
+            metrics["oob_ratio"] = sum(_fractions("", of_written(ratios, batch, by_row=False), *bounds).values())
+        return metrics
+
+
+def written_only(log_ratio: Tensor, batch: Batch) -> Tensor:
+    """Log-ratios without gradient, 0 where the policy did not write."""
+    return torch.where(required(batch.response_mask), log_ratio.detach(), 0.0)
+
+
+def of_written(values: Tensor, batch: Batch, by_row: bool) -> Tensor:
+    """The values of all tokens that the policy wrote, or their mean per row, for rows in which it wrote any."""
+    if by_row:
+        return batch.trained_mean(values)[batch.per_row(required(batch.response_mask).long()) > 0]
+    return values[batch.response_mask]
+
+
+def masked_fractions(kept: Tensor, batch: Batch) -> dict[str, float]:
+    """The share of written tokens that are not kept, and of rows that lose any."""
+    lost = (~kept).float()
+    return {
+        "masked_fraction": float(of_written(lost, batch, by_row=False).mean()),
+        "seq_masked_fraction": float((of_written(lost, batch, by_row=True) > 0).float().mean()),
+    }
+
+
+def _fractions(name: str, values: Tensor, low: float, high: float) -> dict[str, float]:
+    return {f"{name}_high": float((values > high).float().mean()), f"{name}_low": float((values < low).float().mean())}
+
+
+def _row_metrics(rows: Tensor, ideal: float) -> dict[str, float]:
+    return {
+        "seq_mean": float(rows.mean()),
+        "seq_std": float(rows.std()) if len(rows) > 1 else 0.0,
+        "seq_max": float(rows.max()),
+        "seq_min": float(rows.min()),
+        "seq_max_deviation": float((rows - ideal).abs().max()),
+    }
+
+
+def parse_rejections(
+    options: str | list[str] | None, thresholds: str | float | list[str] | list[float] | None
+) -> tuple[Rejection, ...]:
+    """Rejections from names and bounds, each a list or text with commas; one bound may apply to all. Raises ValueError,
+    with a message for the user."""
+    names, bounds = list(dict.fromkeys(_parts(options))), _parts(thresholds)
+    if not names:
+        return ()
+    for name in names:
+        if name not in OPTIONS:
+            raise ValueError(f"rollout_rs names {name!r}, which is not one of {', '.join(OPTIONS)}")
+    if len(bounds) not in (1, len(names)):
+        example = ",".join("0.5_2.0" if name.endswith("k1") else "0.01" for name in names)
+        raise ValueError(
+            f"rollout_rs_threshold has {len(bounds)} bounds for rollout_rs={','.join(names)}: "
+            f"give one for all or one for each, such as '{example}'"
+        )
+    if len(bounds) == 1:
+        bounds *= len(names)
+    rejections = []
+    for name, bound in zip(names, bounds, strict=True):
+        if name.endswith("k1"):
+            try:
+                lower, upper = parse_threshold(bound)
+            except ValueError as error:
+                raise ValueError(f"rollout_rs_threshold of {name}: {error}") from None
+            rejections.append(Rejection(name, 1 / upper if lower is None else lower, upper))
+        elif 0 < _number(bound) < math.inf:
+            rejections.append(Rejection(name, None, _number(bound)))
+        else:
+            raise ValueError(f"rollout_rs_threshold of {name} is {bound!r}: give one positive number, such as 0.01")
+    return tuple(rejections)
+
+
+def parse_threshold(text: str | float) -> tuple[float | None, float]:
+    """Bounds on a ratio of probabilities, "upper" or "lower_upper", as (lower or None, upper). Raises ValueError, with
+    a message for the user, unless 0 < lower <= 1 <= upper: equal probabilities are never out of bounds."""
+    *lower, upper = (_number(part) for part in str(text).split("_"))
+    if len(lower) > 1 or not all(0 < bound <= 1 for bound in lower) or not 1 <= upper < math.inf:
+        raise ValueError(
+            f"{text!r} does not bound a ratio of probabilities: give an upper bound of at least 1, such as 2.0, or a "
+            f"lower and an upper one around 1, such as '0.5_5.0' (0.5_5 without quotes is read as the number 0.55)"
+        )
+    return (lower[0] if lower else None), upper
+
+
+def _parts(value: str | float | list[str] | list[float] | None) -> list[str]:
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    return [part for item in items for text in str(item).split(",") if (part := text.strip())]
+
+
+def _number(text: str) -> float:
+    """NaN if the text is not a number; Python parses 0.5_2 as 0.52."""
+    try:
+        return math.nan if "_" in text else float(text)
+    except ValueError:
+        return math.nan

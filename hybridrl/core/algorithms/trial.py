@@ -1,0 +1,111 @@
+"""A custom advantage estimator or policy loss, tried on made-up groups before anything heavy starts."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.config.custom_code import call_custom
+from hybridrl.config.findings import ConfigError
+from hybridrl.core.algorithms.lookup import bind, find_estimator, find_policy_loss
+from hybridrl.core.batch import Batch
+from hybridrl.core.required import required
+
+ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
+PAGE = "docs/algorithms.md"
+GROUPS, LENGTHS, SCORES = 2, (3, 1, 2), (1.0, 0.0, 0.5)  # tokens and scores of the responses, in turn
+
+
+def toy_batch(samples: int) -> Batch:
+    """Return groups of so many responses, with the fields that every step fills before advantages."""
+    rows = torch.arange(GROUPS * samples)
+    lengths, rewards = torch.tensor(LENGTHS)[rows % len(LENGTHS)], torch.tensor(SCORES)[rows % len(SCORES)]
+    tokens = torch.arange(int(lengths.sum()), dtype=torch.int32)
+    group, sample = rows // samples, rows % samples
+    batch = Batch(torch.ones_like(lengths), lengths, tokens[: len(rows)], tokens, group, group, sample)
+    return replace(
+        batch,
+        rewards=rewards,
+        token_rewards=torch.zeros(tokens.shape).index_add_(0, batch.last_tokens, rewards),
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+        response_mask=torch.ones(tokens.shape, dtype=torch.bool),
+        rollout_log_probs=torch.linspace(-2.0, -0.5, len(tokens)),
+    )
+
+
+def try_estimator(
+    name: str, function: Callable[[Batch], Any], samples: int, parts: int
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Return the advantages, returns and metrics that an estimator, with its parameters bound, gives to toy groups of
+    so many responses, with so many parts of a reward. Raises ConfigError if it fails, or returns what no step could
+    use."""
+    batch = toy_batch(samples)
+    per_token = torch.zeros_like(required(batch.token_rewards))
+    filled: dict[str, Any] = {
+        "values": per_token,
+        "greedy_rewards": torch.zeros(len(batch)),
+        "reward_parts": torch.stack([required(batch.rewards)] * max(parts, 1), dim=1),
+        "old_log_probs": batch.rollout_log_probs,
+        "sum_pi_squared": per_token + 0.5,
+    }
+    batch = replace(batch, **{field: filled[field] for field in find_estimator(name)[0].reads})
+    result = call_custom(ESTIMATOR, name, function, batch, page=PAGE)
+    expected = f"advantages and returns, a tensor [{per_token.numel()}] each: a value per response token"
+    if not isinstance(result, tuple | list) or len(result) not in (2, 3):
+        raise _unusable(ESTIMATOR, name, f"it returns {_kind(result)}", expected)
+    for part, value in zip(("advantages", "returns"), result[:2], strict=True):
+        _check(ESTIMATOR, name, part, value, per_token.shape, expected)
+    metrics = result[2] if len(result) == 3 else {}
+    try:
+        return result[0], result[1], {str(key): float(value) for key, value in metrics.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _unusable(ESTIMATOR, name, f"its metrics are {metrics!r:.80}", "a dict of numbers to log") from error
+
+
+def toy_update() -> tuple[Batch, Tensor]:
+    """Return two groups with advantages, and log-probs of a policy that has moved along them."""
+    batch = toy_batch(samples=2).only("response_mask", "rollout_log_probs")
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[batch.response_row]
+    batch = replace(batch, advantages=advantages, old_log_probs=batch.rollout_log_probs)
+    return batch, (required(batch.rollout_log_probs) + 0.1 * advantages).requires_grad_()
+
+
+def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the loss per token, and its gradient by the log-probs, that a policy loss gives to the toy groups. Raises
+    ConfigError if it fails, or returns what no update could use."""
+    batch, log_probs = toy_update()
+    entry, function = find_policy_loss(name)
+    if entry.token_selector is not None:
+        batch = replace(batch, chosen=torch.ones_like(required(batch.response_mask)))
+    result = call_custom(LOSS, name, bind(function, parameters, rows=2), log_probs, batch, page=PAGE)
+    expected = f"the loss, a tensor [{log_probs.numel()}] with a value per response token, and a dict of statistics"
+    if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], dict):
+        raise _unusable(LOSS, name, f"it returns {_kind(result)}", expected)
+    per_token = result[0]
+    _check(LOSS, name, "the loss", per_token, log_probs.shape, expected)
+    gradient = None
+    if per_token.requires_grad:
+        (gradient,) = torch.autograd.grad(per_token.sum(), log_probs, allow_unused=True)
+    if gradient is None:
+        raise _unusable(LOSS, name, "its loss does not depend on the log-probs", "a loss with a gradient")
+    _check(LOSS, name, "the gradient", gradient, log_probs.shape, "a loss with a finite gradient")
+    return per_token.detach(), gradient
+
+
+def _check(key: str, name: str, part: str, value: Any, shape: torch.Size, expected: str) -> None:
+    if not isinstance(value, Tensor) or value.shape != shape:
+        raise _unusable(key, name, f"{part} is {_kind(value)}", expected)
+    if not value.isfinite().all():
+        raise _unusable(key, name, f"{part} is not finite: {value.tolist()}", expected)
+
+
+def _unusable(key: str, name: str, what: str, expected: str) -> ConfigError:
+    return ConfigError(f"{key}={name}: on made-up groups {what}", fix=f"return {expected}", keys=key)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__

@@ -1,0 +1,222 @@
+"""The batch that travels between driver and workers: packed rows. Knows neither Ray, models nor rewards.
+
+A row is one sampled response to one prompt, of one turn or several. Every field has one of three axes:
+
+    row        one value per row                                     [B]
+    prompt     one value per prompt token, rows concatenated         [sum of prompt_lengths]
+    response   one value per response token, rows concatenated       [sum of response_lengths]
+
+Example: two rows with responses of 3 and 1 tokens: `response_ids = [5, 9, 2, 7]`, `response_lengths = [3, 1]`.
+A field that no station of the step has filled yet is None.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridrl.core.required import required
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+ROW, PROMPT, RESPONSE = ({"axis": axis} for axis in ("row", "prompt", "response"))
+
+
+@dataclass
+class Batch:
+    """Packed rows. `position` is the prompt's index in the run's seeded order, `sample` the number within its group.
+    Rows of the same prompt have the same `group`, and are neighbours; so are those of one `episode`, which has several
+    rows where its context was replaced; None: one per episode. `rewards` is the scorer's scalar (a response without one
+    is not in the batch), and `token_rewards` the estimator's input: the score on the last token, less any KL penalty.
+    """
+
+    prompt_lengths: Tensor = field(metadata=ROW)  # [B] int64
+    response_lengths: Tensor = field(metadata=ROW)  # [B] int64
+    prompt_ids: Tensor = field(metadata=PROMPT)  # int32: no vocabulary needs more
+    response_ids: Tensor = field(metadata=RESPONSE)  # int32
+    group: Tensor = field(metadata=ROW)  # [B] int64
+    position: Tensor = field(metadata=ROW)  # [B] int64
+    sample: Tensor = field(metadata=ROW)  # [B] int64
+    episode: Tensor | None = field(default=None, metadata=ROW)  # [B] int64
+    episode_tokens: Tensor | None = field(default=None, metadata=ROW)  # [B] float32: written in all of its rows
+    rewards: Tensor | None = field(default=None, metadata=ROW)  # [B] float32
+    reward_parts: Tensor | None = field(default=None, metadata=ROW)  # [B, K] components of `rewards`
+    greedy_rewards: Tensor | None = field(default=None, metadata=ROW)  # [B] of the prompt's greedy response
+    truncated: Tensor | None = field(default=None, metadata=ROW)  # [B] bool: stopped by the length limit
+    # bool: the policy wrote this token, and it is trained on
+    response_mask: Tensor | None = field(default=None, metadata=RESPONSE)
+    # bool: the policy wrote this token, trained on or not; None: that is the response mask
+    sampled: Tensor | None = field(default=None, metadata=RESPONSE)
+    rollout_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
+    # int32: steps between the weights that sampled a token and those that the step starts with; None: the same weights.
+    staleness: Tensor | None = field(default=None, metadata=RESPONSE)
+    old_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
+    reference_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
+    reference_kl: Tensor | None = field(default=None, metadata=RESPONSE)  # KL(policy || reference), all tokens
+    entropies: Tensor | None = field(default=None, metadata=RESPONSE)
+    sum_pi_squared: Tensor | None = field(default=None, metadata=RESPONSE)  # sum of squared probabilities, all tokens
+    # The training over the rollout probability of each token, truncated.
+    importance_weights: Tensor | None = field(default=None, metadata=RESPONSE)
+    chosen: Tensor | None = field(default=None, metadata=RESPONSE)  # bool: tokens that the loss treats separately
+    values: Tensor | None = field(default=None, metadata=RESPONSE)
+    token_rewards: Tensor | None = field(default=None, metadata=RESPONSE)
+    advantages: Tensor | None = field(default=None, metadata=RESPONSE)
+    returns: Tensor | None = field(default=None, metadata=RESPONSE)
+
+    def __len__(self) -> int:
+        return self.prompt_lengths.numel()
+
+    @property
+    def lengths(self) -> Tensor:
+        """Return the prompt plus response tokens of each row [B]."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def response_row(self) -> Tensor:
+        """Return the row that each response token belongs to."""
+        rows = torch.arange(len(self), device=self.response_lengths.device)
+        return torch.repeat_interleave(rows, self.response_lengths)
+
+    @property
+    def written(self) -> Tensor:
+        """Return the mask of the response tokens that the policy wrote; those of an environment are not."""
+        return required(self.response_mask) if self.sampled is None else self.sampled
+
+    @property
+    def written_lengths(self) -> Tensor:
+        """Return the number of tokens of each row that the policy wrote [B]."""
+        return self.per_row(self.written.long())
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """Return the index, on the response axis, of each row's last token [B]. Every row has at least one."""
+        return self.response_lengths.cumsum(0) - 1
+
+    def by_episode(self) -> "Batch":
+        """Return the same response tokens with one row per episode, whose prompt is its first row's."""
+        if self.episode is None:
+            return self
+        counts = self.episode.unique_consecutive(return_counts=True)[1]
+        first = counts.cumsum(0) - counts
+        number = torch.arange(len(counts)).repeat_interleave(counts)
+        whole = replace(self.select(first), episode=None)
+        of_tokens = {name: value for name, axis, value in self.filled() if axis == "response"}
+        lengths = torch.zeros_like(counts).index_add_(0, number, self.response_lengths)
+        return replace(whole, response_lengths=lengths, **of_tokens)
+
+    def with_episode_tokens(self) -> "Batch":
+        """Return the same rows with the number of tokens that the policy wrote in all rows of each row's episode."""
+        if self.episode is None:
+            return self
+        written = self.per_row(required(self.response_mask).float())
+        of_episode = torch.zeros(int(self.episode.max()) + 1).index_add_(0, self.episode, written)
+        return replace(self, episode_tokens=of_episode[self.episode])
+
+    def select(self, rows: Tensor | Sequence[int]) -> "Batch":
+        """Return these rows, in this order."""
+        wanted = np.asarray(rows, dtype=np.int64)  # numpy, as the overhead of torch calls dominates for few rows
+        lengths = {"prompt": self.prompt_lengths.numpy(), "response": self.response_lengths.numpy()}
+        cuts = {axis: pieces(of_axis, wanted) for axis, of_axis in lengths.items()}
+        selected = {}
+        for name, axis, value in self.filled():
+            values = value.numpy()
+            # Copying slices of long rows takes half the time of indexing single tokens.
+            picked = (
+                values[wanted] if axis == "row" else np.concatenate([values[:0], *map(values.__getitem__, cuts[axis])])
+            )
+            selected[name] = torch.from_numpy(picked)
+        return replace(self, **selected)
+
+    def only(self, *names: str) -> "Batch":
+        """Return the same rows with only the required fields and those named, so that the rest is not sent."""
+        return replace(self, **{name: None for name in OPTIONAL if name not in names})
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the same rows on a device."""
+        return replace(self, **{name: value.to(device) for name, _, value in self.filled()})
+
+    def padded(self, values: Tensor, fill: float = 0.0) -> Tensor:
+        """Return response-axis values padded on the right [B, T]."""
+        rows = list(values.split(self.response_lengths.tolist()))
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+
+    def per_row(self, values: Tensor) -> Tensor:
+        """Return the sum of response-axis values per row [B]."""
+        return values.new_zeros(len(self)).index_add_(0, self.response_row, values)
+
+    def trained_mean(self, values: Tensor) -> Tensor:
+        """Return the mean of response-axis values over the tokens per row that are trained on [B]; 0 if none."""
+        mask = required(self.response_mask).to(values.dtype)
+        return self.per_row(values * mask) / self.per_row(mask).clamp(min=1)
+
+    def to_tensordict(self) -> "TensorDict":
+        """Return the filled fields as a TensorDict [B] without a copy, for code that is written for one: fields of
+        tokens are nested tensors in the jagged layout, one part per row. Raises ImportError without `tensordict`."""
+        from tensordict import TensorDict
+
+        starts = {"prompt": self.prompt_lengths, "response": self.response_lengths}
+        starts = {axis: torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) for axis, lengths in starts.items()}
+        nested = torch.nested.nested_tensor_from_jagged
+        content = {name: value if axis == "row" else nested(value, starts[axis]) for name, axis, value in self.filled()}
+        return TensorDict(content, batch_size=[len(self)])
+
+    def __getstate__(self) -> dict[str, np.ndarray]:
+        """Return arrays, which Ray copies to shared memory once and reads there without a copy."""
+        return {name: value.numpy() for name, _, value in self.filled()}
+
+    def __setstate__(self, state: dict[str, np.ndarray]) -> None:
+        vars(self).update(dict.fromkeys(OPTIONAL) | {name: as_tensor(value) for name, value in state.items()})
+
+    def filled(self) -> Iterable[tuple[str, str, Tensor]]:
+        """Return name, axis and values of every field that is filled."""
+        for item in fields(self):
+            if (value := vars(self)[item.name]) is not None:
+                yield item.name, item.metadata["axis"], value
+
+
+OPTIONAL = tuple(item.name for item in fields(Batch) if item.default is None)
+
+
+def as_tensor(values: np.ndarray) -> Tensor:
+    """Return an array as a tensor without a copy; arrays received through Ray are read-only."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors
+        return torch.from_numpy(values)
+
+
+def places(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Return indices starts[i], starts[i] + 1, ..., lengths[i] of them, concatenated for all rows; on the CPU."""
+    counts = lengths.numpy()  # numpy's repeat is several times as fast as torch's
+    index = np.repeat(starts.numpy() - (counts.cumsum() - counts), counts)
+    index += np.arange(len(index))
+    return torch.from_numpy(index)
+
+
+def spans(lengths: Tensor, rows: Tensor) -> Tensor:
+    """Return the indices of these rows' elements, in packed rows of these lengths."""
+    return places((lengths.cumsum(0) - lengths)[rows], lengths[rows])
+
+
+def pieces(lengths: np.ndarray, rows: np.ndarray) -> list[slice]:
+    """Return the slices of these rows, in packed rows of these lengths."""
+    ends = lengths.cumsum()[rows]
+    return list(map(slice, (ends - lengths[rows]).tolist(), ends.tolist()))
+
+
+def pack(rows: Sequence[Sequence[float]] | Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return rows as packed values and lengths [B]."""
+    flat = torch.from_numpy(np.concatenate(rows)) if rows else torch.empty(0)
+    return flat.to(dtype), torch.tensor([len(row) for row in rows], dtype=torch.int64)
+
+
+def token_rows(rows: Sequence[Sequence[int]]) -> Batch:
+    """Return rows of token ids as a batch; the first token of each is its prompt, the rest its response."""
+    prompt_ids, prompt_lengths = pack([row[:1] for row in rows], torch.int64)
+    response_ids, response_lengths = pack([row[1:] for row in rows], torch.int64)
+    numbers = torch.arange(len(rows))
+    return Batch(prompt_lengths, response_lengths, prompt_ids, response_ids, numbers, numbers, numbers)

@@ -1,0 +1,272 @@
+"""Groups of actors: one call to all or to each with its own arguments, with a deadline and one clear failure."""
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from copy import copy
+from pathlib import Path
+from typing import Any, Self
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hybridrl.core.cluster.failures import (
+    OutOfMemory,
+    RemoteFailure,
+    WorkerDied,
+    cause,
+    cause_of,
+    describe,
+    headline,
+    largest_processes,
+    root,
+    typed,
+)
+from hybridrl.core.cluster.session import RaySession, lost_component
+from hybridrl.core.cluster.watchdog import Watch, name, table
+from hybridrl.runtime.guard import kill_cause
+from hybridrl.runtime.stacks import death_note
+
+POLL_SECONDS = 2.0  # between checks that Ray is still running
+SEARCHED_LINES = 300  # of a log, for its first error
+LOGGED_ERROR = re.compile(r"\b[\w.]*(Error|Exception): .+")
+TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
+# A process whose device or connection to another is lost cannot continue; a new one may.
+LOST = re.compile(r"CUDA error|NCCL error|connection (reset|closed)", re.IGNORECASE)
+LOG_LINES = 8  # shown of a dead actor
+STEP_LIMIT, START_LIMIT = "trainer.step_timeout", "trainer.startup_timeout"  # keys of the limits of calls
+
+Actor = ActorHandle
+Pending = ray.ObjectRef  # the result of a call that may still run
+
+
+class Group:
+    """Actors of one class, one per rank. Calls name the class's methods: `group.broadcast(Worker.build, config)`."""
+
+    def __init__(self, actors: Sequence[Actor], role: str, logs: Sequence[str]) -> None:
+        self.actors, self.role, self.logs = list(actors), role, list(logs)
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def broadcast(self, method: Callable[..., Any], *args: Any, timeout: float, **kwargs: Any) -> list[Any]:
+        """Make the same call on every actor; return the results in rank order."""
+        return self.finish(self.start(method, *args, **kwargs), method, timeout=timeout)
+
+    def scatter(
+        self, method: Callable[..., Any], parts: Sequence[tuple], *, timeout: float, **kwargs: Any
+    ) -> list[Any]:
+        """Call every actor with its own positional arguments; return the results in rank order."""
+        return self.finish(self.start_each(method, parts, **kwargs), method, timeout=timeout)
+
+    @staticmethod
+    def share(value: Any) -> Pending:
+        """Store a value once per machine for all actors; the result replaces the value as an argument of calls."""
+        with typed("sharing the rows of a call"):
+            return ray.put(value)
+
+    def start(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Pending]:
+        """Make the same call on every actor without waiting."""
+        return self.start_each(method, [args] * len(self), **kwargs)
+
+    def start_each(self, method: Callable[..., Any], parts: Sequence[tuple], **kwargs: Any) -> list[Pending]:
+        """Call every actor with its own positional arguments without waiting."""
+        calls = zip(self.actors, parts, strict=True)
+        return [getattr(actor, method.__name__).remote(*part, **kwargs) for actor, part in calls]
+
+    def finish(
+        self, refs: Sequence[Pending], method: Callable[..., Any], *, timeout: float, about: str = ""
+    ) -> list[Any]:
+        """Return the results of started calls in rank order; an error names what they are `about`."""
+        return gather(refs, f"{self.role}.{method.__name__}", timeout, self.logs, about=about)
+
+    def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> dict[int, str]:
+        """Make the same call on every actor; return the ranks that failed or did not respond in time, and why."""
+        refs = self.start(method, *args)
+        ready = list(_finished(refs, f"{self.role}.{method.__name__}", timeout, self.logs))
+        silent = {rank: f"no response within {timeout:g} s" for rank, ref in enumerate(refs) if ref not in ready}
+        errors = {rank: _error(ref) for rank, ref in enumerate(refs) if ref in ready}
+        return silent | {rank: cause(error) for rank, error in errors.items() if error is not None}
+
+    def only(self, ranks: Sequence[int]) -> Self:
+        """Some of the actors as a group of the same kind."""
+        group = copy(self)
+        group.actors, group.logs = [self.actors[rank] for rank in ranks], [self.logs[rank] for rank in ranks]
+        return group
+
+
+def spawn(
+    actor: type,
+    session: RaySession,
+    rank: int,
+    environment: dict[str, str],
+    *args: Any,
+    gpus: int = 0,
+    settings: Any = None,
+    **options: Any,
+) -> Actor:
+    """Start one actor on a device; `gpus=1` makes it the one that Ray counts as the user of the device. One that an
+    earlier run has left there with equal `settings` is taken instead: its `renew` makes it what a new one would be."""
+    check_ray()
+    left, made_with = session.left.pop((actor, rank), (None, None))
+    if left is not None and made_with == settings:
+        gather([left.renew.remote(*args)], f"{actor.__name__}.renew", session.timeout, key=START_LIMIT)
+        return session.keep(actor, rank, left, settings)
+    if left is not None:
+        kill(left)
+    group, bundle = session.bundle(rank)
+    placement = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    options |= {"num_cpus": 0, "num_gpus": gpus if session.device == "cuda" else 0, "scheduling_strategy": placement}
+    start: dict[str, Any] = {"env_vars": environment}
+    if session.forks and session.forks.serves(environment):
+        start["py_executable"] = session.forks.launch
+    with typed(f"starting {actor.__name__} {rank}"):
+        remote: Any = ray.remote(actor)
+        handle = remote.options(runtime_env=start, **options).remote(*args)
+    return session.keep(actor, rank, handle, settings)
+
+
+def kill(actor: Actor) -> None:
+    """End an actor's process at once; does nothing if it has ended, or Ray with it."""
+    with suppress(RayError):
+        ray.kill(actor)
+
+
+def control_limit(step_timeout: float) -> float:
+    """Return the limit of a call that moves weights or controls an engine, which takes seconds: five minutes, more only
+    if the limit of a step is above its default of two hours."""
+    return min(step_timeout, max(300.0, step_timeout / 24))
+
+
+def gather(
+    refs: Sequence[Pending],
+    what: str,
+    timeout: float,
+    logs: Sequence[str] = (),
+    *,
+    key: str = STEP_LIMIT,
+    about: str = "",
+) -> list[Any]:
+    """Return the results of remote calls. Raises the first failure as soon as it is known, or its root failure.
+    `timeout` is the time without any result, not the total, from the key `key`. `what` names role and method, `logs`
+    the log files."""
+    results = {}
+    for ref in _finished(refs, what, timeout, logs):
+        try:
+            results[ref] = ray.get(ref)
+        except RayError:
+            raise _root_failure(refs, f"{what}{about}", refs.index(ref), logs) from None
+    if len(results) < len(refs):
+        raise _late(
+            f"{what}{about}", [refs.index(ref) for ref in refs if ref not in results], len(results), timeout, logs, key
+        )
+    return [results[ref] for ref in refs]
+
+
+def _finished(refs: Sequence[Pending], what: str, timeout: float, logs: Sequence[str]) -> Iterator[Pending]:
+    """Yield each call once it has finished, until none does for `timeout` seconds. Reports silent ranks meanwhile."""
+    waiting, watch = list(refs), Watch(what, logs)
+    while waiting:
+        done, waiting = wait(waiting, timeout, lambda rest: watch.look([refs.index(ref) for ref in rest]))
+        if not done:
+            return
+        yield done[0]
+    watch.end()
+
+
+def wait(
+    refs: Sequence[Pending], timeout: float, look: Callable[[Sequence[Pending]], None] = lambda refs: None
+) -> tuple[list[Pending], list[Pending]]:
+    """Return one finished call, if any finishes in time, and the others; `look` is called with those that have not
+    every POLL_SECONDS. Raises WorkerDied if Ray is lost, which `ray.wait` itself notices late."""
+    deadline = time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        with typed("waiting for a call"):
+            done, rest = ray.wait(list(refs), num_returns=1, timeout=max(min(left, POLL_SECONDS), 0))
+        if done or left <= POLL_SECONDS:
+            return done, rest
+        check_ray()
+        look(rest)
+
+
+def _late(what: str, ranks: Sequence[int], responded: int, timeout: float, logs: Sequence[str], key: str) -> WorkerDied:
+    """Return the failure of a call that these ranks did not respond to in time."""
+    late = ", ".join(name(rank, logs) for rank in ranks)
+    limit = f"; the limit follows from {key}" * bool(key)
+    message = f"{what}: no response from {late} within {timeout:g} s ({responded} responded{limit})"
+    chosen = dict(ray.get_runtime_context().runtime_env)
+    # With a broken runtime_env no process starts, and Ray reports nothing.
+    hint = f"; check ray_kwargs.ray_init.runtime_env={chosen}: processes that cannot start never respond"
+    failure = WorkerDied("\n".join([message + hint * bool(chosen), *table(ranks, logs)]))
+    failure.silent = tuple(logs[rank] for rank in ranks if rank < len(logs))
+    return failure
+
+
+def check_ray() -> None:
+    if component := lost_component():
+        message = f"Ray's {component} ended without a message, as if killed {kill_cause()}"
+        raise WorkerDied(f"{message}; the workers ended with it")
+
+
+def _error(ref: Pending) -> RayError | None:
+    try:
+        ray.get(ref)
+    except RayError as error:
+        return root(error)
+    return None
+
+
+def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[str]) -> RemoteFailure:
+    """Return the failure that caused the others: a rank that is lost comes before a rank that lost its peer. A rank
+    that others waited for in a collective until it timed out counts as dead."""
+    with typed(what):
+        ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=2.0)
+    errors = {index: error for index, ref in enumerate(refs) if ref in ready and (error := _error(ref))}
+    causes = {index: cause_of(error, name(index, logs)) for index, error in errors.items()}
+    short = [index for index, reason in causes.items() if reason.out_of_memory]
+    gone = [index for index, reason in causes.items() if reason.lost]
+    rank = (short or gone or [rank])[0]
+    reason, error, log = causes[rank], errors[rank], logs[rank] if rank < len(logs) else ""
+    lines = _log_end(log) if log else []
+    details = []
+    if silent and TIMED_OUT.search("\n".join([str(error), *lines[-LOG_LINES:]])):
+        details = ["not responding meanwhile:", *table([refs.index(ref) for ref in silent], logs)]
+    died = reason.lost or details or LOST.search(reason.text)
+    if reason.lost:
+        check_ray()
+        head = headline(error, reason) + (death_note(log) if log else "")
+        end = [f"{log} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:])]
+        details = [*(end if lines else []), *details]
+    elif reason.out_of_memory:
+        head = f"{reason.actor} ran out of memory: {reason.text}"
+    else:
+        head = f"{reason.actor} failed: {_with_logged(describe(error), lines, log)}"
+    if reason.of_host:
+        details += largest_processes(logs)
+    message = "\n".join([f"{what}: {head}", *details])
+    if reason.out_of_memory:
+        failure: RemoteFailure = OutOfMemory(message, what)
+    else:
+        failure = (WorkerDied if died else RemoteFailure)(message)
+    failure.cause = reason
+    return failure
+
+
+def _log_end(log: str) -> list[str]:
+    try:
+        return Path(log).read_text(errors="replace").splitlines()[-SEARCHED_LINES:] or ["(nothing)"]
+    except OSError:
+        return ["(the file is on another machine)"]
+
+
+def _with_logged(description: str, lines: Sequence[str], log: str) -> str:
+    """Return the description of an error with the first one in the log of its process: an engine's own processes log
+    what went wrong, and their parent raises that something did."""
+    logged = next((line[match.start() :] for line in lines if (match := LOGGED_ERROR.search(line))), "")
+    if logged and logged not in description:
+        return f"{description}\nthe first error in {log}: {logged[:500]}"
+    return description

@@ -1,0 +1,209 @@
+"""Tries the machines of a run together, before a model is loaded: each measures its facts and reaches the others."""
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from hybridrl.config.findings import Findings
+from hybridrl.core import device as devices
+from hybridrl.core.cluster.facts import (
+    CLOCK,
+    DIRECTORY,
+    DRIVER,
+    NETWORK,
+    OF_DRIVER,
+    Facts,
+    check_directory,
+    compare,
+    machine_facts,
+    reach,
+    shared_paths,
+)
+from hybridrl.core.cluster.failures import cause
+from hybridrl.core.cluster.group import Group, kill, spawn
+from hybridrl.core.cluster.session import Machine, RaySession, read_machines
+from hybridrl.runtime.environment import worker_environment
+from hybridrl.runtime.guard import end_with_parent
+from hybridrl.tracking.console import info, warn
+
+START_SECONDS = 300.0  # for a process to import torch, from a slow disk too
+COLLECTIVE_SECONDS, PAIR_SECONDS = 60.0, 10.0
+
+
+class Probe:
+    """The process that tries one machine."""
+
+    def __init__(self) -> None:
+        end_with_parent(os.getppid(), signal.SIGKILL)
+
+    def facts(self, device: str, paths: Mapping[str, str], directory: str, marker: str, reply: str) -> Facts:
+        return machine_facts(device, paths) | {DIRECTORY: check_directory(Path(directory), marker, reply)}
+
+    def clock(self) -> float:
+        return time.time()
+
+    def listen(self) -> tuple[str, int]:
+        """Listen where ranks of this machine would; return address and port."""
+        address = ray.util.get_node_ip_address()
+        self.listener = devices.listen(address)
+        return address, self.listener.getsockname()[1]
+
+    def reach(self, places: Sequence[tuple[str, int]]) -> list[str]:
+        """Return for each of the other machines why it cannot be reached, or an empty text."""
+        with ThreadPoolExecutor(len(places)) as pool:
+            return list(pool.map(lambda place: reach(*place), places))
+
+    def all_reduce(self, rank: int, ranks: int, device: str, address: str, seconds: float) -> None:
+        """Sum a number over the machines as training ranks do; collective."""
+        gpus = ray.get_gpu_ids()
+        if device == "cuda" and gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus[0])
+        try:
+            devices.join_group(device, address, self.listener if rank == 0 else None, rank, ranks, seconds)
+            number = torch.ones(1, device=devices.current(device))
+            dist.all_reduce(number, async_op=True).wait(timedelta(seconds=seconds))
+            if number.item() != ranks:
+                raise RuntimeError(f"the sum over {ranks} machines is {number.item():g}")
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def probe_run(session: RaySession, directory: Path, values: Mapping[str, Any]) -> None:
+    """Try the machines of a run that has several. Raises ConfigError, after printing a table, if they cannot run it."""
+    if len(session.first_devices) == 1:
+        return
+    findings = probe_session(session, directory, shared_paths(values))
+    for finding in findings.items:
+        if finding.severity == "warning":
+            warn(finding.text, finding.code)
+        elif finding.severity == "info" and findings.errors:
+            info(finding.text)
+    findings.close()
+
+
+def probe_session(session: RaySession, directory: Path, paths: Mapping[str, str]) -> Findings:
+    """Try the machines of a run. `paths` are what every machine reads, by key; `directory` is the run's."""
+    nodes = {machine.node_id: machine.name for machine in read_machines()}
+    names, actors = [], []
+    for number, device in enumerate(session.first_devices):
+        names.append(f"machine {number} ({nodes[session.node(device)]})")
+        environment = worker_environment(session.device, session.sharing(device))
+        actors.append(spawn(Probe, session, device, environment, gpus=1))
+    return _probe(actors, names, session.device, session.device, directory, paths)
+
+
+def probe_machines(machines: Sequence[Machine], device: str, directory: Path, paths: Mapping[str, str]) -> Findings:
+    """Try machines without a run, which may use their GPUs: messages between them go by gloo only."""
+    names = [f"machine {number} ({machine.name})" for number, machine in enumerate(machines)]
+    pins = [NodeAffinitySchedulingStrategy(machine.node_id, soft=False) for machine in machines]
+    actors = [ray.remote(Probe).options(num_cpus=0, scheduling_strategy=pin).remote() for pin in pins]
+    return _probe(actors, names, device, "cpu", directory, paths)
+
+
+def _probe(
+    actors: list, names: list[str], device: str, collective: str, directory: Path, paths: Mapping[str, str]
+) -> Findings:
+    group = Group(actors, "probe", [f"machine-{number}" for number in range(len(actors))])
+    try:
+        facts = _gather_facts(group, names, device, directory, paths)
+        failed = {name: fact for name, fact in facts.items() if isinstance(fact, str)}
+        known = {name: fact for name, fact in facts.items() if not isinstance(fact, str)}
+        findings = Findings()
+        for name, reason in failed.items():
+            fix = "install hybridrl there, the same version, and check ray_kwargs.ray_init.runtime_env"
+            findings.error("cluster.start", f"{name} runs no process of hybridrl: {reason}", fix)
+        if not failed:
+            for name, reason in _try_network(group, names, collective).items():
+                known[name][NETWORK] = reason
+        here = machine_facts("cpu", paths)
+        driver = {fact: here[fact] for fact in (*OF_DRIVER, *paths)}
+        findings.add(*compare({DRIVER: driver} | known).items)
+        return findings
+    finally:
+        for actor in actors:
+            kill(actor)
+
+
+def _gather_facts(
+    group: Group, names: list[str], device: str, directory: Path, paths: Mapping[str, str]
+) -> dict[str, Facts | str]:
+    """Return the facts of each machine, or why it has none."""
+    marker = f".cluster-{uuid.uuid4().hex}"
+    replies = [f"{marker}-{number}" for number in range(len(names))]
+    (directory / marker).touch()
+    try:
+        parts = [(device, paths, str(directory), marker, reply) for reply in replies]
+        facts = dict(zip(names, _outcomes(group.start_each(Probe.facts, parts), START_SECONDS), strict=True))
+        for number, (name, reply) in enumerate(zip(names, replies, strict=True)):
+            if isinstance(facts[name], str):
+                continue
+            if not facts[name][DIRECTORY] and not (directory / reply).exists():
+                facts[name][DIRECTORY] = "a file that it writes is not visible to the driver"
+            asked = time.time()
+            (clock,) = group.only([number]).broadcast(Probe.clock, timeout=START_SECONDS)
+            facts[name][CLOCK] = round(clock - (asked + time.time()) / 2, 1)
+    finally:
+        (directory / marker).unlink()
+        for reply in replies:
+            (directory / reply).unlink(missing_ok=True)
+    return facts
+
+
+def _try_network(group: Group, names: list[str], device: str) -> dict[str, str]:
+    """Connect every machine to every other, then sum a number over pairs and over all; return each one's faults."""
+    places = group.broadcast(Probe.listen, timeout=START_SECONDS)
+    reached = group.broadcast(Probe.reach, places, timeout=START_SECONDS)
+    faults = {
+        name: ", ".join(
+            f"cannot reach {other} at {reason}" for other, reason in zip(names, reasons, strict=True) if reason
+        )
+        for name, reasons in zip(names, reached, strict=True)
+    }
+    if any(faults.values()):
+        return faults
+    for other in range(1, len(names)):  # over gloo, as a failed NCCL ends its process
+        pair = (names[0], names[other])
+        failed = _all_reduce(group.only([0, other]), "cpu", PAIR_SECONDS)
+        if failed:
+            reasons = "; ".join(f"{pair[rank]}: {reason}" for rank, reason in failed.items())
+            message = f"no all-reduce with {names[0]} within {PAIR_SECONDS:g} s ({reasons})"
+            # At once, as torch numbers a process's groups, and after a failure the numbers of two machines differ.
+            return faults | {names[other]: message}
+    failures = _all_reduce(group, device, COLLECTIVE_SECONDS)
+    return faults | {names[rank]: f"no all-reduce over all machines: {reason}" for rank, reason in failures.items()}
+
+
+def _all_reduce(group: Group, device: str, seconds: float) -> dict[int, str]:
+    """Return the ranks of the group that failed, and why."""
+    try:
+        host, port = group.only([0]).broadcast(Probe.listen, timeout=seconds)[0]
+    except RuntimeError as error:
+        return {0: str(error).splitlines()[0]}
+    parts = [(rank, len(group), device, f"{host}:{port}", seconds) for rank in range(len(group))]
+    outcomes = _outcomes(group.start_each(Probe.all_reduce, parts), seconds + PAIR_SECONDS)
+    return {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, str)}
+
+
+def _outcomes(refs: list, timeout: float) -> list[Any]:
+    """Return the result of each call, or as a text why it has none."""
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout)
+    outcomes: list[Any] = []
+    for ref in refs:
+        try:
+            outcomes.append(ray.get(ref) if ref in ready else f"no response within {timeout:g} s")
+        except RayError as error:
+            outcomes.append(cause(error))
+    return outcomes

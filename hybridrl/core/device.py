@@ -1,0 +1,270 @@
+"""The differences between CPU and CUDA devices. The only module that uses `torch.cuda`."""
+
+import mmap
+import os
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from hybridrl.core.required import required
+
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+CANCELLED, CANCEL_SECONDS = "cancelled", 1.0  # a key of a group's store, and how often it is looked for
+
+T = TypeVar("T")
+
+
+def compiled_architectures() -> list[str]:
+    """Return the GPU architectures that torch has code for, such as sm_90; asks no driver, and creates no context."""
+    return required(torch._C._cuda_getArchFlags()).split() if torch.version.cuda else []
+
+
+def current(device: str) -> torch.device:
+    """Return this process's device: workers see exactly one."""
+    return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+
+
+def libraries() -> dict[str, str]:
+    """Return the versions of CUDA and NCCL that torch was built with; empty for a CPU build."""
+    if torch.version.cuda is None:
+        return {}
+    return {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+
+
+@cache
+def has_varlen_attention(device: torch.device) -> bool:
+    """Return whether the device supports torch's variable-length attention: CUDA from Ampere on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def listen(address: str) -> socket.socket:
+    """Return a socket that listens at an address of this machine, on a free port."""
+    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+
+
+def open_store(address: str, listener: socket.socket | None, world_size: int | None, seconds: float) -> dist.TCPStore:
+    """Return the store in which the ranks of a group meet; the first rank passes a socket that listens at the address.
+    A socket created by torch would listen on every interface. Without `world_size` it is not waited for the others."""
+    host, _, port = address.rpartition(":")
+    options: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
+    options |= {"timeout": timedelta(seconds=seconds), "wait_for_workers": world_size is not None}
+    return dist.TCPStore(host, int(port), world_size, **options)
+
+
+def join_group(
+    device: str, address: str, listener: socket.socket | None, rank: int, world_size: int, timeout_seconds: float
+) -> None:
+    """Join the process group of all training ranks."""
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    store, timeout = open_store(address, listener, world_size, timeout_seconds), timedelta(seconds=timeout_seconds)
+    dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+class BroadcastGroup:
+    """Processes of several programs, the first of which sends tensors to all others; apart from the group of all
+    training ranks. The first one passes a socket that listens at the address.
+
+    NCCL does not notice that a process has died: the others wait until whoever knows of it calls `cancel_broadcasts`,
+    and fail within CANCEL_SECONDS. A group that has failed cannot be used again.
+    """
+
+    def __init__(
+        self, device: str, address: str, listener: socket.socket | None, rank: int, size: int, seconds: float
+    ) -> None:
+        store = open_store(address, listener, None, seconds)
+        self.signals = open_store(address, None, None, seconds)  # a connection is busy while something waits on it
+        self.group: Any = None
+        self.group = self._unless_cancelled(partial(_form_group, device, store, address, rank, size, seconds))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Send a tensor from the first process to all others, which receive it in place; returns once the tensor may be
+        changed or read. RuntimeError if a process has died."""
+        self._unless_cancelled(lambda: self.group.broadcast(tensor, 0).wait())
+        synchronize(tensor.device.type)
+
+    def _unless_cancelled(self, call: Callable[[], T]) -> T:
+        """Return what a call returns, made in a thread: NCCL also waits where it has no time limit."""
+        result: Future[T] = Future()
+        Thread(target=_resolve, args=(result, call), daemon=True).start()
+        try:
+            while wait([result], CANCEL_SECONDS).not_done:
+                if self._cancelled():
+                    raise RuntimeError("the broadcast was cancelled, as one of its processes has failed")
+            return result.result()
+        except BaseException:
+            group, self.group = self.group, None  # on CPU the others, who may wait for this one, notice it
+            with suppress(RuntimeError):  # gloo has no abort, and needs none
+                if group is not None:
+                    group.abort()
+            raise
+
+    def _cancelled(self) -> bool:
+        try:
+            return self.signals.check([CANCELLED])
+        except RuntimeError as error:
+            raise RuntimeError("connection closed by the process that sends, which has died") from error
+
+
+def _resolve(result: "Future[T]", call: Callable[[], T]) -> None:
+    try:
+        result.set_result(call())
+    except BaseException as error:
+        result.set_exception(error)
+
+
+def _form_group(device: str, store: dist.TCPStore, address: str, rank: int, size: int, seconds: float) -> Any:
+    if device == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=seconds)
+        # Read by the constructor: a wait then lasts until the tensor has arrived, and raises. Otherwise it returns at
+        # once, and a thread of torch's ends the process when the time limit is over.
+        with _environment(TORCH_NCCL_BLOCKING_WAIT="1"):
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+    options = dist.ProcessGroupGloo._Options()  # pyrefly: ignore[missing-attribute]  # it is, in torch's C++
+    options._timeout = timedelta(seconds=seconds)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def cancel_broadcasts(address: str) -> None:
+    """End what the processes of the BroadcastGroup at an address wait for; any process may call it."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError, RuntimeError):  # the first process has died, as the others notice
+        socket.create_connection((host, int(port)), 10.0).close()  # torch would keep trying
+        open_store(address, None, None, 10.0).set(CANCELLED, "")
+
+
+def _own_address(address: str) -> str:
+    """Return the address of this machine on the way to another one."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as way:  # sends nothing
+        way.connect((host, int(port)))
+        return str(way.getsockname()[0])
+
+
+def own_group(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
+    """Return a new group of which this rank is a member: for others torch returns a number."""
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def collective_timeout() -> timedelta:
+    """Return the time limit of collectives of all training ranks; torch gives further groups another one by default."""
+    return required(dist.group.WORLD)._get_backend(torch.device("cpu")).options._timeout
+
+
+def enable_determinism(device: str) -> None:
+    """Use only deterministic kernels, and fail where there is none."""
+    if device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    # Filling memory costs time, and uninitialised memory is never read here.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute]  # made at run time
+    torch.use_deterministic_algorithms(True)
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def release_cached_memory(device: str) -> None:
+    """Free the allocator's unused blocks, which an engine on the same GPU cannot use."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.ipc_collect()  # first, as it frees blocks that another process has finished reading
+        torch.cuda.empty_cache()
+
+
+def allocated_bytes() -> int:
+    """Return the bytes of this process's tensors on its CUDA device."""
+    return torch.cuda.memory_allocated()
+
+
+class _PageLocked(mmap.mmap):
+    """Host memory that CUDA has registered. It has pages of its own, as registrations must not share one, and gives the
+    registration back before the pages are freed: else CUDA rejects whatever the system puts there next, and from then
+    on every call of the process."""
+
+    address: int | None = None
+
+    def __del__(self) -> None:
+        if self.address is not None:
+            required(torch.cuda.cudart()).cudaHostUnregister(self.address)
+
+
+def host_buffer(size: int, device: str) -> torch.Tensor:
+    """Allocate this many bytes of host memory, uninitialised; page-locked on CUDA, for fast and asynchronous copies.
+    Memory that torch page-locks itself is rounded up to a power of two per tensor: nearly twice as much for a 7B
+    model."""
+    if device != "cuda" or not size:
+        return torch.empty(size, dtype=torch.uint8)
+    pages = _PageLocked(-1, size)
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    torch.cuda.check_error(int(required(torch.cuda.cudart()).cudaHostRegister(buffer.data_ptr(), size, 0)))
+    pages.address = buffer.data_ptr()
+    return buffer
+
+
+def memory_left() -> int:
+    """Return the bytes that processes may still allocate on the machine or in the container."""
+    free, (limit, _) = psutil.virtual_memory().available, cgroup_limits()
+    return free if limit is None else min(free, limit)
+
+
+def cgroup_limits(own: Path = OWN_CGROUP, mount: Path = CGROUPS) -> tuple[int | None, float | None]:
+    """Return the bytes that this process's control group and its parents (version 2) leave it, and its cores; None: no
+    limit."""
+    lines = own.read_text().splitlines() if own.is_file() else []
+    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    memory, cores = [], []
+    for directory in (mount / group, *(mount / parent for parent in Path(group).parents)) if group is not None else ():
+        files = [directory / name for name in ("memory.max", "memory.current", "cpu.max", "memory.stat")]
+        most, used, quota, stat = [file.read_text().split() if file.is_file() else [] for file in files]
+        if most and used and most[0] != "max":
+            sizes = dict(zip(stat[::2], map(int, stat[1::2]), strict=True))
+            cached = sizes.get("active_file", 0) + sizes.get("inactive_file", 0)  # counted as used, and reclaimable
+            memory.append(int(most[0]) - int(used[0]) + cached)
+        if quota and quota[0] != "max":
+            cores.append(int(quota[0]) / int(quota[1]))
+    return min(memory, default=None), min(cores, default=None)
+
+
+def memory(device: str) -> dict[str, float]:
+    """Return the memory used by this process, and on CUDA by its device, and what is free, in GiB."""
+    used = {
+        "cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30,
+        "host_memory_free_gb": memory_left() / 2**30,
+    }
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        used["max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        used["max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
+        used["device_used_gb"], used["device_free_gb"] = (total - free) / 2**30, free / 2**30
+    return used

@@ -1,0 +1,298 @@
+"""Experience whose episodes outlive a step: what is under way when a step has enough is continued in the next one.
+
+The episodes run in an event loop of a thread of their own, one task for each group, and environments continue while the
+devices train. Only requests to the engines wait: the client holds them between `interrupt` and `resume`. Where rollout
+has devices of its own, that is only during a weight sync.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from hybridrl.core.algorithms.batch_metrics import off_policy_metrics
+from hybridrl.core.experience.admission import QUEUED, Admission
+from hybridrl.core.experience.batching import PromptGroup, group_by_prompt
+from hybridrl.core.experience.carried import Carried
+from hybridrl.core.experience.collector import UNDER_WAY, Collected, SampledExperience
+from hybridrl.core.experience.dynamic_sampling import NoSignal
+from hybridrl.core.experience.episodes import Episode
+from hybridrl.core.experience.spool import Spool
+from hybridrl.core.rollout import Goal
+from hybridrl.tracking.sink import Activity
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop in a thread of its own, which coroutines outlive the calls of."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="episodes", daemon=True)
+        self.thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine that runs in the loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def close(self) -> None:
+        """Cancel everything and end the thread."""
+        if self.thread.is_alive():
+            self.run(self._cancel())
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join()
+            self.loop.close()
+
+    async def _cancel(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+class AsynchronousExperience(SampledExperience):
+    """Keeps groups of episodes running over the steps, none of which is trained on with tokens that are more than
+    `bound` steps old. A step takes the groups that are complete, and does not wait for the slowest responses.
+
+    At most `most` groups are under way, and as many as keep the engines as full as a synchronous step would: they work
+    on `slots` responses at a time. With `shares` the groups are divided among so many servers, each of which interrupts
+    itself, so that the same happens every time. Otherwise `overlaps` has the engines continue while a step trains, and
+    a `spool` keeps what is finished for a run that is resumed from the checkpoint before.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        bound: int,
+        most: int,
+        slots: int,
+        shares: int = 0,
+        overlaps: bool = False,
+        spool: Spool | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(*args, **settings)
+        batch, self.fixed, self.overlaps = self.prompts_per_step, shares > 0, overlaps
+        self.full = min(slots, batch * self.samples_per_prompt) * (1 + QUEUED)
+        count = max(shares, 1)
+        self.shares = [Admission(bound, batch // count, most // count) for _ in range(count)]
+        self.spool, self.carried = spool, Carried(spool)
+        self.complete: dict[int, list[Episode]] = {}  # groups that wait to be trained on, by position
+        self.dropped: list[Episode] = []  # of groups without signal, since the last step
+        self.restored: dict[int, int] = {}  # groups of an earlier process by position, with the version of their start
+        self.tasks: dict[int, asyncio.Task[list[Episode]]] = {}
+        self.thread: LoopThread | None = None
+        self.continuing: asyncio.Task[None] | None = None  # starts groups while a step trains
+        self.paused_at = 0.0
+
+    @property
+    def finished(self) -> bool:
+        return super().finished and not self.under_way
+
+    @property
+    def epochs(self) -> float:
+        return (self.position - len(self.under_way)) / self.order.size
+
+    @property
+    def under_way(self) -> dict[int, int]:
+        """The groups that are started and not trained on, with the version of the weights then."""
+        started = [dict(share.started) for share in self.shares]  # copied at once: the thread may start more
+        return {position: version for some in started for position, version in some.items()}
+
+    def collect(self, step: int) -> Collected:
+        """Return the groups to train on after `step - 1` steps; the others stay under way."""
+        version = step - 1
+        try:
+            self.engine.to_rollout(version)
+            if self.spool:
+                self.spool.open(step, self.engine.weights)
+            self.thread, began = self.thread or LoopThread(), time.monotonic()
+            episodes, dropped, metrics = self.thread.run(self._sample(version))
+        except BaseException:
+            self.close()
+            raise
+        metrics["timing_s/gen"] = time.monotonic() - began
+        if self.spool:
+            self.spool.finish(len(episodes))
+        self.engine.to_training()
+        groups, episodes = group_by_prompt(episodes), episodes + dropped
+        batch, reported = self._batch(groups, episodes, [episode.score for episode in episodes], version=version)
+        return Collected(batch, episodes, metrics | reported | off_policy_metrics(batch))
+
+    def pause(self) -> None:
+        """Interrupt all requests until the next `collect`."""
+        if self.continuing is not None and self.thread is not None:
+            self.thread.run(self._pause())
+
+    def close(self) -> None:
+        """Abandon all that is under way."""
+        if self.thread is not None and self.thread.thread.is_alive():
+            self.thread.run(self.runner.close())
+            self.thread.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.pause()  # a weight sync follows: nothing is lost but the time until then
+        started = self.under_way
+        held = [(job.request, job.begun) for job in self.runner.client.held().values() if job.begun is not None]
+        state = {"prompts": self.position - len(started), "fault_steps": self.guard.steps_above}
+        return state | {UNDER_WAY: [list(item) for item in started.items()]} | self.carried.state_dict(held)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.restored = dict(state.get(UNDER_WAY, ()))
+        self.carried.load_state_dict(state)
+        for position, version in self.restored.items():
+            self._share_of(position).start([position], version)
+
+    # In the thread's event loop.
+
+    async def _sample(self, version: int) -> tuple[list[Episode], list[Episode], dict[str, float]]:
+        """Sample until the step has its groups. Returns their episodes, those of groups without signal, and metrics."""
+        client, metrics = self.runner.client, {}
+        self.changed = asyncio.Event()
+        client.on_finished = self.changed.set
+        reprefilled = client.reprefilled
+        if self.paused_at:
+            metrics["timing_s/rollout_paused"] = time.monotonic() - self.paused_at
+        metrics["partial/open_at_switch"] = len(client.held())
+        for position in self.restored:
+            self._run(position)
+        self.restored = {}
+        positions = await (self._sample_fixed if self.fixed else self._sample_freely)(version)
+        if not self.overlaps:
+            metrics["partial/open_at_switch"] = len(client.held())
+        metrics["partial/reprefill_tokens"] = client.reprefilled - reprefilled
+        metrics["off_policy/capacity"] = sum(share.capacity() for share in self.shares)
+        episodes, dropped = self._take(positions)
+        metrics["training/epoch"] = (self.position - len(self.under_way) - 1) // self.order.size
+        if self.overlaps:
+            self.continuing = asyncio.create_task(self._continue(version))
+        return episodes, dropped, metrics
+
+    def _take(self, positions: Sequence[int]) -> tuple[list[Episode], list[Episode]]:
+        """Remove groups that are trained now. Returns their episodes, and those dropped since the last step."""
+        episodes = [episode for position in positions for episode in self.complete.pop(position)]
+        dropped, self.dropped = self.dropped, []
+        self.carried.drop(positions)
+        for share in self.shares:
+            share.end(share.started.keys() & set(positions))
+        return episodes, dropped
+
+    async def _sample_freely(self, version: int) -> list[int]:
+        client, (share,) = self.runner.client, self.shares
+        client.resume()
+        await asyncio.sleep(0)  # groups of an earlier process request their responses, which count as load
+        while True:
+            self.changed.clear()
+            self._gather()
+            self._admit(version)
+            positions = share.choose(version, self.complete)
+            if positions is not None:
+                if not self.overlaps:
+                    await client.interrupt()
+                return positions
+            Activity.is_now(f"groups {min(len(self.complete), share.batch)}/{share.batch}")
+            await self.changed.wait()
+
+    async def _continue(self, version: int) -> None:
+        """Start groups while a step trains, as others end."""
+        while True:
+            self.changed.clear()
+            self._gather()
+            self._admit(version, training=True)
+            await self.changed.wait()
+
+    async def _pause(self) -> None:
+        """Interrupt all requests, and raise what went wrong while the step trained."""
+        continuing, self.continuing, self.paused_at = self.continuing, None, time.monotonic()
+        assert continuing is not None
+        continuing.cancel()
+        with suppress(asyncio.CancelledError):
+            await continuing
+        await self.runner.client.interrupt()
+
+    async def _sample_fixed(self, version: int) -> list[int]:
+        """As above, but each server gets all its requests at once, and stops by itself."""
+        client = self.runner.client
+        await client.interrupt()
+        self._admit(version)
+        await self._settle()
+        while None in (chosen := [share.choose(version, self._complete_of(share)) for share in self.shares]):
+            goals: list[Goal | None] = [share.goal(version, self._complete_of(share)) for share in self.shares]
+            client.resume(goals)
+            await asyncio.sleep(0)
+            await client.idle()
+            await client.interrupt()
+            await self._settle()
+        return sorted(position for some in chosen for position in some or ())
+
+    def _complete_of(self, share: Admission) -> list[int]:
+        return [position for position in share.started if position in self.complete]
+
+    async def _settle(self) -> None:
+        """Wait until all groups are complete of which the client holds no request."""
+        await asyncio.sleep(0)  # new groups request their responses
+        unfinished = {key[0] for key in self.runner.client.held()}
+        await asyncio.gather(*(task for position, task in self.tasks.items() if position not in unfinished))
+        self._gather()
+
+    def _admit(self, version: int, *, training: bool = False) -> None:
+        """Start as many groups as may be under way and the engines can work on."""
+        load = self.runner.client.load
+        while self.position < self.prompts_in_all:
+            share = self._share_of(self.position)
+            needed = len(share.started) < share.batch and not training
+            if share.capacity(training=training) <= 0 or not (needed or self.fixed or load < self.full):
+                return
+            share.start([self.position], version)
+            self._run(self.position)
+            load += self.samples_per_prompt
+            self.position += 1
+
+    def _share_of(self, position: int) -> Admission:
+        return self.shares[position % len(self.shares)]
+
+    def _run(self, position: int) -> None:
+        """Start the episodes of a group."""
+        (row,) = self.order.rows(position, 1)
+        episodes = self.runner.group(self.prompts[row], position, self.samples_per_prompt, self.sampling, self.carried)
+        self.tasks[position] = task = asyncio.create_task(episodes)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[list[Episode]]) -> None:
+        if not task.cancelled():
+            task.exception()  # counts as retrieved: `_gather` raises it, unless another error has ended the step
+        self.changed.set()
+
+    def _gather(self) -> None:
+        """Take the groups that have ended since the last call; those without signal are dropped."""
+        ended = [position for position, task in self.tasks.items() if task.done()]
+        for position in ended:
+            episodes = self.tasks.pop(position).result()
+            self.guard.apply([episode.score for episode in episodes])
+            if self._has_signal(group_by_prompt(episodes)):
+                self.complete[position] = episodes
+            else:
+                self._drop(position, episodes)
+
+    def _has_signal(self, groups: Sequence[PromptGroup]) -> bool:
+        return self.group_filter is None or any(map(self.group_filter.has_signal, groups))
+
+    def _drop(self, position: int, episodes: list[Episode]) -> None:
+        """Leave out a group without signal; NoSignal after as many of them as a step may draw."""
+        assert self.group_filter is not None
+        self.dropped += episodes
+        self.carried.drop([position])
+        self._share_of(position).end([position])
+        size = self.group_filter.draw_size or self.prompts_per_step
+        limit, count = self.group_filter.max_batches * size or self.order.size, len(self.dropped) // len(episodes)
+        if count >= limit:
+            raise NoSignal(
+                f"dynamic sampling: the responses of {count} groups of one step were equal in "
+                f"{self.group_filter.metric}, and {len(self.complete)} of {self.prompts_per_step} groups are complete; "
+                "use data of other difficulty, raise actor_rollout_ref.rollout.n or set "
+                "algorithm.filter_groups.enable=false"
+            )

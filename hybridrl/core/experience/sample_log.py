@@ -1,0 +1,234 @@
+"""Sampled episodes in files, a few of them as tables, and the batches of steps that are worth another look."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridrl.core.batch import Batch
+from hybridrl.core.experience.conversations import transcript
+from hybridrl.core.experience.episodes import Episode
+from hybridrl.core.required import required
+from hybridrl.tracking.console import console, sample_table, warn
+from hybridrl.tracking.records import OWN_KEY, VERL_KEYS, record_files, write_records
+from hybridrl.tracking.sink import SampleRow
+from hybridrl.tracking.tracker import Tracker
+
+EXAMPLES, REPLAYS = 3, 3  # samples shown with a diagnosis, and batches that are retained
+TAKEN = {*VERL_KEYS, OWN_KEY} - {"score"}  # what every sample has itself
+WEIGHT_DIGITS = 4  # of importance weights, after the point: float32 log-probs of engine and trainer differ by 1e-5
+TOKEN_VALUES = {  # in a record, by name of the field of a batch
+    "log_probs": "rollout_log_probs",
+    "train_log_probs": "old_log_probs",
+    "entropies": "entropies",
+    "advantages": "advantages",
+}
+
+Decode = Callable[[Sequence[int]], list[str]]  # token ids -> the text of each
+
+
+class SampleLog:
+    """Writes all samples of a step to a file in `training_dir` and `validation_dir`, if set (see tracking/records.py),
+    and the first `shown` of a validation to the tracker; batches to `replay_dir`. Of each of the two directories the
+    files of the oldest steps are deleted that exceed `most` bytes; None: no limit.
+
+    Of `with_tokens` training samples per step, from the least to the largest advantage, every token is written, with
+    its text by `decode`.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        *,
+        training_dir: str | None,
+        validation_dir: str | None,
+        replay_dir: Path,
+        shown: int,
+        with_tokens: int = 0,
+        most: float | None = None,
+        decode: Decode = lambda ids: [""] * len(ids),
+    ) -> None:
+        self.tracker, self.training_dir, self.validation_dir = tracker, training_dir, validation_dir
+        self.replay_dir, self.shown, self.with_tokens, self.decode = replay_dir, shown, with_tokens, decode
+        self.most = most
+        self.named = False
+
+    def training_samples(self, step: int, episodes: Sequence[Episode], batch: Batch) -> None:
+        """Write the samples of a step with what `batch`, the rows that it trained on, says of them."""
+        if self.training_dir:
+            trained = trained_fields(batch, step - 1, self.with_tokens, self.decode)
+            self._write(Path(self.training_dir), step, episodes, trained)
+
+    def validation_samples(self, step: int, episodes: Sequence[Episode]) -> None:
+        if self.validation_dir:
+            self._write(Path(self.validation_dir), step, episodes)
+        if self.shown > 0:
+            self.tracker.samples(step, _rows(episodes[: self.shown]))
+
+    @staticmethod
+    def show(step: int, episodes: Sequence[Episode]) -> None:
+        """Print the samples of a few prompts."""
+        some = episodes[:: max(1, -(-len(episodes) // EXAMPLES))]
+        console.print(sample_table(f"samples of step {step}", _rows(some)))
+
+    def keep(self, step: int, batch: Batch) -> None:
+        """Write the batch that a step trained on, for `doctor replay`; the last few are retained."""
+        try:
+            self.replay_dir.mkdir(exist_ok=True)
+            np.savez(self.replay_dir / f"{step}.npz", allow_pickle=False, **batch.__getstate__())
+        except OSError as error:
+            warn(f"{self.replay_dir}: {error.strerror or error}; the batch of step {step} is not kept")
+        for older in replays(self.replay_dir)[:-REPLAYS]:
+            older.unlink()
+
+    def _write(self, directory: Path, step: int, episodes: Sequence[Episode], trained: "Trained | None" = None) -> None:
+        path = directory / f"{step}.jsonl"
+        try:
+            self._name_taken(episodes)
+            write_records(path, (sample_record(step, episode, trained) for episode in episodes))
+            if self.most is not None:
+                delete_oldest(directory, self.most)
+        except OSError as error:  # a full disk does not end the run
+            warn(f"{path} could not be written: {error.strerror or error}; training continues", "samples-lost")
+
+    def _name_taken(self, episodes: Sequence[Episode]) -> None:
+        """Warn once of keys of the reward that samples have under another name."""
+        taken = sorted({name for one in episodes for name in one.score.extras if name in TAKEN})
+        if taken and not self.named:
+            self.named = True
+            names = ", ".join(f"{name} as {_free(name)}" for name in taken)
+            warn(f"the reward returns keys that every sample has itself; samples have {names}", "reward-keys")
+
+    def delete_after(self, step: int) -> None:
+        """Delete the samples of later steps, which a run that resumes after this one samples again."""
+        for directory in filter(None, (self.training_dir, self.validation_dir)):
+            for later, path in record_files(Path(directory)).items():
+                if later > step:
+                    path.unlink()
+
+
+def delete_oldest(directory: Path, most: float) -> None:
+    """Delete the samples of the oldest steps until those that are left take `most` bytes; the newest stay."""
+    sizes = [(path, path.stat().st_size) for path in record_files(directory).values()]
+    total = sum(size for _, size in sizes)
+    for path, size in sizes[:-1]:
+        if total <= most:
+            return
+        path.unlink()
+        total -= size
+
+
+Trained = Mapping[tuple[int, int], dict[str, Any]]  # by position and sample: what a step's batch says of an episode
+
+
+def trained_fields(batch: Batch, version: int, with_tokens: int, decode: Decode) -> Trained:
+    """Return the advantage of each episode of a batch, the mean over the tokens that it was trained on, the version of
+    the weights that sampled each token and what its loss was multiplied by, and of some `with_tokens` of the episodes,
+    evenly from the least to the largest advantage, what is known of each token of the response. `version` is that of
+    the weights that the step began with."""
+    rows = batch.by_episode()
+    advantages = rows.trained_mean(required(rows.advantages))
+    places = zip(rows.position.tolist(), rows.sample.tolist(), strict=True)
+    fields = [{"trained": True, "advantage": _short(value)} for value in advantages.tolist()]
+    for of_row, audit in zip(fields, _audits(rows, version), strict=True):
+        of_row |= audit
+    evenly = np.linspace(0, len(rows) - 1, min(with_tokens, len(rows))).round()
+    for index in advantages.argsort(stable=True)[evenly].tolist():
+        fields[index]["tokens"] = _tokens(rows.select([index]), decode)
+    return dict(zip(places, fields, strict=True))
+
+
+def _audits(rows: Batch, version: int) -> Iterator[dict[str, Any]]:
+    """Yield what each row's tokens were sampled and trained with: pairs of a weight version and the number of tokens in
+    turn, and the importance weight of each token, 0 where it was not trained on, if the step has such weights."""
+    weights = None
+    if rows.importance_weights is not None:
+        trained = torch.where(required(rows.response_mask), rows.importance_weights, 0.0)
+        weights = trained.double().numpy().round(WEIGHT_DIGITS)
+    begin = 0
+    for length in rows.response_lengths.tolist():
+        tokens = slice(begin, begin := begin + length)
+        pairs = [[version, length]]
+        if rows.staleness is not None:
+            versions = version - rows.staleness[tokens].numpy()
+            changes = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
+            pairs = np.stack([versions[changes], np.diff(changes, append=length)], axis=1).tolist()
+        yield {"versions": pairs} | ({} if weights is None else {"weights": weights[tokens].tolist()})
+
+
+def _tokens(row: Batch, decode: Decode) -> dict[str, list[Any]]:
+    """Return the tokens of one row by name; what the step did not compute is left out."""
+    ids = row.response_ids.tolist()
+    tokens: dict[str, list[Any]] = {"ids": ids, "texts": decode(ids), "sampled": row.written.int().tolist()}
+    for name, field in TOKEN_VALUES.items():
+        if (values := getattr(row, field)) is not None:
+            tokens[name] = list(map(_short, values.tolist()))
+    return tokens
+
+
+def _short(value: float) -> float:
+    """Return six digits of a number: the rounding of float32, in which engine and trainer differ."""
+    return float(f"{value:.6g}")
+
+
+def sample_record(step: int, episode: Episode, trained: Trained | None = None) -> dict[str, Any]:
+    """Return an episode as its file has it; `trained` is given for the samples of a training step."""
+    prompt, trajectory, score = episode.prompt, episode.trajectory, episode.score
+    observed = [len(turn.observed) for turn in trajectory.turns] or [0]
+    known = {
+        "data_source": prompt.data_source,
+        "row": prompt.row,
+        "position": episode.position,
+        "sample": episode.sample,
+        "stop": trajectory.stop,
+        "prompt_tokens": observed[0],
+        "sampled_tokens": episode.sampled_tokens,
+        "observed_tokens": sum(observed[1:]),
+    }
+    if trained is not None:
+        known |= trained.get((episode.position, episode.sample), {"trained": False})
+    if score.fault:
+        known |= {"fault": score.fault, "detail": score.detail}
+    return {
+        "input": _prompt_text(episode),
+        "output": episode.text,
+        "gts": prompt.ground_truth,
+        "score": score.value,
+        "step": step,
+        **{_free(name): value for name, value in score.extras.items() if name != "score"},
+        OWN_KEY: known | transcript(trajectory),
+    }
+
+
+def _free(name: str) -> str:
+    """Return the key under which a sample has a value of its reward: the sample's own keys stay its own."""
+    return f"reward/{name}" if name in TAKEN else name
+
+
+def replays(directory: Path) -> list[Path]:
+    """Return the batches that were kept, by step."""
+    return sorted(directory.glob("*.npz"), key=lambda path: int(path.stem))
+
+
+def read_batch(path: Path) -> Batch:
+    """Return a batch that was kept."""
+    batch = Batch.__new__(Batch)
+    with np.load(path, allow_pickle=False) as arrays:
+        batch.__setstate__(dict(arrays))
+    return batch
+
+
+def _rows(episodes: Sequence[Episode]) -> list[SampleRow]:
+    scores = [math.nan if one.score.value is None else one.score.value for one in episodes]
+    pairs = zip(episodes, scores, strict=True)
+    return [SampleRow(_prompt_text(one), one.text, str(one.prompt.ground_truth), score) for one, score in pairs]
+
+
+def _prompt_text(episode: Episode) -> str:
+    messages = episode.prompt.messages
+    if isinstance(messages, str):
+        return messages
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)

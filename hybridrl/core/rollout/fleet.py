@@ -1,0 +1,254 @@
+"""All rollout servers of a run: spawned, started, checked, killed and rebuilt. Knows neither trainers nor weights."""
+
+import asyncio
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+
+from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.core.cluster import Actor, Group, OutOfMemory, Pending, RaySession, RemoteFailure, gather, kill, spawn
+from hybridrl.core.cluster.failures import LACK_OF_MEMORY, cause_of, describe, headline, largest_processes, root
+from hybridrl.core.cluster.group import START_LIMIT, check_ray
+from hybridrl.core.cluster.holder import hold_devices
+from hybridrl.core.cluster.watchdog import explain
+from hybridrl.core.rollout.client import RolloutClient
+from hybridrl.core.rollout.engine import ENGINES, RolloutEngine
+from hybridrl.core.rollout.ladder import MARK, MemoryLadder, Settings, logged, shortage, with_settings
+from hybridrl.core.rollout.lanes import ServerFailure
+from hybridrl.core.rollout.server import RolloutServer
+from hybridrl.core.rollout.statistics import engine_metrics
+from hybridrl.core.rollout.types import Completion, Goal, Request, RequestFault
+from hybridrl.runtime.environment import worker_environment
+from hybridrl.runtime.guard import oom_kills
+from hybridrl.runtime.stacks import death_note, kill_writers
+from hybridrl.tracking.console import info
+
+CHECK_SECONDS = 30.0
+SHORT_OF_MEMORY = re.compile(rf"{MARK}: (.*)")
+KILLED = "as if killed"
+
+
+class EngineGroup(Group):
+    """Rollout servers as one group: a call names a method of RolloutEngine, which each server passes to its engine."""
+
+    def start_each(self, method: Callable[..., Any], parts: Sequence[tuple], **kwargs: Any) -> list[Pending]:
+        calls = zip(self.actors, parts, strict=True)
+        return [actor.call.remote(method.__name__, *part, **kwargs) for actor, part in calls]
+
+
+class RemoteServer:
+    """A server actor as the client uses it; `failure` makes of a remote error what the client gets."""
+
+    def __init__(self, actor: Actor, log: str, failure: Callable[[RayError], ServerFailure]) -> None:
+        self.actor, self.log, self.failure = actor, log, failure
+
+    def submit(self, requests: list[tuple[int, Request]], goal: Goal | None = None) -> None:
+        self.actor.submit.remote(requests, goal)
+
+    def interrupt(self) -> None:
+        self.actor.interrupt.remote()
+
+    async def take(self) -> list[tuple[int, Completion | RequestFault]]:
+        return await self._result(self.actor.take.remote())
+
+    async def check(self) -> int:
+        return await self._result(self.actor.call.remote(RolloutEngine.check.__name__))
+
+    async def activity(self) -> str:
+        return (await asyncio.to_thread(explain, [self.log]))[self.log]
+
+    def kill(self) -> None:
+        """End the server's processes, which must not keep memory that the next ones need."""
+        kill(self.actor)
+        kill_writers(self.log)  # a stopped one ends only so: Ray waits for it
+
+    async def _result(self, ref: Pending) -> Any:
+        try:
+            return await ref
+        except RayError as error:
+            raise self.failure(error) from error
+
+
+class RolloutFleet:
+    """The servers on the devices for rollout, one per tensor-parallel group. The constructor starts their processes,
+    `start` their engines."""
+
+    def __init__(
+        self,
+        session: RaySession,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        *,
+        logs: Path,
+        startup_timeout: float,
+        timeout: float,
+    ) -> None:
+        self.session, self.model, self.rollout = session, model, rollout
+        self.startup_timeout, self.timeout = startup_timeout, timeout
+        self.tp_size = rollout.tensor_model_parallel_size
+        self.ladder = MemoryLadder(rollout, session.device)
+        self.built_with: dict[int, Settings] = {}
+        self.started_with = self.ladder.settings
+        self.oom_kills: dict[int, int | None] = {}  # of this machine, when a server was spawned
+        self.log_starts: dict[int, int] = {}  # the sizes of the logs then
+        count = session.rollout.devices // self.tp_size
+        names = [str(logs / f"rollout-{index}.log") for index in range(count)]
+        self.holders: list[Actor] = []  # of devices that are the servers' own
+        self.gone: dict[int, str] = {}  # servers that have to be rebuilt, with the reason
+        self.servers = EngineGroup(
+            [self._spawn(index, log) for index, log in enumerate(names)], "rollout server", names
+        )
+
+    def __len__(self) -> int:
+        return len(self.servers)
+
+    def client(self, revive: Callable[[int], RemoteServer | None]) -> RolloutClient:
+        """Return a client of all servers; `revive` replaces one that was lost while it generated."""
+        return RolloutClient(
+            [self.handle(index) for index in range(len(self))],
+            revive,
+            capacity=self.rollout.max_num_seqs,
+            timeout=self.rollout.request_timeout,
+            retries=self.rollout.request_retries,
+            fixed=self.rollout.full_determinism,
+            check_cluster=check_ray,
+        )
+
+    def handle(self, index: int) -> RemoteServer:
+        return RemoteServer(self.servers.actors[index], self.servers.logs[index], partial(self._failure, index))
+
+    def start(self, gpus: list[list[str]] | None = None) -> list[Pending]:
+        """Start building every server's engine; `gpus` are those of each device, if trainers have them as well. Returns
+        the pending calls."""
+        if gpus is None:
+            self.holders, gpus = hold_devices(self.session, self.startup_timeout)
+        self.gpus, self.started_with = gpus, self.ladder.settings
+        return [self._start(index) for index in range(len(self))]
+
+    def finish_start(
+        self, starting: Sequence[Pending], others: Sequence[Pending] = (), logs: Sequence[str] = ()
+    ) -> None:
+        """Wait for the engines, and for `others` that start at the same time and have these logs. Engines that cannot
+        start for lack of memory are built again with less."""
+        try:
+            every_log = [*self.servers.logs[: len(starting)], *logs]
+            gather([*starting, *others], "start-up", self.startup_timeout, every_log, key=START_LIMIT)
+        except RemoteFailure as failure:
+            if not isinstance(failure, OutOfMemory) and MARK not in str(failure) and KILLED not in str(failure):
+                raise
+            for index, ref in enumerate(starting):
+                self._finish(index, ref)
+            gather(others, "start-up", self.startup_timeout, logs, key=START_LIMIT)
+
+    def lost(self, index: int, cause: str) -> bool:
+        """Note why a server was lost. Returns whether for lack of memory: every engine built from now on then gets
+        less, if this one had what the present settings give; EngineShortOfMemory at the floor."""
+        if match := SHORT_OF_MEMORY.search(cause):
+            reason = match[1]
+        elif KILLED in cause and oom_kills() != self.oom_kills[index]:
+            reason = "it was killed by the kernel for lack of memory"
+        elif KILLED in cause and (line := shortage(logged(Path(self.servers.logs[index]), self.log_starts[index]))):
+            reason = line  # of one that was ended by an exception of C++ or by its own processes
+        elif KILLED not in cause and LACK_OF_MEMORY.search(cause):  # Ray's memory monitor killed it
+            reason = cause
+        else:
+            return False
+        self.ladder.lower(self.built_with[index], f"rollout server {index}: {reason}")
+        self.rollout = with_settings(self.rollout, self.ladder.settings)
+        return True
+
+    def _failure(self, index: int, error: RayError) -> ServerFailure:
+        """Return a lost server's failure for the client, with all that was tried against a lack of memory."""
+        error = root(error)
+        reason = cause_of(error, f"rollout server {index}")
+        if reason.of_host:
+            info("\n".join(largest_processes(self.servers.logs)))
+        kind = "memory" if self.lost(index, reason.text) else "died"
+        note = death_note(self.servers.logs[index])
+        text = describe(error) if isinstance(error, RayTaskError) else headline(error, reason)
+        text += f"{note}; its log: {self.servers.logs[index]}"
+        return ServerFailure("\n".join(filter(None, [text, self.ladder.table()])), reason.text + note, kind)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.ladder.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Build engines with the memory settings that worked in the run so far."""
+        before = self.ladder.settings
+        self.ladder.load_state_dict(state)
+        self.rollout = with_settings(self.rollout, self.ladder.settings)
+        if self.ladder.settings != before:
+            info(f"engines start with what had enough memory before: {self.ladder.overrides()}")
+
+    def sleep(self, *, kill_failed: bool = False) -> None:
+        """Put all engines to sleep. With `kill_failed` a server that does not is killed, which frees its device, and is
+        rebuilt when it is needed."""
+        if kill_failed:
+            self.gone = self.servers.failures(RolloutEngine.sleep, timeout=self.timeout) | self.gone
+            self.kill(list(self.gone))
+        else:
+            self.servers.broadcast(RolloutEngine.sleep, timeout=self.timeout)
+
+    def wake(self, part: str) -> None:
+        self.servers.broadcast(RolloutEngine.wake, part, timeout=self.timeout)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what the engines did since the last call; nothing if one of them is dead, which is rebuilt later."""
+        try:
+            stats = self.servers.broadcast(RolloutEngine.take_stats, timeout=CHECK_SECONDS)
+            return engine_metrics(stats, self.rollout.max_num_seqs)
+        except RemoteFailure:
+            return {}
+
+    def dead(self, silent: Collection[str] = ()) -> dict[int, str]:
+        """Return the servers that are dead or do not respond, with the reason; those with these logs did not respond to
+        another call."""
+        found = {index: "it did not respond" for index, log in enumerate(self.servers.logs) if log in silent}
+        self.gone = found | self.servers.failures(RolloutEngine.check, timeout=CHECK_SECONDS) | self.gone
+        return self.gone
+
+    def kill(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self.handle(index).kill()
+
+    def rebuild(self, index: int, *, asleep: bool = False) -> None:
+        """Replace a server by a new one, awake and without weights; an old process that still lives is killed. An
+        engine that lacks memory is built again with less."""
+        self.kill([index])
+        self.gone.pop(index, None)
+        self.servers.actors[index] = self._spawn(index, self.servers.logs[index])
+        self._finish(index, self._start(index))
+        if self.ladder.settings != self.started_with:
+            self.session.kept = None  # a later run would not start with these
+        if asleep:
+            self.servers.only([index]).broadcast(RolloutEngine.sleep, timeout=self.timeout)
+
+    def _spawn(self, index: int, log: str) -> Actor:
+        device = self.session.rollout.first + index * self.tp_size
+        environment = worker_environment(self.session.device, self.session.sharing(device))
+        self.oom_kills[index] = oom_kills()
+        self.log_starts[index] = Path(log).stat().st_size if Path(log).exists() else 0
+        environment |= ENGINES[self.rollout.name].environment(self.rollout)
+        # Control calls must get through while requests run: an asynchronous actor accepts as many as come.
+        return spawn(RolloutServer, self.session, device, environment, log, max_concurrency=1000)
+
+    def _start(self, index: int) -> Pending:
+        ranks = range(index * self.tp_size, (index + 1) * self.tp_size)
+        gpus = [str(gpu) for rank in ranks for gpu in self.gpus[rank]]
+        engines = self.session.rollout.per_machine // self.tp_size
+        self.built_with[index] = self.ladder.settings
+        return self.servers.actors[index].start.remote(self.session.device, gpus, self.model, self.rollout, engines)
+
+    def _finish(self, index: int, starting: Pending) -> None:
+        """Wait for an engine; one that cannot start for lack of memory is built again with less."""
+        try:
+            logs = [self.servers.logs[index]]
+            gather([starting], "rollout server.start", self.startup_timeout, logs, key=START_LIMIT)
+        except RemoteFailure as failure:
+            if not self.lost(index, failure.cause.text if failure.cause else str(failure)):
+                raise
+            self.rebuild(index)

@@ -1,0 +1,145 @@
+"""Out of memory: an engine that lacked it is built again with less, until one works or the attempts are used up."""
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.schema import RolloutConfig
+from hybridrl.core.cluster.failures import LACK_OF_MEMORY
+
+logger = logging.getLogger(__name__)
+
+# An illegal memory access is how a kernel fails that lacked memory.
+SHORTAGE = re.compile(f"{LACK_OF_MEMORY.pattern}|an illegal memory access", re.IGNORECASE)
+# The share of the device that an engine may use is too small for it: a smaller share would not help.
+SHARE_TOO_LARGE = re.compile(r"less than desired \w+ memory", re.IGNORECASE)  # others use the device
+SHARE_TOO_SMALL = re.compile(r"no available memory for the cache|larger than the available KV cache", re.IGNORECASE)
+ERROR = re.compile(r"[\w.]*(Error|Exception): .*")  # in a line of a log, which begins with process and time
+MARK = "the engine ran out of memory"
+KEY, SEQUENCES, SHARE = "actor_rollout_ref.rollout", "max_num_seqs", "gpu_memory_utilization"
+CACHE_BYTES = "engine_kwargs.vllm.kv_cache_memory_bytes"  # replaces the share where the user has set it
+LEAST_SHARE, LEAST_BYTES = 0.05, 1 << 20
+
+Settings = dict[str, float]  # by key below `actor_rollout_ref.rollout`
+
+
+class EngineShortOfMemory(RuntimeError):
+    """The engine cannot start, or died, for lack of memory. A server's message is MARK and the reason in one line."""
+
+    code = "device-memory"
+
+
+def shortage(texts: Iterable[str]) -> str | None:
+    """Return the first error in these texts, an exception's or a log's, that reports a lack of memory, in one line."""
+    lines = (line for text in texts for line in text.splitlines())
+    found = next((line for line in lines if SHORTAGE.search(line) and " raise " not in line), None)
+    return None if found is None else (ERROR.search(found) or [found])[0].strip()[:300]
+
+
+def logged(log: Path, start: int) -> list[str]:
+    """Return what a server has logged from this place on, without warnings; nothing if it is on another machine."""
+    with suppress(OSError), log.open(errors="replace") as file:
+        file.seek(start)
+        return [line for line in file if " WARNING " not in line]
+    return []
+
+
+def memory_settings(rollout: RolloutConfig) -> Settings:
+    """Return what an engine's memory depends on and the ladder may lower."""
+    settings: Settings = {SEQUENCES: rollout.max_num_seqs, SHARE: rollout.gpu_memory_utilization}
+    cache_bytes = rollout.engine_kwargs.vllm.get("kv_cache_memory_bytes")
+    return settings | ({CACHE_BYTES: cache_bytes} if cache_bytes else {})
+
+
+def with_settings(rollout: RolloutConfig, settings: Settings) -> RolloutConfig:
+    """Return the section with these settings in place of its own."""
+    own: dict[str, Any] = {name: value for name, value in settings.items() if name != CACHE_BYTES}
+    if CACHE_BYTES in settings:
+        arguments = rollout.engine_kwargs.vllm | {"kv_cache_memory_bytes": settings[CACHE_BYTES]}
+        own["engine_kwargs"] = replace(rollout.engine_kwargs, vllm=arguments)
+    return replace(rollout, **own)
+
+
+def one_notch_lower(settings: Settings, attempt: int, device: str, reason: str) -> Settings | None:
+    """Return the settings of the next attempt, counted from 0; None at the floor.
+
+    Requests at a time are halved first, then the memory that the engine may use is lowered (by 0.1 of a GPU; halved on
+    CPU), and so on in turn.
+    """
+    sequences = _fewer_sequences(settings)
+    memory = {} if SHARE_TOO_SMALL.search(reason) else _less_memory(settings, device)
+    memory_first = attempt % 2 == 1 or SHARE_TOO_LARGE.search(reason)
+    lower = (memory or sequences) if memory_first else (sequences or memory)
+    return settings | lower if lower else None
+
+
+def _fewer_sequences(settings: Settings) -> Settings:
+    return {SEQUENCES: int(settings[SEQUENCES]) // 2} if settings[SEQUENCES] > 1 else {}
+
+
+def _less_memory(settings: Settings, device: str) -> Settings:
+    if cache_bytes := settings.get(CACHE_BYTES):
+        return {CACHE_BYTES: int(cache_bytes) // 2} if cache_bytes >= 2 * LEAST_BYTES else {}
+    share = settings[SHARE] / 2 if device == "cpu" else round(settings[SHARE] - 0.1, 3)
+    return {SHARE: share} if share >= LEAST_SHARE else {}
+
+
+class MemoryLadder:
+    """The memory settings of a run's engines: as configured, until one of them runs out of memory.
+
+    What worked is kept for every engine built later, and in the checkpoints of the run.
+    """
+
+    def __init__(self, rollout: RolloutConfig, device: str) -> None:
+        self.device, self.configured, self.limit = device, memory_settings(rollout), rollout.request_retries
+        self.settings = dict(self.configured)
+        self.tried: list[tuple[Settings, str]] = []  # settings that were not enough, with the reason
+
+    def lower(self, used: Settings, reason: str) -> None:
+        """Lower the settings after an engine with the settings `used` ran out of memory. EngineShortOfMemory with all
+        that was tried at the floor, or after `request_retries` times."""
+        if used != self.settings:  # another engine has lowered them since this one was built
+            return
+        lower = one_notch_lower(used, len(self.tried), self.device, reason)
+        self.tried.append((used, reason))
+        if lower is None or len(self.tried) > self.limit:
+            raise EngineShortOfMemory(f"{MARK}: {reason}\n{self.table()}\n{self._hint(reason)}")
+        self.settings = lower
+        logger.warning("%s; engines are built with %s from now on; to keep it, set %s", reason, self, self.overrides())
+
+    def __str__(self) -> str:
+        changed = {name: value for name, value in self.settings.items() if value != self.configured[name]}
+        return ", ".join(f"{name.rsplit('.')[-1]}={value:g}" for name, value in changed.items())
+
+    def _hint(self, reason: str) -> str:
+        if SHARE_TOO_SMALL.search(reason):
+            return f"raise {KEY}.{SHARE}, or lower {KEY}.max_model_len or {KEY}.max_num_batched_tokens"
+        return f"lower {KEY}.max_num_batched_tokens, or use more devices; see python -m hybridrl.doctor"
+
+    def overrides(self) -> str:
+        """Return the overrides that start a run with the present settings."""
+        changed = [name for name, value in self.settings.items() if value != self.configured[name]]
+        return " ".join(f"{KEY}.{name}={self.settings[name]}" for name in changed)
+
+    def table(self) -> str:
+        """Return what was tried, a line each; empty: nothing."""
+        if not self.tried:
+            return ""
+        lines = (
+            "  " + "  ".join(f"{name.rsplit('.')[-1]}={value:g}" for name, value in settings.items()) + f"  {reason}"
+            for settings, reason in self.tried
+        )
+        return "\n".join(["tried without enough memory:", *lines])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"engine_memory": {"configured": self.configured, "lowered": self.settings}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Use what worked before, unless the configuration has changed since."""
+        saved = state.get("engine_memory")
+        if saved and saved["configured"] == self.configured:
+            self.settings = dict(saved["lowered"])

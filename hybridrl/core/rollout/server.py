@@ -1,0 +1,146 @@
+"""A rollout server: an actor around one engine. Responses are requested in one call and fetched in another as they
+finish; every other method of the engine is reached through `call`."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.core.required import required
+from hybridrl.core.rollout.engine import ENGINES, RolloutEngine
+from hybridrl.core.rollout.ladder import MARK, EngineShortOfMemory, logged, shortage
+from hybridrl.core.rollout.types import Completion, Goal, RejectedRequest, Request, RequestFault
+from hybridrl.runtime.guard import begin_actor, oom_kills
+from hybridrl.runtime.keeper import work_in_private
+from hybridrl.runtime.spinning import give_way
+
+# A pause before finished responses are returned lets more of them finish: a remote call costs more than a response.
+COALESCE_SECONDS = 0.02
+
+Ticket = int  # names a request between client and server
+
+
+class RolloutServer:
+    """The process of one engine; `start` builds it, `submit` and `take` generate, `call` reaches all else."""
+
+    def __init__(self, log_file: str) -> None:
+        begin_actor(log_file)
+        work_in_private()  # an engine leaves its sockets behind, and its processes if this one is killed
+        self.begin(Path(log_file))
+
+    def renew(self, log_file: str) -> None:
+        """Serve another run, which will `start` the same engine."""
+        begin_actor(log_file)
+        self.log, self.log_start, self.oom_kills = Path(log_file), Path(log_file).stat().st_size, oom_kills()
+
+    def begin(self, log: Path) -> None:
+        """Begin without an engine, which `start` builds; the log has lines of earlier servers."""
+        self.log, self.log_start, self.oom_kills = log, log.stat().st_size, oom_kills()
+        self.lacked = ""  # why the engine is short of memory: it is to be rebuilt, though it may live
+        self.engine: RolloutEngine | None = None
+        self.finished: asyncio.Queue[tuple[Ticket, Completion | Exception]] = asyncio.Queue()
+        self.running: set[asyncio.Task] = set()
+
+    async def start(
+        self, device: str, gpus: list[str], model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int
+    ) -> int:
+        """Build the engine, whose weights arrive later, or renew that of an earlier run. Returns this process's id."""
+        if self.engine is not None:
+            await self._renew_engine()
+            return os.getpid()
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        if device == "cpu":
+            give_way()
+        self.fixed = rollout.full_determinism
+        try:
+            self.engine = ENGINES[rollout.name].build(device, model, rollout, engines_per_machine)
+            await self.engine.connect()
+        except Exception as error:
+            self._raise_if_short(error)
+            raise
+        return os.getpid()
+
+    async def _renew_engine(self) -> None:
+        await required(self.engine).interrupt()  # what the last run has abandoned
+        await asyncio.gather(*self.running)
+        self.finished = asyncio.Queue()
+        await required(self.engine).renew(str(self.log))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the engine."""
+        if self.lacked:
+            raise EngineShortOfMemory(f"{MARK}: {self.lacked}")
+        try:
+            return await getattr(self.engine, method)(*args)
+        except Exception as error:
+            self._raise_if_short(error)
+            raise
+
+    def _raise_if_short(self, error: Exception) -> None:
+        """Raise EngineShortOfMemory if that is why an engine failed. Its own processes write the reason to the log."""
+        self.lacked = shortage([f"{type(error).__name__}: {error}", *logged(self.log, self.log_start)]) or ""
+        if not self.lacked and oom_kills() != self.oom_kills:
+            self.lacked = "the kernel killed a process of its machine for lack of memory"
+        if self.lacked:
+            raise EngineShortOfMemory(f"{MARK}: {self.lacked}") from error
+
+    async def submit(self, requests: list[tuple[Ticket, Request]], goal: Goal | None = None) -> None:
+        """Start requests, whose responses are fetched with `take`. With a goal they end once it is reached."""
+        if not self.fixed:
+            for ticket, request in requests:
+                self._start(ticket, request)
+            return
+        # The engine starts once it has all requests, in their order, so that it forms the same batches every time.
+        try:
+            await required(self.engine).hold()
+            for ticket, request in requests:
+                self._start(ticket, request)
+            await asyncio.sleep(0)  # each of them is queued, or rejected, before it first waits
+            await required(self.engine).release(goal)
+        except Exception as error:  # raised by `take`
+            self.finished.put_nowait((-1, error))
+
+    async def interrupt(self) -> None:
+        """End all requests: `take` returns what they have so far."""
+        try:
+            await required(self.engine).interrupt()
+        except Exception as error:  # raised by `take`
+            self.finished.put_nowait((-1, error))
+
+    async def take(self) -> list[tuple[Ticket, Completion | RequestFault]]:
+        """Return the responses finished since the last call, at least one; waits for it. Raises if the engine died."""
+        arrived = [await self.finished.get()]
+        await asyncio.sleep(COALESCE_SECONDS)
+        while not self.finished.empty():
+            arrived.append(self.finished.get_nowait())
+        finished: list[tuple[Ticket, Completion | RequestFault]] = []
+        for ticket, result in arrived:
+            if isinstance(result, Exception) and not isinstance(result, RequestFault):
+                self._raise_if_short(result)
+                raise RuntimeError(f"the engine failed: {type(result).__name__}: {result}") from result
+            finished.append((ticket, result))
+        return finished
+
+    def _start(self, ticket: Ticket, request: Request) -> None:
+        task = asyncio.create_task(self._generate(ticket, request))
+        self.running.add(task)
+        task.add_done_callback(self.running.discard)
+
+    async def _generate(self, ticket: Ticket, request: Request) -> None:
+        try:
+            result = await required(self.engine).generate(request)
+        except RequestFault as fault:
+            result = fault
+        except Exception as error:
+            result = await self._fault_of(error)
+        self.finished.put_nowait((ticket, result))
+
+    async def _fault_of(self, error: Exception) -> Exception:
+        """Return the error for `take` to raise, or the request's fault if the engine is well."""
+        try:
+            await self.call("check")
+        except Exception:
+            return error
+        return RejectedRequest(f"the engine failed on a request, {type(error).__name__}: {error}")

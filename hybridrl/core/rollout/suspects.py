@@ -1,0 +1,96 @@
+"""Requests that are at fault: rejected by an engine, or servers die of them.
+
+Requests that were running when two servers died are run again a few at a time, so that one of which servers die is
+found. One runs first, and with each response one more. A server that dies again with only one of them has died of that.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+
+from hybridrl.core.rollout.lanes import Job
+from hybridrl.core.rollout.types import FatalRequest, RequestFault
+
+logger = logging.getLogger(__name__)
+
+
+class Suspects:
+    """The requests at fault. The `window` is how many suspects may run at a time; None: there are none. Those that are
+    `found` to be fatal fail once a response shows that other requests can be sampled."""
+
+    def __init__(self) -> None:
+        self.window: int | None = None
+        self.found: list[tuple[Job, str]] = []  # with the reason of the last death
+        self.rejected = False  # a request, which was reported
+
+    def lost(self, jobs: Sequence[Job], reason: str) -> list[Job]:
+        """Count the death of a server with these requests, and return those to run again. They are suspects after their
+        second one: most servers die for other reasons, and to run a few requests at a time takes long."""
+        for job in jobs:
+            job.attempts += 1
+            job.suspect = job.attempts > 1
+        if not any(job.suspect for job in jobs):
+            return list(jobs)
+        self.window = 1
+        running = [job for job in jobs if not job.future.done()]
+        # Next to requests that never saw a death, one of which may be as fatal, a third death decides.
+        twice = [job for job in running if job.attempts > (1 if all(one.attempts > 1 for one in running) else 2)]
+        fatal = twice if len(twice) == 1 else []
+        self.found += [(job, reason) for job in fatal]
+        return [job for job in running if job not in fatal]
+
+    def withhold(self, waiting: deque[Job], running: Iterable[Job]) -> list[Job]:
+        """Take the suspects out of `waiting` that must not run yet, and those with the prompt of a fatal request."""
+        if self.window is None:
+            return []
+        room = self.window - sum(job.suspect for job in running)
+        withheld, others = [], []
+        for job in waiting:
+            if job.suspect and (fatal := self._found_with(job.request.prompt_ids)):
+                self.found.append((job, fatal))
+                continue
+            room -= job.suspect
+            (withheld if job.suspect and room < 0 else others).append(job)
+        waiting.clear()
+        waiting.extend(others)
+        if not withheld:
+            self.window = None
+        return withheld
+
+    def put_back(self, waiting: deque[Job], withheld: Sequence[Job]) -> None:
+        """Put suspects back into `waiting`, behind those that may run and before all other requests."""
+        ahead = sum(1 for _ in takewhile(lambda job: job.suspect, waiting))
+        waiting.rotate(-ahead)
+        waiting.extendleft(reversed(withheld))
+        waiting.rotate(ahead)
+
+    def responded(self, job: Job) -> None:
+        """Note a response: servers can sample."""
+        if self.window is not None and job.suspect:
+            self.window += 1
+        self.exclude_found()
+
+    def exclude_found(self) -> None:
+        """Fail the requests of which servers died."""
+        reasons = [reason for _, reason in self.found]
+        for job, reason in zip(self.take_found(), reasons, strict=True):
+            size = len(job.request.prompt_ids)
+            message = f"an engine died {job.attempts} times during a request with {size} prompt tokens: {reason}"
+            logger.warning("%s; its episode is excluded", message, extra={"code": "request-excluded"})
+            if not (job.future.done() or job.future.get_loop().is_closed()):
+                job.future.set_exception(FatalRequest(message))
+
+    def take_found(self) -> list[Job]:
+        found, self.found = self.found, []
+        return [job for job, _ in found]
+
+    def reject(self, job: Job, fault: RequestFault) -> None:
+        """Fail a request that its engine rejected; the first is reported, the others are counted as their episodes'."""
+        if not self.rejected:
+            logger.warning("%s; its episode is excluded", fault, extra={"code": "request-excluded"})
+        self.rejected = True
+        job.future.set_exception(fault)
+
+    def _found_with(self, prompt_ids: list[int]) -> str | None:
+        return next((reason for job, reason in self.found if job.request.prompt_ids == prompt_ids), None)

@@ -1,0 +1,127 @@
+"""Responses as they grow, in place of vLLM's output processor.
+
+vLLM's makes for every token what a client that streams texts may want: a text, ranks, a table of log-probs, latencies.
+A rollout wants ids and log-probs, once per response; of a small model's iteration that work would be a fifth.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.output_processor import OutputProcessorOutput
+
+from hybridrl.core.rollout.vllm.observer import Observer
+
+FAILED = (FinishReason.ABORT, FinishReason.ERROR)  # ends that neither the policy nor a limit has chosen
+
+
+@dataclass(eq=False)
+class Response:
+    """What the engine has sampled for a request, or the log-probs of a prompt that is scored."""
+
+    name: str
+    texts: IncrementalDetokenizer | None  # of a request that texts end
+    token_ids: list[int] = field(default_factory=list)
+    parts: list[np.ndarray] = field(default_factory=list)  # log-probs of the tokens, by iteration
+    prompt_tokens: int = 0
+    prompt_log_probs: list[float] = field(default_factory=list)
+    truncated: bool = False
+    interrupted: bool = False
+    failure: str = ""  # why the engine ended a request that is not complete
+
+    @property
+    def log_probs(self) -> np.ndarray:
+        return np.concatenate([np.empty(0), *self.parts], dtype=np.float32)
+
+    def add(self, output: EngineCoreOutput) -> bool:
+        """Add what an iteration has sampled; returns whether a text ends the response, with the token that completes
+        it."""
+        token_ids, ended = output.new_token_ids, False
+        if self.texts is not None:
+            count = next((n for n, token in enumerate(token_ids, start=1) if self.texts.update([token], False)), None)
+            token_ids, ended = token_ids[:count], count is not None
+        self.token_ids += token_ids
+        if output.new_logprobs is not None:  # the sampled token comes first in its row
+            self.parts.append(output.new_logprobs.logprobs[: len(token_ids), 0])
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_log_probs += output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
+        self.truncated = output.finish_reason == FinishReason.LENGTH and not ended
+        self.failure = str(output.finish_reason) if output.finish_reason in FAILED and not ended else ""
+        return ended
+
+
+class Collector:
+    """The unfinished responses of an engine, with the methods of vLLM's OutputProcessor that LLMEngine calls."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+        self.tokenizer: PreTrainedTokenizerBase | None = None  # needed where texts end responses
+        self.responses: dict[str, Response] = {}
+        self.begun: dict[str, int] = {}  # by name, of requests that continue a response: its tokens in their prompt
+        self.sampled = 0  # tokens of finished responses
+
+    def add_request(self, request: EngineCoreRequest, *_: Any) -> None:
+        begun = self.begun.pop(request.external_req_id, 0)
+        texts = self._texts(request, begun) if request.sampling_params.stop else None
+        tokens = len(request.prompt_token_ids)
+        self.responses[request.request_id] = Response(request.external_req_id, texts, prompt_tokens=tokens)
+
+    def _texts(self, request: EngineCoreRequest, begun: int) -> IncrementalDetokenizer:
+        """Return what looks for the texts that end a response, also for one that begins before an interruption."""
+        split = len(request.prompt_token_ids) - begun
+        prompt, response = request.prompt_token_ids[:split], request.prompt_token_ids[split:]
+        texts = IncrementalDetokenizer.from_new_request(
+            self.tokenizer, msgspec.structs.replace(request, prompt_token_ids=prompt)
+        )
+        for token in response:
+            texts.update([token], False)
+        return texts
+
+    def forget(self, name: str) -> list[str]:
+        """Forget a request that the engine could not add; returns the engine's ids of it."""
+        self.begun.pop(name, None)
+        ids = [one for one, response in self.responses.items() if response.name == name]
+        return [one for one in ids if self.responses.pop(one)]
+
+    def interrupt(self) -> dict[str, Response]:
+        """Return the unfinished responses by the engine's ids, and forget them."""
+        interrupted, self.responses = self.responses, {}
+        for response in interrupted.values():
+            response.interrupted = True
+            self.sampled += len(response.token_ids)
+        return interrupted
+
+    def process_outputs(self, outputs: Sequence[EngineCoreOutput], **_: Any) -> OutputProcessorOutput:
+        """Add the outputs of an iteration; returns the responses that are finished, and what the engine must end."""
+        finished, ended = [], []
+        for output in outputs:
+            response = self.responses[output.request_id]
+            self.observer.prefilled += 0 if response.token_ids else response.prompt_tokens
+            self.observer.sampled += len(output.new_token_ids)
+            by_text = response.add(output)
+            if by_text and not output.finished:
+                ended.append(output.request_id)
+            if by_text or output.finished:
+                finished.append(self.responses.pop(output.request_id))
+                self.sampled += len(response.token_ids)
+            for event in output.events or ():
+                self.observer.stats.preemptions += event.type == EngineCoreEventType.PREEMPTED
+        return OutputProcessorOutput(finished, ended)
+
+    def tokens(self) -> int:
+        """Return how many tokens were sampled so far, also of unfinished responses. Any thread may ask."""
+        return self.sampled + sum(len(response.token_ids) for response in list(self.responses.values()))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.responses)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.responses)
+
+    def update_scheduler_stats(self, _: Any) -> None:
+        """vLLM counts its adapters' requests here."""

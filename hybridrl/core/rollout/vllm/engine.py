@@ -1,0 +1,267 @@
+"""vLLM as a rollout engine (see RolloutEngine); versions 0.26 to 0.32.
+
+It computes in the process of its rollout server: vLLM is imported once and in memory once, and no message is packed for
+a token. An engine over several devices has a further process for each, which imports `worker.py`.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from vllm import EngineArgs, SamplingParams, TokensPrompt
+from vllm.config import StructuredOutputsConfig, WeightTransferConfig
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from hybridrl.checkpoint.tokenizer import read_tokenizer
+from hybridrl.config.checks.model import ENGINE_RANKS
+from hybridrl.config.custom_code import import_libraries
+from hybridrl.config.files import resolve_model
+from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.core.required import required
+from hybridrl.core.rollout.statistics import EngineStats
+from hybridrl.core.rollout.types import Completion, Goal, Request
+from hybridrl.core.rollout.vllm import repairs
+from hybridrl.core.rollout.vllm.collector import Collector, Response
+from hybridrl.core.rollout.vllm.loop import EngineLoop
+from hybridrl.core.rollout.vllm.observer import Observer
+from hybridrl.core.rollout.vllm.requests import checked_params
+from hybridrl.core.rollout.vllm.settings import cache_bytes_per_token, cpu_cache_bytes
+from hybridrl.core.rollout.vllm.worker import BACKEND, LIBRARIES, EngineProcess, adapter_request
+from hybridrl.core.weights.buckets import Bucket, Handle
+
+SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_", "/dev/shm/-tp")  # Python's, vLLM 0.32's and 0.26's
+PARTS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes
+
+
+class Engine(LLMEngine):
+    """vLLM's engine, which forgets a request that it cannot add."""
+
+    def add_request(self, request_id: str, *args: Any, **options: Any) -> str:
+        try:
+            return super().add_request(request_id, *args, **options)
+        except BaseException:
+            self.engine_core.abort_requests(self.output_processor.forget(request_id))
+            raise
+
+
+class VllmEngine:
+    """A vLLM engine over one tensor-parallel group of devices."""
+
+    def __init__(self, device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int) -> None:
+        os.environ[LIBRARIES] = json.dumps(model.external_lib)  # read by worker.py, also in further processes
+        import_libraries(model.external_lib)
+        repairs.prepare_for(resolve_model(model.path))
+        self.sleeps, self.model = rollout.free_cache_engine, model
+        self.adapted = bool(model.lora_rank) and not model.lora.merge
+        self.sync_id = 0
+        self.version = -1
+        self.asleep: frozenset[str] = frozenset()
+        self.observer = Observer()
+        self.collector = Collector(self.observer)
+        arguments = engine_arguments(device, model, rollout, engines_per_machine)
+        self.loop = EngineLoop(partial(self._build, EngineArgs(**arguments)))
+
+    def _build(self, arguments: EngineArgs) -> LLMEngine:
+        engine = Engine.from_engine_args(arguments)
+        engine.output_processor, engine.logger_manager = self.collector, self.observer
+        return engine
+
+    async def connect(self) -> None:
+        await self.loop.start()
+        await self._call_workers("init_weight_transfer_engine", {})
+        unlink_segments()
+
+    async def renew(self, log_file: str) -> None:
+        self.sync_id, self.version = 0, -1
+        self.loop.enough = None
+        self.observer.take()
+        self.collector.sampled = 0
+        await self._empty_cache()
+        await self._call_workers("renew", log_file)
+
+    async def generate(self, request: Request) -> Completion:
+        model, version = required(self.loop.engine).model_config, self.version
+        parameters = checked_params(request, model.get_vocab_size(), model.max_model_len)
+        if parameters.stop:
+            self._read_texts()
+        self.observer.submitted()
+        name = f"{request.prompt}-{request.sample}-{os.urandom(4).hex()}"
+        if request.begun and parameters.stop:
+            self.collector.begun[name] = request.begun
+        response = await self._respond(name, request.prompt_ids, parameters)
+        token_ids = np.asarray(response.token_ids, dtype=np.int64)
+        return Completion(token_ids, response.log_probs, response.truncated, version, response.interrupted)
+
+    async def _respond(self, name: str, prompt_ids: list[int], parameters: SamplingParams) -> Response:
+        adapter = adapter_request(self.sync_id) if self.adapted else None
+        prompt = TokensPrompt(prompt_token_ids=prompt_ids)
+        response = await self.loop.generate(name, prompt, parameters, lora_request=adapter)
+        if response.failure:
+            raise RuntimeError(f"vLLM ended the request after {len(response.token_ids)} tokens: {response.failure}")
+        return response
+
+    def _read_texts(self) -> None:
+        """Load the tokenizer, which the engine starts without: few runs end responses by texts."""
+        if self.collector.tokenizer is None:
+            place = self.model.tokenizer_path or str(resolve_model(self.model.path))
+            trusted = self.model.trust_remote_code
+            self.collector.tokenizer = read_tokenizer(place, trusted=trusted)
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        return (await self._respond(f"probe-{os.urandom(4).hex()}", token_ids, parameters)).prompt_log_probs
+
+    async def hold(self) -> None:
+        if not self.loop.responses:  # an episode's later turn comes while others run, and continues what is cached
+            await self._empty_cache()
+        self.loop.hold()
+
+    async def release(self, goal: Goal | None = None) -> None:
+        self.loop.enough = Progress(goal, self.loop.responses) if goal else None
+        self.loop.release()
+
+    async def interrupt(self) -> None:
+        await self.loop.interrupt()
+
+    async def check(self) -> int:
+        self.loop.check()
+        return self.collector.tokens()
+
+    async def take_stats(self) -> EngineStats:
+        return self.observer.take()
+
+    async def sleep(self) -> None:
+        """On CUDA memory is freed: the cache's, and that of the weights, which come back from the trainer; the base of
+        an adapter waits in host memory."""
+        if not self.sleeps:
+            return
+        if self.asleep and self.asleep != PARTS:
+            for part in self.asleep:  # in vLLM 0.26 an engine that is partly asleep would stay so
+                await self.wake(part)
+        await self.loop.call(lambda engine: engine.sleep(level=1 if self.adapted else 2))
+        self.asleep = PARTS
+
+    async def wake(self, part: str) -> None:
+        if self.sleeps:
+            await self.loop.call(lambda engine: engine.wake_up(tags=[part]))
+            self.asleep -= {part}
+
+    async def begin_weights(self) -> None:
+        await self._call_workers("start_weight_update")
+
+    async def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
+        await self._call_workers("join_trainer", address, first_rank, size, seconds)
+
+    async def load_bucket(
+        self, bucket: Bucket, handles: list[Handle | None], digests: list[int], adapter: bool
+    ) -> None:
+        tensors = [asdict(tensor) for tensor in bucket.tensors]
+        info = {"tensors": tensors, "start": bucket.start, "size": bucket.bytes, "handles": handles, "digests": digests}
+        method = "load_adapter_bucket" if adapter else "update_weights"
+        await self._call_workers(method, info)
+
+    async def finish_weights(self) -> None:
+        await self._call_workers("finish_weight_update")
+
+    async def finish_sync(self, sync_id: int, version: int) -> None:
+        if self.adapted:
+            model = self.model
+            settings = {"r": model.lora_rank, "lora_alpha": model.lora_alpha, "target_modules": model.target_modules}
+            await self._call_workers("finish_adapter", sync_id, settings)
+        await self._empty_cache()
+        self.sync_id, self.version = sync_id, version
+
+    async def held_sync(self) -> int:
+        return self.sync_id
+
+    async def _empty_cache(self) -> None:
+        """Drop all cached prefixes, which belong to earlier weights. vLLM keeps them while a request has blocks."""
+        if not await self.loop.call(lambda engine: engine.reset_prefix_cache()):
+            raise RuntimeError("vLLM has not emptied its prefix cache: a request still has blocks of it")
+
+    async def _call_workers(self, method: str, *args: Any) -> None:
+        """Call a method of `worker.py` next to the model, on every device."""
+        await self.loop.call(lambda engine: engine.collective_rpc(method, args=args))
+
+
+class Progress:
+    """Whether a goal is reached, from the names of all requests and of the responses that finish."""
+
+    def __init__(self, goal: Goal, names: Iterable[str]) -> None:
+        self.goal, self.complete = goal, set[int]()
+        self.prompts = {name: int(name.partition("-")[0]) for name in names}
+        self.missing = Counter(self.prompts.values())
+
+    def __call__(self, response: Response) -> bool:
+        prompt = self.prompts.get(response.name)
+        if prompt is None:
+            return False
+        self.missing[prompt] -= 1
+        if not self.missing[prompt]:
+            self.complete.add(prompt)
+        return self.goal.reached(self.complete)
+
+
+def engine_arguments(
+    device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int
+) -> dict[str, Any]:
+    """Return vLLM's arguments. Those in `engine_kwargs` were checked with the configuration."""
+    arguments: dict[str, Any] = {
+        "model": str(resolve_model(model.path)),
+        "skip_tokenizer_init": True,
+        "trust_remote_code": model.trust_remote_code,
+        "hf_overrides": model.override_config,
+        "dtype": rollout.dtype,
+        "load_format": "dummy",
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "max_model_len": rollout.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_model_len or 0),
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "enforce_eager": rollout.enforce_eager,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enable_sleep_mode": rollout.free_cache_engine,
+        # Log-probs of the distribution that was sampled from: the trainer divides by the same temperature.
+        "logprobs_mode": "processed_logprobs",
+        "seed": rollout.seed,
+        "cudagraph_capture_sizes": rollout.cudagraph_capture_sizes or None,
+        "disable_log_stats": False,  # the observer's; vLLM's own log shows them at its level INFO only
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        # Small models would not end white space that a JSON schema allows.
+        "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True),
+        "worker_extension_cls": f"{EngineProcess.__module__}.{EngineProcess.__name__}",
+    }
+    if device == "cpu":
+        token_bytes = cache_bytes_per_token(model, rollout)
+        arguments |= {
+            "enforce_eager": True,
+            "enable_sleep_mode": False,
+            # vLLM's generator on CPU cannot continue in the middle of a prompt that was cut into chunks.
+            "enable_chunked_prefill": False,
+            "kv_cache_memory_bytes": cpu_cache_bytes(token_bytes, rollout, engines_per_machine),
+            **repairs.CPU_ATTENTION,
+        }
+    if rollout.tensor_model_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    if model.lora_rank and not model.lora.merge:  # one adapter at a time
+        rank = next(rank for rank in ENGINE_RANKS if rank >= model.lora_rank)
+        arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1}
+    return arguments | {name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None}
+
+
+def unlink_segments() -> None:
+    """Unlink the shared memory that the engine's processes have open, so that it is freed when they end."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended, as a compiler's may have
+            for mapping in process.memory_maps():
+                if mapping.path.startswith(SEGMENTS):
+                    Path(mapping.path).unlink(missing_ok=True)

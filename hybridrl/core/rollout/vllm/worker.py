@@ -1,0 +1,243 @@
+"""The part of the vLLM engine that runs in vLLM's processes, next to the model: weights and adapters are loaded out of
+memory that a trainer on the same device shares, or received from the first training rank if that is on another device,
+by one path for CUDA and CPU.
+
+vLLM imports this module in each engine process before the model is built, and calls it through its weight-transfer
+interface. An adapter's id in the engine is that of the weight sync and part of every request: an engine that has not
+loaded that adapter fails, whereas with a fixed id it would respond with the adapter it has.
+"""
+
+import json
+import os
+import signal
+from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import WorkerLoRAManager
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from hybridrl.config.custom_code import import_libraries
+from hybridrl.config.files import ADAPTER_CONFIG
+from hybridrl.core import device as devices
+from hybridrl.core.required import required
+from hybridrl.core.rollout.vllm import repairs  # which also repairs vLLM when it is imported
+from hybridrl.core.weights.buckets import Handle, Tensor, digest, open_buffer
+from hybridrl.runtime.guard import end_with_parent, redirect_output
+from hybridrl.runtime.stacks import write_stacks_on_request
+
+BACKEND = "hybridrl"
+LIBRARIES = "HYBRIDRL_EXTERNAL_LIB"
+MISSING_PATH = "/an/adapter/comes/from/memory"  # where an engine looks that has not loaded the adapter
+
+# A layer with LoRA: its parent, its name there, and itself.
+AdaptedLayer = tuple[torch.nn.Module, str, BaseLayerWithLoRA]
+
+
+@dataclass
+class NoInitInfo(WeightTransferInitInfo):
+    """Nothing needs to be agreed on beforehand."""
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """A bucket in the trainers' memory: its tensors' layout, and one handle and one digest per device. Without a handle
+    it is received from the first rank of the group."""
+
+    tensors: list[dict[str, Any]] = field(default_factory=list)
+    start: int = 0
+    size: int = 0
+    handles: list[Handle | None] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
+
+
+class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
+    """Loads weights out of the trainers' memory, or receives them from it."""
+
+    init_info_cls = NoInitInfo
+    update_info_cls = BucketInfo
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+        end_with_parent(os.getppid(), signal.SIGKILL)
+        self.opened: tuple[Handle, torch.Tensor] | None = None
+        self.group: devices.BroadcastGroup | None = None  # with the rank that sends
+        self.received = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.adapted: list[AdaptedLayer] = []  # out of the model while its base is loaded
+
+    def start_weight_update(self) -> None:
+        self.adapted += unwrap_adapted_layers(self.model)
+        if self.device.type == "cpu":
+            # Experts compute with packed weights, which are packed again only if their kernel is created again.
+            for module in self.model.modules():
+                if isinstance(module, UnquantizedFusedMoEMethod):
+                    module.moe_kernel = None
+        repairs.name_weight_loaders(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        self.model.load_weights(self.open_bucket(update_info))
+        devices.synchronize(self.device.type)  # copies may still read this bucket, which the trainer overwrites next
+
+    def open_bucket(self, update_info: BucketInfo) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors as views of memory that is the trainer's, to be read before the next bucket but one is
+        filled, or was received. RuntimeError if the bytes are not those that were sent."""
+        rank = get_tensor_model_parallel_rank()
+        handle = update_info.handles[rank]
+        buffer = self.receive(update_info.size) if handle is None else self.open(handle, update_info)
+        if digest(buffer) != update_info.digests[rank]:
+            raise RuntimeError("the weights that arrived are not those that were sent: the bucket's digests differ")
+        tensors = [Tensor(**item) for item in update_info.tensors]
+        return [(tensor.name, tensor.view(buffer)) for tensor in tensors]
+
+    def open(self, handle: Handle, update_info: BucketInfo) -> torch.Tensor:
+        if self.opened is None or self.opened[0] != handle:
+            self.opened = (handle, open_buffer(handle, self.device))
+        return self.opened[1][update_info.start : update_info.start + update_info.size]
+
+    def receive(self, size: int) -> torch.Tensor:
+        if len(self.received) < size:
+            self.received = torch.empty(size, dtype=torch.uint8, device=self.device)
+        required(self.group).broadcast(self.received[:size])
+        return self.received[:size]
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            # A head tied to the embedding computes with a packed copy of its weight, which a reload leaves stale.
+            for module in self.model.modules():
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
+        wrap_adapted_layers(self.adapted)
+        self.close_bucket()
+
+    def close_bucket(self) -> None:
+        """Release the trainer's memory on CUDA, where the trainer frees it; on CPU both keep it for the next sync."""
+        if self.device.type != "cpu":
+            self.opened, self.received = None, self.received[:0].clone()
+
+    def shutdown(self) -> None:
+        self.opened = self.group = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Required by vLLM 0.26; here the train worker sends."""
+        raise NotImplementedError("weights are sent by TrainWorker.fill_bucket")
+
+
+class EngineProcess:
+    """vLLM's `worker_extension_cls`: these become methods of its worker, which has `weight_transfer_engine` and
+    `model_runner`."""
+
+    weight_transfer_engine: Any
+    model_runner: Any
+    adapter: dict[str, torch.Tensor] | None = None  # tensors of the next adapter that have arrived
+
+    def renew(self, log_file: str) -> None:
+        """Serve another run. The handles of its trainers' memory may be the same as those of the last one's."""
+        redirect_output(log_file)
+        self.weight_transfer_engine.shutdown()
+        self.adapter = None
+
+    def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
+        """Form a group with the training rank that sends weights, and with all other engines."""
+        transfer, rank = self.weight_transfer_engine, first_rank + get_tensor_model_parallel_rank()
+        transfer.group = None
+        transfer.group = devices.BroadcastGroup(transfer.device.type, address, None, rank, size, seconds)
+
+    def load_adapter_bucket(self, info: dict[str, Any]) -> None:
+        tensors = self.weight_transfer_engine.open_bucket(BucketInfo(**info))
+        self.adapter = (self.adapter or {}) | {name: tensor.cpu().clone() for name, tensor in tensors}
+
+    def finish_adapter(self, sync_id: int, settings: dict[str, Any]) -> None:
+        tensors, self.adapter = self.adapter or {}, None
+        self.weight_transfer_engine.close_bucket()
+        load_adapter(self.model_runner.lora_manager, tensors, sync_id, settings)
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+class AdapterFromMemory(LoRAModel):
+    """An adapter made of the tensors that came from the trainers instead of a file's."""
+
+    tensors: ClassVar[dict[str, torch.Tensor]] = {}
+
+    @classmethod
+    def from_local_checkpoint(
+        cls,
+        lora_dir: str,
+        expected_lora_modules: set[str],
+        *,
+        moe_ep_spec: object = None,
+        tensorizer_config_dict: object = None,  # of vLLM 0.26
+        **options: Any,
+    ) -> LoRAModel:
+        return cls.from_lora_tensors(tensors=cls.tensors, **options)
+
+
+def adapter_request(sync_id: int, path: str = MISSING_PATH) -> LoRARequest:
+    return LoRARequest(f"adapter-{sync_id}", sync_id, path)
+
+
+def unwrap_adapted_layers(model: torch.nn.Module) -> list[AdaptedLayer]:
+    """Replace every layer with LoRA by its base layer, and return what `wrap_adapted_layers` needs to undo it.
+
+    The base's weights are then loaded under the names of a model without LoRA; vLLM 0.26 wants other names.
+    """
+    layers = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, BaseLayerWithLoRA)
+    ]
+    for parent, name, layer in layers:
+        setattr(parent, name, layer.base_layer)
+    return layers
+
+
+def wrap_adapted_layers(layers: list[AdaptedLayer]) -> None:
+    for parent, name, layer in layers:
+        setattr(parent, name, layer)
+    layers.clear()
+
+
+def load_adapter(manager: WorkerLoRAManager, tensors: dict[str, torch.Tensor], sync_id: int, settings: dict) -> None:
+    """Replace the present adapter. RuntimeError if the engine has no place for a part of it.
+
+    `settings` are those of peft's adapter_config.json, which vLLM reads from a directory only.
+    """
+    if not tensors:
+        raise RuntimeError(f"the adapter of weight sync {sync_id} has not arrived")
+    manager.remove_all_adapters()
+    manager._lora_model_cls, AdapterFromMemory.tensors = AdapterFromMemory, tensors
+    with TemporaryDirectory() as directory:
+        with open(f"{directory}/{ADAPTER_CONFIG}", "w", encoding="utf-8") as file:
+            json.dump(settings, file)
+        manager.add_adapter(adapter_request(sync_id, directory))
+    AdapterFromMemory.tensors = {}
+    adapters = manager._adapter_manager
+    unplaced = sorted(set(adapters.get_adapter(sync_id).loras) - set(adapters.modules))
+    if unplaced:
+        raise RuntimeError(
+            f"the engine has no LoRA in {len(unplaced)} layers that the trainer adapts ({', '.join(unplaced[:3])}); "
+            "set actor_rollout_ref.model.lora.merge=true, which syncs merged weights"
+        )
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, BucketTransfer)
+import_libraries(json.loads(os.environ.get(LIBRARIES, "[]")))
+write_stacks_on_request()

@@ -1,0 +1,254 @@
+"""The training loop, and the step of reinforcement learning that it runs.
+
+Knows no configuration, no Ray and no rollout engine. Asynchronous training is another `Experience` on other `Devices`,
+supervised fine-tuning another `Task`; neither edits this file.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from hybridrl.checkpoint.saver import Save, Saver
+from hybridrl.core.algorithms import Algorithm
+from hybridrl.core.algorithms.batch_metrics import batch_metrics, mismatch_metrics, throughput_metrics
+from hybridrl.core.batch import Batch
+from hybridrl.core.cluster import WorkerDied
+from hybridrl.core.experience.collector import Collected, Experience
+from hybridrl.core.experience.episodes import Episode
+from hybridrl.core.experience.sample_log import SampleLog
+from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.health import HealthMonitor
+from hybridrl.runtime.signals import StopRequest
+from hybridrl.tracking.faults import begin_step
+from hybridrl.tracking.sink import Stopwatch
+from hybridrl.tracking.tracker import Tracker
+
+
+class Task(Protocol):
+    """What the loop trains. A task that shares its devices with nothing else inherits the answers below."""
+
+    @property
+    @abstractmethod
+    def epochs(self) -> float:
+        """Epochs of the training data used so far, counted from the start of the run."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the data of the run is used up before its steps."""
+        return False
+
+    @abstractmethod
+    def train_step(self, step: int) -> dict[str, float]:
+        """Train one step; returns its metrics."""
+
+    @abstractmethod
+    def validate(self, step: int) -> dict[str, float]:
+        """Validate the model as it is after `step` steps; returns metrics, none without validation data."""
+
+    def before_save(self) -> None:
+        """Bring the devices into the state in which workers can save."""
+        return
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics collected since the last call, of training and validation together."""
+        return {}
+
+    def rebuild(self) -> None:
+        """Replace the processes that have grown before the next step."""
+        return
+
+    def problem(self) -> str:
+        """Why a run should not resume from the last step if it can help it; empty: no reason."""
+        return ""
+
+    def diagnosed(self, step: int, *, show: bool) -> None:
+        """Keep what the step trained on, and print a few of its samples if `show`."""
+        return
+
+
+class Evaluator(Protocol):
+    """Scores the policy on held-out prompts."""
+
+    def evaluate(self, step: int) -> tuple[list[Episode], dict[str, float]]: ...
+
+
+class Devices(Protocol):
+    """The devices of the run, which rollout may use at times."""
+
+    def to_training(self) -> None: ...
+    def rebuild_servers(self) -> None: ...
+    def take_metrics(self) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many steps a run has and when it validates. Every 0 or fewer steps: only after the last one."""
+
+    total_steps: int
+    validate_every: int
+    validate_first: bool = False
+    validate_only: bool = False
+    max_skipped_updates: int = 3  # in a row
+
+    def validates(self, step: int, last: bool) -> bool:
+        return last or _due(step, self.validate_every)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+class Trainer:
+    """The loop around a task: step, validate, log, save, stop."""
+
+    def __init__(
+        self,
+        task: Task,
+        workers: TrainWorkers,
+        tracker: Tracker,
+        saver: Saver,
+        schedule: Schedule,
+        health: HealthMonitor,
+    ) -> None:
+        self.task, self.workers, self.tracker = task, workers, tracker
+        self.saver, self.schedule, self.health = saver, schedule, health
+        self.watch = Stopwatch()
+
+    def fit(self, done: int, start_up: dict[str, float]) -> None:
+        """Train to the last step, of which `done` are; a resumed run logs `start_up` with its first step."""
+        if done == 0 and self.schedule.validate_first:
+            self.tracker.log(0, self.task.validate(0) | self.task.take_metrics())
+        if self.schedule.validate_only:
+            return
+        with StopRequest(wait_for_step=self.saver.plan.times.ever) as stop:
+            try:
+                self._run_steps(done, start_up, stop)
+            except Exception as error:
+                if not isinstance(error, WorkerDied):  # all ranks live, and hold the last complete step
+                    self.saver.rescue(error, self.task.before_save)
+                raise
+            self.saver.finish()
+        if self.saver.failed:
+            cause = self.saver.failed.__cause__
+            raise cause if isinstance(cause, WorkerDied) else self.saver.failed
+        if stop.reason:
+            raise KeyboardInterrupt(stop.reason)
+
+    def _run_steps(self, done: int, start_up: dict[str, float], stop: StopRequest) -> None:
+        for step in range(done + 1, self.schedule.total_steps + 1):
+            epochs = self.task.epochs
+            metrics = self._run_step(step, start_up if step == done + 1 and done else {})
+            last, stopping = self._is_last(step), bool(stop.reason)
+            problem = self.workers.problem() or self.task.problem() or self.health.problem()
+            self.saver.completed(step, metrics, problem)
+            self.workers.stop_if_broken(self.schedule.max_skipped_updates, self.saver.store)
+            self.health.act()
+            if self.health.rebuilds:
+                self.task.rebuild()
+            save = self.saver.due(step, (epochs, self.task.epochs), last=last)
+            if save or stopping:
+                self.task.before_save()
+                self.saver.start(save or Save.RECOVERY)
+            if last or stopping:
+                return
+
+    def _is_last(self, step: int) -> bool:
+        return step == self.schedule.total_steps or self.task.finished
+
+    def _run_step(self, step: int, start_up: dict[str, float]) -> dict[str, float]:
+        """Run one step, then validate and log; returns its metrics."""
+        begin_step(step)
+        with self.watch("step"):
+            metrics = self.task.train_step(step)
+        metrics |= self.watch.take() | self.saver.watch.take() | start_up
+        metrics |= throughput_metrics(metrics, len(self.workers.group))
+        if self.schedule.validates(step, self._is_last(step)):
+            metrics |= self.task.validate(step)
+        metrics |= self.task.take_metrics()
+        metrics |= self.health.judge(step, metrics)
+        if self.health.new:
+            self.task.diagnosed(step, show=self.health.shows)
+        # Log before saving: otherwise a run resumed from this checkpoint would miss the step's metrics.
+        self.tracker.log(step, metrics | {"training/global_step": step})
+        self.saver.poll()
+        return metrics
+
+
+class RLTask(Task):
+    """Reinforcement learning: a step samples, scores, compares and learns."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        experience: Experience,
+        devices: Devices,
+        workers: TrainWorkers,
+        evaluator: Evaluator | None,
+        sample_log: SampleLog,
+        refresh_reference_every: int = -1,
+    ) -> None:
+        self.algorithm, self.experience, self.devices, self.workers = algorithm, experience, devices, workers
+        self.evaluator, self.sample_log = evaluator, sample_log
+        self.refresh_reference_every = refresh_reference_every
+        self.trained: tuple[Batch, Sequence[Episode]] | None = None  # what the last step trained on
+        self.watch = Stopwatch()
+
+    @property
+    def epochs(self) -> float:
+        return self.experience.epochs
+
+    @property
+    def finished(self) -> bool:
+        return self.experience.finished
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """One step of the algorithm; every line fills fields of the batch, and none changes what another filled."""
+        algorithm, workers = self.algorithm, self.workers
+        collected = self.experience.collect(step)
+        batch = workers.old_log_probs(collected.batch, algorithm, step)  # skipped where the update computes the same
+        if algorithm.needs_reference_log_probs:
+            batch = workers.reference_log_probs(batch)
+        if algorithm.uses_critic:
+            batch = workers.values(batch)
+        with self.watch("adv"):
+            batch, metrics = algorithm.advantages(batch)
+        batch, update_metrics = workers.update(batch, step)  # critic and policy, each when it is due
+        if algorithm.uses_reference and _due(step, self.refresh_reference_every):
+            workers.refresh_reference()
+        self.trained = batch, collected.samples
+        self.sample_log.training_samples(step, collected.samples, batch)
+        return metrics | update_metrics | self.watch.take() | self._step_metrics(collected, batch)
+
+    def _step_metrics(self, collected: Collected, batch: Batch) -> dict[str, float]:
+        scored = collected.batch.response_mask  # rejection may have masked tokens since
+        metrics = collected.metrics | batch_metrics(batch, scored)
+        if self.algorithm.bypass:  # the old log-probs are the rollout's own
+            return metrics
+        return metrics | mismatch_metrics(replace(batch, response_mask=scored))
+
+    def validate(self, step: int) -> dict[str, float]:
+        if self.evaluator is None:
+            return {}
+        episodes, metrics = self.evaluator.evaluate(step)
+        self.sample_log.validation_samples(step, episodes)
+        return metrics
+
+    def before_save(self) -> None:
+        self.devices.to_training()
+
+    def take_metrics(self) -> dict[str, float]:
+        return self.devices.take_metrics()
+
+    def rebuild(self) -> None:
+        self.devices.rebuild_servers()
+
+    def problem(self) -> str:
+        return self.experience.problem()
+
+    def diagnosed(self, step: int, *, show: bool) -> None:
+        assert self.trained is not None
+        batch, samples = self.trained
+        self.sample_log.keep(step, batch)
+        if show:
+            self.sample_log.show(step, samples)

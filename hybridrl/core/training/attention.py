@@ -1,0 +1,120 @@
+"""Causal attention for packed rows, registered with transformers under one name.
+
+CUDA uses torch's variable-length kernel where it supports the type; everything else is computed row by row. Nothing is
+padded, and the output of a row does not depend on the other rows.
+"""
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from hybridrl.core import device as devices
+from hybridrl.core.required import required
+from hybridrl.core.training.packing import PackedRows
+from hybridrl.core.training.sequence_parallel import to_heads, to_tokens
+
+WIDEST_HEAD = 256  # the limit of FlashAttention 2, on which torch's kernel is based
+NAME = "hybridrl_packed"
+
+
+class Options(NamedTuple):
+    """Options that change attention scores and weights."""
+
+    scaling: float | None
+    dropout: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, T, width] packed, or [B, heads, T, width]
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,  # tokens that each token attends to, itself included; None: all
+    softcap: float | None = None,  # scores are bounded by softcap * tanh(score / softcap) (Gemma 2)
+    s_aux: Tensor | None = None,  # [heads], attention sinks: one score per head without a value (GPT-OSS)
+    packed: PackedRows | None = None,  # None: padded on the right, which causality hides
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Return the attention output [B, T, heads, width], with the signature that transformers expects."""
+    options = Options(scaling, dropout, sliding_window, softcap, s_aux)
+    if packed is None:
+        return _causal(query, key, value, options).transpose(1, 2), None
+    if packed.group is None:
+        return _packed(query, key, value, packed, options), None
+    of_heads = to_heads(query, key, value, packed.group)
+    if s_aux is not None:
+        options = options._replace(sinks=s_aux.chunk(packed.group.size())[packed.group.rank()])
+    return to_tokens(_packed(*of_heads, packed, options), packed.group), None
+
+
+def _packed(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, options: Options) -> Tensor:
+    plain = options.softcap is None and options.sinks is None and not options.dropout
+    if not (plain and devices.has_varlen_attention(query.device) and kernel_supports(query, value)):
+        rows = zip(*(tensor.split(packed.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        return torch.cat([_causal(q, k, v, options).transpose(1, 2) for q, k, v in rows], dim=1)
+    longest = max(packed.lengths)
+    grouped: dict[str, Any] = grouped_option(varlen_attn) if query.shape[1] != key.shape[1] else {}
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # [T, heads, width]
+    window = (-1 if options.window is None else options.window - 1, 0)
+    limits = (packed.boundaries, packed.boundaries, longest, longest)
+    attended: Any = varlen_attn(q, k, v, *limits, scale=options.scaling, window_size=window, **grouped)
+    return attended[None]
+
+
+def kernel_supports(query: Tensor, value: Tensor) -> bool:
+    """Return whether torch's variable-length kernel supports these types and widths; otherwise rows go one by one."""
+    width = query.shape[-1]
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return half and width == value.shape[-1] and width % 8 == 0 and width <= WIDEST_HEAD
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+    scaling, dropout, window, softcap, sinks = options
+    length, mask = query.shape[2], None
+    eager = softcap is not None or sinks is not None
+    if eager or (window is not None and length > window):
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    if mask is not None and window is not None:
+        mask = mask.triu(1 - window)
+    if eager:
+        return _eager(query, key, value, required(mask), options)
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+    )
+
+
+def _eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Options) -> Tensor:
+    """Materialise the scores [rows, heads, longest, longest]: no torch kernel has soft caps or sinks."""
+    scaling, dropout, _, softcap, sinks = options
+    shared = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.float().masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    shares = scores.softmax(-1)[..., : value.shape[2]].to(value.dtype)
+    return F.dropout(shares, dropout) @ value
+
+
+def grouped_option(kernel: Callable[..., Any]) -> dict[str, bool]:
+    """Return the option for grouped-query attention, which torch 2.11 lacks: it accepts fewer key heads without it."""
+    return {"enable_gqa": True} if "enable_gqa" in signature(kernel).parameters else {}
+
+
+# Not compiled with the layers around it: the rows' lengths, which differ in every micro-batch, would be constants.
+AttentionInterface.register(NAME, torch.compiler.disable(attend))

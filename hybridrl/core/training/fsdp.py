@@ -1,0 +1,166 @@
+"""Sharding a model over the training ranks with FSDP2, and working with its sharded tensors (DTensors)."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from hybridrl.checkpoint.export import Part, own_tensors
+from hybridrl.config.schema import FSDPConfig
+from hybridrl.core import device as devices
+from hybridrl.core.training.loading import fill, layer_classes
+from hybridrl.core.training.model import LanguageModel, ValueModel, new_head, without_pairs
+
+ALIGNMENT = 64  # bytes, as in torch's own CPU allocator
+
+
+@cache
+def mesh(device: str, ranks: int, shards: int) -> DeviceMesh:
+    """Return a mesh of all ranks: one group of shards, or several groups that replicate one another."""
+    if shards == ranks:
+        return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
+    grid = torch.arange(ranks).view(-1, shards)
+    timeout = devices.collective_timeout()
+    made = (dist.new_subgroups_by_enumeration(part.tolist(), timeout=timeout)[0] for part in (grid.T, grid))
+    groups = list(map(devices.own_group, made))
+    return DeviceMesh.from_group(groups, device, grid, mesh_dim_names=("replicate", "shard"))
+
+
+Model = TypeVar("Model", LanguageModel, ValueModel)
+
+
+def shard(model: Model, config: FSDPConfig, grid: DeviceMesh, *, offloaded: bool = False) -> Model:
+    """Shard in place, layer by layer and then the rest; `offloaded` expects shards and gradients in host memory."""
+    dtype = getattr(torch, config.dtype or "float32")
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if dtype == torch.float32 and config.model_dtype == "float32":
+        policy = fsdp2.MixedPrecisionPolicy()
+    # Pinned by FSDP2, each tensor would take up to twice its size; `shard_and_fill` pins them in one allocation.
+    offload = fsdp2.CPUOffloadPolicy(pin_memory=False) if offloaded else fsdp2.OffloadPolicy()
+    names = layer_classes(model.model, config.wrap_policy.transformer_layer_cls_to_wrap)
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    options = {"mesh": grid, "mp_policy": policy, "offload_policy": offload}
+    if config.compile_layers:
+        compile_layers(layers)
+    for layer in layers:
+        fsdp2.fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
+    fsdp2.fully_shard(model, reshard_after_forward=False, **options)
+    fsdp2.register_fsdp_forward_method(model, "hidden_states")  # gathers its parameters as forward() does
+    if isinstance(model, LanguageModel):
+        fsdp2.register_fsdp_forward_method(model, "own_log_probs")
+    if config.forward_prefetch:
+        for layer, following in pairwise(layers):
+            assert isinstance(layer, fsdp2.FSDPModule) and isinstance(following, fsdp2.FSDPModule)
+            layer.set_modules_to_forward_prefetch([following])
+    return model
+
+
+def compile_layers(layers: list[nn.Module]) -> None:
+    """Compile the forward pass of each layer for rows of any lengths; attention itself is not compiled."""
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def shard_and_fill(
+    blank: Model, path: str, config: FSDPConfig, grid: DeviceMesh, device: torch.device, *, offloaded: bool = False
+) -> Model:
+    """Shard a model without weights and read this rank's part of them to the device; collective. With `offloaded` they
+    are then moved to host memory, and only the buffers stay."""
+    sharded = shard(blank, config, grid, offloaded=offloaded)
+    with without_pairs(sharded.model):
+        fill(sharded.model, path, device, new_head(sharded) if isinstance(sharded, ValueModel) else None)
+    sharded.to(device)  # moves only buffers, and FSDP2 records where its parameters are
+    if offloaded:
+        move_parameters(sharded, host_parameters(sharded))
+        devices.release_cached_memory(device.type)
+    return sharded
+
+
+def reshard(model: nn.Module) -> None:
+    """Free every gathered parameter: a forward without a backward pass leaves some, the root's always."""
+    for module in model.modules():
+        if isinstance(module, fsdp2.FSDPModule):
+            module.reshard()
+
+
+def host_parameters(model: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """Allocate host memory for each parameter's shard, in one allocation (`host_copies`)."""
+    parameters = list(model.parameters())
+    return dict(zip(parameters, host_copies(parameters, parameters[0].device.type), strict=True))
+
+
+@torch.no_grad()
+def move_parameters(model: nn.Module, targets: Mapping[Any, Tensor]) -> None:
+    """Move a sharded model's parameters to these tensors; buffers stay where they are."""
+
+    def move(tensor: Tensor) -> Tensor:
+        target = targets.get(tensor)
+        if target is None or local(target).data_ptr() == local(tensor).data_ptr():  # a tied parameter comes twice
+            return tensor
+        local(target).copy_(local(tensor), non_blocking=True)
+        return target
+
+    model._apply(move)  # overridden by FSDP2, which records where its parameters are
+
+
+@torch.no_grad()
+def full_tensors(
+    model: PreTrainedModel, parts: Iterable[Part], computed: Mapping[str, Callable[[], Tensor]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that these parts are published as, unsharded, part by part; collective: each rank must iterate
+    over all of them. `computed` ones replace the model's own tensors of the same names."""
+    own, computed = own_tensors(model), computed or {}
+    for part in parts:
+        dtype = next(iter(part.published.values())).dtype
+        tensors = {
+            name: computed[name]().to(dtype) if name in computed else full_tensor(own[name].detach(), dtype)
+            for name in part.names
+        }
+        yield from part.publish(model, tensors).items()
+
+
+def full_tensor(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor unsharded, in this type; collective. Shards in host memory are gathered on the device."""
+    value = value if dtype is None else value.to(dtype)
+    if not isinstance(value, DTensor):
+        return value
+    on_device = value.to(value.device_mesh.device_type)
+    assert isinstance(on_device, DTensor)
+    return on_device.full_tensor()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_shard(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of an unsharded tensor, sharded and located like the other tensor."""
+    if not isinstance(like, DTensor):
+        return tensor
+    part = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    return part.to_local().to(like.device)
+
+
+def host_copies(tensors: Sequence[Tensor], device: str) -> list[Tensor]:
+    """Return a tensor in host memory for each tensor, of the same shape, type and sharding; uninitialised, all in one
+    allocation (`device.host_buffer`)."""
+    shards = [local(tensor) for tensor in tensors]
+    sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in shards]
+    ends = list(accumulate(sizes, initial=0))
+    buffer = devices.host_buffer(ends[-1], device)
+    cut = zip(shards, ends, strict=False)
+    copies = [buffer[begin : begin + part.nbytes].view(part.dtype).view(part.shape) for part, begin in cut]
+    # DTensor.from_local would move what is on another device than the mesh.
+    return [
+        DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
+        for tensor, copy in zip(tensors, copies, strict=True)
+    ]

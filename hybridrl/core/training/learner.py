@@ -1,0 +1,250 @@
+"""A sharded model in training: gradients micro-batch by micro-batch, one optimizer step per mini-batch. The loss is
+passed in.
+
+A loss, ratio or gradient that is not finite never reaches the parameters: the update is skipped on every rank, and the
+rows that caused it are written to a file, with the module whose output was the first that was not finite.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
+from hybridrl.core import device as devices
+from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.batch import Batch
+from hybridrl.core.training.fsdp import full_tensor, host_parameters, move_parameters
+from hybridrl.core.training.optimizer import Optimizers
+from hybridrl.core.training.packing import ModelInputs, lay_out
+from hybridrl.core.training.sequence_parallel import slice_of
+
+MOST_FILES = 100  # of skipped updates that a rank writes per model
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """A model that is trained; without an optimizer only its gradient can be computed."""
+
+    model: ModelConfig
+    fsdp: FSDPConfig
+    optimizer: OptimizerConfig
+    total_updates: int
+    updates_per_step: int = 1
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return getattr(torch, self.fsdp.dtype or "float32")
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Return the type of the model's own parameters: with an adapter they never change, so the computation's."""
+        return self.compute_dtype if self.model.lora_rank else getattr(torch, self.fsdp.model_dtype)
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One rank's share of an optimizer update: its micro-batches, and the divisors of the complete mini-batch."""
+
+    micro_batches: list[list[int]]
+    totals: Totals
+
+
+# Maps the rows of a micro-batch and the totals of its mini-batch to this micro-batch's share of the loss and of each
+# metric. Totals are None for a dummy row (see `Learner._gradient`): the loss is then 0 times the model's outputs.
+Loss = Callable[[Batch, Totals | None], tuple[Tensor, dict[str, Tensor]]]
+Shares = dict[str, float]
+
+# Rows and mini-batch as they are trained on, and shares of metrics measured before the gradient.
+Prepared = tuple[Batch, MiniBatch, dict[str, Tensor]]
+Prepare = Callable[[Batch, MiniBatch], Prepared]
+
+
+@dataclass(eq=False)
+class Learner:
+    """One rank's part of a model in training. `dump_prefix` is the path prefix of the files with a skipped update's
+    rows. The ranks of a sequence-parallel `group` have the same rows: each returns the same shares, which count once.
+    """
+
+    model: nn.Module
+    optimizers: Optimizers
+    fsdp: FSDPConfig
+    device: torch.device
+    padded: bool
+    dump_prefix: Path
+    group: ProcessGroup | None = None
+    host_parameters: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # set when they are first offloaded
+    on_host: bool = False
+
+    def inputs(self, rows: Batch) -> ModelInputs:
+        """Return this rank's model inputs for these rows."""
+        return slice_of(lay_out(rows, self.padded), self.group).to(self.device)
+
+    def update(
+        self,
+        batch: Batch,
+        mini_batches: list[MiniBatch],
+        loss: Loss,
+        clip: float,
+        step: int,
+        on_retry: Callable[[], object] = bool,
+        prepare: Prepare | None = None,
+    ) -> list[Shares]:
+        """Run one optimizer update per mini-batch. Returns this rank's share of each metric (shares add up over ranks,
+        counting one per group). `on_retry` is called before forward passes are repeated."""
+        self.model.train()
+        metrics, scale = [], self.optimizers.loss_scale
+        ranks = dist.get_world_size() // (self.group.size() if self.group else 1)  # whose shares are added up
+        for number, mini_batch in enumerate(mini_batches, 1):
+            part, mini_batch, more = prepare(batch, mini_batch) if prepare else (batch, mini_batch, {})
+            factor = scale.factor
+            shares, finite, all_finite, norm = self._gradient(part, mini_batch, loss, clip)
+            # A finite loss with an infinite gradient is what float16 makes of a loss scale that is too large: no row is
+            # at fault, so the mini-batch is repeated with half the scale until the gradient is finite. At scale 1 the
+            # rows are at fault. All ranks decide alike, as the norm and `all_finite` are reduced over them.
+            while all_finite and not math.isfinite(norm) and scale.shrink():
+                self.optimizers.zero_grad()
+                on_retry()
+                shares, finite, all_finite, norm = self._gradient(part, mini_batch, loss, clip)
+            lr, sound = self.optimizers.lr, all_finite and math.isfinite(norm)
+            empty = self.optimizers.skip_zero_gradient and norm == 0
+            if sound:
+                self.optimizers.skip() if empty else self.optimizers.step()
+                scale.grow()
+                shares |= more | {"grad_norm": torch.tensor(norm / ranks)}
+            else:
+                scale.factor = factor  # it was not the cause
+                self.optimizers.skip()
+                on_retry()
+                module = first_not_finite(self.model, partial(self._losses, part, mini_batch, loss))
+                self._write_rows(part, mini_batch, finite, all_finite, f"step-{step}-update-{number}", module)
+                shares = {}
+            self.optimizers.zero_grad()
+            metrics.append({name: float(value) for name, value in shares.items()})
+            metrics[-1] |= {"lr": lr / ranks, "skipped_updates": (not sound) / ranks}
+            if self.optimizers.skip_zero_gradient:
+                metrics[-1]["zero_gradient_share"] = empty / ranks
+            if scale.adapts:
+                metrics[-1]["loss_scale"] = scale.factor / ranks
+        return metrics
+
+    def _gradient(
+        self, batch: Batch, mini_batch: MiniBatch, loss: Loss, clip: float
+    ) -> tuple[dict[str, Tensor], Tensor, bool, float]:
+        """Compute a mini-batch's gradient, clipped to a norm of `clip`. Returns shares of metrics, which micro-batches
+        have a finite loss, whether those of all ranks do, and the norm before clipping, the same on every rank."""
+        shares: dict[str, Tensor] = {}
+        losses = []
+        for rows in mini_batch.micro_batches:
+            # Every forward and backward pass gathers and reduces shards with all ranks. A rank whose micro-batch is
+            # empty therefore runs one dummy row with a loss of 0: otherwise the others' collectives would wait forever.
+            total, metrics = loss(batch.select(rows or [0]), mini_batch.totals if rows else None)
+            # FSDP averages over ranks, while the divisors already are those of the complete mini-batch. When the ranks
+            # of a group share a loss, each has the gradient of its own slice.
+            (total * (dist.get_world_size() * self.optimizers.loss_scale.factor)).backward()
+            losses.append(total.detach())
+            for name, value in ({"loss": total} | metrics).items() if rows else ():
+                shares[name] = shares.get(name, 0.0) + value.detach()
+        self.optimizers.loss_scale.undo(self.model)
+        finite = torch.stack(losses).isfinite()
+        # An infinite loss may leave the gradient finite, so the ranks exchange it.
+        broken = torch.tensor(float(not finite.all()), device=self.device)
+        dist.all_reduce(broken)
+        norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)))
+        return shares, finite, not broken, norm
+
+    @torch.no_grad()
+    def _losses(self, batch: Batch, mini_batch: MiniBatch, loss: Loss) -> None:
+        """Run the forward passes of a mini-batch; collective."""
+        for rows in mini_batch.micro_batches:
+            loss(batch.select(rows or [0]), mini_batch.totals if rows else None)
+
+    def full_gradient(self, batch: Batch, mini_batch: MiniBatch, loss: Loss, prepare: Prepare | None = None) -> dict:
+        """Return one mini-batch's gradient by parameter name, unsharded, without an update; for tests and diagnosis."""
+        self.model.train()
+        if prepare:
+            batch, mini_batch, _ = prepare(batch, mini_batch)
+        self._gradient(batch, mini_batch, loss, math.inf)
+        named = self.model.named_parameters()
+        gradient = {name: full_tensor(p.grad).cpu() for name, p in named if p.grad is not None}
+        self.optimizers.zero_grad()
+        return gradient
+
+    def gradient_norms(self, batch: Batch, mini_batches: list[MiniBatch], loss: Loss) -> list[float]:
+        """Return the norm of each mini-batch's gradient, without an update; collective."""
+        self.model.train()
+        norms = []
+        for mini_batch in mini_batches:
+            *_, norm = self._gradient(batch, mini_batch, loss, math.inf)
+            self.optimizers.zero_grad()
+            norms.append(norm)
+        return norms
+
+    def _write_rows(
+        self, batch: Batch, mini_batch: MiniBatch, finite: Tensor, all_finite: bool, name: str, module: str
+    ) -> None:
+        """Write the micro-batches whose loss is not finite to a file, for diagnosis: `torch.load` gives a dictionary.
+        If the losses of all ranks are finite, any row may be the cause: then all rows are written, with only tokens."""
+        print(f"{name}: the loss or gradient is not finite; first module with such an output: {module or 'none'}")
+        if self.group is not None and self.group.rank():
+            return  # another rank writes the same
+        suspects = torch.ones_like(finite) if all_finite else ~finite
+        rows = sorted({row for index in suspects.nonzero().flatten() for row in mini_batch.micro_batches[index]})
+        directory, rank = self.dump_prefix.parent, f"rank-{dist.get_rank()}.pt"
+        directory.mkdir(parents=True, exist_ok=True)
+        if not rows or len(list(directory.glob(f"{self.dump_prefix.name}-*-{rank}"))) >= MOST_FILES:
+            return
+        part = batch.select(rows)
+        part = part.only() if all_finite else part
+        values = {name: value for name, value in vars(part).items() if value is not None}
+        torch.save(values | {"module": module}, directory / f"{self.dump_prefix.name}-{name}-{rank}")
+
+    def offload(self, *, to_host: bool) -> None:
+        """Move the parameters to or from host memory, if the configuration allows them to leave the device."""
+        offloads = self.fsdp.param_offload and not self.fsdp.offload_policy and self.device.type != "cpu"
+        if not offloads or self.on_host == to_host:
+            return
+        if to_host:
+            self.host_parameters = self.host_parameters or host_parameters(self.model)
+            move_parameters(self.model, self.host_parameters)
+            devices.synchronize(self.device.type)  # readers of host memory need not know about pending copies
+        else:
+            self.model.to(self.device, non_blocking=True)
+        self.on_host = to_host
+
+
+def first_not_finite(model: nn.Module, forward: Callable[[], None]) -> str:
+    """Return the name of the innermost module whose output is the first that is not finite in `forward` on this rank;
+    empty if there is none: then it is in the head, or in what the loss reads."""
+    found: list[str] = []
+
+    def look(name: str, output: Any) -> None:
+        tensors = output if isinstance(output, tuple) else (output,)
+        if any(isinstance(one, Tensor) and not one.isfinite().all() for one in tensors):
+            found.append(name)
+
+    hooks = [
+        module.register_forward_hook(lambda module, arguments, output, name=name: look(name, output))
+        for name, module in model.named_modules()
+    ]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return next(iter(found), "")
+
+
+def on_device(learner: Learner, other: Learner | None) -> Learner:
+    """Return this learner with its parameters on the device; the other is offloaded first, if it may be."""
+    if other is not None:
+        other.offload(to_host=True)
+    learner.offload(to_host=False)
+    return learner

@@ -1,0 +1,167 @@
+"""Loading a Hugging Face model: created without memory for its weights, sharded, and then filled from the files.
+
+Every rank reads only the rows that it keeps, so that no process ever holds the full model. The names and shapes of a
+checkpoint are converted to the model's (which stacks a layer's experts, for example) by transformers.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig, load_state_dict
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from hybridrl.checkpoint.read import open_tensors, stored_tensors
+from hybridrl.checkpoint.tensors import reading
+from hybridrl.config.checks.model import disturbances, why_unsupported
+from hybridrl.config.custom_code import import_libraries
+from hybridrl.config.files import is_sharded, resolve_model
+from hybridrl.config.schema import ModelConfig
+from hybridrl.core.training import attention
+
+FROM_HUB = ["model*.safetensors", "*.json", "*.py"]
+PICKLED = ["pytorch_model*.bin", "*.json", "*.py"]
+# Matrix products and attention, by the names of torch's operations: selective checkpointing keeps their results.
+COSTLY = {
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"),
+    *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
+    *("aten::_scaled_dot_product_flash_attention_for_cpu", "torch_attn::_varlen_attn"),
+}
+
+
+class Weight:
+    """A tensor of a file with the interface that transformers expects. Only the requested region is read, and copied,
+    since a mapped file may be overwritten."""
+
+    def __init__(self, shape: Iterable[int], read: Callable[[Any], Tensor]) -> None:
+        self.shape, self.read = list(shape), read
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def __getitem__(self, region: Any) -> Tensor:
+        return self.read(region).clone()
+
+
+def load_settings(config: ModelConfig, **changes: object) -> PreTrainedConfig:
+    """Return the model's configuration, without dropout unless it is requested: dropout would add noise to the ratio
+    between the current and the old policy. Raises ValueError where the trainer would compute such a model wrongly."""
+    import_libraries(config.external_lib)
+    overrides = {"trust_remote_code": config.trust_remote_code, **config.override_config, **changes}
+    path = str(resolve_model(config.path))
+    settings, unused = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **overrides)
+    settings.update(unused)  # values that only an engine reads are saved with the model too
+    for part in {id(part): part for part in (settings, settings.get_text_config())}.values():
+        part.update(dict.fromkeys(disturbances(vars(part)).keys() - config.override_config.keys(), 0.0))
+    reason = why_unsupported(settings.to_dict())
+    if reason:
+        raise ValueError(f"{config.path}: {reason}")
+    return settings
+
+
+def blank_model(
+    make: Callable[..., PreTrainedModel], settings: PreTrainedConfig, config: ModelConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Return a model whose parameters are on the meta device. Its buffers are real: those that no checkpoint holds,
+    such as rotary frequencies, are computed when the model is constructed."""
+    with init_empty_weights(include_buffers=False):
+        model = make(settings, dtype=dtype, attn_implementation=attention.NAME).eval()
+    model.tie_weights()  # a second time, as each parameter was replaced where it was registered
+    for module in model.modules():
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            # For example a router's correction bias, with which half precision would choose other experts.
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.float()
+    directory = resolve_model(config.path)
+    if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    if config.enable_gradient_checkpointing:
+        # Selective recomputation (Korthikanti et al. 2022) also keeps the results of COSTLY operations.
+        options: dict[str, Any] = {"use_reentrant": False}
+        if config.selective_checkpointing:
+
+            def policy(_context: object, operation: Any, *_: object, **__: object) -> CheckpointPolicy:
+                costly = operation.name().partition(".")[0] in COSTLY
+                return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
+
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        try:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        except ValueError as error:
+            raise ValueError(f"{config.path}: {error}; set model.enable_gradient_checkpointing=false") from error
+    return model
+
+
+@torch.no_grad()
+def fill(
+    model: PreTrainedModel, path: str, device: torch.device, fresh: Mapping[str, Tensor] | None = None
+) -> PreTrainedModel:
+    """Read a model's weights to this device; for a sharded model only this rank's part. `fresh` tensors replace those
+    that the directory or hub name lacks. Raises ValueError if a tensor has another shape or is missing, which would
+    leave random numbers."""
+    weights = dict(fresh or {}) | open_weights(path)
+    plan = LoadStateDictConfig(device_map={"": device}, weight_mapping=get_model_conversion_mapping(model))
+    result, _ = convert_and_load_state_dict_in_model(model, weights, plan)
+    model.tie_weights(missing_keys=result.missing_keys, recompute_mapping=False)
+    # Checkpoints are written in the family's standard form, whichever form was read.
+    model._weight_conversions = None
+    if other := sorted(f"{name}: {list(ours)} for {list(theirs)}" for name, ours, theirs in result.mismatched_keys):
+        raise ValueError(f"{path}: {len(other)} of the model's weights have another shape ({', '.join(other[:3])})")
+    if failed := sorted(result.conversion_errors):
+        raise ValueError(f"{path}: {failed[0]} cannot be read: {result.conversion_errors[failed[0]]}")
+    if names := sorted(result.missing_keys):
+        raise ValueError(f"{path}: {len(names)} of the model's weights are missing ({', '.join(names[:3])})")
+    return model
+
+
+def open_weights(path: str) -> dict[str, Weight]:
+    """Return the tensors of a directory, a checkpoint or a hub name."""
+    if is_sharded(path):
+        saved = open_tensors(Path(path))
+        return {
+            name: Weight(saved.meta[name].shape, lambda region, name=name: saved.read(name)[region])
+            for name in saved.meta
+        }
+    directory = resolve_model(path)
+    if not directory.is_dir():
+        directory = Path(snapshot_download(path, allow_patterns=FROM_HUB))
+        if not any(directory.glob("*.safetensors")):
+            directory = Path(snapshot_download(path, allow_patterns=PICKLED))
+    stored = stored_tensors(directory)
+    weights = {
+        name: Weight(tensor.shape, lambda region, tensor=tensor: tensor.mapped()[region])
+        for name, tensor in stored.items()
+    }
+    if not weights:
+        for file in sorted(directory.glob("*.bin")):
+            with reading(file):
+                tensors = load_state_dict(str(file))
+            weights |= {name: Weight(tensor.shape, tensor.__getitem__) for name, tensor in tensors.items()}
+    return weights
+
+
+def layer_classes(model: PreTrainedModel, named: str | list[str] | None) -> set[str]:
+    """Return the class names of the layers to shard one by one: those named, or those that the model says must not be
+    split, or the class in its longest list of modules."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    repeated = {type(layer).__name__ for layer in max(lists, key=len, default=())}
+    present = {type(module).__name__ for module in model.modules()}
+    if named:
+        wanted = {named} if isinstance(named, str) else set(named)
+        if unknown := sorted(wanted - present):
+            raise ValueError(
+                f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={', '.join(unknown)}: the model has no such "
+                f"layer; it has {', '.join(sorted(repeated))}, and null selects the right one"
+            )
+        return wanted
+    return set(model._no_split_modules or []) & present or repeated

@@ -1,0 +1,264 @@
+"""Hugging Face models that compute outputs for given tokens: log-probs and more of a causal language model, values of a
+critic; with or without LoRA adapters.
+
+Knows neither rewards, returns nor losses, and not how adapters are created.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GenericForTokenClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, MODEL_MAPPING
+
+from hybridrl.checkpoint.read import ADAPTER, file_name
+from hybridrl.config.schema import ModelConfig
+from hybridrl.core.batch import token_rows
+from hybridrl.core.rounding import beyond_rounding
+from hybridrl.core.training import attention
+from hybridrl.core.training.linear_log_probs import token_outputs
+from hybridrl.core.training.loading import blank_model, fill, load_settings
+from hybridrl.core.training.packing import ModelInputs, lay_out, separate_rows
+from hybridrl.core.training.sequence_parallel import gather_slices, slice_of
+from hybridrl.core.training.token_outputs import Head, LogitRule, LossGradient, OutputSpec, TokenOutputs
+
+HOST = torch.device("cpu")
+# Settings of models, and attributes of their layers, for how many tokens back attention reaches.
+REACH = re.compile("(sliding_|attention_|local_)window(_size)?|attention_chunk_size|index_topk")
+SHORT_REACH = 3  # that of the checks, so that their short rows are longer
+MIXED = 0.1  # relative change of a hidden state that only another row can cause; rounding causes less
+
+
+class TokenModel(nn.Module):
+    """Computes outputs for the response tokens of rows, with a Hugging Face model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        separate_rows(model)
+
+    def hidden_states(self, inputs: ModelInputs) -> Tensor:
+        """Return the head's inputs at the predictors [response tokens, width]; for a slice, at its own."""
+        hidden = self.model.base_model(
+            input_ids=inputs.input_ids, position_ids=inputs.position_ids, packed=inputs.packed, use_cache=False
+        ).last_hidden_state
+        return hidden.flatten(0, 1)[inputs.predictors]
+
+
+class LanguageModel(TokenModel):
+    """Computes log-probs and more. All logits, also the reference's, are divided by the temperature."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        # Cohere and Falcon-H1 multiply their logits, Granite divides them, Gemma caps them.
+        settings = model.config.to_dict()
+        scale = (settings.get("logit_scale") or 1.0) / (settings.get("logits_scaling") or 1.0)
+        scale *= settings.get("lm_head_multiplier") or 1.0
+        self.rule = LogitRule(scale, settings.get("final_logit_softcapping"))
+
+    def forward(
+        self, inputs: ModelInputs, temperature: float, *, loss_gradient: LossGradient | None = None, **options: Any
+    ) -> TokenOutputs:
+        """Return the outputs that the options of `OutputSpec` request. The backward pass of the loss whose
+        `loss_gradient` is given takes less time."""
+        if inputs.slice is not None:
+            loss_gradient = None  # a loss needs the outputs of all slices
+        spec = OutputSpec(temperature, loss_gradient=loss_gradient, **options)
+        # The class's method: that of an FSDP2 instance would gather the parameters, as forward() has done already.
+        hidden = TokenModel.hidden_states(self, inputs)
+        outputs = token_outputs(hidden, self.head, inputs.targets, spec)
+        return outputs.map(partial(gather_slices, slice_=inputs.slice))
+
+    @property
+    def head(self) -> Head:
+        """Return the head; unsharded only while the root's parameters are gathered."""
+        linear = self.model.get_output_embeddings()
+        return Head(linear.weight, linear.bias, self.rule)
+
+    def own_log_probs(self, row: Tensor) -> Tensor:
+        """Return the log-probs of a row's tokens after the first, from the model's own forward pass."""
+        logits = self.model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(-1, row[1:, None]).squeeze(-1)
+
+
+class ValueModel(TokenModel):
+    """Computes the values of the states in which response tokens were sampled [response tokens], in float32. It is
+    transformers' token classification with one label, so that a saved value model loads there as such, and can start
+    from any causal language model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.head_name = next(name for name, child in model.named_children() if isinstance(child, nn.Linear))
+
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        hidden = self.hidden_states(inputs)
+        head = self.model.get_submodule(self.head_name)
+        # Skips transformers' dropout, which would add noise; in float32, as bfloat16 rounds 0.9 by up to 0.002.
+        values = hidden.float() @ head.weight[0].float()
+        values = values if head.bias is None else values + head.bias.float()
+        return gather_slices(values, inputs.slice)
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def blank_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
+    """Return the model of a directory or hub name without its weights, which `fill` reads once it is sharded."""
+    settings = load_settings(config)
+    make = partial(AutoModelForCausalLM.from_config, trust_remote_code=config.trust_remote_code)
+    return LanguageModel(blank_model(make, settings, config, dtype))
+
+
+def load_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
+    """Load the model of a directory or hub name unsharded to host memory."""
+    blank = blank_language_model(config, dtype)
+    fill(blank.model, config.path, HOST)
+    return blank
+
+
+def blank_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
+    """Return the value model of a directory, or a language model with a new head, without its weights."""
+    settings = load_settings(config, num_labels=1)
+    kind = type(settings)
+    family: Any
+    if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        family = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[kind]
+    elif kind in MODEL_MAPPING:  # transformers' generic class on the base, which knows the names of the layers to shard
+        base = MODEL_MAPPING[kind].__bases__[0]
+        name = base.__name__.removesuffix("PreTrainedModel") + "ForTokenClassification"
+        family = type(name, (GenericForTokenClassification, base), {})
+    else:
+        raise ValueError(
+            f"critic.model.path={config.path}: transformers has no base of the family {settings.model_type} for a "
+            "value head; name a model of another family"
+        )
+    model = ValueModel(blank_model(family._from_config, settings, config, dtype))
+    model.model.config.architectures = [family.__name__]
+    return model
+
+
+def new_head(model: ValueModel) -> dict[str, Tensor]:
+    """Return zeros for the head of a directory that has none. Values then start at 0 however large the hidden states
+    are, and are the same on every rank whatever its seed. One output has no symmetry to break: its gradient is the
+    hidden state, so the first update already trains it."""
+    head = model.model.get_submodule(model.head_name)
+    return {f"{model.head_name}.{name}": torch.zeros(p.shape) for name, p in head.named_parameters()}
+
+
+def load_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
+    """Load a saved value model, or a language model with a new head, unsharded to host memory."""
+    blank = blank_value_model(config, dtype)
+    fill(blank.model, config.path, HOST, new_head(blank))
+    return blank
+
+
+# -- LoRA adapters -----------------------------------------------------------------------------------------------------
+
+
+def pairs(model: PreTrainedModel) -> dict[str, LoraLayer]:
+    """Return the adapted layers, by the name of their weight in the base model; empty without an adapter."""
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    return {f"{name}.weight": layer for name, layer in layers}
+
+
+def adapter_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the trained parameters of an adapted model, by the names in peft's files."""
+    return {file_name(name): value for name, value in model.named_parameters() if value.requires_grad}
+
+
+@contextmanager
+def adapter_off(model: PreTrainedModel) -> Iterator[None]:
+    """Compute with the base model. (peft's own switch also freezes the adapter's parameters, while FSDP2 keeps the
+    properties that a parameter has when it is first gathered.)"""
+    layers = pairs(model).values()
+    for layer in layers:
+        layer.set_scale(ADAPTER, 0.0)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale(ADAPTER, 1.0)
+
+
+@contextmanager
+def without_pairs(model: PreTrainedModel) -> Iterator[None]:
+    """Remove the adapter's layers for a while, to read and write the base model under its own names."""
+    layers = {name.removesuffix(".weight"): layer for name, layer in pairs(model).items()}
+    try:
+        for name, layer in layers.items():
+            model.set_submodule(name, layer.get_base_layer())
+        yield
+    finally:
+        for name, layer in layers.items():
+            model.set_submodule(name, layer)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def packed_rows_interact(model: TokenModel, device: torch.device = HOST) -> bool:
+    """Return whether packed rows influence each other, as with attention that ignores boundaries; collective, for a
+    sharded model. Compares hidden states, since a new value head maps everything to zero."""
+    settings, training = model.model.config, model.training
+    batch = token_rows(_some_tokens(settings))
+    model.eval()
+    packed, padded = (model.hidden_states(lay_out(batch, padded).to(device)).float() for padded in (False, True))
+    model.train(training)
+    return bool(((packed - padded).norm(dim=-1) > MIXED * padded.norm(dim=-1)).any())
+
+
+@torch.no_grad()
+def check_log_probs(
+    language_model: LanguageModel,
+    dtype: torch.dtype,
+    device: torch.device = HOST,
+    *,
+    padded: bool,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Raise ValueError if log-probs computed here in this type differ from those of the model's own forward pass, one
+    row at a time; collective, for a sharded model. They differ for families that transform their logits in ways that
+    `LogitRule` does not cover, and for attention that needs more than masks, windows, caps and sinks. Attention that
+    reaches only so far reaches less here, as no row of that length could be afforded."""
+    model = language_model.model
+    rows, training = _some_tokens(model.config), model.training
+    language_model.eval()
+    with _short_reach(model):
+        ours = language_model(slice_of(lay_out(token_rows(rows), padded), group).to(device), 1.0).log_probs
+        model.set_attn_implementation("eager")
+        theirs = [language_model.own_log_probs(torch.tensor(row, device=device)) for row in rows]
+        model.set_attn_implementation(attention.NAME)
+    language_model.train(training)
+    if difference := beyond_rounding(ours, torch.cat(theirs), str(dtype).removeprefix("torch.")):
+        together = f" by {group.size()} ranks together; set ulysses_sequence_parallel_size=1" if group else ""
+        raise ValueError(
+            f"{model.config.model_type}: the training log-probs differ from the model's own {difference}, so "
+            f"this family cannot be trained here{together}"
+        )
+
+
+@contextmanager
+def _short_reach(model: PreTrainedModel) -> Iterator[None]:
+    parts = {id(part): part for part in (model.config, model.config.get_text_config(), *model.modules())}.values()
+    limited = [(part, name, reach) for part in parts for name, reach in vars(part).items() if REACH.fullmatch(name)]
+    limited = [(part, name, reach) for part, name, reach in limited if type(reach) is int and reach > SHORT_REACH]
+    for part, name, _ in limited:
+        setattr(part, name, SHORT_REACH)
+    try:
+        yield
+    finally:
+        for part, name, reach in limited:
+            setattr(part, name, reach)
+
+
+def _some_tokens(settings: PreTrainedConfig) -> list[list[int]]:
+    ids = (torch.arange(14) * 37 % min(settings.get_text_config().vocab_size, 4096)).tolist()
+    return [ids[:5], ids[5:]]

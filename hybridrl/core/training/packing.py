@@ -1,0 +1,194 @@
+"""Assign rows to ranks and micro-batches, on the driver and from lengths alone, and lay rows out as model inputs.
+
+The driver plans everything, so that every rank runs the same number of micro-batches (collectives need it) and the
+divisors of the loss are known before the first one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from hybridrl.core.batch import Batch, pieces, places
+from hybridrl.core.training.balance import partition
+
+UNEVEN = 2e-4  # how much more work than the mean a rank may have; half of it would double the time of planning
+
+
+@dataclass(frozen=True)
+class MicroBatchBudget:
+    """Limits of one micro-batch. A single row that exceeds them gets its own micro-batch."""
+
+    tokens: int
+    rows: int | None = None  # a fixed number of rows instead of a number of tokens
+    padded: bool = False  # rows are padded to the longest of the micro-batch
+    devices: int = 1  # that compute a micro-batch together, each a slice of its tokens (sequence_parallel.py)
+
+
+MicroBatches = list[list[int]]  # one rank's micro-batches, as rows of the batch; an empty one keeps collectives aligned
+Lengths = Sequence[int] | np.ndarray  # prompt plus response tokens of each row of the batch
+
+
+def plan(
+    lengths: Lengths, ranks: int, budget: MicroBatchBudget, rows: Sequence[int] | None = None
+) -> list[MicroBatches]:
+    """Return each rank's micro-batches over these rows (default: all): balanced work, the same number on every rank."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    shares = balance(np.arange(len(lengths)) if rows is None else rows, lengths, ranks // budget.devices)
+    plans = [_micro_batches(share, lengths, budget) for share in shares]
+    while min(map(len, plans)) < (most := max(map(len, plans))):
+        # Ranks wait for each other in every micro-batch, so a rank that needs fewer spreads its rows over as many.
+        plans = [
+            own if len(own) == most else _micro_batches(share, lengths, budget, most)
+            for own, share in zip(plans, shares, strict=True)
+        ]
+    return [own for own in plans for _ in range(budget.devices)]
+
+
+def balance(rows: Sequence[int] | np.ndarray, lengths: Lengths, ranks: int) -> list[list[int]]:
+    """Assign rows to ranks, longest first, each to the rank with the least work so far. If a rank then has more than
+    1 + UNEVEN times the mean, rows are exchanged."""
+    rows = np.asarray(rows, dtype=np.int64)
+    work = np.asarray(lengths, dtype=np.int64)[rows]
+    shares, _ = partition(work, ranks, (1 + UNEVEN) * work.sum() / ranks)
+    return [rows[share].tolist() for share in shares]
+
+
+def _micro_batches(share: list[int], lengths: np.ndarray, budget: MicroBatchBudget, least: int = 0) -> MicroBatches:
+    """Cut one rank's rows into at least `least` micro-batches within the budget; some may be empty."""
+    rows = np.asarray(share, dtype=np.int64)
+    rows = rows[np.argsort(-lengths[rows], kind="stable")]
+    if budget.rows is not None:
+        cut = [rows[start : start + budget.rows].tolist() for start in range(0, len(rows), budget.rows)]
+    elif budget.padded:
+        cut = []
+        for row in rows.tolist():
+            if not cut or lengths[cut[-1][0]] * (len(cut[-1]) + 1) > budget.tokens:  # padded to the first, the longest
+                cut.append([])
+            cut[-1].append(row)
+    else:
+        alone = int((lengths[rows] > budget.tokens).sum())
+        cut = [[row] for row in rows[:alone].tolist()]
+        cut += _even(rows[alone:], lengths, budget.tokens, least - alone)
+    return cut + [[]] * (least - len(cut))
+
+
+def _even(rows: np.ndarray, lengths: np.ndarray, tokens: int, least: int) -> MicroBatches:
+    """Cut rows, longest first and none above `tokens`, into few and nearly equal micro-batches, at least `least`."""
+    if not len(rows):
+        return []
+    work = lengths[rows]
+    # Filling micro-batches one after another would leave a small last one. Instead the fewest that can suffice are
+    # balanced, and more are tried only while the largest exceeds the budget. Two lower bounds give that number: the
+    # sum of all lengths, and for every k the k longest rows, of which at most `tokens // length of the k-th` share one.
+    fewest = np.append(-(-work.sum() // tokens), -(-np.arange(1, len(work) + 1) // (tokens // work)))
+    count = max(int(fewest.max()), least)
+    while True:
+        shares, largest = partition(work, count, tokens)
+        if largest <= tokens:
+            return [rows[share].tolist() for share in shares]
+        count += max(1, count // 50)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The boundaries of packed rows, for attention. The lengths are kept on the host: reading them from a GPU would
+    make the host wait for it in every layer."""
+
+    lengths: tuple[int, ...]
+    boundaries: Tensor  # [rows + 1] int32, cumulative lengths
+    group: ProcessGroup | None = None  # whose ranks each hold a slice of the tokens
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], group: ProcessGroup | None = None) -> "PackedRows":
+        return cls(tuple(lengths), torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), group)
+
+    def to(self, device: torch.device) -> "PackedRows":
+        return replace(self, boundaries=self.boundaries.to(device))
+
+
+@dataclass(frozen=True)
+class SequenceSlice:
+    """This rank's slice of tokens that the ranks of a group share: its response tokens begin at `start` of `total`."""
+
+    group: ProcessGroup
+    start: int
+    total: int
+
+
+@dataclass
+class ModelInputs:
+    """Rows as a model expects them: packed into one sequence of T tokens, or padded on the right to [B, T].
+    `predictors` are the indices, into the flattened input, whose output predicts the response tokens, in row order."""
+
+    input_ids: Tensor  # [1, T] or [B, T]
+    position_ids: Tensor  # the same shape
+    predictors: Tensor  # [response tokens]
+    targets: Tensor  # [response tokens]
+    packed: PackedRows | None  # None: padded
+    slice: SequenceSlice | None = None  # set where the tokens are only a slice of the packed rows
+
+    def to(self, device: torch.device) -> "ModelInputs":
+        inputs = vars(self).items()
+        moved: dict[str, Any] = {name: one.to(device) for name, one in inputs if isinstance(one, Tensor | PackedRows)}
+        return replace(self, **moved)
+
+
+def lay_out(batch: Batch, padded: bool) -> ModelInputs:
+    """Return the rows of a batch, prompt and response concatenated, as model inputs."""
+    lengths = batch.lengths
+    longest = int(lengths.max())
+    rows = torch.arange(len(batch))
+    starts = rows * longest if padded else lengths.cumsum(0) - lengths
+    size = len(batch) * longest if padded else int(lengths.sum())
+    ids = torch.zeros(size, dtype=torch.int64)
+    ids[places(starts, batch.prompt_lengths)] = batch.prompt_ids.long()
+    responses = places(starts + batch.prompt_lengths, batch.response_lengths)
+    ids[responses] = targets = batch.response_ids.long()
+    if padded:
+        positions, packed = torch.arange(longest).repeat(len(batch)), None
+    else:
+        positions, packed = places(torch.zeros_like(lengths), lengths), PackedRows.of(lengths.tolist())
+    shape = (len(batch), longest) if padded else (1, size)
+    return ModelInputs(ids.view(shape), positions.view(shape), responses - 1, targets, packed)
+
+
+def reassemble(parts: Sequence[np.ndarray], rows: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:
+    """Return response-axis values, computed in parts for these rows, in the batch's row order."""
+    cut = [
+        part[piece]
+        for part, own in zip(parts, rows, strict=True)
+        for piece in pieces(lengths.numpy()[own], np.arange(len(own)))
+    ]
+    return torch.from_numpy(np.concatenate([cut[place] for place in np.concatenate(rows).argsort().tolist()]))
+
+
+def separate_rows(model: nn.Module) -> None:
+    """Make layers that mix neighbouring tokens without attention compute packed rows one by one.
+
+    Convolutions and recurrences would otherwise carry state from one row to the next; attention and all other layers
+    still compute packed rows. The layers are recognised by a convolution among their children, which nearly all such
+    families have; `model.packed_rows_interact` detects the others.
+    """
+    for module in model.modules():
+        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+            module.forward = partial(_row_by_row, module.forward)
+
+
+def _row_by_row(
+    forward: Callable[..., Tensor],
+    hidden_states: Tensor,  # [1, T, width] packed, or [B, T, width]
+    *arguments: object,
+    packed: PackedRows | None = None,
+    **options: object,
+) -> Tensor:
+    sliced = packed is not None and packed.group is not None  # a slice does not consist of rows
+    if packed is None or sliced or any(isinstance(value, Tensor) for value in arguments):
+        return forward(hidden_states, *arguments, **options)
+    rows = hidden_states.split(packed.lengths, dim=1)
+    return torch.cat([forward(row, *arguments, **options) for row in rows], dim=1)

@@ -1,0 +1,153 @@
+"""The training state of a model on disk: parameters, moments, and the number of updates; read, and written in the
+background while training continues.
+
+torch.distributed.checkpoint writes tensors as they are sharded over the ranks and can read them with any other
+sharding, so the number of ranks may change in between. Knows neither steps nor which checkpoint is complete.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+
+from hybridrl.checkpoint.export import own_tensors
+from hybridrl.checkpoint.read import PlainPlanner, saved_shapes, state_reader
+from hybridrl.core import device as devices
+from hybridrl.core.training.fsdp import host_copies, local, reshard
+from hybridrl.core.training.model import TokenModel, pairs
+from hybridrl.core.training.optimizer import Optimizers
+
+State = dict[str, Any]
+
+
+def state_of(model: TokenModel, optimizers: Optimizers | None, contents: Collection[str]) -> State:
+    """Return the requested parts (model, optimizer, extra) with all trained tensors, by Hugging Face's names; for a
+    model with an adapter only the adapter's. Learning rates and the like come from the configuration instead."""
+    reshard(model)
+    own = own_tensors(model.model)
+    if pairs(model.model):
+        own = {name: tensor for name, tensor in own.items() if tensor.requires_grad}
+    names = {tensor: name for name, tensor in own.items()}
+    state: State = {}
+    if "model" in contents:
+        state["model"] = {name: tensor.detach() for name, tensor in own.items()}
+    if optimizers is not None and "optimizer" in contents:
+        held = [item for optimizer in optimizers.optimizers for item in optimizer.state.items()]
+        state["optimizer"] = {"state": {names[parameter]: moments for parameter, moments in held}}
+    if optimizers is not None and "extra" in contents:
+        state["extra"] = {"updates": optimizers.updates, **optimizers.loss_scale.state()}
+    return state
+
+
+def load_state(
+    model: TokenModel, optimizers: Optimizers | None, contents: Collection[str], directory: Path, group: ProcessGroup
+) -> None:
+    """Read the requested parts into a model and its optimizers, on whatever device their tensors are; collective.
+    Raises ConfigError if files cannot be read, ValueError if the directory lacks a part, or holds another model or
+    optimizer."""
+    state = state_of(model, optimizers, contents)
+    reader = state_reader(directory, moments="optimizer" in state or "extra" in state)
+    saved = saved_shapes(reader, directory)
+    for part, value in state.items():
+        if part not in saved:
+            raise ValueError(f"{directory}: no {part} was saved there, see checkpoint.save_contents")
+        present = {name: item.shape for name, item in flatten_state_dict(value)[0].items() if isinstance(item, Tensor)}
+        _check_shapes(part, saved[part], present, directory)
+    if "extra" in state:  # a loss scale is saved only where one was in use
+        saved_names = reader.read_metadata().state_dict_metadata
+        state["extra"] = {name: value for name, value in state["extra"].items() if f"extra.{name}" in saved_names}
+    with _checkpoint_errors(directory):
+        dcp.load(state, storage_reader=reader, planner=PlainPlanner(), process_group=group)
+    if optimizers is not None and "extra" in state:
+        optimizers.resume_after(state["extra"]["updates"])
+        optimizers.loss_scale.load(state["extra"])
+
+
+def _check_shapes(
+    part: str, saved: Mapping[str, torch.Size], present: Mapping[str, torch.Size], directory: Path
+) -> None:
+    """Raise ValueError if the saved tensors are not those present, naming the first that differs."""
+    for name in sorted(saved.keys() | present.keys()):
+        if name not in saved:
+            difference = f"has no {name}"
+        elif name not in present:
+            difference = f"has {name}, which is not in this run's"
+        elif saved[name] != present[name]:
+            difference = f"has {name} of the shape {list(saved[name])}, this run's is {list(present[name])}"
+        else:
+            continue
+        hint = "; trainer.reset_optimizer=true starts without moments and schedule" if part == "optimizer" else ""
+        raise ValueError(f"{directory}: the {part} saved there {difference}{hint}")
+
+
+@contextmanager
+def _checkpoint_errors(directory: Path) -> Iterator[None]:
+    """Raise a CheckpointException as RuntimeError: the former is no Exception, and would end the process."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        raise RuntimeError(f"{directory}: rank {rank}: {type(cause).__name__}: {cause}") from cause
+
+
+class StateWriter:
+    """Writes states in the background, one after another, from copies in host memory that are reused by later saves.
+    All ranks create one together and call it in the same order. Its collectives use a separate group, since those of
+    training continue meanwhile."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.group = devices.own_group(dist.new_group(backend="gloo", timeout=devices.collective_timeout()))
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="state-writer")
+        self.copies: dict[str, dict[str, Tensor]] = {}  # by model and the tensor's name
+        self.writing: list[Future[None]] = []
+
+    def start(self, states: Mapping[Path, State]) -> int:
+        """Copy states, which may change afterwards, and write each to its directory. Returns the bytes copied. First
+        waits for the previous save, which still uses the copies. Raises RuntimeError on every rank if one of them could
+        not copy, and writes nothing: the other ranks' collectives would wait for it in vain."""
+        wait(self.writing)
+        every_rank = torch.zeros(())
+        try:
+            devices.synchronize(self.device)  # offloaded moments may still be on their way to the host
+            copied = {}
+            for directory, state in states.items():
+                # torch's own stager finds reused memory by the original's address, which changes in every step if
+                # parameters or moments are offloaded.
+                flat, nesting = flatten_state_dict(state)
+                present = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
+                if self.copies.get(directory.name, {}).keys() != present.keys():
+                    copies = host_copies(list(present.values()), self.device)
+                    self.copies[directory.name] = dict(zip(present, copies, strict=True))
+                for name, tensor in present.items():
+                    local(self.copies[directory.name][name]).copy_(local(tensor), non_blocking=True)
+                copied[directory] = unflatten_state_dict(flat | self.copies[directory.name], nesting)
+            devices.synchronize(self.device)
+            every_rank += 1
+        finally:
+            dist.all_reduce(every_rank, dist.ReduceOp.MIN, self.group)
+        if not every_rank:
+            raise RuntimeError("another rank could not copy its state to host memory")
+        self.writing = [
+            self.thread.submit(_checkpoint_errors(path)(dcp.save), state, checkpoint_id=path, process_group=self.group)
+            for path, state in copied.items()
+        ]
+        return sum(local(copy).nbytes for directory in states for copy in self.copies[directory.name].values())
+
+    def finished(self) -> bool:
+        """Return whether everything is on disk. Raises RuntimeError, once, if something could not be written."""
+        if not all(future.done() for future in self.writing):
+            return False
+        done, self.writing = self.writing, []
+        for future in done:
+            future.result()
+        return True

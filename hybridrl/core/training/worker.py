@@ -1,0 +1,385 @@
+"""One training rank: a Ray actor that holds a shard of the policy, and of reference and critic if they are configured.
+
+Executes what the driver planned on the rows that it receives. Knows neither text, rewards nor the rollout engine.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridrl.checkpoint.export import export_model, export_settings
+from hybridrl.checkpoint.export import parts as parts_of
+from hybridrl.config.files import HUGGINGFACE
+from hybridrl.config.schema import ModelConfig, WrapPolicyConfig
+from hybridrl.core import device as devices
+from hybridrl.core.batch import Batch
+from hybridrl.core.required import required
+from hybridrl.core.training import losses
+from hybridrl.core.training import model as models
+from hybridrl.core.training.fsdp import full_tensors, local, mesh, reshard, shard_and_fill
+from hybridrl.core.training.learner import Learner, LearnerConfig, MiniBatch, Shares, on_device
+from hybridrl.core.training.lora import add_adapter, export_adapter, export_adapter_settings, load_adapter
+from hybridrl.core.training.losses import LossConfig, ValueLossConfig
+from hybridrl.core.training.model import LanguageModel
+from hybridrl.core.training.optimizer import Optimizers
+from hybridrl.core.training.packing import MicroBatches, ModelInputs
+from hybridrl.core.training.seeds import training_seed
+from hybridrl.core.training.sender import Sender
+from hybridrl.core.training.sequence_parallel import sequence_group
+from hybridrl.core.training.state import StateWriter, load_state, state_of
+from hybridrl.core.training.token_outputs import Head, ReferenceOutputs, TokenOutputs
+from hybridrl.core.weights.buckets import Bucket, Handle, SyncPlan
+from hybridrl.runtime.guard import begin_actor
+from hybridrl.runtime.spinning import give_way
+
+# A model's outputs for all rows of a rank, one array per kind; empty if the rank has no rows. Ray does not copy arrays.
+Columns = list[np.ndarray | None]
+Outputs = tuple[Tensor | None, ...]  # the same for one micro-batch
+
+
+@dataclass(frozen=True)
+class FrozenConfig:
+    """The frozen reference model; `offload` keeps it in host memory. `refreshed` means that it will be overwritten with
+    the policy, so its shapes must match; `layers` are the classes to shard one by one, if configured."""
+
+    model: ModelConfig
+    offload: bool
+    refreshed: bool = False
+    layers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """The configuration of a training rank. Rows of skipped updates are written to the directory `skipped_updates`."""
+
+    device: str
+    policy: LearnerConfig
+    collective_timeout: float
+    seed: int
+    skipped_updates: str
+    reference: FrozenConfig | None = None
+    critic: LearnerConfig | None = None
+
+    @property
+    def of_process(self) -> "WorkerConfig":
+        """What a process keeps of it after `TrainWorker.renew`: equal for runs that can have the same processes."""
+        updates: dict[str, Any] = {"optimizer": None, "total_updates": 0, "updates_per_step": 0}
+        policy, critic = (one and replace(one, **updates) for one in (self.policy, self.critic))
+        return replace(self, seed=0, skipped_updates="", policy=policy, critic=critic)
+
+
+class TrainWorker:
+    def __init__(self, rank: int, ranks: int, log_file: str) -> None:
+        self.rank, self.ranks = rank, ranks
+        begin_actor(log_file)
+
+    def renew(self, rank: int, ranks: int, log_file: str) -> None:
+        """Serve another run, which will `build` its models: only the process group and the writer's are left."""
+        writer = self.writer
+        writer.copies.clear()
+        vars(self).clear()
+        gc.collect()
+        self.rank, self.ranks, self.writer = rank, ranks, writer
+        begin_actor(log_file)
+
+    def location(self) -> dict[str, Any]:
+        """Return the node's address, the port on which the first rank listens, and the GPU that Ray assigned."""
+        address, port = ray.util.get_node_ip_address(), 0
+        if self.rank == 0 and not dist.is_initialized():
+            self.listener = devices.listen(address)
+            port = self.listener.getsockname()[1]
+        return {"address": address, "port": port, "gpus": ray.get_gpu_ids()}
+
+    def build(self, config: WorkerConfig, address: str) -> None:
+        """Load and shard the models; collective."""
+        self.config = config
+        gpus = ray.get_gpu_ids()
+        if config.device == "cuda" and gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus[0])
+        if config.device == "cpu":
+            give_way()
+        torch.manual_seed(config.seed)
+        if any(learner.fsdp.full_determinism for learner in (config.policy, config.critic) if learner):
+            devices.enable_determinism(config.device)
+        self.device = devices.current(config.device)
+        if not dist.is_initialized():
+            listener = self.listener if self.rank == 0 else None
+            devices.join_group(config.device, address, listener, self.rank, self.ranks, config.collective_timeout)
+            self.writer = StateWriter(config.device)
+        self.policy = self._learner(models.blank_language_model, config.policy, "actor")
+        self._check(self._language_model)
+        self.reference = self._frozen(config.reference) if config.reference else None
+        self.critic = self._learner(models.blank_value_model, config.critic, "critic") if config.critic else None
+
+    @property
+    def _language_model(self) -> LanguageModel:
+        assert isinstance(self.policy.model, LanguageModel)
+        return self.policy.model
+
+    def _learner(self, blank: Any, config: LearnerConfig, name: str) -> Learner:
+        """Shard a model without weights, with its adapter if it has one, load it and create its optimizers."""
+        section, fsdp, seconds = config.model, config.fsdp, self.config.collective_timeout
+        model, grid = blank(section, config.storage_dtype), mesh(self.config.device, self.ranks, fsdp.fsdp_size)
+        if section.lora_rank:
+            dtype = getattr(torch, fsdp.model_dtype)
+            add_adapter(model.model, section, dtype, self.config.seed, f"the {name}'s model")
+        model = shard_and_fill(model, section.path, fsdp, grid, self.device, offloaded=fsdp.offload_policy)
+        if section.lora_rank and section.lora_adapter_path:
+            load_adapter(model.model, Path(section.lora_adapter_path))
+        # Under offload_policy the optimizer steps in host memory, where parameters and moments already are.
+        offloaded = fsdp.optimizer_offload and not fsdp.offload_policy and self.device.type == "cuda"
+        updates = config.total_updates, config.compute_dtype, config.updates_per_step
+        optimizers = Optimizers(model, config.optimizer, *updates, offloaded=offloaded)
+        group = sequence_group(fsdp.ulysses_sequence_parallel_size, seconds)
+        padded = not section.use_remove_padding or (group is None and models.packed_rows_interact(model, self.device))
+        reshard(model)
+        return Learner(model, optimizers, fsdp, self.device, padded, Path(self.config.skipped_updates, name), group)
+
+    def _frozen(self, config: FrozenConfig) -> LanguageModel:
+        """Build the reference. It is stored in the type that it computes in, as it is never trained."""
+        policy = self.config.policy
+        blank = models.blank_language_model(config.model, policy.compute_dtype)
+        ours, theirs = ([(n, p.shape) for n, p in m.named_parameters()] for m in (blank, self.policy.model))
+        if config.refreshed and ours != theirs:
+            raise ValueError(
+                f"actor_rollout_ref.ref.refresh_freq: the reference {config.model.path} has other shapes than the "
+                f"policy {policy.model.path}, so it cannot become a copy of it; set refresh_freq=-1"
+            )
+        fsdp = replace(policy.fsdp, wrap_policy=WrapPolicyConfig(list(config.layers)))
+        blank, grid = blank.requires_grad_(False), mesh(self.config.device, self.ranks, fsdp.fsdp_size)
+        frozen = shard_and_fill(blank, config.model.path, fsdp, grid, self.device, offloaded=config.offload).eval()
+        if config.model.path != policy.model.path:
+            self._check(frozen)
+        return frozen
+
+    def _check(self, model: LanguageModel) -> None:
+        options = {"padded": self.policy.padded, "group": self.policy.group}
+        models.check_log_probs(model, self.config.policy.compute_dtype, self.device, **options)
+        reshard(model)
+
+    def padded(self) -> dict[str, bool]:
+        """Return whether each learner's rows are padded, by configuration or because its layers require it."""
+        return {name: made.padded for name, made in (("actor", self.policy), ("critic", self.critic)) if made}
+
+    # -- forward passes --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def log_probs(
+        self, batch: Batch, micro_batches: MicroBatches, temperature: float, *, reference_kl: bool = False, **more: bool
+    ) -> Columns:
+        """Return the policy's log-probs, entropies and `more` (`OutputSpec`) for these rows, as TokenOutputs."""
+        model = on_device(self.policy, self.critic).model.eval()
+
+        def compute(part: Batch) -> TokenOutputs:
+            inputs = self.policy.inputs(part)
+            against = self._reference_outputs(inputs) if reference_kl else None
+            return model(inputs, temperature, entropies=True, against=against, **more)
+
+        return columns_of(model, compute, batch, micro_batches)
+
+    @torch.no_grad()
+    def reference_log_probs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Columns:
+        """Return the reference's log-probs for these rows, as TokenOutputs."""
+        with self._as_reference() as model:
+            return columns_of(model, lambda part: model(self.policy.inputs(part), temperature), batch, micro_batches)
+
+    @torch.no_grad()
+    def values(self, batch: Batch, micro_batches: MicroBatches) -> Columns:
+        """Return the critic's values for these rows, as one column."""
+        model = on_device(required(self.critic), self.policy).model.eval()
+        return columns_of(model, lambda part: (model(required(self.critic).inputs(part)),), batch, micro_batches)
+
+    def _reference_outputs(self, inputs: ModelInputs) -> ReferenceOutputs:
+        """Return the reference's hidden states and head; collective."""
+        with torch.no_grad(), self._as_reference() as model:
+            hidden = model.hidden_states(inputs)
+            weight, bias, rule = model.head  # unsharded until the model is resharded
+            return ReferenceOutputs(hidden, Head(weight.clone(), None if bias is None else bias.clone(), rule))
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[LanguageModel]:
+        """Yield the reference: a separate model, or the policy with its adapter turned off."""
+        if self.reference is None:
+            on_device(self.policy, self.critic)
+        model = self.reference or self._language_model
+        training = model.training
+        with models.adapter_off(model.model):
+            model.eval()
+            yield model
+        reshard(model)
+        model.train(training)
+
+    # -- updates ---------------------------------------------------------------------------------------------------
+
+    def update_policy(
+        self, batch: Batch, mini_batches: list[MiniBatch], loss: LossConfig, step: int
+    ) -> tuple[list[Shares], Columns]:
+        """Run one optimizer update per mini-batch. Returns this rank's share of each update's metrics (shares add up),
+        and the outputs of `log_probs` if the loss used them as the old policy's."""
+        self._seed(step)
+        on_device(self.policy, self.critic)
+        outputs: list[TokenOutputs] = []
+        reject, loss = losses.prepare_rejection(self.policy, loss)
+        compute = losses.policy_objective(self.policy, loss, self._reference_outputs, outputs)
+        # The outputs are used only if there is a single mini-batch: a retry repeats all of them.
+        options = {"on_retry": outputs.clear, "prepare": reject}
+        shares = self.policy.update(batch, mini_batches, compute, loss.grad_clip, step, **options)
+        return shares, concatenated(outputs, [rows for part in mini_batches for rows in part.micro_batches])
+
+    def update_critic(
+        self, batch: Batch, mini_batches: list[MiniBatch], loss: ValueLossConfig, step: int
+    ) -> list[Shares]:
+        """Run one optimizer update per mini-batch. Returns this rank's share of each update's metrics."""
+        self._seed(step)
+        learner = on_device(required(self.critic), self.policy)
+        return learner.update(batch, mini_batches, losses.critic_objective(learner, loss), loss.grad_clip, step)
+
+    def _seed(self, step: int) -> None:
+        """Derive dropout's random numbers from the step alone, so that a resumed run repeats them."""
+        torch.manual_seed(training_seed(self.config.seed, step, self.rank))
+
+    def gradient(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig | ValueLossConfig, padded: bool) -> Any:
+        """Return one mini-batch's gradient by parameter name, unsharded, without an update; for tests and diagnosis."""
+        if isinstance(loss, ValueLossConfig):
+            learner, reject = on_device(required(self.critic), self.policy), None
+            function = losses.critic_objective(learner, loss)
+        else:
+            learner = on_device(self.policy, self.critic)
+            reject, loss = losses.prepare_rejection(learner, loss)
+            function = losses.policy_objective(learner, loss, self._reference_outputs, [])
+        learner.padded = padded
+        return learner.full_gradient(batch, mini_batch, function, reject)
+
+    def gradient_norms(self, batch: Batch, mini_batches: list[MiniBatch], loss: LossConfig) -> list[float]:
+        """Return the norm of the policy's gradient of each mini-batch, without an update; for diagnosis."""
+        learner = on_device(self.policy, self.critic)
+        objective = losses.policy_objective(learner, loss, self._reference_outputs, [])
+        return learner.gradient_norms(batch, mini_batches, objective)
+
+    @torch.no_grad()
+    def refresh_reference(self) -> None:
+        """Overwrite the reference with the current policy."""
+        reshard(self.policy.model)
+        reshard(required(self.reference))
+        for frozen, present in zip(required(self.reference).parameters(), self.policy.model.parameters(), strict=True):
+            local(frozen).copy_(local(present))
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def plan_weights(self, dtype: str, limit: int) -> SyncPlan:
+        """Plan the weight sync in this type, in buckets of at most `limit` bytes."""
+        merge = self.config.policy.model.lora.merge
+        self.sender = Sender(self._language_model, self.device, getattr(torch, dtype), limit, merge)
+        return self.sender.plan
+
+    def fill_bucket(self, bucket: Bucket, shared: bool) -> tuple[Handle | None, int]:
+        """Gather a bucket's weights; collective. Returns the memory's handle, if an engine is to open it, and the
+        digest."""
+        digest = self.sender.fill(bucket)
+        return self.sender.handle if shared else None, digest
+
+    def release_buckets(self, reader_died: bool = False) -> None:
+        self.sender.release(reader_died=reader_died)
+
+    def listen(self) -> str:
+        """Listen for engines that are to form a group with this rank; return the address."""
+        address = ray.util.get_node_ip_address()
+        self.listener = devices.listen(address)
+        return f"{address}:{self.listener.getsockname()[1]}"
+
+    def join_engines(self, address: str, size: int, seconds: float) -> None:
+        """Form a group with engines on other devices, as its first rank."""
+        self.engines = devices.BroadcastGroup(self.config.device, address, self.listener, 0, size, seconds)
+
+    def send_bucket(self, bucket: Bucket) -> None:
+        """Send a bucket that was filled to all engines of the group."""
+        self.engines.broadcast(self.sender.bytes_of(bucket))
+
+    def offload(self, *, to_host: bool, policy: bool = True, critic: bool = True) -> dict[str, float]:
+        """Move to host memory what may leave the device, or only the policy back: the critic returns when it is used.
+        Returns memory in GiB."""
+        if not to_host:
+            on_device(self.policy, self.critic)
+        for learner, moves in ((self.policy, policy), (self.critic, critic)):
+            if to_host and learner is not None and moves:
+                learner.offload(to_host=True)
+        devices.release_cached_memory(self.config.device)
+        return devices.memory(self.config.device)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def export(self, directory: str, dtype: str, name: str) -> None:
+        """Write a model (actor, critic or reference) as a Hugging Face directory, or its adapter as peft's, in the type
+        that it is trained in; collective, rank 0 writes."""
+        model, _ = self._trained(name)
+        reshard(model)
+        if models.pairs(model.model):
+            return export_adapter(model.model, Path(directory), writes=self.rank == 0)
+        kept = getattr(torch, dtype)
+        tensors = full_tensors(model.model, parts_of(model.model, kept))
+        export_model(tensors, model.model, Path(directory), kept, writes=self.rank == 0)
+
+    def start_save(self, directory: str, contents: dict[str, list[str]]) -> int:
+        """Start writing parts of the state (model, optimizer, extra) of actor, critic or reference to a folder of that
+        name, in the background, with the model's configuration in huggingface/; collective. Then poll `finished_save`.
+        Returns the bytes of state that were copied to host memory."""
+        folders = {Path(directory, name): self._trained(name) for name in contents}
+        states = {folder: state_of(*folders[folder], contents[folder.name]) for folder in folders}
+        copied = self.writer.start({folder: state for folder, state in states.items() if state})
+        for folder, (model, _) in folders.items():
+            # After `start`, which must be reached by all ranks even if the disk is full. `export` may have written it.
+            settings = folder / HUGGINGFACE
+            if self.rank != 0 or settings.is_dir():
+                continue
+            if models.pairs(model.model):
+                export_adapter_settings(model.model, settings)
+            else:  # merging a checkpoint gives the compute type, whatever type is stored
+                config = self.config.critic if folder.name == "critic" else self.config.policy
+                export_settings(model.model, settings, required(config).compute_dtype)
+        return copied
+
+    def finished_save(self) -> bool:
+        """As `StateWriter.finished`."""
+        return self.writer.finished()
+
+    def load(self, directory: str, contents: dict[str, list[str]]) -> dict[str, int]:
+        """Read parts of the state of actor, critic or reference from the folder of that name; collective. Returns the
+        number of updates that each learner has had."""
+        updates = {}
+        for name, kept in contents.items():
+            model, optimizers = self._trained(name)
+            load_state(model, optimizers, kept, Path(directory, name), self.writer.group)
+            if optimizers is not None:
+                updates[name] = optimizers.updates
+        return updates
+
+    def _trained(self, name: str) -> tuple[Any, Any]:
+        """Return a model, and its optimizers if it has any."""
+        if name == "reference":
+            return self.reference, None
+        learner = self.critic if name == "critic" else self.policy
+        return required(learner).model, required(learner).optimizers
+
+
+def columns_of(model: nn.Module, compute: Callable[[Batch], Outputs], batch: Batch, rows: MicroBatches) -> Columns:
+    """Return the outputs for these rows; an empty micro-batch runs one dummy row, so that collectives stay aligned."""
+    columns = concatenated([compute(batch.select(each or [0])) for each in rows], rows)
+    reshard(model)
+    return columns
+
+
+def concatenated(outputs: Sequence[Outputs], micro_batches: MicroBatches) -> Columns:
+    """Concatenate the micro-batches' outputs in host memory, leaving out those of dummy rows."""
+    kept = [output for output, rows in zip(outputs, micro_batches, strict=False) if rows]
+    return [None if column[0] is None else torch.cat(column).cpu().numpy() for column in zip(*kept, strict=True)]

@@ -1,0 +1,398 @@
+"""All training ranks as one group: assigns rows to ranks and micro-batches, and puts results back in order.
+
+Runs on the driver. A step calls `old_log_probs`, `reference_log_probs`, `values` and `update`; each fills fields of the
+batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.checkpoint.store import SKIPPED_UPDATES, Store
+from hybridrl.core.algorithms import Algorithm
+from hybridrl.core.algorithms.batch_metrics import Agreement
+from hybridrl.core.algorithms.lookup import bind, find_policy_loss, imported
+from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
+from hybridrl.core.batch import Batch, spans
+from hybridrl.core.cluster import Group, OutOfMemory, Pending
+from hybridrl.core.cluster.group import control_limit
+from hybridrl.core.required import required
+from hybridrl.core.training.learner import MiniBatch
+from hybridrl.core.training.losses import LossConfig, ValueLossConfig
+from hybridrl.core.training.packing import MicroBatchBudget, MicroBatches, plan, reassemble
+from hybridrl.core.training.seeds import training_seed
+from hybridrl.core.training.token_outputs import TokenOutputs
+from hybridrl.core.training.worker import Columns, TrainWorker
+from hybridrl.tracking.sink import Stopwatch
+
+POLICY_FIELDS = (
+    *("response_mask", "old_log_probs", "reference_log_probs", "rollout_log_probs"),
+    *("advantages", "importance_weights", "chosen", "episode_tokens"),
+)
+CRITIC_FIELDS = ("response_mask", "values", "returns", "episode_tokens")
+
+Outputs = list[Tensor | None]  # of a model, by kind, for all rows
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a step's rows are cut into optimizer updates of one model, and the size of their micro-batches."""
+
+    prompts_per_update: int
+    epochs: int
+    shuffle: bool
+    seed: int
+    budget: MicroBatchBudget
+
+    def updates(self, prompts: int) -> int:
+        return -(-prompts // self.prompts_per_update) * self.epochs
+
+    def mini_batches(self, group: Tensor, step: int) -> list[list[int]]:
+        """Rows of each update: complete groups, in order or shuffled once per epoch."""
+        groups = group.unique().tolist()
+        members = {number: (group == number).nonzero().flatten().tolist() for number in groups}
+        size, updates = self.prompts_per_update, []
+        for epoch in range(self.epochs):
+            order = groups
+            if self.shuffle:
+                generator = torch.Generator().manual_seed(training_seed(self.seed, step, epoch))
+                order = [groups[i] for i in torch.randperm(len(groups), generator=generator)]
+            updates += [order[start : start + size] for start in range(0, len(order), size)]
+        return [[row for number in update for row in members[number]] for update in updates]
+
+
+@dataclass(frozen=True)
+class PolicyPlan:
+    """How the policy is trained, and the micro-batches of forward passes of the policy and of the reference."""
+
+    loss: LossConfig
+    updates: UpdatePlan
+    log_prob_budget: MicroBatchBudget
+    reference_budget: MicroBatchBudget
+    with_sum_pi_squared: bool = False
+    disturbed: bool = False  # the forward pass of an update drops activations at random
+    first_update: int = 1  # before this step only the critic is trained
+    correction: RolloutCorrection | None = None  # weights tokens in an update whose own log-probs are the old ones
+    agreement: Agreement | None = None  # of engine and trainer about sampled tokens; None: their settings differ
+
+
+@dataclass(frozen=True)
+class CriticPlan:
+    """How the critic is trained, and the micro-batches of its forward passes."""
+
+    loss: ValueLossConfig
+    updates: UpdatePlan
+    value_budget: MicroBatchBudget
+
+
+class BrokenUpdates(RuntimeError):
+    """Several updates in a row had a loss or gradient that is not finite."""
+
+    code = "broken-updates"
+
+
+class SplitEpisodes(RuntimeError):
+    """A loss of whole responses would be computed on parts of episodes."""
+
+    code = "split-episodes"
+
+
+class TrainWorkers:
+    """Policy, and reference and critic if there are any, over all training ranks."""
+
+    def __init__(
+        self, group: Group, policy: PolicyPlan, critic: CriticPlan | None, export_dtype: str, timeout: float
+    ) -> None:
+        self.group, self.policy, self.critic = group, policy, critic
+        self.export_dtype, self.timeout = export_dtype, timeout
+        self.watch = Stopwatch()
+        self.skipped_in_a_row = {"actor": 0, "critic": 0}
+        self.most_skipped_in_a_row = 0
+        self.updates_begun = 0  # of any model: as long as it stays the same, so do the weights
+
+    # -- forward passes --------------------------------------------------------------------------------------------
+
+    def old_log_probs(self, batch: Batch, algorithm: Algorithm, step: int) -> Batch:
+        """Fill `old_log_probs` if the step needs them before its updates; raise Disagreement if they show that engine
+        and trainer differ. In bypass mode the rollout engine's log-probs are the old ones."""
+        updates = step >= self.policy.first_update and not algorithm.bypass
+        if algorithm.needs_old_log_probs or (updates and self.needs_old_log_probs(batch)):
+            batch = self.forward_log_probs(batch, reference_kl=algorithm.needs_reference_kl)
+            if self.policy.agreement is not None:
+                self.policy.agreement.check(batch)
+        return replace(batch, old_log_probs=batch.rollout_log_probs) if algorithm.bypass else batch
+
+    def needs_old_log_probs(self, batch: Batch) -> bool:
+        """With a single update per step its own log-probs are the old ones: another forward pass would repeat them,
+        unless the update drops activations, its loss selects tokens by them, or an episode's weights are computed from
+        several rows, which may be in different micro-batches."""
+        updates, correction = self.policy.updates.updates(len(batch.group.unique())), self.policy.correction
+        split = batch.episode is not None and correction is not None and not correction.by_token
+        return updates > 1 or self.policy.disturbed or self._token_selector is not None or split
+
+    def forward_log_probs(self, batch: Batch, *, reference_kl: bool = False) -> Batch:
+        """Fill `old_log_probs` and `entropies` from the current policy, `sum_pi_squared` if the plan says so, and
+        `reference_kl`, its exact KL to the reference, if requested."""
+        with self.watch("old_log_prob"):
+            options = {"reference_kl": reference_kl, "sum_pi_squared": self.policy.with_sum_pi_squared}
+            budget, temperature = self.policy.log_prob_budget, self.policy.loss.temperature
+            return _with_outputs(batch, self._forward(TrainWorker.log_probs, batch, budget, temperature, **options))
+
+    def reference_log_probs(self, batch: Batch) -> Batch:
+        """Fill `reference_log_probs`."""
+        with self.watch("ref"):
+            budget, temperature = self.policy.reference_budget, self.policy.loss.temperature
+            columns = self._forward(TrainWorker.reference_log_probs, batch, budget, temperature)
+            return replace(batch, reference_log_probs=TokenOutputs._make(columns).log_probs)
+
+    def values(self, batch: Batch) -> Batch:
+        """Fill `values` from the current critic."""
+        assert self.critic is not None
+        with self.watch("values"):
+            (values,) = self._forward(TrainWorker.values, batch, self.critic.value_budget)
+            return replace(batch, values=values)
+
+    def _forward(
+        self, method: Callable[..., Any], batch: Batch, budget: MicroBatchBudget, *arguments: Any, **options: Any
+    ) -> Outputs:
+        """Call a forward method on every rank's share of the rows; its outputs in the batch's row order."""
+        shares = plan(batch.lengths.numpy(), len(self.group), budget)
+        rows = self.group.share(batch.only())
+        parts = [(rows, micro_batches, *arguments) for micro_batches in shares]
+        columns = self._scatter(method, parts, shares, batch, **options)
+        return _in_row_order(columns, shares, batch.response_lengths, budget)
+
+    def _scatter(
+        self, method: Callable[..., Any], parts: list[tuple], shares: list[MicroBatches], batch: Batch, **options: Any
+    ) -> list[Any]:
+        """Call every rank; a lack of memory is raised with the tokens of the largest micro-batch."""
+        try:
+            return self.group.scatter(method, parts, timeout=self.timeout, **options)
+        except OutOfMemory as error:
+            tokens, rows = max((int(batch.lengths[rows].sum()), len(rows)) for share in shares for rows in share)
+            error.tokens = tokens if rows > 1 else None
+            raise
+
+    # -- updates ---------------------------------------------------------------------------------------------------
+
+    def update(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
+        """The step's updates of the critic, if there is one, and of the policy, from its first step on. Returns the
+        batch with old log-probs, and metrics; raises Disagreement if the update's log-probs show that engine and
+        trainer differ."""
+        metrics = {} if self.critic is None else self.update_critic(batch, step)
+        if step < self.policy.first_update:
+            return batch, metrics
+        batch, policy_metrics = self.update_policy(batch, step)
+        if self.policy.agreement is not None:
+            self.policy.agreement.check(batch)
+        return batch, metrics | policy_metrics
+
+    def update_policy(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
+        """The step's updates of the policy. Returns the batch with old log-probs, and the updates' mean metrics."""
+        entry, correction = find_policy_loss(self.policy.loss.policy_loss)[0], self.policy.loss.correction
+        in_loss = correction is not None and not correction.by_token
+        if batch.episode is not None and (in_loss or not entry.by_token):
+            cause, fix = f"actor_rollout_ref.actor.policy_loss.loss_mode={entry.name}", "loss_mode=vanilla"
+            if in_loss:
+                cause, fix = "algorithm.rollout_correction with bypass_mode=true", "bypass_mode=false"
+            raise SplitEpisodes(
+                f"{cause} compares whole responses, and an episode of this step has several rows, as its context was "
+                f"replaced; set {fix}, or "
+                "actor_rollout_ref.rollout.multi_turn.history_reasoning=keep if that is what replaced it"
+            )
+        with self.watch("update_actor"):
+            own = batch.old_log_probs is None
+            loss = replace(self.policy.loss, own_old_log_probs=own, log_entropy=not own and batch.entropies is None)
+            if own and self.policy.correction is not None:
+                loss = replace(loss, correction=self.policy.correction)
+            mini_batches = self.policy.updates.mini_batches(batch.group, step)
+            if self._token_selector is not None:
+                # The tokens that the loss treats differently, selected within each mini-batch of the first epoch.
+                select = bind(imported(self._token_selector), loss.parameters, rows=2)
+                generator = torch.Generator().manual_seed(training_seed(self.policy.updates.seed, step))
+                chosen = torch.zeros_like(required(batch.response_mask))
+                for rows in mini_batches[: len(mini_batches) // self.policy.updates.epochs]:
+                    places = spans(batch.response_lengths, torch.as_tensor(rows))
+                    chosen[places] = select(batch.select(rows), generator)
+                batch = replace(batch, chosen=chosen)
+            metrics, outputs = self.update_mini_batches(batch, mini_batches, loss, step)
+            if own:
+                batch = _with_outputs(batch, outputs)
+                if self.policy.correction is not None:
+                    batch, of_correction = self.policy.correction.apply(batch)
+                    metrics |= of_correction
+        kl_weight = {} if loss.kl_form is None else {"actor/kl_coef": loss.kl_coef}
+        return batch, metrics | kl_weight | self.watch.take()
+
+    @property
+    def _token_selector(self) -> str | Callable[..., Tensor] | None:
+        return find_policy_loss(self.policy.loss.policy_loss)[0].token_selector
+
+    def update_mini_batches(
+        self, batch: Batch, mini_batches: Sequence[Sequence[int]], loss: LossConfig, step: int
+    ) -> tuple[Metrics, Outputs]:
+        """One update of the policy per mini-batch. Returns mean metrics, and the outputs if they are the old ones."""
+        budget = self.policy.updates.budget
+        self.updates_begun += 1
+        shares, parts = self._mini_batches(batch, POLICY_FIELDS, mini_batches, budget)
+        parts = [(*part, loss, step) for part in parts]
+        results = self._scatter(TrainWorker.update_policy, parts, shares, batch)
+        metrics = self._mean_metrics([share for share, _ in results[:: budget.devices]], "actor")
+        if not loss.own_old_log_probs:
+            return metrics, []
+        columns = [columns for _, columns in results]
+        return metrics, _in_row_order(columns, shares, batch.response_lengths, budget)
+
+    def response_norms(self, batch: Batch, step: int) -> tuple[list[float], list[tuple[list[int], float]]]:
+        """The norm of each response's share of the policy's gradient, in the mini-batch that has it in the first epoch;
+        and the responses of each of these mini-batches with the norm of its gradient. An episode is one response,
+        whatever the number of its rows (`Batch.by_episode`)."""
+        episode = torch.arange(len(batch)) if batch.episode is None else batch.episode
+        response = episode.unique_consecutive(return_inverse=True)[1]
+        shared, devices = (
+            self.group.share(batch.with_episode_tokens().only(*POLICY_FIELDS)),
+            self.policy.updates.budget.devices,
+        )
+        mini_batches = self.policy.updates.mini_batches(batch.group, step)
+        norms, whole = [0.0] * (int(response.max()) + 1), []
+        for rows in map(list, mini_batches[: len(mini_batches) // self.policy.updates.epochs]):
+            numbers, totals = response[rows].unique().tolist(), Totals.of(batch.select(rows))
+            parts = [[row for row in rows if response[row] == number] for number in numbers] + [rows]
+            # One row at a time: the ranks of the first sequence-parallel group have it, all others nothing.
+            alone = [MiniBatch([[row] for row in part], totals) for part in parts]
+            nothing = [MiniBatch([[] for _ in part], totals) for part in parts]
+            calls = [
+                (shared, alone if rank < devices else nothing, self.policy.loss) for rank in range(len(self.group))
+            ]
+            *own, total = self.group.scatter(TrainWorker.gradient_norms, calls, timeout=self.timeout)[0]
+            for number, norm in zip(numbers, own, strict=True):
+                norms[number] = norm
+            whole.append((numbers, total))
+        return norms, whole
+
+    def update_critic(self, batch: Batch, step: int) -> Metrics:
+        """The step's updates of the critic. Returns the updates' mean metrics."""
+        assert self.critic is not None
+        self.updates_begun += 1
+        with self.watch("update_critic"):
+            mini_batches, budget = self.critic.updates.mini_batches(batch.group, step), self.critic.updates.budget
+            shares, parts = self._mini_batches(batch, CRITIC_FIELDS, mini_batches, budget)
+            parts = [(*part, self.critic.loss, step) for part in parts]
+            metrics = self._scatter(TrainWorker.update_critic, parts, shares, batch)
+        return self._mean_metrics(metrics[:: budget.devices], "critic") | self.watch.take()
+
+    def _mini_batches(
+        self, batch: Batch, fields: Sequence[str], mini_batches: Sequence[Sequence[int]], budget: MicroBatchBudget
+    ) -> tuple[list[MicroBatches], list[tuple[Pending, list[MiniBatch]]]]:
+        """Each rank's micro-batches over all mini-batches, flat; and the shared rows with them per mini-batch."""
+        of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget)
+        shared = self.group.share(batch.with_episode_tokens().only(*fields))
+        flat = [list(chain.from_iterable(one.micro_batches for one in own)) for own in of_ranks]
+        return flat, [(shared, own) for own in of_ranks]
+
+    def _mean_metrics(self, shares: Sequence[list[Metrics]], model: str) -> Metrics:
+        """The mean of each metric over the updates that have it, all shares added up; the learning rate of the last
+        update; and how many updates were skipped, which have no losses. Counts those skipped in a row."""
+        values: dict[str, list[float]] = {}
+        for of_update in zip(*shares, strict=True):
+            for name in {name for of_rank in of_update for name in of_rank}:
+                values.setdefault(name, []).append(sum(share.get(name, 0.0) for share in of_update))
+        skipped = [share > 0.5 for share in values.get("skipped_updates", [])]
+        for each in skipped:
+            self.skipped_in_a_row[model] = self.skipped_in_a_row[model] + 1 if each else 0
+            self.most_skipped_in_a_row = max(self.most_skipped_in_a_row, self.skipped_in_a_row[model])
+        means = {f"{model}/{name}": sum(values[name]) / len(values[name]) for name in sorted(values)}
+        last = {f"{model}/lr": rates[-1]} if (rates := values.get("lr")) else {}
+        return means | last | {f"{model}/skipped_updates": sum(skipped)}
+
+    def stop_if_broken(self, most: int, store: Store) -> None:
+        """Raise BrokenUpdates if at least `most` updates of one model were skipped in a row."""
+        if self.most_skipped_in_a_row >= most:
+            directory, last = store.directory / SKIPPED_UPDATES, store.last()
+            start = (
+                f"resume from {last}, the last good checkpoint," if last else "there is no good checkpoint: start again"
+            )
+            raise BrokenUpdates(
+                f"{self.most_skipped_in_a_row} updates in a row had a loss or gradient that is not finite and were "
+                f"skipped (trainer.max_skipped_updates={most}); their rows, with the module at fault, are in "
+                f"{directory} on the machine of each rank; {start} with a lower learning rate (optim.lr), or in "
+                "float32 (fsdp_config.dtype=fp32)"
+            )
+
+    def problem(self) -> str:
+        """Why the models are not healthy after the step, or an empty string."""
+        skipped = [name for name, count in self.skipped_in_a_row.items() if count]
+        return f"the last update of {' and '.join(skipped)} was not finite" if skipped else ""
+
+    def refresh_reference(self) -> None:
+        """Make the reference a copy of the current policy."""
+        self.group.broadcast(TrainWorker.refresh_reference, timeout=self.timeout)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The driver's part of the state; that of the models is written by `start_save`."""
+        return {"skipped_in_a_row": dict(self.skipped_in_a_row)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Checkpoints of supervised runs did not always have it.
+        self.skipped_in_a_row |= state.get("skipped_in_a_row", {})
+
+    def start_save(self, directory: Path, contents: dict[str, list[str]]) -> None:
+        """Write parts of each model's state in the background; returns once they are copied to host memory."""
+        limit = control_limit(self.timeout)
+        self.group.broadcast(TrainWorker.start_save, str(directory), contents, timeout=limit)
+
+    def finished_save(self) -> bool:
+        """Whether every rank has written everything. Raises RemoteFailure, once, if one could not."""
+        return all(self.group.broadcast(TrainWorker.finished_save, timeout=control_limit(self.timeout)))
+
+    def load(self, directory: Path, contents: dict[str, list[str]]) -> dict[str, int]:
+        """Read parts of each model's state, on any number of ranks. Returns how many updates each model has had."""
+        return self.group.broadcast(TrainWorker.load, str(directory), contents, timeout=self.timeout)[0]
+
+    def export(self, directory: Path, name: str = "actor") -> None:
+        """Write a complete model (actor, critic or reference) as a Hugging Face directory."""
+        self.group.broadcast(TrainWorker.export, str(directory), self.export_dtype, name, timeout=self.timeout)
+
+
+def rank_mini_batches(
+    batch: Batch, ranks: int, mini_batches: Sequence[Sequence[int]], budget: MicroBatchBudget
+) -> list[list[MiniBatch]]:
+    """Each rank's micro-batches of every mini-batch, with the divisors of the whole mini-batch."""
+    lengths, episode = batch.lengths.numpy(), batch.episode
+    written = batch.per_row(required(batch.response_mask).long())
+    plans = [plan(lengths, ranks, budget, rows) for rows in mini_batches]
+    totals = [
+        Totals.counted(written[list(rows)], None if episode is None else episode[list(rows)]) for rows in mini_batches
+    ]
+    return [list(map(MiniBatch, own, totals)) for own in zip(*plans, strict=True)]
+
+
+def _in_row_order(
+    columns: Sequence[Columns], shares: Sequence[MicroBatches], lengths: Tensor, budget: MicroBatchBudget
+) -> Outputs:
+    """Every rank's outputs, one tensor per kind, in the batch's row order. A rank may have no rows; ranks that computed
+    their micro-batches together have the same outputs."""
+    columns = columns[:: budget.devices]
+    rows = [[row for micro_batch in share for row in micro_batch] for share in shares[:: budget.devices]]
+    held = [own for own in rows if own]
+    kinds = zip(*(outputs for outputs, own in zip(columns, rows, strict=True) if own), strict=True)
+    return [None if kind[0] is None else reassemble(kind, held, lengths) for kind in kinds]
+
+
+def _with_outputs(batch: Batch, columns: Outputs) -> Batch:
+    """The rows with the policy's outputs for them."""
+    outputs = TokenOutputs._make(columns)
+    return replace(
+        batch,
+        old_log_probs=outputs.log_probs,
+        **{name: value for name, value in outputs._asdict().items() if name != "log_probs"},
+    )

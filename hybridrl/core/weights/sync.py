@@ -1,0 +1,218 @@
+"""Weight sync: its interface, what it expects of the two sides, and what all kinds have in common: weights are gathered
+bucket by bucket, whose digests are compared, and a probe proves that the engines compute with them.
+
+`ColocatedSync` is for rollout servers on the devices of the training ranks: they open the ranks' memory by handle and
+read it in place. For devices of their own see broadcast.py.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hybridrl.config.schema import RolloutConfig
+from hybridrl.core.batch import Batch, token_rows
+from hybridrl.core.rounding import beyond_rounding, coarser
+from hybridrl.core.weights.buckets import Bucket, Handle, SyncPlan
+
+# A bucket in a rank's memory: the handle, if an engine on its device will open it, and the digest of the bytes.
+Filled = tuple[Handle | None, int]
+
+
+class StaleWeights(RuntimeError):
+    """An engine does not hold the trainer's weights, so nothing may be sampled from it."""
+
+    code = "stale-weights"
+
+
+class WeightSync(Protocol):
+    """Brings the trainers' weights to the rollout engines and proves that they have arrived."""
+
+    @property
+    def weights(self) -> str:
+        """Digests of the weights of the last `publish`: equal for equal weights."""
+
+    def publish(self, version: int) -> None:
+        """Send the present weights to all servers; from then on they sample tokens with this version."""
+
+    def restore(self, index: int) -> None:
+        """Send the weights of the last `publish` to a server that was rebuilt since."""
+
+    def verify(self, index: int | None = None) -> None:
+        """Raise StaleWeights unless all servers, or this one, compute with the weights of the last `publish`."""
+
+    def abort(self, dead: Sequence[int]) -> None:
+        """Leave a `publish` that failed because these servers died, which have been killed, so that the others can
+        sleep."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what was measured since the last call."""
+
+
+class WeightSource(Protocol):
+    """A training rank, as it is called here; the calls are collective."""
+
+    def plan_weights(self, dtype: str, limit: int) -> SyncPlan: ...
+    def fill_bucket(self, bucket: Bucket, shared: bool) -> Filled: ...
+    def release_buckets(self, reader_died: bool = False) -> None: ...
+    def log_probs(self, batch: Batch, micro_batches: list[list[int]], temperature: float) -> list[Any]: ...
+
+
+class WeightTarget(Protocol):
+    """A rollout server, as it is called here: see rollout.engine.RolloutEngine."""
+
+    async def begin_weights(self) -> None: ...
+    async def load_bucket(
+        self, bucket: Bucket, handles: list[Handle | None], digests: list[int], adapter: bool
+    ) -> None: ...
+    async def finish_weights(self) -> None: ...
+    async def finish_sync(self, sync_id: int, version: int) -> None: ...
+    async def held_sync(self) -> int: ...
+    async def score(self, token_ids: list[int]) -> list[float]: ...
+
+
+class Workers(Protocol):
+    """Remote workers in rank order, such as cluster.Group. A call names a method of one of the Protocols above."""
+
+    actors: list[Any]
+
+    def __len__(self) -> int: ...
+    def only(self, ranks: Sequence[int]) -> "Workers": ...
+    def broadcast(self, method: Callable[..., Any], *args: Any, timeout: float) -> list[Any]: ...
+    def scatter(self, method: Callable[..., Any], parts: Sequence[tuple], *, timeout: float) -> list[Any]: ...
+    def start_each(self, method: Callable[..., Any], parts: Sequence[tuple]) -> list[Any]: ...
+    def finish(
+        self, refs: Sequence[Any], method: Callable[..., Any], *, timeout: float, about: str = ""
+    ) -> list[Any]: ...
+    def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> dict[int, str]: ...
+
+
+class BucketSync(ABC):
+    """What implementations of WeightSync have in common; create one once trainers and servers are built. `probe` is a
+    fixed sequence of token ids whose log-probs prove each sync. `train_dtype` is the type that the trainers compute
+    in."""
+
+    shared = False  # whether engines open the ranks' memory
+
+    def __init__(
+        self,
+        trainers: Workers,
+        servers: Workers,
+        rollout: RolloutConfig,
+        *,
+        probe: list[int],
+        train_dtype: str,
+        timeout: float,
+    ) -> None:
+        self.trainers, self.servers, self.timeout = trainers, servers, timeout
+        self.tp_size = rollout.tensor_model_parallel_size
+        self.rounded = coarser(train_dtype, rollout.dtype or train_dtype)  # the type that explains differences
+        self.probe = probe
+        self.sync_id = 0  # counts syncs: a version that is published again gets a new one
+        self.version = -1
+        self.servers_with_base: set[Any] = set()  # that have the model which an adapter is added to
+        self.gaps: list[float] = []
+        self.sent = 0  # bytes published since `take_metrics`
+        self.digests: dict[bool, list[int]] = {}  # of the buckets last sent: of the model, and of an adapter
+        limit = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+        self.plan = trainers.broadcast(WeightSource.plan_weights, rollout.dtype, limit, timeout=timeout)[0]
+
+    @property
+    def weights(self) -> str:
+        return str(sorted(self.digests.items()))
+
+    def publish(self, version: int) -> None:
+        arguments = token_rows([self.probe]), [[0]], 1.0
+        columns = self.trainers.broadcast(WeightSource.log_probs, *arguments, timeout=self.timeout)[0]
+        self.expected = torch.tensor(columns[0])
+        self.sync_id, self.version = self.sync_id + 1, version
+        self.send_all(range(len(self.servers)))
+
+    def restore(self, index: int) -> None:
+        sent = self.sent
+        self.send_all([index])
+        self.sent = sent
+
+    def send_all(self, indices: Sequence[int]) -> None:
+        """Send what these servers need: the model, or only the adapter to those that have its base already."""
+        adapter, actors = self.plan.adapter, self.servers.actors
+        if lacking := [index for index in indices if not (adapter and actors[index] in self.servers_with_base)]:
+            without_base = self.servers.only(lacking)
+            without_base.broadcast(WeightTarget.begin_weights, timeout=self.timeout)
+            self.send(self.plan.model, lacking, adapter=False)
+            without_base.broadcast(WeightTarget.finish_weights, timeout=self.timeout)
+            self.servers_with_base.update(actors[index] for index in lacking)
+        self.send(adapter, indices, adapter=True)
+        servers = self.servers.only(indices)
+        servers.broadcast(WeightTarget.finish_sync, self.sync_id, self.version, timeout=self.timeout)
+        self.trainers.broadcast(WeightSource.release_buckets, timeout=self.timeout)
+
+    def send(self, buckets: list[Bucket], indices: Sequence[int], *, adapter: bool) -> None:
+        """Send buckets to these servers; all ranks take part, as gathering is collective. While the servers read one
+        bucket, the ranks fill the next one in the other half of their memory."""
+        servers, reading, read = self.servers.only(indices), [], ""
+        self.digests[adapter] = []
+        for number, bucket in enumerate(buckets, start=1):
+            names = [tensor.name for tensor in bucket.tensors]
+            about = f" (bucket {number} of {len(buckets)}: {' ... '.join([*names[:1], *names[-1:]])})"
+            filling = self.trainers.start_each(WeightSource.fill_bucket, [(bucket, self.shared)] * len(self.trainers))
+            servers.finish(reading, WeightTarget.load_bucket, timeout=self.timeout, about=read)
+            filled = self.trainers.finish(filling, WeightSource.fill_bucket, timeout=self.timeout, about=about)
+            self.sent += bucket.bytes
+            self.digests[adapter].append(filled[0][1])  # the same on every rank
+            parts = [
+                (bucket, *map(list, zip(*self._read_by(index, filled), strict=True)), adapter) for index in indices
+            ]
+            reading, read = self._start_load(servers, parts), about
+        servers.finish(reading, WeightTarget.load_bucket, timeout=self.timeout, about=read)
+
+    @abstractmethod
+    def _read_by(self, index: int, filled: Sequence[Filled]) -> Sequence[Filled]:
+        """Return what each device of a server reads of a bucket that all ranks have filled."""
+
+    def _start_load(self, servers: Workers, parts: Sequence[tuple]) -> list[Any]:
+        return servers.start_each(WeightTarget.load_bucket, parts)
+
+    def abort(self, dead: Sequence[int]) -> None:
+        self.servers.failures(WeightTarget.finish_weights, timeout=self.timeout)  # the others wait for more buckets
+        read_by_dead = [(self.shared and rank // self.tp_size in dead,) for rank in range(len(self.trainers))]
+        self.trainers.scatter(WeightSource.release_buckets, read_by_dead, timeout=self.timeout)
+
+    def verify(self, index: int | None = None) -> None:
+        """Check the id of the sync, and compare log-probs of the probe between engine and trainer: both, since a small
+        update moves log-probs by less than rounding does."""
+        indices = list(range(len(self.servers))) if index is None else [index]
+        servers = self.servers.only(indices)
+        held = servers.broadcast(WeightTarget.held_sync, timeout=self.timeout)
+        for server, sync_id in zip(indices, held, strict=True):
+            if sync_id != self.sync_id:
+                raise StaleWeights(
+                    f"rollout server {server} computes with the weights of weight sync {sync_id}, but the trainer's "
+                    f"are those of {self.sync_id}, so no responses are sampled"
+                )
+        scores = servers.broadcast(WeightTarget.score, self.probe, timeout=self.timeout)
+        for server, log_probs in zip(indices, scores, strict=True):
+            found = torch.tensor(log_probs)
+            self.gaps.append(float((found - self.expected).abs().max()))
+            if difference := beyond_rounding(found, self.expected, self.rounded):
+                raise StaleWeights(
+                    f"after the weight sync, rollout server {server} differs from the trainer in the log-probs of a "
+                    f"fixed sequence {difference}. Every bucket that was sent has arrived as it was, so the engine "
+                    "computes something else from the weights; no responses are sampled"
+                )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the largest difference of the probe's log-probs since the last call, and the GB published."""
+        gaps, self.gaps, sent, self.sent = self.gaps, [], self.sent, 0
+        published = {"perf/weights_gb": sent / 1e9} if sent else {}
+        return published | ({"training/probe_log_prob_diff": max(gaps)} if gaps else {})
+
+
+class ColocatedSync(BucketSync):
+    """Rank r shares its device with server r // tensor_model_parallel_size, which opens the rank's memory."""
+
+    shared = True
+
+    def _read_by(self, index: int, filled: Sequence[Filled]) -> Sequence[Filled]:
+        return filled[index * self.tp_size : (index + 1) * self.tp_size]

@@ -1,0 +1,168 @@
+"""The facts of a machine, and what is said where those of several machines differ; without Ray."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrl.core.cluster.facts import (
+    CLOCK,
+    DIRECTORY,
+    NETWORK,
+    SHARED_MEMORY,
+    TEMPORARY,
+    check_directory,
+    compare,
+    fingerprint,
+    machine_facts,
+    reach,
+    shared_paths,
+    table,
+)
+
+MODEL = "actor_rollout_ref.model.path=/models/q"
+FACTS = {
+    "Python": "3.11.7",
+    "hybridrl": "aa11",
+    "torch": "2.13.0",
+    "vllm": "0.32.0",
+    "CUDA": "13.0",
+    "NCCL": "2.29.7",
+    "CUDA driver": "580.1",
+    MODEL: "beef",
+    "memory free in GiB": 100.0,
+    TEMPORARY: 100.0,
+    SHARED_MEMORY: 100.0,
+    DIRECTORY: "",
+    CLOCK: 0.0,
+    NETWORK: "",
+}
+
+
+def messages(**changes: Any) -> list[tuple[str, str, str]]:
+    """What is reported if the facts of the second of three machines are changed."""
+    findings = compare({"a": FACTS, "b": FACTS | changes, "c": FACTS})
+    return [(one.severity, one.code, one.cause) for one in findings.items if one.severity != "info"]
+
+
+def test_equal_machines_are_not_reported():
+    assert messages() == []
+
+
+@pytest.mark.parametrize("fact", ["hybridrl", "torch", "vllm", "CUDA", "NCCL"])
+def test_a_machine_with_another_version_is_named_with_both_versions(fact: str):
+    (message,) = messages(**{fact: "0.1"})
+    assert message == ("error", "cluster.versions", f"{fact} differs: {FACTS[fact]} on a, c; 0.1 on b")
+
+
+def test_another_python_is_an_error_unless_only_the_last_number_differs():
+    assert messages(Python="3.11.9") == [
+        ("warning", "cluster.versions", "Python differs: 3.11.7 on a, c; 3.11.9 on b"),
+    ]
+    assert [severity for severity, *_ in messages(Python="3.12.7")] == ["error"]
+    assert [severity for severity, *_ in messages(**{"CUDA driver": "570.0"})] == ["warning"]
+
+
+def test_a_model_that_is_missing_or_has_other_contents_is_an_error_that_names_the_key():
+    assert messages(**{MODEL: None}) == [("error", "cluster.paths", f"{MODEL} does not exist on b")]
+    assert messages(**{MODEL: "dead"}) == [
+        ("error", "cluster.paths", f"{MODEL} has different contents: beef on a, c; dead on b")
+    ]
+
+
+def test_a_directory_that_is_not_shared_and_a_machine_out_of_reach_are_errors_with_the_key_to_set():
+    findings = compare({"a": FACTS, "b": FACTS | {DIRECTORY: "not writable", NETWORK: "cannot reach a at x"}})
+    directory, network = findings.errors
+    assert directory.cause == "run directory, on b: not writable" and "trainer.default_local_dir" in directory.fix
+    assert network.cause == "network, on b: cannot reach a at x" and "NCCL_SOCKET_IFNAME" in network.fix
+
+
+def test_little_memory_and_a_clock_that_differs_are_warnings():
+    assert messages(**{SHARED_MEMORY: 0.1}) == [("warning", "cluster.free", "/dev/shm free in GiB, on b: 0.1")]
+    assert messages(**{CLOCK: -30.0}) == [("warning", "cluster.clock", "clock offset in s, on b: -30.0")]
+    assert messages(**{CLOCK: 1.0}) == []
+
+
+def test_the_table_marks_only_what_differs_or_fails():
+    lines = table({"a": FACTS, "b": FACTS | {"vllm": "0.26.0", MODEL: None, CLOCK: 0.2}}).splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("!")] == ["vllm", MODEL]
+    assert next(line for line in lines if "vllm" in line).endswith("0.32.0 on a; 0.26.0 on b")
+    assert next(line for line in lines if "torch" in line).endswith("torch" + " " * (len(MODEL) - 3) + "2.13.0")
+
+
+def test_the_facts_of_this_machine_agree_with_themselves(tmp_path: Path):
+    (tmp_path / "loss.py").write_text("x = 1")
+    facts = machine_facts("cpu", {"loss": f"{tmp_path}/loss.py:mine", "none": f"{tmp_path}/none.py"})
+    assert facts["Python"].startswith("3.") and len(facts["hybridrl"]) == 10 and facts["ray"]
+    assert facts["loss"] and facts["none"] is None
+    assert not [one for one in compare({"a": facts, "b": dict(facts)}).errors if "none" not in one.cause]
+
+
+def test_temporary_space_is_that_of_the_fuller_of_tmp_and_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    free, usage = {"/tmp": 5 << 30, str(tmp_path): 2 << 30}, shutil.disk_usage("/")
+    monkeypatch.setattr("hybridrl.core.cluster.facts.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=free.get(place, 9 << 30)))
+    assert (machine_facts("cpu", {})[TEMPORARY], machine_facts("cpu", {})[SHARED_MEMORY]) == (2.0, 9.0)
+    free |= {"/tmp": 1 << 30}
+    assert machine_facts("cpu", {})[TEMPORARY] == 1.0
+
+
+def test_a_model_s_fingerprint_is_that_of_a_copy_and_of_no_other_weights(tmp_path: Path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    (first / "config.json").write_text("{}")
+    with (first / "model.safetensors").open("wb") as file:
+        file.truncate(40 << 20)  # more than is read as a whole
+    shutil.copytree(first, second)
+    before = fingerprint(str(first))
+    assert before is not None and fingerprint(str(second)) == before
+    with (second / "model.safetensors").open("rb+") as file:
+        file.write(b"other weights differ in all places, so also here")
+    assert fingerprint(str(second)) != before
+    assert fingerprint(str(tmp_path / "third")) is None
+
+
+def test_a_module_s_fingerprint_is_that_of_its_file():
+    assert fingerprint("pkg://json") == fingerprint(json.__file__) == fingerprint("json")
+    assert fingerprint("pkg://no.such.module") is fingerprint("no_such_module") is None
+
+
+def test_a_directory_is_shared_if_the_driver_s_file_is_seen_and_another_can_be_written(tmp_path: Path):
+    assert check_directory(tmp_path, "marker", "reply") == "a file that the driver wrote is not visible"
+    (tmp_path / "marker").touch()
+    assert check_directory(tmp_path, "marker", "reply") == "" and (tmp_path / "reply").exists()
+    assert check_directory(tmp_path, "marker", "no/reply") == "not writable (No such file or directory)"
+
+
+def test_a_port_on_which_nothing_listens_is_out_of_reach():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert reach("127.0.0.1", port) == ""
+    assert reach("127.0.0.1", port) == f"127.0.0.1:{port} ([Errno 111] Connection refused)"
+
+
+def test_every_machine_needs_models_and_code_but_not_what_only_the_driver_reads(tmp_path: Path):
+    model, code = tmp_path / "model", tmp_path / "code.py"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    code.touch()
+    values = {
+        "data": {"train_files": [str(code)], "custom_cls": {"path": str(code)}, "tokenizer": str(model)},
+        "actor_rollout_ref": {
+            "model": {"path": str(model), "external_lib": ["my_models"], "custom_chat_template": "{% for %}" * 999},
+            "actor": {"policy_loss": {"loss_mode": f"{code}:mine"}},
+        },
+        "reward": {"custom_reward_function": {"path": f"file://{code}", "name": ""}},
+        "algorithm": {"adv_estimator": f"{code}:mine"},
+        "trainer": {"default_local_dir": str(model)},
+    }
+    assert sorted(key.partition("=")[0] for key in shared_paths(values)) == [
+        "actor_rollout_ref.actor.policy_loss.loss_mode",
+        "actor_rollout_ref.model.external_lib",
+        "actor_rollout_ref.model.path",
+        "data.tokenizer",
+        "reward.custom_reward_function.path",
+    ]

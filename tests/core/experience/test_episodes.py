@@ -1,0 +1,250 @@
+"""An episode as rows of a batch, how it is scored, and that it counts once whatever the number of its rows."""
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from hybridrl.core.algorithms import Algorithm
+from hybridrl.core.algorithms.estimators import gae, grpo
+from hybridrl.core.algorithms.objective import Totals, token_weights
+from hybridrl.core.experience.batching import PromptGroup, to_batch
+from hybridrl.core.experience.conversations import conversation_metrics, transcript
+from hybridrl.core.experience.episodes import Episode, EpisodeRunner, Place
+from hybridrl.core.required import required
+from hybridrl.core.rollout import Completion, Sampling
+from hybridrl.data.prompts import Prompt
+from hybridrl.environments import CallRecord, ToolCall
+from hybridrl.environments.episode import Trajectory, Turn
+from hybridrl.rewards.score import Score
+
+PROMPT = Prompt(0, [1, 2], "?", "maths", "42", {})
+PLACE = Place(PROMPT, 0, 0, 0, "key", Sampling(8, (0,)))
+
+
+def turn(observed: list[int], sampled: list[int], stop: str = "stop") -> Turn:
+    log_probs = -np.arange(1, len(sampled) + 1, dtype=np.float32)
+    return Turn(observed, np.array(sampled), log_probs, 0, stop)
+
+
+def test_a_completion_is_a_turn():
+    completion = Completion(np.array([7, 8]), np.array([-0.5, -0.25], dtype=np.float32), True, 3)
+    of_completion = Turn.of([1, 2], completion)
+    assert of_completion == Turn([1, 2], completion.token_ids, completion.log_probs, 3, "length")
+
+
+def test_an_episode_of_several_turns_is_one_row_in_which_only_sampled_tokens_count():
+    turns = [turn([1, 2], [7, 8]), turn([3, 4, 5], [9]), turn([6], [10, 11], "length")]
+    episode = Episode(PROMPT, 0, 0, Trajectory(turns, "max_tokens"), "", Score(1.0))
+    assert (episode.truncated, episode.sampled_tokens) == (True, 5)
+    batch = to_batch([PromptGroup(0, [episode])])
+    assert batch.prompt_ids.tolist() == [1, 2]
+    assert batch.response_ids.tolist() == [7, 8, 3, 4, 5, 9, 6, 10, 11]
+    assert required(batch.rollout_log_probs).tolist() == [-1, -2, 0, 0, 0, -1, 0, -1, -2]
+    assert required(batch.response_mask).tolist() == [True, True, False, False, False, True, False, True, True]
+    assert required(batch.truncated).tolist() == [True]
+    assert torch.equal(batch.rewards, torch.tensor([1.0]))
+
+
+def episode(turns: list[Turn], score: float, sample: int = 0) -> Episode:
+    return Episode(PROMPT, 0, sample, Trajectory(turns), "", Score(score))
+
+
+def split_and_whole() -> tuple[list[Episode], list[Episode]]:
+    """Two episodes of a group, the first as two rows, and the same tokens as one row each."""
+    first, second, other = turn([1, 2], [7, 8, 9]), turn([3], [10]), turn([1, 2], [11, 12])
+    in_two, in_one = [first, replace(second, fresh=True)], [turn([1, 2], [7, 8, 9, 10])]
+    return [episode(in_two, 1.0), episode([other], 0.0, 1)], [episode(in_one, 1.0), episode([other], 0.0, 1)]
+
+
+def test_a_replaced_context_makes_a_further_row_of_the_same_episode():
+    batch = to_batch([PromptGroup(4, split_and_whole()[0])])
+    assert required(batch.episode).tolist() == [0, 0, 1]
+    assert batch.prompt_ids.tolist() == [1, 2, 3, 1, 2]
+    assert batch.response_lengths.tolist() == [3, 1, 2]
+    assert (required(batch.rewards).tolist(), batch.sample.tolist(), batch.position.tolist()) == (
+        [1, 1, 0],
+        [0, 0, 1],
+        [4] * 3,
+    )
+    whole = batch.by_episode()
+    assert (whole.response_lengths.tolist(), whole.prompt_ids.tolist()) == ([4, 2], [1, 2, 1, 2])
+
+
+def test_the_baseline_is_over_episodes_and_not_over_rows():
+    advantages = []
+    for episodes in split_and_whole():
+        estimator = Algorithm(lambda batch: grpo(batch, norm_adv_by_std_in_grpo=True))
+        advantages.append(estimator.advantages(to_batch([PromptGroup(0, episodes)]))[0].advantages)
+    assert torch.equal(*advantages)
+    assert required(advantages[0]).tolist() == pytest.approx(
+        [0.5 / (0.5**0.5 + 1e-6)] * 4 + [-0.5 / (0.5**0.5 + 1e-6)] * 2
+    )
+
+
+def test_rewards_to_come_pass_from_row_to_row_of_an_episode():
+    returns = []
+    for episodes in split_and_whole():
+        batch = to_batch([PromptGroup(0, episodes)])
+        batch = replace(batch, values=torch.linspace(0, 1, len(batch.response_ids)))
+        estimator = Algorithm(lambda batch: gae(batch, gamma=0.9, lam=0.8))
+        returns.append(estimator.advantages(batch)[0].returns)
+    assert torch.equal(*returns)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_an_episode_weighs_the_same_in_the_loss_as_one_row_and_as_two(mode):
+    split, whole = (to_batch([PromptGroup(0, episodes)]) for episodes in split_and_whole())
+    totals = Totals.of(split)
+    assert totals == Totals.of(whole) == Totals(6, 2)
+    split = replace(split, episode_tokens=torch.tensor([4.0, 4.0, 2.0]))
+    weights = [token_weights(batch, mode, totals, 8.0) for batch in (split, whole)]
+    assert torch.equal(*weights)
+
+
+class Scorers:
+    """A reward function that gives 0.25 to everything; keeps what it was asked."""
+
+    in_one_call = False
+
+    def __init__(self) -> None:
+        self.asked = []
+
+    def submit(self, requests):
+        self.asked += requests
+        futures = [Future() for _ in requests]
+        for future in futures:
+            future.set_result(Score(0.25, {"acc": 0.25}))
+        return futures
+
+
+class Source:
+    """Episodes that have ended."""
+
+    def __init__(self, *trajectories: Trajectory) -> None:
+        self.trajectories = trajectories
+
+    async def ended(self):
+        yield [(index, trajectory, None) for index, trajectory in enumerate(self.trajectories)]
+
+    def scoring(self, index, score): ...
+
+
+def score(trajectory: Trajectory, **options: bool) -> tuple[Episode, Scorers]:
+    scorers = Scorers()
+    runner = EpisodeRunner(None, scorers, 1, None, None, **options)
+    episodes, _ = asyncio.run(runner.score_ended(Source(trajectory), [PLACE]))
+    return episodes[0], scorers
+
+
+class SlowScorers(Scorers):
+    """A reward function whose scores come from another thread, after a while."""
+
+    def submit(self, requests):
+        futures = [Future() for _ in requests]
+        for future in futures:
+            threading.Timer(0.05, future.set_result, [Score(0.25)]).start()
+        return futures
+
+
+class TwoBatches(Source):
+    """Episodes that end one after another; what was reported before the second ends is kept."""
+
+    def __init__(self, reported: list) -> None:
+        self.reported, self.before_the_second = reported, []
+
+    async def ended(self):
+        yield [(1, Trajectory([turn([1], [7])]), None)]
+        await asyncio.sleep(0.3)
+        self.before_the_second += self.reported
+        yield [(0, Trajectory([turn([1], [8])]), None)]
+
+
+def test_an_episode_is_reported_once_it_has_its_score_while_others_are_sampled():
+    reported: list[int] = []
+    source = TwoBatches(reported)
+    runner = EpisodeRunner(None, SlowScorers(), 1)
+    places = [PLACE, replace(PLACE, sample=1)]
+    run = runner.score_ended(source, places, lambda episode: reported.append((episode.sample, episode.score.value)))
+    episodes, _ = asyncio.run(run)
+    assert source.before_the_second == [(1, 0.25)] and reported == [(1, 0.25), (0, 0.25)]
+    assert [one.sample for one in episodes] == [0, 1]
+
+
+def test_what_the_report_of_an_episode_raises_ends_the_call():
+    def full(_: Episode) -> None:
+        raise OSError("no space left")
+
+    runner = EpisodeRunner(None, Scorers(), 1)
+    with pytest.raises(OSError, match="no space left"):
+        asyncio.run(runner.score_ended(Source(Trajectory([turn([1], [7])])), [PLACE], full))
+
+
+def test_an_episode_that_cannot_be_made_ends_the_call():
+    class Broken(EpisodeRunner):
+        def _episode(self, *_: object) -> Episode:
+            raise ValueError("no episode")
+
+    runner = Broken(None, SlowScorers(), 1)
+    call = runner.score_ended(Source(Trajectory([turn([1], [7])])), [PLACE], lambda _: None)
+    with pytest.raises(ValueError, match="no episode"):
+        asyncio.run(asyncio.wait_for(call, 10))
+
+
+REWARDED = [replace(turn([1, 2], [7, 8]), reward=0.5), replace(turn([3], [9]), reward=1.0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "value", "token_rewards"),
+    [
+        ({}, 1.5, [0.0, 0.5, 0.0, 1.0]),
+        ({"function_scores": True}, 0.25, None),
+        ({"function_scores": True, "add_environment_reward": True}, 1.75, [0.0, 0.5, 0.0, 1.25]),
+    ],
+)
+def test_an_environments_rewards_count_unless_a_function_is_given(options, value, token_rewards):
+    scored, scorers = score(Trajectory(REWARDED, text="7 8", reward=1.5), **options)
+    assert (scored.score.value, scored.score.token_rewards) == (value, token_rewards)
+    assert len(scorers.asked) == bool(options)
+
+
+def test_the_reward_function_reads_the_whole_conversation():
+    call = CallRecord(ToolCall("look", {"word": "x"}), "found", 0.1, "ok", 0.75)
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "7"}]
+    turns = [replace(turn([1, 2], [7, 8]), calls=[call])]
+    _, scorers = score(Trajectory(turns, "completed", messages, text="7", metrics={"won": 1.0}))
+    assert scorers.asked[0].solution == "7"
+    extra = scorers.asked[0].extra_info
+    assert (extra["num_turns"], extra["tool_rewards"], extra["messages"]) == (1, [0.75], messages)
+    assert (extra["episode_metrics"], extra["stop"]) == ({"won": 1.0}, "completed")
+
+
+def test_what_the_policy_wrote_in_the_last_row_is_apart_from_what_it_read():
+    turns = [turn([1, 2], [7, 8]), replace(turn([3], [9]), fresh=True), turn([4, 5], [6])]
+    _, scorers = score(Trajectory(turns, text="what it wrote and read"))
+    assert scorers.asked[0].extra_info["written_ids"] == [[9], [6]]
+
+
+def test_a_fault_of_the_environment_excludes_the_episode():
+    scored, scorers = score(Trajectory([], "fault", text="", fault="died", detail="its process died"))
+    assert (scored.score.value, scored.score.fault, scorers.asked) == (None, "died", [])
+
+
+def test_metrics_of_conversations_are_worked_out_by_hand():
+    found = CallRecord(ToolCall("look", {}), "found", 0.5, "ok")
+    wrong = [CallRecord(ToolCall(name, {}), "no", 0.1, "invalid") for name in ("lok", "lock")]
+    first = [replace(turn([1, 2], [7, 8]), calls=[found, *wrong], seconds_tools=1.0), turn([3, 4, 5], [9])]
+    second = [replace(turn([1, 2], [7]), seconds_model=3.0)]
+    rolled = [Trajectory(first, "completed", text=""), Trajectory(second, "max_turns", text="", metrics={"won": 1.0})]
+    metrics = conversation_metrics([Episode(PROMPT, 0, n, one, "", Score(1.0)) for n, one in enumerate(rolled)])
+    assert [metrics[f"num_turns/{kind}"] for kind in ("min", "max", "mean")] == [1, 2, 1.5]
+    assert (metrics["episode/observed_tokens/max"], metrics["tokens_per_turn/mean"]) == (3, 4 / 3)
+    assert (metrics["stop/completed"], metrics["stop/max_turns"], metrics["environment/won"]) == (0.5, 0.5, 1.0)
+    assert (metrics["tools/look/calls"], metrics["tools/unknown/invalid"]) == (1, 2)
+    assert metrics["agent_loop/slowest/generate_sequences"] == 3.0
+    assert transcript(rolled[0])["turns"][0]["calls"][0]["result"] == "found"
+    assert conversation_metrics([episode([turn([1], [2])], 1.0)]) == {}

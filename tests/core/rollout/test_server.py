@@ -1,0 +1,197 @@
+"""The rollout server around a fake engine: its devices, forwarded calls, responses and failures."""
+
+import asyncio
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hybridrl.core.rollout import Request, Sampling, server
+from hybridrl.core.rollout.engine import ENGINES
+from hybridrl.core.rollout.ladder import EngineShortOfMemory
+from hybridrl.core.rollout.server import RolloutServer
+from hybridrl.core.rollout.types import RejectedRequest
+
+
+class FakeEngine:
+    """Records the GPUs that are visible when it is built, and the order of what happens to it."""
+
+    def __init__(self, *_: object) -> None:
+        self.visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.events: list[object] = []
+        self.unfinished = 0
+        self.broken = False
+
+    async def connect(self) -> None:
+        self.events.append("connect")
+
+    async def hold(self) -> None:
+        if self.broken:
+            raise RuntimeError("dead")
+        self.events.append("hold")
+
+    async def release(self, goal=None) -> None:
+        self.events.append("release")
+
+    async def wake(self, part: str) -> str:
+        return f"awake: {part}"
+
+    async def interrupt(self) -> None:
+        self.events.append("interrupt")
+
+    async def renew(self, log_file: str) -> None:
+        self.events.append(f"renew {log_file}")
+
+    async def generate(self, request: Request) -> int:
+        self.events.append(request.seed)
+        self.unfinished += 1
+        await asyncio.sleep(0.01)
+        if self.broken:
+            raise ValueError("out of order")
+        if not request.prompt_ids:
+            raise RejectedRequest("no prompt")
+        if request.prompt_ids == [-1]:
+            raise KeyError(-1)
+        return 10 * request.seed
+
+    async def check(self) -> int:
+        if self.broken:
+            raise RuntimeError("dead")
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def log(tmp_path) -> Path:
+    """The log of the server, with a line of an earlier one."""
+    file = tmp_path / "rollout-0.log"
+    file.write_text("torch.OutOfMemoryError: CUDA out of memory: of an earlier engine\n")
+    return file
+
+
+@pytest.fixture(autouse=True)
+def in_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+async def started(monkeypatch: pytest.MonkeyPatch, gpus: list[str] | None = None, fixed: bool = False) -> RolloutServer:
+    monkeypatch.setitem(ENGINES, "vllm", replace(ENGINES["vllm"], module=__name__, name="FakeEngine"))
+    server = RolloutServer.__new__(RolloutServer)  # without an actor's log file
+    server.finished, server.running = asyncio.Queue(), set()
+    server.begin(Path("rollout-0.log"))
+    assert await server.start("cuda", gpus or [], None, SimpleNamespace(name="vllm", full_determinism=fixed), 1)
+    return server
+
+
+def fake(server: RolloutServer) -> FakeEngine:
+    assert isinstance(server.engine, FakeEngine)
+    return server.engine
+
+
+def requests(count: int) -> list[tuple[int, Request]]:
+    return [(100 + n, Request(n, 0, [1], n, Sampling(4, ()))) for n in range(count)]
+
+
+@pytest.mark.parametrize(("gpus", "visible"), [(["4"], "4"), (["4", "6"], "4,6"), ([], "4,5,6,7")])
+def test_an_engine_sees_only_the_gpus_of_its_ranks(monkeypatch, gpus, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    server = asyncio.run(started(monkeypatch, gpus))
+    assert fake(server).visible == visible and fake(server).events == ["connect"]
+
+
+def test_the_next_run_has_the_engine_but_not_the_requests_that_were_abandoned(monkeypatch, tmp_path):
+    async def renewed() -> tuple[list, list]:
+        one = await started(monkeypatch)
+        await one.submit(requests(2))
+        monkeypatch.setattr(server, "begin_actor", lambda log: Path(log).touch())
+        one.renew("next.log")
+        assert await one.start("cuda", [], None, SimpleNamespace(name="vllm", full_determinism=False), 1)
+        await one.submit(requests(1))
+        return fake(one).events, await one.take()
+
+    events, taken = asyncio.run(renewed())
+    assert events == ["connect", "interrupt", 0, 1, "renew next.log", 0] and taken == [(100, 0)]
+
+
+def test_calls_reach_the_engine(monkeypatch):
+    async def call() -> str:
+        return await (await started(monkeypatch)).call("wake", "weights")
+
+    assert asyncio.run(call()) == "awake: weights"
+
+
+def test_responses_that_finish_together_are_taken_together(monkeypatch):
+    async def take() -> list:
+        server = await started(monkeypatch)
+        await server.submit(requests(3))
+        return await server.take()
+
+    assert asyncio.run(take()) == [(100, 0), (101, 10), (102, 20)]
+
+
+def test_with_full_determinism_the_engine_starts_once_it_has_all_requests(monkeypatch):
+    async def events() -> list:
+        server = await started(monkeypatch, fixed=True)
+        await server.submit(requests(3))
+        return fake(server).events
+
+    assert asyncio.run(events()) == ["connect", "hold", 0, 1, 2, "release"]
+
+
+@pytest.mark.parametrize(("fixed", "reason"), [(False, "ValueError: out of order"), (True, "RuntimeError: dead")])
+def test_whatever_ends_a_request_is_raised_by_take(monkeypatch, fixed, reason):
+    async def take() -> None:
+        server = await started(monkeypatch, fixed=fixed)
+        fake(server).broken = True
+        await server.submit(requests(1))
+        await server.take()
+
+    with pytest.raises(RuntimeError, match=f"the engine failed: {reason}"):
+        asyncio.run(take())
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("ids", [[], [-1]])
+def test_a_request_that_the_engine_rejects_or_fails_on_has_its_fault_and_the_others_their_responses(
+    monkeypatch, fixed, ids
+):
+    async def take() -> list:
+        server = await started(monkeypatch, fixed=fixed)
+        (first, sound), (second, request), (third, _) = requests(3)
+        await server.submit([(first, sound), (second, replace(request, prompt_ids=ids)), (third, request)])
+        return await server.take()
+
+    (_, first), (_, fault), (_, third) = asyncio.run(asyncio.wait_for(take(), 10))
+    assert (first, third) == (0, 10) and isinstance(fault, RejectedRequest)
+    assert str(fault) == ("the engine failed on a request, KeyError: -1" if ids else "no prompt")
+
+
+def test_an_engine_whose_log_says_that_memory_was_lacking_fails_with_that_line_and_from_then_on(monkeypatch, log):
+    async def call() -> None:
+        server = await started(monkeypatch)
+        with log.open("a") as file:
+            file.write(
+                " WARNING reduce it to avoid out of memory\n torch.OutOfMemoryError: CUDA out of memory. Tried\n"
+            )
+        fake(server).broken = True
+        for _ in range(2):
+            with pytest.raises(
+                EngineShortOfMemory, match=r"^the engine ran out of memory: torch.OutOf.*memory. Tried$"
+            ):
+                await server.call("hold")
+            fake(server).broken = False  # it lives, but has not all of its memory
+
+    asyncio.run(call())
+
+
+def test_an_engine_that_was_killed_by_the_kernel_lacked_memory(monkeypatch):
+    async def take() -> None:
+        one = await started(monkeypatch)
+        fake(one).broken = True
+        await one.submit(requests(1))
+        monkeypatch.setattr(server, "oom_kills", lambda: 1 + (one.oom_kills or 0))
+        await one.take()
+
+    with pytest.raises(EngineShortOfMemory, match="the kernel killed a process of its machine for lack of memory"):
+        asyncio.run(take())

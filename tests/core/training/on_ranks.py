@@ -1,0 +1,36 @@
+"""Call a function on several ranks at once, each a process in a gloo group."""
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PROCESSES = multiprocessing.get_context("forkserver")
+# Imported once, not by every rank.
+PROCESSES.set_forkserver_preload(["hybridrl.core.training.state", "transformers.models.qwen2.modeling_qwen2"])
+SECONDS = 60  # after which a rank counts as hanging
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+    """What `function(*arguments, **options)` returns on each rank; fails where one of them does."""
+    with TemporaryDirectory() as shared:
+        calls = [(function, arguments, options, rank, ranks, Path(shared)) for rank in range(ranks)]
+        processes = [PROCESSES.Process(target=_rank, args=call) for call in calls]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(SECONDS)
+            process.kill()
+        assert [process.exitcode for process in processes] == [0] * ranks, "its traceback is above, or it hung"
+        return [torch.load(Path(shared, str(rank)), weights_only=False) for rank in range(ranks)]
+
+
+def _rank(function: Callable[..., Any], arguments: tuple, options: dict, rank: int, ranks: int, shared: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(shared / "store"), ranks), rank=rank, world_size=ranks)
+    torch.save(function(*arguments, **options), shared / str(rank))
+    dist.destroy_process_group()

@@ -1,0 +1,162 @@
+"""Log-probs, entropies and KL chunk by chunk, compared with fully materialised logits."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybridrl.core.required import required
+from hybridrl.core.training.linear_log_probs import tokens_at_once
+from hybridrl.core.training.token_outputs import Head, LogitRule, OutputSpec, TokenOutputs
+from tests.core.training.head_cases import (
+    TOKENS,
+    VOCABULARY,
+    Case,
+    case,
+    check,
+    chunks_of,
+    gradients,
+    loss,
+    loss_gradient,
+)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by whether they make logits [chunk, vocabulary], hidden states' gradient or the head's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = {"logits": 0, "hidden": 0, "head": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
+            rows, columns = result.shape
+            self.made["logits" if columns == VOCABULARY else "head" if rows == VOCABULARY else "hidden"] += 1
+        return result
+
+
+def products(of: Case, of_loss: Callable[[TokenOutputs], Tensor] = loss) -> list[int]:
+    with Products() as counted:
+        of_loss(of.outputs()).backward()
+    return list(counted.made.values())
+
+
+@pytest.mark.parametrize("early", [None, loss_gradient], ids=["recomputed", "early"])
+@pytest.mark.parametrize("tokens", [1, 4, 100])
+@given(
+    seed=st.integers(0, 1000),
+    bias=st.booleans(),
+    against=st.booleans(),
+    rule=st.builds(LogitRule, st.sampled_from([1.0, 0.3]), st.sampled_from([None, 2.0])),
+    temperature=st.sampled_from([1.0, 0.6]),
+    entropies=st.booleans(),
+    sum_pi_squared=st.booleans(),
+)
+def test_outputs_and_gradients_match_full_logits(early, tokens, seed, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        chunks_of(tokens, patch)
+        check(case(seed, entropy_gradient=True, loss_gradient=early, **options))
+
+
+def test_logits_are_computed_once_with_an_early_gradient_and_otherwise_twice(monkeypatch):
+    chunks_of(4, monkeypatch)
+    assert products(case()) == [6, 3, 3]
+    assert products(case(loss_gradient=loss_gradient)) == [3, 3, 3]
+
+
+def test_logits_of_a_single_chunk_are_computed_once_for_any_loss():
+    assert products(case()) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("factor", [-3.0, 0.0, 2.0**16])
+def test_a_multiple_of_the_early_gradient_needs_no_more_logits(factor, monkeypatch):
+    chunks_of(4, monkeypatch)
+    right = gradients(case(), lambda outputs: factor * loss(outputs))
+    made = case(loss_gradient=loss_gradient)
+    assert products(made, lambda outputs: factor * loss(outputs)) == [3, 3, 3]
+    torch.testing.assert_close(tuple(value.grad for value in made.inputs), right)
+
+
+def test_an_early_gradient_of_zero_needs_no_more_logits(monkeypatch):
+    chunks_of(4, monkeypatch)
+    made = case(loss_gradient=lambda outputs: TokenOutputs(torch.zeros(TOKENS)))
+    assert products(made, lambda outputs: 0 * outputs.log_probs.sum()) == [3, 3, 3]
+    assert not any(required(value.grad).any() for value in made.inputs)
+
+
+@pytest.mark.parametrize("options", [{}, {"entropies": True, "entropy_gradient": True}, {"against": True}])
+def test_a_gradient_that_differs_from_the_early_one_is_correct(options, monkeypatch):
+    chunks_of(4, monkeypatch)
+
+    def other(outputs: TokenOutputs) -> Tensor:
+        last = [value for value in outputs if value is not None][-1]
+        return loss(outputs) + last.sum().square()
+
+    made = case(loss_gradient=loss_gradient, **options)
+    torch.testing.assert_close(gradients(made, other), gradients(case(**options), other))
+    assert products(made, other)[0] == products(case(**options), other)[0]
+
+
+def test_a_gradient_that_is_not_finite_arrives(monkeypatch):
+    chunks_of(4, monkeypatch)
+    actual = gradients(case(loss_gradient=loss_gradient), lambda outputs: loss(outputs) * torch.nan)
+    assert all(value.isnan().all() for value in actual)
+
+
+def test_the_backward_pass_can_run_twice(monkeypatch):
+    for tokens in (4, 100):
+        chunks_of(tokens, monkeypatch)
+        made = case(loss_gradient=loss_gradient)
+        total = loss(made.outputs())
+        once, twice = (torch.autograd.grad(total, made.inputs, retain_graph=True) for _ in range(2))
+        torch.testing.assert_close(once, twice)
+
+
+@pytest.mark.parametrize("early", [None, loss_gradient])
+def test_a_frozen_head_has_no_gradient_and_costs_none(early, monkeypatch):
+    chunks_of(4, monkeypatch)
+    right = gradients(case())[0]
+    made = case(loss_gradient=early)
+    made.head.weight.requires_grad_(False)
+    assert products(made)[1:] == [3, 0]
+    torch.testing.assert_close(made.hidden.grad, right)
+    assert made.head.weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_logits_are_rounded_and_nothing_after_them(dtype, monkeypatch):
+    chunks_of(4, monkeypatch)
+    full = case()
+    hidden, weight = (value.detach().to(dtype).requires_grad_() for value in (full.hidden, full.head.weight))
+    made = Case(hidden, Head(weight), full.targets, OutputSpec(loss_gradient=loss_gradient))
+    actual = made.outputs()
+    logits = hidden @ weight.T
+    right = logits.float().log_softmax(-1).gather(-1, full.targets[:, None]).squeeze(-1)
+    torch.testing.assert_close(actual.log_probs, right)
+    expected = torch.autograd.grad(loss(TokenOutputs(right)), made.inputs)
+    torch.testing.assert_close(torch.autograd.grad(loss(actual), made.inputs), expected, atol=0.02, rtol=0.02)
+
+
+def test_in_float16_the_early_gradient_is_not_used_as_it_would_vanish_unscaled(monkeypatch):
+    chunks_of(4, monkeypatch)
+    full, tiny = case(), 1e-9
+
+    def half(early):
+        hidden, weight = (value.detach().half().requires_grad_() for value in (full.hidden, full.head.weight))
+        return Case(hidden, Head(weight), full.targets, OutputSpec(loss_gradient=early))
+
+    made = half(lambda outputs: TokenOutputs(torch.full((TOKENS,), tiny)))
+    actual = gradients(made, lambda outputs: 2.0**16 * tiny * outputs.log_probs.sum())
+    torch.testing.assert_close(actual, gradients(half(None), lambda outputs: 2.0**16 * tiny * outputs.log_probs.sum()))
+    assert actual[0].any()
+
+
+def test_a_chunk_is_limited_in_bytes_but_has_enough_tokens_for_a_large_vocabulary():
+    assert tokens_at_once("cpu", 2**14) == 48 * 2**20 // 2**16
+    assert tokens_at_once("cpu", 2**20) == 256
+    assert tokens_at_once("cuda", 2**17) == 2048

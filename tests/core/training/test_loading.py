@@ -1,0 +1,265 @@
+"""Models that are filled from files: unsharded or sharded over ranks, from any format they may be saved in."""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hybridrl.checkpoint.export import export_settings, own_tensors, parts
+from hybridrl.config.files import HUGGINGFACE
+from hybridrl.core.batch import Batch
+from hybridrl.core.training import loading
+from hybridrl.core.training.fsdp import full_tensors, local, mesh, shard_and_fill
+from hybridrl.core.training.loading import layer_classes
+from hybridrl.core.training.model import (
+    HOST,
+    blank_language_model,
+    blank_value_model,
+    check_log_probs,
+    load_language_model,
+    load_value_model,
+)
+from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.state import state_of
+from tests.core.training.families import FAMILIES, SPECIAL, model_config
+from tests.core.training.on_ranks import on_ranks
+from tests.core.training.test_state import fsdp_config
+
+
+def load_shard(path: str, shards: int | None = None, dtype: str = "float32"):
+    """A rank's part of the model, as a run loads it."""
+    ranks, config = dist.get_world_size(), fsdp_config(dtype=dtype)
+    blank = blank_language_model(model_config(path), torch.float32)
+    return shard_and_fill(blank, path, config, mesh("cpu", ranks, shards or ranks), HOST)
+
+
+# -- on the ranks ------------------------------------------------------------------------------------------------------
+
+
+def sharded_log_probs(path: str, rows: Batch, shards: int | None = None) -> tuple[Tensor, dict[str, int]]:
+    """Log-probs of the rows, and how many parameters this rank holds and the model has."""
+    model = load_shard(path, shards)
+    held = {
+        "here": sum(local(p).numel() for p in model.parameters()),
+        "model": sum(p.numel() for p in model.parameters()),
+    }
+    with torch.no_grad():
+        actual = model(lay_out(rows, padded=False), 1.0).log_probs
+        held["gathered"] = sum(p.numel() for p in model.parameters())  # as the forward pass leaves it
+        check_log_probs(model, torch.float32, padded=False)
+    return actual, held
+
+
+def elements_read(path: str) -> tuple[int, int]:
+    """How many numbers this rank reads from files, and how many the model has."""
+    counted = Counter()
+    read = loading.Weight.__getitem__
+
+    def counting(weight: loading.Weight, region: object) -> Tensor:
+        actual = read(weight, region)
+        counted["read"] += actual.numel()
+        return actual
+
+    loading.Weight.__getitem__ = counting
+    model = load_shard(path)
+    return counted["read"], sum(parameter.numel() for parameter in model.parameters())
+
+
+def save_own(path: str, directory: Path) -> None:
+    """Write the model as a run saves it."""
+    model = load_shard(path)
+    dcp.save(state_of(model, None, ["model"]), checkpoint_id=directory)
+    if dist.get_rank() == 0:
+        export_settings(model.model, directory / HUGGINGFACE, torch.float32)
+
+
+def published(path: str) -> dict[str, Tensor]:
+    """What is synchronised and written: every tensor unsharded, under its published name."""
+    model = load_shard(path).model
+    return dict(full_tensors(model, parts(model, torch.float32)))
+
+
+def critic_head(path: str) -> tuple[Tensor, bool]:
+    blank = blank_value_model(model_config(path), torch.float32)
+    model = shard_and_fill(blank, path, fsdp_config(), mesh("cpu", dist.get_world_size(), dist.get_world_size()), HOST)
+    head = model.model.get_submodule(model.head_name).weight
+    return head.full_tensor(), any(parameter.is_meta for parameter in model.parameters())
+
+
+# -- tests -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES | SPECIAL)
+def test_ranks_that_read_their_shards_have_the_full_model_together(directories, family, rows):
+    model = load_language_model(model_config(directories[family]), torch.float32)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    for actual, held in on_ranks(2, sharded_log_probs, directories[family], rows):
+        torch.testing.assert_close(actual, model(lay_out(rows, padded=False), 1.0).log_probs, atol=1e-5, rtol=0)
+        assert held["here"] < 0.6 * numbers
+        # A tied head is not gathered twice; only the root's parameters are still gathered.
+        assert held["gathered"] <= held["model"] == numbers
+
+
+def test_replicas_of_the_model_are_read_in_full(directory, rows):
+    actual = on_ranks(2, sharded_log_probs, directory, rows, shards=1)
+    assert torch.equal(actual[0][0], actual[1][0])
+    assert all(held["here"] == held["model"] for _, held in actual)
+
+
+@pytest.mark.parametrize("family", ["two heads a key", "experts"])
+def test_every_number_is_read_once_by_the_rank_that_keeps_it(directories, family):
+    actual = on_ranks(2, elements_read, directories[family])
+    assert sum(read for read, _ in actual) == actual[0][1]
+
+
+@pytest.mark.parametrize("family", ["all heads one key, tied head", *SPECIAL])
+def test_what_is_published_is_what_transformers_saved(directories, family):
+    expected = load_file(Path(directories[family]) / "model.safetensors")
+    actual = on_ranks(2, published, directories[family])[0]
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+
+
+@pytest.mark.parametrize("family", ["experts", "experts selected with a bias buffer"])
+def test_a_checkpoint_is_read_too(directories, family, rows, tmp_path):
+    on_ranks(2, save_own, directories[family], tmp_path)
+    model, again = (
+        load_language_model(model_config(path), torch.float32) for path in (directories[family], str(tmp_path))
+    )
+    assert all(torch.equal(value, own_tensors(again.model)[name]) for name, value in own_tensors(model.model).items())
+    (actual, _), _ = on_ranks(2, sharded_log_probs, str(tmp_path), rows)
+    torch.testing.assert_close(actual, model(lay_out(rows, padded=False), 1.0).log_probs, atol=1e-5, rtol=0)
+
+
+def test_pickled_weights_are_read_too(directory, tmp_path):
+    shutil.copytree(directory, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    torch.save(load_file(file), tmp_path / "model" / "pytorch_model.bin")
+    file.unlink()
+    actual, expected = (
+        load_language_model(model_config(path), torch.float32).state_dict()
+        for path in (str(tmp_path / "model"), directory)
+    )
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+def test_weights_do_not_change_when_their_file_is_overwritten(directory, tmp_path):
+    path = str(shutil.copytree(directory, tmp_path / "model"))
+    model = load_language_model(model_config(path), torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with (tmp_path / "model" / "model.safetensors").open("r+b") as file:
+        file.seek(2000)
+        file.write(b"\xff" * 2000)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_tied_head_that_was_saved_too_is_tied(directories, tmp_path):
+    path = shutil.copytree(directories["all heads one key, tied head"], tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, path / "model.safetensors")
+    model = load_language_model(model_config(str(path)), torch.float32).model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_critic_of_a_language_model_starts_with_a_head_of_zeros_on_every_rank(directory):
+    for head, unread in on_ranks(2, critic_head, directory):
+        assert head.shape == (1, 32) and not head.any() and not unread
+    assert not any(parameter.is_meta for parameter in load_value_model(model_config(directory), None).parameters())
+
+
+def test_weights_of_another_shape_are_rejected_by_name(directory, tmp_path):
+    path = shutil.copytree(directory, tmp_path / "model")
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"intermediate_size": 40}))
+    with pytest.raises(ValueError, match=r"6 of the model's weights have another shape \(.*\[32, 48\] for \[32, 40\]"):
+        load_language_model(model_config(str(path)), torch.float32)
+
+
+def test_layers_to_shard_are_detected_if_the_model_does_not_name_them_and_wrong_ones_rejected(directory):
+    model = load_language_model(model_config(directory), torch.float32).model
+    model._no_split_modules = None
+    assert layer_classes(model, []) == {"Qwen2DecoderLayer"}
+    with pytest.raises(
+        ValueError, match=r"transformer_layer_cls_to_wrap=LlamaDecoderLayer: .* it has Qwen2DecoderLayer"
+    ):
+        layer_classes(model, ["LlamaDecoderLayer"])
+
+
+CUSTOM_MODEL = """
+import torch
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
+
+from .configuration_own import OwnConfig
+
+
+class OwnForCausalLM(Qwen2ForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("halves", torch.full((config.hidden_size,), 0.5), persistent=False)
+"""
+CUSTOM_CONFIG = """
+from transformers import Qwen2Config
+
+
+class OwnConfig(Qwen2Config):
+    model_type = "own"
+"""
+
+
+@pytest.fixture
+def own(directory, tmp_path) -> Path:
+    """A model with custom code."""
+    path = shutil.copytree(directory, tmp_path / "own")
+    (path / "modeling_own.py").write_text(CUSTOM_MODEL)
+    (path / "configuration_own.py").write_text(CUSTOM_CONFIG)
+    settings = json.loads((path / "config.json").read_text()) | {"model_type": "own"}
+    settings["auto_map"] = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }
+    (path / "config.json").write_text(json.dumps(settings))
+    return path
+
+
+def test_a_model_with_custom_code_is_loaded_and_saved_with_it_if_trusted(own, directory, tmp_path):
+    model = load_language_model(model_config(str(own), trust_remote_code=True), torch.float32).model
+    assert type(model).__name__ == "OwnForCausalLM"
+    assert torch.equal(model.halves, torch.full((32,), 0.5))
+    assert layer_classes(model, []) == {"Qwen2DecoderLayer"}
+    export_settings(model, tmp_path / "saved", torch.float32)
+    assert {"modeling_own.py", "configuration_own.py"} <= {path.name for path in (tmp_path / "saved").iterdir()}
+    save_file(own_tensors(model), tmp_path / "saved" / "model.safetensors", {"format": "pt"})
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    assert type(again).__name__ == "OwnForCausalLM"
+
+
+def test_custom_code_that_is_not_trusted_is_rejected(own):
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_language_model(model_config(str(own)), torch.float32)
+
+
+def test_a_library_is_imported_before_the_model_is_made(directory, tmp_path):
+    (tmp_path / "registered.py").write_text(
+        "from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM\n"
+        "class RegisteredConfig(Qwen2Config): model_type = 'registered'\n"
+        "class RegisteredForCausalLM(Qwen2ForCausalLM): config_class = RegisteredConfig\n"
+        "AutoConfig.register('registered', RegisteredConfig)\n"
+        "AutoModelForCausalLM.register(RegisteredConfig, RegisteredForCausalLM)\n"
+    )
+    path = shutil.copytree(directory, tmp_path / "model")
+    settings = json.loads((path / "config.json").read_text()) | {"model_type": "registered"}
+    (path / "config.json").write_text(json.dumps(settings))
+    model = load_language_model(
+        model_config(str(path), external_lib=[str(tmp_path / "registered.py")]), torch.float32
+    ).model
+    assert type(model).__name__ == "RegisteredForCausalLM"

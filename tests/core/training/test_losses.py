@@ -1,0 +1,192 @@
+"""The gradient of a policy loss, computed per token together with the log-probs, equals the one of a backward pass."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.config.catalog import POLICY_LOSSES
+from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.algorithms.rollout_correction import RolloutCorrection, parse_rejections
+from hybridrl.core.batch import Batch
+from hybridrl.core.required import required
+from hybridrl.core.training import linear_log_probs
+from hybridrl.core.training.fsdp import full_tensor, mesh, shard
+from hybridrl.core.training.losses import LossConfig, gradient_function, policy_loss, policy_objective
+from hybridrl.core.training.model import LanguageModel, load_language_model
+from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.token_outputs import ReferenceOutputs, TokenOutputs
+from tests.core.algorithms.parameters import LOSS_PARAMETERS
+from tests.core.training.families import model_config
+from tests.core.training.on_ranks import on_ranks
+from tests.core.training.test_state import fsdp_config
+
+LOSS = LossConfig("vanilla", "seq-mean-token-mean", 1.0, temperature=0.9, grad_clip=1.0, parameters=LOSS_PARAMETERS)
+BY_TOKEN = sorted(name for name, entry in POLICY_LOSSES.items() if entry.by_token)
+OPTIONS = {
+    "old log-probs of its own": {"own_old_log_probs": True, "log_entropy": True},
+    "entropy": {"entropy_coeff": 0.1},
+    "KL": {"kl_form": "k3", "kl_coef": 0.3},
+    "exact KL and entropy": {"kl_form": "full", "kl_coef": 0.3, "entropy_coeff": 0.1},
+    "weights a token": {"correction": RolloutCorrection("token", None, 1.1, False, ())},
+}
+
+
+@pytest.fixture
+def part(rows) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    old, moved, advantages, weights = torch.randn(4, 15, generator=generator)
+    return replace(
+        rows,
+        response_mask=torch.arange(15) % 5 != 1,
+        old_log_probs=old - 4,
+        rollout_log_probs=old + 0.1 * moved - 4,
+        reference_log_probs=old - 4.1,
+        advantages=advantages,
+        importance_weights=weights.exp(),
+        chosen=torch.arange(15) % 3 == 0,
+    )
+
+
+def small_chunks(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(linear_log_probs.CHUNK_BYTES, "cpu", 0)
+    patch.setattr(linear_log_probs, "FEWEST_TOKENS", 4)
+
+
+def never(*_: object) -> None:
+    raise AssertionError("logits are formed again")
+
+
+def update(model: LanguageModel, part: Batch, loss: LossConfig, *, fused: bool) -> tuple[Tensor, dict, list[Tensor]]:
+    """Loss, shares of the metrics and gradient of a micro-batch."""
+    inputs, totals, options = lay_out(part, padded=False), Totals.of(part), {}
+    if loss.kl_form == "full":
+        hidden = torch.randn(15, model.head.weight.shape[1], generator=torch.Generator().manual_seed(1))
+        options["against"] = ReferenceOutputs(hidden, model.head._replace(bias=None))
+    if fused:
+        options["loss_gradient"] = gradient_function(part, totals, loss)
+        assert options["loss_gradient"] is not None
+    entropies = loss.entropy_coeff != 0 or loss.log_entropy
+    found = model(inputs, 0.9, entropies=entropies, entropy_gradient=loss.entropy_coeff != 0, **options)
+    total, shares = policy_loss(found, part, totals, loss)
+    # Scaled as a learner on three ranks does.
+    (3 * total).backward()
+    gradient = [full_tensor(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return total, shares, gradient
+
+
+def sharded(path: str, part: Batch, dtype: str) -> list[tuple[Tensor, Tensor]]:
+    """Each parameter's gradient, computed with the log-probs and by the backward pass."""
+    ranks = dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        small_chunks(patch)
+        model = load_language_model(model_config(path), torch.float32)
+        shard(model, fsdp_config(dtype=dtype), mesh("cpu", ranks, ranks))
+        _, _, right = update(model, part, LOSS, fused=False)
+        patch.setattr(linear_log_probs.Chunks, "gradients", never)
+        _, _, found = update(model, part, LOSS, fused=True)
+    return list(zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [replace(LOSS, policy_loss=name) for name in BY_TOKEN] + [replace(LOSS, **more) for more in OPTIONS.values()],
+    ids=[*BY_TOKEN, *OPTIONS],
+)
+def test_loss_metrics_and_gradient_are_the_same_and_logits_formed_once(directory, part, loss, monkeypatch):
+    small_chunks(monkeypatch)
+    model = load_language_model(model_config(directory), torch.float32)
+    total, shares, gradient = update(model, part, loss, fused=False)
+    monkeypatch.setattr(linear_log_probs.Chunks, "gradients", never)
+    found = update(model, part, loss, fused=True)
+    assert torch.equal(found[0], total)
+    assert found[1].keys() == shares.keys() and all(torch.equal(found[1][name], shares[name]) for name in shares)
+    torch.testing.assert_close(found[2], gradient)
+    assert any(value.any() for value in gradient)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"policy_loss": name} for name in ["own.py:plain", *sorted(POLICY_LOSSES.keys() - set(BY_TOKEN))]]
+    + [
+        {"correction": RolloutCorrection("sequence", None, 2.0, False, ())},
+        {"correction": RolloutCorrection(None, None, 2.0, False, parse_rejections("seq_mean_k1", "0.9_1.1"))},
+    ],
+)
+def test_no_gradient_comes_with_the_log_probs_where_a_token_may_depend_on_others(part, change, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("def plain(log_probs, batch): return -log_probs, {}\n")
+    assert gradient_function(part, Totals.of(part), replace(LOSS, **change)) is None
+
+
+def test_a_custom_loss_may_state_that_it_is_by_token(part, tmp_path):
+    file = tmp_path / "stating.py"
+    file.write_text("def plain(log_probs, batch): return -log_probs, {}\nplain.by_token = True\n")
+    assert gradient_function(part, Totals.of(part), replace(LOSS, policy_loss=f"{file}:plain")) is not None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["two heads a key", "all heads one key, tied head"])
+def test_a_sharded_model_has_the_same_gradient_either_way(directories, part, family, dtype):
+    pairs = on_ranks(2, sharded, directories[family], part, dtype)[0]
+    assert len(pairs) > 20
+    for found, right in pairs:
+        torch.testing.assert_close(found, right, **({"atol": 0.02, "rtol": 0.02} if dtype == "bfloat16" else {}))
+
+
+def test_the_loss_is_the_policy_loss_less_the_entropy_bonus_plus_the_kl_of_the_written_tokens(make_batch):
+    batch = make_batch(
+        [2, 1],
+        advantages=[1.0, 2.0, 7.0],
+        reference_log_probs=[-1.5, -2.0, -9.0],
+        response_mask=[True, True, False],
+    )
+    outputs = TokenOutputs(torch.tensor([-1.0, -2.0, -3.0]), entropies=torch.tensor([0.5, 1.5, 9.0]))
+    loss = LossConfig("gpg", "token-sum", 1.0, 1.0, 1.0, entropy_coeff=0.1, kl_form="k1", kl_coef=0.6)
+    total, shares = policy_loss(outputs, batch, Totals.of(batch), loss)
+    # -A log p is 1 and 4, the entropies are 0.5 and 1.5, log p less the reference's is 0.5 and 0.
+    assert shares == {"pg_loss": 5.0, "entropy_loss": 2.0, "kl_loss": 0.5}
+    assert float(total) == pytest.approx(5 - 0.1 * 2 + 0.6 * 0.5)
+
+
+def test_the_gradient_is_minus_the_advantage_and_zero_for_an_output_that_the_loss_does_not_read(make_batch):
+    batch = make_batch([2], advantages=[1.0, 2.0])
+    compute = gradient_function(batch, Totals.of(batch), LossConfig("gpg", "token-sum", 1.0, 1.0, 1.0))
+    gradient = required(compute)(TokenOutputs(torch.tensor([-1.0, -2.0]), entropies=torch.tensor([0.5, 1.5])))
+    assert gradient.log_probs.tolist() == [-1, -2]
+    assert required(gradient.entropies).tolist() == [0, 0]
+
+
+def test_a_model_is_given_the_gradient_of_the_loss_but_not_for_rows_that_only_keep_ranks_aligned(part):
+    given = []
+
+    def model(inputs, temperature, **options) -> TokenOutputs:
+        given.append(options["loss_gradient"])
+        return TokenOutputs(torch.zeros(15, requires_grad=True))  # certain tokens
+
+    learner = SimpleNamespace(model=model, inputs=lambda rows: rows, device=torch.device("cpu"))
+    compute = policy_objective(learner, LOSS, reference=never, outputs=[])
+    total, shares = compute(part, None)
+    assert total.requires_grad and total.item() == 0 and shares == {}
+    assert compute(part, Totals.of(part))[0].item() != 0
+    assert given[0] is None and callable(given[1])
+
+
+def test_importance_weights_apply_to_the_policy_loss_alone(part):
+    """Asynchronous training: the KL and entropy terms are means over the same tokens without weights."""
+    options = {"kl_form": "k3", "kl_coef": 0.3, "entropy_coeff": 0.1}
+    log_probs, entropies = part.old_log_probs + 0.05, part.old_log_probs.exp()
+    outputs, loss = TokenOutputs(log_probs, entropies=entropies), replace(LOSS, **options)
+    shares = [
+        policy_loss(outputs, replace(part, importance_weights=weight * torch.ones(15)), Totals.of(part), loss)[1]
+        for weight in (1.0, 2.0)
+    ]
+    once, twice = ({name: float(value) for name, value in each.items()} for each in shares)
+    assert twice["pg_loss"] == pytest.approx(2 * once["pg_loss"]) and once["pg_loss"] != 0
+    assert {name: twice[name] for name in ("kl_loss", "entropy_loss")} == {
+        name: once[name] for name in ("kl_loss", "entropy_loss")
+    }

@@ -1,0 +1,553 @@
+import os
+import shutil
+import time
+from collections.abc import Collection
+from pathlib import Path
+from threading import Event
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
+
+from hybridrl.checkpoint.export import export_settings
+from hybridrl.config import ConfigError
+from hybridrl.config.files import HUGGINGFACE
+from hybridrl.config.schema import FSDPConfig, OptimizerConfig, WrapPolicyConfig
+from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.batch import Batch
+from hybridrl.core.required import required
+from hybridrl.core.training.fsdp import (
+    full_tensor,
+    host_parameters,
+    local,
+    mesh,
+    move_parameters,
+    shard,
+    shard_and_fill,
+)
+from hybridrl.core.training.learner import Learner, MiniBatch
+from hybridrl.core.training.model import ValueModel, blank_language_model, load_language_model, load_value_model
+from hybridrl.core.training.optimizer import Optimizers
+from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.state import StateWriter, load_state, state_of
+from tests.core.training.families import VOCABULARY, model_config
+from tests.core.training.on_ranks import on_ranks
+
+ALL = ("model", "optimizer", "extra")
+UPDATES = 4  # of an uninterrupted run; the checkpoint is written after half of them
+CPU = torch.device("cpu")
+
+
+class Run(NamedTuple):
+    """The full state of a run at some time, and the learning rates of the updates that followed."""
+
+    then: dict[str, Tensor]
+    at_last: dict[str, Tensor]
+    rates: list[float]
+
+
+def fsdp_config(**changes: object) -> FSDPConfig:
+    settings = {
+        "fsdp_size": -1,
+        "ulysses_sequence_parallel_size": 1,
+        "param_offload": False,
+        "optimizer_offload": True,
+        "offload_policy": False,
+        "reshard_after_forward": True,
+        "forward_prefetch": False,
+        "compile_layers": False,
+        "full_determinism": False,
+        "model_dtype": "float32",
+        "dtype": "float32",
+        "wrap_policy": WrapPolicyConfig([]),
+    }
+    return FSDPConfig(**settings | changes)
+
+
+def optimizer_config(**changes: object) -> OptimizerConfig:
+    """With a learning rate that differs in every update."""
+    settings = {
+        "optimizer": "AdamW",
+        "lr": 0.01,
+        "betas": [0.9, 0.99],
+        "weight_decay": 0.01,
+        "skip_zero_gradient": False,
+        "lr_scheduler_type": "cosine",
+        "lr_warmup_steps": 0,
+        "lr_warmup_steps_ratio": 0.0,
+        "min_lr_ratio": 0.0,
+        "num_cycles": 0.5,
+        "stable_ratio": 0.9,
+        "muon_lr": 0.02,
+        "muon_momentum": 0.95,
+        "override_optimizer_config": {},
+    }
+    return OptimizerConfig(**settings | changes)
+
+
+def build(path: str, *, critic: bool = False, shards: int | None = None, **optimizer: object) -> Learner:
+    ranks, config = dist.get_world_size(), fsdp_config()
+    loaded = (load_value_model if critic else load_language_model)(model_config(path), torch.float32)
+    model = shard(loaded, config, mesh("cpu", ranks, shards or ranks))
+    built = Optimizers(model, optimizer_config(**optimizer), 9)
+    return Learner(model, built, config, CPU, padded=False, dump_prefix=Path("unused"))
+
+
+def rows(update: int) -> Batch:
+    """Two rows, different for every rank and update."""
+    generator = torch.Generator().manual_seed(10 * update + dist.get_rank())
+    numbers = torch.arange(2)
+    return Batch(
+        prompt_lengths=torch.tensor([2, 3]),
+        response_lengths=torch.tensor([4, 6]),
+        prompt_ids=torch.randint(VOCABULARY, (5,), generator=generator),
+        response_ids=torch.randint(VOCABULARY, (10,), generator=generator),
+        group=numbers,
+        position=numbers,
+        sample=numbers,
+        response_mask=torch.ones(10, dtype=torch.bool),
+    )
+
+
+def train(learner: Learner, updates: range) -> list[float]:
+    """Run updates of these numbers. Returns their learning rates."""
+
+    def loss(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs = lay_out(part, padded=False)
+        critic = isinstance(learner.model, ValueModel)
+        actual = (learner.model(inputs) - 1).square() if critic else -learner.model(inputs, 1.0).log_probs
+        return actual.sum() / (required(totals).tokens * dist.get_world_size()), {}
+
+    rates = []
+    for number in updates:
+        batch = rows(number)
+        (shares,) = learner.update(batch, [MiniBatch([[0], [1]], Totals.of(batch))], loss, 1.0, step=number)
+        assert not shares["skipped_updates"]
+        rates.append(shares["lr"] * dist.get_world_size())
+    return rates
+
+
+def full(learner: Learner) -> dict[str, Tensor]:
+    """Every tensor of the state, gathered from the ranks."""
+
+    def walk(value: object, path: str) -> dict[str, Tensor]:
+        if isinstance(value, dict):
+            return {name: tensor for key, item in value.items() for name, tensor in walk(item, f"{path}.{key}").items()}
+        assert isinstance(value, Tensor)
+        return {path: full_tensor(value).clone()}
+
+    return walk(state_of(learner.model, learner.optimizers, ("model", "optimizer")), "")
+
+
+def wait_for(writer: StateWriter) -> None:
+    while not writer.finished():
+        time.sleep(0.001)
+
+
+# -- on the ranks ------------------------------------------------------------------------------------------------------
+
+
+def unbroken(path: str, directory: Path, contents: Collection[str] = ALL, **options: object) -> Run:
+    """A run that is saved halfway, and written only after it has ended."""
+    learner, writer, ended = build(path, **options), StateWriter("cpu"), Event()
+    train(learner, range(UPDATES // 2))
+    then = full(learner)
+    writer.thread.submit(ended.wait)
+    writer.start({directory: state_of(learner.model, learner.optimizers, contents)})
+    rates = train(learner, range(UPDATES // 2, UPDATES))
+    assert not writer.finished()
+    ended.set()
+    wait_for(writer)
+    return Run(then, full(learner), rates)
+
+
+def resumed(path: str, directory: Path, contents: Collection[str] = ALL, **options: object) -> Run:
+    """A run that resumes from the checkpoint."""
+    learner = build(path, **options)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.fill_(7.0)
+    load_state(learner.model, learner.optimizers, contents, directory, dist.new_group(backend="gloo"))
+    then = full(learner)
+    return Run(then, rates=train(learner, range(UPDATES // 2, UPDATES)), at_last=full(learner))
+
+
+def moved(path: str) -> list[dict[str, Tensor]]:
+    """The state after some updates, of a model on the device and of one that is offloaded after each."""
+    stays, moves = build(path), build(path)
+    places = host_parameters(moves.model)
+    assert len({local(place).untyped_storage().data_ptr() for place in places.values()}) == 1
+    for number in range(3):
+        for learner in (stays, moves):
+            train(learner, range(number, number + 1))
+        move_parameters(moves.model, places)
+        addresses = {name: local(value).data_ptr() for name, value in moves.model.named_parameters()}
+        assert addresses == {name: local(places[value]).data_ptr() for name, value in moves.model.named_parameters()}
+        moves.model._apply(lambda value: value.clone())  # another address, as on a device
+    return [full(stays), full(moves)]
+
+
+def under_offload_policy(path: str, optimizer: str) -> list[dict[str, Tensor]]:
+    """The state after some updates, with FSDP2's offload policy and without it; the parameters are read from disk."""
+    states = []
+    for offloaded in (True, False):
+        config, grid = fsdp_config(offload_policy=offloaded), mesh("cpu", dist.get_world_size(), dist.get_world_size())
+        blank = blank_language_model(model_config(path), torch.float32)
+        model = shard_and_fill(blank, path, config, grid, CPU, offloaded=offloaded)
+        allocations = {local(value).untyped_storage().data_ptr() for value in model.parameters()}
+        assert (len(allocations) == 1) == offloaded
+        groups = [
+            group for module in model.modules() if isinstance(module, FSDPModule) for group in param_groups(module)
+        ]
+        assert {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups} == {offloaded}
+        learner = Learner(
+            model,
+            Optimizers(model, optimizer_config(optimizer=optimizer), 9),
+            config,
+            CPU,
+            padded=False,
+            dump_prefix=Path(),
+        )
+        train(learner, range(3))
+        states.append(full(learner))
+    return states
+
+
+def param_groups(module: FSDPModule) -> list[Any]:
+    """Torch 2.11 has one."""
+    state = module._get_fsdp_state()
+    return state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+
+
+def told_of_failures(path: str, directory: Path) -> list[str]:
+    """This rank's errors if rank 1 cannot write and if it cannot copy, and the result of a save that succeeds."""
+    learner, writer, messages = build(path), StateWriter("cpu"), []
+    blocked, good = directory / "blocked", directory / "good"
+    (blocked / "__1_0.distcp").mkdir(parents=True, exist_ok=True)
+    state = state_of(learner.model, learner.optimizers, ALL)
+    writer.start({blocked: state})
+    if dist.get_rank() == 0:  # only rank 0 is asked
+        with pytest.raises(RuntimeError) as caught:
+            wait_for(writer)
+        messages.append(str(caught.value))
+    with pytest.raises(RuntimeError) as caught:
+        writer.start({good: {"model": {"none": torch.empty(1, device="meta")}} if dist.get_rank() == 1 else state})
+    messages.append(str(caught.value))
+    writer.start({good: state})
+    wait_for(writer)
+    load_state(learner.model, learner.optimizers, ALL, good, writer.group)
+    return messages
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert not [name for name in actual if not torch.equal(actual[name], expected[name])]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(directory, tmp_path, optimizer, ranks):
+    saved, *_ = on_ranks(ranks, unbroken, directory, tmp_path, optimizer=optimizer)
+    actual, *_ = on_ranks(ranks, resumed, directory, tmp_path, optimizer=optimizer)
+    assert any(name.endswith("exp_avg") and tensor.any() for name, tensor in saved.then.items())
+    assert_equal(actual.then, saved.then)
+    assert_equal(actual.at_last, saved.at_last)
+    assert actual.rates == saved.rates and len(set(actual.rates)) == 2
+    changed = [name for name in saved.then if not torch.equal(saved.then[name], saved.at_last[name])]
+    assert len(changed) == len(saved.then), "all that was saved changed while it was being written"
+
+
+def test_a_state_saved_on_two_ranks_is_read_on_one_and_on_three(directory, tmp_path):
+    # A critic's head has one row, so there are ranks without any of it.
+    saved, _ = on_ranks(2, unbroken, directory, tmp_path, critic=True, optimizer="Muon")
+    for ranks in (1, 3):
+        actual = on_ranks(ranks, resumed, directory, tmp_path, critic=True, optimizer="Muon")
+        assert_equal(actual[-1].then, saved.then)
+
+
+def test_offloaded_parameters_train_as_those_on_the_device(directories):
+    for stays, moves in on_ranks(2, moved, directories["all heads one key, tied head"]):
+        assert_equal(moves, stays)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_a_model_trains_the_same_under_offload_policy(directories, optimizer):
+    for offloaded, kept in on_ranks(2, under_offload_policy, directories["all heads one key, tied head"], optimizer):
+        assert_equal(offloaded, kept)
+
+
+def test_a_state_saved_by_replicas_is_read_as_shards(directory, tmp_path):
+    saved, _ = on_ranks(2, unbroken, directory, tmp_path, shards=1)
+    assert len(list(tmp_path.glob("*.distcp"))) == 2
+    (actual,) = on_ranks(1, resumed, directory, tmp_path)
+    assert_equal(actual.then, saved.then)
+
+
+# -- on one rank, in this process --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.new_group(backend="gloo")
+    dist.destroy_process_group()
+
+
+def save(learner: Learner, directory: Path, contents: Collection[str] = ALL) -> None:
+    writer = StateWriter("cpu")
+    writer.start({directory: state_of(learner.model, learner.optimizers, contents)})
+    wait_for(writer)
+
+
+def load(learner: Learner, directory: Path, group: dist.ProcessGroup, contents: Collection[str] = ALL) -> None:
+    load_state(learner.model, learner.optimizers, contents, directory, group)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_moments_have_the_names_that_torch_gives_them(group, directory, optimizer):
+    learner = build(directory, optimizer=optimizer)
+    train(learner, range(1))
+    actual = state_of(learner.model, learner.optimizers, ALL)["optimizer"]["state"]
+    expected: Any = get_optimizer_state_dict(learner.model.model, learner.optimizers.optimizers)["state"]
+    assert actual.keys() == expected.keys()
+    for name, moments in expected.items():
+        assert_equal(
+            {kind: value.full_tensor() if isinstance(value, DTensor) else value for kind, value in moments.items()},
+            {
+                kind: value.full_tensor() if isinstance(value, DTensor) else value
+                for kind, value in actual[name].items()
+            },
+        )
+
+
+def test_a_run_saved_before_its_first_update_resumes_exactly(group, directory, tmp_path):
+    plain, saved, actual = (build(directory, optimizer="Muon") for _ in range(3))
+    save(saved, tmp_path)
+    load(actual, tmp_path, group)
+    for learner in (plain, saved, actual):
+        train(learner, range(2))
+    assert_equal(full(saved), full(plain))
+    assert_equal(full(actual), full(plain))
+
+
+def test_copies_reuse_their_memory_even_if_moments_are_moved(group, directory, tmp_path):
+    learner, writer = build(directory), StateWriter("cpu")
+    places = []
+    for number in range(3):
+        train(learner, range(number, number + 1))
+        for state in learner.optimizers.optimizers[0].state.values():
+            state["exp_avg"] = state["exp_avg"].clone()
+        copied = writer.start({tmp_path / str(number) / "actor": state_of(learner.model, learner.optimizers, ALL)})
+        places.append({path: local(copy).data_ptr() for path, copy in writer.copies["actor"].items() if copy.dim()})
+        wait_for(writer)
+    assert places[0] == places[1] == places[2]
+    parameters = list(learner.model.parameters())
+    # Parameter and two moments in float32, and the number of steps of each.
+    assert copied == sum(12 * parameter.numel() + 4 for parameter in parameters)
+    load(actual := build(directory), tmp_path / "2" / "actor", group)
+    assert_equal(full(actual), full(learner))
+
+
+def test_several_models_are_written_one_after_another_each_under_its_name(group, directory, tmp_path):
+    actor, critic, writer = build(directory), build(directory, critic=True), StateWriter("cpu")
+    for learner in (actor, critic):
+        train(learner, range(1))
+    states = {
+        "actor": state_of(actor.model, actor.optimizers, ALL),
+        "critic": state_of(critic.model, critic.optimizers, ALL),
+    }
+    writer.start(
+        {tmp_path / name: state for name, state in states.items()}
+        | {tmp_path / "reference": state_of(actor.model, None, ALL)}
+    )
+    wait_for(writer)
+    load(actual := build(directory, critic=True), tmp_path / "critic", group)
+    assert_equal(full(actual), full(critic))
+    load(actual := build(directory), tmp_path / "reference", group, ["model"])
+    assert_equal(actual.model.state_dict(), actor.model.state_dict())
+
+
+def test_parts_can_be_read_separately(group, directory, tmp_path):
+    learner = build(directory)
+    train(learner, range(2))
+    save(learner, tmp_path)
+    actual = build(directory)
+    load(actual, tmp_path, group, ["model"])
+    assert_equal(
+        {name: value for name, value in full(actual).items() if name.startswith(".model")},
+        {name: value for name, value in full(learner).items() if name.startswith(".model")},
+    )
+    assert actual.optimizers.updates == 0 and not any(
+        full(actual)[name].any() for name in full(actual) if "exp_avg" in name
+    )
+    load(actual, tmp_path, group, ["extra"])
+    assert (actual.optimizers.updates, actual.optimizers.lr) == (2, learner.optimizers.lr)
+
+
+def test_learning_rates_are_those_of_the_resumed_configuration(group, directory, tmp_path):
+    learner = build(directory)
+    train(learner, range(3))
+    save(learner, tmp_path)
+    actual = build(directory, lr=0.1, weight_decay=0.5)
+    load(actual, tmp_path, group)
+    assert actual.optimizers.lr == pytest.approx(10 * learner.optimizers.lr)
+    assert actual.optimizers.optimizers[0].param_groups[0]["weight_decay"] == 0.5
+
+
+@pytest.mark.parametrize("part", ALL)
+def test_a_part_that_was_not_saved_is_named(group, directory, tmp_path, part):
+    learner = build(directory)
+    save(learner, tmp_path, [kept for kept in ALL if kept != part])
+    with pytest.raises(ValueError, match=rf"^{tmp_path}: no {part} was saved there, see checkpoint.save_contents$"):
+        load(learner, tmp_path, group)
+
+
+def test_a_directory_without_any_part_says_so(group, directory, tmp_path):
+    with pytest.raises(ValueError, match="no model was saved there"):
+        load(build(directory), tmp_path, group)
+
+
+def test_moments_of_another_optimizer_are_rejected_with_a_fix(group, directory, tmp_path):
+    save(build(directory, optimizer="Muon"), tmp_path)
+    with pytest.raises(
+        ValueError,
+        match=r"the optimizer saved there has no state.model.layers.0.mlp.down_proj.weight.exp_avg; "
+        r"trainer.reset_optimizer=true starts without moments and schedule",
+    ):
+        load(build(directory), tmp_path, group)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (
+            "all heads their own keys",
+            r"has model.layers.0.self_attn.k_proj.bias of the shape \[16\], this run's is \[32\]",
+        ),
+        ("all heads one key, tied head", "has lm_head.weight, which is not in this run's"),
+        ("qwen3", "has no model.layers.0.self_attn.k_norm.weight"),
+    ],
+)
+def test_another_model_is_rejected(group, directories, tmp_path, family, message):
+    save(build(directories["two heads a key"]), tmp_path)
+    learner = build(directories[family])
+    before = full(learner)
+    with pytest.raises(ValueError, match=f"the model saved there {message}"):
+        load(learner, tmp_path, group)
+    assert_equal(full(learner), before)
+
+
+def test_a_failed_write_is_reported_once_and_the_next_one_succeeds(group, directory, tmp_path):
+    learner, writer = build(directory), StateWriter("cpu")
+    (tmp_path / "full").touch()
+    for folder in ("full", "empty"):
+        writer.start({tmp_path / folder / "actor": state_of(learner.model, learner.optimizers, ALL)})
+        writer.writing[0].exception()
+        if folder == "full":
+            with pytest.raises(RuntimeError, match=f"{tmp_path}/full/actor: rank 0: NotADirectoryError"):
+                writer.finished()
+        assert writer.finished()
+    load(build(directory), tmp_path / "empty" / "actor", group)
+
+
+def test_a_rank_that_cannot_write_or_copy_is_reported_and_later_saves_are_complete(directory, tmp_path):
+    (not_written, not_copied), (own,) = on_ranks(2, told_of_failures, directory, tmp_path)
+    assert not_written.startswith(f"{tmp_path}/blocked: rank 1: IsADirectoryError: ")
+    assert not (tmp_path / "blocked" / ".metadata").exists()
+    assert not_copied == "another rank could not copy its state to host memory"
+    assert "meta tensor" in own
+
+
+def test_a_truncated_file_is_an_error(group, directory, tmp_path):
+    learner = build(directory)
+    save(learner, tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(RuntimeError, match=f"^{tmp_path}: rank 0: "):
+        load(learner, tmp_path, group)
+
+
+# -- a model to start from ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(group, directories, tmp_path):
+    """A trained model saved with its configuration, by family; and the model."""
+
+    def make(family: str = "two heads a key", **options: bool) -> tuple[str, nn.Module]:
+        learner = build(directories[family], **options)
+        train(learner, range(1))
+        save(learner, tmp_path)
+        model: Any = learner.model.model
+        if model.can_generate():
+            model.generation_config = GenerationConfig(top_k=7, eos_token_id=[3, 5])
+        export_settings(model, tmp_path / HUGGINGFACE, torch.float32)
+        return str(tmp_path), model
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["two heads a key", "all heads one key, tied head"])
+def test_training_can_start_from_a_saved_model(saved, family, dtype):
+    path, model = saved(family)
+    actual = load_language_model(model_config(path), dtype).model
+    expected = {name: value.full_tensor().to(dtype) for name, value in model.named_parameters()}
+    assert_equal(dict(actual.named_parameters()), expected)
+    assert {value.dtype for value in actual.parameters()} == {dtype}
+    assert (actual.lm_head.weight is actual.model.embed_tokens.weight) == ("tied" in family)
+    assert (actual.generation_config.top_k, actual.generation_config.eos_token_id) == (7, [3, 5])
+
+
+def test_training_can_start_from_a_saved_critic(saved):
+    path, model = saved(critic=True)
+    actual = load_value_model(model_config(path), torch.float32).model
+    assert_equal(
+        dict(actual.named_parameters()), {name: value.full_tensor() for name, value in model.named_parameters()}
+    )
+
+
+def test_a_critic_can_start_from_a_saved_actor(saved):
+    path, model = saved()
+    actual = load_value_model(model_config(path), torch.float32).model
+    assert torch.equal(actual.model.norm.weight, model.model.norm.weight.full_tensor())
+    assert not actual.score.weight.any()
+
+
+def test_a_saved_critic_is_not_a_language_model(saved):
+    path, _ = saved(critic=True)
+    with pytest.raises(ValueError, match=r"1 of the model's weights are missing \(lm_head.weight\)"):
+        load_language_model(model_config(path), torch.float32)
+
+
+def test_training_cannot_start_from_a_checkpoint_without_the_model(group, directory, tmp_path):
+    learner = build(directory)
+    save(learner, tmp_path, ["optimizer"])
+    export_settings(learner.model.model, tmp_path / HUGGINGFACE, torch.float32)
+    with pytest.raises(ConfigError, match=f"{tmp_path} holds no saved model"):
+        load_language_model(model_config(str(tmp_path)), torch.float32)
+
+
+def test_full_weights_next_to_the_shards_of_other_parts_are_read(group, directory, tmp_path):
+    save(build(directory), tmp_path, ["optimizer"])
+    shutil.copytree(directory, tmp_path / HUGGINGFACE)
+    actual = load_language_model(model_config(str(tmp_path)), torch.float32)
+    assert_equal(actual.state_dict(), load_language_model(model_config(directory), torch.float32).state_dict())
+
+
+def test_training_can_start_from_verls_shards(group, directory, tmp_path):
+    expected = load_language_model(model_config(directory), torch.float32)
+    torch.save(expected.model.state_dict(), tmp_path / "model_world_size_1_rank_0.pt")
+    (tmp_path / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 1}')
+    expected.model.config.save_pretrained(tmp_path / HUGGINGFACE)
+    actual = load_language_model(model_config(str(tmp_path)), torch.float32)
+    assert_equal(actual.state_dict(), expected.state_dict())

@@ -1,0 +1,62 @@
+"""Which model's parameters are on the device when, with learners that only record calls."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybridrl.core.training.losses import ValueLossConfig
+from hybridrl.core.training.worker import TrainWorker
+
+VALUE_LOSS = ValueLossConfig(clip=0.5, aggregation="token-mean", scale=1.0, grad_clip=1.0)
+
+
+class RecordingLearner:
+    """A learner whose parameters may leave the device."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def offload(self, *, to_host: bool) -> None:
+        self.calls.append(f"{self.name} {'leaves' if to_host else 'arrives'}")
+
+    def update(self, *_: Any, **__: Any) -> list:
+        self.calls.append(f"{self.name} updates")
+        return []
+
+
+@pytest.fixture
+def calls() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def worker(calls: list[str]) -> TrainWorker:
+    made = TrainWorker.__new__(TrainWorker)  # without an actor
+    made.rank, made.config = 0, SimpleNamespace(seed=0, device="cpu")
+    made.policy, made.critic = RecordingLearner("policy", calls), RecordingLearner("critic", calls)
+    return made
+
+
+def test_while_one_model_is_updated_the_other_is_offloaded(worker: TrainWorker, calls: list[str]) -> None:
+    worker.update_critic(None, [], VALUE_LOSS, 1)
+    worker.update_policy(
+        None,
+        [],
+        SimpleNamespace(correction=None, entropy_coeff=0, own_old_log_probs=False, log_entropy=False, grad_clip=1.0),
+        1,
+    )
+    assert calls == [
+        *("policy leaves", "critic arrives", "critic updates"),
+        *("critic leaves", "policy arrives", "policy updates"),
+    ]
+
+
+def test_after_a_rollout_the_critic_returns_only_when_it_is_used(worker: TrainWorker, calls: list[str]) -> None:
+    worker.offload(to_host=False)
+    assert calls == ["critic leaves", "policy arrives"]
+
+
+def test_before_the_weight_sync_only_the_critic_leaves(worker: TrainWorker, calls: list[str]) -> None:
+    worker.offload(to_host=True, policy=False)
+    assert calls == ["critic leaves"]

@@ -1,0 +1,72 @@
+"""What the driver decides about a step's updates, and what it makes of the ranks' metrics; without any rank."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hybridrl.core.algorithms.rollout_correction import RolloutCorrection, parse_rejections
+from hybridrl.core.batch import Batch
+from hybridrl.core.training.losses import LossConfig
+from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.worker_group import PolicyPlan, SplitEpisodes, TrainWorkers, UpdatePlan
+
+TOKEN = RolloutCorrection("token", None, 2.0, False, ())
+SEQUENCE = RolloutCorrection("sequence", None, 2.0, False, ())
+REJECTS = RolloutCorrection(None, None, 2.0, False, parse_rejections("seq_sum_k1", 2.0))
+BUDGET = MicroBatchBudget(100)
+
+
+class Ranks:
+    """Two ranks that answer every call with what they are given."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def share(self, batch: Batch) -> Batch:
+        return batch
+
+    def scatter(self, method: Any, parts: list[Any], **options: Any) -> list[Any]:
+        return self.answers
+
+
+def workers_of(ranks: Ranks | None = None, in_update: RolloutCorrection | None = None, **loss: Any) -> TrainWorkers:
+    settings = {"policy_loss": "vanilla", "aggregation": "token-mean", "scale": 1.0, "temperature": 1.0}
+    policy_loss = LossConfig(**settings | {"grad_clip": 1.0} | loss)
+    plan = PolicyPlan(policy_loss, UpdatePlan(2, 1, 0, False, BUDGET), BUDGET, BUDGET, correction=in_update)
+    return TrainWorkers(ranks, plan, None, "float32", 1.0)
+
+
+@pytest.mark.parametrize(("correction", "computed"), [(None, False), (TOKEN, False), (SEQUENCE, True)])
+def test_old_log_probs_are_computed_first_if_an_episodes_weights_are_of_several_rows(make_batch, correction, computed):
+    """An update computes them by micro-batch, in which the rows of an episode need not be together."""
+    workers = workers_of(in_update=correction)
+    assert not workers.needs_old_log_probs(make_batch([2, 3, 1], group=[0, 0, 1]))
+    assert workers.needs_old_log_probs(make_batch([2, 3, 1], group=[0, 0, 1], episode=[0, 0, 1])) is computed
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ({"policy_loss": "gspo"}, "loss_mode=gspo compares whole responses"),
+        ({"correction": SEQUENCE}, "rollout_correction with bypass_mode=true compares whole responses"),
+        ({"correction": REJECTS}, "rollout_correction with bypass_mode=true compares whole responses"),
+    ],
+)
+def test_a_loss_of_whole_responses_is_refused_for_an_episode_of_several_rows(make_batch, loss, said):
+    batch = make_batch([2, 3], group=[0, 0], episode=[0, 0], old_log_probs=torch.zeros(5))
+    with pytest.raises(SplitEpisodes, match=said):
+        workers_of(**loss).update_policy(batch, step=1)
+
+
+def test_metrics_are_means_over_updates_and_the_learning_rate_is_the_last_one(make_batch):
+    """Shares of two ranks add up."""
+    updates = [{"pg_loss": 1.0, "lr": 0.5e-3}, {"pg_loss": 2.0, "lr": 0.25e-3}]
+    workers = workers_of(Ranks((updates, None), (updates, None)))
+    batch = make_batch([2, 3], old_log_probs=torch.zeros(5))
+    metrics, _ = workers.update_mini_batches(batch, [[0], [1]], workers.policy.loss, step=1)
+    assert metrics["actor/pg_loss"] == 3.0
+    assert metrics["actor/lr"] == 0.5e-3
