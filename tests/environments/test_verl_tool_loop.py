@@ -50,8 +50,8 @@ TALKS = """
 from verl.interactions.base import BaseInteraction
 
 class Patient(BaseInteraction):
-    # Asks once more, and ends as its base class does, without an id.
-    made, read = 0, []
+    # Asks once more; its end takes no id, as that of verl's base class.
+    made, read, finished = 0, [], 0
 
     def __init__(self, config):
         super().__init__(config)
@@ -60,6 +60,9 @@ class Patient(BaseInteraction):
     async def generate_response(self, instance_id, messages, **kwargs):
         Patient.read.append([(message["role"], message["content"]) for message in messages])
         return len(Patient.read) > 1, "and?", 0.5, {}
+
+    async def finalize_interaction(self):
+        Patient.finished += 1
 
 class Careful(Patient):
     ended = []
@@ -189,8 +192,8 @@ class Episodes:
         worker = EpisodeWorker.__new__(EpisodeWorker)  # without an actor's log
         limits = Limits(prompt=300, response=self.response, context=1200)
         end = (self.tokenizer.eos_token_id,)
-        more = {"formats": {"format": (multi_turn | self.limits)["format"]}, "configuration": configuration}
-        worker.begin(EpisodeSettings(lambda: self.tokenizer, self.settings, limits, end, **more))
+        settings = EpisodeSettings(lambda: self.tokenizer, self.settings, limits, end, configuration=configuration)
+        worker.begin(replace(settings, formats={"format": (multi_turn | self.limits)["format"]}))
         return asyncio.run(asyncio.wait_for(self._run(worker, texts, row), 60))
 
     async def _run(self, worker: EpisodeWorker, texts: Sequence[str], row: dict[str, Any]) -> Trajectory:
@@ -331,7 +334,7 @@ def test_an_interaction_of_verl_s_base_class_reads_whole_responses_and_is_made_o
     first = [("user", "Go."), ("assistant", without_marks), ("tool", "2"), ("assistant", "2")]
     assert talks.Patient.read == [first, [*first, ("user", "and?"), ("assistant", "yes")]]
     episodes(["again"], **row)
-    assert talks.Patient.made == 3  # one for each entry of the file
+    assert (talks.Patient.made, talks.Patient.finished) == (3, 2)  # one for each entry; two episodes
 
 
 def test_the_end_of_an_interaction_gets_what_its_method_takes(episodes: Episodes, talks: Any) -> None:
