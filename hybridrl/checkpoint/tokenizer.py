@@ -5,10 +5,10 @@ one drops every space, and read as Qwen's it splits every number into digits. Kn
 """
 
 import logging
-from pathlib import Path
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import cached_file
 
 # Ordinary text: spaces, several in a row, line breaks, digits, other letters and scripts.
 PROBES = ("What is a mask?", "one  two\n\n  three", "In 2024 it was 3.14 x 10,", "Z\u00fcrich, \u6771\u4eac")
@@ -21,11 +21,12 @@ def read_tokenizer(place: str, *, trusted: bool, local: bool = False) -> PreTrai
     other tokens. `local`: do not ask the hub."""
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trusted, local_files_only=local)
     change = changed_text(tokenizer)
-    other = None if change else _other_tokens(tokenizer, Path(place) / "tokenizer.json")
+    other = None if change else _other_tokens(tokenizer, place, local)
     if change is None and other is None:
         return tokenizer
     try:
-        described = PreTrainedTokenizerFast.from_pretrained(place, local_files_only=local)
+        special = tokenizer.special_tokens_map  # some are the class's own, which no file has
+        described = PreTrainedTokenizerFast.from_pretrained(place, local_files_only=local, **special)
         if changed_text(described):
             return tokenizer
     except Exception:  # without a tokenizer.json; the library raises many types
@@ -36,12 +37,17 @@ def read_tokenizer(place: str, *, trusted: bool, local: bool = False) -> PreTrai
     return described
 
 
-def _other_tokens(tokenizer: PreTrainedTokenizerBase, file: Path) -> str | None:
-    """Return the first of some ordinary texts to which the file gives other tokens; None without a file, or if the
-    class is the one that follows it."""
-    if type(tokenizer) is PreTrainedTokenizerFast or not file.is_file():
+def _other_tokens(tokenizer: PreTrainedTokenizerBase, place: str, local: bool) -> str | None:
+    """Return the first of some ordinary texts to which tokenizer.json gives other tokens; None without that file, if
+    the class follows it, and if the class is the model's own or its settings add a space."""
+    own = not type(tokenizer).__module__.startswith("transformers.")
+    if type(tokenizer) is PreTrainedTokenizerFast or own or tokenizer.init_kwargs.get("add_prefix_space"):
         return None
-    described = Tokenizer.from_file(str(file))
+    names = {"local_files_only": local, "_raise_exceptions_for_missing_entries": False}
+    file = cached_file(place, "tokenizer.json", **names)
+    if file is None:
+        return None
+    described = Tokenizer.from_file(file)
     described.no_padding()
     described.no_truncation()
     ids = {text: tokenizer(text, add_special_tokens=False)["input_ids"] for text in PROBES}

@@ -99,9 +99,12 @@ def load_conversations(
     check_template_arguments(tokenizer, config.apply_chat_template_kwargs)
     rows = load_rows(files, faults, key=key, max_samples=max_samples, shuffle=shuffle, seed=config.seed)
     parse = _chat if tokenizer.chat_template else _texts
-    parsed = [parse(row, config, faults) for row in rows]
+    parsed, given = [], 0
+    for row in rows:
+        parsed.append(parse(row, config, faults))
+        given += bool(row_arguments(row.values, None))
     faults.close()
-    if unread := unread_column(sum(bool(row_arguments(row.values, None)) for row in rows), read):
+    if unread := unread_column(given, read):
         logger.warning("%s: %s", key, unread)
     if tokenizer.chat_template:
         conversations = _tokenize_chats(rows, parsed, config, tokenizer, faults, replay)

@@ -49,6 +49,7 @@ CUSTOM = "data.custom_cls.path"
 UNKNOWN_SOURCE = "unknown"
 PROMPT_NAMES = ("question", "problem", "query", "instruction", "input", "messages", "text")  # in other datasets
 TRUTH_NAMES = ("ground_truth", "answer", "label", "target", "solution")  # likewise
+TRUTHS = ("reward_model", "reward_spec")  # verl's and SkyRL's columns of it
 VERL, SKYRL, AREAL = "verl", "SkyRL", "AReaL"
 ENVIRONMENTS = ("agent_name", "env_class")  # verl's and SkyRL's columns that name what a row runs in
 EPISODE_FIELDS = ("tools_kwargs", "interaction_kwargs", "tool_selection")  # columns, or fields of extra_info
@@ -256,8 +257,8 @@ def _holds(prompt: Prompt, name: str) -> bool:
 
 def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
     """Return the row as a prompt without ids, or all faults of the row."""
-    form, values = to_verl_format(row.values, config.reward_fn_key)
-    columns = row.values
+    columns = _with_objects(row.values)
+    form, values = to_verl_format(columns, config.reward_fn_key)
     prompt = values.get(config.prompt_key if form != AREAL else "prompt")
     messages = as_messages(prompt) or (prompt if isinstance(prompt, str) else None)
     tools = as_tools(values.get(config.tools_key))
@@ -272,7 +273,8 @@ def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
         faults.append(f"{needed}the row has {', '.join(names) or 'no columns'}{hint}")
     if config.ground_truth_key:
         ground_truth = _in_column(config.ground_truth_key, columns)
-        columns = columns | {"ground_truth": ground_truth}  # for environments
+        # Environments find it where they find that of other rows.
+        columns |= {name: (_as_object(columns.get(name)) or {}) | {"ground_truth": ground_truth} for name in TRUTHS}
     else:
         reward = values.get("reward_model")
         ground_truth = reward.get("ground_truth") if isinstance(reward, dict) else None
@@ -296,6 +298,12 @@ def _in_column(name: str, columns: dict[str, Any]) -> Any:
     value = columns.get(name)
     truth = _as_object(value)
     return value if truth is None else truth.get("ground_truth", value)
+
+
+def _with_objects(columns: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns, with the objects in place of their JSON texts where the ground truth may be."""
+    decoded = {name: _as_object(columns[name]) for name in TRUTHS if isinstance(columns.get(name), str)}
+    return columns | {name: value for name, value in decoded.items() if value is not None}
 
 
 def _as_object(value: Any) -> dict[str, Any] | None:
@@ -326,9 +334,7 @@ def to_verl_format(values: dict[str, Any], source_key: str) -> tuple[str, dict[s
     SkyRL: {prompt, env_class, reward_spec: {ground_truth}}. AReaL (boba): {prompt, query_id, task, solutions}, for
     programs input_output instead of solutions. Any other row is treated as verl's, and checked as such.
     """
-    for name in ("reward_model", "reward_spec"):
-        if (truth := _as_object(values.get(name))) is not None:
-            values = values | {name: truth}
+    values = _with_objects(values)
     if isinstance(values.get("reward_model"), dict):
         return VERL, values
     if isinstance(values.get("reward_spec"), dict):

@@ -37,25 +37,25 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def arguments_read(tokenizer: PreTrainedTokenizerBase) -> set[str] | None:
+def arguments_read(tokenizer: PreTrainedTokenizerBase, *, surely: bool = False) -> set[str] | None:
     """Return the names of the arguments that the chat template reads, in any of its forms; None if that is unknown: it
-    is code of the tokenizer, or no valid template."""
+    is code of the tokenizer, or no valid template. `surely`: without its own variables that may be unassigned in some
+    branch, which an argument would set there."""
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         return None
     template, environment = tokenizer.chat_template or "", Environment(extensions=[loopcontrols, _Generation])
     try:
-        sources = map(environment.parse, template.values() if isinstance(template, dict) else [template])
-        return set().union(*map(_arguments, sources)) - GIVEN
+        sources = [*map(environment.parse, template.values() if isinstance(template, dict) else [template])]
     except TemplateSyntaxError:
         return None
+    return set().union(*(_arguments(source, surely) for source in sources)) - GIVEN
 
 
-def _arguments(source: nodes.Template) -> set[str]:
-    """Return the names that a template may read before it has assigned them: the others are its own variables."""
-    first: dict[str, str] = {}
-    for name in _names(source):
+def _arguments(source: nodes.Template, surely: bool) -> set[str]:
+    names, first = find_undeclared_variables(source), dict[str, str]()
+    for name in _names(source) if surely else ():
         first.setdefault(name.name, name.ctx)
-    return {name for name in find_undeclared_variables(source) if first.get(name, "load") == "load"}
+    return {name for name in names if first.get(name, "load") == "load"}
 
 
 def _names(node: nodes.Node) -> Iterator[nodes.Name]:
@@ -70,7 +70,8 @@ def _names(node: nodes.Node) -> Iterator[nodes.Name]:
 def check_template_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Collection[str]) -> None:
     """Raise ConfigError for arguments of the configuration that the template does not read, or that the run sets."""
     read, findings = arguments_read(tokenizer), Findings()
-    known = sorted(name for name in read or () if name not in tokenizer.special_tokens_map)
+    named = arguments_read(tokenizer, surely=True) or set()
+    known = sorted(named - tokenizer.special_tokens_map.keys())
     for name in arguments:
         key = f"{KEY}.{name}"
         if name in FIXED:

@@ -61,9 +61,9 @@ def _unused_segments() -> list[Path]:
         match = SEGMENT.fullmatch(path.name)
         if match and path.stat().st_uid == os.getuid() and not psutil.pid_exists(int(match["process"] or -1)):
             found[path.name] = path
-    for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
+    for process in Path("/proc").glob("[0-9]*") if found else ():
         with contextlib.suppress(OSError):  # it has ended, or is another user's, who cannot map what is not theirs
-            for name in re.findall(rf"{SHARED}/(\S+)", maps.read_text()):
+            for name in re.findall(rf"{SHARED}/(\S+)", (process / "maps").read_text()):
                 found.pop(name, None)
     return sorted(found.values())
 

@@ -40,10 +40,13 @@ def main(argv: list[str]) -> int:
     if not script.is_file():
         parser.error(f"there is no script {script}")
     try:
-        launches = launches_of(script, arguments.arguments)
-    except ValueError as error:
-        parser.error(str(error))
-    return max([_migrate(launch) for launch in launches])
+        try:
+            launches = launches_of(script, arguments.arguments)
+        except ValueError as error:
+            parser.error(str(error))
+        return max([_migrate(launch) for launch in launches])
+    except RecursionError:
+        parser.error(f"{script} has parentheses, brackets or quotes nested too deeply to be read")
 
 
 def _migrate(launch: Launch) -> int:

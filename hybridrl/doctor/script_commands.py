@@ -40,7 +40,8 @@ SOURCES = "date|hostname|whoami|id|uuidgen|git|nproc|cat"  # whose output is par
 # A program's path, which a restricted bash starts only if a function has its name.
 PATHS = re.compile(r"(?<![\w./$}-])(?:[\w.][\w.-]*)?/[\w./-]*\w")
 # Every program is recorded instead of run; builtins that would exit the shell or change anything do nothing. No process
-# is there to be waited for, and a loop that sleeps so often waits for what only a program could do.
+# is there to be waited for, and a loop that sleeps so often waits for what only a program could do: its `sleep` leaves
+# it, which no function could, and is one command, so that it may stand wherever a command may.
 PRELUDE = r"""
 __mark() {
     local text="$*" code i LC_ALL=C
@@ -69,7 +70,7 @@ for name in python python3 python3.10 python3.11 python3.12 "${__paths[@]}"; do
 done
 __slept() { (( ++__sleeps[BASH_LINENO[0]] % 100 == 0 )); }
 shopt -s expand_aliases
-alias sleep='__slept && break; :'
+alias sleep='builtin eval "__slept && break; : #"'
 exec() { command_not_found_handle "$@"; }
 for name in set cd . source exit trap ulimit shopt alias unalias; do eval "$name() { :; }"; done
 eval() {
@@ -98,7 +99,9 @@ def commands_of(script: Path, arguments: Sequence[str] = ()) -> tuple[list[list[
     for _ in range(DEEPEST):
         commands, stopped = _run(script, arguments, changed)
         evaluated = [words[1] for words in commands if words[:1] == [EVALUATED] and words[1:]]
-        texts = {text: without_files(text) for text in evaluated}
+        if any(len(os.fsencode(text)) > LARGEST for text in evaluated):
+            raise _too_large(script)
+        texts = {text: without_files(text) for text in dict.fromkeys(evaluated)}
         if (more := {text: left for text, left in texts.items() if text != left}) == changed:
             break
         changed |= more
@@ -106,6 +109,8 @@ def commands_of(script: Path, arguments: Sequence[str] = ()) -> tuple[list[list[
 
 
 def _run(script: Path, arguments: Sequence[str], changed: Mapping[str, str]) -> tuple[list[list[str]], str]:
+    if script.stat().st_size > LARGEST:
+        raise _too_large(script)
     written = script.read_text(encoding="utf-8", errors="surrogateescape")
     variables = _environment(written)
     paths = sorted({*PATHS.findall(written), *(path for value in variables.values() for path in PATHS.findall(value))})
@@ -117,7 +122,7 @@ def _run(script: Path, arguments: Sequence[str], changed: Mapping[str, str]) -> 
     known = " ".join(f"{name}=({items})" for name, items in lists.items())
     text = f"{known}\n{PRELUDE}{without_files(written)}{LAST_LINE}"
     if len(os.fsencode(text)) > LARGEST or "\0" in text:
-        raise ValueError(f"{script} is larger than {LARGEST} bytes or binary, which no launch script is")
+        raise _too_large(script)
     start = START.format(str(TOP)) + f"become(sys.argv[1:], {LIMITS})"
     command = [sys.executable, "-I", "-S", "-B", "-c", start, *BASH, text, str(script), *arguments]
     with tempfile.TemporaryFile() as record, tempfile.TemporaryFile() as errors:
@@ -141,6 +146,12 @@ def _run(script: Path, arguments: Sequence[str], changed: Mapping[str, str]) -> 
         commands.remove([LAST])
         return commands, ""
     return commands, stopped or (lines[-1] if lines else "it was ended")
+
+
+def _too_large(script: Path) -> ValueError:
+    return ValueError(
+        f"{script} or a text it evaluates is larger than {LARGEST} bytes or binary, unlike launch scripts"
+    )
 
 
 def _recorded(record: str) -> list[list[str]]:
@@ -177,9 +188,9 @@ def _await(shell: subprocess.Popen[bytes], script: Path) -> str:
 def _processes(group: int) -> int:
     """Return how many processes of a group run; one that has ended may never be awaited by its parent."""
     states = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").glob("[0-9]*"):  # not */stat: glob fails if a process ends before it looks for that
         with contextlib.suppress(OSError):
-            state, _, its_group, *_ = file.read_text(errors="replace").rpartition(")")[2].split()
+            state, _, its_group, *_ = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
             states += [state] if int(its_group) == group else []
     return sum(state not in "ZX" for state in states)
 

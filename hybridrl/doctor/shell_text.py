@@ -35,13 +35,19 @@ def without_files(script: str) -> str:
 
 class _Scanner:
     """Copies a script from `at` on; `here` are the here-documents that begin with the next line, `ends` what ends a
-    word."""
+    word.
+
+    What turns out to be no arithmetic is read a second time, as commands. So that each level of nesting does not double
+    the time, `nested` keeps what is quoted or expanded within, and `subshells` the parentheses known to be none.
+    """
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
         self.copied: list[str] = []
         self.here: list[re.Match[str]] = []
         self.ends = " \t\n;&|<>()"
+        self.nested: dict[tuple[int, bool, str], tuple[int, str, list[re.Match[str]]]] = {}
+        self.subshells: set[int] = set()
 
     def commands(self, end: str = "") -> None:
         """Copy commands up to and including `end`."""
@@ -71,8 +77,9 @@ class _Scanner:
         return None
 
     def _copy(self, count: int) -> None:
-        self.copied.append(self.text[self.at : self.at + count])
-        self.at += count
+        text = self.text[self.at : self.at + count]
+        self.copied.append(text)
+        self.at += len(text)
 
     def _begins_command(self) -> bool:
         return COMMAND.search("\n" * (self.at < 40) + self.text[max(0, self.at - 40) : self.at]) is not None
@@ -88,6 +95,19 @@ class _Scanner:
 
     def _nested(self, in_quotes: bool) -> bool:
         """Copy what is quoted or expanded, if that is next; in double quotes, single ones have no meaning."""
+        key, count, outer = (self.at, in_quotes, self.ends), len(self.copied), self.here
+        if key not in self.nested:
+            self.here = []  # the lines in an expansion are not those after the line around it
+            if not self._read_nested(in_quotes):
+                self.here = outer
+                return False
+            self.nested[key] = self.at, "".join(self.copied[count:]), self.here
+        self.at, text, inner = self.nested[key]
+        self.copied[count:] = [text]
+        self.here = [*outer, *inner]
+        return True
+
+    def _read_nested(self, in_quotes: bool) -> bool:
         rest = self.text[self.at : self.at + 3]
         if quoted := (ESCAPED if in_quotes else QUOTED).match(self.text, self.at):
             self._copy(len(quoted[0]))
@@ -98,7 +118,7 @@ class _Scanner:
             self.commands(")")
         elif rest[:1] == "`":
             self._copy(1)
-            around, self.ends = self.ends, f"{self.ends}`"
+            around, self.ends = self.ends, self.ends.rstrip("`") + "`"
             self.commands("`")
             self.ends = around
         elif rest[:2] == "${":
@@ -123,20 +143,28 @@ class _Scanner:
 
     def _arithmetic(self) -> bool:
         """Copy arithmetic, if what begins like it ends like it; a subshell in a subshell begins like it too."""
-        start, count, depth = self.at, len(self.copied), 0
-        while self.at < len(self.text):
+        start, count, here = self.at, len(self.copied), self.here
+        opened: list[int] = []
+        pair = (-1, -1)  # the parentheses closed last
+        while self.at < len(self.text) and start not in self.subshells:
             char = self.text[self.at]
             if char in "\"'`\\" or (char == "$" and self.at > start):
                 if not self._nested(in_quotes=False):
                     self._copy(1)
                 continue
+            if char == "(":
+                opened.append(self.at)
+            elif char == ")":
+                inner, pair = pair, (opened.pop(), self.at)
+                if inner != (pair[0] + 1, pair[1] - 1):
+                    self.subshells.add(pair[0])
+                if len(opened) == 1 and not self.text.startswith("))", self.at):
+                    break
             self._copy(1)
-            depth += (char == "(") - (char == ")")
-            if char == ")" and depth == 1 and not self.text.startswith(")", self.at):
-                break
-            if char == ")" and depth == 0:
+            if char == ")" and not opened:
                 return True
-        self.at = start
+        self.subshells |= {start, *opened}
+        self.at, self.here = start, here
         del self.copied[count:]
         return False
 

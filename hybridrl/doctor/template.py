@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 
 def _arguments(tokenizer: PreTrainedTokenizerBase) -> str:
     """Describe the further arguments that the template reads, which data.apply_chat_template_kwargs may have."""
-    read = arguments_read(tokenizer)
+    read = arguments_read(tokenizer, surely=True)
     return "any, as it is code" if read is None else ", ".join(sorted(read - {*tokenizer.special_tokens_map})) or "none"
 
 

@@ -39,6 +39,8 @@ DEFAULTS = {
     **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "enable_response_messages"), False),
     **dict.fromkeys(("return_tokens_as_token_ids", "return_prompt_text", "return_token_offsets"), False),
 }
+# Switches that are on if they are left out, and no fields: for any other, false asks for nothing.
+OFF_ASKS = {"enable_thinking", "thinking", "reasoning"}
 # What responses have within their fields, here or elsewhere: a client that sends one back asks for nothing by it.
 SENT_BACK = {
     *("id", "type", "index", "status", "logprobs", "annotations", "citations"),
@@ -206,7 +208,8 @@ class Sampled(Fields):
         """Return whether a field that nothing reads has no effect anywhere with this value."""
         if name in self.DEFAULTS:
             return bool(value == self.DEFAULTS[name])
-        return value in ("", [], {}) or (inside and not value)
+        off = value is False and name not in OFF_ASKS
+        return off or value in ("", [], {}) or (inside and not value)
 
     def warnings(self, rules: Rules) -> list[str]:
         """Return which fields have no effect; rejects those that would change the result."""
@@ -226,7 +229,7 @@ class Sampled(Fields):
             if inside and name in SENT_BACK | enforced:
                 continue
             if name in REASONS if inside else name not in self.HINTS:
-                near = difflib.get_close_matches(name, type(self).model_fields, n=1)
+                near = difflib.get_close_matches(name, type(self).model_fields, n=1, cutoff=0.8)
                 unknown = f"the endpoint has no such field; leave it out{f', or write {near[0]}' if near else ''}"
                 reason = REASONS.get(name, unknown)
                 raise rejected(400, f"{place} is not supported: {reason}", param=place)

@@ -96,8 +96,12 @@ def environment_of(row: Row, settings: EnvironmentSettings) -> Make | AgentLoop 
     if choice.kind == "environment":
         return _named(choice.name, row, settings)
     if choice.kind == "agent":
-        loop = agent_loop(choice.name, settings.agent_loop_config_path)
-        return replace(loop, row=row, tools=load_tools(settings) if loop.needs_tools else {})
+        loop = replace(agent_loop(choice.name, settings.agent_loop_config_path), row=row)
+        if not loop.needs_tools:
+            return loop
+        _interaction_of(settings, row)  # raises if there is none of the row's name
+        interactions = _interactions(settings.interaction_config_path)
+        return replace(loop, tools=_selected(settings, row), interactions=interactions)
     return functools.partial(_with_tools, settings, row)
 
 
@@ -136,25 +140,36 @@ def environment_class(name: str) -> type:
 
 
 def _with_tools(settings: EnvironmentSettings, row: Row) -> Environment:
-    tools = load_tools(settings)
-    selection = field(row, "tool_selection")
-    for names, key in (
-        (verl.tools_kwargs(row), "tools_kwargs"),
-        (() if selection is None else selection, "tool_selection"),
-    ):
-        for name in names:
-            if name not in tools:
-                raise ConfigError(f"{key}: there is no tool {name}", fix=f"the tools are {', '.join(tools) or 'none'}")
-    selected = [tools[name] for name in (tools if selection is None else selection)]
-    environment = ToolEnvironment(selected, settings, row)
-    name = verl.interaction_kwargs(row).get("name")
+    _check_names(verl.tools_kwargs(row), "tools_kwargs", load_tools(settings))
+    environment = ToolEnvironment([*_selected(settings, row).values()], settings, row)
+    interaction = _interaction_of(settings, row)
+    return environment if interaction is None else verl.InteractionEnvironment(interaction, environment, row)
+
+
+def _selected(settings: EnvironmentSettings, row: Row) -> Mapping[str, Tool]:
+    """The tools that a row selects, by default all; ConfigError if there is none of a name."""
+    tools, selection = load_tools(settings), field(row, "tool_selection")
+    if selection is None:
+        return tools
+    _check_names(selection, "tool_selection", tools)
+    return {name: tools[name] for name in selection}
+
+
+def _check_names(names: Iterable[str], key: str, tools: Mapping[str, Tool]) -> None:
+    for name in names:
+        if name not in tools:
+            raise ConfigError(f"{key}: there is no tool {name}", fix=f"the tools are {', '.join(tools) or 'none'}")
+
+
+def _interaction_of(settings: EnvironmentSettings, row: Row) -> Any:
+    """The interaction that a row names, if any are configured; ConfigError if there is none of the name."""
+    name, interactions = verl.interaction_kwargs(row).get("name"), _interactions(settings.interaction_config_path)
     if not settings.interaction_config_path or name is None:
-        return environment
-    interactions = _interactions(settings.interaction_config_path)
+        return None
     if name not in interactions:
         cause = f"interaction_kwargs.name={name}: {settings.interaction_config_path} has no such interaction"
         raise ConfigError(cause, fix=f"it has {', '.join(interactions)}")
-    return verl.InteractionEnvironment(interactions[name], environment, row)
+    return interactions[name]
 
 
 def load_tools(settings: EnvironmentSettings) -> Mapping[str, Tool]:
@@ -211,8 +226,8 @@ def function_tools(path: str, libraries: tuple[str, ...] = (), seconds: float = 
 
 
 @functools.cache
-def _interactions(path: str) -> dict[str, Any]:
-    return verl.load_interactions(path)
+def _interactions(path: str | None) -> dict[str, Any]:
+    return verl.load_interactions(path) if path else {}
 
 
 @functools.cache
@@ -225,15 +240,15 @@ def prepare(libraries: tuple[str, ...]) -> None:
     import_libraries(list(libraries))
 
 
-def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> None:
-    """Load all files, and make the environment of the first row of each kind; ConfigError lists all that is wrong."""
+def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> list[Environment | AgentLoop]:
+    """Load all files, and return the environment or loop of the first row of each kind; ConfigError lists all that is
+    wrong."""
     prepare(settings.libraries)
-    findings, seen = Findings(), set()
+    findings, seen, made = Findings(), set(), []
     with findings.gathered():
         load_tools(settings)
-    if settings.interaction_config_path:
-        with findings.gathered():
-            _interactions(settings.interaction_config_path)
+    with findings.gathered():
+        _interactions(settings.interaction_config_path)
     for number, row in enumerate(rows):
         choice = choice_of(row, settings)
         interaction = verl.interaction_kwargs(row).get("name")
@@ -242,15 +257,15 @@ def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> None:
             continue
         seen.add(kind)
         with findings.gathered():
-            _try_row(number, row, choice, settings)
+            made.append(_try_row(number, row, choice, settings))
     findings.close()
+    return [one for one in made if one is not None]
 
 
-def _try_row(number: int, row: Row, choice: Choice, settings: EnvironmentSettings) -> None:
+def _try_row(number: int, row: Row, choice: Choice, settings: EnvironmentSettings) -> Environment | AgentLoop | None:
     try:
         make = environment_of(row, settings)
-        if make is not None and not isinstance(make, AgentLoop):
-            make()
+        return make if make is None or isinstance(make, AgentLoop) else make()
     except ConfigError as error:
         raise ConfigError(*(f"row {number}: {line}" for line in error.lines)) from error
     except Exception as error:  # whatever the user's constructor raises

@@ -20,10 +20,7 @@ def field(row: Mapping[str, Any], name: str, default: Any = None, config: Mappin
 
 
 def ground_truth(row: Mapping[str, Any]) -> Any:
-    """The ground truth, of the row's own column (data.ground_truth_key), under `reward_spec` (SkyRL) or `reward_model`
-    (verl)."""
-    if row.get("ground_truth") is not None:
-        return row["ground_truth"]
+    """The ground truth, under `reward_spec` (SkyRL) or `reward_model` (verl)."""
     for column in ("reward_spec", "reward_model"):
         if isinstance(row.get(column), Mapping):
             return row[column].get("ground_truth")

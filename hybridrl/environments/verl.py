@@ -218,11 +218,14 @@ class InteractionEnvironment(Environment):
         try:
             return await self._tools.close()
         finally:
-            await accepted(self._interaction.finalize_interaction, *self._if_taken(), **self._kwargs)
+            await finalize_interaction(self._interaction, self._identity, self._kwargs)
 
-    def _if_taken(self) -> tuple[str, ...]:
-        """The base class of verl takes no id at the end, other classes do."""
-        return (self._identity,) if inspect.signature(self._interaction.finalize_interaction).parameters else ()
+
+async def finalize_interaction(interaction: Any, identity: str, kwargs: Mapping[str, Any]) -> None:
+    """End the interaction of an episode: the base class of verl takes no id here, other classes do."""
+    parameters = inspect.signature(method := interaction.finalize_interaction).parameters.values()
+    takes_identity = any(one.kind not in (one.KEYWORD_ONLY, one.VAR_KEYWORD) for one in parameters)
+    await accepted(method, *([identity] if takes_identity else []), **kwargs)
 
 
 def interaction_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -75,12 +75,15 @@ class TokenOutput(list):
 class AsyncLLMServerManager:
     """The server that a loop samples from, which is the policy; it keeps what was sampled.
 
-    `dialogue` turns messages into the ids that they add, and `tools` are those of the configuration, for loops that
-    leave it to their base class.
+    `dialogue` turns messages into the ids that they add; `tools` and `interactions` are those of the configuration, for
+    loops that leave it to their base class.
     """
 
-    def __init__(self, policy: Policy, dialogue: Any = None, tools: Mapping[str, Any] | None = None) -> None:
-        self._policy, self.dialogue, self.tools = policy, dialogue, tools or {}
+    tools: Mapping[str, Any] = MappingProxyType({})
+    interactions: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, policy: Policy, dialogue: Any = None) -> None:
+        self._policy, self.dialogue = policy, dialogue
         self.sampled: list[TokenOutput] = []
 
     async def generate(
@@ -108,7 +111,7 @@ class AgentLoopBase:
 
     _class_initialized = False  # which classes of early releases set
     enable_continuous_token = True  # which classes of 0.9 read
-    needs_tools = False  # of the configuration
+    needs_tools = False  # and interactions, of the configuration
 
     def __init__(
         self,
@@ -235,10 +238,11 @@ class AgentLoop:
     kwargs: Mapping[str, Any]
     row: Mapping[str, Any] = field(default_factory=dict)
     tools: Mapping[str, Any] = field(default_factory=dict)  # of the configuration, for a class that needs them
+    interactions: Mapping[str, Any] = field(default_factory=dict)  # likewise
 
     @property
     def needs_tools(self) -> bool:
-        """Whether the class has the configuration's tools."""
+        """Whether the class has the configuration's tools and interactions."""
         return getattr(self.cls, "needs_tools", False)
 
     async def run(
@@ -249,17 +253,19 @@ class AgentLoop:
         config: Mapping[str, Any],
         sampling_params: Mapping[str, Any],
         dialogue: Any = None,
-        call_format: str | None = None,
+        call_parser: Callable[[], Any] | None = None,
     ) -> list[AgentLoopOutput]:
         """Run an episode and return its rows; EpisodeFault if ids, mask and log-probs are not of the same length.
 
-        `config` is the whole configuration, by verl's names; `call_format` is what its format of calls, which may be
-        auto, stands for. What raises in the loop is raised here.
+        `config` is the whole configuration, by verl's names; `call_parser` returns the parser of its format of calls,
+        for parsers of the loop where that is auto. What raises in the loop is raised here.
         """
-        section, server = _section(config, call_format), AsyncLLMServerManager(policy, dialogue, self.tools)
+        section, server = _section(config), AsyncLLMServerManager(policy, dialogue)
+        server.tools, server.interactions = self.tools, self.interactions
         data, own = DictConfigWrap(section.data), copy.copy(tokenizer)
         # A list of ids, as it was when these loops were written.
         own.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+        own.call_parser = call_parser
         given = {"processor": None, "dataset_cls": None, "dataset_config": data, "data_config": data, **self.kwargs}
         given |= {"trainer_config": DictConfigWrap(section), "server_manager": server, "tokenizer": own}
         loop = self.cls(**taken(self.cls, given))
@@ -296,15 +302,13 @@ def _load(path: str) -> dict[str, AgentLoop]:
     return loops
 
 
-def _section(config: Mapping[str, Any], call_format: str | None) -> Any:
+def _section(config: Mapping[str, Any]) -> Any:
     """The configuration as loops read it, with the lengths where verl derives them."""
     section = as_section(dict(config))
     rollout, data = section.actor_rollout_ref.rollout, section.data
     for name, source in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
         if name not in rollout:
             rollout[name] = data[source]
-    if call_format:
-        rollout.multi_turn.format = call_format
     return section
 
 

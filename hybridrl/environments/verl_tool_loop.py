@@ -5,6 +5,7 @@ Rows that need no such class run in `tool_agent`, which has more limits and metr
 
 import asyncio
 import functools
+import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from hybridrl.environments.rows import mapping
 from hybridrl.environments.tool_environment import first_line, truncated
 from hybridrl.environments.tools import Tool
 from hybridrl.environments.user_code import finished
-from hybridrl.environments.verl import VerlTool, accepted, interaction_kwargs, load_interactions, tools_kwargs
+from hybridrl.environments.verl import VerlTool, accepted, finalize_interaction, interaction_kwargs, tools_kwargs
 from hybridrl.environments.verl_classes import ToolResponse, simple_timer
 from hybridrl.environments.verl_loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from hybridrl.environments.verl_tool_parsers import FunctionCall, ToolParser
@@ -72,10 +73,10 @@ class AgentData:
 
 
 class ToolAgentLoop(AgentLoopBase):
-    """The base class of loops with tools; each handler returns the next state. `tools` are those of the configuration,
-    by name: instances of verl's classes, or of Tool."""
+    """The base class of loops with tools; each handler returns the next state. `tools` are those of the configuration
+    that the row selects, by name: instances of verl's classes, or of Tool."""
 
-    needs_tools = True  # of the configuration
+    needs_tools = True  # and interactions, of the configuration
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -89,10 +90,18 @@ class ToolAgentLoop(AgentLoopBase):
         given: Mapping[str, Tool] = self.server_manager.tools
         self.tools = {name: tool.tool if isinstance(tool, VerlTool) else tool for name, tool in given.items()}
         self.tool_schemas = [tool.schema for tool in given.values()]
-        self.tool_parser_name = settings.format
-        self.tool_parser = ToolParser.get_tool_parser(settings.format, self.tokenizer)
         self.interaction_config_file = settings.interaction_config_path
-        self.interaction_map = load_interactions(self.interaction_config_file) if self.interaction_config_file else {}
+        self.interaction_map: Mapping[str, Any] = self.server_manager.interactions
+
+    @functools.cached_property
+    def tool_parser(self) -> ToolParser:
+        """The parser of the configured format, made once it is used: a class may set its own."""
+        return ToolParser.get_tool_parser(self.rollout_config.multi_turn.format, self.tokenizer)
+
+    @functools.cached_property
+    def tool_parser_name(self) -> str:
+        """The name of the format of calls."""
+        return self.tool_parser.format or self.rollout_config.multi_turn.format
 
     @functools.cached_property
     def turn_separator(self) -> list[int]:
@@ -106,7 +115,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Run an episode of the row in `kwargs`."""
         messages, talk = [*kwargs["raw_prompt"]], interaction_kwargs(kwargs)
-        interaction = self.interaction_map[talk["name"]] if self.interaction_map and talk else None
+        interaction = self.interaction_map.get(talk.get("name"))
         named = {"metrics": {}, "request_id": uuid4().hex, "tools_kwargs": tools_kwargs(kwargs)}
         data = AgentData(messages, **named, interaction=interaction, interaction_kwargs=talk)
         if interaction is not None:
@@ -117,7 +126,7 @@ class ToolAgentLoop(AgentLoopBase):
                 state = await self._handle(state, data, sampling_params)
         finally:
             if interaction is not None:
-                await accepted(interaction.finalize_interaction, data.request_id, **data.interaction_kwargs)
+                await finalize_interaction(interaction, data.request_id, data.interaction_kwargs)
         return self._output(data)
 
     async def _handle(self, state: AgentState, agent_data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
@@ -173,15 +182,14 @@ class ToolAgentLoop(AgentLoopBase):
             return AgentState.TERMINATED
         if self.max_user_turns and agent_data.user_turns >= self.max_user_turns:
             return AgentState.TERMINATED
-        content, agent_data.tool_calls = await self.tool_parser.extract_tool_calls(
-            agent_data.response_ids, self.tool_schemas
-        )
+        ids = agent_data.response_ids
+        _, agent_data.tool_calls = await self.tool_parser.extract_tool_calls(ids, self.tool_schemas)
+        if self.interaction_map:  # it reads the whole response, with its calls, as in verl
+            content = await asyncio.to_thread(self.tokenizer.decode, ids, skip_special_tokens=True)
+            agent_data.messages.append({"role": "assistant", "content": content})
         if agent_data.tool_calls:
             return AgentState.PROCESSING_TOOLS
-        if agent_data.interaction is None:
-            return AgentState.TERMINATED
-        agent_data.messages.append({"role": "assistant", "content": content})
-        return AgentState.INTERACTING
+        return AgentState.TERMINATED if agent_data.interaction is None else AgentState.INTERACTING
 
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
         calls = agent_data.tool_calls[: self.max_parallel_calls]
@@ -253,6 +261,14 @@ class ToolAgentLoop(AgentLoopBase):
             return ToolResponse(text=f"Error when executing tool: {first_line(error)}"), 0.0, {}
         text = truncated(result.text, self.max_tool_response_length, self.tool_response_truncate_side)
         return ToolResponse(text=text), result.reward, dict(result.metrics)
+
+
+def reads_configured_format(cls: type) -> bool:
+    """Whether a loop is certain to read calls in the configured format: a constructor or a handler that a class defines
+    itself may read them by another parser."""
+    names = ("__init__", "init_class", "run", "tool_parser", "_handle_generating_state")
+    inherited = (inspect.getattr_static(cls, name) is inspect.getattr_static(ToolAgentLoop, name) for name in names)
+    return issubclass(cls, ToolAgentLoop) and all(inherited)
 
 
 NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -46,7 +47,10 @@ class ToolParser:
             return _parsers[name](tokenizer)
         parser = ToolParser(tokenizer)
         if name == "auto":
-            name = call_parser(name, "", Dialogue(tokenizer, [tokenizer.eos_token_id])).format
+            # In an episode the tokenizer has what auto stands for (AgentLoop.run); a script may have one of its own.
+            template = Dialogue(tokenizer, [tokenizer.eos_token_id])
+            configured = getattr(tokenizer, "call_parser", None) or partial(call_parser, name, "", template)
+            name = configured().format
         parser.format = named_parser(name, tokenizer).format
         return parser
 
@@ -89,6 +93,11 @@ class Qwen3XMLToolParser(ToolParser):
     """Calls in tags of functions and parameters."""
 
     format = "qwen3_coder"
+
+
+def is_registered(name: str) -> bool:
+    """Whether a file that has been loaded registers a parser of this name."""
+    return name in _parsers
 
 
 NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {

@@ -262,8 +262,8 @@ class EpisodeWorker:
         try:
             async with clock:
                 asked = HeldPolicy(policy, clock) if self.kit.limits.held else policy
-                run = partial(loop.run, call_format=kit.parser().format if loop.needs_tools else None)
-                outputs = await run(asked, list(spec.messages), tokenizer, configuration, parameters, kit.dialogue)
+                shared = (tokenizer, configuration, parameters, kit.dialogue, kit.parser)
+                outputs = await loop.run(asked, list(spec.messages), *shared)
         except TimeoutError as error:
             if not clock.expired():
                 raise

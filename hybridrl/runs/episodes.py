@@ -4,7 +4,7 @@ before they start."""
 import logging
 import os
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,17 @@ from hybridrl.data.tokenizer import as_chat, end_tokens
 from hybridrl.endpoint.address import ADMIN_KEY, bound
 from hybridrl.endpoint.agent import Agents
 from hybridrl.endpoint.functions import ONLINE, AgentSettings
+from hybridrl.environments.calls import KEY as FORMAT
 from hybridrl.environments.dialogue import Dialogue
+from hybridrl.environments.environment import Environment
 from hybridrl.environments.episode_loop import Kit, Limits
 from hybridrl.environments.load import SINGLE_RESPONSES, SINGLE_TURN, TOOL_AGENT, Choice, choice_of, load_tools
 from hybridrl.environments.load import check as check_environments
 from hybridrl.environments.settings import AGENT, MULTI_TURN, EnvironmentSettings
 from hybridrl.environments.template import KEY as TEMPLATE
+from hybridrl.environments.verl_loops import AgentLoop
+from hybridrl.environments.verl_tool_loop import reads_configured_format
+from hybridrl.environments.verl_tool_parsers import is_registered
 from hybridrl.environments.worker import EpisodeSettings
 from hybridrl.rewards.actor import LoadTokenizer
 from hybridrl.rewards.load import uses_built_in
@@ -179,13 +184,26 @@ def check_episodes(
     check_continued(config, findings)
     with findings.gathered():
         rows = (data[index].columns for data in datasets.values() for index in range(len(data)))
-        check_environments(settings, rows)
+        made = check_environments(settings, rows)
     if uses_tools and not findings.errors:
         with findings.gathered():
             _check_lengths(config, kit.dialogue, settings, datasets)
-    if not findings.errors and (uses_tools or multi_turn.format != "auto"):
+    if not findings.errors:
         with findings.gathered():
-            kit.parser()
+            _check_format(multi_turn.format, kit, made)
+
+
+def _check_format(format: str, kit: Kit, made: Sequence[Environment | AgentLoop]) -> None:
+    """Reject calls that cannot be read, of what rows run in. Loops may have a parser of their own, or use one that a
+    file registers."""
+    environments = any(getattr(one, "tools", ()) for one in made if not isinstance(one, AgentLoop))
+    loops = any(reads_configured_format(one.cls) for one in made if isinstance(one, AgentLoop))
+    if is_registered(format):
+        if environments:
+            cause = f"{FORMAT}={format} is a parser of a file, which only agent loops use"
+            raise ConfigError(cause, fix=f"name a loop in agent_name of every row, or set {FORMAT}=auto", keys=FORMAT)
+    elif environments or loops or format != "auto":
+        kit.parser()
 
 
 def warn_of_unread_fields(config: PPOConfig, datasets: Mapping[str, PromptDataset]) -> None:

@@ -116,4 +116,5 @@ def _fault(read: Callable[..., PreTrainedConfig], changes: Mapping[str, Any]) ->
 
 def _reason(error: Exception) -> str:
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    return " ".join(text.split()) or type(error).__name__
+    text = " ".join(text.split()) or type(error).__name__
+    return f"{text}; change both" if "num_hidden_layers" in text and "layer_types" in text else text

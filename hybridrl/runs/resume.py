@@ -96,10 +96,11 @@ def plan_resume(
         return plan
     # Without a fixed number of steps, the last one takes what prompts are left, however few.
     total, size = trainer.total_epochs * epoch, config.data.train_batch_size
-    rest = (total - plan.prompts_used) % size
+    counted = not config.algorithm.filter_groups.enable  # its steps use up as many prompts as they need
+    rest = (total - plan.prompts_used) % size if counted else 0
     if rest and config.data.drop_last:
         total -= rest
-    elif rest and not config.algorithm.filter_groups.enable:
+    elif rest:
         say(f"the last step has {rest} prompts instead of {size}; data.drop_last=true leaves them out")
     steps = plan.done - (plan.prompts_used - total) // size
     return replace(plan, steps=steps, total_prompts=total)

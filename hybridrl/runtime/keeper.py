@@ -83,10 +83,10 @@ def keep(directory: Path, owner: int) -> None:
 def working_in(directory: Path) -> list[int]:
     """Return the processes that were started with this TMPDIR."""
     variable, pids = os.fsencode(f"TMPDIR={directory}"), []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
+    for process in Path("/proc").glob("[0-9]*"):  # not */environ: glob fails if one ends before it looks for that
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            if variable in environment.read_bytes().split(b"\0"):
-                pids.append(int(environment.parent.name))
+            if variable in (process / "environ").read_bytes().split(b"\0"):
+                pids.append(int(process.name))
     return pids
 
 

@@ -109,7 +109,14 @@ def test_the_ground_truth_may_be_in_any_column(
 
 def test_a_reward_model_that_is_json_text_is_read(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
     (prompt,) = load(write(row("2+2?", reward_model='{"style": "rule", "ground_truth": "4"}')), config, tokenizer)
-    assert prompt.ground_truth == "4"
+    assert (prompt.ground_truth, ground_truth(prompt.columns)) == ("4", "4")
+
+
+def test_a_column_that_is_called_like_the_ground_truth_is_none_unless_it_is_named(
+    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
+) -> None:
+    (prompt,) = load(write(row("2+2?", ground_truth="so it is #### 5")), config, tokenizer)
+    assert (prompt.ground_truth, ground_truth(prompt.columns)) == ("4", "4")
 
 
 def test_a_column_of_the_ground_truth_that_is_absent_or_null_is_rejected_with_those_that_there_are(

@@ -90,7 +90,10 @@ def test_what_the_run_sets_itself_is_rejected_by_its_key(load, tokenizer, name):
         "{% for m in messages %}{% generation %}{{ style }}{% endgeneration %}{% continue %}{% endfor %}",
         "{% if style is not defined %}{% set style = 1 %}{% endif %}{{ messages[0].content }}",
         "{% set style = style | default('a') %}{{ messages[0].content }}",
-        "{% if tools %}{% set content = 1 %}{% else %}{% set content = 2 %}{% endif %}{{ content ~ style }}",
+        "{% set content = 1 %}{% if tools %}{% set content = 2 %}{% endif %}{{ content ~ style }}",
+        "{% macro say(style) %}{{ style }}{% endmacro %}{{ say(1) ~ style }}",
+        "{% if tools %}{% set style = 1 %}{% endif %}{{ style is defined }}",
+        "{% for style in messages %}{{ style.role }}{% endfor %}{{ style }}",
     ],
     ids=[
         "of one form",
@@ -99,6 +102,9 @@ def test_what_the_run_sets_itself_is_rejected_by_its_key(load, tokenizer, name):
         "with a default",
         "assigned to itself",
         "next to a variable",
+        "also as a macro's parameter",
+        "unless a branch assigns it",
+        "after a loop",
     ],
 )
 def test_what_any_part_of_a_template_reads_is_accepted(template, write, config, tokenizer):

@@ -1,3 +1,4 @@
+import json
 import logging
 import socket
 from collections.abc import Callable
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, Qwen2Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from hybridrl.config.findings import ConfigError
 from hybridrl.data.tokenizer import load_tokenizer
@@ -165,6 +166,20 @@ def test_a_tokenizer_to_which_the_class_gives_other_tokens_is_read_as_its_file_d
         tokenizer = load_tokenizer(str(place))
     assert "not as Qwen2Tokenizer, which gives 'In 2024 it was 3.14 x 10,' other tokens" in caplog.text
     assert tokenizer.tokenize("123") == ["123"]
+
+
+def test_what_is_read_as_its_file_describes_it_keeps_the_special_tokens_of_its_class(tmp_path: Path) -> None:
+    place = stand_ins.write(tmp_path / "a", stand_ins.of_bytes, "Qwen2Tokenizer", "qwen2")
+    settings = json.loads((place / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (place / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(str(place))
+    assert type(tokenizer) is PreTrainedTokenizerFast and tokenizer.eos_token == "<|endoftext|>"
+
+
+def test_a_space_that_the_configuration_adds_stays(tmp_path: Path) -> None:
+    place = stand_ins.write(tmp_path / "a", stand_ins.of_bytes, "GPT2Tokenizer", "gpt2", add_prefix_space=True)
+    assert load_tokenizer(str(place)).decode(load_tokenizer(str(place))("What")["input_ids"]) == " What"
 
 
 def test_a_tokenizer_that_drops_spaces_by_itself_is_rejected(tmp_path: Path) -> None:

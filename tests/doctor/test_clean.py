@@ -109,6 +109,27 @@ def test_shared_memory_is_removed_if_no_process_has_mapped_it(own_root, monkeypa
         path.unlink()
 
 
+def test_a_process_may_end_while_those_that_use_something_are_searched(own_root, tmp_path, monkeypatch, capsys):
+    found = os.stat
+
+    def ended(path, *arguments, **options):
+        if str(path).startswith("/proc/") and str(path).endswith(("/environ", "/maps")):
+            raise ProcessLookupError(path)
+        return found(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", ended)
+    monkeypatch.setattr("hybridrl.doctor.clean.SHARED", tmp_path)
+    (tmp_path / "psm_12345678").touch()
+    doctor.main(["clean", "--shared-memory"])
+    assert f"left: {tmp_path}/psm_12345678" in capsys.readouterr().out
+    child = subprocess.Popen(["sleep", "60"], env=os.environ | {"TMPDIR": str(own_root)})
+    try:
+        assert keeper.working_in(own_root) == [child.pid]
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_a_directory_that_is_not_there_is_a_usage_error(own_root, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         doctor.main(["clean", str(tmp_path / "none")])

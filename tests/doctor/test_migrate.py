@@ -1,9 +1,11 @@
 """Launch scripts are evaluated as bash does, without any effect."""
 
+import os
 import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -237,6 +239,21 @@ def test_a_script_that_takes_all_it_can_is_stopped(
         time.sleep(0.02)
 
 
+def test_another_process_may_end_while_the_processes_of_a_script_are_counted(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = os.stat
+
+    def ended(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith("/proc/"):
+            raise ProcessLookupError(path)
+        return found(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", ended)
+    script.write_text("program 1\n")
+    assert script_commands.commands_of(script) == ([["program", "1"]], "")
+
+
 def test_a_secret_of_the_environment_is_read_when_the_command_runs(
     doctor: Doctor, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +391,62 @@ def test_a_script_that_waits_for_its_programs_is_read_to_its_end(doctor: Doctor,
     assert "trainer.experiment_name=first" in output and "incomplete" not in output
     assert ["actor_rollout_ref.rollout.n=4" in output, "actor_rollout_ref.rollout.n=8" in output] == [True, True]
     assert output.count("python -m hybridrl.main_ppo") == 3
+
+
+RUN = "python3 -m verl.trainer.main_ppo"
+
+
+@pytest.mark.parametrize(
+    ("loop", "nodes"),
+    [
+        (f"for n in 1 2 3; do {RUN} trainer.nnodes=$n || sleep 5; done", "1 2 3"),
+        (f"for n in 1 2 3; do [ $n = 1 ] || sleep 5\n{RUN} trainer.nnodes=$n; done", "1 2 3"),
+        (f"for n in 1 2 3; do false && sleep 5\n{RUN} trainer.nnodes=$n; done", "1 2 3"),
+        (f"for n in 1 2 3; do ! sleep 5 || {RUN} trainer.nnodes=$n; done", "1 2 3"),
+        (f"for n in 1 2 3; do sleep 5 & {RUN} trainer.nnodes=$n; done", "1 2 3"),
+        (f"for n in 1 2 3; do {{ {RUN} trainer.nnodes=$n; sleep 5; }}; done", "1 2 3"),
+        (f"for n in 1 2 3; do if sleep 5; then {RUN} trainer.nnodes=$n; fi; done", "1 2 3"),
+        (f"for n in 1 2 3; do (sleep 5; {RUN} trainer.nnodes=$n); sleep 5 | cat; done", "1 2 3"),
+        (f"for n in 1 2 3; do WAIT=5 sleep '#5' \"it's\" || continue; {RUN} trainer.nnodes=$n; done", "1 2 3"),
+        (f"n=1; while sleep 1; do {RUN} trainer.nnodes=$n; done; {RUN} trainer.nnodes=2", "1 2"),
+        (f"until program; do sleep 5; done; {RUN} trainer.nnodes=1", "1"),
+        (f"while ! program || sleep 5; do sleep 5 && continue; done; {RUN} trainer.nnodes=1", "1"),
+        (f"while true; do program || sleep 5; done; {RUN} trainer.nnodes=1", "1"),
+        (f"while true; do {{ program; sleep 5; }}; done; {RUN} trainer.nnodes=1", "1"),
+    ],
+)
+def test_a_sleep_is_one_command_that_succeeds(script: Path, loop: str, nodes: str) -> None:
+    script.write_text(f"{loop}\n")
+    commands, stopped = script_commands.commands_of(script)
+    found = dict.fromkeys(words[-1].partition("=")[2] for words in commands if words[0] == "python3")
+    assert [" ".join(found), stopped] == [nodes, ""]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.sh", "echo " + "(" * 1500),
+        ("run.sh", f"eval '{'(' * 1500}'"),
+        ("run.sh", f"{RUN} trainer.experiment_name={'[' * 700}{']' * 700}"),
+        ("run.yaml", f"a: {'[' * 3000}"),
+    ],
+)
+def test_what_is_nested_too_deeply_is_refused(doctor: Doctor, tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(f"{text}\n")
+    status, output = doctor("migrate", str(tmp_path / name))
+    assert status == 2 and "nested too deeply to be read" in output
+
+
+@pytest.mark.parametrize("text", ["#" * 100_001, "printf -v zeros %0100001d 0; eval $zeros"])
+def test_a_script_or_a_command_in_it_that_is_too_large_is_not_read(
+    script: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(script_commands, "without_files", lambda text: read.append(text) or text)
+    script.write_text(f"{text}\n")
+    with pytest.raises(ValueError, match="larger than 100000 bytes"):
+        script_commands.commands_of(script)
+    assert max(map(len, read), default=0) < 100_000
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hybridrl.doctor.shell_text import without_files
 
 # What a shell reads as more than a letter, in random order.
 PIECES = st.sampled_from(
-    [*">|;&#()<`\"'\\$ {}[]*!=\n\t", "a", "1", "2>", ">>", "&>", "<<E", "$(", "${", "<(", "((", "case x in", "é"]
+    [*">|;&#()<`\"'\\$ {}[]*!=\n\t", "a", "1", "2>", ">>", "&>", "<<E", "$(", "${", "<(", "((", "case x in", "[[ ", "é"]
 )
 TEXTS = st.lists(PIECES, max_size=12).map("".join)
 DOUBLE = re.compile(r'([\\"$`])')
@@ -68,7 +69,15 @@ def test_any_text_is_read_to_its_end(text: str) -> None:
         ("(( a > b )) && c > d", "(( a > b )) && c "),
         ("x=$((a > b ? $(c 2>/dev/null) : 1))", "x=$((a > b ? $(c ) : 1))"),
         ("((a); b > c)", "((a); b )"),
+        ("$((a > b); $((c > d)) > e)", "$((a ); $((c > d)) )"),
+        ("$(( (a > b) + (c) )) > d", "$(( (a > b) + (c) )) "),
+        ("(((a > b)); c > d) > e", "(((a > b)); c ) "),
+        ("((a; ((b > c)); ((d > e) )) > f", "((a; ((b > c)); ((d ) )) "),
+        ("cat <<E > f $(a\nb > c\n)\nd > e\nE\nf > g", "cat <<E  $(a\nb \n)\nd > e\nE\nf "),
+        ("$((cat <<E > f; a)\nb > c\nE\n) > d", "$((cat <<E ; a)\nb > c\nE\n) "),
+        ("$(($(cat <<E) > f) ) > d\nb > c\nE\ne > f", "$(($(cat <<E) ) ) \nb > c\nE\ne "),
         ('[[ a > b && "c" ]] > f', '[[ a > b && "c" ]] '),
+        ("a > b; [[ c > d", "a ; [[ c > d"),
         ("a # it's > x\nb > c", "a # it's > x\nb "),
         ("$(case x in a) b > c;; (d) e;; esac) > f", "$(case x in a) b ;; (d) e;; esac) "),
         ('${x:-"a > b"} "${x:-a > b}" > c', '${x:-"a > b"} "${x:-a > b}" '),
@@ -82,3 +91,26 @@ def test_any_text_is_read_to_its_end(text: str) -> None:
 )
 def test_only_redirections_are_left_out(script: str, left: str) -> None:
     assert without_files(script) == left
+
+
+@pytest.mark.parametrize(
+    ("levels", "opening", "closing"),
+    [
+        (14, "$((a > b; ", " ) )"),
+        (14, '$((a "', '" > b) )'),
+        (14, "((a `", "` > b) )"),
+        (200, "((a > b; ", " ) )"),
+        (300, "(", ")"),
+    ],
+)
+@pytest.mark.parametrize("closed", [True, False])
+def test_what_begins_like_arithmetic_is_read_about_twice(levels: int, opening: str, closing: str, closed: bool) -> None:
+    script = opening * levels + "a" + closing * levels * closed
+    calls: list[str] = []
+    tracing = sys.gettrace()
+    sys.settrace(lambda frame, *_: calls.append(frame.f_code.co_name))
+    try:
+        without_files(script)
+    finally:
+        sys.settrace(tracing)
+    assert len(calls) < 20 * len(script)

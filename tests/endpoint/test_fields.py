@@ -198,7 +198,13 @@ def test_every_documented_field_is_applied_or_named(endpoint, tokenizer, monkeyp
 
 def test_false_and_0_ask_for_something_unless_they_are_the_documented_default(endpoint):
     default = {"echo": False, "priority": 0, "store": False, "best_of": 1, "length_penalty": 1.0, "top_logprobs": 0}
-    default |= {"include_reasoning": True, "add_special_tokens": False, "stream_interval": 1, "bad_words": []}
+    default |= {
+        "separate_reasoning": False,
+        "include_reasoning": True,
+        "add_special_tokens": False,
+        "stream_interval": 1,
+        "bad_words": [],
+    }
     asks = {"enable_thinking": False, "prompt_logprobs": 0, "frequency_penality": 0, "include_reasoning": False}
 
     async def run() -> tuple[dict[str, Any], dict[str, str]]:

@@ -5,7 +5,7 @@ import importlib
 import json
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from hybridrl.config import ConfigError
-from hybridrl.core.rollout import Completion, Sampling
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import Limits
-from hybridrl.environments.load import prepare
+from hybridrl.environments.load import check, prepare
 from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker
+from hybridrl.rollout import Completion, Sampling
+from tests.environments.conftest import PLAIN
 
 TOOLS = """
 from verl.tools.base_tool import BaseTool
@@ -44,6 +45,36 @@ class Add(BaseTool):
 
     async def release(self, instance_id, **kwargs):
         Add.released += 1
+"""
+TALKS = """
+from verl.interactions.base import BaseInteraction
+
+class Patient(BaseInteraction):
+    # Asks once more; its end takes no id, as that of verl's base class.
+    made, read, finished = 0, [], 0
+
+    def __init__(self, config):
+        super().__init__(config)
+        Patient.made += 1
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        Patient.read.append([(message["role"], message["content"]) for message in messages])
+        return len(Patient.read) > 1, "and?", 0.5, {}
+
+    async def finalize_interaction(self):
+        Patient.finished += 1
+
+class Careful(Patient):
+    ended = []
+
+    async def finalize_interaction(self, instance_id, **kwargs):
+        Careful.ended.append((instance_id, kwargs["name"]))
+
+class Named(Patient):
+    ended = []
+
+    async def finalize_interaction(self, **kwargs):
+        Named.ended.append(kwargs["name"])
 """
 LOOPS = '''
 import json
@@ -161,7 +192,8 @@ class Episodes:
         worker = EpisodeWorker.__new__(EpisodeWorker)  # without an actor's log
         limits = Limits(prompt=300, response=self.response, context=1200)
         end = (self.tokenizer.eos_token_id,)
-        worker.begin(EpisodeSettings(lambda: self.tokenizer, self.settings, limits, end, configuration=configuration))
+        settings = EpisodeSettings(lambda: self.tokenizer, self.settings, limits, end, configuration=configuration)
+        worker.begin(replace(settings, formats={"format": (multi_turn | self.limits)["format"]}))
         return asyncio.run(asyncio.wait_for(self._run(worker, texts, row), 60))
 
     async def _run(self, worker: EpisodeWorker, texts: Sequence[str], row: dict[str, Any]) -> Trajectory:
@@ -248,6 +280,79 @@ def test_a_registered_parser_and_a_loop_without_tools_read_calls(episodes: Episo
     assert len(episodes(["add!41", "fine"], agent_name="Own").turns) == 2
     assert "42" in episodes.prompts[1]
     assert episodes([f"I add: {call(7)}"], agent_name="Reads").reward == 7.0
+
+
+def test_a_registered_parser_is_the_configured_format(episodes: Episodes) -> None:
+    episodes.limits = {"format": "shouted"}
+    assert len(episodes(["add!41", "fine"], agent_name="Plain").turns) == 2
+    assert "42" in episodes.prompts[1]
+
+
+def test_a_loop_with_its_own_parser_needs_no_template_that_writes_calls(
+    episodes: Episodes, tokenizer_of: Callable[..., Any]
+) -> None:
+    episodes.tokenizer = tokenizer_of(PLAIN)
+    episodes.tokenizer.eos_token = "<|im_end|>"
+    assert len(episodes(["fine"], agent_name="Own").turns) == 1
+    with pytest.raises(AssertionError, match="its chat template writes no calls"):
+        episodes(["fine"], agent_name="Plain")
+
+
+def test_a_row_selects_among_the_tools_of_a_loop(episodes: Episodes) -> None:
+    episodes.settings = replace(episodes.settings, tools=("calculator",))
+    episodes(["fine"], agent_name="Plain")
+    assert '"calculator"' in episodes.prompts[0] and '"add"' in episodes.prompts[0]
+    ended = episodes([call(1), "fine"], agent_name="Plain", extra_info={"tool_selection": ["calculator"]})
+    assert '"calculator"' in episodes.prompts[0] and '"add"' not in episodes.prompts[0]
+    assert len(ended.turns) == 2 and "Error when executing tool: KeyError: 'add'" in episodes.prompts[1]
+    with pytest.raises(ConfigError, match="row 0: tool_selection: there is no tool sub; the tools are calculator, add"):
+        check(episodes.settings, [{"agent_name": "Plain", "tool_selection": ["sub"]}])
+
+
+@pytest.fixture
+def talks(episodes: Episodes, tmp_path: Path) -> Any:
+    """The module of interactions that the episodes then have."""
+    name = f"talks_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(TALKS)
+    entries = [f"{{name: {cls.lower()}, class_name: {name}.{cls}}}" for cls in ("Patient", "Careful", "Named")]
+    (tmp_path / "talks.yaml").write_text(f"interaction: [{', '.join(entries)}]")
+    path = str(tmp_path / "talks.yaml")
+    episodes.settings = replace(episodes.settings, interaction_config_path=path)
+    episodes.limits = {"interaction_config_path": path}
+    prepare(())
+    check(episodes.settings, [])
+    return importlib.import_module(name)
+
+
+def test_an_interaction_of_verl_s_base_class_reads_whole_responses_and_is_made_once(
+    episodes: Episodes, talks: Any
+) -> None:
+    row = {"agent_name": "Plain", "extra_info": {"interaction_kwargs": {"name": "patient"}}}
+    ended = episodes([f"so {call(1)}", "2", "yes"], **row)
+    assert len(ended.turns) == 3 and "and?" in episodes.prompts[2]
+    without_marks = 'so {"name": "add", "arguments": {"a": 1, "b": 1}}'  # which are special tokens here
+    first = [("user", "Go."), ("assistant", without_marks), ("tool", "2"), ("assistant", "2")]
+    assert talks.Patient.read == [first, [*first, ("user", "and?"), ("assistant", "yes")]]
+    episodes(["again"], **row)
+    assert (talks.Patient.made, talks.Patient.finished) == (3, 2)  # one for each entry; two episodes
+
+
+def test_the_end_of_an_interaction_gets_what_its_method_takes(episodes: Episodes, talks: Any) -> None:
+    for name in ("careful", "named"):
+        talks.Patient.read.clear()
+        episodes(["hello", "bye"], agent_name="Plain", interaction_kwargs={"name": name})
+    ((identity, name),) = talks.Careful.ended
+    assert len(identity) == 32 and name == "careful"
+    assert talks.Named.ended == ["named"]
+
+
+def test_a_row_without_an_interaction_s_name_has_none_and_an_unknown_name_is_rejected(
+    episodes: Episodes, talks: Any
+) -> None:
+    ended = episodes(["hello", "never"], agent_name="Plain", interaction_kwargs={"mood": "calm"})
+    assert len(ended.turns) == 1 and not talks.Patient.read
+    with pytest.raises(ConfigError, match=r"row 0: interaction_kwargs\.name=rude: .* has no such interaction; it has"):
+        check(episodes.settings, [{"agent_name": "Plain", "interaction_kwargs": {"name": "rude"}}])
 
 
 @pytest.mark.parametrize(

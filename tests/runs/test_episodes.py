@@ -123,6 +123,40 @@ def test_a_format_of_calls_that_cannot_be_read_is_rejected(data):
     assert f"{MULTI_TURN}.format=hermse: unknown; set it to one of auto" in unknown
 
 
+LOOPS = """
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.experimental.agent_loop.tool_parser import ToolParser
+
+@ToolParser.register("shouted")
+class Shouted(ToolParser):
+    pass
+
+class Plain(ToolAgentLoop):
+    pass
+
+class Own(ToolAgentLoop):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tool_parser = Shouted(self.tokenizer)
+"""
+
+
+def test_the_formats_of_loops_are_checked_and_a_registered_parser_is_one(data, tmp_path):
+    (tmp_path / "loops_of_formats.py").write_text(LOOPS)
+    loops = "".join(f"- {{name: {name}, _target_: loops_of_formats.{name}}}\n" for name in ("Plain", "Own"))
+    (tmp_path / "agent.yaml").write_text(loops)
+    agent = "actor_rollout_ref.rollout.agent"
+    keys = [f"{agent}.agent_loop_config_path={tmp_path}/agent.yaml", f"{MULTI_TURN}.{MODE}=disable"]
+    keys += [f"reward.custom_reward_function.path={RECIPE}/reward.py", f"{MULTI_TURN}.tools=[calculator]"]
+    plain, own = (f"{agent}.default_agent_loop={name}" for name in ("Plain", "Own"))
+    assert "its chat template writes no calls" in rejected(data, *keys, plain)
+    assert not prepare(load(data, *keys, own)).rejections.errors
+    assert f"{MULTI_TURN}.format=shooted: unknown" in rejected(data, *keys, own, f"{MULTI_TURN}.format=shooted")
+    shouted = f"{MULTI_TURN}.format=shouted"
+    assert not prepare(load(data, *keys, plain, shouted)).rejections.errors
+    assert "format=shouted is a parser of a file, which only agent loops use" in rejected(data, *keys, shouted)
+
+
 def test_prompts_that_are_too_long_with_the_tools_are_rejected_with_the_length(data):
     keys = [f"{MULTI_TURN}.tools=[calculator]", f"actor_rollout_ref.model.custom_chat_template={data}/tools.jinja"]
     message = rejected(data, *keys, f"reward.custom_reward_function.path={RECIPE}/reward.py")

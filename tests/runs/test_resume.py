@@ -95,3 +95,9 @@ def test_prompts_that_fill_no_step_are_trained_or_left_out_and_said(saved, tmp_p
     found = plan_resume(config, build_algorithm(config), rows, rows, tmp_path / "run", messages.append)
     assert (found.steps, found.total_prompts) == (steps, prompts)
     assert messages == ([said] if said else [])
+
+
+def test_with_dynamic_sampling_all_prompts_may_be_drawn(saved, tmp_path):
+    wanted = ["data.train_batch_size=4", "data.drop_last=true", "algorithm.filter_groups.enable=true"]
+    config = config_of(tmp_path, *wanted, "trainer.total_epochs=1", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    assert plan_resume(config, build_algorithm(config), 11, 11, tmp_path / "run", print).total_prompts == 11

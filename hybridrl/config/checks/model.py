@@ -79,7 +79,7 @@ def why_unsupported(settings: Mapping[str, Any]) -> str | None:
             return f"{name}={settings[name]}: {meaning}, {UNKNOWN_ATTENTION}"
     for layer in settings.get("layer_types") or []:
         for word, meaning in OTHER_LAYERS.items():
-            if word in str(layer):
+            if word in str(layer) and layer != "sparse":  # of experts, not of attention
                 return f"layer_types has {layer}: {meaning}, {UNKNOWN_ATTENTION}"
     if quantized := settings.get("quantization_config"):
         method = quantized.get("quant_method", "unknown")

@@ -87,8 +87,8 @@ class Rejection:
 class RolloutCorrection:
     """Importance weights, trainer over engine, and rejections. Both are computed from all tokens that the policy wrote.
 
-    `level`: a token's weight is its own ratio (token; Yao et al. 2025), the product of its row's ratios (sequence; Liu
-    et al. 2025) or their geometric mean (geometric; the ratio of GSPO, Zheng et al. 2025; not in verl); None: no
+    `level`: a token's weight is its own ratio (token; Yao et al. 2025), the product of its response's ratios (sequence;
+    Liu et al. 2025) or their geometric mean (geometric; the ratio of GSPO, Zheng et al. 2025; not in verl); None: no
     weights.
     Weights are truncated at `upper` (Ionides 2008) or, given `lower`, 0 outside the bounds (IcePop, Ling Team 2025).
     """

@@ -263,8 +263,10 @@ class TrainWorkers:
         mini_batches = self.policy.updates.mini_batches(batch.group, step)
         norms, whole = [0.0] * (int(response.max()) + 1), []
         for rows in map(list, mini_batches[: len(mini_batches) // self.policy.updates.epochs]):
-            numbers, totals = response[rows].unique().tolist(), Totals.of(batch.select(rows))
-            parts = [[row for row in rows if response[row] == number] for number in numbers] + [rows]
+            totals, of_response = Totals.of(batch.select(rows)), dict[int, list[int]]()
+            for row, number in zip(rows, response[rows].tolist(), strict=True):
+                of_response.setdefault(number, []).append(row)
+            numbers, parts = [*of_response], [*of_response.values(), rows]
             # One row at a time: the ranks of the first sequence-parallel group have it, all others nothing.
             alone = [MiniBatch([[row] for row in part], totals) for part in parts]
             nothing = [MiniBatch([[] for _ in part], totals) for part in parts]
@@ -391,8 +393,5 @@ def _in_row_order(
 def _with_outputs(batch: Batch, columns: Outputs) -> Batch:
     """The rows with the policy's outputs for them."""
     outputs = TokenOutputs._make(columns)
-    return replace(
-        batch,
-        old_log_probs=outputs.log_probs,
-        **{name: value for name, value in outputs._asdict().items() if name != "log_probs"},
-    )
+    batch = replace(batch, old_log_probs=outputs.log_probs, entropies=outputs.entropies)
+    return replace(batch, sum_pi_squared=outputs.sum_pi_squared, reference_kl=outputs.reference_kl)
