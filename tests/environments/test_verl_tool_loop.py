@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from hybridrl.config import ConfigError
+from hybridrl.core.rollout import Completion, Sampling
 from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import Limits
 from hybridrl.environments.load import check, prepare
 from hybridrl.environments.settings import EnvironmentSettings
 from hybridrl.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker
-from hybridrl.rollout import Completion, Sampling
 from tests.environments.conftest import PLAIN
 
 TOOLS = """
