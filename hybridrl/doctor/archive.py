@@ -25,7 +25,7 @@ from hybridrl.checkpoint.store import list_checkpoints, saved_config
 from hybridrl.doctor import directory_parser
 from hybridrl.doctor.why import diagnose
 from hybridrl.runtime.guard import oom_kills
-from hybridrl.tracking.faults import FILE, read_end
+from hybridrl.tracking.faults import FILE, last_lines
 from hybridrl.tracking.records import open_records, record_files
 from hybridrl.tracking.secrets import mask_text, mask_values
 
@@ -62,7 +62,7 @@ def contents(directory: Path, *, samples: bool) -> Iterator[tuple[str, str]]:
         yield metrics.name, "".join(metrics.read_text(encoding="utf-8", errors="replace").splitlines(True)[-ROWS:])
     for log in sorted(directory.glob("logs/*.log")):
         if samples or log.name.startswith(QUIET_LOGS):
-            yield f"logs/{log.name}", read_end(log, TAIL_BYTES).decode(errors="replace")
+            yield f"logs/{log.name}", last_lines(log, TAIL_BYTES)
     if samples:
         yield from _samples(directory)
 

@@ -13,7 +13,7 @@ import yaml
 
 from hybridrl.checkpoint.store import holder
 from hybridrl.config.files import SHARDS
-from hybridrl.tracking.faults import BEGUN, FINISHED, STOPPED, Fault, last_run, read_end, read_faults
+from hybridrl.tracking.faults import BEGUN, FINISHED, STOPPED, Fault, last_lines, last_run, read_end, read_faults
 from hybridrl.tracking.records import record_files, records_of
 from hybridrl.tracking.report import read_metrics
 from hybridrl.tracking.secrets import mask_text, mask_values
@@ -237,7 +237,7 @@ def log_excerpts(contents: Contents) -> list[LogExcerpt]:
     """Return tracebacks of a run that failed, the oldest first, then the ends of all logs with text."""
     logs = [path for path in contents.directory.glob("logs/*") if path.is_file()]
     logs.sort(key=lambda path: path.stat().st_mtime)
-    ends = [(path.name, mask_text(read_end(path, LOG_BYTES).decode(errors="replace"))) for path in logs]
+    ends = [(path.name, mask_text(last_lines(path, LOG_BYTES))) for path in logs]
     tracebacks = []
     for name, text in ends if contents.crashed else ():
         if places := list(TRACEBACK.finditer(text)):

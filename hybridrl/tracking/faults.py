@@ -128,6 +128,13 @@ def read_end(path: Path, size: int) -> bytes:
     return b""
 
 
+def last_lines(path: Path, size: int) -> str:
+    """Return the whole lines among the last bytes of a file: the rest of one may be a secret without the name by which
+    it is masked."""
+    end = read_end(path, size + 1)
+    return (end.partition(b"\n")[2] if len(end) > size else end).decode(errors="replace")
+
+
 _current: FaultLog | None = None  # of the run of this process
 
 

@@ -18,8 +18,8 @@ NO_TOKENS = (
     "|new"
 )
 PLAIN_KEYS = (
-    "prompt|response|messages|tools|images?|videos?|audios?|reward_fn|reward_model|data_source|gdpo_reward|public|primary"
-    "|foreign|sort|cache|group"
+    "ground_truth|prompt|response|messages|tools|images?|videos?|audios?|reward_fn|reward_model|data_source|gdpo_reward"
+    "|public|primary|foreign|sort|cache|group"
 )
 WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[\s-]")  # refreshToken, APIKey, x-api-key
 CERTAIN = re.compile(

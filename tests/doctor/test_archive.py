@@ -10,7 +10,12 @@ import pytest
 from hybridrl.checkpoint.store import Store
 from hybridrl.core.required import required
 from hybridrl.doctor import __main__ as doctor
+<<<<<<< HEAD
 from hybridrl.doctor.archive import mask, pack
+=======
+from hybridrl.doctor.archive import TAIL_BYTES, mask, pack
+from hybridrl.core.required import required
+>>>>>>> main
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import recording
@@ -89,6 +94,13 @@ def test_no_secret_no_weight_no_data_and_no_sample_is_packed(run, tmp_path):
     everything = "\n".join(packed.values())
     assert {name: text for name, text in SECRETS.items() if text in everything} == {}
     assert "WEIGHTS" not in everything and "SAMPLE" not in everything
+
+
+def test_of_a_long_log_whole_lines_are_packed_as_a_secret_is_known_by_the_name_before_it(run, tmp_path):
+    log = run / "logs" / "trainer-0.log"
+    log.write_text('"password": "c4n4ry' + "0" * (TAIL_BYTES - 8) + '"\nthe last line\n')
+    pack(run, tmp_path / "packed.tar.gz", samples=True)
+    assert texts(tmp_path / "packed.tar.gz")["logs/trainer-0.log"] == "the last line\n"
 
 
 def test_what_explains_a_run_is_packed_and_stays_readable(run, tmp_path):

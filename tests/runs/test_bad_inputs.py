@@ -199,7 +199,7 @@ REJECTED = {
     "a line that is no JSON": (["data.train_files=broken.jsonl"], ["broken.jsonl, line 2", "not JSON"]),
     "a file that is no parquet": (["data.train_files=broken.parquet"], ["data.train_files", "broken.parquet"]),
     "a bucket": (["data.train_files=s3://bucket/train.parquet"], ["s3://bucket/train.parquet"]),
-    "no truth": (["data.train_files=no_truth.jsonl"], ["no_truth.jsonl, line 1", "ground truth", "the column answer"]),
+    "no truth": (["data.train_files=no_truth.jsonl"], ["no_truth.jsonl, line 1", "data.ground_truth_key=answer"]),
     "no prompt": (["data.train_files=no_prompt.jsonl"], ["no_prompt.jsonl", "data.prompt_key=question"]),
     "another type of prompt": (["data.train_files=columns.jsonl"], ["columns.jsonl, line 1", "prompt"]),
     "a long prompt": (["data.train_files=long.jsonl"], ["data.max_prompt_length"]),

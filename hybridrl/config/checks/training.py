@@ -179,10 +179,11 @@ def resolve_trained(
         check.error(f"{size_key} {padding_key}", "only packed rows can be shared", f"set {padding_key}=true")
 
 
-def shorten(check: Checker) -> str:
-    """How to shorten rows: by the key that was set."""
-    key = f"{ROLLOUT}.max_model_len"
-    return f"lower {key}" if value_of(check.values, key) else LOWER
+def shorten(config: PPOConfig) -> str:
+    """How to shorten rows: by the key that makes them long."""
+    longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
+    beyond = (config.actor_rollout_ref.rollout.max_model_len or 0) > longest
+    return f"lower {ROLLOUT}.max_model_len" if beyond else LOWER
 
 
 def resolve_dtype(name: str | None, device: str) -> str:
@@ -298,7 +299,7 @@ def resolve_critic(config: PPOConfig, check: Checker) -> None:
         if vars(critic.model)[key] is not None:
             check.warn(f"critic.model.{key}", "has no effect: the critic reads the policy's tokens")
     longest = config.actor_rollout_ref.rollout.max_model_len or 0
-    resolve_trained(part, longest, shorten(check), trainer, check, known=_is_policy(critic.model, config))
+    resolve_trained(part, longest, shorten(config), trainer, check, known=_is_policy(critic.model, config))
     follows = critic.ppo_mini_batch_size == value_of(check.values, f"{ACTOR}.ppo_mini_batch_size")
     quiet = check.muted() if follows else check
     critic.ppo_mini_batch_size = _of_step("critic", critic.ppo_mini_batch_size, config, quiet)
@@ -309,7 +310,7 @@ def resolve_reference(config: PPOConfig, check: Checker) -> None:
     section, key = config.actor_rollout_ref, "actor_rollout_ref.ref.model"
     model = replace(section.model, path=section.ref.model.path)
     if (config.algorithm.use_kl_in_reward or section.actor.use_kl_loss) and not _is_policy(model, config):
-        check_model(key, model, section.rollout.max_model_len or 0, shorten(check), check)
+        check_model(key, model, section.rollout.max_model_len or 0, shorten(config), check)
     section.ref.model.path = absolute(section.ref.model.path)
 
 
