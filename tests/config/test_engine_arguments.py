@@ -56,7 +56,9 @@ FREE = {
 
 
 def test_every_argument_that_hybridrl_gives_the_engine_is_in_a_table():
-    source = (Path(__file__).parents[2] / "hybridrl" / "rollout" / "vllm" / "engine.py").read_text(encoding="utf-8")
+    source = (Path(__file__).parents[2] / "hybridrl" / "core" / "rollout" / "vllm" / "engine.py").read_text(
+        encoding="utf-8"
+    )
     function = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "engine_arguments")
     nodes = [*ast.walk(function)]
     given = {

@@ -87,7 +87,7 @@ def missing_attributes(sources: Sources, files: list[Path]) -> Iterator[str]:
 
 
 def ours(file: str, name: str) -> ast.ClassDef:
-    tree = ast.parse((TOP / "hybridrl" / "rollout" / "vllm" / file).read_text())
+    tree = ast.parse((TOP / "hybridrl" / "core" / "rollout" / "vllm" / file).read_text())
     return next(one for one in ast.walk(tree) if isinstance(one, ast.ClassDef) and one.name == name)
 
 
@@ -108,7 +108,7 @@ def test_engines_and_managers_of_adapters_have_the_attributes_that_are_used(sour
 
 
 def test_every_argument_of_an_engine_is_one_of_vllms(sources):
-    tree = ast.parse((TOP / "hybridrl" / "rollout" / "vllm" / "engine.py").read_text())
+    tree = ast.parse((TOP / "hybridrl" / "core" / "rollout" / "vllm" / "engine.py").read_text())
     function = next(
         one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "engine_arguments"
     )
