@@ -1,4 +1,4 @@
-"""How many examples the tests draw that try whatever users may give: 100, or as many as FUZZ_EXAMPLES says."""
+"""The number of examples in tests of whatever users may give: 100, or FUZZ_EXAMPLES."""
 
 import os
 

@@ -1,1 +1,1 @@
-"""What a step of a run computes: the loop, and the parts that it calls."""
+"""The core: the loop, and the parts that a step of a run calls."""

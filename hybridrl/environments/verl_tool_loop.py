@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class AgentState(Enum):
-    """What an episode does next."""
+    """The handler that an episode calls next."""
 
     PENDING = "pending"
     GENERATING = "generating"

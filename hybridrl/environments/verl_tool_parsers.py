@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from hybridrl.core.required import required
 from hybridrl.environments.calls import call_parser, named_parser
 from hybridrl.environments.dialogue import Dialogue
 from hybridrl.environments.verl import as_schema
@@ -32,9 +33,12 @@ class ToolParser:
 
     @classmethod
     def register(cls, name: str) -> Callable[[type], type]:
-        """Register a class as the parser of this name."""
+        """Register a class as the parser of this name. Raises TypeError for one that reads no calls."""
 
         def decorate(parser: type) -> type:
+            reads = getattr(parser, "extract_tool_calls", None) not in (None, ToolParser.extract_tool_calls)
+            if not reads and getattr(parser, "format", None) is None:
+                raise TypeError(f"{parser.__name__}, the parser {name}, defines no extract_tool_calls")
             _parsers[name] = parser
             return parser
 
@@ -58,13 +62,13 @@ class ToolParser:
         self, responses_ids: Sequence[int], tools: Sequence[Any] | None = None
     ) -> tuple[str, list[FunctionCall]]:
         """Return the content before the first call, and the calls."""
-        if self.format is None:
-            raise NotImplementedError("a parser defines extract_tool_calls")
         ids = [*responses_ids]
         if ids and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
         text = await asyncio.to_thread(self.tokenizer.decode, ids, skip_special_tokens=False)
-        content, calls = named_parser(self.format, self.tokenizer)(text, [as_schema(tool) for tool in tools or ()])
+        content, calls = named_parser(required(self.format), self.tokenizer)(
+            text, [as_schema(tool) for tool in tools or ()]
+        )
         read = [call for call in calls if not call.error]
         return content, [
             FunctionCall(

@@ -58,7 +58,9 @@ def reject_unusable_overrides(model: ModelConfig, key: str) -> None:
     causes = list(_unknown(changes, plain, written, key))
     if not causes and (error := _fault(read, changes)) and not _fault(read, {}):
         alone = next((name for name in changes if _fault(read, {name: changes[name]})), None)
-        causes = [f"{key}.{alone or ', '.join(changes)}: {_reason(error)}"]
+        per_layer = alone == "num_hidden_layers" and getattr(plain, "layer_types", None)
+        fix = f"; set {key}.layer_types too" if per_layer else ""
+        causes = [f"{key}.{alone or ', '.join(changes)}: {_reason(error)}{fix}"]
     if causes:
         raise ConfigError(*causes)
 
@@ -116,5 +118,4 @@ def _fault(read: Callable[..., PreTrainedConfig], changes: Mapping[str, Any]) ->
 
 def _reason(error: Exception) -> str:
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    text = " ".join(text.split()) or type(error).__name__
-    return f"{text}; change both" if "num_hidden_layers" in text and "layer_types" in text else text
+    return " ".join(text.split()) or type(error).__name__

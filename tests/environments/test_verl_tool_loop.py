@@ -18,6 +18,7 @@ from hybridrl.environments.episode import Trajectory
 from hybridrl.environments.episode_loop import Limits
 from hybridrl.environments.load import check, prepare
 from hybridrl.environments.settings import EnvironmentSettings
+from hybridrl.environments.verl_tool_parsers import ToolParser, is_registered
 from hybridrl.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker
 from tests.environments.conftest import PLAIN
 
@@ -375,3 +376,12 @@ def test_a_parser_of_verl_s_name_reads_calls_and_leaves_out_what_it_cannot_read(
     assert asyncio.run(parser.extract_tool_calls(broken))[1] == []
     with pytest.raises(ConfigError, match="no_such_format: unknown"):
         ToolParser.get_tool_parser("no_such_format", tokenizer)
+
+
+def test_a_registered_parser_that_reads_no_calls_is_rejected_where_its_file_is_loaded():
+    class Silent(ToolParser):
+        pass
+
+    with pytest.raises(TypeError, match="Silent, the parser quiet, defines no extract_tool_calls"):
+        ToolParser.register("quiet")(Silent)
+    assert not is_registered("quiet")

@@ -237,6 +237,9 @@ REJECTED = {
     "a word in a model's setting": (
         [f"{CHANGED}.max_window_layers=two"], [f"{CHANGED}.max_window_layers", "expected int, got str"],
     ),
+    "another number of layers": (
+        [f"{CHANGED}.num_hidden_layers=1"], [f"{CHANGED}.num_hidden_layers", f"set {CHANGED}.layer_types too"],
+    ),
     "layers that are not there": (
         ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_porj]"],
         ["q_porj", "q_proj"],

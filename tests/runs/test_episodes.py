@@ -129,7 +129,8 @@ from verl.experimental.agent_loop.tool_parser import ToolParser
 
 @ToolParser.register("shouted")
 class Shouted(ToolParser):
-    pass
+    async def extract_tool_calls(self, responses_ids, tools=None):
+        return "", []
 
 class Plain(ToolAgentLoop):
     pass

@@ -285,7 +285,7 @@ class Models:
 @every_error
 @pytest.mark.parametrize("late", [False, True])
 def test_a_rank_that_is_lost_in_a_save_is_the_cause_of_its_failure(tmp_path, error, late):
-    """Which a run restarts for, if no other call was lost before (tests/core/test_trainer.py)."""
+    """A run restarts for it, if no other call was lost before (tests/core/test_trainer.py)."""
     group = Group([Actor(error)], "train worker", ["/run/logs/train-0.log"])
     times = SaveTimes(1, None, None, None)
     plan = SavePlan({"actor": ["model"]}, times, lambda path: None, "", {})

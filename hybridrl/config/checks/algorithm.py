@@ -2,6 +2,7 @@
 the others. The contents of files are checked when they are read."""
 
 from hybridrl.config.catalog import BYPASS_LOSSES, DEFAULT_POLICY_LOSS, ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
+from hybridrl.config.checks.asynchronous import MODE
 from hybridrl.config.findings import Checker
 from hybridrl.config.keys import nearest
 from hybridrl.config.schema import DataConfig, PPOConfig, SFTTrainerConfig
@@ -16,7 +17,6 @@ OTHER_LOGGERS = ("vemlp_wandb", "rl_insight", "aim")
 
 ESTIMATOR, CORRECTION, FILTER = "algorithm.adv_estimator", "algorithm.rollout_correction", "algorithm.filter_groups"
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{section}" for section in ("actor", "rollout", "ref"))
-MODE = "trainer.v1.trainer_mode"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 MANAGER = "reward.reward_manager"
 

@@ -180,7 +180,7 @@ def resolve_trained(
 
 
 def shorten(config: PPOConfig) -> str:
-    """How to shorten rows: by the key that makes them long."""
+    """Return the fix for rows that are too long: the key that makes them long."""
     longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
     beyond = (config.actor_rollout_ref.rollout.max_model_len or 0) > longest
     return f"lower {ROLLOUT}.max_model_len" if beyond else LOWER

@@ -1,4 +1,4 @@
-"""What the driver decides about a step's updates, and what it makes of the ranks' metrics; without any rank."""
+"""Decisions of the driver about a step's updates, and its metrics from those of the ranks; without any rank."""
 
 from typing import Any
 
