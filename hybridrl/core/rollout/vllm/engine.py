@@ -169,7 +169,7 @@ class VllmEngine:
         await self._call_workers(method, info)
 
     async def finish_weights(self) -> None:
-        await self._call_workers("finish_weight_update")
+        await self._call_workers("finish_update")
 
     async def finish_sync(self, sync_id: int, version: int) -> None:
         if self.adapted:

@@ -75,9 +75,11 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
         self.opened: tuple[Handle, torch.Tensor] | None = None
         self.group: devices.BroadcastGroup | None = None  # with the rank that sends
         self.received = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.begun = False  # an update, whose layers are not those of the model until it is finished
         self.adapted: list[AdaptedLayer] = []  # out of the model while its base is loaded
 
     def start_weight_update(self) -> None:
+        self.begun = True
         self.adapted += unwrap_adapted_layers(self.model)
         if self.device.type == "cpu":
             # Experts compute with packed weights, which are packed again only if their kernel is created again.
@@ -122,6 +124,7 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
                     module.quant_method.process_weights_after_loading(module)
         wrap_adapted_layers(self.adapted)
         self.close_bucket()
+        self.begun = False
 
     def close_bucket(self) -> None:
         """Release the trainer's memory on CUDA, where the trainer frees it; on CPU both keep it for the next sync."""
@@ -143,13 +146,23 @@ class EngineProcess:
 
     weight_transfer_engine: Any
     model_runner: Any
+    finish_weight_update: Any
     adapter: dict[str, torch.Tensor] | None = None  # tensors of the next adapter that have arrived
 
     def renew(self, log_file: str) -> None:
         """Serve another run. The handles of its trainers' memory may be the same as those of the last one's."""
         redirect_output(log_file)
+        self.finish_update()
         self.weight_transfer_engine.shutdown()
         self.adapter = None
+
+    def finish_update(self) -> None:
+        """Finish a weight update if one has begun: all weights have arrived, or a process has died and the next update
+        sends all of them. After a bucket that failed vLLM considers the update ended, and leaves its layers as they
+        are: weights of the next one would be counted to it."""
+        if self.weight_transfer_engine.begun:
+            self._weight_update_active = True
+            self.finish_weight_update()
 
     def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
         """Form a group with the training rank that sends weights, and with all other engines."""
