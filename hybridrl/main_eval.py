@@ -26,8 +26,8 @@ def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], int]]:
     with server as forks, closing(PrivateDirectory()) as merged:
         with stage("loading torch, transformers and Ray"):  # only for a valid configuration
             from hybridrl.doctor.start import check_evaluation_start
+            from hybridrl.evaluation.command import evaluate
             from hybridrl.model_merger.temporary import whole_model
-            from hybridrl.runs.eval_command import evaluate
             from hybridrl.runs.setup import Sessions
 
         def run(config: PPOConfig) -> int:

@@ -18,13 +18,13 @@ from transformers import Qwen2Tokenizer
 
 from hybridrl.checkpoint.read import PlainPlanner, ShardReader, check_parts, open_tensors
 from hybridrl.checkpoint.tensors import Unreadable
-from hybridrl.checkpoint.verl import data_position, verl_faults
+from hybridrl.compat.verl.checkpoint import data_position, verl_faults
 from hybridrl.config import ConfigError
 from hybridrl.core.training.loading import open_weights
 from hybridrl.data.rows import Faults, load_rows
 from hybridrl.data.tokenizer import Chat, render
 from hybridrl.model_merger.__main__ import main as merge
-from tests.checkpoint.verl_files import qwen2
+from tests.compat.verl.files import qwen2
 
 
 class Touch:

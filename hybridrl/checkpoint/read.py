@@ -22,7 +22,7 @@ from torch.futures import Future
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hybridrl.checkpoint.tensors import TYPES, Chunk, StoredTensor, Tensors, Unreadable, blank, load, reading
-from hybridrl.checkpoint.verl import HEAD, OPTIMIZER, holds_verl, read_moments, read_verl_model
+from hybridrl.compat.verl.checkpoint import HEAD, OPTIMIZER, holds_verl, read_moments, read_verl_model
 from hybridrl.config import ConfigError
 from hybridrl.config.files import ADAPTER_CONFIG, HUGGINGFACE, SHARDS, adapter_settings, resolve_model
 

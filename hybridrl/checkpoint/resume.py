@@ -13,7 +13,7 @@ from hybridrl.checkpoint import store
 from hybridrl.checkpoint.files import is_intact
 from hybridrl.checkpoint.fingerprints import matching_run
 from hybridrl.checkpoint.store import Checkpoint
-from hybridrl.checkpoint.verl import verl_faults
+from hybridrl.compat.verl.checkpoint import verl_faults
 from hybridrl.config import ConfigError
 from hybridrl.config.files import SHARDS
 from hybridrl.config.findings import show

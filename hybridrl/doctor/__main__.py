@@ -23,6 +23,7 @@ from hybridrl.config.keys import TRANSLATED, Entry, current_name, entry_of, near
 from hybridrl.config.load import ResolvedConfig, resolve_config
 from hybridrl.config.values import EXPECTED, MISSING, Range, value_of
 from hybridrl.doctor import add_run_arguments, show
+from hybridrl.runs.plugins import PLUGINS, load
 from hybridrl.runtime.guard import guarded
 from hybridrl.runtime.signals import ended_by_closed_pipe
 from hybridrl.tracking.glossary import entry_of as metric_entry
@@ -232,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     command, _ = COMMANDS.get(first, (check, ""))
     if isinstance(command, str):  # some import torch, most do not
-        command = importlib.import_module(f"hybridrl.doctor.{command}").main
+        command = load(command) if command in PLUGINS else importlib.import_module(f"hybridrl.doctor.{command}").main
     try:
         with ended_by_closed_pipe() if command in (explain, search) else nullcontext():
             return command(arguments[1:] if first in COMMANDS else arguments)

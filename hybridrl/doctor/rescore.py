@@ -20,11 +20,11 @@ from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.core.algorithms.lookup import bind, find_estimator
 from hybridrl.core.batch import Batch
+from hybridrl.core.experience.trajectory import TRUNCATED
 from hybridrl.data.rows import Faults, Rows, load_rows
 from hybridrl.doctor import directory_parser, show
 from hybridrl.doctor.replay import load_config
 from hybridrl.doctor.reward import reward_config, score_all, written
-from hybridrl.environments.episode import TRUNCATED
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runs.ppo import build_shaping
 from hybridrl.runs.settings import build_algorithm

@@ -11,15 +11,15 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from hybridrl.agents.environments.calls import KEY as FORMAT
+from hybridrl.agents.environments.calls import call_parser
+from hybridrl.agents.environments.dialogue import Dialogue
+from hybridrl.agents.environments.environment import Message
+from hybridrl.agents.environments.template import TOOL
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import ConfigError
 from hybridrl.data.template_arguments import arguments_read
 from hybridrl.data.tokenizer import end_tokens, load_tokenizer
-from hybridrl.environments.calls import KEY as FORMAT
-from hybridrl.environments.calls import call_parser
-from hybridrl.environments.dialogue import Dialogue
-from hybridrl.environments.environment import Message
-from hybridrl.environments.template import TOOL
 from hybridrl.tracking.console import Terminal
 
 CALL = {"id": "call00000", "type": "function", "function": {"name": "lookup", "arguments": {"word": "mask"}}}

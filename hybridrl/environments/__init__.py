@@ -1,6 +1,6 @@
-"""Episodes of several turns: environments, tools, and the processes that run them."""
+"""What environments and tools of a user are written with; the code is in `hybridrl.agents.environments`."""
 
-from hybridrl.environments.environment import (
+from hybridrl.agents.environments import (
     CallRecord,
     Environment,
     EpisodeFault,

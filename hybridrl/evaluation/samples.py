@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from hybridrl.config import ConfigError
-from hybridrl.environments.episode import TRUNCATED
+from hybridrl.core.experience.trajectory import TRUNCATED
 from hybridrl.tracking.console import info, warn
 from hybridrl.tracking.records import json_text
 

@@ -16,7 +16,7 @@ from hybridrl.checkpoint.fingerprints import model_fingerprint
 from hybridrl.checkpoint.read import Adapter, merged, open_adapter, open_tensors
 from hybridrl.checkpoint.store import STATE
 from hybridrl.checkpoint.tensors import Tensors
-from hybridrl.checkpoint.verl import holds_verl
+from hybridrl.compat.verl.checkpoint import holds_verl
 from hybridrl.config import ConfigError
 from hybridrl.config.files import holds_adapter, resolve_model
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from hybridrl.agents.endpoint.episodes import episode_processes, episode_settings, runs_episodes
+from hybridrl.agents.environments.pool import EpisodeWorkers
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.config import PPOConfig
 from hybridrl.config.checks.asynchronous import continues_rollouts, most_under_way
@@ -19,6 +21,7 @@ from hybridrl.core.experience.asynchronous import AsynchronousExperience
 from hybridrl.core.experience.collector import SampledExperience, SynchronousExperience
 from hybridrl.core.experience.dynamic_sampling import GroupFilter
 from hybridrl.core.experience.episodes import EpisodeRunner
+from hybridrl.core.experience.evaluator import Evaluator
 from hybridrl.core.experience.sample_log import SampleLog
 from hybridrl.core.experience.spool import Spool
 from hybridrl.core.hybrid_engine import HybridEngine, SeparateEngine
@@ -29,12 +32,9 @@ from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.core.weights.broadcast import BroadcastSync
 from hybridrl.core.weights.sync import ColocatedSync
 from hybridrl.data.tokenizer import end_tokens
-from hybridrl.environments.pool import EpisodeWorkers
-from hybridrl.evaluation.evaluator import Evaluator
 from hybridrl.rewards.actor import open_scorer_pool
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
-from hybridrl.runs.episodes import episode_processes, episode_settings, runs_episodes
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
 from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume, sample_fingerprints
 from hybridrl.runs.reward_trial import reject_failing_reward

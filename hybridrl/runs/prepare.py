@@ -9,6 +9,8 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from hybridrl.agents.endpoint.episodes import check_episodes, runs_episodes, warn_of_unread_fields
+from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
@@ -24,11 +26,9 @@ from hybridrl.data.conversations import ConversationDataset, Replay, load_conver
 from hybridrl.data.order import Order, build_order
 from hybridrl.data.prompts import PromptDataset, load_prompts
 from hybridrl.data.tokenizer import end_tokens, load_tokenizer
-from hybridrl.environments.dialogue import Dialogue
 from hybridrl.health.custom import custom_rules
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
-from hybridrl.runs.episodes import check_episodes, runs_episodes, warn_of_unread_fields
 from hybridrl.runs.model_settings import reject_hub_model
 from hybridrl.runs.resume import adapted_models
 from hybridrl.runs.settings import (

@@ -14,7 +14,7 @@ from hybridrl.checkpoint.read import check_parts
 from hybridrl.checkpoint.resume import check_compatible, flatten, resume_summary, select_checkpoint
 from hybridrl.checkpoint.saver import Stateful, read_arrays
 from hybridrl.checkpoint.store import Checkpoint, is_verl
-from hybridrl.checkpoint.verl import NO_KL_WEIGHT, NOT_FROM_VERL, state_from_verl
+from hybridrl.compat.verl.checkpoint import NO_KL_WEIGHT, NOT_FROM_VERL, state_from_verl
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml
 from hybridrl.config.custom_code import script_path

@@ -6,7 +6,7 @@ from make_games import GUESSES, HIGH, LOW
 from show import one_line
 from show_episodes import show_episodes
 
-from hybridrl.environments.built_in.games import best_guessing
+from hybridrl.agents.environments.built_in.games import best_guessing
 from hybridrl.tracking.records import SampleRecord
 
 WHAT_CHANGED = f"""\

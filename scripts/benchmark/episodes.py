@@ -20,14 +20,14 @@ from side_by_side import ROUNDS, Arguments
 from transformers import AutoTokenizer
 from warm_start import make_data
 
+from hybridrl.agents.environments.episode_loop import Limits
+from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers, Sampler
+from hybridrl.agents.environments.settings import EnvironmentSettings
+from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec
 from hybridrl.config import load_ppo_config
 from hybridrl.core.cluster import RaySession
+from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, Request, RolloutClient, Sampling
-from hybridrl.environments.episode import Trajectory
-from hybridrl.environments.episode_loop import Limits
-from hybridrl.environments.pool import EpisodeDispatch, EpisodeWorkers, Sampler
-from hybridrl.environments.settings import EnvironmentSettings
-from hybridrl.environments.worker import EpisodeSettings, EpisodeSpec
 from hybridrl.runs.ppo import start_devices
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 

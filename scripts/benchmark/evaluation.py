@@ -19,10 +19,10 @@ from side_by_side import Row, arguments, formatted, in_turn, report
 from warm_start import TOP, warm_start
 
 from hybridrl.config.load_eval import load_eval_config
+from hybridrl.evaluation.model import ModelEvaluation, sample_here
 from hybridrl.evaluation.samples import Sample, SampleFile
+from hybridrl.evaluation.targets import find_targets
 from hybridrl.model_merger.temporary import whole_model
-from hybridrl.runs.eval_models import find_targets
-from hybridrl.runs.evaluate import ModelEvaluation, sample_here
 from hybridrl.runs.setup import Sessions, open_directory
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.forks import fork_server

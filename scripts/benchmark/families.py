@@ -29,11 +29,11 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import RaySession, kill
 from hybridrl.core.experience.batching import group_by_prompt, to_batch
 from hybridrl.core.experience.episodes import Episode
+from hybridrl.core.experience.trajectory import Trajectory, Turn
 from hybridrl.core.hybrid_engine import HybridEngine
 from hybridrl.core.rollout import Request, Sampling, request_seed
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.data.prompts import Prompt
-from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.rewards.score import Score
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config

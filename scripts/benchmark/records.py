@@ -18,8 +18,8 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.experience.batching import group_by_prompt, to_batch
 from hybridrl.core.experience.episodes import Episode
 from hybridrl.core.experience.sample_log import SampleLog
+from hybridrl.core.experience.trajectory import Trajectory, Turn
 from hybridrl.data.prompts import Prompt
-from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.rewards.score import Score
 
 ROUNDS, GROUP = 20, 8

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.checkpoint.verl_files import qwen2
+from tests.compat.verl.files import qwen2
 
 CODE = {
     "configuration_mine.py": """

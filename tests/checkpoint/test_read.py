@@ -16,7 +16,7 @@ from hybridrl.checkpoint.read import open_tensors
 from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.config import ConfigError
 from tests.checkpoint.shards import save_in_shards, whole_model
-from tests.checkpoint.verl_files import qwen2
+from tests.compat.verl.files import qwen2
 from tests.core.training.on_ranks import on_ranks
 
 RANKS = (2, 3)

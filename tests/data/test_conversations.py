@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from transformers import Qwen2Tokenizer
 
+from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import SFTDataConfig
 from hybridrl.data.conversations import Conversation, ConversationDataset, load_conversations
-from hybridrl.environments.dialogue import Dialogue
 
 Write = Callable[..., str]
 

@@ -10,10 +10,10 @@ import pyarrow.parquet
 import pytest
 from transformers import Qwen2Tokenizer
 
+from hybridrl.agents.environments.rows import ground_truth
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts
-from hybridrl.environments.rows import ground_truth
 
 Write = Callable[..., str]
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from transformers import Qwen2Tokenizer
 
+from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig, SFTDataConfig
 from hybridrl.data.conversations import load_conversations
 from hybridrl.data.prompts import load_prompts
-from hybridrl.environments.dialogue import Dialogue
 
 Write = Callable[..., str]
 THINKS = (

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from hybridrl import show
 from hybridrl.checkpoint.files import write_manifest
 from hybridrl.checkpoint.store import Store
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
 from hybridrl.config.compose import save_config
 from hybridrl.doctor import __main__ as doctor
+from hybridrl.evaluation.targets import find_targets
 from hybridrl.model_merger import __main__ as merger
 from hybridrl.report import __main__ as report
-from hybridrl.runs.eval_models import find_targets
+from hybridrl.report import show
 from hybridrl.runs.resume import check_complete, plan_resume
 from hybridrl.runs.settings import build_algorithm
 from hybridrl.tracking import Tracker

@@ -3,8 +3,8 @@
 Echo, EchoLoop and echo are one loop in three forms: the policy reads what it said, and responds again.
 """
 
+from hybridrl.compat.verl.loops import AgentLoopBase, AgentLoopOutput
 from hybridrl.environments import Environment, Step
-from hybridrl.environments.verl_loops import AgentLoopBase, AgentLoopOutput
 
 TURNS, REWARD = 3, 0.5  # unless the row has its own
 

@@ -14,6 +14,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from hybridrl.agents.endpoint.agent import Agents
+from hybridrl.agents.endpoint.functions import AgentSettings
+from hybridrl.agents.environments.episode_loop import Limits
+from hybridrl.agents.environments.pool import EpisodeWorkers
+from hybridrl.agents.environments.settings import EnvironmentSettings
+from hybridrl.agents.environments.worker import EpisodeSettings
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.batching import group_by_prompt, to_batch
 from hybridrl.core.experience.episodes import Episode, EpisodeRunner
@@ -24,12 +30,6 @@ from hybridrl.core.rollout.engine import RolloutEngine
 from hybridrl.core.rollout.fleet import EngineGroup
 from hybridrl.core.weights.sync import StaleWeights
 from hybridrl.data.prompts import Prompt
-from hybridrl.endpoint.agent import Agents
-from hybridrl.endpoint.functions import AgentSettings
-from hybridrl.environments.episode_loop import Limits
-from hybridrl.environments.pool import EpisodeWorkers
-from hybridrl.environments.settings import EnvironmentSettings
-from hybridrl.environments.worker import EpisodeSettings
 from hybridrl.rewards.pool import ScorerPool
 from tests.integration.agents import REWARD, TURNS
 from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, tokens, update

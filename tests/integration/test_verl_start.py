@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridrl.checkpoint.read import open_tensors
-from tests.checkpoint.verl_files import TRUTH, UPDATES, save_as_verl
+from tests.compat.verl.files import TRUTH, UPDATES, save_as_verl
 from tests.core.training.on_ranks import on_ranks
 from tests.integration.test_run import finish, metrics, start
 

@@ -13,7 +13,7 @@ from hybridrl.model_merger.checks import check_in_transformers
 from hybridrl.model_merger.merge import REPORT
 from hybridrl.model_merger.source import CheckFailed, open_source
 from tests.checkpoint.shards import save_in_shards
-from tests.checkpoint.verl_files import qwen2
+from tests.compat.verl.files import qwen2
 from tests.core.training.on_ranks import on_ranks
 
 

@@ -34,7 +34,7 @@ from hybridrl.model_merger.merge import REPORT, merge, write_model
 from hybridrl.model_merger.source import CheckFailed, Source, open_source
 from tests.checkpoint.own_code import CODE, save_with_code
 from tests.checkpoint.shards import save_in_shards, whole_model
-from tests.checkpoint.verl_files import qwen2, save_as_verl
+from tests.compat.verl.files import qwen2, save_as_verl
 from tests.core.training.on_ranks import on_ranks
 
 FLOAT, HALF = torch.float32, torch.bfloat16

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridrl import show as samples
+from hybridrl.report import show as samples
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
 

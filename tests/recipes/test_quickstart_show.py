@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from hybridrl import show as samples
+from hybridrl.report import show as samples
 from hybridrl.report.__main__ import check
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"

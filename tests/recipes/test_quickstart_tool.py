@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from hybridrl.agents.environments.built_in.calculator import SCHEMA, calculate
+from hybridrl.agents.environments.calls import call_parser
+from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.config import load_ppo_config, load_sft_config
 from hybridrl.data.conversations import load_conversations
 from hybridrl.data.tokenizer import load_tokenizer
-from hybridrl.environments.built_in.calculator import SCHEMA, calculate
-from hybridrl.environments.calls import call_parser
-from hybridrl.environments.dialogue import Dialogue
 from hybridrl.runs.prepare import prepare
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"

@@ -12,8 +12,8 @@ from hybridrl.core.algorithms.estimators import grpo
 from hybridrl.core.experience.batching import PromptGroup, to_batch
 from hybridrl.core.experience.conversations import conversation_metrics
 from hybridrl.core.experience.episodes import Episode
+from hybridrl.core.experience.trajectory import Trajectory, Turn
 from hybridrl.data.prompts import Prompt
-from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.report import write_report
 from hybridrl.rewards.score import Score
 from tests.report.synthetic import conversation, write_run

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.compat.verl.names import NAMES
 from hybridrl.config.schema_algorithm import RewardManagerConfig, RewardManagerModuleConfig
 from hybridrl.config.values import REWARD_MANAGERS
 from hybridrl.rewards.built_in import CPU_SECONDS, FAMILIES, SCORERS
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import ScoringRequest
-from hybridrl.rewards.verl_names import NAMES
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"```python\n# (\w+\.py).*?\n(.*?)```", PAGE, re.DOTALL))

@@ -15,6 +15,7 @@ import pytest
 from ray import exceptions
 from ray.exceptions import RayError, RayTaskError
 
+from hybridrl.agents.environments.pool import EpisodeDispatch
 from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import SaveFailed, Store
 from hybridrl.config import PPOConfig, load_ppo_config
@@ -28,7 +29,6 @@ from hybridrl.core.rollout.ladder import MemoryLadder
 from hybridrl.core.rollout.lanes import ServerFailure
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import TrainWorkers
-from hybridrl.environments.pool import EpisodeDispatch
 from hybridrl.rewards.actor import RemoteScorer
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import ScoringRequest

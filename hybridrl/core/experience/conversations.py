@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from hybridrl.agents.environments.environment import CallRecord
 from hybridrl.core.experience.episodes import Episode
-from hybridrl.environments.environment import CallRecord
-from hybridrl.environments.episode import STOPS, Trajectory
+from hybridrl.core.experience.trajectory import STOPS, Trajectory
 
 
 def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:

@@ -16,14 +16,14 @@ from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
+from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers
+from hybridrl.agents.environments.worker import EpisodeSpec
 from hybridrl.core.experience.spool import ResponseStore
+from hybridrl.core.experience.trajectory import Trajectory, Turn
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Request, RequestFault, RolloutClient, Sampling, request_seed
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.tokenizer import as_chat
-from hybridrl.environments.episode import Trajectory, Turn
-from hybridrl.environments.pool import EpisodeDispatch, EpisodeWorkers
-from hybridrl.environments.worker import EpisodeSpec
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import WRITTEN_IDS, Score, ScoringRequest, Shaping
 from hybridrl.tracking.sink import Activity

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
+from hybridrl.agents.environments.episode_loop import Limits
+from hybridrl.agents.environments.settings import EnvironmentSettings
+from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeWorker
 from hybridrl.core.experience.carried import Carried
 from hybridrl.core.experience.episodes import Episode, EpisodeRunner
 from hybridrl.core.rollout import Request, RolloutClient, Sampling, request_seed
 from hybridrl.data.prompts import Prompt
-from hybridrl.environments.episode_loop import Limits
-from hybridrl.environments.settings import EnvironmentSettings
-from hybridrl.environments.worker import EpisodeSettings, EpisodeWorker
+from tests.agents.environments import conftest as environments
 from tests.core.experience.test_episodes import Scorers
 from tests.core.rollout.test_client import PatientServer
-from tests.environments import conftest as environments
 
 SEED, POSITION = 7, 5
 SAMPLING = Sampling(max_tokens=4, stop_ids=(0,))

@@ -14,11 +14,11 @@ from hybridrl.core.experience.batching import PromptGroup, to_batch
 from hybridrl.core.experience.conversations import conversation_metrics
 from hybridrl.core.experience.episodes import Episode
 from hybridrl.core.experience.sample_log import trained_fields
+from hybridrl.core.experience.trajectory import Trajectory, Turn
 from hybridrl.core.required import required
 from hybridrl.data.prompts import Prompt
 from hybridrl.doctor.replay import described
 from hybridrl.doctor.rescore import as_batch
-from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.rewards.score import Score
 from hybridrl.tracking.records import SampleRecord
 

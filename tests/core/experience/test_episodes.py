@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from hybridrl.agents.environments import CallRecord, ToolCall
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.estimators import gae, grpo
 from hybridrl.core.algorithms.objective import Totals, token_weights
 from hybridrl.core.experience.batching import PromptGroup, to_batch
 from hybridrl.core.experience.conversations import conversation_metrics, transcript
 from hybridrl.core.experience.episodes import Episode, EpisodeRunner, Place
+from hybridrl.core.experience.trajectory import Trajectory, Turn
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Sampling
 from hybridrl.data.prompts import Prompt
-from hybridrl.environments import CallRecord, ToolCall
-from hybridrl.environments.episode import Trajectory, Turn
 from hybridrl.rewards.score import Score
 
 PROMPT = Prompt(0, [1, 2], "?", "maths", "42", {})

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.core.training.state import load_state
-from tests.checkpoint.verl_files import TRUTH, UPDATES, save_as_verl
+from tests.compat.verl.files import TRUTH, UPDATES, save_as_verl
 from tests.core.training.on_ranks import on_ranks
 from tests.core.training.test_state import ALL, build, full
 

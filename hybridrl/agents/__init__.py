@@ -1,0 +1,1 @@
+"""What talks to the policy over several turns: environments, tools and agents."""

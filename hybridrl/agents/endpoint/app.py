@@ -1,0 +1,272 @@
+"""The endpoint as a web application: the routes and errors of OpenAI's API, and AReaL's for sessions."""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Annotated, Any, TypeVar
+
+from fastapi import FastAPI, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response, StreamingResponse
+from pydantic import Field
+from starlette.exceptions import HTTPException as RouteError
+
+from hybridrl.agents.endpoint.core import Core, Generate, Reply
+from hybridrl.agents.endpoint.fields import NONE, SERVED, Rules, Sampled
+from hybridrl.agents.endpoint.formats import ChatRequest, CompletionRequest, chat_body, completion_body, stream_of
+from hybridrl.agents.endpoint.messages import Fields, rejected
+from hybridrl.agents.endpoint.requests import Route, answer, body_limit, on_invalid, on_rejection
+from hybridrl.agents.endpoint.sessions import KEY_PREFIX, LOST_SECONDS, Session, Sessions
+from hybridrl.agents.endpoint.translations import MessagesRequest, ResponsesRequest
+from hybridrl.rewards.score import LARGEST
+
+T = TypeVar("T")
+Claim = Callable[[], Coroutine[Any, Any, tuple[Session, Mapping[str, Any]]]]  # a session and its row
+Check = Callable[[], Awaitable[Any]]  # raises if the policy cannot be sampled from
+
+CLIENT_GONE = 499  # which nobody reads
+CHECK_SECONDS = 10.0
+Discount = Annotated[float, Query(ge=0, le=1)]
+
+
+class StartSession(Fields):
+    """A request for a session."""
+
+    task_id: str = Field("", max_length=1000)
+
+
+class NamedSession(Fields):
+    """A session, by default that of the API key."""
+
+    session_id: str = ""
+
+
+class SetReward(NamedSession):
+    """The reward of a completion, by default of the last one; AReaL's name of its id is accepted too."""
+
+    reward: float = Field(ge=-LARGEST, le=LARGEST)
+    completion_id: str | None = None
+    interaction_id: str | None = None
+
+
+class Api:
+    """The routes over one policy, which clients may name as they like.
+
+    With an `admin_key` its owner starts sessions; without one only this process does. With `claim` these are sessions
+    that wait for an agent, with their rows.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        model: str,
+        admin_key: str | None,
+        *,
+        claim: Claim | None,
+        check: Check | None,
+        rules: Rules,
+    ) -> None:
+        self.core, self.sessions, self.model, self.admin_key = core, core.sessions, model, admin_key
+        self.claim, self.check, self.rules = claim, check, rules
+
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
+        reply, warnings = await self._respond(request, body, template=body.chat_template_kwargs)
+        return _completion(chat_body(reply, body, self.model, self.core.kit.tokenizer) | warnings, body)
+
+    async def completions(self, request: Request, body: CompletionRequest) -> Response:
+        wanted, prompt = body.wanted(self.rules), body.single_prompt(len(self.core.kit.tokenizer))
+        warnings, session = self._warnings(body), self.session_of(request, body)
+        reply = await self._sampled(request, session, self.core.complete(session, prompt, wanted))
+        return _completion(completion_body(reply, body, self.model, self.core.kit.tokenizer) | warnings, body)
+
+    async def responses(self, request: Request, body: ResponsesRequest) -> Response:
+        return await self._translated(request, body)
+
+    async def messages(self, request: Request, body: MessagesRequest) -> Response:
+        return await self._translated(request, body)
+
+    async def _translated(self, request: Request, body: ResponsesRequest | MessagesRequest) -> Response:
+        reply, warnings = await self._respond(request, body)
+        translated = body.body(reply, self.model) | warnings
+        if body.stream:
+            return StreamingResponse(body.events(translated), media_type="text/event-stream")
+        return answer(translated)
+
+    async def _respond(
+        self, request: Request, body: ChatRequest | ResponsesRequest | MessagesRequest, **options: Any
+    ) -> tuple[Reply, dict[str, Any]]:
+        """Sample the response to a conversation; returns it with the fields that had no effect."""
+        wanted, tools, messages = body.wanted(self.rules), body.schemas(), body.conversation()
+        warnings, session = self._warnings(body), self.session_of(request, body)
+        reads_calls = bool(tools) and body.choice() != NONE
+        work = self.core.respond(session, messages, tools, wanted, reads_calls=reads_calls, **options)
+        return await self._sampled(request, session, work), warnings
+
+    def _warnings(self, body: Sampled) -> dict[str, Any]:
+        warnings = body.warnings(self.rules)
+        return {"warnings": warnings} if warnings else {}
+
+    async def _sampled(self, request: Request, session: Session | None, work: Coroutine[Any, Any, Reply]) -> Reply:
+        """Return a response; where an agent outside the run disconnects, its episode waits for it LOST_SECONDS."""
+        if session is None:
+            return await while_connected(request, work)
+        try:
+            with session.request():
+                return await while_connected(request, work)
+        except HTTPException as error:
+            if error.status_code == CLIENT_GONE and self.claim is not None:
+                asyncio.get_running_loop().call_later(LOST_SECONDS, session.close_if_lost, session.requests)
+            raise
+
+    async def models(self) -> dict[str, Any]:
+        limit = self.core.kit.limits.context
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "hybridrl", "max_model_len": limit}
+        return {"object": "list", "data": [model]}
+
+    async def health(self) -> Response:
+        open_sessions = sum(not session.closed for session in self.sessions.by_id.values())
+        about = {"sessions": open_sessions, "unrecorded": self.sessions.unrecorded}
+        try:
+            if self.check is not None:
+                await asyncio.wait_for(self.check(), CHECK_SECONDS)
+        except Exception as error:  # whatever the engine raises
+            cause = str(error) or type(error).__name__
+            return answer({"status": f"the policy cannot be sampled from: {cause}"} | about, 503)
+        return answer({"status": "ok"} | about)
+
+    async def start_session(self, request: Request, body: StartSession | None = None) -> Response:
+        self._check_admin(request)
+        if self.claim is None:
+            session, row = self.sessions.start(task=body.task_id if body else ""), {}
+        else:
+            session, row = await while_connected(request, self.claim())
+        taken = {"session_id": session.id, "api_key": session.api_key} | ({"row": row} if row else {})
+        return answer(taken, plain=_plain)
+
+    async def set_reward(self, request: Request, body: SetReward) -> dict[str, Any]:
+        session = self._own_session(request, body.session_id)
+        session.set_reward(body.reward, body.completion_id or body.interaction_id)
+        return {"session_id": session.id, "reward": body.reward}
+
+    async def end_session(self, request: Request, body: NamedSession | None = None) -> dict[str, Any]:
+        session = self._own_session(request, body.session_id if body else "")
+        session.close()
+        return {"session_id": session.id, "turns": len(session.turns)}
+
+    async def describe(self, request: Request, session_id: str, turn_discount: Discount = 1.0) -> Response:
+        session = self.sessions.by_id.get(session_id)
+        if session is None or _key(request) != session.api_key:
+            self._check_admin(request)
+        if session is None:
+            raise rejected(404, f"there is no session {session_id}")
+        turns = [
+            {"id": turn.id, "parent": turn.parent and turn.parent.id, "reward": turn.reward, "messages": turn.messages}
+            for turn in session.turns
+        ]
+        trajectory = session.trajectory(turn_discount)
+        rows = [
+            {
+                name: [*map(float if name in ("log_probs", "rewards") else int, values)]
+                for name, values in vars(row).items()
+            }
+            for row in (trajectory.rows() if turns else ())
+        ]
+        about = {"session_id": session_id, "task_id": session.task, "closed": session.closed, "forks": session.forks}
+        return answer(about | {"reward": trajectory.reward, "turns": turns, "rows": rows})
+
+    def session_of(self, request: Request, body: Sampled) -> Session | None:
+        """Return the session that a request belongs to, by its key, or named with the admin key; None if to none."""
+        if _key(request).startswith(KEY_PREFIX):
+            return self._own_session(request)
+        user = body.user if body.user in self.sessions.by_id else ""
+        if named := request.headers.get("X-Session-ID") or body.session_id() or user:
+            return self._own_session(request, named)
+        self.sessions.unrecorded += 1
+        return None
+
+    def _own_session(self, request: Request, named: str = "") -> Session:
+        """Return the session of the request's key, or the named one if it is the admin key."""
+        key = _key(request)
+        session = self.sessions.by_id.get(named) if named and self._is_admin(key) else self.sessions.by_key.get(key)
+        if session is None and named and self._is_admin(key):
+            raise rejected(404, f"there is no session {named}")
+        if session is None or named not in ("", session.id):
+            whose = f"session {named} needs its own API key, or the admin key" if named else "this key has no session"
+            raise rejected(401, whose, code="invalid_api_key")
+        return self.sessions.opened(session)
+
+    def _is_admin(self, key: str) -> bool:
+        return self.admin_key is not None and secrets.compare_digest(key.encode(), self.admin_key.encode())
+
+    def _check_admin(self, request: Request) -> None:
+        if not self._is_admin(_key(request)):
+            raise rejected(401, "this needs the admin key, as Authorization: Bearer KEY", code="invalid_api_key")
+
+
+def create_app(
+    generate: Generate,
+    sessions: Sessions,
+    *,
+    model: str = "policy",
+    admin_key: str | None = None,
+    claim: Claim | None = None,
+    check: Check | None = None,
+    rules: Rules = SERVED,
+    host: str = "127.0.0.1",
+) -> FastAPI:
+    """Make the application over a function that samples, and the sessions that it records, for requests to `host`."""
+    api = Api(Core(generate, sessions), model, admin_key, claim=claim, check=check, rules=rules)
+    app = FastAPI(title="hybridrl", openapi_url=None)
+    app.router.route_class = Route
+    app.state.host, app.state.body_limit = host, body_limit(sessions.kit.limits.context)
+    for method, path, route in (
+        ("POST", "/v1/chat/completions", api.chat),
+        ("POST", "/v1/completions", api.completions),
+        ("POST", "/v1/responses", api.responses),
+        ("POST", "/v1/messages", api.messages),
+        ("GET", "/v1/models", api.models),
+        ("GET", "/health", api.health),
+        ("POST", "/rl/start_session", api.start_session),
+        ("POST", "/rl/set_reward", api.set_reward),
+        ("POST", "/rl/end_session", api.end_session),
+        ("GET", "/rl/session/{session_id}", api.describe),
+    ):
+        app.add_api_route(path, route, methods=[method], response_model=None)
+    app.add_exception_handler(RouteError, on_rejection)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    return app
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of some work, which is cancelled if the client disconnects."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise HTTPException(CLIENT_GONE)
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _completion(body: dict[str, Any], request: ChatRequest | CompletionRequest) -> Response:
+    if request.stream:
+        chunks = stream_of(body, usage=request.stream_options.include_usage)
+        return StreamingResponse(chunks, media_type="text/event-stream")
+    return answer(body)
+
+
+def _key(request: Request) -> str:
+    """Return the API key, as OpenAI's or Anthropic's clients send it."""
+    return request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON can hold: rows have arrays and numbers of numpy."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,166 @@
+"""From a conversation to a response of the policy, whatever form of the API the request has."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from hybridrl.agents.endpoint.messages import encodable, rejected, split_reasoning
+from hybridrl.agents.endpoint.sessions import Prompt, SampledTurn, Session, Sessions
+from hybridrl.agents.environments import Message, Schema, ToolCall
+from hybridrl.config.findings import ConfigError
+from hybridrl.core.rollout import Completion, RequestFault
+
+ENCODERS = 2
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a client wants a response sampled; None: as the endpoint does by default. A text of `stop` ends it."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    json_schema: str | None = None  # that the response must match
+    forced: bool = False  # it is that of a call
+
+
+# Samples a response to token ids for a session; max_tokens is a number.
+Generate = Callable[[Session, list[int], Wanted], Awaitable[Completion]]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A response, with the ids that it was sampled from."""
+
+    turn: SampledTurn
+    prompt_ids: list[int]
+
+    @property
+    def message(self) -> Message:
+        """The response as the conversation has it."""
+        return self.turn.messages[-1]
+
+    @property
+    def finish(self) -> str:
+        """Why it ended, in OpenAI's words: stop, length or tool_calls."""
+        if "tool_calls" in self.message:
+            return "tool_calls"
+        return "length" if self.turn.completion.truncated else "stop"
+
+
+class Core:
+    """The policy behind the endpoint. Requests without a session are answered and recorded nowhere.
+
+    Prompts are rendered and encoded in ENCODERS threads: a long one takes seconds, and hundreds of times its size.
+    """
+
+    def __init__(self, generate: Generate, sessions: Sessions) -> None:
+        self.generate, self.sessions, self.kit = generate, sessions, sessions.kit
+        self.encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encoder")
+
+    async def respond(
+        self,
+        session: Session | None,
+        messages: Sequence[Message],
+        tools: Sequence[Schema],
+        wanted: Wanted,
+        *,
+        reads_calls: bool,
+        template: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Reply:
+        """Sample the next message of a conversation, and record it. `template` has arguments of the chat template."""
+        session = session or Session(self.kit)
+        prompt = await self._prepared(session, session.prompt_for, messages, tools, template)
+        completion, seconds = await self._sample(session, prompt, wanted)
+        text, calls, readable = self._text(completion, wanted.stop, special=bool(tools)), [], True
+        if reads_calls:
+            content, calls = _forced_call(text) if wanted.forced else self._read(text, tools)
+            # What cannot be read as a call is left in the text: the agent decides what follows from it.
+            readable = not any(call.error for call in calls)
+            text = content if readable else text
+        before = sum(len(message.get("tool_calls", ())) for message in messages)
+        response = _message(text, calls if calls and readable else [], before)
+        turn = session.record(prompt, completion, response, called=bool(calls), seconds=seconds)
+        return Reply(turn, prompt.ids)
+
+    async def complete(self, session: Session | None, prompt: str | list[int], wanted: Wanted) -> Reply:
+        """Continue a text or token ids, and record it."""
+        session = session or Session(self.kit)
+        place = await self._prepared(session, session.prompt_of, prompt)
+        completion, seconds = await self._sample(session, place, wanted)
+        response = {"role": "assistant", "content": self._text(completion, wanted.stop)}
+        return Reply(session.record(place, completion, response, seconds=seconds), place.ids)
+
+    async def _prepared(self, session: Session, prepare: Callable[..., Prompt], *arguments: Any) -> Prompt:
+        """Return the prompt of a request; those of one session in the order in which they arrived."""
+        async with session.preparing:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self.encoders, prepare, *arguments)
+            except RecursionError as error:
+                raise rejected(400, "messages: something is nested too deeply", param="messages") from error
+
+    async def _sample(self, session: Session, prompt: Prompt, wanted: Wanted) -> tuple[Completion, float]:
+        if (vocabulary := len(self.kit.tokenizer)) <= max(wanted.stop_ids, default=0):
+            raise rejected(400, f"stop_token_ids: token ids are below {vocabulary}", param="stop_token_ids")
+        began, most = time.monotonic(), min(wanted.max_tokens or prompt.left, prompt.left)
+        wanted = replace(wanted, max_tokens=most, min_tokens=min(wanted.min_tokens, most))
+        try:
+            completion = await self.generate(session, prompt.ids, wanted)
+        except RequestFault as fault:
+            raise rejected(400, str(fault)) from fault
+        return completion, time.monotonic() - began
+
+    def _text(self, completion: Completion, stop: Sequence[str], *, special: bool = False) -> str:
+        """Decode a response without its end token, up to the first of the texts in `stop`."""
+        ids = self.kit.content(completion.token_ids)
+        text = self.kit.tokenizer.decode(ids, skip_special_tokens=not special)
+        return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=None)]
+
+    def _read(self, text: str, tools: Sequence[Schema]) -> tuple[str, list[ToolCall]]:
+        try:
+            return self.kit.parser()(text, tools)
+        except ConfigError as error:
+            raise rejected(400, str(error), param="tools") from error
+
+
+def _message(text: str, calls: Sequence[ToolCall], before: int) -> Message:
+    """Return a response as a message; its calls are numbered after those `before` it, so that their ids differ."""
+    reasoning, content = split_reasoning(text)
+    message: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [_call(call, before + number) for number, call in enumerate(calls)]
+    return message
+
+
+def _forced_call(text: str) -> tuple[str, list[ToolCall]]:
+    """Return the call that a response is, as JSON; one that was cut off is text."""
+    try:
+        call = json.loads(text)
+        return "", [ToolCall(call["name"], call["arguments"])]
+    except (ValueError, KeyError, TypeError):
+        return text, []
+
+
+def _call(call: ToolCall, number: int) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    if not encodable(arguments):  # the policy may write half of a surrogate pair, which no response can hold
+        arguments = json.dumps(call.arguments)
+    function = {"name": call.name.encode(errors="replace").decode(), "arguments": arguments}
+    return {"id": f"call{number:05}", "type": "function", "function": function}

@@ -1,0 +1,257 @@
+"""Whether and how a run has episodes of several turns: from the configuration to the processes, and what is checked
+before they start."""
+
+import logging
+import os
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from hybridrl.agents.endpoint.address import ADMIN_KEY, bound
+from hybridrl.agents.endpoint.agent import Agents
+from hybridrl.agents.endpoint.functions import ONLINE, AgentSettings
+from hybridrl.agents.environments.calls import KEY as FORMAT
+from hybridrl.agents.environments.dialogue import Dialogue
+from hybridrl.agents.environments.environment import Environment
+from hybridrl.agents.environments.episode_loop import Kit, Limits
+from hybridrl.agents.environments.load import SINGLE_RESPONSES, SINGLE_TURN, TOOL_AGENT, Choice, choice_of, load_tools
+from hybridrl.agents.environments.load import check as check_environments
+from hybridrl.agents.environments.settings import AGENT, MULTI_TURN, EnvironmentSettings
+from hybridrl.agents.environments.template import KEY as TEMPLATE
+from hybridrl.agents.environments.worker import EpisodeSettings
+from hybridrl.compat.verl.loops import AgentLoop
+from hybridrl.compat.verl.tool_loop import reads_configured_format
+from hybridrl.compat.verl.tool_parsers import is_registered
+from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.checks.asynchronous import continues_rollouts
+from hybridrl.config.checks.training import this_machine
+from hybridrl.config.custom_code import script_path
+from hybridrl.config.files import resolve_model
+from hybridrl.config.findings import Findings
+from hybridrl.data.prompts import PromptDataset
+from hybridrl.data.tokenizer import as_chat, end_tokens
+from hybridrl.rewards.actor import LoadTokenizer
+from hybridrl.rewards.load import uses_built_in
+from hybridrl.tracking.console import info
+
+MODE = f"{MULTI_TURN}.tokenization_sanity_check_mode"
+FULL = "actor_rollout_ref.rollout.full_determinism"
+CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # of a machine
+
+logger = logging.getLogger(__name__)
+
+
+def environment_settings(config: PPOConfig) -> EnvironmentSettings:
+    """What environments and tools the configuration names, as plain values."""
+    multi_turn, agent = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
+    libraries = tuple(config.actor_rollout_ref.model.external_lib)
+    agent_path = ONLINE if agent.mode == ONLINE else agent.path
+    renamed = {"libraries": libraries, "max_turns": multi_turn.max_assistant_turns, "agent_path": agent_path}
+    values = vars(multi_turn) | vars(agent) | renamed
+    names = {item.name for item in fields(EnvironmentSettings)} & values.keys()
+    return EnvironmentSettings(**{name: values[name] for name in names})
+
+
+def runs_episodes(config: PPOConfig, environments: Collection[str]) -> bool:
+    """Whether episodes run in processes of their own: if the configuration or a row names more than single responses.
+    `environments` are the names in the rows."""
+    named = any(name not in (SINGLE_TURN, *SINGLE_RESPONSES) for name in environments)
+    chosen = choice_of({}, environment_settings(config)) is not None
+    return named or chosen or config.actor_rollout_ref.rollout.multi_turn.enable
+
+
+def episode_limits(config: PPOConfig) -> Limits:
+    """What bounds an episode, from the keys of multi_turn and the lengths of prompt and response."""
+    rollout = config.actor_rollout_ref.rollout
+    multi_turn, prompt, response = rollout.multi_turn, config.data.max_prompt_length, rollout.response_length
+    return Limits(
+        prompt=prompt,
+        response=response,
+        context=rollout.max_model_len or prompt + response,
+        turn=multi_turn.max_assistant_response_length,
+        turns=multi_turn.max_assistant_turns,
+        user_turns=multi_turn.max_user_turns,
+        invalid_calls=multi_turn.max_consecutive_invalid_tool_calls,
+        call_timeout=multi_turn.tool_timeout,
+        timeout=multi_turn.episode_timeout,
+        held=continues_rollouts(config),
+    )
+
+
+def episode_settings(config: PPOConfig, load_tokenizer: LoadTokenizer, end_ids: tuple[int, ...]) -> EpisodeSettings:
+    """What the processes that run episodes are made with; with agents outside the run, says where they find it."""
+    agents = agent_settings(config)
+    if agents and agents.mode == ONLINE:
+        info(invitation(agents))
+    return EpisodeSettings(
+        load_tokenizer,
+        environment_settings(config),
+        episode_limits(config),
+        end_ids,
+        formats=_formats(config),
+        configuration=asdict(config),
+        agents=agents and partial(Agents, agents),
+    )
+
+
+def _formats(config: PPOConfig) -> dict[str, Any]:
+    """The arguments of Kit.of that are given by name."""
+    multi_turn, model = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.model
+    settings = AutoConfig.from_pretrained(str(resolve_model(model.path)), trust_remote_code=model.trust_remote_code)
+    return {
+        "format": multi_turn.format,
+        "model_type": settings.model_type,
+        "arguments": config.data.apply_chat_template_kwargs,
+        "history_reasoning": multi_turn.history_reasoning,
+    }
+
+
+def agent_settings(config: PPOConfig) -> AgentSettings | None:
+    """Which agents rows run in; ConfigError if there is no function of this name, or they cannot be outside. None: none
+    are configured."""
+    rollout, agent = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.agent
+    # With full_determinism turns are sampled once every episode wants one, so none may wait for another to end.
+    concurrency = None if rollout.full_determinism else agent.concurrency
+    shared = {"concurrency": concurrency, "turn_discount": agent.turn_discount}
+    shared |= {"forced_tool_choice": agent.forced_tool_choice}
+    shared |= {"mode": agent.mode, "needs_reward": uses_built_in(config.reward)}
+    if agent.mode == ONLINE:
+        _check_online(config)
+        key = os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(16)
+        return AgentSettings(**shared, host=agent.host, port=agent.port, admin_key=key)
+    if agent.path is None:
+        return None
+    settings = AgentSettings(str(script_path(agent.path)), agent.name, **shared)
+    settings.load()
+    return settings
+
+
+def _check_online(config: PPOConfig) -> None:
+    """Raise ConfigError if agents outside the run cannot take its episodes."""
+    rollout, agent = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.agent
+    findings = Findings()
+    for is_wrong, name, why, fix in (
+        (agent.path, f"path={agent.path}", "agents are outside the run", "leave path out, or set mode=inline"),
+        ((agent.num_workers or 1) > 1, f"num_workers={agent.num_workers}", "there is one endpoint", "set it to 1"),
+        (rollout.full_determinism, "mode=online", "the order of requests is not fixed", "set full_determinism=false"),
+    ):
+        if is_wrong:
+            findings.error(
+                "conflict", f"{AGENT}.{name} does not go with agents that are online: {why}", fix, keys=AGENT
+            )
+    if config.trainer.nnodes == 1:
+        with findings.gathered():
+            bound(agent.host, agent.port, f"{AGENT}.").close()
+    findings.close()
+
+
+def invitation(agents: AgentSettings) -> str:
+    """Say where agents outside the run find its episodes."""
+    place = f"http://{agents.host}:{agents.port}/rl/start_session"
+    return f"agents get episodes by POST {place} with the admin key {agents.admin_key} (docs/endpoint.md)"
+
+
+def episode_processes(config: PPOConfig, logs: Path) -> tuple[int, list[str]]:
+    """Return how many processes run episodes, over all machines, and their logs."""
+    machines, wanted = config.trainer.nnodes, config.actor_rollout_ref.rollout.agent.num_workers
+    per_machine = min(max(this_machine(count_gpus=False).cores // CORES_PER_PROCESS, 1), MOST_PROCESSES)
+    count = 1 if config.actor_rollout_ref.rollout.agent.mode == ONLINE else wanted or machines * per_machine
+    return count, [str(logs / f"episodes-{index}.log") for index in range(count)]
+
+
+def check_episodes(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, PromptDataset], findings: Findings
+) -> None:
+    """Add what cannot work: a chat template whose turns cannot be continued exactly, files of environments and tools,
+    prompts that are too long with the schemas of the tools, and calls that cannot be read."""
+    multi_turn, model = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.model
+    settings = environment_settings(config)
+    uses_tools = settings.has_tools and choice_of({}, settings) == Choice("tools", TOOL_AGENT)
+    with findings.gathered():
+        kit = Kit.of(tokenizer, end_tokens(model.path, tokenizer), episode_limits(config), **_formats(config))
+        if differences := kit.dialogue.check(multi_turn.tokenization_sanity_check_mode, tools=uses_tools):
+            raise ConfigError(
+                f"{MODE}={multi_turn.tokenization_sanity_check_mode}: {'; '.join(differences)}",
+                fix=f"see python -m hybridrl.doctor template {model.path}; set {TEMPLATE}, or {MODE}=disable",
+            )
+    with findings.gathered():
+        agent_settings(config)
+    check_continued(config, findings)
+    with findings.gathered():
+        rows = (data[index].columns for data in datasets.values() for index in range(len(data)))
+        made = check_environments(settings, rows)
+    if uses_tools and not findings.errors:
+        with findings.gathered():
+            _check_lengths(config, kit.dialogue, settings, datasets)
+    if not findings.errors:
+        with findings.gathered():
+            _check_format(multi_turn.format, kit, made)
+
+
+def _check_format(format: str, kit: Kit, made: Sequence[Environment | AgentLoop]) -> None:
+    """Reject calls that cannot be read, of what rows run in. Loops may have a parser of their own, or use one that a
+    file registers."""
+    environments = any(getattr(one, "tools", ()) for one in made if not isinstance(one, AgentLoop))
+    loops = any(reads_configured_format(one.cls) for one in made if isinstance(one, AgentLoop))
+    if is_registered(format):
+        if environments:
+            cause = f"{FORMAT}={format} is a parser of a file, which only agent loops use"
+            raise ConfigError(cause, fix=f"name a loop in agent_name of every row, or set {FORMAT}=auto", keys=FORMAT)
+    elif environments or loops or format != "auto":
+        kit.parser()
+
+
+def warn_of_unread_fields(config: PPOConfig, datasets: Mapping[str, PromptDataset]) -> None:
+    """Name the fields of rows that their episodes do not read."""
+    settings = environment_settings(config)
+    for key, data in datasets.items():
+        unread, fix = data.fields, f"configure tools or an environment below {MULTI_TURN}, or name one in agent_name"
+        if runs_episodes(config, data.environments):
+            only_tools = choice_of({}, settings) == Choice("tools", TOOL_AGENT) and not settings.interaction_config_path
+            unread = unread & {"interaction_kwargs"} if only_tools else set()
+            fix = f"set {MULTI_TURN}.interaction_config_path"
+        if unread:
+            logger.warning("%s: rows have %s, which nothing reads; %s", key, ", ".join(sorted(unread)), fix)
+
+
+def check_continued(config: PPOConfig, findings: Findings) -> None:
+    """Reject what episodes that outlive a step do not go with."""
+    rollout, modes = config.actor_rollout_ref.rollout, "set trainer.v1.trainer_mode=sync and over_sample_rate=0"
+    if not continues_rollouts(config):
+        return
+    if rollout.full_determinism:
+        cause = f"{FULL} does not go with episodes of several turns that outlive a step: when environments respond "
+        findings.error("conflict", f"{cause}decides what the engines have in a batch", f"set {FULL}=false", keys=FULL)
+    if rollout.agent.mode == ONLINE:
+        cause = (
+            f"{AGENT}.mode=online: agents outside the run would wait for an episode that outlives a step, and those "
+        )
+        findings.error("conflict", f"{cause}of the validation for them", modes, keys=f"{AGENT}.mode")
+
+
+def _check_lengths(
+    config: PPOConfig, dialogue: Dialogue, settings: EnvironmentSettings, datasets: Mapping[str, PromptDataset]
+) -> None:
+    """Reject a chat template that does not show the tools to the model, and prompts that are too long with them."""
+    schemas, limit = [tool.schema for tool in load_tools(settings).values()], config.data.max_prompt_length
+    for key, data in datasets.items():
+        chat = as_chat(data[0].messages)
+        added = len(dialogue.start(chat, schemas)) - len(dialogue.start(chat))
+        if not added and config.actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode != "disable":
+            raise ConfigError(
+                f"{MULTI_TURN}: the chat template does not show the tools to the model",
+                fix=f"set {TEMPLATE}, or {MODE}=disable if the prompts describe them",
+            )
+        longest = int(data.ids.lengths.max()) + added
+        if longest > limit:
+            count = int((data.ids.lengths + added > limit).sum())
+            raise ConfigError(
+                f"data.max_prompt_length={limit}: {count} of {len(data)} prompts of {key} are longer with the schemas "
+                f"of the tools, which take {added} tokens",
+                fix=f"set data.max_prompt_length={longest}",
+            )

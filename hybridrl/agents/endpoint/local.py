@@ -1,0 +1,124 @@
+"""A model's files behind the endpoint: an engine in this process, without trainers and without Ray."""
+
+import asyncio
+import secrets
+import signal
+import socket
+import time
+
+from transformers import AutoConfig
+
+from hybridrl.agents.endpoint.app import create_app
+from hybridrl.agents.endpoint.core import Wanted
+from hybridrl.agents.endpoint.fields import OF_THE_RUN
+from hybridrl.agents.endpoint.messages import rejected
+from hybridrl.agents.endpoint.server import serving
+from hybridrl.agents.endpoint.sessions import Session, Sessions
+from hybridrl.agents.environments.episode_loop import Kit, Limits
+from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.core.rollout import Completion, Request, Sampling
+from hybridrl.core.rollout.engine import ENGINES, RolloutEngine
+from hybridrl.data.tokenizer import end_tokens, load_tokenizer
+from hybridrl.tracking.console import info
+
+LONGEST = 32768  # tokens of a context, unless rollout.max_model_len is set
+CHECK_SECONDS, STALLED_SECONDS = 0.5, 60.0
+# Fields of Sampling that a request may choose.
+SAMPLING = (*(name for name in OF_THE_RUN if name != "seed"), "min_tokens", "ignore_eos", "json_schema")
+
+
+class Local:
+    """Samples as each request wants, by default as `rollout` says."""
+
+    def __init__(self, engine: RolloutEngine, rollout: RolloutConfig, kit: Kit) -> None:
+        self.engine, self.rollout, self.kit = engine, rollout, kit
+        self.unfinished = 0  # requests
+        self.moved = time.monotonic()  # when the engine was last seen to work, or to have nothing to do
+
+    async def __call__(self, session: Session, ids: list[int], wanted: Wanted) -> Completion:
+        seed = secrets.randbits(31) if wanted.seed is None else wanted.seed
+        defaults = {name: getattr(self.rollout, name, None) for name in SAMPLING}
+        values = {name: value for name in SAMPLING if (value := getattr(wanted, name)) is not None}
+        chosen = {name: value for name, value in (defaults | values).items() if value is not None}
+        sampling = Sampling(
+            max_tokens=wanted.max_tokens or 1,
+            stop_ids=tuple(sorted(self.kit.end_ids | {*wanted.stop_ids})),
+            stop=(*self.rollout.stop, *wanted.stop),
+            **chosen,
+        )
+        self.unfinished += 1
+        try:
+            return await self.engine.generate(Request(0, 0, ids, seed, sampling))
+        except Exception as error:
+            await self.engine.check()  # raises if it is dead; else it rejects this request only, such as its schema
+            raise rejected(400, f"the engine rejects this request: {error}") from error
+        finally:
+            self.unfinished -= 1
+
+    async def check(self) -> None:
+        """Raise if the engine is dead, or has requests and samples nothing."""
+        await self.engine.check()
+        if (silence := time.monotonic() - self.moved) > STALLED_SECONDS:
+            raise TimeoutError(f"{self.unfinished} requests and no token for {silence:.0f} s")
+
+    async def watch(self) -> str:
+        """Return why the engine is dead, once it is."""
+        tokens = -1
+        while True:
+            try:
+                before, tokens = tokens, await self.engine.check()
+            except Exception as error:  # whatever the engine died of
+                return str(error)
+            if tokens != before or not self.unfinished:
+                self.moved = time.monotonic()
+            await asyncio.sleep(CHECK_SECONDS)
+
+
+def longest_context(model: ModelConfig) -> int:
+    """Return the tokens that the model's contexts may have, at most LONGEST."""
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
+    return min(getattr(config, "max_position_embeddings", None) or LONGEST, LONGEST)
+
+
+def make_kit(model: ModelConfig, rollout: RolloutConfig, context: int) -> Kit:
+    """Return the chat template of a model, and its formats."""
+    tokenizer = load_tokenizer(
+        model.path,
+        tokenizer_path=model.tokenizer_path,
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+    )
+    model_type = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).model_type
+    limits, format = Limits(context, context, context), rollout.multi_turn.format
+    return Kit.of(tokenizer, end_tokens(model.path, tokenizer), limits, format=format, model_type=model_type)
+
+
+async def serve(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    device: str,
+    *,
+    host: str,
+    listening: socket.socket,
+    name: str,
+    source: str,
+    admin_key: str | None = None,
+) -> str:
+    """Serve a Hugging Face model, made from `source`, for requests to `host`, until the process gets a signal to end;
+    returns why it ended otherwise. Who has the `admin_key` starts sessions."""
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, ended.set)
+    context = rollout.max_model_len = rollout.max_model_len or longest_context(model)
+    kit = make_kit(model, rollout, context)
+    # The engine's own defaults are weights that a trainer sends, and no tokenizer, which schemas of responses need.
+    rollout.engine_kwargs.vllm |= {"load_format": "auto", "skip_tokenizer_init": False}
+    engine = ENGINES[rollout.name].build(device, model, rollout, 1)
+    await engine.connect()
+    policy = Local(engine, rollout, kit)
+    app = create_app(policy, Sessions(kit), model=name, admin_key=admin_key, check=policy.check, host=host)
+    stopping, dying = asyncio.create_task(ended.wait()), asyncio.create_task(policy.watch())
+    async with serving(app, listening) as address:
+        info(f"serving {source} as {name} at {address}/v1, contexts of {context} tokens; Ctrl-C ends it")
+        await asyncio.wait([stopping, dying], return_when=asyncio.FIRST_COMPLETED)
+    return dying.result() if dying.done() else ""

@@ -1,0 +1,122 @@
+"""A model behind an OpenAI-compatible endpoint: `python -m hybridrl.serve model.path=...`
+
+Keys are those of a run below actor_rollout_ref, such as model.path and rollout.max_model_len, and OWN.
+"""
+
+import asyncio
+import difflib
+import os
+import sys
+import tempfile
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+from hybridrl.agents.endpoint.address import ADMIN_KEY, bound
+from hybridrl.config import ConfigError
+from hybridrl.config.checks.training import resolve_dtype, this_machine
+from hybridrl.config.compose import CONF, SHIPPED, parse_overrides, plain_values, shipped
+from hybridrl.config.findings import Finding, Findings
+from hybridrl.config.keys import nearest_keys
+from hybridrl.config.load import existing
+from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig
+from hybridrl.config.values import Reading, value_of
+from hybridrl.model_merger.temporary import whole_model
+from hybridrl.runtime.cli import EXIT_FAILED, EXIT_REJECTED
+from hybridrl.runtime.keeper import work_in_private
+from hybridrl.runtime.signals import ended_by_closed_pipe
+
+SECTION = "actor_rollout_ref."
+DEVICES, LARGEST_PORT = ("auto", "cpu", "cuda"), 65535
+OWN = {"port": "8000", "host": "127.0.0.1", "served_model_name": "policy", "device": "auto"}
+USAGE = f"""usage: python -m hybridrl.serve model.path=MODEL [key=value ...]
+
+Serve a Hugging Face model, or a model of a checkpoint of hybridrl or verl, with OpenAI's API (docs/endpoint.md).
+Keys: {", ".join(f"{key}={value}" for key, value in OWN.items())}, and those of a run
+below {SECTION[:-1]}, such as rollout.max_model_len, rollout.max_num_seqs, rollout.tensor_model_parallel_size.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or {"-h", "--help"} & {*arguments}:
+        with ended_by_closed_pipe():
+            print(USAGE)
+        return 0 if arguments else EXIT_REJECTED
+    try:
+        own, section = read(arguments)
+        if cause := run(own, section):
+            print(f"error: serving ended: {cause}; start it again", file=sys.stderr)
+            return EXIT_FAILED
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_REJECTED
+    except Exception:
+        traceback.print_exc()
+        return EXIT_FAILED
+    return 0
+
+
+def read(arguments: list[str]) -> tuple[dict[str, str], ActorRolloutRefConfig]:
+    """Return the values of the command's own keys and the section of a run; ConfigError lists all that is wrong."""
+    given = {key: value for key, _, value in (text.partition("=") for text in arguments) if key in OWN}
+    others = [text for text in arguments if text.partition("=")[0] not in OWN]
+    findings = Findings()
+    overrides = [f"{SECTION}{text.removeprefix(SECTION)}" for text in others]
+    parsed = parse_overrides(overrides, PPOConfig, findings)
+    plain = plain_values(existing(SHIPPED[PPOConfig], CONF), PPOConfig, parsed.arguments, findings)
+    reading = Reading(PPOConfig, plain, lambda key: value_of(shipped(SHIPPED[PPOConfig]).values, key))
+    for key in reading.foreign:
+        if key.startswith(SECTION):
+            findings.error("unknown-key", f"unknown key {key}", nearest_keys(key, PPOConfig), keys=key)
+    findings.items = [_by_own_name(one) for one in findings.items]
+    # What else a run needs, such as data, is not read.
+    findings.add(*(one for one in reading.findings.items if one.keys and one.keys[0].startswith(SECTION)))
+    _check_own(given, findings)
+    findings.close()
+    return OWN | given, reading.config.actor_rollout_ref
+
+
+def _check_own(given: dict[str, str], findings: Findings) -> None:
+    port, device = given.get("port", "0"), given.get("device", "auto")
+    if not port.isdecimal() or int(port) > LARGEST_PORT:
+        cause = f"port={port} is no number from 0 to {LARGEST_PORT}"
+        findings.error("value", cause, "set port=8000, or 0 for a free one", keys="port")
+    if device not in DEVICES:
+        findings.error("value", f"device={device}: choose {' | '.join(DEVICES)}", keys="device")
+    for key in ("host", "served_model_name"):
+        if not given.get(key, OWN[key]):
+            findings.error("value", f"{key}= is empty", f"set {key}={OWN[key]}", keys=key)
+
+
+def _by_own_name(finding: Finding) -> Finding:
+    """Return a finding about an unknown key under the name that was written; one that is like a key of this command is
+    taken for that."""
+    if finding.code != "unknown-key":
+        return finding
+    name = finding.keys[0].removeprefix(SECTION)
+    own = difflib.get_close_matches(name, OWN, n=1, cutoff=0.7)
+    return replace(finding, cause=f"unknown key {name}", fix=f"did you mean {own[0]}?" if own else finding.fix)
+
+
+def run(own: dict[str, str], section: ActorRolloutRefConfig) -> str:
+    """Serve until the process is stopped; returns why it ended otherwise. Shards and adapters are merged into a
+    temporary directory first."""
+    model, rollout, device, source = section.model, section.rollout, own["device"], section.model.path
+    if device == "auto":
+        device = "cuda" if this_machine().gpus else "cpu"
+    rollout.dtype, rollout.free_cache_engine = resolve_dtype(rollout.dtype, device), False
+    listening = bound(own["host"], int(own["port"]))  # before anything that takes long
+    work_in_private()  # which is removed when this process ends
+    model.path = whole_model(model.path, Path(tempfile.mkdtemp()), "model.path")
+    from hybridrl.core.rollout.engine import ENGINES
+    from hybridrl.runtime.environment import worker_environment
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ |= worker_environment(device, 1) | ENGINES[rollout.name].environment(rollout)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
+    from hybridrl.agents.endpoint.local import serve
+
+    options = {"host": own["host"], "name": own["served_model_name"], "source": source}
+    options |= {"admin_key": os.environ.get(ADMIN_KEY)}
+    return asyncio.run(serve(model, rollout, device, listening=listening, **options))

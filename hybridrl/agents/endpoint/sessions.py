@@ -1,0 +1,288 @@
+"""What agents do with the policy, recorded as token ids: a session is a tree of the turns that were sampled for it.
+
+A request whose messages begin with a recorded conversation continues its token ids; what was sampled is never encoded
+again. Where the agent changed what the policy wrote, the conversation is rendered as a new one.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from hybridrl.agents.endpoint.messages import digests, rejected
+from hybridrl.agents.environments import Message, Schema
+from hybridrl.agents.environments.dialogue import Dialogue
+from hybridrl.agents.environments.episode_loop import SHORTEST_TURN, Kit
+from hybridrl.config.findings import ConfigError
+from hybridrl.core.experience.trajectory import Trajectory, Turn
+from hybridrl.core.rollout import Completion
+
+KEY_PREFIX = "sk-sess-"
+LOST_SECONDS = 60.0  # after which a client that disconnected is not waited for
+
+
+@dataclass(eq=False)
+class SampledTurn:
+    """A response of the policy. Its prompt is the ids of its `parent`, less the last `dropped` (0 or 1), then
+    `observed`; without a parent it is `observed`. `messages` are the conversation with the response; `called` says
+    whether it has tool calls."""
+
+    id: str
+    parent: "SampledTurn | None"
+    observed: list[int]
+    dropped: int
+    completion: Completion
+    messages: list[Message]
+    called: bool
+    seconds: float
+    reward: float | None = None
+
+    def path(self) -> list["SampledTurn"]:
+        """Return the turns from the first one of the conversation to this one."""
+        turns, turn = [], self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    def ids(self) -> list[int]:
+        """Return the whole context, the response included."""
+        ids: list[int] = []
+        for turn in self.path():
+            del ids[len(ids) - turn.dropped :]
+            ids += [*turn.observed, *turn.completion.token_ids.tolist()]
+        return ids
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a turn is sampled from: its `ids`, of which `observed` are new after the parent's. `left` is the number of
+    tokens that the response may have."""
+
+    ids: list[int]
+    parent: SampledTurn | None
+    observed: list[int]
+    dropped: int
+    messages: list[Message]
+    tools: Sequence[Schema]
+    left: int
+
+
+@dataclass(eq=False)
+class Session:
+    """The recorded turns of one agent. Special tokens are read as such in the `trusted` messages only.
+
+    `forks` counts requests with a history that differs from what the policy wrote. `closed` says why it takes no more
+    requests.
+    """
+
+    kit: Kit
+    trusted: Sequence[Message] = ()
+    task: str = ""
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    api_key: str = field(default_factory=lambda: KEY_PREFIX + secrets.token_urlsafe(24))
+    turns: list[SampledTurn] = field(default_factory=list)
+    recorded: dict[bytes, SampledTurn] = field(default_factory=dict)  # by the digest of the conversation
+    forks: int = 0
+    stop: str = ""  # the limit that ended it
+    closed: str = ""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # it had a request, or is closed
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    preparing: asyncio.Lock = field(default_factory=asyncio.Lock)  # of one prompt at a time
+    requests: int = 0  # that came so far
+    open: int = 0  # requests that are not answered yet
+    used: float = 0.0
+
+    def close(self, why: str = "it has ended") -> None:
+        """Take no more requests."""
+        self.closed = self.closed or why
+        self.begun.set()
+        self.ended.set()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request while it is open."""
+        self.requests, self.open = self.requests + 1, self.open + 1
+        try:
+            yield
+        finally:
+            self.open -= 1
+
+    def close_if_lost(self, requests: int) -> None:
+        """Take no more requests if none came since there were so many: the client has gone."""
+        if not self.open and self.requests == requests:
+            self.close(f"its client disconnected and sent nothing for {LOST_SECONDS:g} s")
+
+    def prompt_for(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] = (),
+        template: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Prompt:
+        """Return the prompt of a conversation: the recorded ids and what its further messages add, or all rendered."""
+        known = [*tools, dict(template)] if template else tools  # what a conversation is continued with
+        found = (self.recorded.get(digest) for digest in reversed(digests(messages, known)))
+        parent = next((turn for turn in found if turn is not None), None)
+        new = messages[len(parent.messages) :] if parent else messages
+        dialogue = self._dialogue(template)
+        try:
+            if parent is None or not new or _sampled(new):
+                self.forks += bool(self.turns) and _sampled(messages)
+                ids = dialogue.start(messages, tools, trusted=self.trusted)
+                return self._prompt(None, ids, 0, messages, known)
+            sampled = parent.completion.token_ids.tolist()
+            ended = sampled[-1] in self.kit.end_ids
+            delta = dialogue.delta(new, sampled, ended=ended, called=parent.called, tools=tools)
+        except ConfigError as error:
+            raise rejected(400, str(error), param="messages") from error
+        return self._prompt(parent, delta.ids, delta.dropped, messages, known)
+
+    def _dialogue(self, template: Mapping[str, Any]) -> Dialogue:
+        try:
+            return self.kit.dialogue.with_arguments(template) if template else self.kit.dialogue
+        except ConfigError as error:
+            raise rejected(400, f"chat_template_kwargs: {error}", param="chat_template_kwargs") from error
+
+    def prompt_of(self, prompt: str | list[int]) -> Prompt:
+        """Return the prompt of a text, or of token ids, which continue the longest recorded context that they begin
+        with."""
+        ids = self.kit.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        if not ids:
+            raise rejected(400, "prompt: it has no tokens", param="prompt")
+        contexts = [(turn, context) for turn in self.turns if ids[: len(context := turn.ids())] == context]
+        parent, known = max(contexts, key=lambda one: len(one[1]), default=(None, []))
+        return self._prompt(parent, ids[len(known) :], 0, [{"role": "user", "content": self.kit.tokenizer.decode(ids)}])
+
+    def _prompt(
+        self,
+        parent: SampledTurn | None,
+        observed: list[int],
+        dropped: int,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] = (),
+    ) -> Prompt:
+        """Return the prompt if a response fits after it."""
+        limits, before = self.kit.limits, parent.ids() if parent else []
+        ids = before[: len(before) - dropped] + observed
+        first = len(parent.path()[0].observed if parent else observed)
+        left = min(limits.context - len(ids), limits.response - (len(ids) - first))
+        if limits.turns is not None and len(self.turns) >= limits.turns:
+            self.stop = "max_turns"
+            raise rejected(400, f"this session has had its {limits.turns} turns", code="max_turns_exceeded")
+        if left < min(SHORTEST_TURN, limits.response):
+            self.stop = "context_overflow"
+            message = f"the maximum context length is {limits.context} tokens, of which {limits.response} may follow "
+            message += f"the first prompt; your messages have {len(ids)} tokens after a first prompt of {first}"
+            raise rejected(400, message, code="context_length_exceeded", param="messages")
+        return Prompt(ids, parent, observed, dropped, list(messages), tools, min(left, limits.turn or left))
+
+    def record(
+        self, prompt: Prompt, completion: Completion, response: Message, *, called: bool = False, seconds: float = 0.0
+    ) -> SampledTurn:
+        """Add the response that was sampled from a prompt."""
+        messages = [*prompt.messages, response]
+        name = f"chatcmpl-{secrets.token_hex(12)}"
+        turn = SampledTurn(name, prompt.parent, prompt.observed, prompt.dropped, completion, messages, called, seconds)
+        self.turns.append(turn)
+        self.recorded[digests(messages, prompt.tools)[-1]] = turn
+        return turn
+
+    def set_reward(self, reward: float, completion_id: str | None = None) -> None:
+        """Give a reward to a turn, by default to the last one."""
+        named = [turn for turn in self.turns if completion_id in (None, turn.id)]
+        if not named:
+            what = f"no completion {completion_id}" if completion_id else "no completion yet"
+            raise rejected(404, f"this session has {what}", param="completion_id")
+        named[-1].reward = reward
+
+    def trajectory(self, turn_discount: float = 1.0) -> Trajectory:
+        """Return the session as an episode: one row for each path to a last turn, each turn trained on once.
+
+        In a further row the turns that an earlier one has are part of its prompt. The reward of a turn counts
+        `turn_discount` for each turn before it, so the episode's reward is the discounted return of its first turn.
+        """
+        parents, trained, turns = {turn.parent for turn in self.turns}, set(), []
+        for leaf in (turn for turn in self.turns if turn not in parents):
+            path = leaf.path()
+            start = sum(turn in trained for turn in path)
+            trained |= set(path)
+            for depth, turn in enumerate(path[start:], start=start):
+                dropped = path[depth + 1].dropped if turn is not leaf else 0
+                fresh = depth == start
+                observed = _context(path[: depth + 1]) if fresh else turn.observed
+                reward = None if turn.reward is None else turn.reward * turn_discount**depth
+                turns.append(_as_turn(turn, observed, dropped, reward, fresh=fresh and bool(turns)))
+        rewards = [turn.reward for turn in turns if turn.reward is not None]
+        metrics = {"endpoint/turns": len(turns), "endpoint/forks": self.forks}
+        reward, stop = sum(rewards) if rewards else None, self.stop or "completed"
+        if turns and turns[-1].stop == "length":
+            stop = "max_tokens"
+        found = Trajectory(turns, stop, self.turns[-1].messages if turns else (), "", reward, metrics)
+        text = self.kit.tokenizer.decode(found.rows()[-1].response_ids, skip_special_tokens=True) if turns else ""
+        return Trajectory(turns, stop, found.messages, text, reward, metrics)
+
+
+def _sampled(messages: Sequence[Message]) -> bool:
+    return any(message["role"] == "assistant" for message in messages)
+
+
+def _context(path: Sequence[SampledTurn]) -> list[int]:
+    """Return the prompt of the last turn of a path."""
+    ids = path[-1].ids()
+    return ids[: len(ids) - len(path[-1].completion.token_ids)]
+
+
+def _as_turn(turn: SampledTurn, observed: list[int], dropped: int, reward: float | None, *, fresh: bool) -> Turn:
+    completion, kept = turn.completion, len(turn.completion.token_ids) - dropped
+    versions = completion.versions if isinstance(completion.versions, int) else completion.versions[:kept]
+    stop = "length" if completion.truncated else "stop"
+    sampled, log_probs = completion.token_ids[:kept], completion.log_probs[:kept]
+    return Turn(observed, sampled, log_probs, versions, stop, fresh, reward=reward, seconds_model=turn.seconds)
+
+
+class Sessions:
+    """The sessions of an endpoint; one that is not used for `timeout` seconds is closed, and forgotten as much later.
+
+    `unrecorded` counts requests that belonged to no session.
+    """
+
+    def __init__(self, kit: Kit, timeout: float = 3600.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.kit, self.timeout, self.clock = kit, timeout, clock
+        self.by_id: dict[str, Session] = {}
+        self.by_key: dict[str, Session] = {}
+        self.unrecorded = 0
+
+    def start(
+        self, trusted: Sequence[Message] = (), task: str = "", row: Mapping[str, Any] = MappingProxyType({})
+    ) -> Session:
+        """Return a new session, for an episode of the `row` if there is one."""
+        for old in [one for one in self.by_id.values() if self.clock() - one.used > 2 * self.timeout]:
+            self.remove(old)
+        session = Session(self.kit.of_row(row), trusted, task, used=self.clock())
+        self.by_id[session.id] = self.by_key[session.api_key] = session
+        return session
+
+    def remove(self, session: Session) -> None:
+        session.close()
+        del self.by_id[session.id], self.by_key[session.api_key]
+
+    def renew_key(self, session: Session) -> None:
+        """Give the session another key, so that who has the old one has it no more."""
+        del self.by_key[session.api_key]
+        session.api_key = Session(self.kit).api_key
+        self.by_key[session.api_key] = session
+
+    def opened(self, session: Session) -> Session:
+        """Return the session for a request that changes it; rejects one that is closed."""
+        now = self.clock()
+        if not session.closed and now - session.used > self.timeout:
+            session.close(f"it was not used for {self.timeout:g} s")
+        if session.closed:
+            raise rejected(409, f"session {session.id} is closed: {session.closed}", code="session_closed")
+        session.used = now
+        session.begun.set()
+        return session

@@ -1,0 +1,187 @@
+"""Tool calls in the text of a response: which format the model writes, and reading it.
+
+A call that cannot be read is a call with an error for the policy, never the end of the episode. The usual formats are
+those of FORMATS; vLLM, which reads the others, is imported for these only.
+"""
+
+import importlib
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.agents.environments.call_json import MOST_CALLS, Parse, bare, harmony, marked, tool_call
+from hybridrl.agents.environments.call_python import pythonic
+from hybridrl.agents.environments.call_tags import TagFormat
+from hybridrl.agents.environments.dialogue import Dialogue
+from hybridrl.agents.environments.environment import Schema, ToolCall
+from hybridrl.agents.environments.template import RESPONSE, TOOL
+from hybridrl.config.findings import ConfigError
+
+KEY = "actor_rollout_ref.rollout.multi_turn.format"
+VLLM = "hybridrl.core.rollout.vllm.tool_calls"
+# verl's names of formats, and vLLM's for them.
+VERL_NAMES = {
+    "glm": "glm45",
+    "seed": "seed_oss",
+    "minimax": "minimax_m2",
+    "kimi": "kimi_k2",
+    "openai": "gpt-oss",
+    "llama3_json": "json",
+    "qwen3_xml": "qwen3_coder",
+}
+# Beginnings of model types -> vLLM's format, where the template's own calls are read by none of FORMATS.
+MODEL_TYPES = {
+    "glm": "glm45",
+    "gemma": "gemma4",
+    "deepseek": "deepseek_v3",
+    "kimi": "kimi_k2",
+    "minimax": "minimax_m2",
+    "seed": "seed_oss",
+    "mistral": "mistral",
+    "ministral": "mistral",
+    "granite": "granite",
+    "ernie": "ernie45",
+    "internlm": "internlm",
+    "step3": "step3",
+    "hunyuan": "hunyuan_a13b",
+    "muse": "muse_glimmer",
+}
+THINK, REASONING_END = "<think>", "</think>"
+BAR, BLANK = "\uff5c", "\u2581"  # of DeepSeek's tokens
+
+FORMATS: dict[str, Parse] = {
+    "hermes": marked("<tool_call>", end="</tool_call>"),
+    "qwen3_coder": TagFormat(
+        "<tool_call>",
+        r"<function=([^<>\n]+)>",
+        r"<parameter=([^<>\n]+)>",
+        "</parameter>",
+        "</function>",
+        "</tool_call>",
+        lines=True,
+    ),
+    "gpt-oss": harmony,
+    "mistral": marked(
+        r"\[TOOL_CALLS\]", r"\s*(?=[\[{])|\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?", end="</s>"
+    ),
+    "deepseek_v3": marked(
+        f"(?:<{BAR}tool{BLANK}calls{BLANK}begin{BAR}>\\s*)?<{BAR}tool{BLANK}call{BLANK}begin{BAR}>",
+        rf"\w*<{BAR}tool{BLANK}sep{BAR}>([^<>\n]+)\n```(?:json)?",
+        end=f"```\\s*<{BAR}tool{BLANK}call{BLANK}end{BAR}>",
+    ),
+    "deepseek_v31": marked(
+        f"(?:<{BAR}tool{BLANK}calls{BLANK}begin{BAR}>\\s*)?<{BAR}tool{BLANK}call{BLANK}begin{BAR}>",
+        rf"\s*([^<>\n]+)<{BAR}tool{BLANK}sep{BAR}>",
+        end=f"<{BAR}tool{BLANK}call{BLANK}end{BAR}>",
+    ),
+    "kimi_k2": marked(
+        r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>",
+        r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+        end=r"<\|tool_call_end\|>",
+    ),
+    "glm45": TagFormat(
+        "<tool_call>",
+        r"([^<>\s]+)",
+        r"<arg_key>([^<>\n]+)</arg_key>\s*<arg_value>",
+        "</arg_value>",
+        "",
+        "</tool_call>",
+    ),
+    "json": bare,  # last, as other formats have JSON and lists within their marks
+    "pythonic": pythonic,
+}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CallParser:
+    """Reads the tool calls of a response in one format; calls in its reasoning count for nothing."""
+
+    format: str
+    parse: Parse
+
+    def __call__(self, text: str, tools: Sequence[Schema]) -> tuple[str, list[ToolCall]]:
+        """Return the content before the first call, and the calls; decode `text` with its special tokens, but without
+        the end token."""
+        at = self._reasoning_end(text, tools)
+        content, calls = self.parse(text[at:], tools)
+        return text[:at] + content, [replace(call, id=f"call{n:05}") for n, call in enumerate(calls)]
+
+    def _reasoning_end(self, text: str, tools: Sequence[Schema]) -> int:
+        """Return where the reasoning of a response ends; its beginning may be in the prompt. The tag may also be in the
+        arguments of a call, which can then be read, but not as far as the tag."""
+        at = text.find(REASONING_END)
+        if at < 0:
+            return 0
+        if not text.lstrip().startswith(THINK):
+            cut, whole = self.parse(text[:at], tools)[1], self.parse(text, tools)[1]
+            first = next((number for number, call in enumerate(cut) if call.error), len(whole))
+            if first < len(whole) and not whole[first].error:
+                return 0
+        return at + len(REASONING_END)
+
+    def reads(self, written: str) -> bool:
+        """Return whether this is the format of a call that the template has written (Dialogue.written_call)."""
+        calls = self(written, [TOOL])[1]
+        return [(call.name, call.arguments) for call in calls] == [("lookup", {"word": RESPONSE})]
+
+
+def call_parser(format: str, model_type: str, dialogue: Dialogue) -> CallParser:
+    """Return the parser of a format; `auto` is the format in which the model's chat template writes calls.
+
+    Raises ConfigError for a format that is unknown, or that the tokenizer lacks tokens for.
+    """
+    format = VERL_NAMES.get(format, format)
+    if format in FORMATS:
+        return CallParser(format, FORMATS[format])
+    written = dialogue.written_call()
+    if format != "auto":
+        return _from_vllm(format, written, dialogue.tokenizer)
+    for name, parse in FORMATS.items():
+        if (parser := CallParser(name, parse)).reads(written):
+            return parser
+    name = next((name for start, name in MODEL_TYPES.items() if model_type.startswith(start)), "")
+    if not written or not name:
+        what = "which no known format is" if written else "but its chat template writes no calls"
+        cause = f"{KEY}=auto follows the calls of the model, {what} (model type {model_type})"
+        raise ConfigError(cause, fix=f"set {KEY} to one of {_names()}")
+    return _from_vllm(name, written, dialogue.tokenizer)
+
+
+def named_parser(format: str, tokenizer: PreTrainedTokenizerBase) -> CallParser:
+    """Return the parser of a format by its name alone, or verl's for it. Raises ConfigError for any other."""
+    format = VERL_NAMES.get(format, format)
+    return CallParser(format, FORMATS[format]) if format in FORMATS else _from_vllm(format, "", tokenizer)
+
+
+def _names() -> str:
+    return ", ".join(sorted({*FORMATS, *VERL_NAMES, *importlib.import_module(VLLM).names()}))
+
+
+def _from_vllm(name: str, written: str, tokenizer: PreTrainedTokenizerBase) -> CallParser:
+    parsers = importlib.import_module(VLLM)
+    if name not in parsers.names():
+        raise ConfigError(f"{KEY}={name}: unknown", fix=f"set it to one of auto, {_names()}")
+    try:
+        parse = parsers.load(name, tokenizer)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"{KEY}={name}: {error}", fix=f"set {KEY}=auto") from error
+    # What opens a call: the parsers report a call that they cannot read as none.
+    tags = re.findall(r"<[^<>/][^<>]*>|\[[A-Z_]+\]", written.rpartition("lookup")[0])
+    opening = tags[-1] if tags else None
+
+    def read(text: str, tools: Sequence[Schema]) -> tuple[str, list[ToolCall]]:
+        try:
+            content, pairs = parse(text, tools)
+        except Exception:  # whatever its parser raises at a text that it does not expect
+            logger.warning("vLLM's parser of %s calls failed on %.200r", name, text, exc_info=True)
+            content, pairs = text, []
+        if pairs or opening is None or opening not in text:
+            return content, [tool_call(name, arguments) for name, arguments in pairs[:MOST_CALLS]]
+        return text.partition(opening)[0], [ToolCall("", {}, error=f"the call after {opening} cannot be read")]
+
+    return CallParser(name, read)

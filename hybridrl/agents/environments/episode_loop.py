@@ -1,0 +1,275 @@
+"""One episode, from the first messages to its end: sampling, the environment's steps, token ids, and every limit.
+
+The order of the checks after each turn is in `_stop`, and nowhere else.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from types import MappingProxyType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.agents.environments.calls import CallParser, call_parser
+from hybridrl.agents.environments.dialogue import LONG, Dialogue, characters
+from hybridrl.agents.environments.environment import Environment, EpisodeFault, Message, Response, Step, ToolCall
+from hybridrl.agents.environments.held import HeldPolicy
+from hybridrl.agents.environments.returned import metrics_of, reward_of
+from hybridrl.agents.environments.user_code import finished
+from hybridrl.core.experience.trajectory import Policy, Trajectory, Turn
+from hybridrl.rewards.score import OutOfTime
+
+logger = logging.getLogger(__name__)
+
+SHORTEST_TURN = 16  # tokens that must be left for a turn
+ENCODER = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds an episode. Token limits count one row: `prompt` its first prompt, `response` all that follows,
+    sampled or observed, `turn` one response, `context` both together. Times are in seconds; where rollouts outlive a
+    step the policy is `held` while the devices train, and `timeout` does not count the time that it takes."""
+
+    prompt: int
+    response: int
+    context: int
+    turn: int | None = None
+    turns: int | None = None
+    user_turns: int | None = None
+    invalid_calls: int | None = None  # in a row
+    call_timeout: float = 30.0  # of a method of the environment; tools have their own, which is shorter
+    timeout: float = 1800.0
+    held: bool = False
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What all episodes of a process share; `parser` returns that of tool calls, made once there are tools."""
+
+    tokenizer: PreTrainedTokenizerBase
+    dialogue: Dialogue
+    parser: Callable[[], CallParser]
+    end_ids: frozenset[int]
+    limits: Limits
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: Sequence[int],
+        limits: Limits,
+        *,
+        format: str = "auto",
+        model_type: str = "",
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+        history_reasoning: str = "keep",
+    ) -> Self:
+        """Return the kit of a model: `format` of its tool calls, `arguments` of its chat template."""
+        dialogue = Dialogue(tokenizer, end_ids, arguments=arguments, history_reasoning=history_reasoning)
+        parser = cache(partial(call_parser, format, model_type, dialogue))
+        return cls(tokenizer, dialogue, parser, frozenset((*end_ids, *dialogue.stop_ids)), limits)
+
+    def of_row(self, row: Mapping[str, Any]) -> Self:
+        """Return the kit of an episode, whose row may have arguments of its own for the chat template."""
+        dialogue = self.dialogue.of_row(row)
+        return self if dialogue is self.dialogue else replace(self, dialogue=dialogue)
+
+    def content(self, sampled: np.ndarray) -> list[int]:
+        """Return the ids of a response without its end tokens."""
+        ids = sampled.tolist()
+        while ids and ids[-1] in self.end_ids:
+            ids.pop()
+        return ids
+
+
+@dataclass
+class EpisodeRun:
+    """One episode under way."""
+
+    kit: Kit
+    policy: Policy
+    environment: Environment
+    turns: list[Turn] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    trusted: Sequence[Message] = ()  # those of the row, which may hold special tokens on purpose
+    metrics: dict[str, float] = field(default_factory=dict)
+    context: list[int] = field(default_factory=list)  # of the row under way
+    prompt_length: int = 0  # of the row under way
+    invalid: int = 0  # responses in a row with calls of which none could be read
+    user_turns: int = 0
+    reward: float | None = None
+
+    async def run(self, messages: Sequence[Message]) -> Trajectory:
+        """Run the episode; whatever ends it, the environment is closed."""
+        stop, fault, detail, clock = "timeout", None, "", asyncio.timeout(self.kit.limits.timeout)
+        try:
+            async with clock:
+                if self.kit.limits.held:
+                    self.policy = HeldPolicy(self.policy, clock)
+                stop = await self._turns(list(messages))
+        except EpisodeFault as error:
+            stop, fault, detail = "fault", "environment", str(error)
+        except (Exception, SystemExit) as error:  # an environment can raise anything
+            if not clock.expired():
+                logger.exception("an environment failed")
+                stop, fault, detail = "fault", f"raised:{type(error).__name__}", f"{type(error).__name__}: {error}"
+        finally:  # also if the episode is abandoned
+            try:
+                self.metrics |= metrics_of(await self._call(self.environment.close), self.environment)
+            except Exception:
+                logger.exception("an environment's close failed")
+        if not self.turns and fault is None:
+            fault, detail = "timeout", "the episode reached its time limit before its first response"
+        text = self.kit.tokenizer.decode(self.context[self.prompt_length :], skip_special_tokens=True)
+        return Trajectory(self.turns, stop, self.messages, text, self.reward, self.metrics, fault, detail)
+
+    async def _turns(self, messages: list[Message]) -> str:
+        """Alternate between policy and environment; return why the episode ended."""
+        self.trusted = messages
+        self.messages = list(await self._call(self.environment.reset, list(messages)))
+        observed, fresh = await self._start(), True
+        if len(observed) > self.kit.limits.prompt:
+            raise EpisodeFault(
+                f"the first messages have {len(observed)} tokens, more than data.max_prompt_length="
+                f"{self.kit.limits.prompt}; raise it, or shorten what the environment's reset returns"
+            )
+        while True:
+            await self._sample(observed, fresh=fresh)
+            response = self._response()
+            began = time.monotonic()
+            step = await self._call(self.environment.step, response)
+            self._take(response, step, time.monotonic() - began)
+            if stop := self._stop(response, step):
+                return stop
+            if fresh := self._replaces(step):
+                self.messages = step.replace or [*self.messages, *step.messages]
+            observed = await (self._start() if fresh else self._delta(response, step))
+            if not observed:
+                return "context_overflow"
+
+    async def _sample(self, observed: list[int], *, fresh: bool) -> None:
+        """Add a turn of the policy after the observed tokens."""
+        if fresh:
+            self.context, self.prompt_length = [], len(observed)
+        self.context += observed
+        began = time.monotonic()
+        completion = await self.policy.generate(self.context, max_tokens=self._left())
+        turn = Turn.of(observed, completion, fresh=fresh and bool(self.turns))
+        self.turns.append(replace(turn, seconds_model=time.monotonic() - began))
+        self.context += completion.token_ids.tolist()
+
+    def _left(self) -> int:
+        """Return the tokens that the next turn may have."""
+        limits, used = self.kit.limits, len(self.context)
+        left = min(limits.response - (used - self.prompt_length), limits.context - used)
+        return left if limits.turn is None else min(left, limits.turn)
+
+    def _response(self) -> Response:
+        """Decode and parse the last turn, and add it to the conversation."""
+        kit, turn = self.kit, self.turns[-1]
+        ids, calls = kit.content(turn.sampled), []
+        text = kit.tokenizer.decode(ids, skip_special_tokens=not self.environment.tools)
+        if self.environment.tools:
+            text, calls = kit.parser()(text, self.environment.tools)
+        message: Message = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = [_as_message(call) for call in calls]
+        self.messages.append(message)
+        self.invalid = self.invalid + 1 if calls and all(call.error for call in calls) else 0
+        limits, number = kit.limits, len(self.turns)
+        last = turn.stop == "length" or number == limits.turns or self.invalid == limits.invalid_calls
+        left = max(min(limits.response + self.prompt_length, limits.context) - len(self.context), 0)
+        return Response(text, calls, ids, number - 1, left, last=last)
+
+    def _take(self, response: Response, step: Step, seconds: float) -> None:
+        """Record what the environment did."""
+        if not isinstance(step, Step):
+            kind, name = type(step).__name__, type(self.environment).__name__
+            raise EpisodeFault(f"{name}.step returned {kind}, not a Step (hybridrl.environments.Step)")
+        reward = reward_of(step.reward, self.environment)
+        self.turns[-1] = replace(self.turns[-1], calls=tuple(step.calls), reward=reward, seconds_tools=seconds)
+        if reward is not None:
+            self.reward = (self.reward or 0.0) + reward
+        self.metrics |= metrics_of(step.metrics, self.environment)
+
+    def _stop(self, response: Response, step: Step) -> str | None:
+        """Return why the episode ends after this turn, or None."""
+        limits, turn = self.kit.limits, self.turns[-1]
+        if turn.stop == "length":
+            return "max_turn_tokens" if len(turn.sampled) == limits.turn else "max_tokens"
+        if self.invalid == limits.invalid_calls:
+            return "invalid_calls"
+        if step.done:
+            return "completed"
+        self.user_turns += any(message["role"] == "user" for message in step.messages)
+        beyond = limits.user_turns is not None and self.user_turns > limits.user_turns
+        return "max_turns" if beyond or len(self.turns) == limits.turns else None
+
+    def _replaces(self, step: Step) -> bool:
+        """Whether the next turn has a new context: from the environment, or without the reasoning of earlier turns."""
+        dialogue, read = self.kit.dialogue, any(message["role"] == "user" for message in step.messages)
+        strips = dialogue.history_reasoning == "strip" and dialogue.strips_reasoning
+        return step.replace is not None or (strips and read)
+
+    async def _start(self) -> list[int]:
+        """Return the conversation so far as a prompt; none if it does not fit, after the first turn."""
+        limits, dialogue = self.kit.limits, self.kit.dialogue
+        room = limits.context - min(SHORTEST_TURN, limits.response)
+        if dialogue.exceeds(self.messages, room):
+            if self.turns:
+                return []
+            raise EpisodeFault(f"the first messages do not fit into a context of {limits.context} tokens")
+        start = partial(dialogue.start, self.messages, self.environment.tools, trusted=self.trusted)
+        ids = await _encoded(start, self.messages)
+        return ids if len(ids) <= room or not self.turns else []
+
+    async def _delta(self, response: Response, step: Step) -> list[int]:
+        """Return the tokens that the context grows by; none if they do not fit."""
+        limits, turn = self.kit.limits, self.turns[-1]
+        if self.kit.dialogue.exceeds(step.messages, limits.context - len(self.context)):
+            return []
+        sampled, ended = turn.sampled.tolist(), int(turn.sampled[-1]) in self.kit.end_ids
+        options = {"ended": ended, "called": bool(response.calls), "tools": self.environment.tools}
+        delta = await _encoded(partial(self.kit.dialogue.delta, step.messages, sampled, **options), step.messages)
+        if dropped := delta.dropped:  # the template has another end token there
+            cut = turn.sampled[:-dropped], turn.log_probs[:-dropped]
+            versions = turn.versions if isinstance(turn.versions, int) else turn.versions[:-dropped]
+            self.turns[-1] = replace(turn, sampled=cut[0], log_probs=cut[1], versions=versions)
+            del self.context[-dropped:]
+        used = len(self.context) + len(delta.ids)
+        left = min(limits.response - (used - self.prompt_length), limits.context - used)
+        if left < min(SHORTEST_TURN, limits.response):
+            return []
+        self.messages += step.messages
+        return delta.ids
+
+    async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of the environment; EpisodeFault at the time limit. Tools have limits of their own."""
+        if getattr(method, "__func__", None) in (Environment.reset, Environment.close):  # which return at once
+            return method(*arguments)
+        limit = None if self.environment.tools else self.kit.limits.call_timeout
+        try:
+            return await finished(method, *arguments, seconds=limit)
+        except OutOfTime as error:
+            name = f"{type(self.environment).__name__}.{method.__name__}"
+            raise EpisodeFault(f"{name}: {error} (actor_rollout_ref.rollout.multi_turn.tool_timeout)") from error
+
+
+async def _encoded(encode: Callable[[], T], messages: Sequence[Message]) -> T:
+    """Encode messages; long ones in a thread, while other episodes continue, and one at a time for their memory."""
+    if characters(list(messages)) <= LONG:
+        return encode()
+    return await asyncio.get_running_loop().run_in_executor(ENCODER, encode)
+
+
+def _as_message(call: ToolCall) -> Message:
+    """Return a call as chat templates read it."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}

@@ -1,0 +1,275 @@
+"""A process that runs episodes: the Ray actor in which environments and tools live, with the chat template.
+
+It asks for turns and returns finished episodes in `take`; episodes and turns come by `give`. The driver has the
+engines, so this process needs neither weights nor a device.
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import pickle
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.agents.environments.environment import Environment, EpisodeFault, Message, Response, Step
+from hybridrl.agents.environments.episode_loop import EpisodeRun, Kit, Limits
+from hybridrl.agents.environments.held import HeldPolicy
+from hybridrl.agents.environments.load import environment_of, runs_function
+from hybridrl.agents.environments.settings import MULTI_TURN, EnvironmentSettings
+from hybridrl.compat.verl.loops import AgentLoop, trajectory
+from hybridrl.core.experience.trajectory import Policy, Trajectory
+from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling, request_seed
+from hybridrl.runtime.guard import begin_actor
+
+logger = logging.getLogger(__name__)
+
+COALESCE_SECONDS = 0.005  # a pause in which more becomes ready: a remote call costs more than a turn
+HEARTBEAT_SECONDS = 5.0  # after which `take` returns nothing, to show that the process responds
+
+Ticket = int  # names an episode between driver and process
+CHECK: Ticket = -1  # no episode, but the question why no turn can be sampled, which is answered by a text
+Answer = Completion | RequestFault | str
+# Episodes to start, and turns.
+Given = tuple[list[tuple[Ticket, "EpisodeSpec"]], list[tuple[Ticket, Answer]]]
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """One episode to run. `row` has all columns of its row; its seeds derive from `seed`, `seed_key` and `sample`."""
+
+    prompt: int
+    sample: int
+    messages: Sequence[Message]
+    row: Mapping[str, Any]
+    sampling: Sampling
+    seed: int
+    seed_key: int | str
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """What the processes of a run are made with, as plain values; `load_tokenizer` is called once in each."""
+
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase]
+    environments: EnvironmentSettings
+    limits: Limits
+    end_ids: tuple[int, ...]
+    formats: Mapping[str, Any] = field(default_factory=dict)  # the arguments of Kit.of that are given by name
+    configuration: Mapping[str, Any] = field(default_factory=dict)  # all of it, for verl's agent loops
+    # Makes what runs the function of environments.agent_path, with EpisodeWorker.check.
+    agents: Callable[[Kit, Callable[[], Awaitable[None]]], "AgentRunner"] | None = None
+
+
+class AgentRunner(Protocol):
+    """Runs episodes that have a loop of their own, at most `concurrency` of a call at a time."""
+
+    concurrency: int | None
+
+    async def start(self) -> Any:
+        """Prepare for episodes."""
+
+    async def run(self, policy: Policy, messages: Sequence[Message], row: Mapping[str, Any]) -> Trajectory:
+        """Run one episode."""
+
+
+@dataclass(eq=False)
+class Call:
+    """The episodes of one dispatch of the driver. `ready` has tickets, each with the Request of its episode or its
+    Trajectory; `faults` are of episodes with a turn that could not be sampled. `places` limits the agents that run:
+    those of another call must not wait for them, since they may be held while the other call runs."""
+
+    places: AbstractAsyncContextManager = field(default_factory=nullcontext)
+
+    tasks: dict[Ticket, asyncio.Task] = field(default_factory=dict)
+    asked: dict[Ticket, asyncio.Future] = field(default_factory=dict)
+    ready: asyncio.Queue[tuple[Ticket, Request | Trajectory | None]] = field(default_factory=asyncio.Queue)
+    faults: dict[Ticket, RequestFault] = field(default_factory=dict)
+
+    async def ask(self, ticket: Ticket, request: Request) -> Completion:
+        """Have the driver sample one turn; raises a RequestFault if it cannot be."""
+        future = self.asked[ticket] = asyncio.get_running_loop().create_future()
+        self.ready.put_nowait((ticket, request))
+        return await future
+
+    async def check(self) -> str:
+        """Return why the driver can have no turn sampled; "" if it can, or no episode runs."""
+        if self.tasks and CHECK not in self.asked:
+            self.asked[CHECK] = asyncio.get_running_loop().create_future()
+            self.ready.put_nowait((CHECK, None))
+        return await asyncio.shield(self.asked[CHECK]) if CHECK in self.asked else ""
+
+    def answer(self, ticket: Ticket, result: Answer) -> None:
+        future = self.asked.pop(ticket, None)
+        if isinstance(result, RequestFault):
+            self.faults[ticket] = result
+        if future is not None and not future.done():
+            future.set_exception(result) if isinstance(result, RequestFault) else future.set_result(result)
+
+    def abandon(self) -> None:
+        self.answer(CHECK, "")
+        for task in self.tasks.values():
+            task.cancel()
+
+
+class SingleResponse(Environment):
+    """What a row without an environment runs in: one response ends the episode."""
+
+    def step(self, response: Response) -> Step:
+        return Step(done=True)
+
+
+class WorkerPolicy:
+    """The policy of one episode: passes each turn to the driver, with a seed of its own."""
+
+    def __init__(self, kit: Kit, call: Call, ticket: Ticket, spec: EpisodeSpec, sampling: Sampling) -> None:
+        self.kit, self.call, self.ticket, self.spec, self.sampling = kit, call, ticket, spec, sampling
+        self.turn = 0
+        self.versions: list[np.ndarray] = []  # of the weights that each token was sampled with, by turn
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Completion:
+        spec, turn, context = self.spec, self.turn, self.kit.limits.context
+        if len(prompt_ids) >= context:
+            raise EpisodeFault(
+                f"turn {turn} has a prompt of {len(prompt_ids)} tokens, and the model's context has {context} "
+                "(actor_rollout_ref.rollout.max_model_len)"
+            )
+        self.turn += 1
+        most = min(self.sampling.max_tokens, context - len(prompt_ids))
+        # The first turn has the seed of a single response, which an episode of one turn then equals.
+        seed = request_seed(spec.seed, spec.seed_key, spec.sample, *([turn] if turn else []))
+        most = most if max_tokens is None else min(most, int(max_tokens))
+        # Plain values: the driver and the engines cannot import an agent's own classes.
+        sampling = replace(self.sampling, max_tokens=most, stop=(*self.sampling.stop, *map(str, stop)))
+        request = Request(spec.prompt, spec.sample, list(map(int, prompt_ids)), seed, sampling, turn)
+        completion = await self.call.ask(self.ticket, request)
+        self.versions.append(np.broadcast_to(completion.versions, len(completion.token_ids)))
+        return completion
+
+
+class EpisodeWorker:
+    """Episodes as tasks of one event loop; plain functions of environments run in threads. Episodes of several calls
+    run at the same time, and those that a call has left are abandoned when it ends."""
+
+    def __init__(self, log: str, settings: EpisodeSettings) -> None:
+        begin_actor(log)
+        logging.basicConfig(format="%(asctime)s %(message)s")
+        self.begin(settings)
+
+    def begin(self, settings: EpisodeSettings) -> None:
+        """Begin without episodes, in a process whose output goes where it is."""
+        self.kit = Kit.of(settings.load_tokenizer(), settings.end_ids, settings.limits, **settings.formats)
+        self.environments, self.configuration = settings.environments, settings.configuration
+        self.agents = settings.agents(self.kit, self.check) if settings.agents else None
+        self.calls: dict[str, Call] = {}
+        self.over: set[str] = set()  # calls that have ended: what arrives late is not started
+        gc.freeze()  # the many objects of the libraries need not be visited by every full collection
+
+    async def start(self) -> bool:
+        """Return once the process is ready."""
+        if self.agents:
+            await self.agents.start()
+        return True
+
+    async def check(self) -> None:
+        """Raise if episodes run and no turn can be sampled. While the policy is trained none run: the engines sleep."""
+        for call in [*self.calls.values()]:
+            if cause := await call.check():
+                raise RuntimeError(cause)
+
+    async def give(self, name: str, content: bytes) -> None:
+        """Start episodes of a call of the driver, and give sampled turns to those that asked for them; a pickled
+        Given."""
+        if name in self.over:
+            return
+        call, (specs, turns) = self._call(name), pickle.loads(content)
+        for ticket, result in turns:
+            call.answer(ticket, result)
+        for ticket, spec in specs:
+            call.tasks[ticket] = asyncio.create_task(self._run(call, ticket, spec))
+
+    async def take(self, name: str) -> bytes:
+        """Return what episodes of this call ask for, and those that ended, as pickled pairs of ticket and Request or
+        Trajectory; nothing after some seconds without any."""
+        queue, ready = self._call(name).ready, []
+        with contextlib.suppress(TimeoutError):
+            ready.append(await asyncio.wait_for(queue.get(), HEARTBEAT_SECONDS))
+            await asyncio.sleep(COALESCE_SECONDS)
+        while not queue.empty():
+            ready.append(queue.get_nowait())
+        return pickle.dumps(ready, pickle.HIGHEST_PROTOCOL)
+
+    async def end(self, name: str) -> None:
+        """Abandon what is left of a call."""
+        self.over.add(name)
+        if call := self.calls.pop(name, None):
+            call.abandon()
+
+    def _call(self, name: str) -> Call:
+        if name in self.calls:
+            return self.calls[name]
+        limit = self.agents.concurrency if self.agents else None
+        call = Call(asyncio.Semaphore(limit) if limit else nullcontext())
+        if name not in self.over:
+            self.calls[name] = call
+        return call
+
+    async def _run(self, call: Call, ticket: Ticket, spec: EpisodeSpec) -> None:
+        try:
+            trajectory = await self._episode(call, ticket, spec)
+        except EpisodeFault as error:
+            trajectory = Trajectory([], "fault", text="", fault="environment", detail=str(error))
+        except (Exception, SystemExit) as error:  # an environment that cannot be made, or an agent
+            logger.exception("an episode failed")
+            name, detail = type(error).__name__, f"{type(error).__name__}: {error}"
+            trajectory = Trajectory([], "fault", text="", fault=f"raised:{name}", detail=detail)
+        if fault := call.faults.pop(ticket, None):
+            trajectory = replace(trajectory, stop="fault", fault=fault.kind, detail=str(fault))
+        call.tasks.pop(ticket, None)
+        call.ready.put_nowait((ticket, trajectory))
+
+    async def _episode(self, call: Call, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
+        kit = self.kit.of_row(spec.row)
+        policy = partial(WorkerPolicy, kit, call, ticket, spec)
+        if self.agents and runs_function(spec.row, self.environments):
+            async with call.places:
+                return await self.agents.run(policy(self._with_stops(spec.sampling)), spec.messages, spec.row)
+        make = environment_of(spec.row, self.environments)
+        if isinstance(make, AgentLoop):
+            loop_sampling = self._with_stops(spec.sampling) if make.needs_tools else spec.sampling
+            return await self._verl_loop(make, policy(loop_sampling), spec, kit)
+        environment = SingleResponse({}, spec.row) if make is None else make()
+        sampling = self._with_stops(spec.sampling) if environment.tools else spec.sampling
+        return await EpisodeRun(kit, policy(sampling), environment).run(spec.messages)
+
+    async def _verl_loop(self, loop: AgentLoop, policy: "WorkerPolicy", spec: EpisodeSpec, kit: Kit) -> Trajectory:
+        """Run an agent loop of verl, which returns the rows of its episode."""
+        sampling, tokenizer, configuration = spec.sampling, kit.tokenizer, self.configuration
+        if kit is not self.kit:  # the loop renders the messages itself
+            data = {**configuration["data"], "apply_chat_template_kwargs": dict(kit.dialogue.arguments)}
+            configuration = {**configuration, "data": data}
+        parameters = {name: vars(sampling)[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
+        limit = self.kit.limits.timeout
+        clock = asyncio.timeout(limit)
+        try:
+            async with clock:
+                asked = HeldPolicy(policy, clock) if self.kit.limits.held else policy
+                shared = (tokenizer, configuration, parameters, kit.dialogue, kit.parser)
+                outputs = await loop.run(asked, list(spec.messages), *shared)
+        except TimeoutError as error:
+            if not clock.expired():
+                raise
+            raise EpisodeFault(f"the agent loop took more than {limit:g} s ({MULTI_TURN}.episode_timeout)") from error
+        return trajectory(outputs, np.concatenate(policy.versions or [[]]), tokenizer)
+
+    def _with_stops(self, sampling: Sampling) -> Sampling:
+        """Return the sampling of episodes with tools, which further tokens end."""
+        return replace(sampling, stop_ids=tuple(sorted({*sampling.stop_ids, *self.kit.dialogue.stop_ids})))

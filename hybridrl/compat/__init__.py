@@ -1,0 +1,1 @@
+"""Files, names and commands of other systems."""

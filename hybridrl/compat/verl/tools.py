@@ -1,0 +1,252 @@
+"""verl's files of tools and interactions: yaml and classes unchanged, whether or not verl is installed."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridrl.agents.environments.environment import Environment, Message, Response, Schema, Step
+from hybridrl.agents.environments.mcp_tools import load_mcp_tools
+from hybridrl.agents.environments.returned import reward_of
+from hybridrl.agents.environments.rows import mapping
+from hybridrl.agents.environments.settings import MULTI_TURN
+from hybridrl.agents.environments.tool_environment import ToolEnvironment
+from hybridrl.agents.environments.tools import Tool, ToolResult, check_schema, to_result
+from hybridrl.agents.environments.user_code import finished
+from hybridrl.compat.skyrl.environments import numbers
+from hybridrl.config import ConfigError
+from hybridrl.config.custom_code import load_class, where
+from hybridrl.core.required import required
+
+TOOLS = f"{MULTI_TURN}.tool_config_path"
+INTERACTIONS = f"{MULTI_TURN}.interaction_config_path"
+
+
+class VerlTool(Tool):
+    """An instance of a verl tool class. Its state lasts from the start of an episode to its end, whatever the number of
+    calls; `calc_reward` becomes the metric `reward`, and the row's `tools_kwargs` reach each method."""
+
+    def __init__(self, tool: Any, network: bool = False) -> None:
+        super().__init__(as_schema(tool.tool_schema))
+        self.network = network
+        self.tool = tool
+
+    async def start(self, row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        kwargs = tools_kwargs(row).get(self.name) or {}
+        create = kwargs.get("create_kwargs") or {}
+        identity = str(uuid.uuid4())
+        created = await accepted(self.tool.create, identity, **{**create, "create_kwargs": create})
+        return (created[0] if isinstance(created, tuple) else created) or identity, kwargs
+
+    async def call(self, state: tuple[str, dict[str, Any]], arguments: dict[str, Any]) -> ToolResult:
+        identity, kwargs = state
+        named = kwargs.get("execute_kwargs") or {}
+        if "parameters" in inspect.signature(self.tool.execute).parameters:
+            returned = await accepted(self.tool.execute, identity, arguments, **named)
+        else:  # some recipes name the arguments instead
+            returned = await accepted(self.tool.execute, identity, **{**named, **arguments})
+        return to_result(returned, self.tool)
+
+    async def end(self, state: tuple[str, dict[str, Any]]) -> Mapping[str, float]:
+        identity, kwargs = state
+        try:
+            reward = await accepted(self.tool.calc_reward, identity, **(kwargs.get("calc_reward_kwargs") or {}))
+            return numbers({"reward": reward}, self.tool)
+        finally:
+            await accepted(self.tool.release, identity, **(kwargs.get("release_kwargs") or {}))
+
+
+def tools_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a row has for each method of each tool: a column, or a field of extra_info."""
+    found = mapping(row.get("tools_kwargs")) or mapping(mapping(row.get("extra_info")).get("tools_kwargs"))
+    return {name: kwargs for name, kwargs in found.items() if kwargs is not None}  # Parquet has every tool in every row
+
+
+async def accepted(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call a method with those of the named arguments that it accepts, and await it."""
+    return await finished(partial(function, *arguments, **taken(function, named)))
+
+
+def taken(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the named arguments that a function accepts."""
+    parameters = inspect.signature(function).parameters
+    accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in named.items() if accepts_all or name in parameters}
+
+
+def as_schema(schema: Any) -> Schema:
+    """A schema object, whether of verl's or of this module's classes, as plain values."""
+    if isinstance(schema, Mapping):
+        return dict(schema)
+    return schema.model_dump(exclude_unset=True, exclude_none=True)
+
+
+def load_verl_tools(path: str, built_in: Mapping[str, Callable[..., Tool]]) -> list[Tool]:
+    """The tools of a yaml in verl's format, whose class may be a built-in name; ConfigError lists what is wrong."""
+    tools: list[Tool] = []
+    faults: list[Any] = []
+    for index, entry in enumerate(read_entries(path, TOOLS, "tools")):
+        place = f"{TOOLS}={path}: tools[{index}]"
+        try:
+            is_mcp = mapping(entry.get("config")).get("type") == "mcp"
+            tools += load_mcp_tools(entry, place, path) if is_mcp else [_load_tool(entry, place, path, built_in)]
+        except ConfigError as error:
+            faults += error.findings
+    if faults:
+        raise ConfigError(*faults)
+    return tools
+
+
+def initialize_tools_from_config(path: str) -> list[Any]:
+    """The instances of verl's tool classes in a yaml, as verl's function of this name returns them."""
+    return [tool.tool for tool in load_verl_tools(path, {}) if isinstance(tool, VerlTool)]
+
+
+def _load_tool(entry: Mapping[str, Any], place: str, path: str, built_in: Mapping[str, Callable[..., Tool]]) -> Tool:
+    name, config = str(entry.get("class_name") or ""), dict(entry.get("config") or {})
+    if not name:
+        raise ConfigError(f"{place} has no class_name", fix="write class_name: module.Class")
+    schema = entry.get("tool_schema")
+    if schema is not None:
+        check_schema(schema, place)
+    make = built_in.get(name) or load_verl_class(name, place, path, "verl.tools")
+    try:
+        if name in built_in or issubclass(make, Tool):
+            return make(config) if schema is None else make(config, schema)
+        tool: Any = make(config=config, tool_schema=None if schema is None else _schema_class().model_validate(schema))
+    except Exception as error:  # whatever the user's constructor raises
+        raise ConfigError(f"{place}: {name}(config, tool_schema) fails: {where(error, path)}") from error
+    missing = [method for method in ("create", "execute", "release", "tool_schema") if not hasattr(tool, method)]
+    if missing:
+        raise ConfigError(
+            f"{place}: {name} has no {', '.join(missing)}", fix="inherit from verl.tools.base_tool.BaseTool"
+        )
+    check_schema(as_schema(tool.tool_schema), place)
+    return VerlTool(tool, bool(config.get("network")))
+
+
+def _schema_class() -> Any:
+    """verl's own class where verl is installed: its tools may use what only that one has."""
+    return importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema
+
+
+def read_entries(path: str, key: str, section: str) -> list[Mapping[str, Any]]:
+    """The list under `section` in a yaml file, or the list that it is; ConfigError names key and file."""
+    if not Path(path).is_file():
+        raise ConfigError(f"{key}={path}: there is no such file", keys=key)
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}={path} is not YAML: {' '.join(str(error).split())}", keys=key) from error
+    entries = content.get(section) if isinstance(content, Mapping) else content
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise ConfigError(f"{key}={path} has no list {section}", fix=f"write {section}: and below it - class_name: ...")
+    return entries
+
+
+def load_verl_class(name: str, place: str, path: str, package: str) -> type:
+    """The class `module.Class` or `path.py:Class`; modules are also searched in the working directory and next to the
+    yaml at `path`. One that imports from its own package (`from .base_tool import`) is loaded as part of `package`."""
+    if ":" in name:
+        return load_class(*name.rsplit(":", 1), key=place)
+    module_name, _, class_name = name.rpartition(".")
+    for directory in (str(Path.cwd()), str(Path(path).absolute().parent)):
+        if directory not in sys.path:
+            sys.path.append(directory)
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        if "no known parent package" not in str(error):
+            fix = "write module.Class with a module that can be imported here, or path.py:Class"
+            raise ConfigError(f"{place}: class_name {name} does not import: {where(error, path)}", fix=fix) from error
+        spec = _within(module_name, package)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module.__name__] = sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    cls = getattr(module, class_name, None)
+    if not isinstance(cls, type):
+        names = [other for other, member in vars(module).items() if isinstance(member, type)]
+        raise ConfigError(
+            f"{place}: {module_name} has no class {class_name}", fix=f"it has {', '.join(names) or 'none'}"
+        )
+    return cls
+
+
+def _within(module_name: str, package: str) -> Any:
+    found = required(importlib.util.find_spec(module_name))
+    return importlib.util.spec_from_file_location(f"{package}.{module_name.rpartition('.')[2]}", found.origin)
+
+
+class InteractionEnvironment(Environment):
+    """A verl interaction answers the responses that call no tool; calls go to the tools, if there are any."""
+
+    def __init__(self, interaction: Any, tools: ToolEnvironment, row: Mapping[str, Any]) -> None:
+        super().__init__({}, row)
+        self.tools = tools.tools
+        self._interaction, self._tools = interaction, tools
+        self._kwargs = dict(interaction_kwargs(row))
+        self._identity = str(uuid.uuid4())
+        self._messages: list[Message] = []
+
+    async def reset(self, messages: list[Message]) -> list[Message]:
+        await self._tools.reset(messages)
+        started = await accepted(self._interaction.start_interaction, self._identity, **self._kwargs)
+        self._identity = started or self._identity
+        self._messages = list(messages)
+        return messages
+
+    async def step(self, response: Response) -> Step:
+        self._messages.append({"role": "assistant", "content": response.text})
+        if response.calls:
+            step = await self._tools.step(response)
+            self._messages += step.messages
+            return step
+        said = await accepted(self._interaction.generate_response, self._identity, self._messages, **self._kwargs)
+        done, text, score, more = said
+        messages = [] if done else [{"role": "user", "content": text}]
+        self._messages += messages
+        return Step(messages, reward_of(score, self._interaction), bool(done), numbers(more, self._interaction))
+
+    async def close(self) -> Mapping[str, float]:
+        try:
+            return await self._tools.close()
+        finally:
+            await finalize_interaction(self._interaction, self._identity, self._kwargs)
+
+
+async def finalize_interaction(interaction: Any, identity: str, kwargs: Mapping[str, Any]) -> None:
+    """End the interaction of an episode: the base class of verl takes no id here, other classes do."""
+    parameters = inspect.signature(method := interaction.finalize_interaction).parameters.values()
+    takes_identity = any(one.kind not in (one.KEYWORD_ONLY, one.VAR_KEYWORD) for one in parameters)
+    await accepted(method, *([identity] if takes_identity else []), **kwargs)
+
+
+def interaction_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a row has for its interaction, `name` among it."""
+    return mapping(mapping(row.get("extra_info")).get("interaction_kwargs")) or mapping(row.get("interaction_kwargs"))
+
+
+def load_interactions(path: str) -> dict[str, Any]:
+    """The interactions of a yaml in verl's format, by name; ConfigError lists what is wrong with it."""
+    interactions: dict[str, Any] = {}
+    for index, entry in enumerate(read_entries(path, INTERACTIONS, "interaction")):
+        place = f"{INTERACTIONS}={path}: interaction[{index}]"
+        cls = load_verl_class(str(entry.get("class_name") or ""), place, path, "verl.interactions")
+        name = str(entry.get("name") or cls.__name__.removesuffix("Interaction").lower())
+        try:
+            interaction = cls(config={"name": name, **(entry.get("config") or {})})
+        except Exception as error:  # whatever the user's constructor raises
+            raise ConfigError(f"{place}: {cls.__name__}(config) fails: {where(error, path)}") from error
+        if not hasattr(interaction, "generate_response"):
+            raise ConfigError(f"{place}: {cls.__name__} has no generate_response", fix="inherit from BaseInteraction")
+        if name in interactions:
+            raise ConfigError(f"{place}: a second interaction is named {name}", fix="give each its name")
+        interactions[name] = interaction
+    return interactions

@@ -1,0 +1,124 @@
+"""Episodes as token ids: turns of the policy, and the rows of a batch that they become. Knows neither text nor scores.
+
+Token ids that the engine sampled are never encoded again: what was sampled is what is trained on.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from hybridrl.agents.environments.environment import CallRecord, Message
+from hybridrl.core.rollout import Completion
+
+# Why an episode ended. Of the first one on, its text is cut off: the policy did not finish what it wrote.
+TRUNCATED = ("max_tokens", "max_turn_tokens", "context_overflow")
+STOPS = ("completed", "max_turns", *TRUNCATED, "invalid_calls", "timeout", "fault")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One call of the policy.
+
+    `observed` are the tokens that the context grew by before the call: in the first turn the prompt. In a `fresh` turn
+    they are the whole context, which replaced the one before. `stop` is "stop" or, if the response was truncated,
+    "length". `reward` is the environment's for this turn.
+    """
+
+    observed: Sequence[int]
+    sampled: np.ndarray  # [T] int64, the end token included
+    log_probs: np.ndarray  # [T] float32, as sampled
+    versions: np.ndarray | int  # the weight version of each token [T], or of all
+    stop: str
+    fresh: bool = False
+    calls: Sequence[CallRecord] = ()
+    reward: float | None = None
+    seconds_model: float = 0.0
+    seconds_tools: float = 0.0
+
+    @property
+    def token_versions(self) -> np.ndarray:
+        return np.broadcast_to(self.versions, len(self.sampled))
+
+    @staticmethod
+    def of(observed: Sequence[int], completion: Completion, *, fresh: bool = False) -> "Turn":
+        stop = "length" if completion.truncated else "stop"
+        versions = completion.versions
+        return Turn(observed, completion.token_ids, completion.log_probs, versions, stop, fresh=fresh)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a batch. `mask` is true for the tokens that the policy sampled; others have log-prob 0 and the version
+    of the turn before them. `rewards` are those of the turns, on the last sampled token of each."""
+
+    prompt_ids: Sequence[int]
+    response_ids: np.ndarray  # [T] int64
+    log_probs: np.ndarray  # [T] float32
+    mask: np.ndarray  # [T] bool
+    rewards: np.ndarray  # [T] float32
+    versions: np.ndarray  # [T] int64
+
+    @staticmethod
+    def of(turns: Sequence[Turn]) -> "Row":
+        """Return turns whose context only grows as a row: the first prompt, then all that was sampled and observed."""
+        first, *others = turns
+        ids, log_probs, mask = [first.sampled], [first.log_probs], [np.ones(len(first.sampled), dtype=bool)]
+        versions = [first.token_versions]
+        for turn in others:
+            observed = len(turn.observed)
+            versions += [np.repeat(versions[-1][-1:], observed), turn.token_versions]
+            ids += [np.asarray(turn.observed, dtype=np.int64), turn.sampled]
+            log_probs += [np.zeros(observed, dtype=np.float32), turn.log_probs]
+            mask += [np.zeros(observed, dtype=bool), np.ones(len(turn.sampled), dtype=bool)]
+        response_ids = np.concatenate(ids)
+        rewards, end = np.zeros(len(response_ids), dtype=np.float32), 0
+        for number, turn in enumerate(turns):
+            end += len(turn.sampled) + (len(turn.observed) if number else 0)
+            rewards[end - 1] = turn.reward or 0.0
+        of_tokens, written = map(np.concatenate, (log_probs, mask))
+        return Row(first.observed, response_ids, of_tokens, written, rewards, np.concatenate(versions))
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """An episode before it is scored: its turns, why it ended (one of STOPS), and the conversation as messages.
+
+    `text` is what the policy wrote and read after the last row's prompt; None: not decoded yet. `reward` is the
+    environment's; None: the reward function scores the episode. `fault` names what ended it if that was not the policy,
+    with `detail`: it is excluded. `metrics` are the environment's.
+    """
+
+    turns: Sequence[Turn]
+    stop: str = "completed"
+    messages: Sequence[Message] = ()
+    text: str | None = None
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    fault: str | None = None
+    detail: str = ""
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop in TRUNCATED
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(turn.sampled) for turn in self.turns)
+
+    def rows(self) -> list[Row]:
+        """Return one row while the context only grows, and a further one from each turn with a fresh context."""
+        starts = [index for index, turn in enumerate(self.turns) if turn.fresh or not index]
+        return [Row.of(self.turns[start:end]) for start, end in pairwise([*starts, len(self.turns)])]
+
+
+class Policy(Protocol):
+    """The policy as one episode sees it. Turns of an episode go to the same server, which has their prefix cached."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Completion:
+        """Sample one turn. `max_tokens` lowers the limit that the run has; a response that contains one of the texts
+        in `stop` ends with the token that completes it."""

@@ -1,0 +1,300 @@
+"""The evaluation of one model: its questions, what is stored already, sampling and scoring the rest, results."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from hybridrl.agents.endpoint.episodes import check_episodes, episode_processes, episode_settings, runs_episodes
+from hybridrl.agents.environments.pool import EpisodeWorkers
+from hybridrl.checkpoint.fingerprints import code_fingerprint, model_fingerprint
+from hybridrl.config import PPOConfig
+from hybridrl.config.compose import save_config
+from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
+from hybridrl.config.findings import Findings
+from hybridrl.core.experience.episodes import Episode, EpisodeRunner, Place
+from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
+from hybridrl.data.tokenizer import end_tokens
+from hybridrl.evaluation.engines import serving
+from hybridrl.evaluation.plan import Origin, Wanted, collect_questions, counts, digest, plan, reject_large_k
+from hybridrl.evaluation.progress import EvaluationProgress
+from hybridrl.evaluation.remote import Endpoint, connect, sample_remotely
+from hybridrl.evaluation.results import RESPONSES, SAMPLES, write_responses, write_results
+from hybridrl.evaluation.samples import Sample, SampleFile
+from hybridrl.evaluation.scoring import REWARD_LOG, Rescorer, episode_sample, reward_digest
+from hybridrl.evaluation.targets import Target
+from hybridrl.rewards.actor import open_scorer_pool
+from hybridrl.rewards.built_in import check_data_sources
+from hybridrl.rewards.load import uses_built_in
+from hybridrl.runs.model_settings import reject_hub_model, reject_unusable_overrides
+from hybridrl.runs.ppo import build_shaping
+from hybridrl.runs.prepare import (
+    model_tokenizer,
+    reject_damaged_weights,
+    reject_unknown_tokens,
+    tokenizer_elsewhere,
+)
+from hybridrl.runs.resume import sample_fingerprints
+from hybridrl.runs.reward_trial import reject_failing_reward
+from hybridrl.runs.settings import validation_sampling
+from hybridrl.runs.setup import Sessions, open_directory
+from hybridrl.tracking.console import info
+
+Merge = Callable[[str], str]  # makes one Hugging Face directory of shards or an adapter, and leaves others as they are
+FILES_KEY = "eval.files"
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One model's evaluation: where it is, its samples, and its numbers."""
+
+    name: str
+    directory: Path
+    samples: list[Sample]
+    results: dict[str, Any]
+    is_new: bool = True  # false for one that was read
+
+    @property
+    def datasets(self) -> dict[str, Any]:
+        return self.results["datasets"]
+
+
+class ModelEvaluation:
+    """The evaluation of one model. The constructor loads and checks all that needs no device."""
+
+    def __init__(self, config: PPOConfig, target: Target) -> None:
+        self.target, self.config = target, target.config(config)
+        self.endpoint: Endpoint | None = None
+        if target.is_address:
+            self.endpoint = connect(target.path, config.eval.served_model, config.eval.concurrency, target.key)
+        publish_own_keys(config.own)
+        self.datasets: dict[str, PromptDataset | Prompts] = {}
+        self.tokenizer = None
+        findings = Findings()
+        if path := config.reward.custom_reward_function.path:
+            with findings.gathered():
+                check_syntax(path, "reward.custom_reward_function.path")
+        with findings.gathered():
+            prompts = self._read() if target.is_address else self._load()
+        findings.close()
+        self.questions = collect_questions(prompts)
+        self.sources = {one.prompt.data_source for one in self.questions}
+        environments = {name for one in self.questions for name in one.environments}
+        self.runs_episodes = runs_episodes(self.config, environments)
+        self.function_scores = not (self.runs_episodes and uses_built_in(config.reward))
+        if self.runs_episodes:
+            self._check_episodes(findings)
+        if self.function_scores and uses_built_in(config.reward):
+            with findings.gathered():
+                check_data_sources(self.sources)
+        findings.close()
+        model = self.config.actor_rollout_ref.model.path
+        stop_ids = () if self.tokenizer is None else end_tokens(model, self.tokenizer)
+        self.sampling = validation_sampling(self.config.actor_rollout_ref.rollout, stop_ids)
+        self.counts = counts(self.questions, config.eval.n, self.sampling.temperature)
+        greedy = config.eval.greedy and self.sampling.temperature > 0
+        self.greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1) if greedy else None
+        reject_large_k(config.eval.k, max(self.counts.values()))
+
+    def _load(self) -> dict[str, Sequence[Prompt]]:
+        """Load tokenizer and rows, and check the model's files."""
+        config, model = self.config, self.config.actor_rollout_ref.model
+        import_libraries(model.external_lib)
+        reject_hub_model(model, self.target.key)
+        reject_unusable_overrides(model, "actor_rollout_ref.model.override_config")
+        reject_damaged_weights(model, self.target.key)
+        self.tokenizer = tokenizer = model_tokenizer(config, model, self.target.key)
+        own, limit = config.own.get("data"), config.data.val_max_samples
+        for file in config.eval.files:
+            options = {"max_samples": limit, "shuffle": config.data.validation_shuffle, "key": FILES_KEY}
+            self.datasets[file] = load_prompts([file], config.data, tokenizer, custom_keys=own, **options)
+        reject_unknown_tokens(model, self.target.key, *self.datasets.values())
+        return {file: list(data) for file, data in self.datasets.items()}
+
+    def _read(self) -> dict[str, Sequence[Prompt]]:
+        """Read the rows for an address, which needs no token ids."""
+        data = self.config.data
+        options = {"max_samples": data.val_max_samples, "shuffle": data.validation_shuffle, "key": FILES_KEY}
+        self.datasets |= {file: read_prompts([file], data, **options) for file in self.config.eval.files}
+        return self.datasets
+
+    def _check_episodes(self, findings: Findings) -> None:
+        if self.target.is_address:
+            cause = f"{self.target.key}={self.target.path}: rows with environments or tools need a model of files"
+            findings.error("conflict", cause, "serve nothing, and name the model's directory", keys=self.target.key)
+        else:
+            check_episodes(self.config, self.tokenizer, self.datasets, findings)
+
+    @cached_property
+    def policy(self) -> str:
+        """The fingerprint of the model, and of all that it samples with besides a request."""
+        if self.endpoint is not None:
+            arguments = self.config.data.apply_chat_template_kwargs
+            return digest(self.endpoint.address, self.endpoint.model, *([arguments] if arguments else []))
+        section, path = self.config.actor_rollout_ref, self.target.path
+        weights = [model_fingerprint(one) for one in dict.fromkeys((path, section.model.path))]  # an adapter's base too
+        engine, _ = sample_fingerprints(self.config, "")
+        episodes = [asdict(section.rollout.multi_turn), asdict(section.rollout.agent)] if self.runs_episodes else []
+        return digest(weights, engine, episodes)
+
+    def sampling_facts(self) -> dict[str, Any]:
+        names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
+        facts = {name: vars(self.sampling)[name] for name in names}
+        return facts | {"preset": self.config.eval.preset, "seed": self.config.eval.seed}
+
+    @property
+    def directory(self) -> Path:
+        """Where the samples and results are."""
+        settings = self.config.eval
+        if settings.output_dir:
+            return Path(settings.output_dir).expanduser() / self.target.name
+        data = [settings.files, asdict(self.config.data)["apply_chat_template_kwargs"], self.runs_episodes]
+        name = f"{self.target.name}-{digest(self.sampling_facts(), data)[:8]}"
+        return Path(self.config.trainer.default_local_dir).expanduser() / "eval" / name
+
+    def wanted(self) -> list[Wanted]:
+        reward = reward_digest(self.config.reward) if self.function_scores else ""
+        origin = Origin(self.policy, reward, whole_rows=self.runs_episodes)
+        return plan(self.questions, self.counts, self.sampling, self.greedy, self.config.eval.seed, origin)
+
+    def run(self, sessions: Sessions, merge: Merge, directory: Path) -> Evaluated:
+        """Sample and score what is not stored yet, and write the results."""
+        open_directory(directory, "eval.output_dir")
+        wanted, began = self.wanted(), time.monotonic()
+        responses = " + ".join(f"{name}: {count} per question" for name, count in self.counts.items())
+        info(f"{self.target.name}: {len(self.questions)} questions, {responses}, {len(wanted)} responses")
+        with SampleFile(directory / SAMPLES, resume=self.config.eval.resume) as file:
+            save_config(self.config, directory / "config.yaml")
+            relabel(wanted, file)
+            missing = [one for one in wanted if not file.has(one.key)]
+            stored = [one for one in wanted if file.has(one.key)]
+            stale = [(one, file.found[one.key]) for one in stored if file.is_stale(one.key, one.reward)]
+            if stored:
+                again = f", {len(stale)} of them to be scored again" * bool(stale)
+                info(f"{len(stored)} responses are stored in {file.path}{again}")
+            if self.function_scores and (stale or missing):
+                reject_failing_reward(self.config, self.tokenizer, self.datasets, directory / REWARD_LOG)
+            if stale:
+                with self._rescorer(directory) as rescorer:
+                    rescorer.score_again(stale, file)
+            if missing:
+                self._sample_missing(missing, file, sessions, merge, directory)
+            samples = [file.found[one.key] for one in wanted if one.key in file.found]
+        facts = self._facts(wanted, missing, samples, time.monotonic() - began)
+        all_greedy = self.sampling.temperature == 0
+        results = write_results(directory, samples, facts, self.config.eval.k, all_greedy=all_greedy)
+        write_responses(directory / RESPONSES, self.questions, samples)
+        return Evaluated(self.target.name, directory, samples, results)
+
+    def _sample_missing(
+        self, missing: list[Wanted], file: SampleFile, sessions: Sessions, merge: Merge, directory: Path
+    ) -> None:
+        """Sample and score what is not stored; each sample is in the file once it has its score."""
+        with EvaluationProgress(len(missing)) as progress:
+
+            def keep(sample: Sample) -> None:
+                file.append(sample)
+                progress(sample)
+
+            try:
+                self._sample(missing, keep, sessions, merge, directory)
+            except KeyboardInterrupt:
+                info(f"{progress.done} of {len(missing)} responses are stored; the same command resumes")
+                raise
+
+    def _facts(self, wanted: list[Wanted], missing: list[Wanted], samples: list[Sample], seconds: float) -> dict:
+        """What results.json records besides the numbers."""
+        keys = {one.key for one in missing}
+        new = [one for one in samples if one.key in keys]
+        tokens, sampling_seconds = sum(one.tokens for one in new), max((one.seconds for one in new), default=0.0)
+        template = "" if self.tokenizer is None else digest(str(self.tokenizer.chat_template))
+        path = self.endpoint.model if self.endpoint is not None else self.target.path
+        return {
+            "model": {"name": self.target.name, "path": self.target.path, "served": path, "fingerprint": self.policy},
+            "files": self.config.eval.files,
+            "sampling": self.sampling_facts(),
+            "n": self.counts,
+            "chat_template": template,
+            "versions": code_fingerprint(),
+            "responses": len(wanted),
+            "generated": len(missing),
+            "seconds": seconds,
+            "generated_tokens": tokens,
+            "tokens_per_second": tokens / sampling_seconds if sampling_seconds else None,
+        }
+
+    def _rescorer(self, directory: Path) -> Rescorer:
+        return Rescorer(self.config.reward, self.sources, directory / REWARD_LOG, self.tokenizer)
+
+    def _sample(
+        self, missing: list[Wanted], keep: Callable[[Sample], None], sessions: Sessions, merge: Merge, directory: Path
+    ) -> None:
+        if self.endpoint is not None:
+            with self._rescorer(directory) as rescorer:
+                arguments = self.config.data.apply_chat_template_kwargs
+                asyncio.run(sample_remotely(self.endpoint, missing, rescorer, keep, arguments))
+            return
+        with self.runner(sessions, merge, directory) as runner:
+            sample_here(runner, missing, keep)
+
+    @contextmanager
+    def runner(self, sessions: Sessions, merge: Merge, directory: Path) -> Iterator[EpisodeRunner]:
+        """Start scorers, engines and processes of episodes."""
+        config, logs = self.config, directory / "logs"
+        load = partial(tokenizer_elsewhere, config)
+        with ExitStack() as stack:
+            session = stack.enter_context(sessions.open(config))
+            scorers = stack.enter_context(open_scorer_pool(session, config.reward, logs, self.sources, load))
+            episodes = None
+            if self.runs_episodes:
+                ends = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)
+                settings = episode_settings(config, load, ends)
+                episodes = stack.enter_context(EpisodeWorkers(session, settings, *episode_processes(config, logs)))
+            path = merge(self.target.path)
+            client = stack.enter_context(serving(_served_from(config, path), session, logs))
+            scorers.wait_until_loaded()
+            if episodes is not None:
+                episodes.wait_until_ready(config.trainer.startup_timeout)
+            yield EpisodeRunner(
+                client,
+                scorers,
+                config.eval.seed,
+                build_shaping(config.reward),
+                episodes,
+                function_scores=not uses_built_in(config.reward),
+                add_environment_reward=config.reward.add_environment_reward,
+            )
+
+
+def relabel(wanted: Sequence[Wanted], file: SampleFile) -> None:
+    """Give stored samples the dataset and id that their question has now: a response is found by its content."""
+    for one in wanted:
+        names = {"dataset": one.question.dataset, "id": one.question.id}
+        sample = file.found.get(one.key)
+        if sample and names != {"dataset": sample.dataset, "id": sample.id}:
+            file.append(replace(sample, **names))
+
+
+def sample_here(runner: EpisodeRunner, missing: Sequence[Wanted], keep: Callable[[Sample], None]) -> None:
+    """Sample and score responses by the engines of a runner, and keep each as soon as it has its score."""
+    by_place = {(one.question.number, one.sample): one for one in missing}
+    places = [
+        Place(question.prompt, question.number, question.number, one.sample, question.seed_key, one.sampling)
+        for one in missing
+        for question in [one.question]
+    ]
+    began = time.monotonic()
+
+    def finished(episode: Episode) -> None:
+        keep(episode_sample(by_place[episode.position, episode.sample], episode, time.monotonic() - began))
+
+    runner.run_places(places, finished=finished)
+
+
+def _served_from(config: PPOConfig, path: str) -> PPOConfig:
+    section = config.actor_rollout_ref
+    return replace(config, actor_rollout_ref=replace(section, model=replace(section.model, path=path)))

@@ -1,0 +1,90 @@
+"""A policy of scripted texts behind the endpoint, which the official clients talk to over a socket."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import AsyncOpenAI
+from transformers import Qwen2Tokenizer
+
+from hybridrl.agents.endpoint.app import create_app
+from hybridrl.agents.endpoint.core import Wanted
+from hybridrl.agents.endpoint.server import serving
+from hybridrl.agents.endpoint.sessions import Session, Sessions
+from hybridrl.agents.environments.episode_loop import Kit, Limits
+from hybridrl.core.rollout import Completion
+from tests.agents.environments import conftest as environments
+
+ADMIN = "admin"
+
+tokenizer, tokenizer_of = environments.tokenizer, environments.tokenizer_of
+
+
+def completion_of(tokenizer: Qwen2Tokenizer, text: str, most: int | None = None) -> Completion:
+    """A response with this text, with log-probs that differ by token."""
+    ids = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])[:most]
+    log_probs = np.linspace(-0.5, -0.1, len(ids), dtype=np.float32)
+    return Completion(ids, log_probs, bool(ids[-1] != tokenizer.eos_token_id), 3)
+
+
+class Script:
+    """Responds with the texts in turn, or with what a function makes of the prompt; keeps what was asked."""
+
+    def __init__(self, tokenizer: Qwen2Tokenizer, texts: Any) -> None:
+        self.tokenizer, self.texts = tokenizer, texts
+        self.prompts: list[list[int]] = []
+        self.wanted: list[Wanted] = []
+        self.cancelled = 0
+
+    async def __call__(self, session: Session, ids: list[int], wanted: Wanted) -> Completion:
+        self.prompts.append(ids)
+        self.wanted.append(wanted)
+        try:
+            text = self.texts(self.tokenizer.decode(ids)) if callable(self.texts) else self.texts.pop(0)
+            text = await text if asyncio.iscoroutine(text) else text
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return completion_of(self.tokenizer, text, wanted.max_tokens)
+
+
+@pytest.fixture
+def kit_of(tokenizer: Qwen2Tokenizer) -> Callable[..., Kit]:
+    """Make what the sessions of an endpoint share, with these limits."""
+
+    def make(prompt: int = 2000, response: int = 4000, context: int = 6000, **limits: Any) -> Kit:
+        bounds = Limits(prompt, response, context, **limits)
+        return Kit.of(tokenizer, [tokenizer.eos_token_id], bounds, format="hermes")
+
+    return make
+
+
+class Served:
+    """An endpoint on a socket: its address, its sessions, the script behind it, and clients for it."""
+
+    def __init__(self, address: str, sessions: Sessions, script: Script) -> None:
+        self.address, self.sessions, self.script = address, sessions, script
+
+    def client(self, session: Session | None = None, **options: Any) -> AsyncOpenAI:
+        key = session.api_key if session else "none"
+        return AsyncOpenAI(base_url=f"{self.address}/v1", api_key=key, **{"max_retries": 0, "timeout": 20} | options)
+
+
+@pytest.fixture
+def endpoint(tokenizer: Qwen2Tokenizer, kit_of: Callable[..., Kit]) -> Callable[..., Any]:
+    """Serve a script: `async with endpoint(texts) as served`."""
+
+    @asynccontextmanager
+    async def serve(
+        texts: Any, *, clock: Any = None, timeout: float = 3600, app: Any = MappingProxyType({}), **limits: Any
+    ) -> AsyncIterator[Served]:
+        sessions = Sessions(kit_of(**limits), timeout, **({"clock": clock} if clock else {}))
+        script = Script(tokenizer, texts)
+        async with serving(create_app(script, sessions, admin_key=ADMIN, **app)) as address:
+            yield Served(address, sessions, script)
+
+    return serve

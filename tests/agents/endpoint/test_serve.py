@@ -1,0 +1,178 @@
+"""The command that serves a model: its keys, its messages, and one real server."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from hybridrl.agents.endpoint import local, serve
+from hybridrl.agents.endpoint.address import bound
+from hybridrl.config import ConfigError
+from hybridrl.core.rollout import Completion, Request
+from hybridrl.core.rollout.engine import ENGINES
+
+ROOT = Path(__file__).parents[3]
+READY_SECONDS = 180
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """The quickstart's untrained model."""
+    directory = tmp_path_factory.mktemp("tiny")
+    script = ROOT / "recipes" / "quickstart" / "make_data.py"
+    subprocess.run([sys.executable, script, "--out", directory], check=True, cwd=ROOT)
+    return directory / "model"
+
+
+def test_keys_are_the_commands_own_and_those_of_a_run(tiny):
+    own, section = serve.read([f"model.path={tiny}", "port=9", "rollout.max_num_seqs=3"])
+    assert own == {"port": "9", "host": "127.0.0.1", "served_model_name": "policy", "device": "auto"}
+    assert (section.model.path, section.rollout.max_num_seqs, section.rollout.top_p) == (str(tiny), 3, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["model.path=/not/there"], "actor_rollout_ref.model.path=/not/there"),
+        (["rollout.max_num_seqs=0"], "rollout.max_num_seqs=0"),
+        (["rollout.max_seqs=3"], "unknown key rollout.max_seqs; nearest: actor_rollout_ref.rollout.max_num_seqs"),
+        (["prot=3"], "unknown key prot; did you mean port?"),
+        (["serve_model_name=a"], "unknown key serve_model_name; did you mean served_model_name?"),
+        (["port=web"], "port=web is no number from 0 to 65535; set port=8000"),
+        (["port=99999"], "port=99999 is no number from 0 to 65535; set port=8000"),
+        (["port=-1"], "port=-1 is no number from 0 to 65535"),
+        (["device=gpu"], "device=gpu: choose auto | cpu | cuda"),
+        (["host="], "host= is empty; set host=127.0.0.1"),
+        (["rollout.temperature=inf"], "rollout.temperature=inf: must be finite"),
+        (["port=8000"], "model.path"),
+    ],
+)
+def test_what_cannot_be_served_is_rejected_by_key_and_value(tiny, arguments, expected):
+    model = [] if "model" in expected else [f"model.path={tiny}"]
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        serve.read([*model, *arguments])
+
+
+def test_without_arguments_the_usage_is_printed(capsys):
+    assert serve.main([]) == serve.EXIT_REJECTED and serve.main(["--help"]) == 0
+    assert "served_model_name=policy" in capsys.readouterr().out
+
+
+class DyingEngine:
+    """An engine, with what RolloutEngine has and serving needs, that is dead once it was asked for a response."""
+
+    dead = False
+
+    async def connect(self) -> None:
+        return None
+
+    async def generate(self, request: Request) -> Completion:
+        self.dead = True
+        raise RuntimeError("the engine is dead: no memory")
+
+    async def check(self) -> int:
+        if self.dead:
+            raise RuntimeError("the engine is dead: no memory")
+        return 0
+
+
+def test_serving_ends_with_a_sentence_and_a_status_once_the_engine_is_dead(tiny, monkeypatch, capfd):
+    listening = bound("127.0.0.1", 0)
+    port = listening.getsockname()[1]
+    monkeypatch.setitem(ENGINES, "vllm", SimpleNamespace(build=lambda *_: DyingEngine()))
+    _, section = serve.read([f"model.path={tiny}"])
+
+    async def scenario() -> str:
+        options = {"host": "127.0.0.1", "listening": listening, "name": "policy", "source": "tiny"}
+        serving = asyncio.create_task(local.serve(section.model, section.rollout, "cpu", **options))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            while True:
+                try:
+                    assert (await http.get("/health")).status_code == 200
+                    break
+                except httpx.ConnectError:
+                    await asyncio.sleep(0.1)
+            headers = {"Authorization": "Bearer anything"}
+            assert (await http.post("/rl/start_session", json={"task_id": "1"}, headers=headers)).status_code == 401
+            await asyncio.sleep(3 * local.CHECK_SECONDS)  # without a request it goes on
+            body = {"messages": [{"role": "user", "content": "a"}]}
+            assert (await http.post("/v1/chat/completions", json=body)).status_code == 500
+            assert (await http.get("/health")).status_code == 503
+        return await asyncio.wait_for(serving, 30)
+
+    cause = asyncio.run(scenario())
+    monkeypatch.setattr(serve, "run", lambda *_: cause)
+    assert serve.main([f"model.path={tiny}"]) == serve.EXIT_FAILED
+    printed = capfd.readouterr()
+    assert "error: serving ended: the engine is dead: no memory" in printed.err
+    assert "admin" not in printed.out  # nobody wanted sessions
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "port={port}: 127.0.0.1:{port} cannot be used (Address already in use); set another port"),
+        ({"host": "no.such.host.invalid"}, "host=no.such.host.invalid is no address of this machine"),
+        ({"host": "192.0.2.1"}, "host=192.0.2.1 is no address of this machine"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_rejected_before_the_model_is_read(tiny, monkeypatch, capsys, keys, message):
+    def read(*_: object) -> str:
+        raise AssertionError("the model was read")
+
+    monkeypatch.setattr(serve, "whole_model", read)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        keys = [f"{key}={value}" for key, value in ({"port": port} | keys).items()]
+        assert serve.main([f"model.path={tiny}", *keys]) == serve.EXIT_REJECTED
+    assert f"error: {message.format(port=port)}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_served_model_responds_repeatably_and_ctrl_c_leaves_nothing(tiny, tmp_path):
+    arguments = [f"model.path={tiny}", "port=0", "device=cpu", "rollout.max_num_seqs=4"]
+    log, environment = tmp_path / "log", os.environ | {"TMPDIR": str(tmp_path)}
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "hybridrl.serve", *arguments]
+        server = subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=ROOT, start_new_session=True)
+    try:
+        address = wait_for(log, r"http://\S+/v1", server)
+        client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+        ask = {"model": "policy", "messages": [{"role": "user", "content": "What is 1+2?"}], "max_tokens": 12}
+        greedy = [client.chat.completions.create(**ask, temperature=0).choices[0] for _ in range(2)]
+        seeds = (1, 1, 2)
+        sampled = [client.chat.completions.create(**ask, seed=seed).choices[0].message.content for seed in seeds]
+        shape = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+        format = {"type": "json_schema", "json_schema": {"name": "shape", "schema": shape}}
+        shaped = client.chat.completions.create(**ask | {"max_tokens": 60}, response_format=format, temperature=0)
+        started = psutil.Process(server.pid).children(recursive=True)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 0, log.read_text()
+    finally:
+        server.kill()
+    assert greedy[0].message.content == greedy[1].message.content and greedy[0].finish_reason == "length"
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert json.loads(shaped.choices[0].message.content)["a"] in (1, 2)
+    left = psutil.wait_procs(started, timeout=5)[1]
+    assert started and not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_for(log: Path, pattern: str, process: subprocess.Popen) -> str:
+    for _ in range(READY_SECONDS * 2):
+        if found := re.search(pattern, log.read_text()):
+            return found[0].rstrip(",")
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.5)
+    raise AssertionError(log.read_text())

@@ -1,0 +1,196 @@
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hybridrl.config.schema_rollout import ValidationSamplingConfig
+from hybridrl.core.experience.episodes import Episode
+from hybridrl.core.experience.evaluator import Evaluator, validation_metrics
+from hybridrl.core.experience.trajectory import Trajectory, Turn
+from hybridrl.core.rollout import Sampling
+from hybridrl.data.prompts import Prompt
+from hybridrl.rewards.score import Score
+from hybridrl.runs.settings import validation_sampling
+
+# 1,000 draws of values between 0 and 1 lie within three deviations of their mean, 3 * 0.5 / sqrt(1000).
+BOOTSTRAP = 0.05
+FAULT = Score(None, fault="timeout", detail="no score within 60 s")
+
+
+def scored(value: float, **extras: object) -> Score:
+    return Score(value, {"score": value, **extras})
+
+
+def episodes(*groups: list[Score], source: str = "maths", tokens: int = 1) -> list[Episode]:
+    """The samples of several prompts of one source."""
+    return [
+        Episode(
+            Prompt(row, [1], "?", source, "42", {}),
+            row,
+            number,
+            Trajectory([Turn([1], np.zeros(tokens, np.int64), np.zeros(tokens, np.float32), 0, "stop")]),
+            "text",
+            score,
+        )
+        for row, group in enumerate(groups)
+        for number, score in enumerate(group)
+    ]
+
+
+def exactly(size: int, values: list[float], choose) -> float:
+    """The mean of `choose` over every equally likely draw of `size` of the values, with replacement."""
+    draws = list(product(range(len(values)), repeat=size))
+    return sum(choose(draw) for draw in draws) / len(draws)
+
+
+def test_one_sample_per_prompt_has_a_mean_and_nothing_else():
+    samples = episodes([scored(1.0, acc=1.0)], [scored(0.5, acc=0.0)])
+    assert validation_metrics(samples, 1) == {"val-core/maths/acc/mean@1": 0.5, "val-aux/maths/reward/mean@1": 0.75}
+
+
+def test_the_mean_at_the_largest_number_is_core_and_the_rest_auxiliary():
+    samples = episodes([scored(1.0, acc=1, pred="a"), scored(0.0, acc=0, pred="b"), scored(0.0, acc=0, pred="b")])
+    metrics = validation_metrics(samples, 3)
+    estimates = {
+        f"{name}@{size}/{part}" for name in ("best", "worst", "maj") for size in (2, 3) for part in ("mean", "std")
+    }
+    core = {"mean@3"} | {f"{name}@3/{part}" for name in ("best", "maj") for part in ("mean", "std")}  # verl's rule
+    every = estimates | {"mean@3", "std@3"}
+    assert {name for name in metrics if name.startswith("val-core/")} == {f"val-core/maths/acc/{name}" for name in core}
+    assert {name for name in metrics if name.startswith("val-aux/")} == (
+        {f"val-aux/maths/acc/{name}" for name in every - core} | {f"val-aux/maths/reward/{name}" for name in every}
+    )
+
+
+def test_without_acc_the_reward_is_core():
+    metrics = validation_metrics(episodes([scored(0.5, format=1.0)]), 1)
+    assert metrics == {"val-core/maths/reward/mean@1": 0.5, "val-aux/maths/format/mean@1": 1.0}
+
+
+def test_a_plain_number_counts_as_acc():
+    samples = episodes([Score(1.0, {"acc": 1.0})], [Score(0.0, {"acc": 0.0})])
+    assert validation_metrics(samples, 1)["val-core/maths/acc/mean@1"] == 0.5
+
+
+def test_each_data_source_has_separate_metrics():
+    samples = episodes([scored(1.0)], source="maths") + episodes([scored(0.0)], [scored(0.5)], source="open/qa")
+    metrics = validation_metrics(samples, 1)
+    assert metrics == {"val-core/maths/reward/mean@1": 1.0, "val-core/open/qa/reward/mean@1": 0.25}
+
+
+def test_numbers_at_powers_of_two_and_at_the_largest_are_estimated():
+    metrics = validation_metrics(episodes([scored(float(n)) for n in range(6)]), 6)
+    assert {name.split("@")[1] for name in metrics if "best@" in name and name.endswith("mean")} == {
+        "2/mean",
+        "4/mean",
+        "6/mean",
+    }
+
+
+def test_the_deviation_is_that_of_each_prompts_samples():
+    # Deviations 0.5 and 0, over n as in verl.
+    samples = episodes([scored(1.0), scored(0.0)], [scored(1.0), scored(1.0)])
+    assert validation_metrics(samples, 2)["val-aux/maths/reward/std@2"] == 0.25
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_best_worst_and_majority_are_near_their_exact_values(size):
+    values, predictions = [1.0, 0.0, 0.4], ["a", "b", "b"]
+
+    def majority(draw: tuple[int, ...]) -> float:
+        votes = [predictions[i] for i in draw]
+        most_frequent = max(votes, key=votes.count)  # the first of those that tie
+        return values[draw[votes.index(most_frequent)]]
+
+    samples = episodes([scored(v, pred=p) for v, p in zip(values, predictions, strict=True)])
+    metrics = {
+        name.removeprefix("val-core/maths/reward/"): value for name, value in validation_metrics(samples, 3).items()
+    }
+    metrics = {name.removeprefix("val-aux/maths/reward/"): value for name, value in metrics.items()}
+    for name, choose in (
+        ("best", lambda draw: max(values[i] for i in draw)),
+        ("worst", lambda draw: min(values[i] for i in draw)),
+        ("maj", majority),
+    ):
+        mean = exactly(size, values, choose)
+        square = exactly(size, values, lambda draw, choose=choose: choose(draw) ** 2)
+        assert metrics[f"{name}@{size}/mean"] == pytest.approx(mean, abs=BOOTSTRAP), name
+        assert metrics[f"{name}@{size}/std"] == pytest.approx((square - mean**2) ** 0.5, abs=BOOTSTRAP), name
+
+
+def test_the_same_samples_give_the_same_estimates():
+    samples = episodes([scored(float(n % 3), pred=n % 2) for n in range(8)])
+    assert validation_metrics(samples, 8) == validation_metrics(samples, 8)
+
+
+def test_a_number_named_reward_does_not_replace_the_score():
+    metrics = validation_metrics(episodes([scored(0.0, reward=7.0)], [scored(1.0, reward=7.0)]), 1)
+    assert metrics == {"val-core/maths/reward/mean@1": 0.5}
+
+
+def test_a_number_that_some_responses_lack_has_its_mean_over_the_others():
+    samples = episodes([scored(1.0, format=1.0, some=None), scored(0.0, some=3)], [scored(0.0, some=1), FAULT])
+    metrics = validation_metrics(samples, 2)
+    assert metrics["val-aux/maths/format/mean@2"] == 0.5  # 1 of one response, 0 of the fault
+    assert metrics["val-aux/maths/some/mean@2"] == pytest.approx((3 + 1 + 0) / 3)
+    assert not any(name.startswith("val-aux/maths/format/best") for name in metrics)
+    assert metrics["val-core/maths/reward/mean@2"] == 0.25
+
+
+def test_acc_is_the_main_value_only_if_every_response_has_it():
+    samples = episodes([scored(1.0, acc=1.0)], [scored(0.0)])
+    assert validation_metrics(samples, 1) == {"val-core/maths/reward/mean@1": 0.5, "val-aux/maths/acc/mean@1": 1.0}
+
+
+def test_text_is_not_a_variable():
+    metrics = validation_metrics(episodes([scored(1.0, note="fine", pred="7")]), 1)
+    assert set(metrics) == {"val-core/maths/reward/mean@1"}
+
+
+def test_a_fault_of_the_grader_counts_as_zero_and_as_no_prediction():
+    samples = episodes([FAULT, scored(1.0, acc=1.0, pred="a")], [scored(1.0, acc=1.0, pred="a"), FAULT])
+    metrics = validation_metrics(samples, 2)
+    assert metrics["val-core/maths/acc/mean@2"] == metrics["val-aux/maths/reward/mean@2"] == 0.5
+    assert metrics["val-core/maths/acc/maj@2/mean"] == pytest.approx(0.5, abs=BOOTSTRAP)
+
+
+class Runner:
+    """Returns prepared samples, and records its arguments and those of the switch."""
+
+    def __init__(self, samples: list[Episode]) -> None:
+        self.samples = samples
+
+    def to_rollout(self, version):
+        self.version = version
+
+    def run(self, prompts, count, sampling, positions, stream):
+        self.arguments = (prompts, count, sampling, positions, stream)
+        return self.samples, {"timing_s/gen": 2.0, "timing_s/reward": 0.5}
+
+
+def test_an_evaluation_samples_every_prompt_and_reports_metrics_lengths_faults_and_seconds():
+    samples = episodes([scored(1.0), scored(0.0)], [FAULT, scored(1.0)], tokens=3)
+    prompts = [samples[0].prompt, samples[2].prompt]
+    sampling, runner = Sampling(max_tokens=8, stop_ids=(0,)), Runner(samples)
+    returned, metrics = Evaluator(runner, prompts, runner, sampling, 2).evaluate(7)
+    assert returned == samples
+    assert runner.version == 7
+    assert runner.arguments == (prompts, 2, sampling, [0, 1], "validation")
+    assert metrics["val-core/maths/reward/mean@2"] == 0.5
+    assert metrics["val-aux/response_length/mean"] == 3.0
+    assert metrics["val-aux/reward/faults"] == 1
+    assert metrics["timing_s/testing"] == 2.5
+
+
+def test_without_faults_none_are_reported():
+    samples = episodes([scored(1.0)])
+    runner = Runner(samples)
+    _, metrics = Evaluator(runner, [samples[0].prompt], runner, Sampling(8, (0,)), 1).evaluate(0)
+    assert "val-aux/reward/faults" not in metrics
+
+
+def test_validation_has_a_separate_temperature_whatever_do_sample_is() -> None:
+    chosen = ValidationSamplingConfig(n=1, do_sample=False, temperature=0.6, top_p=0.9, top_k=5)
+    sampling = validation_sampling(SimpleNamespace(val_kwargs=chosen, response_length=7, stop=["a"]), (2,))
+    assert sampling == Sampling(max_tokens=7, stop_ids=(2,), temperature=0.6, top_p=0.9, top_k=5, stop=("a",))
