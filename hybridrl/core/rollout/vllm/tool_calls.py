@@ -1,4 +1,4 @@
-"""vLLM's parsers of tool calls, for formats that agents/environments/calls.py does not read itself. Starts no engine."""
+"""vLLM's parsers of tool calls, for formats that agents/environments/calls.py does not read. Starts no engine."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
