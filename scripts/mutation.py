@@ -41,12 +41,12 @@ TESTS = {
     "hybridrl/core/algorithms/batch_metrics.py": "core/algorithms/test_batch_metrics.py "
     "core/algorithms/test_agreement.py core/experience/test_conversation_metrics.py",
     "hybridrl/core/algorithms/estimators.py": "core/algorithms/estimators",
-    "hybridrl/core/algorithms/lookup.py": "core/algorithms/test_lookup.py core/algorithms/test_trial.py",
+    "hybridrl/core/algorithms/lookup.py": "core/algorithms/test_lookup.py runs/test_algorithm_trial.py",
     "hybridrl/core/algorithms/objective.py": "core/algorithms/test_aggregation.py core/algorithms/test_kl.py "
     "core/algorithms/test_value_loss.py core/algorithms/test_algorithm.py core/experience/test_episodes.py",
     "hybridrl/core/algorithms/policy_losses.py": "core/algorithms/policy_losses",
     "hybridrl/core/algorithms/rollout_correction.py": "core/algorithms/test_rollout_correction.py",
-    "hybridrl/core/algorithms/trial.py": "core/algorithms/test_trial.py",
+    "hybridrl/runs/algorithm_trial.py": "runs/test_algorithm_trial.py",
     "hybridrl/checkpoint/store.py": "checkpoint/test_retention.py checkpoint/test_store.py checkpoint/test_damage.py "
     "checkpoint/test_saver.py",
     "hybridrl/core/experience/batching.py": "core/experience/test_episodes.py core/experience/test_collector.py "

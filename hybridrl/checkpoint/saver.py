@@ -152,6 +152,11 @@ class Saver:
         self.saved_at = self.kept_at = time.monotonic()
         self.reported_at, self.unreported = -math.inf, ""
 
+    @property
+    def ever(self) -> bool:
+        """Whether anything is saved."""
+        return self.plan.times.ever
+
     def due(self, step: int, epochs: tuple[float, float], *, last: bool) -> Save | None:
         """Whether a step is to be saved, and how long it stays; `epochs` were done before and after it."""
         now, times = time.monotonic(), self.plan.times
@@ -170,8 +175,10 @@ class Saver:
             state |= part.state_dict()
         self.latest, self.updates = self.plan.fixed | state, self.models.updates_begun
 
-    def start(self, save: Save) -> None:
-        """Save the last complete step; returns when all models are copied to host memory."""
+    def start(self, save: Save | None) -> None:
+        """Save the last complete step, to recover from if it is not due; returns when all models are copied to host
+        memory."""
+        save = save or Save.RECOVERY
         self.finish()
         self.saved_at = time.monotonic()
         if save is Save.KEPT:

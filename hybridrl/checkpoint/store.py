@@ -30,7 +30,6 @@ STATE = "state.json"
 LOCK = ".lock"  # held by the run that uses a directory
 LOOK_SECONDS = 5.0  # at most that `holder` of another process keeps a run from locking its directory
 LATEST = "latest_checkpointed_iteration.txt"  # for people and other tools; never read here
-SKIPPED_UPDATES = "skipped_updates"  # where training ranks write the rows of updates that were not finite
 
 REQUIRED = {"healthy", "recovery", "metrics"}
 STATE_KINDS = {"healthy": bool, "recovery": bool, "metrics": dict, "published": int}

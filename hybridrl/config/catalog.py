@@ -1,4 +1,5 @@
-"""The catalog of algorithms: every fact about each advantage estimator and each policy loss, one entry per name.
+"""The catalog of algorithms: every fact about each advantage estimator and each policy loss, one entry per name; and
+which families of models cannot be trained.
 
 Configuration, help, checks, driver and workers read these entries; no other place knows an algorithm by its name. A
 function is named by its module and imported only in the process that calls it, so nothing heavy is imported here.
@@ -8,7 +9,8 @@ conf/actor/default.yaml as well. A custom function (path/to/file.py:function) st
 function, under the names of the fields below.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -154,3 +156,51 @@ PARAMETERS = {name: parameter for entry in _POLICY_LOSSES for name, parameter in
 def parameter_types() -> list[tuple[str, Any]]:
     """Name and type of every key of actor_rollout_ref.actor.policy_loss that a policy loss takes, for the schema."""
     return [(name, item.type if item.suggestion is None else item.type | None) for name, item in PARAMETERS.items()]
+
+
+# -- families of models ------------------------------------------------------------------------------------------------
+
+RANDOM = re.compile("drop|jitter")  # in the name of a setting that makes training random
+CHUNKED = "attention within chunks of the text"
+INDEXED = "sparse attention to the tokens that an indexer selects"
+UNKNOWN_ATTENTION = "which the trainer's attention for packed rows does not have"
+# Setting or word in `layer_types` -> the attention that it names and packed rows do not have.
+OTHER_ATTENTION = {"attention_chunk_size": CHUNKED, "index_topk": INDEXED}
+OTHER_LAYERS = {"chunked": CHUNKED, "indexed": INDEXED, "sparse": "sparse attention", "compressed": "compressed keys"}
+# Model type -> why no model of this family can be trained.
+NOT_TRAINED = {
+    **dict.fromkeys(("llama4", "llama4_text"), f"{CHUNKED}, {UNKNOWN_ATTENTION}"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), f"{INDEXED}, {UNKNOWN_ATTENTION}"),
+    "phimoe": "its routers choose experts at random in training, and router_jitter_noise is a threshold of that "
+    "choice, not noise: another function would be trained than the engine computes",
+}
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM can reserve memory
+ALL_LINEAR = ["all-linear"]
+
+
+def why_unsupported(settings: Mapping[str, Any]) -> str | None:
+    """The reason why a model with these settings cannot be trained, or None."""
+    kind = settings.get("model_type")
+    if settings.get("is_encoder_decoder"):
+        return f"model_type={kind}: an encoder and a decoder; only decoder-only models are trained"
+    if kind in NOT_TRAINED:
+        return f"model_type={kind}: {NOT_TRAINED[kind]}"
+    for name in ("vision_config", "audio_config", "thinker_config"):
+        if settings.get(name):
+            return f"{name}: the model reads more than text, which is not trained yet"
+    for name, meaning in OTHER_ATTENTION.items():
+        if settings.get(name):
+            return f"{name}={settings[name]}: {meaning}, {UNKNOWN_ATTENTION}"
+    for layer in settings.get("layer_types") or []:
+        for word, meaning in OTHER_LAYERS.items():
+            if word in str(layer) and layer != "sparse":  # of experts, not of attention
+                return f"layer_types has {layer}: {meaning}, {UNKNOWN_ATTENTION}"
+    if quantized := settings.get("quantization_config"):
+        method = quantized.get("quant_method", "unknown")
+        return f"quant_method={method}: quantized weights cannot be trained; name the original model"
+    return None
+
+
+def disturbances(settings: Mapping[str, Any]) -> dict[str, float]:
+    """The settings by which a model drops or disturbs activations at random in training."""
+    return {name: rate for name, rate in settings.items() if RANDOM.search(name) and isinstance(rate, float) and rate}

@@ -5,24 +5,21 @@ supervised fine-tuning another `Task`; neither edits this file.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
-from hybridrl.checkpoint.saver import Save, Saver
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.batch_metrics import batch_metrics, mismatch_metrics, throughput_metrics
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import WorkerDied
 from hybridrl.core.experience.collector import Collected, Experience
-from hybridrl.core.experience.episodes import Episode
-from hybridrl.core.experience.sample_log import SampleLog
+from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.training.worker_group import TrainWorkers
-from hybridrl.health import HealthMonitor
 from hybridrl.runtime.signals import StopRequest
 from hybridrl.tracking.faults import begin_step
 from hybridrl.tracking.sink import Stopwatch
-from hybridrl.tracking.tracker import Tracker
 
 
 class Task(Protocol):
@@ -67,7 +64,7 @@ class Task(Protocol):
         return
 
 
-class Evaluator(Protocol):
+class Validator(Protocol):
     """Scores the policy on held-out prompts."""
 
     def evaluate(self, step: int) -> tuple[list[Episode], dict[str, float]]: ...
@@ -79,6 +76,64 @@ class Devices(Protocol):
     def to_training(self) -> None: ...
     def rebuild_servers(self) -> None: ...
     def take_metrics(self) -> dict[str, float]: ...
+
+
+class Log(Protocol):
+    """The metrics of a run."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+
+class KeptCheckpoints(Protocol):
+    """The checkpoints in a run's directory."""
+
+    directory: Path
+
+    def last(self) -> object:
+        """Return what to resume from; None: there is nothing."""
+
+
+class Checkpoints(Protocol):
+    """The saving of a run, `failed` if the last save did. `due` returns how long a step is to be kept, None if it need
+    not be saved; with None `start` saves it to resume from."""
+
+    failed: Exception | None
+    store: KeptCheckpoints
+    watch: Stopwatch
+
+    @property
+    def ever(self) -> bool:
+        """Whether anything is saved."""
+
+    def completed(self, step: int, metrics: dict[str, float], problem: str) -> None: ...
+    def due(self, step: int, epochs: tuple[float, float], *, last: bool) -> Any: ...
+    def start(self, save: Any) -> None: ...
+    def poll(self) -> None: ...
+    def finish(self) -> None: ...
+    def rescue(self, error: Exception, prepare: Callable[[], None]) -> None: ...
+
+
+class Health(Protocol):
+    """The judgement of a step's metrics; `new` and `shows` are of the last one that was judged."""
+
+    new: Sequence[object]
+
+    @property
+    def shows(self) -> bool: ...
+    @property
+    def rebuilds(self) -> bool: ...
+    def judge(self, step: int, metrics: dict[str, float]) -> dict[str, float]: ...
+    def act(self) -> None: ...
+    def problem(self) -> str: ...
+
+
+class Samples(Protocol):
+    """Where the samples of steps go."""
+
+    def training_samples(self, step: int, episodes: Sequence[Episode], batch: Batch) -> None: ...
+    def validation_samples(self, step: int, episodes: Sequence[Episode]) -> None: ...
+    def keep(self, step: int, batch: Batch) -> None: ...
+    def show(self, step: int, episodes: Sequence[Episode]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -106,10 +161,10 @@ class Trainer:
         self,
         task: Task,
         workers: TrainWorkers,
-        tracker: Tracker,
-        saver: Saver,
+        tracker: Log,
+        saver: Checkpoints,
         schedule: Schedule,
-        health: HealthMonitor,
+        health: Health,
     ) -> None:
         self.task, self.workers, self.tracker = task, workers, tracker
         self.saver, self.schedule, self.health = saver, schedule, health
@@ -121,7 +176,7 @@ class Trainer:
             self.tracker.log(0, self.task.validate(0) | self.task.take_metrics())
         if self.schedule.validate_only:
             return
-        with StopRequest(wait_for_step=self.saver.plan.times.ever) as stop:
+        with StopRequest(wait_for_step=self.saver.ever) as stop:
             try:
                 self._run_steps(done, start_up, stop)
             except Exception as error:
@@ -142,14 +197,15 @@ class Trainer:
             last, stopping = self._is_last(step), bool(stop.reason)
             problem = self.workers.problem() or self.task.problem() or self.health.problem()
             self.saver.completed(step, metrics, problem)
-            self.workers.stop_if_broken(self.schedule.max_skipped_updates, self.saver.store)
+            store = self.saver.store
+            self.workers.stop_if_broken(self.schedule.max_skipped_updates, store.directory, store.last)
             self.health.act()
             if self.health.rebuilds:
                 self.task.rebuild()
             save = self.saver.due(step, (epochs, self.task.epochs), last=last)
             if save or stopping:
                 self.task.before_save()
-                self.saver.start(save or Save.RECOVERY)
+                self.saver.start(save)
             if last or stopping:
                 return
 
@@ -184,8 +240,8 @@ class RLTask(Task):
         experience: Experience,
         devices: Devices,
         workers: TrainWorkers,
-        evaluator: Evaluator | None,
-        sample_log: SampleLog,
+        evaluator: Validator | None,
+        sample_log: Samples,
         refresh_reference_every: int = -1,
     ) -> None:
         self.algorithm, self.experience, self.devices, self.workers = algorithm, experience, devices, workers

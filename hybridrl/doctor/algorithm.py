@@ -1,6 +1,6 @@
 """`python -m hybridrl.doctor algorithm FILE.py:NAME`: what a custom estimator or loss makes of made-up groups.
 
-The groups and the checks are those of a run that starts (core/algorithms/trial.py). Reads no data and starts nothing.
+The groups and the checks are those of a run that starts (runs/algorithm_trial.py). Reads no data and starts nothing.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from hybridrl.config.compose import CONF, SHIPPED
 from hybridrl.config.custom_code import load_function
 from hybridrl.config.load import resolve_config
 from hybridrl.core.algorithms.lookup import bind, find_estimator
-from hybridrl.core.algorithms.trial import LOSS, toy_batch, toy_update, try_estimator, try_policy_loss
+from hybridrl.runs.algorithm_trial import LOSS, toy_batch, toy_update, try_estimator, try_policy_loss
 from hybridrl.runs.settings import build_algorithm, build_policy_plan
 from hybridrl.tracking.console import Terminal
 

@@ -21,11 +21,11 @@ from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import SHIPPED
 from hybridrl.config.load import resolve_config
 from hybridrl.core.batch import Batch, spans
-from hybridrl.core.experience.sample_log import read_batch, replays
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.doctor import directory_parser
 from hybridrl.runs.prepare import tokenizer_elsewhere
+from hybridrl.runs.sample_log import read_batch, replays
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import padded_plans, start_session, start_train_workers
 from hybridrl.runtime.cli import EXIT_REJECTED

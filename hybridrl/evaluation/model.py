@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.agents.endpoint.episodes import check_episodes, episode_processes, episode_settings, runs_episodes
+from hybridrl.agents.environments.conversations import Conversations
 from hybridrl.agents.environments.pool import EpisodeWorkers
 from hybridrl.checkpoint.fingerprints import code_fingerprint, model_fingerprint
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import save_config
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
 from hybridrl.config.findings import Findings
-from hybridrl.core.experience.episodes import Episode, EpisodeRunner, Place
+from hybridrl.core.experience.episodes import EpisodeRunner
+from hybridrl.core.experience.trajectory import Episode, EpisodeRequest
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.evaluation.engines import serving
@@ -264,7 +266,7 @@ class ModelEvaluation:
                 scorers,
                 config.eval.seed,
                 build_shaping(config.reward),
-                episodes,
+                episodes and Conversations(episodes, client, config.eval.seed),
                 function_scores=not uses_built_in(config.reward),
                 add_environment_reward=config.reward.add_environment_reward,
             )
@@ -283,7 +285,7 @@ def sample_here(runner: EpisodeRunner, missing: Sequence[Wanted], keep: Callable
     """Sample and score responses by the engines of a runner, and keep each as soon as it has its score."""
     by_place = {(one.question.number, one.sample): one for one in missing}
     places = [
-        Place(question.prompt, question.number, question.number, one.sample, question.seed_key, one.sampling)
+        EpisodeRequest(question.prompt, question.number, question.number, one.sample, question.seed_key, one.sampling)
         for one in missing
         for question in [one.question]
     ]

@@ -8,9 +8,9 @@ from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.agents.environments.metrics import transcript
 from hybridrl.config.schema_algorithm import RewardConfig
-from hybridrl.core.experience.conversations import transcript
-from hybridrl.core.experience.episodes import Episode
+from hybridrl.core.experience.trajectory import Episode
 from hybridrl.data.prompts import Prompt
 from hybridrl.evaluation.plan import Wanted, digest
 from hybridrl.evaluation.samples import Sample, SampleFile

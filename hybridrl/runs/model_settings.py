@@ -12,7 +12,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hybridrl.config import ConfigError
-from hybridrl.config.checks.model import IMPLIED, RANDOM, why_not_served, why_unsupported
+from hybridrl.config.catalog import RANDOM, why_unsupported
+from hybridrl.config.checks.model import IMPLIED, why_not_served
 from hybridrl.config.files import resolve_model
 from hybridrl.config.keys import nearest
 from hybridrl.config.schema import ModelConfig

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hybridrl.agents.endpoint.episodes import episode_processes, episode_settings, runs_episodes
+from hybridrl.agents.environments.conversations import Conversations
 from hybridrl.agents.environments.pool import EpisodeWorkers
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.config import PPOConfig
@@ -22,7 +23,6 @@ from hybridrl.core.experience.collector import SampledExperience, SynchronousExp
 from hybridrl.core.experience.dynamic_sampling import GroupFilter
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.evaluator import Evaluator
-from hybridrl.core.experience.sample_log import SampleLog
 from hybridrl.core.experience.spool import Spool
 from hybridrl.core.hybrid_engine import HybridEngine, SeparateEngine
 from hybridrl.core.rollout.fleet import RolloutFleet
@@ -38,6 +38,7 @@ from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
 from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume, sample_fingerprints
 from hybridrl.runs.reward_trial import reject_failing_reward
+from hybridrl.runs.sample_log import SampleLog
 from hybridrl.runs.settings import (
     ppo_worker_config,
     process_settings,
@@ -110,12 +111,13 @@ class PPOJob:
     def build(self, workers: TrainWorkers, tracker: Tracker) -> tuple[Task, dict[str, Stateful]]:
         config, rollout, trainer = self.config, self.config.actor_rollout_ref.rollout, self.config.trainer
         stop_ids = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)
+        conversations = self.episodes and Conversations(self.episodes, self.engine.client, rollout.seed)
         runner = EpisodeRunner(
             self.engine.client,
             self.scorers,
             rollout.seed,
             build_shaping(config.reward),
-            self.episodes,
+            conversations,
             function_scores=not uses_built_in(config.reward),
             add_environment_reward=config.reward.add_environment_reward,
         )
@@ -133,6 +135,7 @@ class PPOJob:
             with_tokens=trainer.rollout_tokens,
             most=trainer.max_rollout_data_gb and trainer.max_rollout_data_gb * 1e9,
             decode=lambda ids: self.tokenizer.batch_decode([[one] for one in ids]),
+            **({"transcript": conversations.transcript} if conversations else {}),
         )
         if self.resume.checkpoint:
             sample_log.delete_after(self.resume.done)

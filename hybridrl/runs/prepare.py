@@ -18,7 +18,6 @@ from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig
 from hybridrl.core.algorithms import Algorithm
-from hybridrl.core.algorithms.trial import try_estimator, try_policy_loss
 from hybridrl.core.training.lora import check_adapter
 from hybridrl.core.training.schedule import try_schedule
 from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan
@@ -29,6 +28,7 @@ from hybridrl.data.tokenizer import end_tokens, load_tokenizer
 from hybridrl.health.custom import custom_rules
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
+from hybridrl.runs.algorithm_trial import try_estimator, try_policy_loss
 from hybridrl.runs.model_settings import reject_hub_model
 from hybridrl.runs.resume import adapted_models
 from hybridrl.runs.settings import (

@@ -3,10 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from hybridrl.checkpoint.store import SKIPPED_UPDATES
 from hybridrl.config import ConfigError, SFTConfig
-from hybridrl.config.catalog import ACTOR_KEYS, BYPASS_LOSSES, ESTIMATOR_KEYS, PARAMETERS, SFT_POLICY_LOSS
-from hybridrl.config.checks.model import disturbances
+from hybridrl.config.catalog import ACTOR_KEYS, BYPASS_LOSSES, ESTIMATOR_KEYS, PARAMETERS, SFT_POLICY_LOSS, disturbances
 from hybridrl.config.compose import OWN
 from hybridrl.config.schema import ActorConfig, CriticConfig, FSDPConfig, ModelConfig, PPOConfig, RolloutConfig
 from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
@@ -21,7 +19,7 @@ from hybridrl.core.training.losses import LossConfig, ValueLossConfig
 from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.schedule import located
 from hybridrl.core.training.worker import FrozenConfig, LearnerConfig, WorkerConfig
-from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan, UpdatePlan
+from hybridrl.core.training.worker_group import SKIPPED_UPDATES, CriticPlan, PolicyPlan, UpdatePlan
 
 
 def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, steps: int) -> WorkerConfig:

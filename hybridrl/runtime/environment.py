@@ -23,7 +23,7 @@ CACHES = {
     "HF_MODULES_CACHE": "huggingface/modules",
     "HF_DATASETS_CACHE": "huggingface/datasets",
 }
-# How long the threads of a parallel operation spin while they wait for each other (runtime/spinning.py).
+# How long the threads of a parallel operation spin while they wait for each other (core/spinning.py).
 WAITING = {"GOMP_SPINCOUNT": "300000", "OMP_WAIT_POLICY": "PASSIVE"}
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 

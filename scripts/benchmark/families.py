@@ -28,8 +28,7 @@ from hybridrl.config.checks.model import why_not_served, why_unsupported
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import RaySession, kill
 from hybridrl.core.experience.batching import group_by_prompt, to_batch
-from hybridrl.core.experience.episodes import Episode
-from hybridrl.core.experience.trajectory import Trajectory, Turn
+from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.core.hybrid_engine import HybridEngine
 from hybridrl.core.rollout import Request, Sampling, request_seed
 from hybridrl.core.training.worker_group import TrainWorkers

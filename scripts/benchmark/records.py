@@ -16,11 +16,10 @@ from side_by_side import Arguments
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.batching import group_by_prompt, to_batch
-from hybridrl.core.experience.episodes import Episode
-from hybridrl.core.experience.sample_log import SampleLog
-from hybridrl.core.experience.trajectory import Trajectory, Turn
+from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import Score
+from hybridrl.runs.sample_log import SampleLog
 
 ROUNDS, GROUP = 20, 8
 

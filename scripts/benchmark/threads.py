@@ -1,6 +1,6 @@
 """Ways for threads to wait for each other on a CPU: `python scripts/benchmark/threads.py`
 
-A worker's way (hybridrl/runtime/spinning.py: long spinning that gives way to other programs) next to spinning for long,
+A worker's way (hybridrl/core/spinning.py: long spinning that gives way to other programs) next to spinning for long,
 for a short time and not at all (GOMP_SPINCOUNT), on all cores: many small products with Python between them, and an
 update of 25 million parameters; alone, and next to a program that uses one core.
 """
@@ -22,8 +22,8 @@ from compiled import side
 from models import SHAPES
 from side_by_side import ROUNDS, Row, arguments, formatted, in_turn, report
 
+from hybridrl.core.spinning import INTERVAL, give_way
 from hybridrl.runtime.environment import WAITING, worker_environment
-from hybridrl.runtime.spinning import INTERVAL, give_way
 
 OURS = "a worker's way"
 WAITS = {

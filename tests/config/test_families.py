@@ -1,6 +1,7 @@
 import pytest
 
-from hybridrl.config.checks.model import why_name_unsupported, why_not_served, why_unsupported
+from hybridrl.config.catalog import why_unsupported
+from hybridrl.config.checks.model import why_name_unsupported, why_not_served
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ class RecordingSaver:
 
     def __init__(self, calls: list, keeps: tuple[int, ...] = (), *, ever: bool = True, failed: bool = False) -> None:
         self.calls, self.keeps = calls, keeps
-        self.plan = SimpleNamespace(times=SimpleNamespace(ever=ever))
-        self.watch, self.store = Silent(), "store"
+        self.ever = ever
+        self.watch, self.store = Silent(), SimpleNamespace(directory="run", last="last")
         self.failed = SaveFailed("the disk is full") if failed else None
 
     def due(self, step: int, epochs: tuple[float, float], *, last: bool) -> Save | None:
@@ -88,8 +88,8 @@ class RecordingSaver:
     def completed(self, step: int, metrics: dict[str, float], problem: str) -> None:
         self.latest = (step, metrics["loss"], problem)
 
-    def start(self, save: Save) -> None:
-        self.calls.append(("save", *self.latest, save))
+    def start(self, save: Save | None) -> None:
+        self.calls.append(("save", *self.latest, save or Save.RECOVERY))
 
     def rescue(self, error: Exception, prepare: Callable[[], None]) -> None:
         prepare()
@@ -109,11 +109,11 @@ class RecordingWorkers:
 
     def __init__(self, reason: str = "") -> None:
         self.reason = reason
-        self.limits: list[tuple[int, str]] = []
+        self.limits: list[tuple[int, str, str]] = []
         self.broken = False
 
-    def stop_if_broken(self, most: int, store: str) -> None:
-        self.limits.append((most, store))
+    def stop_if_broken(self, most: int, directory: str, last_checkpoint: str) -> None:
+        self.limits.append((most, directory, last_checkpoint))
         if self.broken:
             raise BrokenUpdates("3 updates in a row")
 
@@ -232,7 +232,7 @@ def test_a_problem_of_the_models_is_saved_before_one_of_the_task():
     loop = trainer(task, Schedule(1, validate_every=-1, max_skipped_updates=7), reason="an update was not finite")
     loop.fit(0, {})
     assert task.calls[-2][-2] == "an update was not finite"
-    assert loop.workers.limits == [(7, "store")]
+    assert loop.workers.limits == [(7, "run", "last")]
 
 
 @dataclass

@@ -94,7 +94,7 @@ def flat(store: Store, config: PPOConfig) -> None:
 
 
 def broken(store: Store, config: PPOConfig) -> None:
-    TrainWorkers.stop_if_broken(SimpleNamespace(most_skipped_in_a_row=3), 3, store)
+    TrainWorkers.stop_if_broken(SimpleNamespace(most_skipped_in_a_row=3), 3, store.directory, store.last)
 
 
 def collapsed(store: Store, config: PPOConfig) -> None:

@@ -16,13 +16,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.agents.endpoint.agent import Agents
 from hybridrl.agents.endpoint.functions import AgentSettings
+from hybridrl.agents.environments.conversations import Conversations
 from hybridrl.agents.environments.episode_loop import Limits
 from hybridrl.agents.environments.pool import EpisodeWorkers
 from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.worker import EpisodeSettings
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.batching import group_by_prompt, to_batch
-from hybridrl.core.experience.episodes import Episode, EpisodeRunner
+from hybridrl.core.experience.episodes import EpisodeRunner
+from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.hybrid_engine import Mode
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, ModeError, Request, Sampling, request_seed
@@ -269,7 +271,9 @@ def naming(prompts: list[Prompt], **columns: str) -> list[Prompt]:
 def episodes(config, engine, tokenizer, prompts, workers: EpisodeWorkers | None, version: int) -> list[Episode]:
     engine.to_rollout(version)
     with ScorerPool(config.reward) as scorers:
-        runner = EpisodeRunner(engine.client, Decoding(scorers, tokenizer), 3, None, workers)
+        runner = EpisodeRunner(
+            engine.client, Decoding(scorers, tokenizer), 3, None, workers and Conversations(workers, engine.client, 3)
+        )
         sampling = Sampling(max_tokens=LIMITS.response, stop_ids=ENDS)
         found, _ = runner.run(prompts, SAMPLES, sampling, range(PROMPTS))
     engine.to_training()

@@ -337,7 +337,7 @@ def test_an_update_that_is_not_finite_is_skipped_counted_and_its_rows_written(
     (file,) = (logs / "skipped_updates").glob("actor-step-1-update-1-rank-*.pt")
     rows = torch.load(file, weights_only=True)
     assert rows["advantages"].isnan().sum() == 1
-    workers.stop_if_broken(2, store)
+    workers.stop_if_broken(2, store.directory, store.last)
     updates = workers.update_policy(batch, step=2)
     metrics = updates[1]
     assert metrics["actor/skipped_updates"] == 1
@@ -346,7 +346,7 @@ def test_an_update_that_is_not_finite_is_skipped_counted_and_its_rows_written(
     for step in (3, 4):
         workers.update_mini_batches(batch, [[0, 1, 2, 3]], LOSS, step)
     with pytest.raises(BrokenUpdates, match=r"2 updates in a row .* there is no good checkpoint: start again with"):
-        workers.stop_if_broken(2, store)
+        workers.stop_if_broken(2, store.directory, store.last)
     for file in (logs / "skipped_updates").iterdir():
         file.unlink()
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from hybridrl.checkpoint.store import Store
 from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.compose import save_config
-from hybridrl.core.experience.sample_log import SampleLog
 from hybridrl.core.required import required
 from hybridrl.doctor.replay import replay, weights_before
+from hybridrl.runs.sample_log import SampleLog
 from tests.integration.test_gradient import ragged_batch
 
 

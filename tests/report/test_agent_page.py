@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
+from hybridrl.agents.environments.metrics import conversation_metrics
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.batch_metrics import batch_metrics
 from hybridrl.core.algorithms.estimators import grpo
 from hybridrl.core.experience.batching import PromptGroup, to_batch
-from hybridrl.core.experience.conversations import conversation_metrics
-from hybridrl.core.experience.episodes import Episode
-from hybridrl.core.experience.trajectory import Trajectory, Turn
+from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.data.prompts import Prompt
 from hybridrl.report import write_report
 from hybridrl.rewards.score import Score

@@ -10,12 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.core.experience.episodes import Episode
 from hybridrl.core.experience.evaluator import validation_metrics
-from hybridrl.core.experience.sample_log import TAKEN, sample_record
-from hybridrl.core.experience.trajectory import Trajectory, Turn
+from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import LARGEST, ScoringRequest, component_means, score_request, to_score
+from hybridrl.runs.sample_log import TAKEN, sample_record
 from hybridrl.tracking.records import read_records, write_records
 from tests.fuzz import EXAMPLES
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.catalog import ALL_LINEAR, ENGINE_RANKS, disturbances, why_unsupported
 from hybridrl.config.files import adapter_settings, resolve_model
 from hybridrl.config.findings import Checker, show
 from hybridrl.config.foreign_files import expected_kind
@@ -26,7 +27,6 @@ AUXILIARY_LOSS = ("output_router_logits", "router_aux_loss_coef")
 RECURRENT = re.compile("linear_(num|conv)|mamba_|ssm_|conv_L_cache")  # of layers with a recurrent state
 DELTA_RULE = "linear_num_value_heads"  # of layers with a gated delta rule, as in Qwen3-Next and Qwen3.5
 DELTA_RULE_KERNELS = "fla"  # the package that transformers trains them with, if it is installed
-RANDOM = re.compile("drop|jitter")  # in the name of a setting that makes training random
 # How families that read images or sounds are named, if there is no config.json.
 MULTIMODAL = re.compile(
     r"(?i)(?<![a-z])(vl|vision|omni|llava|pixtral|paligemma)(?![a-z])|internvl|minicpm-[vo]\b|-\d(\.\d)?v\b"
@@ -37,19 +37,6 @@ IMPLIED = {
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
 }
-CHUNKED = "attention within chunks of the text"
-INDEXED = "sparse attention to the tokens that an indexer selects"
-UNKNOWN_ATTENTION = "which the trainer's attention for packed rows does not have"
-# Setting or word in `layer_types` -> the attention that it names and packed rows do not have.
-OTHER_ATTENTION = {"attention_chunk_size": CHUNKED, "index_topk": INDEXED}
-OTHER_LAYERS = {"chunked": CHUNKED, "indexed": INDEXED, "sparse": "sparse attention", "compressed": "compressed keys"}
-# Model type -> why no model of this family can be trained.
-NOT_TRAINED = {
-    **dict.fromkeys(("llama4", "llama4_text"), f"{CHUNKED}, {UNKNOWN_ATTENTION}"),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), f"{INDEXED}, {UNKNOWN_ATTENTION}"),
-    "phimoe": "its routers choose experts at random in training, and router_jitter_noise is a threshold of that "
-    "choice, not noise: another function would be trained than the engine computes",
-}
 # Model type -> why an engine cannot take its weights from a trainer.
 NOT_SERVED = {
     "gpt_oss": "vLLM copies its experts past the reload of weights, so an engine would keep the old ones",
@@ -57,34 +44,9 @@ NOT_SERVED = {
 }
 WIDER_WINDOW = ("cohere2", "cohere2_moe")  # model types whose window is a token wider in vLLM than in transformers
 
-ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM can reserve memory
-ALL_LINEAR = ["all-linear"]
 # What peft can do beyond a pair of matrices next to a linear layer -> the value at which it does not.
 PLAIN = {"use_dora": False, "use_rslora": False, "lora_bias": False, "bias": "none", "rank_pattern": {}}
 PLAIN |= {"alpha_pattern": {}, "layer_replication": None, "target_parameters": None, "trainable_token_indices": None}
-
-
-def why_unsupported(settings: Mapping[str, Any]) -> str | None:
-    """The reason why a model with these settings cannot be trained, or None."""
-    kind = settings.get("model_type")
-    if settings.get("is_encoder_decoder"):
-        return f"model_type={kind}: an encoder and a decoder; only decoder-only models are trained"
-    if kind in NOT_TRAINED:
-        return f"model_type={kind}: {NOT_TRAINED[kind]}"
-    for name in ("vision_config", "audio_config", "thinker_config"):
-        if settings.get(name):
-            return f"{name}: the model reads more than text, which is not trained yet"
-    for name, meaning in OTHER_ATTENTION.items():
-        if settings.get(name):
-            return f"{name}={settings[name]}: {meaning}, {UNKNOWN_ATTENTION}"
-    for layer in settings.get("layer_types") or []:
-        for word, meaning in OTHER_LAYERS.items():
-            if word in str(layer) and layer != "sparse":  # of experts, not of attention
-                return f"layer_types has {layer}: {meaning}, {UNKNOWN_ATTENTION}"
-    if quantized := settings.get("quantization_config"):
-        method = quantized.get("quant_method", "unknown")
-        return f"quant_method={method}: quantized weights cannot be trained; name the original model"
-    return None
 
 
 def why_name_unsupported(path: str) -> str | None:
@@ -107,11 +69,6 @@ def why_not_served(settings: Mapping[str, Any], longest: int) -> str | None:
         )
         return f"{cause}as its window is a token wider, and a row may have {longest}"
     return None
-
-
-def disturbances(settings: Mapping[str, Any]) -> dict[str, float]:
-    """The settings by which a model drops or disturbs activations at random in training."""
-    return {name: rate for name, rate in settings.items() if RANDOM.search(name) and isinstance(rate, float) and rate}
 
 
 def absolute(path: str) -> str:

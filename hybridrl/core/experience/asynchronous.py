@@ -18,8 +18,8 @@ from hybridrl.core.experience.batching import PromptGroup, group_by_prompt
 from hybridrl.core.experience.carried import Carried
 from hybridrl.core.experience.collector import UNDER_WAY, Collected, SampledExperience
 from hybridrl.core.experience.dynamic_sampling import NoSignal
-from hybridrl.core.experience.episodes import Episode
 from hybridrl.core.experience.spool import Spool
+from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.rollout import Goal
 from hybridrl.tracking.sink import Activity
 

@@ -9,7 +9,7 @@ import torch
 
 from hybridrl.config.findings import ConfigError
 from hybridrl.core.batch import Batch, pack
-from hybridrl.core.experience.episodes import Episode
+from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.required import required
 from hybridrl.rewards.score import Score
 

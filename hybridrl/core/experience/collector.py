@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.batching import PromptGroup, group_by_prompt, to_batch
-from hybridrl.core.experience.conversations import conversation_metrics
 from hybridrl.core.experience.dynamic_sampling import Draws, GroupFilter
-from hybridrl.core.experience.episodes import Episode, EpisodeRunner
+from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.spool import Spool
+from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.order import Order
@@ -123,7 +123,7 @@ class SampledExperience:
         if not groups:
             raise NothingToLearnFrom(none_scored(episodes))
         batch = to_batch(groups, self.reward_keys, mask_truncated=self.mask_truncated, version=version)
-        metrics = self.guard.check(scores) | component_means(scores) | conversation_metrics(episodes)
+        metrics = self.guard.check(scores) | component_means(scores) | self.runner.metrics(episodes)
         if self.mask_truncated:
             truncated = required(batch.by_episode().truncated)
             if truncated.all():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybridrl.core.experience.batching import PromptGroup, reward_component
-from hybridrl.core.experience.episodes import Episode
+from hybridrl.core.experience.trajectory import Episode
 
 logger = logging.getLogger(__name__)
 

@@ -10,74 +10,28 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
 
-from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers
-from hybridrl.agents.environments.worker import EpisodeSpec
 from hybridrl.core.experience.spool import ResponseStore
-from hybridrl.core.experience.trajectory import Trajectory, Turn
+from hybridrl.core.experience.trajectory import (
+    Conversations,
+    Ended,
+    Episode,
+    EpisodeRequest,
+    Scorers,
+    Source,
+    Trajectory,
+    Turn,
+)
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Request, RequestFault, RolloutClient, Sampling, request_seed
 from hybridrl.data.prompts import Prompt
-from hybridrl.data.tokenizer import as_chat
-from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import WRITTEN_IDS, Score, ScoringRequest, Shaping
 from hybridrl.tracking.sink import Activity
 
-
-@dataclass(frozen=True)
-class Episode:
-    """One episode of a prompt with its score.
-
-    `position` is the place of the prompt in the run's order, or its row in the validation data, `sample` numbers the
-    episodes of a prompt; `text` is the decoded response.
-    """
-
-    prompt: Prompt
-    position: int
-    sample: int
-    trajectory: Trajectory
-    text: str
-    score: Score
-
-    @property
-    def truncated(self) -> bool:
-        return self.trajectory.truncated
-
-    @property
-    def sampled_tokens(self) -> int:
-        return self.trajectory.sampled_tokens
-
-
-Ended = tuple[int, Trajectory, Score | None]  # an episode by its index, with its score if that is known
 Finished = Callable[[Episode], None]  # called with an episode that has its score
-
-
-@dataclass(frozen=True)
-class Place:
-    """An episode to run: the `sample`-th of a prompt, which is the `number`-th in its call, at a `position` in its
-    stream. Its seed derives from the prompt's seed key and the number of the sample."""
-
-    prompt: Prompt
-    number: int
-    position: int
-    sample: int
-    seed_key: int | str
-    sampling: Sampling
-
-
-class Source(Protocol):
-    """Where the episodes of one call come from."""
-
-    def ended(self) -> AsyncIterator[list[Ended]]:
-        """Yield episodes as they end; those that end together come in one list."""
-
-    def scoring(self, index: int, score: Future[Score]) -> None:
-        """Take note that an episode is being scored."""
 
 
 @dataclass
@@ -112,42 +66,8 @@ class SingleResponses:
             self.spool.add(self.requests[index], self.completions.pop(index), score)
 
 
-@dataclass
-class Conversations:
-    """Episodes that run in processes of their own, with every turn sampled by the engines. Turns that are in the spool
-    are used again, and the others are added to it."""
-
-    client: RolloutClient
-    dispatch: AbstractContextManager[EpisodeDispatch]
-    specs: Sequence[EpisodeSpec]
-    spool: ResponseStore | None
-
-    async def ended(self) -> AsyncIterator[list[Ended]]:
-        with self.dispatch as dispatch:
-            async for some in dispatch.run(self.specs, self._sample):
-                yield [(index, trajectory, None) for index, trajectory in some]
-
-    def scoring(self, index: int, score: Future[Score]) -> None: ...
-
-    def _sample(self, request: Request) -> asyncio.Future[Completion]:
-        if self.spool is None:
-            return self.client.generate(request)
-        found = self.spool.find([request]).get(0)
-        if found is not None and not found.completion.interrupted:
-            future = asyncio.get_running_loop().create_future()
-            future.set_result(found.completion)
-            return future
-        future = self.client.generate(request, None if found is None else found.completion)
-        future.add_done_callback(partial(self._keep, request))
-        return future
-
-    def _keep(self, request: Request, done: asyncio.Future[Completion]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            required(self.spool).add(request, done.result())
-
-
 class EpisodeRunner:
-    """Runs episodes and has them scored: single responses, or conversations in `workers`.
+    """Runs episodes and has them scored: single responses, or `conversations`.
 
     What an environment scored is scored by the reward function only with `function_scores`, and with
     `add_environment_reward` the two are added.
@@ -156,18 +76,17 @@ class EpisodeRunner:
     def __init__(
         self,
         client: RolloutClient,
-        scorers: ScorerPool,
+        scorers: Scorers,
         seed: int,
         shaping: Shaping | None = None,
-        workers: EpisodeWorkers | None = None,
+        conversations: Conversations | None = None,
         *,
         function_scores: bool = False,
         add_environment_reward: bool = False,
     ) -> None:
         self.client, self.scorers, self.seed, self.shaping = client, scorers, seed, shaping or Shaping()
-        self.workers, self.function_scores = workers, function_scores
+        self.conversations, self.function_scores = conversations, function_scores
         self.add_environment_reward = add_environment_reward
-        self.dispatch: EpisodeDispatch | None = None  # of groups, which outlive one another
 
     def run(
         self,
@@ -184,14 +103,14 @@ class EpisodeRunner:
         What the spool has is not sampled again, and the rest is added to it.
         """
         places = [
-            Place(prompt, at, position, sample, f"{stream} {position}" if stream else position, sampling)
+            EpisodeRequest(prompt, at, position, sample, f"{stream} {position}" if stream else position, sampling)
             for at, (prompt, position) in enumerate(zip(prompts, positions, strict=True))
             for sample in range(count)
         ]
         return self.run_places(places, spool)
 
     def run_places(
-        self, places: Sequence[Place], spool: ResponseStore | None = None, finished: Finished | None = None
+        self, places: Sequence[EpisodeRequest], spool: ResponseStore | None = None, finished: Finished | None = None
     ) -> tuple[list[Episode], dict[str, float]]:
         """Return the episodes of these places, in order, and the seconds it took. `finished` is called with each of
         them as soon as it has its score, in the thread of the caller."""
@@ -201,54 +120,36 @@ class EpisodeRunner:
         self, prompt: Prompt, position: int, count: int, sampling: Sampling, kept: ResponseStore | None = None
     ) -> list[Episode]:
         """Return `count` scored episodes of one prompt, while others run in the same event loop."""
-        if self.workers is not None and self.dispatch is None:
-            self.dispatch = EpisodeDispatch(
-                self.workers, held=lambda: bool(self.client.held()), check=self.client.check
-            )
-        places = [Place(prompt, position, position, sample, position, sampling) for sample in range(count)]
-        episodes, _ = await self.score_ended(self._source(places, kept, self.dispatch), places, shown=False)
+        places = [EpisodeRequest(prompt, position, position, sample, position, sampling) for sample in range(count)]
+        episodes, _ = await self.score_ended(self._source(places, kept, grouped=True), places, shown=False)
         return episodes
 
     async def close(self) -> None:
         """Abandon the groups that have not ended, in their event loop."""
-        if self.dispatch is not None:
-            self.dispatch.close()
-            self.dispatch = None
+        if self.conversations is not None:
+            self.conversations.close()
+
+    def metrics(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """Return what is measured of conversations; empty for single responses."""
+        return self.conversations.metrics(episodes) if self.conversations else {}
 
     def _source(
-        self, places: Sequence[Place], spool: ResponseStore | None, dispatch: EpisodeDispatch | None = None
+        self, places: Sequence[EpisodeRequest], spool: ResponseStore | None, *, grouped: bool = False
     ) -> Source:
-        """Return where the episodes come from; without a `dispatch` conversations have one of their own."""
-        if self.workers is None:
-            requests = [
-                Request(
-                    one.number,
-                    one.sample,
-                    one.prompt.ids,
-                    request_seed(self.seed, one.seed_key, one.sample),
-                    one.sampling,
-                )
-                for one in places
-            ]
-            return SingleResponses(self.client, requests, spool, self.scorers.in_one_call)
-        prompts = {one.number: one.prompt for one in places}
-        chats = {number: as_chat(prompt.messages) for number, prompt in prompts.items()}
-        rows = {number: _row(prompt) for number, prompt in prompts.items()}
-        specs = [
-            EpisodeSpec(
-                one.number, one.sample, chats[one.number], rows[one.number], one.sampling, self.seed, one.seed_key
+        if self.conversations is not None:
+            return self.conversations.source(places, spool, grouped=grouped)
+        requests = [
+            Request(
+                one.number, one.sample, one.prompt.ids, request_seed(self.seed, one.seed_key, one.sample), one.sampling
             )
             for one in places
         ]
-        if dispatch is not None:
-            return Conversations(self.client, nullcontext(dispatch), specs, spool)
-        own = EpisodeDispatch(self.workers, together=self.client.fixed, check=self.client.check)
-        return Conversations(self.client, closing(own), specs, spool)
+        return SingleResponses(self.client, requests, spool, self.scorers.in_one_call)
 
     async def score_ended(
         self,
         source: Source,
-        places: Sequence[Place],
+        places: Sequence[EpisodeRequest],
         finished: Finished | None = None,
         *,
         shown: bool = True,
@@ -281,7 +182,7 @@ class EpisodeRunner:
         return [episode for _, episode in sorted(episodes, key=lambda item: item[0])], seconds
 
     def _submit(
-        self, source: Source, places: Sequence[Place], ended: Sequence[Ended], reports: "Reports | None"
+        self, source: Source, places: Sequence[EpisodeRequest], ended: Sequence[Ended], reports: "Reports | None"
     ) -> list[Future[Score]]:
         """Have episodes scored that have no score yet; return the scores to come, in order."""
         known = [score or self._known_score(trajectory) for _, trajectory, score in ended]
@@ -305,7 +206,7 @@ class EpisodeRunner:
             return None
         return Score(trajectory.reward, {"score": trajectory.reward}, text=trajectory.text)
 
-    def _episode(self, place: Place, trajectory: Trajectory, score: Score) -> Episode:
+    def _episode(self, place: EpisodeRequest, trajectory: Trajectory, score: Score) -> Episode:
         """Return the episode with the shaped score and the rewards of its turns; a number of token rewards other than
         that of tokens is a fault of the grader."""
         text = trajectory.text if trajectory.text is not None else score.text or ""
@@ -367,12 +268,6 @@ def _single(request: Request, completion: Completion | RequestFault) -> Trajecto
         return Trajectory([], "fault", fault=completion.kind, detail=str(completion))
     stop = "max_tokens" if completion.truncated else "completed"
     return Trajectory([Turn.of(request.prompt_ids, completion)], stop)
-
-
-def _row(prompt: Prompt) -> dict[str, Any]:
-    """Return all columns of a prompt's row, with those that environments read under verl's names."""
-    known = {"data_source": prompt.data_source, "extra_info": prompt.extra_info, "ground_truth": prompt.ground_truth}
-    return prompt.columns | known | {"index": prompt.row}
 
 
 def _scoring_request(prompt: Prompt, trajectory: Trajectory) -> ScoringRequest:

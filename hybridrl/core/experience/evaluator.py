@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hybridrl.core.experience.collector import ModeSwitch
-from hybridrl.core.experience.conversations import conversation_metrics
-from hybridrl.core.experience.episodes import Episode, EpisodeRunner
+from hybridrl.core.experience.episodes import EpisodeRunner
+from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import PromptDataset
 
@@ -43,7 +43,7 @@ class Evaluator:
         if faults:
             metrics["val-aux/reward/faults"] = faults
         for source in {sample.prompt.data_source for sample in samples}:
-            of_source = conversation_metrics([one for one in samples if one.prompt.data_source == source])
+            of_source = self.runner.metrics([one for one in samples if one.prompt.data_source == source])
             metrics |= {f"val-aux/{source}/{name}": value for name, value in of_source.items()}
         return samples, metrics | {"timing_s/testing": sum(timings.values())}
 

@@ -1,21 +1,32 @@
-"""Episodes as token ids: turns of the policy, and the rows of a batch that they become. Knows neither text nor scores.
+"""Episodes as data: turns of the policy as token ids, the rows of a batch that they become, and what runs and scores
+them.
 
 Token ids that the engine sampled are never encoded again: what was sampled is what is trained on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from hybridrl.agents.environments.environment import CallRecord, Message
-from hybridrl.core.rollout import Completion
+from hybridrl.core.experience.spool import ResponseStore
+from hybridrl.core.rollout import Completion, Sampling
+from hybridrl.data.prompts import Prompt
+from hybridrl.rewards.score import Score, ScoringRequest
 
 # Why an episode ended. Of the first one on, its text is cut off: the policy did not finish what it wrote.
 TRUNCATED = ("max_tokens", "max_turn_tokens", "context_overflow")
 STOPS = ("completed", "max_turns", *TRUNCATED, "invalid_calls", "timeout", "fault")
+
+
+class CallRecord(Protocol):
+    """What became of a tool call, as far as it is read here (see agents.environments.environment)."""
+
+    @property
+    def reward(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,7 @@ class Trajectory:
 
     turns: Sequence[Turn]
     stop: str = "completed"
-    messages: Sequence[Message] = ()
+    messages: Sequence[dict[str, Any]] = ()
     text: str | None = None
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -112,6 +123,81 @@ class Trajectory:
         """Return one row while the context only grows, and a further one from each turn with a fresh context."""
         starts = [index for index, turn in enumerate(self.turns) if turn.fresh or not index]
         return [Row.of(self.turns[start:end]) for start, end in pairwise([*starts, len(self.turns)])]
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One episode of a prompt with its score.
+
+    `position` is the place of the prompt in the run's order, or its row in the validation data, `sample` numbers the
+    episodes of a prompt; `text` is the decoded response.
+    """
+
+    prompt: Prompt
+    position: int
+    sample: int
+    trajectory: Trajectory
+    text: str
+    score: Score
+
+    @property
+    def truncated(self) -> bool:
+        return self.trajectory.truncated
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self.trajectory.sampled_tokens
+
+
+@dataclass(frozen=True)
+class EpisodeRequest:
+    """An episode to run: the `sample`-th of a prompt, which is the `number`-th in its call, at a `position` in its
+    stream. Its seed derives from the prompt's seed key and the number of the sample."""
+
+    prompt: Prompt
+    number: int
+    position: int
+    sample: int
+    seed_key: int | str
+    sampling: Sampling
+
+
+Ended = tuple[int, Trajectory, Score | None]  # an episode by its index, with its score if that is known
+
+
+class Source(Protocol):
+    """Where the episodes of one call come from."""
+
+    def ended(self) -> AsyncIterator[list[Ended]]:
+        """Yield episodes as they end; those that end together come in one list."""
+
+    def scoring(self, index: int, score: Future[Score]) -> None:
+        """Take note that an episode is being scored."""
+
+
+class Conversations(Protocol):
+    """Where episodes of several turns come from; a run that has environments hands it in."""
+
+    def source(
+        self, requests: Sequence[EpisodeRequest], store: ResponseStore | None, *, grouped: bool = False
+    ) -> Source:
+        """Return where the episodes of one call come from. Turns that the store has are used again, and the others are
+        added to it. Those of a group run among those of other groups in one event loop, until `close`."""
+
+    def close(self) -> None:
+        """Abandon the groups that have not ended, in their event loop."""
+
+    def metrics(self, episodes: Sequence[Episode]) -> dict[str, float]: ...
+    def transcript(self, trajectory: Trajectory) -> dict[str, Any]: ...
+
+
+class Scorers(Protocol):
+    """The reward of a run. With `in_one_call` it wants all responses of a step together."""
+
+    in_one_call: bool
+
+    def submit(self, requests: Sequence[ScoringRequest]) -> list[Future[Score]]:
+        """Have responses scored; return the scores to come, in order."""
 
 
 class Policy(Protocol):

@@ -11,9 +11,9 @@ from hybridrl.core.required import required
 from hybridrl.core.rollout.engine import ENGINES, RolloutEngine
 from hybridrl.core.rollout.ladder import MARK, EngineShortOfMemory, logged, shortage
 from hybridrl.core.rollout.types import Completion, Goal, RejectedRequest, Request, RequestFault
+from hybridrl.core.spinning import give_way
 from hybridrl.runtime.guard import begin_actor, oom_kills
 from hybridrl.runtime.keeper import work_in_private
-from hybridrl.runtime.spinning import give_way
 
 # A pause before finished responses are returned lets more of them finish: a remote call costs more than a response.
 COALESCE_SECONDS = 0.02

@@ -22,7 +22,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.checkpoint.tensors import reading
-from hybridrl.config.checks.model import disturbances, why_unsupported
+from hybridrl.config.catalog import disturbances, why_unsupported
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.schema import ModelConfig

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridrl.checkpoint.read import ADAPTER, ADAPTER_WEIGHTS, merge_into, open_adapter
-from hybridrl.config.checks.model import ALL_LINEAR
+from hybridrl.config.catalog import ALL_LINEAR
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.keys import nearest
 from hybridrl.config.schema import ModelConfig

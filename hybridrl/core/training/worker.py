@@ -24,6 +24,7 @@ from hybridrl.config.schema import ModelConfig, WrapPolicyConfig
 from hybridrl.core import device as devices
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
+from hybridrl.core.spinning import give_way
 from hybridrl.core.training import losses
 from hybridrl.core.training import model as models
 from hybridrl.core.training.fsdp import full_tensors, local, mesh, reshard, shard_and_fill
@@ -40,7 +41,6 @@ from hybridrl.core.training.state import StateWriter, load_state, state_of
 from hybridrl.core.training.token_outputs import Head, ReferenceOutputs, TokenOutputs
 from hybridrl.core.weights.buckets import Bucket, Handle, SyncPlan
 from hybridrl.runtime.guard import begin_actor
-from hybridrl.runtime.spinning import give_way
 
 # A model's outputs for all rows of a rank, one array per kind; empty if the rank has no rows. Ray does not copy arrays.
 Columns = list[np.ndarray | None]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.store import SKIPPED_UPDATES, Store
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.batch_metrics import Agreement
 from hybridrl.core.algorithms.lookup import bind, find_policy_loss, imported
@@ -35,6 +34,7 @@ POLICY_FIELDS = (
     *("response_mask", "old_log_probs", "reference_log_probs", "rollout_log_probs"),
     *("advantages", "importance_weights", "chosen", "episode_tokens"),
 )
+SKIPPED_UPDATES = "skipped_updates"  # where training ranks write the rows of updates that were not finite
 CRITIC_FIELDS = ("response_mask", "values", "returns", "episode_tokens")
 
 Outputs = list[Tensor | None]  # of a model, by kind, for all rows
@@ -314,18 +314,19 @@ class TrainWorkers:
         last = {f"{model}/lr": rates[-1]} if (rates := values.get("lr")) else {}
         return means | last | {f"{model}/skipped_updates": sum(skipped)}
 
-    def stop_if_broken(self, most: int, store: Store) -> None:
-        """Raise BrokenUpdates if at least `most` updates of one model were skipped in a row."""
+    def stop_if_broken(self, most: int, directory: Path, last_checkpoint: Callable[[], object]) -> None:
+        """Raise BrokenUpdates if at least `most` updates of one model were skipped in a row; it names what to resume
+        from in the run's directory, if there is anything."""
         if self.most_skipped_in_a_row >= most:
-            directory, last = store.directory / SKIPPED_UPDATES, store.last()
+            last = last_checkpoint()
             start = (
                 f"resume from {last}, the last good checkpoint," if last else "there is no good checkpoint: start again"
             )
             raise BrokenUpdates(
                 f"{self.most_skipped_in_a_row} updates in a row had a loss or gradient that is not finite and were "
                 f"skipped (trainer.max_skipped_updates={most}); their rows, with the module at fault, are in "
-                f"{directory} on the machine of each rank; {start} with a lower learning rate (optim.lr), or in "
-                "float32 (fsdp_config.dtype=fp32)"
+                f"{directory / SKIPPED_UPDATES} on the machine of each rank; {start} with a lower learning rate "
+                "(optim.lr), or in float32 (fsdp_config.dtype=fp32)"
             )
 
     def problem(self) -> str:

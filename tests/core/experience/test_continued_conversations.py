@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from hybridrl.agents.environments.conversations import Conversations
 from hybridrl.agents.environments.episode_loop import Limits
 from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeWorker
 from hybridrl.core.experience.carried import Carried
-from hybridrl.core.experience.episodes import Episode, EpisodeRunner
+from hybridrl.core.experience.episodes import EpisodeRunner
+from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.rollout import Request, RolloutClient, Sampling, request_seed
 from hybridrl.data.prompts import Prompt
 from tests.agents.environments import conftest as environments
@@ -72,7 +74,7 @@ class Process:
         self.server, self.workers, self.carried = Server(), Workers(tokenizer), Carried()
         self.carried.load_state_dict(state or {})
         self.client = RolloutClient([self.server], lambda _: self.server, capacity=100, timeout=60.0, retries=2)
-        self.runner = EpisodeRunner(self.client, Scorers(), SEED, None, self.workers)
+        self.runner = EpisodeRunner(self.client, Scorers(), SEED, None, Conversations(self.workers, self.client, SEED))
 
     def start(self, text: str = "Play.", position: int = POSITION, turns: int = 2) -> asyncio.Task[list[Episode]]:
         chat = [{"role": "user", "content": text}]
@@ -154,7 +156,8 @@ def test_a_validation_runs_while_a_conversation_is_held(tokenizer):
         await process.sample(1, 4)
         await process.sample(2, 2)
         await process.client.interrupt()
-        other = EpisodeRunner(process.client, Scorers(), SEED, None, process.workers)
+        conversations = Conversations(process.workers, process.client, SEED)
+        other = EpisodeRunner(process.client, Scorers(), SEED, None, conversations)
         prompt = Prompt(1, [1], [{"role": "user", "content": "Validate."}], "any", "1", {}, columns={"turns": 1})
         process.server.eager, process.server.ready = True, None  # a queue belongs to one event loop
         found, _ = await asyncio.to_thread(other.run, [prompt], 1, SAMPLING, [0], None, "validation")

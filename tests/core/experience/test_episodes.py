@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from hybridrl.agents.environments import CallRecord, ToolCall
+from hybridrl.agents.environments.metrics import conversation_metrics, transcript
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.estimators import gae, grpo
 from hybridrl.core.algorithms.objective import Totals, token_weights
 from hybridrl.core.experience.batching import PromptGroup, to_batch
-from hybridrl.core.experience.conversations import conversation_metrics, transcript
-from hybridrl.core.experience.episodes import Episode, EpisodeRunner, Place
-from hybridrl.core.experience.trajectory import Trajectory, Turn
+from hybridrl.core.experience.episodes import EpisodeRunner
+from hybridrl.core.experience.trajectory import Episode, EpisodeRequest, Trajectory, Turn
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import Score
 
 PROMPT = Prompt(0, [1, 2], "?", "maths", "42", {})
-PLACE = Place(PROMPT, 0, 0, 0, "key", Sampling(8, (0,)))
+PLACE = EpisodeRequest(PROMPT, 0, 0, 0, "key", Sampling(8, (0,)))
 
 
 def turn(observed: list[int], sampled: list[int], stop: str = "stop") -> Turn:

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from hybridrl.config.schema_rollout import ValidationSamplingConfig
-from hybridrl.core.experience.episodes import Episode
 from hybridrl.core.experience.evaluator import Evaluator, validation_metrics
-from hybridrl.core.experience.trajectory import Trajectory, Turn
+from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import Score
@@ -163,6 +162,9 @@ class Runner:
 
     def to_rollout(self, version):
         self.version = version
+
+    def metrics(self, episodes):
+        return {}
 
     def run(self, prompts, count, sampling, positions, stream):
         self.arguments = (prompts, count, sampling, positions, stream)

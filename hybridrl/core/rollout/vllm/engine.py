@@ -20,8 +20,7 @@ from vllm import EngineArgs, SamplingParams, TokensPrompt
 from vllm.config import StructuredOutputsConfig, WeightTransferConfig
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from hybridrl.checkpoint.tokenizer import read_tokenizer
-from hybridrl.config.checks.model import ENGINE_RANKS
+from hybridrl.config.catalog import ENGINE_RANKS
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
@@ -36,6 +35,7 @@ from hybridrl.core.rollout.vllm.requests import checked_params
 from hybridrl.core.rollout.vllm.settings import cache_bytes_per_token, cpu_cache_bytes
 from hybridrl.core.rollout.vllm.worker import BACKEND, LIBRARIES, EngineProcess, adapter_request
 from hybridrl.core.weights.buckets import Bucket, Handle
+from hybridrl.data.tokenizer import read_tokenizer
 
 SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_", "/dev/shm/-tp")  # Python's, vLLM 0.32's and 0.26's
 PARTS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes

@@ -1,4 +1,4 @@
-"""What is known of conversations: metrics under verl's names, and transcripts for the files of samples."""
+"""Metrics of conversations under verl's names, and transcripts for the files of samples."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from hybridrl.agents.environments.environment import CallRecord
-from hybridrl.core.experience.episodes import Episode
-from hybridrl.core.experience.trajectory import STOPS, Trajectory
+from hybridrl.core.experience.trajectory import STOPS, Episode, Trajectory
 
 
 def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from hybridrl.core.batch import Batch
-from hybridrl.core.experience.conversations import transcript
-from hybridrl.core.experience.episodes import Episode
+from hybridrl.core.experience.trajectory import Episode, Trajectory
 from hybridrl.core.required import required
 from hybridrl.tracking.console import console, sample_table, warn
 from hybridrl.tracking.records import OWN_KEY, VERL_KEYS, record_files, write_records
@@ -28,6 +28,7 @@ TOKEN_VALUES = {  # in a record, by name of the field of a batch
 }
 
 Decode = Callable[[Sequence[int]], list[str]]  # token ids -> the text of each
+Transcript = Callable[[Trajectory], dict[str, Any]]  # a conversation, as its record has it
 
 
 class SampleLog:
@@ -50,10 +51,11 @@ class SampleLog:
         with_tokens: int = 0,
         most: float | None = None,
         decode: Decode = lambda ids: [""] * len(ids),
+        transcript: Transcript = lambda _: {},
     ) -> None:
         self.tracker, self.training_dir, self.validation_dir = tracker, training_dir, validation_dir
         self.replay_dir, self.shown, self.with_tokens, self.decode = replay_dir, shown, with_tokens, decode
-        self.most = most
+        self.most, self.transcript = most, transcript
         self.named = False
 
     def training_samples(self, step: int, episodes: Sequence[Episode], batch: Batch) -> None:
@@ -88,7 +90,8 @@ class SampleLog:
         path = directory / f"{step}.jsonl"
         try:
             self._name_taken(episodes)
-            write_records(path, (sample_record(step, episode, trained) for episode in episodes))
+            records = (sample_record(step, one, trained, self.transcript(one.trajectory)) for one in episodes)
+            write_records(path, records)
             if self.most is not None:
                 delete_oldest(directory, self.most)
         except OSError as error:  # a full disk does not end the run
@@ -174,8 +177,14 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def sample_record(step: int, episode: Episode, trained: Trained | None = None) -> dict[str, Any]:
-    """Return an episode as its file has it; `trained` is given for the samples of a training step."""
+def sample_record(
+    step: int,
+    episode: Episode,
+    trained: Trained | None = None,
+    conversation: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return an episode as its file has it; `trained` is given for the samples of a training step, `conversation` for
+    an episode of several turns."""
     prompt, trajectory, score = episode.prompt, episode.trajectory, episode.score
     observed = [len(turn.observed) for turn in trajectory.turns] or [0]
     known = {
@@ -199,7 +208,7 @@ def sample_record(step: int, episode: Episode, trained: Trained | None = None) -
         "score": score.value,
         "step": step,
         **{_free(name): value for name, value in score.extras.items() if name != "score"},
-        OWN_KEY: known | transcript(trajectory),
+        OWN_KEY: {**known, **conversation},
     }
 
 

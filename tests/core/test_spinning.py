@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from hybridrl.runtime import spinning
+from hybridrl.core import spinning
 from hybridrl.runtime.environment import worker_environment
 
 POOLS = """
 import os, torch
-from hybridrl.runtime.spinning import SecondPool
+from hybridrl.core.spinning import SecondPool
 def threads(): return len(os.listdir("/proc/self/task"))
 torch.manual_seed(0)
 rows, weights = torch.randn(257, 384), torch.randn(384, 1280)

@@ -7,19 +7,18 @@ import numpy as np
 import pytest
 import torch
 
+from hybridrl.agents.environments.metrics import conversation_metrics
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.batch_metrics import batch_metrics
 from hybridrl.core.algorithms.estimators import grpo
 from hybridrl.core.experience.batching import PromptGroup, to_batch
-from hybridrl.core.experience.conversations import conversation_metrics
-from hybridrl.core.experience.episodes import Episode
-from hybridrl.core.experience.sample_log import trained_fields
-from hybridrl.core.experience.trajectory import Trajectory, Turn
+from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.core.required import required
 from hybridrl.data.prompts import Prompt
 from hybridrl.doctor.replay import described
 from hybridrl.doctor.rescore import as_batch
 from hybridrl.rewards.score import Score
+from hybridrl.runs.sample_log import trained_fields
 from hybridrl.tracking.records import SampleRecord
 
 PROMPT = Prompt(0, [1, 2], "?", "maths", "42", {})

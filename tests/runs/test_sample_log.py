@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from hybridrl.core.batch import Batch
-from hybridrl.core.experience.episodes import Episode
-from hybridrl.core.experience.sample_log import SampleLog, read_batch, replays, sample_record, trained_fields
-from hybridrl.core.experience.trajectory import Trajectory, Turn
+from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.core.required import required
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import Score
+from hybridrl.runs.sample_log import SampleLog, read_batch, replays, sample_record, trained_fields
 from hybridrl.tracking import SampleRow
 from hybridrl.tracking.records import read_records
 
