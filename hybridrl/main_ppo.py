@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from hybridrl.config import PPOConfig, load_ppo_config
+from hybridrl.runs.plugins import load
 from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.forks import fork_server
 from hybridrl.runtime.guard import guarded
@@ -17,12 +18,13 @@ def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], None]]:
     Invalid input is rejected before Ray starts."""
     with fork_server(first, engine=True) as forks:
         with stage("loading torch, transformers and Ray"):  # only for a valid configuration
-            from hybridrl.doctor.start import check_run_start
             from hybridrl.runs.ppo import PPOJob
             from hybridrl.runs.setup import Sessions, train
 
+            check_start = load("preflight")
+
         def run(config: PPOConfig) -> None:
-            check_run_start(config)
+            check_start(config)
             train(config, PPOJob, sessions)
 
         with closing(Sessions(forks)) as sessions:

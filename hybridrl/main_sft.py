@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from hybridrl.config import SFTConfig, load_sft_config
+from hybridrl.runs.plugins import load
 from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.forks import fork_server
 from hybridrl.runtime.guard import guarded
@@ -18,12 +19,13 @@ def opened(first: SFTConfig) -> Iterator[Callable[[SFTConfig], None]]:
     with fork_server(first, engine=False) as forks:
         # torch and Ray are imported only for a valid configuration
         with stage("loading torch, transformers and Ray"):
-            from hybridrl.doctor.start import check_run_start
             from hybridrl.runs.setup import Sessions, train
             from hybridrl.runs.sft import SFTJob
 
+            check_start = load("preflight")
+
         def run(config: SFTConfig) -> None:
-            check_run_start(config)
+            check_start(config)
             train(config, SFTJob, sessions)
 
         with closing(Sessions(forks)) as sessions:

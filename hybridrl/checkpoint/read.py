@@ -17,14 +17,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, StorageReader, filesystem, metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import ReadItem
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hybridrl.checkpoint.tensors import TYPES, Chunk, StoredTensor, Tensors, Unreadable, blank, load, reading
-from hybridrl.compat.verl.checkpoint import HEAD, OPTIMIZER, holds_verl, read_moments, read_verl_model
 from hybridrl.config import ConfigError
-from hybridrl.config.files import ADAPTER_CONFIG, HUGGINGFACE, SHARDS, adapter_settings, resolve_model
+from hybridrl.config.files import ADAPTER_CONFIG, HUGGINGFACE, SHARDS, adapter_settings, holds_verl, resolve_model
+from hybridrl.runs.plugins import load as plugin
 
 MODEL, UPDATES = "model.", "extra.updates"  # in a sharded checkpoint, prefix of the model's tensors, and a key
 ADAPTER = "default"  # peft's name of a model's only adapter in parameter names; absent in files
@@ -43,7 +42,7 @@ def open_tensors(directory: Path) -> Tensors:
         if tensors.meta:
             return tensors
     if holds_verl(directory):
-        return read_verl_model(directory)
+        return plugin("verl.checkpoint").read_verl_model(directory)
     for path in (directory, directory / HUGGINGFACE):
         if any(path.glob("*.safetensors")):
             return read_safetensors(path)
@@ -60,7 +59,9 @@ def open_tensors(directory: Path) -> Tensors:
 def state_reader(directory: Path, *, moments: bool = True) -> StorageReader:
     """Return the torch.distributed.checkpoint reader of a model's state. Without `moments` the optimizer need not be
     readable. Raises ConfigError if files of verl are missing or damaged."""
-    return VerlReader(directory, moments=moments) if holds_verl(directory) else ShardReader(directory)
+    if holds_verl(directory):
+        return plugin("verl.checkpoint").VerlReader(directory, moments=moments)
+    return ShardReader(directory)
 
 
 def saved_shapes(reader: StorageReader, directory: Path) -> dict[str, dict[str, torch.Size]]:
@@ -107,57 +108,6 @@ class ShardReader(FileSystemReader):
         content.storage_meta = content.storage_meta or metadata.StorageMeta()
         content.storage_meta.load_id = self.load_id
         return content
-
-
-class VerlReader(FileSystemReader):
-    """Presents one model of a checkpoint of verl, `.../global_step_N/actor`, in the layout of hybridrl's state; with
-    `moments` also its optimizer, whose updates are the schedule's position here (verl's schedule counts steps). Raises
-    ConfigError if files are missing or damaged."""
-
-    def __init__(self, directory: Path, *, moments: bool = True) -> None:
-        super().__init__(directory)
-        model, settings, tied = read_verl_model(directory), directory / HUGGINGFACE / "config.json", None
-        if adapters := [name for name in model.meta if "lora_" in name]:
-            raise ConfigError(f"{directory} holds a LoRA adapter ({adapters[0]}), from which no run can resume yet")
-        if settings.is_file():
-            with reading(settings):  # a tied head is saved with the model, but is not a parameter
-                tied = HEAD if json.loads(settings.read_text(encoding="utf-8")).get("tie_word_embeddings") else None
-        # Where each tensor is, and its name there. The optimizer's are under the model's names.
-        self.sources = {MODEL + name: (model, name) for name in model.meta if name != tied}
-        self.updates: int | None = None
-        if moments and holds_verl(directory, OPTIMIZER):
-            try:
-                state, self.updates = read_moments(directory, model.meta)
-            except ConfigError as error:
-                raise ConfigError(str(error), fix="trainer.reset_optimizer=true resumes without it") from error
-            for moment, tensors in state.items():
-                self.sources |= {f"optimizer.state.{name}.{moment}": (tensors, name) for name in tensors.meta}
-
-    def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
-        items: dict[str, Any] = {} if self.updates is None else {UPDATES: metadata.BytesStorageMetadata()}
-        for key, (tensors, name) in self.sources.items():
-            # Declared as one chunk, however it is stored: `fill` takes what is needed of each stored chunk.
-            tensor = tensors.meta[name]
-            whole = metadata.ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
-            properties = metadata.TensorProperties(dtype=tensor.dtype)
-            items[key] = metadata.TensorStorageMetadata(properties, tensor.shape, [whole])
-        return metadata.Metadata(items, planner_data={}, storage_data={})
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                content = io.BytesIO()
-                torch.save(self.updates, content)
-                content.seek(0)
-                planner.load_bytes(item, content)
-            else:
-                target = planner.resolve_tensor(item).detach()
-                tensors, name = self.sources[item.storage_index.fqn]
-                tensors.fill(target, name, item.storage_offsets)
-                planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
 
 class PlainPlanner(DefaultLoadPlanner):

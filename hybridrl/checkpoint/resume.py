@@ -13,11 +13,11 @@ from hybridrl.checkpoint import store
 from hybridrl.checkpoint.files import is_intact
 from hybridrl.checkpoint.fingerprints import matching_run
 from hybridrl.checkpoint.store import Checkpoint
-from hybridrl.compat.verl.checkpoint import verl_faults
 from hybridrl.config import ConfigError
 from hybridrl.config.files import SHARDS
 from hybridrl.config.findings import show
 from hybridrl.config.foreign_files import read_mapping
+from hybridrl.runs.plugins import load as plugin
 
 Log = Callable[[str], None]
 Verdict = Literal["free", "needs_allow", "impossible"]
@@ -83,7 +83,7 @@ def select_checkpoint(mode: str, path: str | None, directory: Path, fingerprint:
     # verl's are not used once hybridrl has a good one in the directory, whatever its step: the run has continued since,
     # or started over.
     for step in filter(store.is_verl, reversed(store.step_directories(directory))):
-        faults = verl_faults(step)
+        faults = plugin("verl.checkpoint").verl_faults(step)
         if not faults:
             log(f"{step} was saved by verl: resuming from it (trainer.resume_mode=disable starts from scratch)")
             return Checkpoint(store.step_number(step), step, {})
@@ -105,7 +105,7 @@ def _from_path(path: str, log: Log) -> Checkpoint:
     if step not in store.step_directories(step.parent) or not step.is_dir():
         raise ConfigError(f"{key}: there is no such checkpoint", fix="name one, .../global_step_N")
     if store.is_verl(step):
-        faults, checkpoint = verl_faults(step), Checkpoint(store.step_number(step), step, {})
+        faults, checkpoint = plugin("verl.checkpoint").verl_faults(step), Checkpoint(store.step_number(step), step, {})
     else:
         faults, checkpoint = store.check(step), store.read_checkpoint(step)
     fatal = [fault for fault in faults if fault.partition(":")[0].endswith(ESSENTIAL)]

@@ -38,6 +38,11 @@ class DatasetName:
     split: str | None
 
 
+def holds_verl(directory: Path, kind: str = "model") -> bool:
+    """Return whether a directory has files of this kind saved by verl."""
+    return any(True for _ in directory.glob(VERL_SHARDS.replace("model", kind, 1)))
+
+
 def parse_dataset_name(entry: str) -> DatasetName:
     """Parse an entry of data.train_files that is no file: a directory or hub name, configuration and split."""
     name, *parts = entry.rsplit(":", min(entry.count(":"), MOST_PARTS))

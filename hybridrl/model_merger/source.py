@@ -16,9 +16,8 @@ from hybridrl.checkpoint.fingerprints import model_fingerprint
 from hybridrl.checkpoint.read import Adapter, merged, open_adapter, open_tensors
 from hybridrl.checkpoint.store import STATE
 from hybridrl.checkpoint.tensors import Tensors
-from hybridrl.compat.verl.checkpoint import holds_verl
 from hybridrl.config import ConfigError
-from hybridrl.config.files import holds_adapter, resolve_model
+from hybridrl.config.files import holds_adapter, holds_verl, resolve_model
 
 CONFIG = "config.json"
 VALUE_HEADS = ("score.weight", "classifier.weight")

@@ -16,13 +16,13 @@ from difflib import SequenceMatcher
 from inspect import Parameter
 from typing import Any
 
-from hybridrl.compat.verl.names import provide_verl_imports
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_module
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.config.values import REWARD_MANAGERS
 from hybridrl.rewards import built_in
 from hybridrl.rewards.score import OutOfTime, Score, ScoringRequest, combined, to_score
+from hybridrl.runs.plugins import load as plugin
 
 REQUEST_KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_KEYWORDS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -254,7 +254,7 @@ def seconds_between_calls(config: RewardConfig) -> float:
 
 def _member(path: str, key: str, name: str, description: str) -> Callable[..., Any]:
     """Return the function `name` of the user's file; `description` is the key and value in messages."""
-    provide_verl_imports()
+    plugin("imports")()
     module = load_module(path, key)
     members = vars(module)
     if name not in members:

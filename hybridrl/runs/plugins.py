@@ -15,6 +15,13 @@ from typing import Any
 
 GROUP = "hybridrl.plugins"
 PLUGINS = {
+    "dialogue": "hybridrl.agents.environments.dialogue:Dialogue",
+    "episodes": "hybridrl.agents.endpoint.episodes",  # of rows or keys that name environments, tools or agents
+    "imports": "hybridrl.compat.verl.names:provide_verl_imports",  # for files that import verl
+    "preflight": "hybridrl.doctor.start:check_run_start",  # checks before a run
+    "skyrl": "hybridrl.compat.skyrl.environments",
+    "verl.agents": "hybridrl.compat.verl.agents",
+    "verl.checkpoint": "hybridrl.compat.verl.checkpoint",
     "migrate": "hybridrl.compat.migrate:main",
 }
 

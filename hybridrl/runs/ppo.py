@@ -8,9 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hybridrl.agents.endpoint.episodes import episode_processes, episode_settings, runs_episodes
-from hybridrl.agents.environments.conversations import Conversations
-from hybridrl.agents.environments.pool import EpisodeWorkers
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.config import PPOConfig
 from hybridrl.config.checks.asynchronous import continues_rollouts, most_under_way
@@ -35,6 +32,7 @@ from hybridrl.data.tokenizer import end_tokens
 from hybridrl.rewards.actor import open_scorer_pool
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
+from hybridrl.runs.plugins import load as plugin
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
 from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume, sample_fingerprints
 from hybridrl.runs.reward_trial import reject_failing_reward
@@ -92,9 +90,9 @@ class PPOJob:
         worker = ppo_worker_config(config, self.algorithm, directory, plan.steps)
         saved = plan.checkpoint.state if plan.checkpoint else {}
         self.episodes = None
-        if runs_episodes(config, inputs.environments):
-            settings = episode_settings(config, load, end_tokens(config.actor_rollout_ref.model.path, self.tokenizer))
-            self.episodes = stack.enter_context(EpisodeWorkers(session, settings, *episode_processes(config, logs)))
+        if plugin("episodes").runs_episodes(config, inputs.environments):
+            ends = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)
+            self.episodes = stack.enter_context(plugin("episodes").start(config, session, load, ends, logs))
         group, self.engine = start_devices(config, session, worker, logs, probe_ids(self.prompts[0].ids), saved)
         self.scorers.wait_until_loaded()
         if self.episodes is not None:
@@ -111,7 +109,9 @@ class PPOJob:
     def build(self, workers: TrainWorkers, tracker: Tracker) -> tuple[Task, dict[str, Stateful]]:
         config, rollout, trainer = self.config, self.config.actor_rollout_ref.rollout, self.config.trainer
         stop_ids = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)
-        conversations = self.episodes and Conversations(self.episodes, self.engine.client, rollout.seed)
+        conversations = self.episodes and plugin("episodes").Conversations(
+            self.episodes, self.engine.client, rollout.seed
+        )
         runner = EpisodeRunner(
             self.engine.client,
             self.scorers,

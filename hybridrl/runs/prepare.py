@@ -6,11 +6,10 @@
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from hybridrl.agents.endpoint.episodes import check_episodes, runs_episodes, warn_of_unread_fields
-from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
@@ -30,6 +29,7 @@ from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.runs.algorithm_trial import try_estimator, try_policy_loss
 from hybridrl.runs.model_settings import reject_hub_model
+from hybridrl.runs.plugins import load
 from hybridrl.runs.resume import adapted_models
 from hybridrl.runs.settings import (
     build_algorithm,
@@ -62,7 +62,7 @@ class RunInputs:
 
     def scored_by(self, config: PPOConfig) -> dict[str, PromptDataset]:
         """The datasets whose responses the reward function scores: none where environments give the rewards."""
-        environments = uses_built_in(config.reward) and runs_episodes(config, self.environments)
+        environments = uses_built_in(config.reward) and load("episodes").runs_episodes(config, self.environments)
         return {} if environments else self.datasets
 
     @property
@@ -104,9 +104,10 @@ def prepare(config: PPOConfig) -> RunInputs:
     if inputs.tokenizer is not None:
         _check_models(config, inputs)
         _load_data(config, inputs.tokenizer, inputs)
-        warn_of_unread_fields(config, inputs.datasets)
-        if runs_episodes(config, inputs.environments):
-            check_episodes(config, inputs.tokenizer, inputs.datasets, inputs.rejections)
+        episodes = load("episodes")
+        episodes.warn_of_unread_fields(config, inputs.datasets)
+        if episodes.runs_episodes(config, inputs.environments):
+            episodes.check_episodes(config, inputs.tokenizer, inputs.datasets, inputs.rejections)
     return inputs
 
 
@@ -167,14 +168,14 @@ def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
 def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: RunInputs) -> None:
     """Load prompts; reject rows with tokens that the model does not have, or that no scorer can score."""
     data, rejections, own = config.data, inputs.rejections, config.own.get("data")
-    load = partial(load_prompts, config=data, tokenizer=tokenizer, custom_keys=own)
+    read = partial(load_prompts, config=data, tokenizer=tokenizer, custom_keys=own)
     with rejections.gathered():
         limit, shuffle = data.train_max_samples, data.shuffle
-        inputs.prompts = load(data.train_files, max_samples=limit, shuffle=shuffle, key="data.train_files")
+        inputs.prompts = read(data.train_files, max_samples=limit, shuffle=shuffle, key="data.train_files")
     if data.val_files:
         with rejections.gathered():
             limit, shuffle = data.val_max_samples, data.validation_shuffle
-            inputs.validation = load(data.val_files, max_samples=limit, shuffle=shuffle, key="data.val_files")
+            inputs.validation = read(data.val_files, max_samples=limit, shuffle=shuffle, key="data.val_files")
     if inputs.prompts is not None:
         with rejections.gathered():
             inputs.order = build_order(data, inputs.prompts, own)
@@ -204,11 +205,11 @@ def load_sft_inputs(
     reject_hub_model(model, "model.path")
     if model.lora_rank:
         info(check_adapter(model, "model"))
-    load = partial(load_conversations, config=data, tokenizer=tokenizer, replay=_replay(config, tokenizer))
+    read = partial(load_conversations, config=data, tokenizer=tokenizer, replay=_replay(config, tokenizer))
     limit, shuffle = data.train_max_samples, data.shuffle
-    training, validation = load(data.train_files, max_samples=limit, shuffle=shuffle, key="data.train_files"), None
+    training, validation = read(data.train_files, max_samples=limit, shuffle=shuffle, key="data.train_files"), None
     if data.val_files:
-        validation = load(data.val_files, max_samples=data.val_max_samples, shuffle=False, key="data.val_files")
+        validation = read(data.val_files, max_samples=data.val_max_samples, shuffle=False, key="data.val_files")
     reject_unknown_tokens(model, "model.path", training, validation)
     return tokenizer, training, validation
 
@@ -217,9 +218,9 @@ def _replay(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Replay:
     """Return what renders a conversation turn by turn; made when a row needs it, whose fault then names why not."""
 
     @cache
-    def dialogue() -> Dialogue:
+    def dialogue() -> Any:
         ends = end_tokens(config.model.path, tokenizer)
-        return Dialogue(tokenizer, ends, arguments=config.data.apply_chat_template_kwargs)
+        return load("dialogue")(tokenizer, ends, arguments=config.data.apply_chat_template_kwargs)
 
     return lambda *chat: dialogue().replay(*chat)
 

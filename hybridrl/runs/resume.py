@@ -14,7 +14,6 @@ from hybridrl.checkpoint.read import check_parts
 from hybridrl.checkpoint.resume import check_compatible, flatten, resume_summary, select_checkpoint
 from hybridrl.checkpoint.saver import Stateful, read_arrays
 from hybridrl.checkpoint.store import Checkpoint, is_verl
-from hybridrl.compat.verl.checkpoint import NO_KL_WEIGHT, NOT_FROM_VERL, state_from_verl
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_dict, as_yaml
 from hybridrl.config.custom_code import script_path
@@ -25,6 +24,7 @@ from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.required import required
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.data.rows import fingerprinted_files
+from hybridrl.runs.plugins import load
 from hybridrl.tracking.console import info
 
 SCRIPT = re.compile(r"(.+\.py)(?::\w+)?")  # with the name of a function or without
@@ -84,7 +84,10 @@ def plan_resume(
     def from_verl(saved: Checkpoint) -> Checkpoint:
         known = {"prompts_per_step": config.data.train_batch_size, "rows": epoch, "data": identity.data}
         weight = config.algorithm.kl_ctrl.kl_coef
-        return replace(saved, state=state_from_verl(saved.step, saved.path, **known, kl_weight=weight, log=say))
+        return replace(
+            saved,
+            state=load("verl.checkpoint").state_from_verl(saved.step, saved.path, **known, kl_weight=weight, log=say),
+        )
 
     saved = find_checkpoint(config, directory, identity, from_verl, say)
     actor, critic = config.actor_rollout_ref.actor.checkpoint, config.critic.checkpoint
@@ -236,7 +239,8 @@ def restore(
     if resets_optimizer(config):
         missing |= {f"{what} of {name}": "trainer.reset_optimizer" for name in updates for what in RESETTABLE}
     if from_verl:
-        missing |= NOT_FROM_VERL | (NO_KL_WEIGHT if kl_in_reward else {})
+        verl = load("verl.checkpoint")
+        missing |= verl.NOT_FROM_VERL | (verl.NO_KL_WEIGHT if kl_in_reward else {})
     info(
         resume_summary(
             saved.path,

@@ -16,32 +16,51 @@ from hybridrl.agents.endpoint.address import ADMIN_KEY, bound
 from hybridrl.agents.endpoint.agent import Agents
 from hybridrl.agents.endpoint.functions import ONLINE, AgentSettings
 from hybridrl.agents.environments.calls import KEY as FORMAT
+from hybridrl.agents.environments.conversations import Conversations
 from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.agents.environments.environment import Environment
-from hybridrl.agents.environments.episode_loop import Kit, Limits
-from hybridrl.agents.environments.load import SINGLE_RESPONSES, SINGLE_TURN, TOOL_AGENT, Choice, choice_of, load_tools
+from hybridrl.agents.environments.episode_loop import AgentLoop, Kit, Limits
+from hybridrl.agents.environments.load import (
+    SINGLE_RESPONSES,
+    SINGLE_TURN,
+    TOOL_AGENT,
+    VERL,
+    Choice,
+    choice_of,
+    load_tools,
+)
 from hybridrl.agents.environments.load import check as check_environments
+from hybridrl.agents.environments.pool import EpisodeWorkers
 from hybridrl.agents.environments.settings import AGENT, MULTI_TURN, EnvironmentSettings
 from hybridrl.agents.environments.template import KEY as TEMPLATE
 from hybridrl.agents.environments.worker import EpisodeSettings
-from hybridrl.compat.verl.loops import AgentLoop
-from hybridrl.compat.verl.tool_loop import reads_configured_format
-from hybridrl.compat.verl.tool_parsers import is_registered
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.checks.asynchronous import continues_rollouts
 from hybridrl.config.checks.training import this_machine
 from hybridrl.config.custom_code import script_path
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import Findings
+from hybridrl.core.cluster import RaySession
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import as_chat, end_tokens
 from hybridrl.rewards.actor import LoadTokenizer
 from hybridrl.rewards.load import uses_built_in
+from hybridrl.runs.plugins import load
 from hybridrl.tracking.console import info
 
 MODE = f"{MULTI_TURN}.tokenization_sanity_check_mode"
 FULL = "actor_rollout_ref.rollout.full_determinism"
 CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # of a machine
+
+__all__ = [
+    "Conversations",
+    "check_episodes",
+    "episode_processes",
+    "episode_settings",
+    "runs_episodes",
+    "start",
+    "warn_of_unread_fields",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +116,14 @@ def episode_settings(config: PPOConfig, load_tokenizer: LoadTokenizer, end_ids: 
         configuration=asdict(config),
         agents=agents and partial(Agents, agents),
     )
+
+
+def start(
+    config: PPOConfig, session: RaySession, load_tokenizer: LoadTokenizer, end_ids: tuple[int, ...], logs: Path
+) -> EpisodeWorkers:
+    """Start the processes that run episodes, which end with the context."""
+    settings = episode_settings(config, load_tokenizer, end_ids)
+    return EpisodeWorkers(session, settings, *episode_processes(config, logs))
 
 
 def _formats(config: PPOConfig) -> dict[str, Any]:
@@ -197,8 +224,8 @@ def _check_format(format: str, kit: Kit, made: Sequence[Environment | AgentLoop]
     """Reject calls that cannot be read, of what rows run in. Loops may have a parser of their own, or use one that a
     file registers."""
     environments = any(getattr(one, "tools", ()) for one in made if not isinstance(one, AgentLoop))
-    loops = any(reads_configured_format(one.cls) for one in made if isinstance(one, AgentLoop))
-    if is_registered(format):
+    loops = any(one.reads_configured_format for one in made if isinstance(one, AgentLoop))
+    if load(VERL).is_registered(format):
         if environments:
             cause = f"{FORMAT}={format} is a parser of a file, which only agent loops use"
             raise ConfigError(cause, fix=f"name a loop in agent_name of every row, or set {FORMAT}=auto", keys=FORMAT)

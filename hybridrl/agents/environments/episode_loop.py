@@ -6,6 +6,7 @@ The order of the checks after each turn is in `_stop`, and nowhere else.
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -273,3 +274,19 @@ async def _encoded(encode: Callable[[], T], messages: Sequence[Message]) -> T:
 def _as_message(call: ToolCall) -> Message:
     """Return a call as chat templates read it."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+
+
+class AgentLoop(ABC):
+    """A class of another system that runs the episodes of a row, with its arguments: it renders and samples as it
+    likes, and returns token ids."""
+
+    needs_tools: bool  # whether it has the configuration's tools and interactions
+    reads_configured_format: bool  # whether it is certain to read calls in the configured format
+
+    @abstractmethod
+    async def run(self, policy: Policy, messages: list[Message], *shared: Any) -> list[Any]:
+        """Run an episode and return its rows."""
+
+    @abstractmethod
+    def trajectory(self, rows: Sequence[Any], versions: np.ndarray, tokenizer: Any) -> Trajectory:
+        """Return the rows as an episode; `versions` are those of all tokens that were sampled, in order."""

@@ -14,29 +14,23 @@ from hybridrl.agents.environments.built_in.python import Python
 from hybridrl.agents.environments.built_in.search import Search, SearchQuestions
 from hybridrl.agents.environments.built_in.sql import Sql, TextToSql
 from hybridrl.agents.environments.environment import Environment
+from hybridrl.agents.environments.episode_loop import AgentLoop
 from hybridrl.agents.environments.function_process import FunctionProcesses
-from hybridrl.agents.environments.rows import field, mapping
+from hybridrl.agents.environments.rows import field, interaction_kwargs, mapping, tools_kwargs
 from hybridrl.agents.environments.settings import ENVIRONMENT, MULTI_TURN, EnvironmentSettings
 from hybridrl.agents.environments.tool_environment import ToolEnvironment
 from hybridrl.agents.environments.tools import FUNCTION_TOOL, FunctionTool, Tool, check_schema
-from hybridrl.compat.skyrl import environments as skyrl
-from hybridrl.compat.verl import tools as verl
-from hybridrl.compat.verl.loops import NAMES as LOOP_NAMES
-from hybridrl.compat.verl.loops import AgentLoop, agent_loop
-from hybridrl.compat.verl.names import provide_verl_imports
-from hybridrl.compat.verl.stand_ins import NAMES, Gsm8kTool, as_given
-from hybridrl.compat.verl.tool_loop import NAMES as TOOL_LOOP_NAMES
-from hybridrl.compat.verl.tool_parsers import NAMES as PARSER_NAMES
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import import_libraries, load_class, load_module, where
 from hybridrl.config.findings import Findings
+from hybridrl.runs.plugins import load
 
 Row = Mapping[str, Any]
 Make = Callable[[], Environment]
 
 TOOLS: dict[str, Callable[..., Tool]] = {  # each takes its configuration, and a schema in place of its own
     "calculator": Calculator,
-    "calc_gsm8k_reward": lambda config, schema=None: verl.VerlTool(Gsm8kTool(config, as_given(schema))),
+    "calc_gsm8k_reward": lambda *given, **named: load(VERL).gsm8k_tool(*given, **named),
     "python": Python,
     "search": Search,
     "sql": Sql,
@@ -50,6 +44,7 @@ ENVIRONMENTS: dict[str, type[Environment]] = {
 }
 SINGLE_RESPONSES = ("aime", "gsm8k", "lcb")  # SkyRL's environments of one turn: the reward function scores them
 SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
+VERL, SKYRL = "verl.agents", "skyrl"  # plug-ins
 FUNCTIONS = f"{MULTI_TURN}.function_tool_path"
 
 
@@ -97,7 +92,7 @@ def environment_of(row: Row, settings: EnvironmentSettings) -> Make | AgentLoop 
     if choice.kind == "environment":
         return _named(choice.name, row, settings)
     if choice.kind == "agent":
-        loop = replace(agent_loop(choice.name, settings.agent_loop_config_path), row=row)
+        loop = replace(load(VERL).agent_loop(choice.name, settings.agent_loop_config_path), row=row)
         if not loop.needs_tools:
             return loop
         _interaction_of(settings, row)  # raises if there is none of the row's name
@@ -113,8 +108,8 @@ def _named(name: str, row: Row, settings: EnvironmentSettings) -> Make:
         cls = environment_class(name)
         if hasattr(cls, "reset"):
             return functools.partial(cls, config, row)
-        return functools.partial(skyrl.of_class, cls, config, row, settings.max_turns)
-    if name in skyrl.names():
+        return functools.partial(load(SKYRL).of_class, cls, config, row, settings.max_turns)
+    if name in (skyrl := load(SKYRL)).names():
         return functools.partial(skyrl.make, name, config, row, settings.max_turns)
     if name in ENVIRONMENTS:
         turns = {} if settings.max_turns is None else {"max_turns": settings.max_turns}
@@ -125,7 +120,7 @@ def _named(name: str, row: Row, settings: EnvironmentSettings) -> Make:
 
 def _config(name: str, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """The section of this name, else all but the sections of other names."""
-    others = {*ENVIRONMENTS, *TOOLS, *SINGLE_RESPONSES, *skyrl.names()}
+    others = {*ENVIRONMENTS, *TOOLS, *SINGLE_RESPONSES, *load(SKYRL).names()}
     return mapping(kwargs[name]) if name in kwargs else {key: kwargs[key] for key in kwargs if key not in others}
 
 
@@ -141,10 +136,10 @@ def environment_class(name: str) -> type:
 
 
 def _with_tools(settings: EnvironmentSettings, row: Row) -> Environment:
-    _check_names(verl.tools_kwargs(row), "tools_kwargs", load_tools(settings))
+    _check_names(tools_kwargs(row), "tools_kwargs", load_tools(settings))
     environment = ToolEnvironment([*_selected(settings, row).values()], settings, row)
     interaction = _interaction_of(settings, row)
-    return environment if interaction is None else verl.InteractionEnvironment(interaction, environment, row)
+    return environment if interaction is None else load(VERL).InteractionEnvironment(interaction, environment, row)
 
 
 def _selected(settings: EnvironmentSettings, row: Row) -> Mapping[str, Tool]:
@@ -164,7 +159,7 @@ def _check_names(names: Iterable[str], key: str, tools: Mapping[str, Tool]) -> N
 
 def _interaction_of(settings: EnvironmentSettings, row: Row) -> Any:
     """The interaction that a row names, if any are configured; ConfigError if there is none of the name."""
-    name, interactions = verl.interaction_kwargs(row).get("name"), _interactions(settings.interaction_config_path)
+    name, interactions = interaction_kwargs(row).get("name"), _interactions(settings.interaction_config_path)
     if not settings.interaction_config_path or name is None:
         return None
     if name not in interactions:
@@ -192,12 +187,14 @@ def _tools(
         else:
             findings.error("input", f"there is no built-in tool {name}", f"choose {', '.join(TOOLS)}")
     with findings.gathered():
-        tools += verl.load_verl_tools(classes, TOOLS) if classes else []
+        tools += load(VERL).load_verl_tools(classes, TOOLS) if classes else []
     with findings.gathered():
         tools += function_tools(functions, libraries, seconds) if functions else []
     by_name = {tool.name: tool for tool in tools}
     for name in (name for name in by_name if sum(tool.name == name for tool in tools) > 1):
-        findings.error("input", f"two tools are named {name}", "rename one", keys=(FUNCTIONS, verl.TOOLS))
+        findings.error(
+            "input", f"two tools are named {name}", "rename one", keys=(FUNCTIONS, f"{MULTI_TURN}.tool_config_path")
+        )
     findings.close()
     return by_name
 
@@ -228,16 +225,13 @@ def function_tools(path: str, libraries: tuple[str, ...] = (), seconds: float = 
 
 @functools.cache
 def _interactions(path: str | None) -> dict[str, Any]:
-    return verl.load_interactions(path) if path else {}
+    return load(VERL).load_interactions(path) if path else {}
 
 
 @functools.cache
 def prepare(libraries: tuple[str, ...]) -> None:
     """Provide what custom files import: verl's names, and what the libraries register; once per process."""
-    provide_verl_imports(NAMES)
-    provide_verl_imports(LOOP_NAMES)
-    provide_verl_imports(PARSER_NAMES)
-    provide_verl_imports(TOOL_LOOP_NAMES)
+    load(VERL).provide_imports()
     import_libraries(list(libraries))
 
 
@@ -252,8 +246,8 @@ def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> list[Environmen
         _interactions(settings.interaction_config_path)
     for number, row in enumerate(rows):
         choice = choice_of(row, settings)
-        interaction = verl.interaction_kwargs(row).get("name")
-        kind = (choice, *verl.tools_kwargs(row), str(field(row, "tool_selection")), interaction)
+        interaction = interaction_kwargs(row).get("name")
+        kind = (choice, *tools_kwargs(row), str(field(row, "tool_selection")), interaction)
         if choice is None or kind in seen or (findings.errors and choice.kind == "tools"):
             continue
         seen.add(kind)

@@ -19,11 +19,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.environments.environment import Environment, EpisodeFault, Message, Response, Step
-from hybridrl.agents.environments.episode_loop import EpisodeRun, Kit, Limits
+from hybridrl.agents.environments.episode_loop import AgentLoop, EpisodeRun, Kit, Limits
 from hybridrl.agents.environments.held import HeldPolicy
 from hybridrl.agents.environments.load import environment_of, runs_function
 from hybridrl.agents.environments.settings import MULTI_TURN, EnvironmentSettings
-from hybridrl.compat.verl.loops import AgentLoop, trajectory
 from hybridrl.core.experience.trajectory import Policy, Trajectory
 from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling, request_seed
 from hybridrl.runtime.guard import begin_actor
@@ -268,7 +267,7 @@ class EpisodeWorker:
             if not clock.expired():
                 raise
             raise EpisodeFault(f"the agent loop took more than {limit:g} s ({MULTI_TURN}.episode_timeout)") from error
-        return trajectory(outputs, np.concatenate(policy.versions or [[]]), tokenizer)
+        return loop.trajectory(outputs, np.concatenate(policy.versions or [[]]), tokenizer)
 
     def _with_stops(self, sampling: Sampling) -> Sampling:
         """Return the sampling of episodes with tools, which further tokens end."""

@@ -6,6 +6,7 @@ and one for everything outside the layers, concatenated, padded and split over t
 found by comparing the arrangements that verl uses with the saved sizes.
 """
 
+import io
 import json
 import math
 import re
@@ -18,10 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
 
+from hybridrl.checkpoint.read import MODEL as SAVED
+from hybridrl.checkpoint.read import UPDATES
 from hybridrl.checkpoint.tensors import Chunk, Record, StoredTensor, Tensors, Unreadable, blank, damaged, load, reading
 from hybridrl.config import ConfigError
-from hybridrl.config.files import VERL_SHARDS
+from hybridrl.config.files import HUGGINGFACE, VERL_SHARDS, holds_verl
 
 SETTINGS, DATA = "fsdp_config.json", "data.pt"
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"  # kinds of files
@@ -36,11 +42,6 @@ NOT_FROM_VERL = {
     "random state": "verl's own; here every draw follows from the seed and its position in the run",
 }
 NO_KL_WEIGHT = {"KL weight": "not saved by verl; it starts at algorithm.kl_ctrl.kl_coef"}
-
-
-def holds_verl(directory: Path, kind: str = MODEL) -> bool:
-    """Return whether a directory has files of this kind saved by verl."""
-    return any(True for _ in directory.glob(VERL_SHARDS.replace(MODEL, kind)))
 
 
 class RankFiles:
@@ -277,3 +278,54 @@ def prompts_used(position: DataPosition | None, *, step: int, prompts_per_step: 
         return epochs * rows + steps * prompts_per_step
     epoch = max(rows // position.batch_size, 1) * position.batch_size
     return max(round((step * prompts_per_step - position.prompts) / epoch), 0) * rows + position.prompts
+
+
+class VerlReader(FileSystemReader):
+    """Presents one model of a checkpoint of verl, `.../global_step_N/actor`, in the layout of hybridrl's state; with
+    `moments` also its optimizer, whose updates are the schedule's position here (verl's schedule counts steps). Raises
+    ConfigError if files are missing or damaged."""
+
+    def __init__(self, directory: Path, *, moments: bool = True) -> None:
+        super().__init__(directory)
+        model, settings, tied = read_verl_model(directory), directory / HUGGINGFACE / "config.json", None
+        if adapters := [name for name in model.meta if "lora_" in name]:
+            raise ConfigError(f"{directory} holds a LoRA adapter ({adapters[0]}), from which no run can resume yet")
+        if settings.is_file():
+            with reading(settings):  # a tied head is saved with the model, but is not a parameter
+                tied = HEAD if json.loads(settings.read_text(encoding="utf-8")).get("tie_word_embeddings") else None
+        # Where each tensor is, and its name there. The optimizer's are under the model's names.
+        self.sources = {SAVED + name: (model, name) for name in model.meta if name != tied}
+        self.updates: int | None = None
+        if moments and holds_verl(directory, OPTIMIZER):
+            try:
+                state, self.updates = read_moments(directory, model.meta)
+            except ConfigError as error:
+                raise ConfigError(str(error), fix="trainer.reset_optimizer=true resumes without it") from error
+            for moment, tensors in state.items():
+                self.sources |= {f"optimizer.state.{name}.{moment}": (tensors, name) for name in tensors.meta}
+
+    def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
+        items: dict[str, Any] = {} if self.updates is None else {UPDATES: metadata.BytesStorageMetadata()}
+        for key, (tensors, name) in self.sources.items():
+            # Declared as one chunk, however it is stored: `fill` takes what is needed of each stored chunk.
+            tensor = tensors.meta[name]
+            whole = metadata.ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
+            properties = metadata.TensorProperties(dtype=tensor.dtype)
+            items[key] = metadata.TensorStorageMetadata(properties, tensor.shape, [whole])
+        return metadata.Metadata(items, planner_data={}, storage_data={})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                content = io.BytesIO()
+                torch.save(self.updates, content)
+                content.seek(0)
+                planner.load_bytes(item, content)
+            else:
+                target = planner.resolve_tensor(item).detach()
+                tensors, name = self.sources[item.storage_index.fqn]
+                tensors.fill(target, name, item.storage_offsets)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, Field
 
+from hybridrl.agents.environments import episode_loop
 from hybridrl.agents.environments.environment import EpisodeFault, Message
 from hybridrl.agents.environments.returned import reward_of
 from hybridrl.agents.environments.rows import mapping
@@ -231,7 +232,7 @@ def register(name: str) -> Callable[[type], type]:
 
 
 @dataclass(frozen=True)
-class AgentLoop:
+class AgentLoop(episode_loop.AgentLoop):
     """A loop class with its arguments, for the episodes of one row."""
 
     cls: type
@@ -244,6 +245,42 @@ class AgentLoop:
     def needs_tools(self) -> bool:
         """Whether the class has the configuration's tools and interactions."""
         return getattr(self.cls, "needs_tools", False)
+
+    @property
+    def reads_configured_format(self) -> bool:
+        return getattr(self.cls, "reads_configured_format", bool)()
+
+    @staticmethod
+    def trajectory(rows: Sequence[AgentLoopOutput], versions: np.ndarray, tokenizer: Any) -> Trajectory:
+        """Return the rows as turns: what has mask 1 was sampled. If the rows have other tokens than were sampled, each
+        counts as sampled with the oldest of `versions`.
+
+        EpisodeFault if nothing was sampled, or its log-probs are unknown.
+        """
+        turns: list[Turn] = []
+        count = sum(map(sum, (row.response_mask for row in rows)))
+        left = versions if len(versions) == count else np.full(count, min(versions, default=0))
+        for row in rows:
+            observed, position = row.prompt_ids, 0
+            for sampled, run in groupby(row.response_mask):
+                ids = row.response_ids[position : position + (length := len(list(run)))]
+                if sampled and row.response_logprobs is None:
+                    raise EpisodeFault(
+                        "the agent loop returned no response_logprobs, and ids that the policy did not sample"
+                    )
+                if sampled:
+                    log_probs = np.array(row.response_logprobs[position : position + length], np.float32)
+                    fresh = bool(turns) and position == 0
+                    version, left = left[:length], left[length:]
+                    turns.append(Turn(observed, np.array(ids, np.int64), log_probs, version, "stop", fresh=fresh))
+                observed, position = ids if not sampled else [], position + length
+        if not turns:
+            raise EpisodeFault("the agent loop returned no sampled ids")
+        last = rows[-1]
+        turns[-1] = replace(turns[-1], reward=last.reward_score)
+        text = tokenizer.decode(last.response_ids, skip_special_tokens=True)
+        metrics = numbers(last.metrics.model_dump(), "the agent loop")
+        return Trajectory(turns, "completed", (), text, last.reward_score, metrics)
 
     async def run(
         self,
@@ -335,38 +372,6 @@ def _checked(output: Any, sampled: Sequence[TokenOutput]) -> AgentLoopOutput:
             values = iter([value for output in sampled for value in output.log_probs])
             row.response_logprobs = [next(values) if mask else 0.0 for mask in row.response_mask]
     return row
-
-
-def trajectory(outputs: Sequence[AgentLoopOutput], versions: np.ndarray, tokenizer: Any) -> Trajectory:
-    """Return the rows of an episode as turns: what has mask 1 was sampled. `versions` are those of all tokens that were
-    sampled, in order; if the rows have others, each token counts as sampled with the oldest.
-
-    EpisodeFault if nothing was sampled, or its log-probs are unknown.
-    """
-    turns: list[Turn] = []
-    count = sum(map(sum, (row.response_mask for row in outputs)))
-    left = versions if len(versions) == count else np.full(count, min(versions, default=0))
-    for row in outputs:
-        observed, position = row.prompt_ids, 0
-        for sampled, run in groupby(row.response_mask):
-            ids = row.response_ids[position : position + (length := len(list(run)))]
-            if sampled and row.response_logprobs is None:
-                raise EpisodeFault(
-                    "the agent loop returned no response_logprobs, and ids that the policy did not sample"
-                )
-            if sampled:
-                log_probs = np.array(row.response_logprobs[position : position + length], np.float32)
-                fresh = bool(turns) and position == 0
-                version, left = left[:length], left[length:]
-                turns.append(Turn(observed, np.array(ids, np.int64), log_probs, version, "stop", fresh=fresh))
-            observed, position = ids if not sampled else [], position + length
-    if not turns:
-        raise EpisodeFault("the agent loop returned no sampled ids")
-    last = outputs[-1]
-    turns[-1] = replace(turns[-1], reward=last.reward_score)
-    text = tokenizer.decode(last.response_ids, skip_special_tokens=True)
-    metrics = numbers(last.metrics.model_dump(), "the agent loop")
-    return Trajectory(turns, "completed", (), text, last.reward_score, metrics)
 
 
 _AGENT_LOOP: dict[str, Callable[..., Any] | None] = {

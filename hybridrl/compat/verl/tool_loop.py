@@ -15,14 +15,14 @@ from uuid import uuid4
 
 from hybridrl.agents.environments.environment import EpisodeFault, Message
 from hybridrl.agents.environments.returned import to_result, unreachable
-from hybridrl.agents.environments.rows import mapping
+from hybridrl.agents.environments.rows import interaction_kwargs, mapping, tools_kwargs
 from hybridrl.agents.environments.tool_environment import first_line, truncated
 from hybridrl.agents.environments.tools import Tool
 from hybridrl.agents.environments.user_code import finished
 from hybridrl.compat.verl.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from hybridrl.compat.verl.stand_ins import ToolResponse, simple_timer
 from hybridrl.compat.verl.tool_parsers import FunctionCall, ToolParser
-from hybridrl.compat.verl.tools import VerlTool, accepted, finalize_interaction, interaction_kwargs, tools_kwargs
+from hybridrl.compat.verl.tools import VerlTool, accepted, finalize_interaction
 
 logger = logging.getLogger(__name__)
 
@@ -262,13 +262,12 @@ class ToolAgentLoop(AgentLoopBase):
         text = truncated(result.text, self.max_tool_response_length, self.tool_response_truncate_side)
         return ToolResponse(text=text), result.reward, dict(result.metrics)
 
-
-def reads_configured_format(cls: type) -> bool:
-    """Whether a loop is certain to read calls in the configured format: a constructor or a handler that a class defines
-    itself may read them by another parser."""
-    names = ("__init__", "init_class", "run", "tool_parser", "_handle_generating_state")
-    inherited = (inspect.getattr_static(cls, name) is inspect.getattr_static(ToolAgentLoop, name) for name in names)
-    return issubclass(cls, ToolAgentLoop) and all(inherited)
+    @classmethod
+    def reads_configured_format(cls) -> bool:
+        """Whether a loop is certain to read calls in the configured format: a constructor or a handler that a class
+        defines itself may read them by another parser."""
+        names = ("__init__", "init_class", "run", "tool_parser", "_handle_generating_state")
+        return all(inspect.getattr_static(cls, name) is inspect.getattr_static(ToolAgentLoop, name) for name in names)
 
 
 NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {

@@ -15,7 +15,7 @@ import yaml
 from hybridrl.agents.environments.environment import Environment, Message, Response, Schema, Step
 from hybridrl.agents.environments.mcp_tools import load_mcp_tools
 from hybridrl.agents.environments.returned import reward_of
-from hybridrl.agents.environments.rows import mapping
+from hybridrl.agents.environments.rows import interaction_kwargs, mapping, tools_kwargs
 from hybridrl.agents.environments.settings import MULTI_TURN
 from hybridrl.agents.environments.tool_environment import ToolEnvironment
 from hybridrl.agents.environments.tools import Tool, ToolResult, check_schema, to_result
@@ -61,12 +61,6 @@ class VerlTool(Tool):
             return numbers({"reward": reward}, self.tool)
         finally:
             await accepted(self.tool.release, identity, **(kwargs.get("release_kwargs") or {}))
-
-
-def tools_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a row has for each method of each tool: a column, or a field of extra_info."""
-    found = mapping(row.get("tools_kwargs")) or mapping(mapping(row.get("extra_info")).get("tools_kwargs"))
-    return {name: kwargs for name, kwargs in found.items() if kwargs is not None}  # Parquet has every tool in every row
 
 
 async def accepted(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -226,11 +220,6 @@ async def finalize_interaction(interaction: Any, identity: str, kwargs: Mapping[
     parameters = inspect.signature(method := interaction.finalize_interaction).parameters.values()
     takes_identity = any(one.kind not in (one.KEYWORD_ONLY, one.VAR_KEYWORD) for one in parameters)
     await accepted(method, *([identity] if takes_identity else []), **kwargs)
-
-
-def interaction_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a row has for its interaction, `name` among it."""
-    return mapping(mapping(row.get("extra_info")).get("interaction_kwargs")) or mapping(row.get("interaction_kwargs"))
 
 
 def load_interactions(path: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from hybridrl.agents.environments.episode_loop import EpisodeRun
 from hybridrl.agents.environments.pool import EpisodeDispatch
 from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.worker import Call, EpisodeSettings, EpisodeSpec, EpisodeWorker, WorkerPolicy
-from hybridrl.compat.verl.loops import AgentLoop, AgentLoopOutput, trajectory
+from hybridrl.compat.verl.loops import AgentLoop, AgentLoopOutput
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, RolloutClient, Sampling, request_seed
 from tests.agents.endpoint.conftest import completion_of
@@ -105,7 +105,7 @@ def test_an_agent_loop_of_verl_gives_the_rows_of_the_same_loop_as_an_environment
     expected = asyncio.run(EpisodeRun(kit, Counting(tokenizer), Echo({}, row)).run(MESSAGES))
     sections = {"actor_rollout_ref": {"rollout": {}}, "data": {"max_prompt_length": 64, "max_response_length": 64}}
     loop = AgentLoop(EchoLoop, {}, row).run(Counting(tokenizer), MESSAGES, tokenizer, sections, {}, kit.dialogue)
-    found = trajectory(asyncio.run(loop), np.array([3]), tokenizer)
+    found = AgentLoop.trajectory(asyncio.run(loop), np.array([3]), tokenizer)
     ((one,), (other,)) = expected.rows(), found.rows()
     for name in ("prompt_ids", "response_ids", "log_probs", "mask"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
@@ -115,9 +115,9 @@ def test_an_agent_loop_of_verl_gives_the_rows_of_the_same_loop_as_an_environment
 def test_tokens_of_an_agent_loop_have_the_versions_of_their_weights(tokenizer):
     rows = [AgentLoopOutput(prompt_ids=[1], response_ids=[2, 3, 4, 5], response_mask=[1, 1, 0, 1], metrics={})]
     rows[0].response_logprobs = [-0.5] * 4
-    found = trajectory(rows, np.array([3, 4, 5]), tokenizer)
+    found = AgentLoop.trajectory(rows, np.array([3, 4, 5]), tokenizer)
     assert [turn.token_versions.tolist() for turn in found.turns] == [[3, 4], [5]]
-    fewer = trajectory(rows, np.array([4, 3, 4, 5]), tokenizer)  # the loop left out some that were sampled
+    fewer = AgentLoop.trajectory(rows, np.array([4, 3, 4, 5]), tokenizer)  # the loop left out some that were sampled
     assert [turn.token_versions.tolist() for turn in fewer.turns] == [[3, 3], [3]]
 
 

@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hybridrl.checkpoint.read import VerlReader, open_tensors
+from hybridrl.checkpoint.read import open_tensors
 from hybridrl.checkpoint.tensors import Unreadable
-from hybridrl.compat.verl.checkpoint import DataPosition, data_position, verl_faults
+from hybridrl.compat.verl.checkpoint import DataPosition, VerlReader, data_position, verl_faults
 from hybridrl.config import ConfigError
 from tests.compat.verl.files import TRUTH, UPDATES, save_as_verl
 from tests.core.training.on_ranks import on_ranks
