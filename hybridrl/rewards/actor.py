@@ -64,7 +64,6 @@ def _start_actor(session: RaySession, machine: int, share: int, logs: Path, setu
         session.first_devices[machine],
         {},
         *(log, reward_log, share, setup),
-        settings=(share, *setup[:2], *setup[3:]),  # whoever keeps it has compared the tokenizers
         max_concurrency=share + 1,  # one call per process, and `stop`
         max_restarts=_RESTARTS,
         max_task_retries=_RESTARTS,
@@ -75,8 +74,7 @@ def _start_actor(session: RaySession, machine: int, share: int, logs: Path, setu
         with contextlib.suppress(Exception):  # it or Ray may be gone already
             gather([handle.stop.remote()], "scorer.stop", _STOP_TIMEOUT)
         with contextlib.suppress(Exception):
-            if not session.keeps(handle):
-                kill(handle)
+            kill(handle)
 
     return [RemoteScorer(handle, index, log, setup[0], stop) for index in range(share)]
 
@@ -135,10 +133,6 @@ class ScoringActor:
             DecodingScorer(ScoringProcess(config, data_sources, Path(reward_log), launch), tokenizer)
             for _ in range(share)
         ]
-
-    def renew(self, *new: Any) -> None:
-        """Serve another run, with processes of its own."""
-        self.__init__(*new)
 
     def start(self, index: int) -> bool | Reason:
         """Start a process; return whether the reward reads token ids, or why it could not be loaded."""

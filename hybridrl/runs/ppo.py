@@ -39,7 +39,6 @@ from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.sample_log import SampleLog
 from hybridrl.runs.settings import (
     ppo_worker_config,
-    process_settings,
     training_sampling,
     validation_sampling,
 )
@@ -78,10 +77,6 @@ class PPOJob:
             with stage("trying the reward on a few rows"):
                 reject_failing_reward(self.config, self.tokenizer, scored, directory / "logs" / "reward.log")
         return self.resume
-
-    def processes(self, plan: ResumePlan) -> Any:
-        # The engines of a run that is resumed may need less memory than is configured.
-        return None if plan.checkpoint else process_settings(self.config, self.algorithm)
 
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
         config, inputs, logs, self.stack = self.config, self.inputs, directory / "logs", stack

@@ -48,15 +48,6 @@ def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, 
     )
 
 
-def process_settings(config: PPOConfig, algorithm: Algorithm) -> tuple:
-    """All that training ranks, engines and scorers are started with, but for what each run gives them again: equal for
-    runs that differ in learning rates, seeds, losses, estimators or rewards."""
-    section, data = config.actor_rollout_ref, config.data
-    worker = ppo_worker_config(config, algorithm, Path(), steps=0).of_process
-    rollout = replace(section.rollout, seed=0)  # every request has a seed, the engine's own one samples nothing
-    return worker, section.model, rollout, data.tokenizer, data.trust_remote_code
-
-
 def sft_worker_config(config: SFTConfig, directory: Path, steps: int) -> WorkerConfig:
     return WorkerConfig(
         device=config.trainer.device,

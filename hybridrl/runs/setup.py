@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import psutil
 from transformers import PreTrainedTokenizerBase
@@ -65,10 +65,6 @@ class Job(Protocol):
     def plan(self, directory: Path) -> ResumePlan:
         """What to resume from and how many steps there are; raises ConfigError."""
 
-    def processes(self, plan: ResumePlan) -> Any:
-        """What the processes of models are started with, apart from what is a run's own: a run whose value is equal to
-        that of the last one takes over its processes. None: they are new, and end with the run."""
-
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
         """Start every process of the run; `stack` closes those that are not the session's. Collects garbage while it
         waits for them."""
@@ -80,21 +76,19 @@ class Job(Protocol):
 
 
 class Sessions:
-    """The Ray of one run after another, and on CPU the processes of models: kept for the next one if that requests the
-    same and the last did not fail. Of one whose worker died, rollout servers on devices of their own are kept. `forks`
-    is where workers come from on CPU."""
+    """The Ray of one run after another: kept for the next one if that requests the same and the last did not fail. Of
+    one whose worker died, rollout servers on devices of their own are kept for its next attempt. `forks` is where
+    workers come from on CPU."""
 
     def __init__(self, forks: ForkServer | None = None) -> None:
         self.forks = forks
         self._kept: RaySession | None = None
         self._request: tuple = ()
-        self._processes: Any = None
         self._failed: Config | None = None  # the run whose worker died, and whose servers are left to its next attempt
 
     @contextmanager
-    def open(self, config: Config, processes: Any = None) -> Iterator[RaySession]:
-        """Yield Ray with the devices of a run, on which no actor is left of another but those that it can take over
-        (`Job.processes`)."""
+    def open(self, config: Config) -> Iterator[RaySession]:
+        """Yield Ray with the devices of a run, on which no actor is left of another."""
         trainer, ray_init = config.trainer, config.ray_kwargs.ray_init
         # Processes get the keys of custom code from Ray, which has them from its start.
         own = config.own if isinstance(config, PPOConfig) else {}
@@ -105,11 +99,9 @@ class Sessions:
             if self._kept is None or self._request != request or (again and not self._kept.renew_training()):
                 self.close()
                 self._kept, self._request = start_session(trainer, ray_init, self.forks, rollout), request
-            elif not again and not (processes is not None and processes == self._processes and self._kept.leave()):
+            elif not again:
                 self._kept.renew()
-            self._processes = processes
-            on_cpu = processes is not None and trainer.device == "cpu"
-            self._kept.kept = {} if rollout or on_cpu else None
+            self._kept.kept = {} if rollout else None
         try:
             yield self._kept
         except BaseException as error:
@@ -187,7 +179,7 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
         if not schedule.validate_only and check_complete(config, plan, directory):
             return info(f"the run is complete: {plan.done} of {plan.steps} steps are done ({required(saved).path})")
         save_config(config, directory / "config.yaml")
-        session = stack.enter_context(sessions.open(config, job.processes(plan)))
+        session = stack.enter_context(sessions.open(config))
         probe_run(session, directory, as_dict(config))
         workers = job.start(session, stack, plan, directory)
         resume = Resume(plan.done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None

@@ -50,9 +50,6 @@ class SFTJob:
         left = (trainer.total_epochs * self.rows - plan.prompts_used) // config.data.train_batch_size
         return plan if plan.steps else replace(plan, steps=plan.done + max(left, 0 if saved else 1))
 
-    def processes(self, plan: ResumePlan) -> Any:
-        return None if plan.checkpoint else sft_worker_config(self.config, Path(), 0).of_process
-
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
         config, limit = self.config, self.config.trainer.startup_timeout
         group = start_train_workers(session, directory / "logs")

@@ -9,7 +9,7 @@ from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.core.algorithms.lookup import bind, find_policy_loss
 from hybridrl.core.training.schedule import schedule
 from hybridrl.core.training.worker import LearnerConfig, WorkerConfig
-from hybridrl.runs.settings import build_algorithm, policy_loss_config, ppo_worker_config, process_settings
+from hybridrl.runs.settings import build_algorithm, policy_loss_config, ppo_worker_config
 
 ACTOR = "actor_rollout_ref.actor"
 # 4 prompts a step: 2 per update, gone through twice, are 4 updates of the policy; the critic has one.
@@ -77,29 +77,3 @@ def test_a_linear_schedule_ends_with_the_run_whatever_total_the_optimizer_is_giv
     linear = (f"{ACTOR}.optim.lr_scheduler_type=linear", f"{ACTOR}.optim.total_training_steps=5")
     config = worker_config(tmp_path, 10, *linear)
     assert rates(config.policy, 41)[::10] == pytest.approx([1, 0.75, 0.5, 0.25, 0])
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "same"),
-    [
-        (f"{ACTOR}.optim.lr", "1e-7", True),
-        (f"{ACTOR}.ppo_epochs", "1", True),
-        (f"{ACTOR}.clip_ratio", "0.3", True),
-        ("trainer.seed", "7", True),
-        ("trainer.total_epochs", "9", True),
-        ("actor_rollout_ref.rollout.n", "3", False),
-        ("actor_rollout_ref.rollout.max_num_seqs", "7", False),
-        ("actor_rollout_ref.model.lora_rank", "8", False),
-        (f"{ACTOR}.fsdp_config.model_dtype", "bfloat16", False),
-        (f"{ACTOR}.use_kl_loss", "true", False),  # which needs a reference model
-        ("trainer.deterministic", "true", False),
-    ],
-)
-def test_runs_share_processes_unless_these_are_started_with_the_key(
-    tmp_path: Path, key: str, value: str, same: bool
-) -> None:
-    def settings(*overrides: str) -> tuple:
-        config = load(tmp_path, *overrides)
-        return process_settings(config, build_algorithm(config))
-
-    assert (settings() == settings(f"{key}={value}")) is same

@@ -59,10 +59,6 @@ class RaySession:
     def renew(self) -> None:
         self.events.append("renew")
 
-    def leave(self) -> bool:
-        self.events.append("leave")
-        return self.responds
-
     def renew_training(self) -> bool:
         self.events.append("renew training")
         return self.responds
@@ -71,21 +67,18 @@ class RaySession:
         self.events.append("close")
 
 
-def test_a_run_takes_over_processes_only_from_one_that_ended_well_and_started_equal_ones(monkeypatch, tmp_path):
+def test_one_ray_serves_run_after_run_until_one_fails(monkeypatch):
     monkeypatch.setattr(setup, "start_session", RaySession)
     trainer = SimpleNamespace(device="cpu", nnodes=1, n_gpus_per_node=1)
-    config = SimpleNamespace(trainer=trainer, ray_kwargs=SimpleNamespace(ray_init={}))
-    sessions: Any = setup.Sessions()
-    for processes in ("a", "a", "b", None, None):
-        with sessions.open(config, processes) as session:
-            assert session.kept == (None if processes is None else {})
-    assert session.events == ["leave", "renew", "renew", "renew"]
-    with sessions.open(config, "c"):
-        session.responds = False
-    with pytest.raises(RuntimeError), sessions.open(config, "c"):
+    config: Any = SimpleNamespace(trainer=trainer, ray_kwargs=SimpleNamespace(ray_init={}))
+    sessions = setup.Sessions()
+    for _ in range(3):
+        with sessions.open(config) as session:
+            assert session.kept is None
+    with pytest.raises(RuntimeError), sessions.open(config):
         raise RuntimeError("the run failed")
-    assert session.events[4:] == ["renew", "leave", "renew", "close"]
-    with sessions.open(config, "c") as following:
+    assert session.events == ["renew", "renew", "renew", "close"]
+    with sessions.open(config) as following:
         assert following is not session and not following.events
 
 

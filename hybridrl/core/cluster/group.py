@@ -105,18 +105,14 @@ def spawn(
     environment: dict[str, str],
     *args: Any,
     gpus: int = 0,
-    settings: Any = None,
     **options: Any,
 ) -> Actor:
-    """Start one actor on a device; `gpus=1` makes it the one that Ray counts as the user of the device. One that an
-    earlier run has left there with equal `settings` is taken instead: its `renew` makes it what a new one would be."""
+    """Start one actor on a device; `gpus=1` makes it the one that Ray counts as the user of the device. One that the
+    last attempt of a run has left there is taken instead: its `renew` makes it what a new one would be."""
     check_ray()
-    left, made_with = session.left.pop((actor, rank), (None, None))
-    if left is not None and made_with == settings:
+    if left := session.left.pop((actor, rank), None):
         gather([left.renew.remote(*args)], f"{actor.__name__}.renew", session.timeout, key=START_LIMIT)
-        return session.keep(actor, rank, left, settings)
-    if left is not None:
-        kill(left)
+        return session.keep(actor, rank, left)
     group, bundle = session.bundle(rank)
     placement = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     options |= {"num_cpus": 0, "num_gpus": gpus if session.device == "cuda" else 0, "scheduling_strategy": placement}
@@ -126,7 +122,7 @@ def spawn(
     with typed(f"starting {actor.__name__} {rank}"):
         remote: Any = ray.remote(actor)
         handle = remote.options(runtime_env=start, **options).remote(*args)
-    return session.keep(actor, rank, handle, settings)
+    return session.keep(actor, rank, handle)
 
 
 def kill(actor: Actor) -> None:

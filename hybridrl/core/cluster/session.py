@@ -172,8 +172,10 @@ class RaySession:
         self.directory = None if self.joined else PrivateDirectory()
         self.groups: dict[int, PlacementGroup] = {}  # one for each machine of a pool, in their order
         self.nodes: list[str] = []  # of the groups
-        self.kept: dict[Place, tuple[ActorHandle, Any]] | None = None  # what a later run may take over; None: nothing
-        self.left: dict[Place, tuple[ActorHandle, Any]] = {}  # what the last run has kept, until `spawn` takes it
+        # Actors on devices for rollout alone: those of this attempt, which a next one may take over (None: none may),
+        # and those of the last one, until `spawn` takes them.
+        self.kept: dict[Place, ActorHandle] | None = None
+        self.left: dict[Place, ActorHandle] = {}
         try:
             start_ray(ray_init, self.directory)
             self._reserve()
@@ -189,12 +191,12 @@ class RaySession:
 
     def renew_training(self) -> bool:
         """End all actors on the devices for training, which are not those for rollout, and reserve these again. Returns
-        whether what is kept on the others responds: it is left to the next run."""
-        self.kept = {place: kept for place, kept in (self.kept or {}).items() if place[1] >= self.rollout.first}
+        whether what is kept on the others responds: it is left to the run's next attempt."""
+        self.left, self.kept = self.kept or {}, None
         try:
             self._release(list(range(self.training.machines)))
             self._reserve()
-            return self.leave()
+            return bool(ray.get([one.__ray_ready__.remote() for one in self.left.values()], timeout=READY_SECONDS))
         except (RayError, WorkerDied, ConfigError):  # Ray is gone, or has no other machine for one that is
             return False
 
@@ -202,23 +204,11 @@ class RaySession:
         for group in groups:
             remove_placement_group(self.groups.pop(group))
 
-    def keep(self, actor: type, rank: int, handle: ActorHandle, settings: Any) -> ActorHandle:
-        """Keep the actor of a device for a later run with equal `settings`, if its class has `renew`. Returns it."""
-        if self.kept is not None and hasattr(actor, "renew"):
-            self.kept[actor, rank] = handle, settings
+    def keep(self, actor: type, rank: int, handle: ActorHandle) -> ActorHandle:
+        """Keep the actor of a device for rollout alone, if its class has `renew`. Returns it."""
+        if self.kept is not None and rank >= self.rollout.first and hasattr(actor, "renew"):
+            self.kept[actor, rank] = handle
         return handle
-
-    def keeps(self, handle: ActorHandle) -> bool:
-        return any(handle == kept for kept, _ in (self.kept or {}).values())
-
-    def leave(self) -> bool:
-        """Leave the kept actors to a run that will `spawn` the same ones. Returns whether there are any, and all
-        respond; otherwise `renew` has to end them."""
-        self.left, self.kept = self.kept or {}, None
-        try:
-            return bool(ray.get([one.__ray_ready__.remote() for one, _ in self.left.values()], timeout=READY_SECONDS))
-        except RayError:
-            return False
 
     @typed("reserving the devices")
     def _reserve(self) -> None:

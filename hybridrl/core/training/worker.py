@@ -3,7 +3,6 @@
 Executes what the driver planned on the rows that it receives. Knows neither text, rewards nor the rollout engine.
 """
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridrl.checkpoint.export import export_model, export_settings
@@ -70,32 +68,16 @@ class WorkerConfig:
     reference: FrozenConfig | None = None
     critic: LearnerConfig | None = None
 
-    @property
-    def of_process(self) -> "WorkerConfig":
-        """What a process keeps of it after `TrainWorker.renew`: equal for runs that can have the same processes."""
-        updates: dict[str, Any] = {"optimizer": None, "total_updates": 0, "updates_per_step": 0}
-        policy, critic = (one and replace(one, **updates) for one in (self.policy, self.critic))
-        return replace(self, seed=0, skipped_updates="", policy=policy, critic=critic)
-
 
 class TrainWorker:
     def __init__(self, rank: int, ranks: int, log_file: str) -> None:
         self.rank, self.ranks = rank, ranks
         begin_actor(log_file)
 
-    def renew(self, rank: int, ranks: int, log_file: str) -> None:
-        """Serve another run, which will `build` its models: only the process group and the writer's are left."""
-        writer = self.writer
-        writer.copies.clear()
-        vars(self).clear()
-        gc.collect()
-        self.rank, self.ranks, self.writer = rank, ranks, writer
-        begin_actor(log_file)
-
     def location(self) -> dict[str, Any]:
         """Return the node's address, the port on which the first rank listens, and the GPU that Ray assigned."""
         address, port = ray.util.get_node_ip_address(), 0
-        if self.rank == 0 and not dist.is_initialized():
+        if self.rank == 0:
             self.listener = devices.listen(address)
             port = self.listener.getsockname()[1]
         return {"address": address, "port": port, "gpus": ray.get_gpu_ids()}
@@ -112,10 +94,9 @@ class TrainWorker:
         if any(learner.fsdp.full_determinism for learner in (config.policy, config.critic) if learner):
             devices.enable_determinism(config.device)
         self.device = devices.current(config.device)
-        if not dist.is_initialized():
-            listener = self.listener if self.rank == 0 else None
-            devices.join_group(config.device, address, listener, self.rank, self.ranks, config.collective_timeout)
-            self.writer = StateWriter(config.device)
+        listener = self.listener if self.rank == 0 else None
+        devices.join_group(config.device, address, listener, self.rank, self.ranks, config.collective_timeout)
+        self.writer = StateWriter(config.device)
         self.policy = self._learner(models.blank_language_model, config.policy, "actor")
         self._check(self._language_model)
         self.reference = self._frozen(config.reference) if config.reference else None

@@ -90,26 +90,26 @@ class Lasting(Worker):
         return os.getpid(), self.name
 
 
-def test_an_actor_is_left_to_a_run_with_equal_settings_and_then_writes_to_its_log(session, tmp_path):
-    def run(name: str, settings: int) -> tuple[int, str]:
-        session.kept = {}
-        actor = spawn(Lasting, session, 0, {}, str(tmp_path / name), name, settings=settings)
-        (report,) = Group([actor], "actor", []).broadcast(Lasting.report, timeout=60)
-        assert session.keeps(actor)
-        return report
+def test_an_actor_on_devices_for_rollout_alone_is_left_to_the_next_attempt_and_then_writes_to_its_log(tmp_path):
+    session = RaySession("cpu", 1, 1, {"num_cpus": 2}, 60, rollout=(1, 1))
 
-    first, _ = run("first", 1)
-    assert session.leave()
-    second, name = run("second", 1)
-    assert (second, name) == (first, "second")
-    assert (tmp_path / "second").read_text() == (tmp_path / "first").read_text() == "reporting\n"
-    assert session.leave()
-    third, _ = run("third", 2)
-    assert third != first and not session.left
-    os.kill(third, signal.SIGKILL)
-    assert not session.leave(), "it does not respond"
-    session.renew()
-    assert run("fourth", 2)[0] not in (first, third)
+    def attempt(name: str) -> list[tuple[int, str]]:
+        session.kept = {}
+        actors = [spawn(Lasting, session, rank, {}, f"{tmp_path}/{name}-{rank}", name) for rank in range(2)]
+        return Group(actors, "actor", []).broadcast(Lasting.report, timeout=60)
+
+    try:
+        (trainer, _), (server, _) = attempt("first")
+        assert session.renew_training()
+        (other, _), same = attempt("second")
+        assert same == (server, "second") and other not in (trainer, server)
+        assert (tmp_path / "second-1").read_text() == (tmp_path / "first-1").read_text() == "reporting\n"
+        os.kill(server, signal.SIGKILL)
+        assert not session.renew_training(), "it does not respond"
+        session.renew()
+        assert not session.left
+    finally:
+        session.close()
 
 
 class Placed:
