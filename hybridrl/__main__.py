@@ -40,13 +40,17 @@ def main() -> int:
         with pkgutil.resolve_name("hybridrl.runtime.signals:ended_by_closed_pipe")():
             print(USAGE)
         return 0
-    if first not in COMMANDS:
-        near = "".join(f"; {name}?" for name in difflib.get_close_matches(first, COMMANDS, n=1))
+    further = pkgutil.resolve_name("hybridrl.runs.plugins:names")("command")
+    if first not in (*COMMANDS, *further):
+        near = "".join(f"; {name}?" for name in difflib.get_close_matches(first, [*COMMANDS, *further], n=1))
         if first in pkgutil.resolve_name("hybridrl.doctor.__main__:COMMANDS"):
             near = f"; hybridrl doctor {first}?"
         print(USAGE + (f"\n\nerror: there is no command {first}{near}" if first else ""))
         return EXIT_REJECTED
-    module, _ = COMMANDS[first]
+    if first in further:
+        module = pkgutil.resolve_name("hybridrl.runs.plugins:installed")()[f"command.{first}"]
+    else:
+        module, _ = COMMANDS[first]
     if first == "sweep":
         arguments = ["--multirun", *arguments]
     if first == "merge" and arguments[:1] not in (["merge"], ["test"]):

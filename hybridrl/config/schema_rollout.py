@@ -63,7 +63,7 @@ class AgentConfig(Section):
 
 
 class RolloutConfig(Section):
-    name: Literal["vllm"]
+    name: str
     mode: Literal["async", "sync"]
     n: values.Positive
     do_sample: bool

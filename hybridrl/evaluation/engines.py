@@ -10,6 +10,7 @@ from hybridrl.core.cluster.group import control_limit
 from hybridrl.core.rollout import RolloutClient
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.rollout.lanes import Server
+from hybridrl.runs.plugins import load
 from hybridrl.tracking.console import info, stage
 
 
@@ -20,6 +21,7 @@ def serving(config: PPOConfig, session: RaySession, logs: Path) -> Iterator[Roll
     section, limit = config.actor_rollout_ref, config.trainer.startup_timeout
     fleet = RolloutFleet(
         session,
+        load(f"engine.{section.rollout.name}"),
         section.model,
         section.rollout,
         logs=logs,

@@ -23,6 +23,7 @@ from hybridrl.config.values import REWARD_MANAGERS
 from hybridrl.rewards import built_in
 from hybridrl.rewards.score import OutOfTime, Score, ScoringRequest, combined, to_score
 from hybridrl.runs.plugins import load as plugin
+from hybridrl.runs.plugins import names
 
 REQUEST_KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_KEYWORDS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -207,6 +208,9 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
         if inspect.isclass(function):
             fix = "write a function: it is called like a reward function, with the reward function itself as the "
             raise ConfigError(f"{_MANAGER}.name={name} is a class", fix=f"{fix}further keyword compute_score")
+    elif manager.name in names("reward_manager"):
+        fixed = {"compute_score": functools.partial(function, **fixed)}
+        function = plugin(f"reward_manager.{manager.name}")
     keywords = BATCH_KEYWORDS if in_one_call(config) else REQUEST_KEYWORDS
     return Reward(_bind(function, fixed, config.timeout, _CUSTOM, keywords), further, config.weights)
 

@@ -1,9 +1,11 @@
-"""Functions that the core and a run call by name, since what has them is built on top of a run.
-
-Another distribution fills a name, or adds one, by an entry point of the group `hybridrl.plugins`:
+"""Functions that are called by name, since what has them is built on top of the caller, or is another
+distribution's: that fills a name, or adds one, by an entry point of the group `hybridrl.plugins`.
 
     [project.entry-points."hybridrl.plugins"]
-    page = "my_package.page:write_report"
+    "page" = "my_package.page:write_report"
+    "engine.mine" = "my_package.engine:ENTRY"             # rollout.name=mine: a core.rollout.engine.EngineEntry
+    "reward_manager.mine" = "my_package.rewards:manager"  # reward.reward_manager.name=mine: as with source=importlib
+    "command.mine" = "my_package.command"                 # hybridrl mine: as python -m my_package.command
 
 This module imports nothing of hybridrl, and what a name stands for is imported by `load`.
 """
@@ -22,6 +24,7 @@ PLUGINS = {
     "skyrl": "hybridrl.compat.skyrl.environments",
     "verl.agents": "hybridrl.compat.verl.agents",
     "verl.checkpoint": "hybridrl.compat.verl.checkpoint",
+    "engine.vllm": "hybridrl.core.rollout.vllm.settings:VLLM",
     "migrate": "hybridrl.compat.migrate:main",
 }
 
@@ -35,3 +38,9 @@ def installed() -> dict[str, str]:
 def load(name: str) -> Any:
     """Return what a name stands for: another distribution's, or hybridrl's own."""
     return pkgutil.resolve_name(installed().get(name) or PLUGINS[name])
+
+
+def names(kind: str) -> list[str]:
+    """Return what there is of a kind: engine, reward_manager or command."""
+    every = {**PLUGINS, **installed()}
+    return [name.removeprefix(f"{kind}.") for name in every if name.startswith(f"{kind}.")]

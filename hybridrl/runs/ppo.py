@@ -214,7 +214,8 @@ def start_devices(
     section, limit = config.actor_rollout_ref, config.trainer.startup_timeout
     timeout = control_limit(config.trainer.step_timeout)
     workers = start_train_workers(session, logs)
-    fleet = RolloutFleet(session, section.model, section.rollout, logs=logs, startup_timeout=limit, timeout=timeout)
+    engine, limits = plugin(f"engine.{section.rollout.name}"), {"startup_timeout": limit, "timeout": timeout}
+    fleet = RolloutFleet(session, engine, section.model, section.rollout, logs=logs, **limits)
     info(f"logs of all processes: {logs}")
     ranks, servers = len(workers), len(fleet.servers)
     parts = f"{ranks} training rank{'s' * (ranks > 1)} and {servers} rollout server{'s' * (servers > 1)}"

@@ -17,8 +17,9 @@ from hybridrl.agents.endpoint.sessions import Session, Sessions
 from hybridrl.agents.environments.episode_loop import Kit, Limits
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.rollout import Completion, Request, Sampling
-from hybridrl.core.rollout.engine import ENGINES, RolloutEngine
+from hybridrl.core.rollout.engine import RolloutEngine
 from hybridrl.data.tokenizer import end_tokens, load_tokenizer
+from hybridrl.runs.plugins import load
 from hybridrl.tracking.console import info
 
 LONGEST = 32768  # tokens of a context, unless rollout.max_model_len is set
@@ -113,7 +114,7 @@ async def serve(
     kit = make_kit(model, rollout, context)
     # The engine's own defaults are weights that a trainer sends, and no tokenizer, which schemas of responses need.
     rollout.engine_kwargs.vllm |= {"load_format": "auto", "skip_tokenizer_init": False}
-    engine = ENGINES[rollout.name].build(device, model, rollout, 1)
+    engine = load(f"engine.{rollout.name}").build(device, model, rollout, 1)
     await engine.connect()
     policy = Local(engine, rollout, kit)
     app = create_app(policy, Sessions(kit), model=name, admin_key=admin_key, check=policy.check, host=host)

@@ -22,6 +22,7 @@ from hybridrl.config.load import existing
 from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig
 from hybridrl.config.values import Reading, value_of
 from hybridrl.model_merger.temporary import whole_model
+from hybridrl.runs.plugins import load
 from hybridrl.runtime.cli import EXIT_FAILED, EXIT_REJECTED
 from hybridrl.runtime.keeper import work_in_private
 from hybridrl.runtime.signals import ended_by_closed_pipe
@@ -109,11 +110,10 @@ def run(own: dict[str, str], section: ActorRolloutRefConfig) -> str:
     listening = bound(own["host"], int(own["port"]))  # before anything that takes long
     work_in_private()  # which is removed when this process ends
     model.path = whole_model(model.path, Path(tempfile.mkdtemp()), "model.path")
-    from hybridrl.core.rollout.engine import ENGINES
     from hybridrl.runtime.environment import worker_environment
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ |= worker_environment(device, 1) | ENGINES[rollout.name].environment(rollout)
+    os.environ |= worker_environment(device, 1) | load(f"engine.{rollout.name}").environment(rollout)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
     from hybridrl.agents.endpoint.local import serve
 

@@ -8,6 +8,7 @@ from hybridrl.config.keys import nearest
 from hybridrl.config.schema import DataConfig, PPOConfig, SFTTrainerConfig
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.config.values import DIAGNOSES, LOGGERS, REWARD_MANAGERS, rule_code
+from hybridrl.runs.plugins import names
 
 # Custom functions are not imported here: they may read anything, and nothing else is known about them.
 CUSTOM_ESTIMATOR = Estimator("", "", reads=("values", "reward_parts"))
@@ -216,10 +217,11 @@ def check_reward_manager(reward: RewardConfig, check: Checker) -> None:
         check.error(keys, "the manager's file is not set", f"set {MANAGER}.module.path to the .py file with it")
     if not custom and manager.module.path is not None:
         check.warn(".reward_manager.module.path", f"has no effect without {MANAGER}.source=importlib")
-    if not custom and manager.name not in REWARD_MANAGERS:
-        fix = f"{_meant(manager.name, REWARD_MANAGERS)} For a custom manager set {MANAGER}.source=importlib and "
+    managers = (*REWARD_MANAGERS, *names("reward_manager"))
+    if not custom and manager.name not in managers:
+        fix = f"{_meant(manager.name, managers)} For a custom manager set {MANAGER}.source=importlib and "
         fix = f"{fix}{MANAGER}.module.path".lstrip()
-        check.error(".reward_manager.name", f"choose {' | '.join(REWARD_MANAGERS)}", fix)
+        check.error(".reward_manager.name", f"choose {' | '.join(managers)}", fix)
     if not custom and manager.name == "batch" and reward.custom_reward_function.path is None:
         fix = f"set {MANAGER}.name=naive, or reward.custom_reward_function.path to a function of data_sources, "
         fix += "solution_strs, ground_truths, extra_infos"

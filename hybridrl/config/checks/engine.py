@@ -8,6 +8,7 @@ from pathlib import Path
 from hybridrl.config.findings import Checker, show
 from hybridrl.config.keys import nearest
 from hybridrl.config.schema import RolloutConfig
+from hybridrl.runs.plugins import names
 
 MODEL, ROLLOUT, KEY = "actor_rollout_ref.model", "actor_rollout_ref.rollout", ".engine_kwargs.vllm"
 
@@ -39,6 +40,12 @@ FIXED = {
     "pipeline_parallel_size": PLACES,
     "data_parallel_size": PLACES,
 }
+
+
+def check_engine(rollout: RolloutConfig, check: Checker) -> None:
+    """Reject an engine that is neither hybridrl's nor an installed plug-in's."""
+    if rollout.name not in (engines := names("engine")):
+        check.error(".name", f"choose {' | '.join(engines)}")
 
 
 def check_engine_arguments(rollout: RolloutConfig, check: Checker) -> None:

@@ -1,6 +1,7 @@
-"""The interface of a rollout engine, and the engines there are.
+"""The interface of a rollout engine, and where the class of one is found.
 
-To add one, write a package in this folder whose class has the methods of RolloutEngine, and add a line to ENGINES.
+To add one, write a package whose class has the methods of RolloutEngine, and name its EngineEntry `engine.NAME` in
+runs/plugins.py, or by an entry point of another distribution.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from typing import Protocol
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.rollout.statistics import EngineStats
 from hybridrl.core.rollout.types import Completion, Goal, Request
-from hybridrl.core.rollout.vllm.settings import vllm_environment
 from hybridrl.core.weights.buckets import Bucket, Handle
 
 
@@ -90,6 +90,3 @@ class EngineEntry:
 
     def build(self, device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int) -> RolloutEngine:
         return vars(import_module(self.module))[self.name](device, model, rollout, engines_per_machine)
-
-
-ENGINES = {"vllm": EngineEntry("hybridrl.core.rollout.vllm.engine", "VllmEngine", vllm_environment)}

@@ -16,7 +16,7 @@ from hybridrl.core.cluster.group import START_LIMIT, check_ray
 from hybridrl.core.cluster.holder import hold_devices
 from hybridrl.core.cluster.watchdog import explain
 from hybridrl.core.rollout.client import RolloutClient
-from hybridrl.core.rollout.engine import ENGINES, RolloutEngine
+from hybridrl.core.rollout.engine import EngineEntry, RolloutEngine
 from hybridrl.core.rollout.ladder import MARK, MemoryLadder, Settings, logged, shortage, with_settings
 from hybridrl.core.rollout.lanes import ServerFailure
 from hybridrl.core.rollout.server import RolloutServer
@@ -80,6 +80,7 @@ class RolloutFleet:
     def __init__(
         self,
         session: RaySession,
+        engine: EngineEntry,
         model: ModelConfig,
         rollout: RolloutConfig,
         *,
@@ -87,7 +88,7 @@ class RolloutFleet:
         startup_timeout: float,
         timeout: float,
     ) -> None:
-        self.session, self.model, self.rollout = session, model, rollout
+        self.session, self.engine, self.model, self.rollout = session, engine, model, rollout
         self.startup_timeout, self.timeout = startup_timeout, timeout
         self.tp_size = rollout.tensor_model_parallel_size
         self.ladder = MemoryLadder(rollout, session.device)
@@ -232,7 +233,7 @@ class RolloutFleet:
         environment = worker_environment(self.session.device, self.session.sharing(device))
         self.oom_kills[index] = oom_kills()
         self.log_starts[index] = Path(log).stat().st_size if Path(log).exists() else 0
-        environment |= ENGINES[self.rollout.name].environment(self.rollout)
+        environment |= self.engine.environment(self.rollout)
         # Control calls must get through while requests run: an asynchronous actor accepts as many as come.
         return spawn(RolloutServer, self.session, device, environment, log, max_concurrency=1000)
 
@@ -241,7 +242,8 @@ class RolloutFleet:
         gpus = [str(gpu) for rank in ranks for gpu in self.gpus[rank]]
         engines = self.session.rollout.per_machine // self.tp_size
         self.built_with[index] = self.ladder.settings
-        return self.servers.actors[index].start.remote(self.session.device, gpus, self.model, self.rollout, engines)
+        settings = self.session.device, gpus, self.model, self.rollout, engines
+        return self.servers.actors[index].start.remote(self.engine, *settings)
 
     def _finish(self, index: int, starting: Pending) -> None:
         """Wait for an engine; one that cannot start for lack of memory is built again with less."""

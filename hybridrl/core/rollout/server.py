@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.required import required
-from hybridrl.core.rollout.engine import ENGINES, RolloutEngine
+from hybridrl.core.rollout.engine import EngineEntry, RolloutEngine
 from hybridrl.core.rollout.ladder import MARK, EngineShortOfMemory, logged, shortage
 from hybridrl.core.rollout.types import Completion, Goal, RejectedRequest, Request, RequestFault
 from hybridrl.core.spinning import give_way
@@ -43,7 +43,13 @@ class RolloutServer:
         self.running: set[asyncio.Task] = set()
 
     async def start(
-        self, device: str, gpus: list[str], model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int
+        self,
+        entry: EngineEntry,
+        device: str,
+        gpus: list[str],
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        engines_per_machine: int,
     ) -> int:
         """Build the engine, whose weights arrive later, or renew that of an earlier run. Returns this process's id."""
         if self.engine is not None:
@@ -55,7 +61,7 @@ class RolloutServer:
             give_way()
         self.fixed = rollout.full_determinism
         try:
-            self.engine = ENGINES[rollout.name].build(device, model, rollout, engines_per_machine)
+            self.engine = entry.build(device, model, rollout, engines_per_machine)
             await self.engine.connect()
         except Exception as error:
             self._raise_if_short(error)

@@ -21,7 +21,6 @@ from hybridrl.agents.endpoint import local, serve
 from hybridrl.agents.endpoint.address import bound
 from hybridrl.config import ConfigError
 from hybridrl.core.rollout import Completion, Request
-from hybridrl.core.rollout.engine import ENGINES
 
 ROOT = Path(__file__).parents[3]
 READY_SECONDS = 180
@@ -91,7 +90,7 @@ class DyingEngine:
 def test_serving_ends_with_a_sentence_and_a_status_once_the_engine_is_dead(tiny, monkeypatch, capfd):
     listening = bound("127.0.0.1", 0)
     port = listening.getsockname()[1]
-    monkeypatch.setitem(ENGINES, "vllm", SimpleNamespace(build=lambda *_: DyingEngine()))
+    monkeypatch.setattr(local, "load", lambda name: SimpleNamespace(build=lambda *_: DyingEngine()))
     _, section = serve.read([f"model.path={tiny}"])
 
     async def scenario() -> str:

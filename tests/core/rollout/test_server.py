@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hybridrl.core.rollout import Request, Sampling, server
-from hybridrl.core.rollout.engine import ENGINES
+from hybridrl.core.rollout.engine import EngineEntry
 from hybridrl.core.rollout.ladder import EngineShortOfMemory
 from hybridrl.core.rollout.server import RolloutServer
 from hybridrl.core.rollout.types import RejectedRequest
@@ -75,12 +75,14 @@ def in_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+ENTRY = EngineEntry(__name__, "FakeEngine", lambda rollout: {})
+
+
 async def started(monkeypatch: pytest.MonkeyPatch, gpus: list[str] | None = None, fixed: bool = False) -> RolloutServer:
-    monkeypatch.setitem(ENGINES, "vllm", replace(ENGINES["vllm"], module=__name__, name="FakeEngine"))
     server = RolloutServer.__new__(RolloutServer)  # without an actor's log file
     server.finished, server.running = asyncio.Queue(), set()
     server.begin(Path("rollout-0.log"))
-    assert await server.start("cuda", gpus or [], None, SimpleNamespace(name="vllm", full_determinism=fixed), 1)
+    assert await server.start(ENTRY, "cuda", gpus or [], None, SimpleNamespace(name="vllm", full_determinism=fixed), 1)
     return server
 
 
@@ -106,7 +108,7 @@ def test_the_next_run_has_the_engine_but_not_the_requests_that_were_abandoned(mo
         await one.submit(requests(2))
         monkeypatch.setattr(server, "begin_actor", lambda log: Path(log).touch())
         one.renew("next.log")
-        assert await one.start("cuda", [], None, SimpleNamespace(name="vllm", full_determinism=False), 1)
+        assert await one.start(ENTRY, "cuda", [], None, SimpleNamespace(name="vllm", full_determinism=False), 1)
         await one.submit(requests(1))
         return fake(one).events, await one.take()
 

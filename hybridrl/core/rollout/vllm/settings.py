@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.core.rollout.engine import EngineEntry
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -53,3 +54,6 @@ def cpu_cache_bytes(token_bytes: int, rollout: RolloutConfig, engines_per_machin
             f"{wanted / 2**30:.1f} GiB, but only {free / 2**30:.1f} may be used; lower max_num_seqs or max_model_len"
         )
     return int(max(min(wanted, free), block * (blocks + 1)) / rollout.tensor_model_parallel_size)
+
+
+VLLM = EngineEntry("hybridrl.core.rollout.vllm.engine", "VllmEngine", vllm_environment)

@@ -1,0 +1,100 @@
+"""Plug-ins of another distribution: an engine, a reward manager and a command."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hybridrl.runs.plugins import PLUGINS, load, names
+
+ENTRIES = """[hybridrl.plugins]
+engine.mine = mine.engine:ENTRY
+reward_manager.doubled = mine.rewards:doubled
+command.greet = mine.greet
+page = mine.greet:page
+"""
+ENGINE = """
+from hybridrl.core.rollout.engine import EngineEntry
+from hybridrl.core.rollout.vllm.engine import VllmEngine
+from hybridrl.core.rollout.vllm.settings import vllm_environment
+
+class Engine(VllmEngine):
+    async def connect(self):
+        await super().connect()
+        print("an engine of another distribution", flush=True)
+
+ENTRY = EngineEntry("mine.engine", "Engine", vllm_environment)
+"""
+REWARDS = """
+def doubled(data_source, solution_str, ground_truth, extra_info, compute_score):
+    return 2 * compute_score(data_source, solution_str, ground_truth, extra_info)
+"""
+GREET = """
+import sys
+
+page = "another page"
+if __name__ == "__main__":
+    print("greetings to", *sys.argv[1:])
+"""
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run Python with the distribution installed; returns its output."""
+    package, about = tmp_path / "site" / "mine", tmp_path / "site" / "mine-1.0.dist-info"
+    package.mkdir(parents=True)
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(ENTRIES)
+    for name, code in {"__init__": "", "engine": ENGINE, "rewards": REWARDS, "greet": GREET}.items():
+        (package / f"{name}.py").write_text(code)
+
+    def started(*arguments: str) -> str:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(package.parent), *sys.path])}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=280)
+        return done.stdout + done.stderr
+
+    return started
+
+
+def test_names_are_those_of_all_distributions_and_an_entry_replaces_ours(run: Run) -> None:
+    code = "from hybridrl.runs.plugins import load, names; print(names('engine'), names('command'), load('page'))"
+    assert run("-c", code) == "['vllm', 'mine'] ['greet'] another page\n"
+    assert names("engine") == ["vllm"] and names("command") == []
+
+
+def test_a_command_is_run_by_its_name(run: Run) -> None:
+    assert run("-m", "hybridrl", "greet", "a", "--b") == "greetings to a --b\n"
+    assert "did you mean" not in run("-m", "hybridrl", "greet") and "; greet?" in run("-m", "hybridrl", "greeet")
+
+
+@pytest.mark.parametrize("name", [name for name in PLUGINS if name != "migrate"])
+def test_every_name_of_the_table_stands_for_something(name: str) -> None:
+    assert load(name) is not None
+
+
+@pytest.mark.slow
+def test_a_run_has_the_engine_and_the_reward_manager(run: Run, overrides, tmp_path: Path) -> None:
+    keys = {"actor_rollout_ref.rollout.name": "mine", "reward.reward_manager.name": "doubled"}
+    steps = {"trainer.total_training_steps": 1, "trainer.n_gpus_per_node": 1}
+    plain = run("-m", "hybridrl.main_ppo", *overrides(tmp_path / "plain", steps))
+    other = run("-m", "hybridrl.main_ppo", *overrides(tmp_path / "other", steps | keys))
+    engine = "an engine of another distribution"
+    assert "reward" in plain and (tmp_path / "other" / "logs" / "rollout-0.log").is_file(), plain + other
+    assert engine in (tmp_path / "other" / "logs" / "rollout-0.log").read_text()
+    first, second = (score(tmp_path / name) for name in ("plain", "other"))
+    assert second == pytest.approx(2 * first) and first > 0
+    unknown = run("-m", "hybridrl.main_ppo", *overrides(tmp_path / "unknown", {"actor_rollout_ref.rollout.name": "me"}))
+    assert "actor_rollout_ref.rollout.name=me: choose vllm | mine" in unknown
+
+
+def score(directory: Path) -> float:
+    """The mean score of the first step."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return next(one["critic/score/mean"] for one in map(json.loads, lines) if "critic/score/mean" in one)
