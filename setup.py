@@ -66,6 +66,7 @@ setup(
             "anthropic>=2.14,<3",
             "deptry>=0.25,<0.26",
             "hypothesis>=6.100",
+            "import-linter>=2.17,<3",
             "ipykernel>=7.4,<8",
             "latex2mathml>=3.78,<4",  # formulas of the documentation as a site
             "markdown>=3.11,<4",
@@ -79,6 +80,7 @@ setup(
             "pytest-xdist>=3.8,<4",
             "ruff>=0.17,<0.18",
             "tensordict>=0.15.3,<0.16",  # only for `Batch.to_tensordict`
+            "vulture>=2.16,<3",
         ],
     },
 )

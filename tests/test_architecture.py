@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,32 +19,6 @@ from hybridrl.config.schema import PPOConfig, SFTConfig
 
 TOP = Path(__file__).parent.parent
 FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(TOP.glob("hybridrl/**/*.py"))}
-
-# Packages and top-level modules in layers, from the entry points down; each imports only from layers below its own.
-LAYERS = """
-    __main__  serve  environments  main_eval  main_ppo  main_sft
-    compat
-    doctor
-    report
-    evaluation
-    agents
-    runs  model_merger
-    trainer
-    experience  hybrid_engine
-    training  rollout  rewards
-    data
-    algorithms  weights  checkpoint  cluster
-    runtime  health
-    batch  config  device  rounding  spinning  tracking
-    required
-"""
-LAYER = {name: layer for layer, line in enumerate(reversed(LAYERS.split("\n"))) for name in line.split()}
-
-# Imports that still point upwards, to be called through runs/plugins.py or moved; the list may only shrink.
-UPWARD = {
-    "runs/reward_trial.py": ["evaluation.plan"],
-    "runs/setup.py": ["report", "report.prediction"],
-}
 
 # What the core (hybridrl/core: what a step computes) may import besides itself; the list may only shrink.
 GROUND = """
@@ -143,11 +118,8 @@ def within(name: str, library: str) -> bool:
 
 
 def package(name: str) -> str:
-    """The package of a path ("core/rollout/client.py") or of an import ("hybridrl.core.rollout.client"). The table of
-    names imports nothing, and every package may use it."""
-    if name.removeprefix("hybridrl.").replace("/", ".").startswith("runs.plugins"):
-        return "required"
-    return name.removeprefix("hybridrl.").replace("/", ".").removeprefix("core.").split(".")[0]
+    """The package of a path ("core/rollout/client.py") or of an import ("hybridrl.core.rollout.client")."""
+    return name.removeprefix("hybridrl.").replace("/", ".").removeprefix("core.").removesuffix(".py").split(".")[0]
 
 
 def module(imported: str) -> str | None:
@@ -160,16 +132,12 @@ def module(imported: str) -> str | None:
 
 
 def test_every_package_has_its_layer() -> None:
-    assert {package(name) for name in FILES} - {"__init__"} == set(LAYER)
-
-
-def test_imports_point_downwards() -> None:
-    upward: dict[str, list[str]] = {}
-    for name, tree in TREES.items():
-        used = {i for i in imports(tree) if within(i, "hybridrl") and package(i) != package(name)}
-        for imported in sorted({str(module(i)) for i in used if LAYER[package(i)] >= LAYER[package(name)]}):
-            upward.setdefault(name, []).append(imported)
-    assert upward == UPWARD
+    """The layers are contracts of import-linter, which .ci/run checks."""
+    contract = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"][
+        0
+    ]
+    layered = {package(name) for layer in contract["layers"] for name in layer.split(" | ")}
+    assert {package(name) for name in FILES} - {"__init__"} == layered
 
 
 def test_the_core_imports_itself_and_the_ground() -> None:

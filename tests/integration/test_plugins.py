@@ -30,8 +30,8 @@ class Engine(VllmEngine):
 ENTRY = EngineEntry("mine.engine", "Engine", vllm_environment)
 """
 REWARDS = """
-def doubled(data_source, solution_str, ground_truth, extra_info, compute_score):
-    return 2 * compute_score(data_source, solution_str, ground_truth, extra_info)
+def doubled(solution_str, compute_score):
+    return 2 * compute_score(solution_str)
 """
 GREET = """
 import sys
