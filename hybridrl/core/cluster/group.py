@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.core.cluster.failures import (
+    Cause,
     OutOfMemory,
     RemoteFailure,
     WorkerDied,
@@ -216,38 +217,46 @@ def _error(ref: Pending) -> RayError | None:
     return None
 
 
+def _errors(refs: Sequence[Pending], ready: Sequence[Pending]) -> dict[int, RayError]:
+    return {index: error for index, ref in enumerate(refs) if ref in ready and (error := _error(ref))}
+
+
+def _end_of(log: str, lines: list[str]) -> list[str]:
+    return [f"{log} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:])] if lines else []
+
+
+def _head(error: Exception, reason: Cause, lines: list[str], log: str) -> str:
+    """Return the sentence that says what became of an actor whose log has these last lines."""
+    if reason.lost:
+        return headline(error, reason) + (death_note(log) if log else "")
+    if reason.out_of_memory:
+        return f"{reason.actor} ran out of memory: {reason.text}"
+    return f"{reason.actor} failed: {_with_logged(describe(error), lines, log)}"
+
+
 def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[str]) -> RemoteFailure:
     """Return the failure that caused the others: a rank that is lost comes before a rank that lost its peer. A rank
     that others waited for in a collective until it timed out counts as dead."""
     with typed(what):
         ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=2.0)
-    errors = {index: error for index, ref in enumerate(refs) if ref in ready and (error := _error(ref))}
+    errors = _errors(refs, ready)
     causes = {index: cause_of(error, name(index, logs)) for index, error in errors.items()}
     short = [index for index, reason in causes.items() if reason.out_of_memory]
     gone = [index for index, reason in causes.items() if reason.lost]
     rank = (short or gone or [rank])[0]
-    reason, error, log = causes[rank], errors[rank], logs[rank] if rank < len(logs) else ""
+    reason, error, log = causes[rank], errors[rank], "".join(logs[rank : rank + 1])
     lines = _log_end(log) if log else []
     details = []
     if silent and TIMED_OUT.search("\n".join([str(error), *lines[-LOG_LINES:]])):
         details = ["not responding meanwhile:", *table([refs.index(ref) for ref in silent], logs)]
-    died = reason.lost or details or LOST.search(reason.text)
+    died = bool(reason.lost or details or LOST.search(reason.text))
     if reason.lost:
         check_ray()
-        head = headline(error, reason) + (death_note(log) if log else "")
-        end = [f"{log} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:])]
-        details = [*(end if lines else []), *details]
-    elif reason.out_of_memory:
-        head = f"{reason.actor} ran out of memory: {reason.text}"
-    else:
-        head = f"{reason.actor} failed: {_with_logged(describe(error), lines, log)}"
+        details = [*_end_of(log, lines), *details]
     if reason.of_host:
         details += largest_processes(logs)
-    message = "\n".join([f"{what}: {head}", *details])
-    if reason.out_of_memory:
-        failure: RemoteFailure = OutOfMemory(message, what)
-    else:
-        failure = (WorkerDied if died else RemoteFailure)(message)
+    message = "\n".join([f"{what}: {_head(error, reason, lines, log)}", *details])
+    failure = OutOfMemory(message, what) if reason.out_of_memory else (WorkerDied if died else RemoteFailure)(message)
     failure.cause = reason
     return failure
 

@@ -9,7 +9,7 @@ import torch
 
 from hybridrl.config.findings import ConfigError
 from hybridrl.core.batch import Batch, pack
-from hybridrl.core.experience.trajectory import Episode
+from hybridrl.core.experience.trajectory import Episode, Row
 from hybridrl.core.required import required
 from hybridrl.rewards.score import Score
 
@@ -73,31 +73,19 @@ def to_batch(
     sizes = torch.tensor([len(group.episodes) for group in groups])
     greedy = [group.greedy for group in groups]
     components = [[reward_component(score, name, COMPONENTS_KEY) for name in reward_keys] for score in scores]
-    prompt_ids, prompt_lengths = pack([row.prompt_ids for row in rows], torch.int32)
-    response_ids, response_lengths = pack([row.response_ids for row in rows], torch.int32)
-    log_probs, _ = pack([row.log_probs for row in rows], torch.float32)
-    sampled, _ = pack([row.mask for row in rows], torch.bool)
+    packed = _packed(rows)
 
     def per_row(values: torch.Tensor) -> torch.Tensor:
         return values.repeat_interleave(counts, dim=0)
 
     truncated = per_row(torch.tensor([episode.truncated for episode in episodes]))
-    token_rewards = None  # each score belongs to the last token, unless some score has rewards of tokens
-    if any(score.token_rewards is not None for score in scores):
-        lengths = [sum(len(row.response_ids) for row in some) for some in rows_of]
-        pairs = zip(scores, lengths, strict=True)
-        spread = [score.token_rewards or [0.0] * (length - 1) + [required(score.value)] for score, length in pairs]
-        token_rewards, _ = pack(spread, torch.float32)
     staleness = None
     if version is not None:
         versions, _ = pack([row.versions for row in rows], torch.int32)
         staleness = version - versions
     trained_on = ~truncated if mask_truncated else torch.ones_like(truncated)
     return Batch(
-        prompt_lengths=prompt_lengths,
-        response_lengths=response_lengths,
-        prompt_ids=prompt_ids,
-        response_ids=response_ids,
+        **packed,
         group=per_row(torch.arange(len(groups)).repeat_interleave(sizes)),
         position=per_row(torch.tensor([group.position for group in groups]).repeat_interleave(sizes)),
         sample=per_row(torch.tensor([episode.sample for episode in episodes])),
@@ -106,9 +94,28 @@ def to_batch(
         reward_parts=per_row(torch.tensor(components)) if reward_keys else None,
         greedy_rewards=None if None in greedy else per_row(torch.tensor(greedy).repeat_interleave(sizes)),
         truncated=truncated,
-        response_mask=sampled & trained_on.repeat_interleave(response_lengths),
-        sampled=sampled,
-        rollout_log_probs=log_probs,
-        token_rewards=token_rewards,
+        response_mask=packed["sampled"] & trained_on.repeat_interleave(packed["response_lengths"]),
+        token_rewards=_token_rewards(scores, rows_of),
         staleness=staleness,
     )
+
+
+def _packed(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """Return the fields of tokens, each with those of all rows behind one another."""
+    prompt_ids, prompt_lengths = pack([row.prompt_ids for row in rows], torch.int32)
+    response_ids, response_lengths = pack([row.response_ids for row in rows], torch.int32)
+    log_probs, _ = pack([row.log_probs for row in rows], torch.float32)
+    sampled, _ = pack([row.mask for row in rows], torch.bool)
+    lengths = {"prompt_lengths": prompt_lengths, "response_lengths": response_lengths}
+    ids = {"prompt_ids": prompt_ids, "response_ids": response_ids}
+    return lengths | ids | {"sampled": sampled, "rollout_log_probs": log_probs}
+
+
+def _token_rewards(scores: Sequence[Score], rows_of: Sequence[Sequence[Row]]) -> torch.Tensor | None:
+    """Return the reward of each token of the episodes' rows; None if every score belongs to the last token."""
+    if all(score.token_rewards is None for score in scores):
+        return None
+    lengths = [sum(len(row.response_ids) for row in some) for some in rows_of]
+    pairs = zip(scores, lengths, strict=True)
+    spread = [score.token_rewards or [0.0] * (length - 1) + [required(score.value)] for score, length in pairs]
+    return pack(spread, torch.float32)[0]

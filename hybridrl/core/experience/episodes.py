@@ -8,13 +8,13 @@ so that the order in which they happened to finish changes nothing.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
-from hybridrl.core.experience.spool import ResponseStore
+from hybridrl.core.experience.spool import ResponseStore, Spooled
 from hybridrl.core.experience.trajectory import (
     Conversations,
     Ended,
@@ -49,17 +49,18 @@ class SingleResponses:
         found = self.spool.find(self.requests) if self.spool else {}
         spooled = {index: one for index, one in found.items() if not one.completion.interrupted}
         if spooled:
-            scores = {index: None if self.scored_again else one.score for index, one in spooled.items()}
-            self.completions = {index: one.completion for index, one in spooled.items() if scores[index] is None}
-            yield [
-                (index, _single(self.requests[index], one.completion), scores[index]) for index, one in spooled.items()
-            ]
+            yield self._spooled(spooled)
         if missing := [index for index in range(len(self.requests)) if index not in spooled]:
             begun = {place: found[index].completion for place, index in enumerate(missing) if index in found}
             async for finished in self.client.stream([self.requests[index] for index in missing], begun):
                 some = [(missing[place], result) for place, result in finished]
                 self.completions.update((index, one) for index, one in some if isinstance(one, Completion))
                 yield [(index, _single(self.requests[index], one), None) for index, one in some]
+
+    def _spooled(self, spooled: Mapping[int, Spooled]) -> list[Ended]:
+        scores = {index: None if self.scored_again else one.score for index, one in spooled.items()}
+        self.completions = {index: one.completion for index, one in spooled.items() if scores[index] is None}
+        return [(index, _single(self.requests[index], one.completion), scores[index]) for index, one in spooled.items()]
 
     def scoring(self, index: int, score: Future[Score]) -> None:
         if self.spool:

@@ -173,15 +173,19 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, *, offloaded: bo
     optimizers: list[Optimizer] = [AdamW(rest, lr=config.lr, betas=betas, weight_decay=decay, **more)]
     if matrices:
         optimizers.append(Muon(matrices, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=decay))
-    # The moments are created as the first step would, so that the state always has the same names and shapes.
     for optimizer in optimizers:
-        parameters, names = optimizer.param_groups[0]["params"], MOMENTS[type(optimizer)]
-        every = [parameter for parameter in parameters for _ in names]
-        device = parameters[0].device.type if parameters else "cpu"
-        moments = iter(host_copies(every, device) if offloaded else map(torch.empty_like, every))
-        for parameter in parameters:
-            optimizer.state[parameter] = state = {name: next(moments).detach().zero_() for name in names}
-            if isinstance(optimizer, AdamW):  # the fused kernel keeps its step count on the parameters' device
-                place = parameter.device if optimizer.param_groups[0]["fused"] else "cpu"
-                state["step"] = torch.zeros((), device=place)
+        _create_moments(optimizer, offloaded=offloaded)
     return optimizers
+
+
+def _create_moments(optimizer: Optimizer, *, offloaded: bool) -> None:
+    """Create the moments as the first step would, so that the state always has the same names and shapes."""
+    parameters, names = optimizer.param_groups[0]["params"], MOMENTS[type(optimizer)]
+    every = [parameter for parameter in parameters for _ in names]
+    device = parameters[0].device.type if parameters else "cpu"
+    moments = iter(host_copies(every, device) if offloaded else map(torch.empty_like, every))
+    for parameter in parameters:
+        optimizer.state[parameter] = state = {name: next(moments).detach().zero_() for name in names}
+        if isinstance(optimizer, AdamW):  # the fused kernel keeps its step count on the parameters' device
+            place = parameter.device if optimizer.param_groups[0]["fused"] else "cpu"
+            state["step"] = torch.zeros((), device=place)

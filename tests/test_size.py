@@ -1,0 +1,46 @@
+"""How large the packages are. A change that makes one grow edits its budget here, and says why in its message."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from hybridrl.config.keys import value_keys
+from hybridrl.config.schema import PPOConfig, SFTConfig
+
+PACKAGE = Path(__file__).parent.parent / "hybridrl"
+# Lines of Python, by package; "." are the commands and what they share.
+LINES = {
+    ".": 400,
+}
+FILES = {"core": 82, "hybridrl": 305}
+KEYS = 416  # of all configurations
+FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
+# A process that holds a model or an engine, and modules that a run needs: no face is among what they import.
+IMPORTED = "hybridrl.core.trainer, hybridrl.runs.ppo, hybridrl.runs.sft, hybridrl.core.rollout.server"
+
+
+def lines(directory: Path, pattern: str = "**/*.py") -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in directory.glob(pattern))
+
+
+def test_no_package_is_larger_than_its_budget() -> None:
+    sizes = {path.name: lines(path) for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    sizes["."] = lines(PACKAGE, "*.py")
+    assert sizes.keys() == LINES.keys()
+    too_large = {name: size for name, size in sizes.items() if size > LINES[name]}
+    assert not too_large, "make it smaller, or raise its budget and say why"
+
+
+def test_no_more_files_than_the_budget() -> None:
+    assert len([*(PACKAGE / "core").glob("**/*.py")]) <= FILES["core"]
+    assert len([*PACKAGE.glob("**/*.py")]) <= FILES["hybridrl"]
+
+
+def test_no_more_keys_than_the_budget() -> None:
+    assert len({*value_keys(PPOConfig), *value_keys(SFTConfig)}) <= KEYS
+
+
+def test_the_core_and_a_run_import_no_face() -> None:
+    code = f"import sys, {IMPORTED}; print(*(name for name in sys.modules if name.startswith('hybridrl.')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [name for name in done.stdout.split() if name.split(".")[1] in FACES] == []
