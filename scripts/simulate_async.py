@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 from hybridrl.config import ConfigError
-from hybridrl.core.experience.admission import QUEUED
+from hybridrl.core.experience.asynchronous import QUEUED
 from hybridrl.core.experience.simulate import Cluster, Mode, Prediction, Work, best_split, log_normal_lengths, simulate
 from hybridrl.report.prediction import Sizes, Times, recorded_lengths, resample, run_sizes, run_times
 from hybridrl.tracking import read_metrics

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.core.experience.admission import QUEUED
+from hybridrl.core.experience.asynchronous import QUEUED
 
 TOP = Path(__file__).parent.parent
 PAGES = [TOP / "README.md", TOP / "CONTRIBUTING.md", *sorted(TOP.glob("recipes/**/*.md"))]

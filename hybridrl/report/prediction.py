@@ -17,7 +17,7 @@ import numpy as np
 from hybridrl.config import PPOConfig
 from hybridrl.config.catalog import ESTIMATORS
 from hybridrl.config.checks.asynchronous import continues_rollouts
-from hybridrl.core.experience.admission import QUEUED
+from hybridrl.core.experience.asynchronous import QUEUED
 from hybridrl.core.experience.simulate import Cluster, Mode, Work, simulate
 from hybridrl.core.rollout.statistics import ITERATION
 from hybridrl.tracking import read_metrics

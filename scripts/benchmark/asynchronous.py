@@ -20,7 +20,7 @@ from side_by_side import Row, arguments, report
 from step import CASES, Case, configuration, impose
 
 from hybridrl.config import PPOConfig
-from hybridrl.core.experience.admission import QUEUED
+from hybridrl.core.experience.asynchronous import QUEUED
 from hybridrl.core.experience.simulate import Mode, Work, simulate
 from hybridrl.main_ppo import opened
 from hybridrl.report.prediction import WARM_UP, Times, run_times

@@ -19,8 +19,8 @@ from side_by_side import Row, arguments, report
 from torch.multiprocessing import spawn
 
 from hybridrl.core.batch import Batch
+from hybridrl.core.training.attention import sequence_group, slice_of
 from hybridrl.core.training.packing import lay_out
-from hybridrl.core.training.sequence_parallel import sequence_group, slice_of
 
 RANKS, SHORT = 2, 64
 

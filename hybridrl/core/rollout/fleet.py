@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.exceptions import RayError, RayTaskError
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.cluster import Actor, Group, OutOfMemory, Pending, RaySession, RemoteFailure, gather, kill, spawn
 from hybridrl.core.cluster.failures import LACK_OF_MEMORY, cause_of, describe, headline, largest_processes, root
 from hybridrl.core.cluster.group import START_LIMIT, check_ray
-from hybridrl.core.cluster.holder import hold_devices
 from hybridrl.core.cluster.watchdog import explain
 from hybridrl.core.rollout.client import RolloutClient
 from hybridrl.core.rollout.engine import EngineEntry, RolloutEngine
@@ -254,3 +254,23 @@ class RolloutFleet:
             if not self.lost(index, failure.cause.text if failure.cause else str(failure)):
                 raise
             self.rebuild(index)
+
+
+class DeviceHolder:
+    """What Ray counts as the user of a device, whose GPU an engine gets by its number."""
+
+    def renew(self) -> None:
+        """Hold it for the engine of another run, too."""
+
+    def gpus(self) -> list[str]:
+        return [str(number) for number in ray.get_gpu_ids()]
+
+
+def hold_devices(session: RaySession, timeout: float) -> tuple[list[Actor], list[list[str]]]:
+    """Return the actors that hold the devices for rollout as long as they are referenced, and the GPUs of each device:
+    none on CPU, where nothing is held."""
+    pool = session.rollout
+    if session.device != "cuda":
+        return [], [[] for _ in range(pool.devices)]
+    holders = [spawn(DeviceHolder, session, pool.first + index, {}, gpus=1) for index in range(pool.devices)]
+    return holders, gather([one.gpus.remote() for one in holders], "device holder.gpus", timeout, key=START_LIMIT)

@@ -21,10 +21,10 @@ from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
 from hybridrl.core import device as devices
 from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.batch import Batch
+from hybridrl.core.training.attention import slice_of
 from hybridrl.core.training.fsdp import full_tensor, host_parameters, move_parameters
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import ModelInputs, lay_out
-from hybridrl.core.training.sequence_parallel import slice_of
 
 MOST_FILES = 100  # of skipped updates that a rank writes per model
 

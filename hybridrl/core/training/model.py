@@ -23,10 +23,10 @@ from hybridrl.config.schema import ModelConfig
 from hybridrl.core.batch import token_rows
 from hybridrl.core.rounding import beyond_rounding
 from hybridrl.core.training import attention
+from hybridrl.core.training.attention import gather_slices, slice_of
 from hybridrl.core.training.linear_log_probs import token_outputs
 from hybridrl.core.training.loading import blank_model, fill, load_settings
 from hybridrl.core.training.packing import ModelInputs, lay_out, separate_rows
-from hybridrl.core.training.sequence_parallel import gather_slices, slice_of
 from hybridrl.core.training.token_outputs import Head, LogitRule, LossGradient, OutputSpec, TokenOutputs
 
 HOST = torch.device("cpu")

@@ -25,6 +25,7 @@ from hybridrl.core.required import required
 from hybridrl.core.spinning import give_way
 from hybridrl.core.training import losses
 from hybridrl.core.training import model as models
+from hybridrl.core.training.attention import sequence_group
 from hybridrl.core.training.fsdp import full_tensors, local, mesh, reshard, shard_and_fill
 from hybridrl.core.training.learner import Learner, LearnerConfig, MiniBatch, Shares, on_device
 from hybridrl.core.training.lora import add_adapter, export_adapter, export_adapter_settings, load_adapter
@@ -34,7 +35,6 @@ from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import MicroBatches, ModelInputs
 from hybridrl.core.training.seeds import training_seed
 from hybridrl.core.training.sender import Sender
-from hybridrl.core.training.sequence_parallel import sequence_group
 from hybridrl.core.training.state import StateWriter, load_state, state_of
 from hybridrl.core.training.token_outputs import Head, ReferenceOutputs, TokenOutputs
 from hybridrl.core.weights.buckets import Bucket, Handle, SyncPlan

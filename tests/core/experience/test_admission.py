@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.core.experience.admission import Admission
+from hybridrl.core.experience.asynchronous import Admission
 
 
 def started(admission: Admission, positions: range, version: int) -> Admission:

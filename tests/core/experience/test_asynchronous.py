@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.core.cluster import WorkerDied
-from hybridrl.core.experience.admission import QUEUED
-from hybridrl.core.experience.asynchronous import AsynchronousExperience
+from hybridrl.core.experience.asynchronous import QUEUED, AsynchronousExperience
 from hybridrl.core.experience.collector import Collected, NothingToLearnFrom
 from hybridrl.core.experience.dynamic_sampling import GroupFilter, NoSignal
 from hybridrl.core.experience.simulate import Cluster, Mode, Work, simulate

@@ -15,8 +15,8 @@ from hybridrl.agents.environments.conversations import Conversations
 from hybridrl.agents.environments.episode_loop import Limits
 from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeWorker
-from hybridrl.core.experience.carried import Carried
 from hybridrl.core.experience.episodes import EpisodeRunner
+from hybridrl.core.experience.spool import Carried
 from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.rollout import Request, RolloutClient, Sampling, request_seed
 from hybridrl.data.prompts import Prompt

@@ -19,8 +19,7 @@ from torch.nn.functional import logsigmoid
 from hybridrl.core.algorithms.estimators import grpo
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch
-from hybridrl.core.experience.admission import Admission
-from hybridrl.core.experience.asynchronous import AsynchronousExperience
+from hybridrl.core.experience.asynchronous import Admission, AsynchronousExperience
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Request
 from tests.core.experience import virtual

@@ -11,8 +11,7 @@ from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutpu
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from hybridrl.core.rollout.vllm.collector import Collector
-from hybridrl.core.rollout.vllm.observer import Observer
+from hybridrl.core.rollout.vllm.collector import Collector, Observer
 
 BYTES = {byte: number for number, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 

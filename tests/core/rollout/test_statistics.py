@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from hybridrl.core.rollout.statistics import EngineStats, engine_metrics
-from hybridrl.core.rollout.vllm import observer
-from hybridrl.core.rollout.vllm.observer import Observer
+from hybridrl.core.rollout.vllm import collector
+from hybridrl.core.rollout.vllm.collector import Observer
 
 
 @pytest.fixture
 def clock(monkeypatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(observer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(collector, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 

@@ -26,11 +26,11 @@ RECEIVERS = {
 }
 USED = ("__init__", "add_request", "step", "has_unfinished_requests", "sleep", "wake_up", "reset_prefix_cache")
 # An attribute of LLMEngine -> the class that hybridrl puts there.
-REPLACED = {"output_processor": ("collector.py", "Collector"), "logger_manager": ("observer.py", "Observer")}
+REPLACED = {"output_processor": ("collector.py", "Collector"), "logger_manager": ("collector.py", "Observer")}
 # A class of hybridrl's -> the abstract one of vLLM's.
 DERIVED = {
     ("worker.py", "BucketTransfer"): ("vllm.distributed.weight_transfer.base", "WeightTransferEngine"),
-    ("observer.py", "Observer"): ("vllm.v1.metrics.loggers", "StatLoggerBase"),
+    ("collector.py", "Observer"): ("vllm.v1.metrics.loggers", "StatLoggerBase"),
 }
 
 
@@ -123,7 +123,7 @@ def test_what_vllms_engine_calls_of_its_output_processor_and_logger_exists_here(
     engine = sources.members(sources.find(*ENGINE))
     here = methods(ours(*REPLACED[attribute]))
     if attribute == "logger_manager":
-        here = sources.members(sources.find(*DERIVED["observer.py", "Observer"])) | here
+        here = sources.members(sources.find(*DERIVED["collector.py", "Observer"])) | here
     calls = [
         one
         for name in USED

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.core import device as devices
+from hybridrl.core.training.attention import sequence_group
 from hybridrl.core.training.fsdp import mesh
-from hybridrl.core.training.sequence_parallel import sequence_group
 from hybridrl.core.training.state import StateWriter
 from tests.core.training.on_ranks import on_ranks
 

@@ -28,9 +28,8 @@ from hybridrl.core.required import required
 from hybridrl.core.rollout.statistics import EngineStats
 from hybridrl.core.rollout.types import Completion, Goal, Request
 from hybridrl.core.rollout.vllm import repairs
-from hybridrl.core.rollout.vllm.collector import Collector, Response
+from hybridrl.core.rollout.vllm.collector import Collector, Observer, Response
 from hybridrl.core.rollout.vllm.loop import EngineLoop
-from hybridrl.core.rollout.vllm.observer import Observer
 from hybridrl.core.rollout.vllm.requests import checked_params
 from hybridrl.core.rollout.vllm.settings import cache_bytes_per_token, cpu_cache_bytes
 from hybridrl.core.rollout.vllm.worker import BACKEND, LIBRARIES, EngineProcess, adapter_request
