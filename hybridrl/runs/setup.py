@@ -34,7 +34,6 @@ from hybridrl.health.advice import advise
 from hybridrl.health.custom import custom_rules
 from hybridrl.health.rules import RULES
 from hybridrl.report import write_report
-from hybridrl.report.prediction import predict_steps, run_sizes
 from hybridrl.runs.restarts import Adjusted, with_restarts
 from hybridrl.runs.resume import ResumePlan, check_complete, restore
 from hybridrl.runs.sinks import custom_sinks
@@ -153,15 +152,6 @@ def write_page(directory: Path) -> None:
         warn(f"{directory}/report.html could not be written: {error!r}", "report-lost")
 
 
-def print_prediction(config: PPOConfig, directory: Path) -> None:
-    """Print what the run's steps took against a simulation. Whatever goes wrong there costs the line, not the run."""
-    try:
-        if steps := predict_steps(config, run_sizes(as_dict(config)), directory):
-            info(f"\n{steps}")
-    except Exception as error:
-        warn(f"the seconds of a step could not be predicted: {error!r}", "prediction-lost")
-
-
 def host_memory() -> dict[str, int | None]:
     """Bytes that the driver holds and that processes may still allocate, and the kernel's count of kills."""
     return {"rss": psutil.Process().memory_info().rss, "left": devices.memory_left(), "oom_kills": oom_kills()}
@@ -203,8 +193,6 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
             write_page(directory)
     draw_curves(directory)
     info(summary(directory))
-    if isinstance(config, PPOConfig):
-        print_prediction(config, directory)
     for advice in advise(read_metrics(directory), config):
         info(f"\nadvice: {advice}")
 
