@@ -13,25 +13,24 @@ import shutil
 import subprocess
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 
 import psutil
 import yaml
 
-from hybridrl.checkpoint.store import list_checkpoints, saved_config
 from hybridrl.doctor import directory_parser
 from hybridrl.doctor.why import diagnose
+from hybridrl.runs.directory import CONFIG, RunDirectory
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking.faults import FILE, last_lines
-from hybridrl.tracking.records import open_records, record_files
+from hybridrl.tracking.records import CONFIGURED, open_records
 from hybridrl.tracking.secrets import mask_text, mask_values
 
 ROWS, TAIL_BYTES = 200, 1 << 17  # of metrics, and of each log
-CONFIG = "config.yaml"
-SAMPLES = ("rollout_data_dir", "validation_data_dir")
 QUIET_LOGS = ("train-", "rollout-")  # a reward may print samples into the others
 VARIABLES = re.compile(r"(CUDA|NCCL|RAY|VLLM|HF|HUGGINGFACE|TORCH|PYTORCH|OMP|PYTHON|WANDB|HYBRIDRL|SLURM|LD)_?\w*")
 
@@ -51,8 +50,8 @@ def contents(directory: Path, *, samples: bool) -> Iterator[tuple[str, str]]:
     yield "why.json", json.dumps(asdict(diagnose(directory)), indent=2)
     yield "machine.json", json.dumps(mask_values(_machine(directory)), indent=2)
     yield "packages.txt", "\n".join(sorted({f"{one.name}=={one.version}" for one in distributions()}))
-    states = {one.step: {name: one.state.get(name) for name in ("healthy", "reason", "stopped", "recovery")}
-              for one in list_checkpoints(directory)}  # fmt: skip
+    run, facts = RunDirectory(directory), ("healthy", "reason", "stopped", "recovery")
+    states = {one.step: {name: one.state.get(name) for name in facts} for one in run.checkpoints if one.state}
     yield "checkpoints.json", json.dumps(states, indent=2)
     for name in (CONFIG, FILE):
         if (directory / name).is_file():
@@ -64,7 +63,7 @@ def contents(directory: Path, *, samples: bool) -> Iterator[tuple[str, str]]:
         if samples or log.name.startswith(QUIET_LOGS):
             yield f"logs/{log.name}", last_lines(log, TAIL_BYTES)
     if samples:
-        yield from _samples(directory)
+        yield from _samples(run)
 
 
 def _values(text: str) -> str:
@@ -75,14 +74,18 @@ def _values(text: str) -> str:
         return text
 
 
-def _samples(directory: Path) -> Iterator[tuple[str, str]]:
+def _samples(run: RunDirectory) -> Iterator[tuple[str, str]]:
     """Yield the newest file of training and of validation samples."""
-    trainer = saved_config(directory).get("trainer", {})
-    for name in SAMPLES:
-        files = record_files(Path(str(trainer.get(name) or directory / "no samples")).expanduser()).values()
-        for newest in sorted(files, key=lambda file: file.stat().st_mtime)[-1:]:
-            with open_records(newest) as file:
-                yield f"samples/{name}-{newest.name.removesuffix('.gz')}", file.read()
+    for kind, name in CONFIGURED.items():
+        if files := run.samples(kind):
+            found, text = run.attempt(f"{kind}/", partial(_newest, files.values()), ("unreadable", ""))
+            yield f"samples/{name}-{found}", text
+
+
+def _newest(files: Iterable[Path]) -> tuple[str, str]:
+    path = max(files, key=lambda file: file.stat().st_mtime)
+    with open_records(path) as file:
+        return path.name.removesuffix(".gz"), file.read()
 
 
 def _machine(directory: Path) -> dict[str, object]:

@@ -7,21 +7,15 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from rich.table import Table
 
-from hybridrl.checkpoint.files import faults
-from hybridrl.checkpoint.store import is_verl, newest_good, read_checkpoint, saved_config, step_directories
-from hybridrl.core.required import required
 from hybridrl.doctor import directory_parser
+from hybridrl.runs.directory import SHOWN, RunDirectory
 from hybridrl.tracking.console import Terminal
-from hybridrl.tracking.sink import LOSSES, REWARD, is_validation_score
-
-SHOWN = 3  # damaged files of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -42,42 +36,24 @@ class Row:
 
 def list_rows(directory: Path) -> tuple[list[Row], str]:
     """Return the checkpoints by step, and the name of their score, empty if they have none."""
-    paths, saved = step_directories(directory), newest_good(directory, lambda text: None)
-    metrics = {path: one.state["metrics"] if (one := read_checkpoint(path)) else {} for path in paths}
-    name, sign = _score_name(directory, metrics.values())
-    scores = {path: values[name] for path, values in metrics.items() if name in values}
-    best = max(scores, key=lambda path: sign * scores[path], default=None)
-    rows = []
-    for path in paths:
-        one, files = read_checkpoint(path), [file.stat() for file in path.rglob("*") if file.is_file()]
-        kind = "verl" if is_verl(path) else "unreadable"
-        if one is not None:
-            kind = "recovery" if one.state["recovery"] else "kept"
-        healthy = one is None or one.state["healthy"]
-        rows.append(
-            Row(
-                step=int(path.name.removeprefix("global_step_")),
-                age=time.time() - max((file.st_mtime for file in files), default=time.time()),
-                size=sum(file.st_size for file in files),
-                damaged=[] if kind == "verl" else faults(path),
-                problem="" if healthy else required(one).state.get("reason", "no reason was recorded"),
-                kind=kind,
-                score=scores.get(path),
-                best=path == best,
-                resumes=saved is not None and path == saved.path,
-            )
+    run = RunDirectory(directory, checksums=True)
+    name, sign, scores = run.scores()
+    best, now = max(scores, key=lambda step: sign * scores[step], default=None), time.time()
+    rows = [
+        Row(
+            step=one.step,
+            age=now - (one.written or now),
+            size=one.size,
+            damaged=one.damaged,
+            problem=one.unhealthy,
+            kind=one.kind,
+            score=scores.get(one.step),
+            best=one.step == best,
+            resumes=one is run.newest,
         )
+        for one in run.checkpoints
+    ]
     return rows, name
-
-
-def _score_name(directory: Path, metrics: Iterable[dict[str, float]]) -> tuple[str, int]:
-    """Return the metric to compare by, and -1 if less is better: that of keep_best_ckpt, or else of what was logged
-    validation, reward or loss."""
-    names = sorted({name for values in metrics for name in values})
-    kept = str(saved_config(directory).get("trainer", {}).get("keep_best_ckpt") or "")
-    wanted = [kept.removeprefix("-"), *filter(is_validation_score, names), *reversed(LOSSES), *REWARD]
-    name = next((name for name in wanted if name in names), "")
-    return name, -1 if name in LOSSES or (kept.startswith("-") and name == kept[1:]) else 1
 
 
 def _table(rows: list[Row], name: str) -> Table:

@@ -11,8 +11,6 @@ from hybridrl.config.help import key_meanings
 from hybridrl.config.values import MISSING, leaves
 from hybridrl.report.contents import Contents
 
-ACTORS = "actor_rollout_ref"
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -25,16 +23,12 @@ class Setting:
     meaning: str
 
 
-def program(contents: Contents) -> str:
-    return "main_ppo" if ACTORS in contents.config or not contents.config else "main_sft"
-
-
 def settings(contents: Contents) -> list[Setting]:
     """Return the keys that differ from the shipped configuration: set ones first, then derived ones. Those that merely
     follow another key are left out."""
     if not contents.config:
         return []
-    name = "ppo_trainer" if ACTORS in contents.config else "sft_trainer"
+    name = "sft_trainer" if contents.supervised else "ppo_trainer"
     try:
         usual, meanings = shipped(name), key_meanings(CONF / f"{name}.yaml")
     except (ConfigError, OSError):
@@ -71,10 +65,7 @@ def differences(runs: Sequence[Contents]) -> list[tuple[str, list[str]]]:
 
 def environment(contents: Contents) -> dict[str, str]:
     """Return versions, commit and devices, as checkpoints and configuration have them."""
-    newest = max(contents.checkpoints, key=lambda one: one.step, default=None)
-    known = {str(name): str(value) for name, value in (newest.code if newest else {}).items()}
-    trainer = contents.config.get("trainer")
-    if isinstance(trainer, dict):
-        settings = {key: trainer.get(key) for key in ("device", "nnodes", "n_gpus_per_node", "seed")}
-        known |= {f"trainer.{key}": str(value) for key, value in settings.items() if value is not None}
-    return known
+    code = contents.checkpoints[-1].state.get("code") if contents.checkpoints else None
+    known = {str(name): str(value) for name, value in code.items()} if isinstance(code, dict) else {}
+    settings = {key: contents.trainer.get(key) for key in ("device", "nnodes", "n_gpus_per_node", "seed")}
+    return known | {f"trainer.{key}": str(value) for key, value in settings.items() if value is not None}

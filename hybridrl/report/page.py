@@ -16,7 +16,7 @@ from typing import Any
 from hybridrl.health.advice import advise
 from hybridrl.report import sections
 from hybridrl.report.configuration import differences
-from hybridrl.report.contents import NO_METRICS, Contents, read_contents
+from hybridrl.report.contents import NO_METRICS, Contents
 from hybridrl.report.curves import POINTS, Curves, Panel, as_json, colored, curves_of, panel_json
 from hybridrl.report.markup import code, folded, section, table, text
 from hybridrl.report.samples import Samples, choose_samples
@@ -46,8 +46,8 @@ class Run:
         if not self.contents.steps and self.samples.rewards:
             steps = {step: {REWARD[-1]: reward} for step, reward in self.samples.rewards.items()}
             known = [note for note in self.contents.notes if note != NO_METRICS]
-            notes = ["no metrics were logged: the reward is the mean score of the samples", *known]
-            self.contents = replace(self.contents, steps=steps, notes=notes)
+            self.contents.notes = ["no metrics were logged: the reward is the mean score of the samples", *known]
+            self.contents.steps = steps
 
     @cached_property
     def intervals(self) -> dict:
@@ -88,8 +88,7 @@ def render(run_dirs: Sequence[Path], samples: int = 200, *, served: bool = False
     """Return the page. `served`: a server has all samples; `live`: its version, so that the page follows the run."""
     names = _names([Path(one) for one in run_dirs])
     runs = [
-        Run(read_contents(path, name), samples // len(names), max(POINTS // len(names), 100))
-        for path, name in names.items()
+        Run(Contents(path, name), samples // len(names), max(POINTS // len(names), 100)) for path, name in names.items()
     ]
     data = _data(runs) | {"served": served, "live": live}
     script = (FOLDER / "logic.js").read_text(encoding="utf-8") + (FOLDER / "page.js").read_text(encoding="utf-8")
@@ -144,8 +143,8 @@ def _head(runs: Sequence[Run]) -> str:
         notes = "".join(sections.notes(run.contents, run.samples) for run in runs)
         return f"<header><h1>{len(runs)} runs</h1>{table(columns, rows, 'runs')}{folded('Notes', notes)}</header>"
     run = runs[0]
-    began = run.contents.began[:16].replace("T", " ")
-    where = f"{text(_shown(run.contents.directory))}{f' · started {text(began)} UTC' * bool(began)}"
+    began = run.contents.started[:16].replace("T", " ")
+    where = f"{text(_shown(run.contents.path))}{f' · started {text(began)} UTC' * bool(began)}"
     return (
         f'<header><h1>{text(run.contents.name)}</h1><p class="kicker">{where}</p>'
         f'<p class="sentence">{text(run.sentence)}</p>'

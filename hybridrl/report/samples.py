@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, quantiles, stdev
 
-from hybridrl.report.contents import LARGEST, UNREADABLE, Contents
+from hybridrl.report.contents import LARGEST, Contents
 from hybridrl.report.curves import GROUPS, POINTS, Points
+from hybridrl.runs.directory import UNREADABLE
 from hybridrl.tracking.records import SampleRecord, read_records
 
 READ_BYTES = 24 << 20  # of all files of a run; of larger ones, steps at equal distances are read

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 from statistics import median
 
-from hybridrl.report.configuration import Setting, environment, program, settings
+from hybridrl.report.configuration import Setting, environment, settings
 from hybridrl.report.contents import Contents, LogExcerpt, log_excerpts
 from hybridrl.report.curves import PHASE_ORDER
 from hybridrl.report.health_table import HealthRow, health_rows, shown
@@ -45,7 +45,7 @@ def failure(contents: Contents) -> str:
         why = (
             "faults.jsonl has no end: it was killed by hand, by a scheduler, by the kernel or by a crash of the machine"
         )
-        ask = f"python -m hybridrl.doctor why {shlex.quote(str(contents.directory))}"
+        ask = f"python -m hybridrl.doctor why {shlex.quote(str(contents.path))}"
         return f'<div class="failure"><h2>The run was killed</h2><p>{why}.</p>{command(ask)}</div>'
     trace = f"<pre>{text(chr(10).join(map(str, end.tail)))}</pre>" if end.tail else ""
     if not trace and (excerpt := cause_of(contents, end)):
@@ -160,14 +160,8 @@ def duration_exact(seconds: float) -> str:
 
 
 def configuration(contents: Contents) -> str:
-    rows, name = settings(contents), shlex.quote(str(contents.directory))
-    resume = f"python -m hybridrl.{program(contents)} -cp {name} -cn config"
-    trainer = contents.config.get("trainer")
-    if isinstance(trainer, dict) and trainer.get("resume_mode") != "auto":
-        resume += " trainer.resume_mode=auto"
-    inside = (
-        f"<h3>Continue this run</h3>{command(resume)}" if any(one.resumable for one in contents.checkpoints) else ""
-    )
+    rows, resumable = settings(contents), any(one.resumable for one in contents.checkpoints)
+    inside = f"<h3>Continue this run</h3>{command(contents.resume_command())}" if resumable else ""
     if rows:
         columns = ("key", "value", "default")
         inside += f"<h3>Different from the default</h3>{table(columns, map(_setting_cells, rows), 'settings')}"
@@ -176,7 +170,7 @@ def configuration(contents: Contents) -> str:
         inside += f'<h3>Environment</h3><ul class="environment">{items}</ul>'
     if contents.config_text:
         inside += folded("The whole config.yaml", f"<pre>{text(contents.config_text)}</pre>")
-    there = (contents.directory / "config.yaml").exists()
+    there = (contents.path / "config.yaml").exists()
     about = "config.yaml cannot be read." if there else "There is no config.yaml."
     return section("configuration", "Configuration", inside, "" if contents.config else about)
 
@@ -191,14 +185,13 @@ def _setting_cells(row: Setting) -> tuple[str, ...]:
 def checkpoints(contents: Contents) -> str:
     about = "" if contents.checkpoints else "No checkpoint was saved."
     rows = []
-    newest = max((one.step for one in contents.checkpoints if one.resumable), default=-1)
     for one in contents.checkpoints:
         sign = "bad" if one.problem else "good"
         state = text(one.problem) or ("files are as saved, by size" if one.kind != "verl" else "saved by verl")
-        use = "a run resumes here" if one.step == newest else one.lacks
+        use = one.lacks or ("a run resumes here" if one is contents.newest else "")
         kind = one.kind if one.kind != "kept" else ""
         rows.append(
-            (f'<span class="dot {sign}"></span><code>{text(one.name)}</code>', size(one.size), kind, state, use)
+            (f'<span class="dot {sign}"></span><code>{text(one.path.name)}</code>', size(one.size), kind, state, use)
         )
     columns = ("checkpoint", ">size", "kind", "state", "")
     return section("checkpoints", "Checkpoints", table(columns, rows) if rows else "", about)

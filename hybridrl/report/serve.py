@@ -10,10 +10,11 @@ from threading import Lock
 from urllib.parse import parse_qs, urlsplit
 
 from hybridrl.config import ConfigError
-from hybridrl.report.contents import UNREADABLE, read_contents
+from hybridrl.report.contents import Contents
 from hybridrl.report.page import render
 from hybridrl.report.samples import Shown, grouped
 from hybridrl.report.texts import Pool
+from hybridrl.runs.directory import UNREADABLE
 from hybridrl.tracking.records import read_records
 
 HOST = "127.0.0.1"
@@ -49,7 +50,7 @@ class Site:
 
     def step(self, run: int, kind: str, step: int) -> dict:
         """Return all samples of a step, as the page's data has them; KeyError or IndexError if there are none."""
-        contents = read_contents(self.runs[run])
+        contents = Contents(self.runs[run])
         records = list(read_records((contents.training if kind == "training" else contents.validation)[step]))
         pool = Pool()
         shown = [Shown(record, kind, group, ["loaded"]) for group in grouped(records) for record in group]

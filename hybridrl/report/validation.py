@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hybridrl.evaluation.statistics import compare, mean
-from hybridrl.report.contents import UNREADABLE, Contents
+from hybridrl.report.contents import Contents
 from hybridrl.report.curves import INTERVAL, Points
 from hybridrl.report.markup import table, text
 from hybridrl.report.samples import evenly, is_number
 from hybridrl.report.verdicts import validations
+from hybridrl.runs.directory import UNREADABLE
 from hybridrl.tracking.records import read_records
 
 MOST_BYTES, MOST_STEPS = 12 << 20, 20

@@ -236,13 +236,13 @@ def _resumable(contents: Contents) -> Light:
     if not good:
         newest = next(reversed(contents.checkpoints), None)
         if newest and newest.lacks and contents.end is not None and contents.end.code == FINISHED:
-            return Light(question, "fair", f"{newest.name}: {newest.lacks}")
+            return Light(question, "fair", f"{newest.path.name}: {newest.lacks}")
         problem = newest and (newest.problem or newest.lacks)
         return Light(question, "bad", f"no good checkpoint: {problem}" if problem else "no checkpoint was saved")
     newest = max(good, key=lambda one: one.step)
     lost = contents.last_step - newest.step
     if contents.end is not None and contents.end.code == FINISHED and lost <= 0:
-        return Light(question, "good", f"the last step is saved in {newest.name}")
+        return Light(question, "good", f"the last step is saved in {newest.path.name}")
     text = f"from step {newest.step}" + (f"; {lost} later steps would be repeated" if lost > 0 else "")
     return Light(question, "good" if lost <= max(10, contents.last_step // 10) else "fair", text)
 

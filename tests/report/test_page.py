@@ -212,7 +212,8 @@ def test_whatever_is_damaged_the_page_is_written(tmp_path):
         for name in draw.sample(files, 4):
             content = (run / name).read_bytes()
             if name.suffix in (".json", ".jsonl") and draw.random() < 0.7:
-                lines = [json.dumps(damaged(json.loads(line), draw)) for line in content.splitlines()]
+                records = [content] if name.suffix == ".json" else content.splitlines()
+                lines = [json.dumps(damaged(json.loads(record), draw)) for record in records]
                 (run / name).write_text("\n".join(lines) + "\n")
             else:
                 torn = bytearray(content[: draw.randrange(len(content) + 1)])
