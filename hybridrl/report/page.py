@@ -17,14 +17,14 @@ from hybridrl.health.advice import advise
 from hybridrl.report import sections
 from hybridrl.report.configuration import differences
 from hybridrl.report.contents import NO_METRICS, Contents
-from hybridrl.report.curves import POINTS, Curves, Panel, as_json, colored, curves_of, panel_json
+from hybridrl.report.curves import POINTS, Curves, Panel, as_json, curves_of, panel_json
 from hybridrl.report.markup import code, folded, section, table, text
 from hybridrl.report.samples import Samples, choose_samples
-from hybridrl.report.svg import draw
 from hybridrl.report.texts import Pool
 from hybridrl.report.validation import compare_runs, intervals
 from hybridrl.report.verdicts import QUESTIONS, Light, lights, sentence
 from hybridrl.tracking.glossary import entry_of
+from hybridrl.tracking.report import CURVES
 from hybridrl.tracking.sink import REWARD
 
 FOLDER = Path(__file__).parent
@@ -98,7 +98,8 @@ def render(run_dirs: Sequence[Path], samples: int = 200, *, served: bool = False
     title = " · ".join(run.contents.name for run in runs)
     links = "".join(f'<a href="#{name}">{shown}</a>' for name, shown in _links(runs))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+    policy += "connect-src 'self'; img-src data:"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{text(title)} · run report</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -159,19 +160,24 @@ def _shown(directory: Path) -> Path:
 
 
 def _curves(runs: Sequence[Run]) -> str:
-    """The toolbar, which the script fills, and the panels of the first run as pictures."""
+    """The toolbar and the panels, which the script fills; without scripts, the picture that a run has drawn itself."""
     curves = runs[0].curves
-    panels = "".join(
-        f'<figure class="panel" data-panel="{number}"><figcaption>{text(panel.title)}'
-        f"<small>{text(panel.unit)}</small></figcaption>{draw(panel, curves.series, curves.marks)}"
-        f"{_key(panel)}</figure>"
-        for number, panel in enumerate(curves.panels)
-    )
     marks = f'<p class="about">Vertical lines: {text(_marks(curves))}.</p>' if curves.marks else ""
     absent = f'<p class="about">Not logged: {", ".join(text(name) for name in curves.absent)}.</p>'
     empty = '<p class="about">There are no steps, so there are no curves.</p>'
-    body = f'<div id="toolbar"></div><div class="panels" id="panels">{panels}</div>'
-    return section("curves", "Curves", (body + marks if panels else empty) + absent * bool(curves.absent and panels))
+    pictures = "".join(_picture(run) for run in runs)
+    without = f"<noscript><p>Panels of all curves need JavaScript.</p>{pictures}</noscript>"
+    body = f'<div id="toolbar"></div><div class="panels" id="panels"></div>{without}'
+    known = bool(curves.panels)
+    return section("curves", "Curves", (body + marks if known else empty) + absent * (bool(curves.absent) and known))
+
+
+def _picture(run: Run) -> str:
+    """A run's curves.png, as far as it has drawn it."""
+    with suppress(OSError):
+        data = base64.b64encode((run.contents.path / CURVES).read_bytes()).decode()
+        return f'<img alt="Curves of {text(run.contents.name)}" src="data:image/png;base64,{data}">'
+    return ""
 
 
 def _marks(curves: Curves) -> str:
@@ -184,12 +190,6 @@ def _marks(curves: Curves) -> str:
         [f"updates skipped in {len(skipped)} step{'s' * (len(skipped) > 1)}, first in {skipped[0]}"] if skipped else []
     )
     return "; ".join(texts)
-
-
-def _key(panel: Panel) -> str:
-    """Which line is which, and what the band is."""
-    items = "".join(f'<li><i class="{color}"></i>{text(line.label)}</li>' for line, color in colored(panel))
-    return f'<ul class="key">{items}</ul>' + (f'<p class="note">{text(panel.note)}</p>' if panel.note else "")
 
 
 def _samples(runs: Sequence[Run]) -> str:

@@ -25,12 +25,13 @@ Metrics = dict[str, float]
 Series = dict[int, float]  # step -> value
 Warn = Callable[[str, str], None]  # called with a text and its code
 
+CURVES = "curves.png"
 CONTENTS = {
     "config.yaml": "the configuration of the run",
     "metrics.jsonl": "all metrics, one line per step",
     FILE: "warnings, and how the run ended: python -m hybridrl.doctor why",
     "report.html": "everything about the run on one page",
-    "curves.png": "the curves",
+    CURVES: "the curves",
     "samples": "validation samples",
     "rollouts": "training samples",
     "tensorboard": "for `tensorboard --logdir`",
@@ -167,7 +168,7 @@ def _read_lines(path: Path, warn: Warn = warn) -> list[tuple[str, dict[str, floa
 def draw_curves(run_dir: Path, title: str | None = None) -> Path | None:
     """Draw `curves.png`, by default titled with the directory's name. Returns None if there is nothing to draw."""
     panels = _panels(read_metrics(run_dir))
-    return _draw(panels, title or run_dir.name, run_dir / "curves.png") if panels else None
+    return _draw(panels, title or run_dir.name, run_dir / CURVES) if panels else None
 
 
 def draw_runs(directory: Path, runs: Mapping[str, Path]) -> Path:

@@ -1,7 +1,6 @@
 """Panels, thinning and marks."""
 
 from hybridrl.report.curves import POINTS, averaged, panels_of, thinned
-from hybridrl.report.svg import as_bars, padded, short, ticks
 
 
 def test_thinning_keeps_both_ends_and_every_extreme():
@@ -28,18 +27,3 @@ def test_a_panel_without_data_has_no_lines_and_one_of_supervised_training_is_lef
     assert len(panels) == 8 and "Loss" not in panels
     assert panels["Entropy"] and not panels["Validation"]
     assert [panel.title for panel in panels_of(["train/loss"])] == ["Loss", "Gradient norm", "Seconds per step"]
-
-
-def test_ticks_are_round_and_few():
-    assert [round(tick, 9) for tick in ticks(0, 1)] == [0, 0.2, 0.4, 0.6, 0.8, 1]
-    assert ticks(1, 3, whole=True) == [1, 2, 3]
-    assert [short(value) for value in (12_000, 2.5e-7, 0.25, 3e6)] == ["12k", "2.5e-7", "0.25", "3M"]
-
-
-def test_an_axis_has_room_but_none_below_zero():
-    assert padded(0.0, 1.0) == (0.0, 1.06)
-    assert padded(1.0, 1.0) == (0.9, 1.1)
-
-
-def test_bars_meet_half_way():
-    assert as_bars([1, 2, 4], [5, 6, 7]) == ([1, 1.5, 1.5, 3, 3, 4], [5, 5, 6, 6, 7, 7])
