@@ -212,7 +212,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
     ),
     "why": ("why", "DIR: how the run of a directory is, or why it ended, and the command to continue with"),
     "checkpoints": ("checkpoints", "DIR: every checkpoint of a run with age, size, health and score"),
-    "report": ("archive", "DIR [--samples]: packs what a bug report needs of a run, secrets masked"),
+    "bundle": ("archive", "DIR [--samples]: packs what a bug report needs of a run, secrets masked"),
     "replay": ("replay", "DIR [--step N]: computes a step of a run again, and names the rows that moved the gradient"),
     "clean": ("clean", "[DIR ...] [--yes]: lists, or removes, what dead runs have left on this machine"),
     "selftest-resume": (
@@ -220,13 +220,14 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
         "key=value ...: kills a short run repeatedly and compares it with one that was not killed",
     ),
 }
+FORMER = {"report": "bundle"}
 USES = [f"{name} {use}" for name, (_, use) in COMMANDS.items()]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status: 0, 1 (an error, or a failed test), 2 (usage), 130 (Ctrl-C)."""
     arguments = sys.argv[1:] if argv is None else argv
-    first = arguments[0] if arguments else ""
+    first = FORMER.get(arguments[0], arguments[0]) if arguments else ""
     if first not in COMMANDS and "=" not in first and not first.startswith(("-", "~")):
         print("expected key=value, or one of the commands:")
         print("\n".join(f"  python -m hybridrl.doctor {use}" for use in USES))

@@ -1,4 +1,4 @@
-"""`python -m hybridrl.doctor report DIR`: packs what a bug report needs of a run, without weights, data or secrets.
+"""`python -m hybridrl.doctor bundle DIR`: packs what a bug report needs of a run, without weights, data or secrets.
 
 Configuration, faults, the last metrics, the ends of the logs, versions and the machine. Of samples, and of the reward's
 log, which may show them, nothing is packed unless requested. What looks like a secret is masked in every file.
@@ -121,15 +121,15 @@ def pack(directory: Path, target: Path, *, samples: bool = False) -> list[str]:
 
 def main(argv: list[str]) -> int:
     parser = directory_parser(
-        "report",
+        "bundle",
         "Pack configuration, faults, metrics, ends of logs, versions and machine for a bug report: no weights, no "
         "data, secrets masked. Look through it before you send it.",
     )
     parser.add_argument("--samples", action="store_true", help="also the newest samples and the reward's log")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: report-<time>.tar.gz in this directory")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: bundle-<time>.tar.gz in this directory")
     arguments = parser.parse_args(argv)
     directory = arguments.directory
-    target = arguments.out or Path(f"report-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
+    target = arguments.out or Path(f"bundle-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
     names = pack(directory, target, samples=arguments.samples)
     print(f"{target} ({target.stat().st_size / 1e3:.0f} kB): {', '.join(names)}")
     return 0

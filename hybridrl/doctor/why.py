@@ -57,7 +57,7 @@ def check(run: RunDirectory, otherwise: Change | None = None) -> str:
 
 
 def bundle(run: RunDirectory) -> str:
-    return f"python -m hybridrl.doctor report {named(run)}"
+    return f"python -m hybridrl.doctor bundle {named(run)}"
 
 
 def log(run: RunDirectory) -> str:

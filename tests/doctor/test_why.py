@@ -234,7 +234,7 @@ def test_a_run_that_finished_although_it_learned_nothing_shows_the_diagnosis(con
 
 
 def test_a_directory_that_is_not_there_is_rejected(capsys):
-    for command in ("why", "checkpoints", "rescore", "replay", "report"):
+    for command in ("why", "checkpoints", "rescore", "replay", "bundle"):
         with pytest.raises(SystemExit) as ended:
             doctor.main([command, "nope", *(["--reward", "r.py"] if command == "rescore" else [])])
         assert ended.value.code == 2
