@@ -16,8 +16,7 @@ from hybridrl.config.findings import Finding, Findings, show
 from hybridrl.config.keys import current_name, entry_of, holds, tree, verl_keys
 from hybridrl.config.load import resolve_config
 from hybridrl.config.values import value_of
-from hybridrl.doctor.launches import Launch, launches_of
-from hybridrl.doctor.script_commands import quoted, readable
+from hybridrl.doctor.launches import Launch, launches_of, quoted, readable
 from hybridrl.tracking.console import print_text
 
 # Values for keys that a command does not set in a usable way.

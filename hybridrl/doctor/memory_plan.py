@@ -19,8 +19,7 @@ from hybridrl.core.rollout.vllm.settings import cpu_cache_bytes
 from hybridrl.core.training.linear_log_probs import tokens_at_once
 from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.worker import LearnerConfig
-from hybridrl.doctor.gpus import UTILIZATION, visible_gpus
-from hybridrl.doctor.machine import GIB
+from hybridrl.doctor.machine import GIB, UTILIZATION, visible_gpus
 from hybridrl.doctor.memory_sizes import FULL, Models, Shard, read_models
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import save_times

@@ -15,14 +15,12 @@ from typing import Any
 
 from hybridrl.health.advice import advise
 from hybridrl.report import sections
-from hybridrl.report.configuration import differences
-from hybridrl.report.contents import NO_METRICS, Contents
+from hybridrl.report.contents import NO_METRICS, Contents, differences
 from hybridrl.report.curves import POINTS, Curves, Panel, as_json, curves_of, panel_json
 from hybridrl.report.markup import code, folded, section, table, text
 from hybridrl.report.samples import Samples, choose_samples
 from hybridrl.report.texts import Pool
-from hybridrl.report.validation import compare_runs, intervals
-from hybridrl.report.verdicts import QUESTIONS, Light, lights, sentence
+from hybridrl.report.verdicts import QUESTIONS, Light, compare_runs, intervals, lights, sentence
 from hybridrl.tracking.glossary import entry_of
 from hybridrl.tracking.report import CURVES
 from hybridrl.tracking.sink import REWARD

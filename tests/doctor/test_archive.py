@@ -10,7 +10,7 @@ import pytest
 from hybridrl.checkpoint.store import Store
 from hybridrl.core.required import required
 from hybridrl.doctor import __main__ as doctor
-from hybridrl.doctor.archive import TAIL_BYTES, mask, pack
+from hybridrl.doctor.leftovers import TAIL_BYTES, mask, pack
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import recording

@@ -17,7 +17,7 @@ from hybridrl.config.load import resolve_config
 from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.doctor import memory_plan as memory_plan_module
 from hybridrl.doctor import memory_sizes
-from hybridrl.doctor.gpus import Gpu
+from hybridrl.doctor.machine import Gpu
 from hybridrl.doctor.memory_plan import (
     DEVICE_BYTES,
     MACHINE_BYTES,

@@ -7,11 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from hybridrl.checkpoint.files import write_manifest
-from hybridrl.report.configuration import differences, settings
-from hybridrl.report.contents import Contents, log_excerpts
-from hybridrl.report.health_table import health_rows, ranges
+from hybridrl.report.contents import Contents, differences, log_excerpts, settings
 from hybridrl.report.samples import Samples, choose_samples
-from hybridrl.report.sections import checkpoints, configuration, failure, times
+from hybridrl.report.sections import checkpoints, configuration, failure, health_rows, ranges, times
 from tests.report.synthetic import write_run
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.report.contents import Contents
-from hybridrl.report.health_table import health_rows
 from hybridrl.report.samples import Samples
+from hybridrl.report.sections import health_rows
 from hybridrl.report.verdicts import lights, sentence
 from hybridrl.tracking import summary
 from hybridrl.tracking.change import Change, change_of

@@ -1,6 +1,6 @@
 """What the machines of a run must have in common: `machine_facts` measures one machine, `compare` judges them all.
 
-Knows no Ray; `probe.py` calls the first on every machine of a run. Facts are named texts and numbers. A fact that is
+Knows no Ray; `machines.py` calls the first on every machine of a run. Facts are named texts and numbers. A fact that is
 empty or None where a machine should have something, such as a path, is reported.
 """
 
