@@ -15,7 +15,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -213,7 +213,7 @@ def check_machine(config: PPOConfig | SFTConfig, findings: Findings, facts: Fact
         return
     if shared is None:
         findings.warn("machine.shm", f"there is no {SHARED}", f"mount -t tmpfs -o size=8G tmpfs {SHARED}")
-    elif (store := _object_store(config, shared)) < (needed := _batch_bytes(config)):
+    elif (store := _object_store(config.ray_kwargs.ray_init, shared)) < (needed := _batch_bytes(config)):
         cause = f"a step may have {needed / GIB:.1f} GiB of rows, and Ray's store for objects in {SHARED} has "
         fix = f"docker run --shm-size={-(-4 * needed // GIB)}g, or set "
         fix += f"ray_kwargs.ray_init.object_store_memory={2 * needed} where {SHARED} has room for it"
@@ -224,11 +224,9 @@ def check_machine(config: PPOConfig | SFTConfig, findings: Findings, facts: Fact
         findings.warn("machine.shm", cause, f"docker run --shm-size=8g, or mount -o remount,size=8G {SHARED}")
 
 
-def _object_store(config: PPOConfig | SFTConfig, shared: int) -> int:
+def _object_store(ray_init: Mapping[str, Any], shared: int) -> int:
     """Bytes of Ray's object store: by default 30% of the memory, as far as there is room for it."""
-    return int(
-        config.ray_kwargs.ray_init.get("object_store_memory") or min(0.3 * psutil.virtual_memory().total, shared)
-    )
+    return int(ray_init.get("object_store_memory") or min(0.3 * psutil.virtual_memory().total, shared))
 
 
 def _batch_bytes(config: PPOConfig | SFTConfig) -> int:

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, takewhile
 from typing import Any
@@ -25,7 +25,6 @@ from hybridrl.agents.environments.calls import call_parser
 from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.agents.environments.environment import Message
 from hybridrl.agents.environments.template import TOOL
-from hybridrl.config import PPOConfig
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import ConfigError, Findings
 from hybridrl.data.prompts import Prompt, PromptDataset
@@ -47,9 +46,8 @@ RESPONSE = "ANSWER"
 TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
 
 
-def check_rows(config: PPOConfig, prompts: PromptDataset, validation: PromptDataset | None, findings: Findings) -> None:
-    """Report the lengths of the prompts, and warn about probable mistakes."""
-    limit = config.data.max_prompt_length
+def check_rows(prompts: PromptDataset, validation: PromptDataset | None, limit: int, findings: Findings) -> None:
+    """Report the lengths of the prompts next to their `limit`, and warn about probable mistakes."""
     training = _check_dataset(prompts, "data.train_files", limit, findings)
     if validation is None:
         return
@@ -121,10 +119,14 @@ def _beginning(texts: Texts) -> str:
 
 
 def check_template(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], findings: Findings
+    model: str,
+    arguments: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    findings: Findings,
 ) -> None:
     """Show how the row with the most roles is rendered, and check that responses begin and end as generation expects.
-    Needs prompts."""
+    `arguments` are the template's; needs prompts."""
     some = [prompts[index] for index in range(0, len(prompts), -(-len(prompts) // SEARCHED))]
     prompt = max(some, key=lambda prompt: len({message["role"] for message in as_chat(prompt.messages)}))
     chat, templated = as_chat(prompt.messages), bool(tokenizer.chat_template)
@@ -132,7 +134,7 @@ def check_template(
         tokenizer.apply_chat_template,
         tools=prompt.tools or None,
         tokenize=False,
-        **config.data.apply_chat_template_kwargs | row_arguments(prompt.columns, arguments_read(tokenizer)),
+        **arguments | row_arguments(prompt.columns, arguments_read(tokenizer)),
     )
     text = render(chat, add_generation_prompt=True) if templated else str(prompt.messages)
     plain = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -153,7 +155,7 @@ def check_template(
     with contextlib.suppress(TemplateError):  # a template for prompts only
         complete = render([*chat, {"role": "assistant", "content": RESPONSE}], add_generation_prompt=False)
         unopened = render(chat, add_generation_prompt=False)
-        _check_response(config, tokenizer, text, complete, unopened, findings)
+        _check_response(end_tokens(model, tokenizer), tokenizer, text, complete, unopened, findings)
 
 
 def _check_tokens(
@@ -179,7 +181,12 @@ def _check_tokens(
 
 
 def _check_response(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, text: str, complete: str, unopened: str, findings: Findings
+    ends: Iterable[int],
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    complete: str,
+    unopened: str,
+    findings: Findings,
 ) -> None:
     """Check how the template opens and closes a response: `complete` is the rendered chat with one, `unopened` without
     a generation prompt."""
@@ -189,7 +196,6 @@ def _check_response(
         cause = "the chat template does not open the assistant's turn, so the model may continue as the user"
         fix = f"honour add_generation_prompt in the template: {TEMPLATE}"
         findings.warn("template.no-opening", cause, fix, keys=TEMPLATE)
-    ends = end_tokens(config.actor_rollout_ref.model.path, tokenizer)
     if not there or set(tokenizer(closing, add_special_tokens=False)["input_ids"]) & set(ends):
         return
     names = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))

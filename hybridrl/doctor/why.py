@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import psutil
 
@@ -32,7 +31,8 @@ SILENT_SECONDS, SILENT_STEPS = 60.0, 5.0  # without a step: the greater of the s
 FULL_BYTES = 1 << 20  # free, or fewer, on a disk that is full
 SHOWN = 300  # characters of an error
 REJECTED = "python -m hybridrl.doctor key=value ..., with the arguments of the run"
-Change = Callable[[dict[str, Any]], str]  # from configuration to an override
+FEWER_CHECKPOINTS = "trainer.max_actor_ckpt_to_keep=1"
+OPTIMIZER_ON_HOST = "engine.fsdp_config.offload_policy=true"
 TRIED = re.compile(r"^(?:tried: |  )((?:[\w.]+=\S+ {0,2}(?:instead of \S+)?)+)", re.MULTILINE)  # with too little memory
 
 
@@ -45,15 +45,11 @@ class Verdict:
     command: str
 
 
-def resume(run: RunDirectory, change: Change | None = None) -> str:
-    return run.resume_command(change(run.config) if change and run.config else "")
-
-
-def check(run: RunDirectory, otherwise: Change | None = None) -> str:
+def check(run: RunDirectory, otherwise: str = "") -> str:
     """Return the command that checks the configuration, tries its reward, and plans its memory; of a supervised run,
     which the doctor does not know, that to continue with a change."""
     known = f"python -m hybridrl.doctor -cp {named(run)} -cn config"
-    return known if ACTORS in run.config else resume(run, otherwise)
+    return known if ACTORS in run.config else run.resume_command(otherwise)
 
 
 def bundle(run: RunDirectory) -> str:
@@ -74,39 +70,32 @@ def named(run: RunDirectory) -> str:
     return shlex.quote(str(run.path))
 
 
-def fewer_checkpoints(config: dict[str, Any]) -> str:
-    return "trainer.max_actor_ckpt_to_keep=1"
-
-
-def optimizer_on_host(config: dict[str, Any]) -> str:
-    return "engine.fsdp_config.offload_policy=true"
-
-
-def lower_rate(config: dict[str, Any]) -> str:
-    key = f"{f'{ACTORS}.actor.' * (ACTORS in config)}optim.lr"
+def lower_rate(run: RunDirectory) -> str:
+    """Return the command that continues the run with a tenth of its learning rate."""
+    key = f"{f'{ACTORS}.actor.' * (not run.supervised)}optim.lr"
     try:
-        return f"{key}={value_of(config, key) / 10:.2g}"
+        return run.resume_command(f"{key}={value_of(run.config, key) / 10:.2g}")
     except (KeyError, TypeError):  # a configuration that was edited
-        return f"{key}=..."
+        return run.resume_command(f"{key}=...")
 
 
 # Code of an end -> what it means, and the command to continue with.
 ENDS: dict[str, tuple[str, Callable[[RunDirectory], str]]] = {
-    "device-memory": ("a device ran out of memory", lambda run: check(run, optimizer_on_host)),
+    "device-memory": ("a device ran out of memory", lambda run: check(run, OPTIMIZER_ON_HOST)),
     "host-memory": ("the machine ran out of memory", check),
-    "disk-full": ("the disk is full", lambda run: resume(run, fewer_checkpoints)),
-    "save-failed": ("a checkpoint could not be saved", resume),
+    "disk-full": ("the disk is full", lambda run: run.resume_command(FEWER_CHECKPOINTS)),
+    "save-failed": ("a checkpoint could not be saved", RunDirectory.resume_command),
     "checkpoint-damaged": ("the checkpoint to resume from is damaged", listing),
-    "worker-died": ("a process of the run died", resume),
+    "worker-died": ("a process of the run died", RunDirectory.resume_command),
     "worker-failed": ("a worker failed", bundle),
-    "no-response": ("a process hung", resume),
+    "no-response": ("a process hung", RunDirectory.resume_command),
     "engine-start": ("a rollout engine could not start", log),
     "rollout-failed": ("responses could not be sampled", log),
     "reward-faults": ("the reward function failed", check),
     "no-signal": ("there was nothing to learn from", check),
     "nothing-to-learn-from": ("there was nothing to learn from", check),
-    "unhealthy": ("a diagnosis stopped it", lambda run: resume(run, lower_rate)),
-    "broken-updates": ("updates were not finite", lambda run: resume(run, lower_rate)),
+    "unhealthy": ("a diagnosis stopped it", lower_rate),
+    "broken-updates": ("updates were not finite", lower_rate),
     "stale-weights": ("an engine did not compute with the trainer's weights", bundle),
     "disagreement": ("engine and trainer compute different log-probs", bundle),
     "wrong-mode": ("the program is at fault", bundle),
@@ -128,7 +117,9 @@ def diagnose(directory: Path) -> Verdict:
     if end.code == FINISHED:
         return _finished(run)
     if end.code == STOPPED:
-        return Verdict(STOPPED, f"{_request(run) or end.text} stopped it {run.place}{_saved(run)}", resume(run))
+        return Verdict(
+            STOPPED, f"{_request(run) or end.text} stopped it {run.place}{_saved(run)}", run.resume_command()
+        )
     if end.code == "rejected":
         cause = f"configuration or data were rejected before the start: {_shown(end.text)}"
         return Verdict(end.code, cause, REJECTED)
@@ -163,16 +154,16 @@ def _killed(run: RunDirectory) -> Verdict:
     where, before = f"{run.place}{_saved(run)}", [one.memory.get("oom_kills") for one in run.last_run]
     kills, last = oom_kills(), max([run.logged, *(one.at.timestamp() for one in run.last_run)])
     if psutil.boot_time() > last:
-        return Verdict("machine-restarted", f"the machine was restarted or lost power {where}", resume(run))
+        return Verdict("machine-restarted", f"the machine was restarted or lost power {where}", run.resume_command())
     if kills and before and before[0] is not None and kills > before[0]:
         cause = f"the driver was killed {where}; for lack of memory the kernel has killed {kills - before[0]} processes"
         return Verdict("host-memory", f"{cause} since the run began", check(run))
     if (free := shutil.disk_usage(run.path).free) < FULL_BYTES:
         cause = f"the disk is full ({free} bytes are free), so the end {run.place} could not be recorded"
-        return Verdict("disk-full", cause, resume(run, fewer_checkpoints))
+        return Verdict("disk-full", cause, run.resume_command(FEWER_CHECKPOINTS))
     request = _request(run)
     by = f"after {request} and before its step was saved" if request else "by hand, by a scheduler or by a crash"
-    return Verdict("killed", f"the driver was killed {where}, {by}: {FILE} has no end", resume(run))
+    return Verdict("killed", f"the driver was killed {where}, {by}: {FILE} has no end", run.resume_command())
 
 
 def _request(run: RunDirectory) -> str:
