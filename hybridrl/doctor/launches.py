@@ -65,7 +65,7 @@ PER_NODE = ("--nproc_per_node", "--nproc-per-node")
 
 
 @dataclass
-class Launch:
+class TrainingLaunch:
     """A training run that a script starts; `derived` programs have code of their own."""
 
     system: str
@@ -82,7 +82,7 @@ class Launch:
             self.findings.warn("program", cause)
 
 
-def launches_of(script: Path, arguments: Sequence[str]) -> list[Launch]:
+def launches_of(script: Path, arguments: Sequence[str]) -> list[TrainingLaunch]:
     """Return the runs that a script starts with these arguments, or the one that a YAML file describes.
 
     Raises ValueError if there is none, or the script cannot be read.
@@ -91,7 +91,7 @@ def launches_of(script: Path, arguments: Sequence[str]) -> list[Launch]:
     if script.suffix in (".yaml", ".yml"):  # settings by themselves; the sections show which system they belong to
         values = file_values(script, []).values
         system = "AReaL" if "gconfig" in values else "SkyRL" if "generator" in values else "verl"
-        launches = [Launch(system, PPOConfig, "the script it is for", system == "AReaL", {"file": str(script)})]
+        launches = [TrainingLaunch(system, PPOConfig, "the script it is for", system == "AReaL", {"file": str(script)})]
     else:
         commands, stopped = commands_of(script, arguments)
         different = dict.fromkeys(map(tuple, commands))  # a loop may start the same run until it succeeds
@@ -108,7 +108,7 @@ def launches_of(script: Path, arguments: Sequence[str]) -> list[Launch]:
     return launches
 
 
-def _launch(words: list[str]) -> Launch | None:
+def _launch(words: list[str]) -> TrainingLaunch | None:
     """Return the training run that a command starts, if it starts one."""
     configured = any(word.partition("=")[0] == "--config" for word in words)
     before, rest = [], iter(words)
@@ -121,7 +121,7 @@ def _launch(words: list[str]) -> Launch | None:
     else:
         return _by_settings(words)
     _, system, schema, derived = program
-    launch = Launch(system, schema, before[-1], derived)
+    launch = TrainingLaunch(system, schema, before[-1], derived)
     if schema is SFTConfig:  # torchrun's devices
         for word, following in itertools.pairwise(before):
             option, equals, value = word.partition("=")
@@ -131,14 +131,14 @@ def _launch(words: list[str]) -> Launch | None:
     return _with_arguments(launch, rest)
 
 
-def _by_settings(words: list[str]) -> Launch | None:
+def _by_settings(words: list[str]) -> TrainingLaunch | None:
     """Return the run of a program with a name of its own, whose command sets keys of a system."""
     program, names = _program(words), [word.lstrip("+~") for word in words if "=" in word]
     system = next((system for start, system in SETTINGS if any(name.startswith(start) for name in names)), None)
     if system is None or program is None or NOT_TRAINING.search(program):
         return None
     after = words.index(program) + 1
-    return _with_arguments(Launch(system, PPOConfig, program, True), words[after:])
+    return _with_arguments(TrainingLaunch(system, PPOConfig, program, True), words[after:])
 
 
 def _program(words: list[str]) -> str | None:
@@ -151,7 +151,7 @@ def _program(words: list[str]) -> str | None:
     return None
 
 
-def _with_arguments(launch: Launch, words: Iterable[str]) -> Launch:
+def _with_arguments(launch: TrainingLaunch, words: Iterable[str]) -> TrainingLaunch:
     """Add what follows the program in its command: its options, and its overrides."""
     words = iter(words)
     for word in words:
@@ -163,7 +163,7 @@ def _with_arguments(launch: Launch, words: Iterable[str]) -> Launch:
     return launch
 
 
-def _read_file(launch: Launch, script: Path) -> None:
+def _read_file(launch: TrainingLaunch, script: Path) -> None:
     """Put the values of the launch's settings file, which is found as by the script's program, from this directory or
     one above the script, before those of its command."""
     options = launch.options

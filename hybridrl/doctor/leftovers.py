@@ -155,7 +155,7 @@ def bundle(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckpointRow:
     """A checkpoint: seconds since it was saved, bytes, damaged files, why it is not healthy (empty: it is), and its
     score if its state has one. `kind` is kept, recovery, verl or unreadable; `resumes`: `resume_mode=auto` takes it."""
 
@@ -170,13 +170,13 @@ class Row:
     resumes: bool
 
 
-def list_rows(directory: Path) -> tuple[list[Row], str]:
+def list_rows(directory: Path) -> tuple[list[CheckpointRow], str]:
     """Return the checkpoints by step, and the name of their score, empty if they have none."""
     run = RunDirectory(directory, checksums=True)
     name, sign, scores = run.scores()
     best, now = max(scores, key=lambda step: sign * scores[step], default=None), time.time()
     rows = [
-        Row(
+        CheckpointRow(
             step=one.step,
             age=now - (one.written or now),
             size=one.size,
@@ -192,7 +192,7 @@ def list_rows(directory: Path) -> tuple[list[Row], str]:
     return rows, name
 
 
-def _checkpoint_table(rows: list[Row], name: str) -> Table:
+def _checkpoint_table(rows: list[CheckpointRow], name: str) -> Table:
     table = Table(title_justify="left")
     for column, side in (("step", "right"), ("age", "right"), ("size", "right"), ("state", "left")):
         table.add_column(column, justify=side, overflow="fold")
@@ -212,7 +212,7 @@ def _checkpoint_table(rows: list[Row], name: str) -> Table:
     return table
 
 
-def _style(row: Row) -> str:
+def _style(row: CheckpointRow) -> str:
     return "red" if row.damaged else "yellow" if row.problem else "bold" if row.resumes else ""
 
 

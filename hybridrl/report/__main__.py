@@ -17,7 +17,7 @@ from hybridrl.config import ConfigError
 from hybridrl.report.contents import Contents, is_run
 from hybridrl.report.page import MOST_RUNS, render, write_report
 from hybridrl.report.samples import Shown, grouped
-from hybridrl.report.texts import Pool
+from hybridrl.report.texts import SamplePool
 from hybridrl.runs.directory import UNREADABLE
 from hybridrl.tracking.console import print_text
 from hybridrl.tracking.records import read_records
@@ -128,7 +128,7 @@ class Site:
         """Return all samples of a step, as the page's data has them; KeyError or IndexError if there are none."""
         contents = Contents(self.runs[run])
         records = list(read_records((contents.training if kind == "training" else contents.validation)[step]))
-        pool = Pool()
+        pool = SamplePool()
         shown = [Shown(record, kind, group, ["loaded"]) for group in grouped(records) for record in group]
         pool.add(run, shown[:MOST_SAMPLES])
         return pool.data()
@@ -152,7 +152,7 @@ def serve(runs: Sequence[Path], port: int, samples: int, *, live: bool) -> int:
 def make_server(site: Site, port: int) -> ThreadingHTTPServer:
     """Return a server on this machine's own address; port 0 takes any that is free."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class PageHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             # A page of another site may name this address; only requests that were meant for it are answered.
             if not HOSTS.fullmatch(self.headers.get("Host", "")):
@@ -188,7 +188,7 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
         def log_message(self, format: str, *arguments: object) -> None:
             return
 
-    return ThreadingHTTPServer((HOST, port), Handler)
+    return ThreadingHTTPServer((HOST, port), PageHandler)
 
 
 if __name__ == "__main__":

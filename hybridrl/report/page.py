@@ -18,8 +18,8 @@ from hybridrl.report import sections
 from hybridrl.report.contents import NO_METRICS, Contents, differences
 from hybridrl.report.curves import POINTS, Curves, Panel, as_json, curves_of, panel_json
 from hybridrl.report.markup import code, folded, section, table, text
-from hybridrl.report.samples import Samples, choose_samples
-from hybridrl.report.texts import Pool
+from hybridrl.report.samples import ChosenSamples, choose_samples
+from hybridrl.report.texts import SamplePool
 from hybridrl.report.verdicts import QUESTIONS, Light, compare_runs, intervals, lights, sentence
 from hybridrl.tracking.glossary import entry_of
 from hybridrl.tracking.report import CURVES
@@ -31,7 +31,7 @@ MOST_RUNS = 8  # as many colors as there are
 
 
 @dataclass
-class Run:
+class ReportedRun:
     """A run with everything that the page shows of it, measured when it is first needed."""
 
     contents: Contents
@@ -40,7 +40,7 @@ class Run:
 
     def __post_init__(self) -> None:
         """Take the rewards of the samples where no metrics were logged, as in a directory of verl's files."""
-        self.samples: Samples = choose_samples(self.contents, self.count)
+        self.samples: ChosenSamples = choose_samples(self.contents, self.count)
         if not self.contents.steps and self.samples.rewards:
             steps = {step: {REWARD[-1]: reward} for step, reward in self.samples.rewards.items()}
             known = [note for note in self.contents.notes if note != NO_METRICS]
@@ -86,7 +86,8 @@ def render(run_dirs: Sequence[Path], samples: int = 200, *, served: bool = False
     """Return the page. `served`: a server has all samples; `live`: its version, so that the page follows the run."""
     names = _names([Path(one) for one in run_dirs])
     runs = [
-        Run(Contents(path, name), samples // len(names), max(POINTS // len(names), 100)) for path, name in names.items()
+        ReportedRun(Contents(path, name), samples // len(names), max(POINTS // len(names), 100))
+        for path, name in names.items()
     ]
     data = _data(runs) | {"served": served, "live": live}
     script = (FOLDER / "logic.js").read_text(encoding="utf-8") + (FOLDER / "page.js").read_text(encoding="utf-8")
@@ -117,14 +118,14 @@ def _names(paths: Sequence[Path]) -> dict[Path, str]:
     return {path: path.name if last.count(path.name) == 1 else f"{path.parent.name}/{path.name}" for path in absolute}
 
 
-def _links(runs: Sequence[Run]) -> list[tuple[str, str]]:
+def _links(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     known = {"curves": "Curves"} | ({"comparison": "Comparison"} if len(runs) > 1 else {}) | {"samples": "Samples"}
     if len(runs) == 1:
         known |= {name: name.capitalize() for name in ("health", "time", "configuration", "checkpoints", "log")}
     return list(known.items())
 
 
-def _head(runs: Sequence[Run]) -> str:
+def _head(runs: Sequence[ReportedRun]) -> str:
     if len(runs) > 1:
         columns = ("", "run", "in one sentence", *QUESTIONS.values())
         rows = [
@@ -157,7 +158,7 @@ def _shown(directory: Path) -> Path:
     return directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory
 
 
-def _curves(runs: Sequence[Run]) -> str:
+def _curves(runs: Sequence[ReportedRun]) -> str:
     """The toolbar and the panels, which the script fills; without scripts, the picture that a run has drawn itself."""
     curves = runs[0].curves
     marks = f'<p class="about">Vertical lines: {text(_marks(curves))}.</p>' if curves.marks else ""
@@ -170,7 +171,7 @@ def _curves(runs: Sequence[Run]) -> str:
     return section("curves", "Curves", (body + marks if known else empty) + absent * (bool(curves.absent) and known))
 
 
-def _picture(run: Run) -> str:
+def _picture(run: ReportedRun) -> str:
     """A run's curves.png, as far as it has drawn it."""
     with suppress(OSError):
         data = base64.b64encode((run.contents.path / CURVES).read_bytes()).decode()
@@ -190,7 +191,7 @@ def _marks(curves: Curves) -> str:
     return "; ".join(texts)
 
 
-def _samples(runs: Sequence[Run]) -> str:
+def _samples(runs: Sequence[ReportedRun]) -> str:
     shown = sum(len(run.samples.shown) for run in runs)
     if not shown:
         return section("samples", "Samples", "", "There are no samples in this run's directory.")
@@ -207,7 +208,7 @@ def _samples(runs: Sequence[Run]) -> str:
     return section("samples", "Samples", f'<div id="browser"></div>{without}', about)
 
 
-def _of_one(run: Run) -> list[str]:
+def _of_one(run: ReportedRun) -> list[str]:
     contents = run.contents
     return [
         sections.health(contents, run.samples),
@@ -218,7 +219,7 @@ def _of_one(run: Run) -> list[str]:
     ]
 
 
-def _of_several(runs: Sequence[Run]) -> list[str]:
+def _of_several(runs: Sequence[ReportedRun]) -> list[str]:
     """All sections of each run, folded; their anchors would be there several times."""
     return [
         folded(
@@ -229,7 +230,7 @@ def _of_several(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _comparison(runs: Sequence[Run]) -> str:
+def _comparison(runs: Sequence[ReportedRun]) -> str:
     """Where the configurations differ, and the difference of validation scores on the same questions."""
     names = [run.contents.name for run in runs]
     rows = differences([run.contents for run in runs])
@@ -256,9 +257,9 @@ def _namespace(value: Any) -> Any:
     return SimpleNamespace(**{str(k): _namespace(v) for k, v in value.items()}) if isinstance(value, dict) else value
 
 
-def _data(runs: Sequence[Run]) -> dict[str, Any]:
+def _data(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     """Everything that the script reads; all that the panels do not need is compressed, unless it is short."""
-    pool, shown, more = Pool(), [], []
+    pool, shown, more = SamplePool(), [], []
     for number, run in enumerate(runs):
         pool.add(number, run.samples.shown)
         known, others = as_json(run.curves)

@@ -12,7 +12,7 @@ from hybridrl.health.rules import RULES, VALIDATION, Rule
 from hybridrl.report.contents import Contents, LogExcerpt, Setting, environment, log_excerpts, settings
 from hybridrl.report.curves import PHASE_ORDER
 from hybridrl.report.markup import code, command, folded, section, size, table, text
-from hybridrl.report.samples import Samples
+from hybridrl.report.samples import ChosenSamples
 from hybridrl.report.verdicts import WORDS, Light, duration, number, series, validation_mean
 from hybridrl.tracking.change import change_of
 from hybridrl.tracking.faults import ACTOR, BEGUN, FINISHED, Fault
@@ -93,7 +93,7 @@ class HealthRow:
         return "" if self.is_fact or not self.metric else "good"
 
 
-def health_rows(contents: Contents, samples: Samples) -> list[HealthRow]:
+def health_rows(contents: Contents, samples: ChosenSamples) -> list[HealthRow]:
     """Return rules that held first, then the others, then figures of the samples. Of a supervised run only rules that
     held: most are about what it does not have."""
     held = contents.held
@@ -153,7 +153,7 @@ def _diagnoses(contents: Contents, first: dict[str, int]) -> dict[str, Diagnosis
     return found
 
 
-def _sample_rows(contents: Contents, samples: Samples) -> list[HealthRow]:
+def _sample_rows(contents: Contents, samples: ChosenSamples) -> list[HealthRow]:
     rows = []
     if samples.read:
         share = sum(samples.faults.values()) / samples.read
@@ -186,7 +186,7 @@ def shown(value: float | None) -> str:
     return "" if value is None or not math.isfinite(value) else number(value) if abs(value) >= 0.005 else f"{value:.2g}"
 
 
-def health(contents: Contents, samples: Samples) -> str:
+def health(contents: Contents, samples: ChosenSamples) -> str:
     rows = health_rows(contents, samples)
     fired = sum(bool(row.held) and row.code != "faults" for row in rows)
     about = "No rule fired." if not fired else f"{fired} of the rules fired; those come first."
@@ -337,7 +337,7 @@ def log(contents: Contents) -> str:
     return section("log", "Log", inside, about)
 
 
-def notes(contents: Contents, samples: Samples) -> str:
+def notes(contents: Contents, samples: ChosenSamples) -> str:
     """What this page could not show."""
     items = [*contents.notes, *samples.notes[:10]]
     if samples.steps and samples.steps_read < samples.steps:

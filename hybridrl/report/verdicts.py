@@ -16,7 +16,7 @@ from hybridrl.health.rules import RULES
 from hybridrl.report.contents import Contents
 from hybridrl.report.curves import INTERVAL, Points
 from hybridrl.report.markup import table, text
-from hybridrl.report.samples import Samples, evenly, is_number
+from hybridrl.report.samples import ChosenSamples, evenly, is_number
 from hybridrl.runs.directory import UNREADABLE
 from hybridrl.tracking.change import change_of
 from hybridrl.tracking.faults import FINISHED
@@ -77,7 +77,7 @@ def sentence(contents: Contents, intervals: dict[str, Points]) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def lights(contents: Contents, samples: Samples) -> list[Light]:
+def lights(contents: Contents, samples: ChosenSamples) -> list[Light]:
     return [
         _learns(contents),
         _stable(contents),
@@ -177,7 +177,7 @@ def _stable(contents: Contents) -> Light:
     return Light(question, "good", "; ".join(parts) or "no diagnosis, no update was skipped")
 
 
-def _usable(contents: Contents, samples: Samples) -> Light:
+def _usable(contents: Contents, samples: ChosenSamples) -> Light:
     question = "Are the samples usable?"
     measured: list[tuple[State, str]] = []
     for name, what in (("response_length/clip_ratio", "cut off"), ("response/repeated_ngrams", "repeated 4-grams")):
@@ -206,7 +206,7 @@ def _usable(contents: Contents, samples: Samples) -> Light:
     return Light(question, worst, "in the last steps: " + ", ".join(text for _, text in ordered))
 
 
-def _taught(samples: Samples) -> list[tuple[State, str]]:
+def _taught(samples: ChosenSamples) -> list[tuple[State, str]]:
     """Return what share of the prompts teaches nothing, if it is most of them: no fault where these are solved."""
     solved, share = samples.solved or 0.0, (samples.solved or 0.0) + samples.stuck
     if share <= 0.5:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybridrl.checkpoint.files import write_manifest
 from hybridrl.report.contents import Contents, differences, log_excerpts, settings
-from hybridrl.report.samples import Samples, choose_samples
+from hybridrl.report.samples import ChosenSamples, choose_samples
 from hybridrl.report.sections import checkpoints, configuration, failure, health_rows, ranges, times
 from tests.report.synthetic import write_run
 
@@ -25,7 +25,7 @@ def test_a_rule_that_held_comes_first_with_its_steps_and_what_it_measured_then(t
         *[cut | {"health/truncation": float(step > 2)} for step in range(2, 6)],
     ]
     write_metrics(tmp_path, steps)
-    row = health_rows(Contents(tmp_path), Samples())[0]
+    row = health_rows(Contents(tmp_path), ChosenSamples())[0]
     assert (row.code, row.held, row.holds_now) == ("truncation", "steps 3 to 5", True)
     assert row.cause.startswith("50% of the responses are cut off at 64 tokens")
     assert "data.max_response_length=128" in row.fix and row.limit == "30% in 2 steps in a row"
@@ -33,7 +33,7 @@ def test_a_rule_that_held_comes_first_with_its_steps_and_what_it_measured_then(t
 
 def test_a_custom_rule_that_held_has_a_row_with_its_steps(tmp_path):
     write_metrics(tmp_path, [{"critic/score/mean": 0.5, "health/slow-grader": float(step > 2)} for step in range(1, 6)])
-    row = health_rows(Contents(tmp_path), Samples())[0]
+    row = health_rows(Contents(tmp_path), ChosenSamples())[0]
     assert (row.code, row.held, row.holds_now, row.sign) == ("slow-grader", "steps 3 to 5", True, "bad")
 
 
@@ -142,7 +142,7 @@ def test_a_rule_without_its_metric_is_neither_good_nor_bad_and_tokens_are_shares
     steps = [{"critic/rewards/mean": 0.5, "perf/response_tokens": 200.0} for _ in range(10)]
     steps[-1]["sampling/unknown_tokens"] = 5.0
     write_metrics(tmp_path, steps)
-    rows = {row.code: row for row in health_rows(Contents(tmp_path), Samples(length_correlation=0.9))}
+    rows = {row.code: row for row in health_rows(Contents(tmp_path), ChosenSamples(length_correlation=0.9))}
     assert (rows["entropy-collapse"].sign, rows["length-reward"].sign, rows["unknown-tokens"].sign) == ("", "", "good")
     assert (rows["unknown-tokens"].start, rows["unknown-tokens"].now) == (0.0, 0.005)  # (0 x 4 + 5 / 200) / 5
     assert rows["length-reward"].limit == ""
@@ -150,7 +150,7 @@ def test_a_rule_without_its_metric_is_neither_good_nor_bad_and_tokens_are_shares
 
 def test_a_supervised_run_has_no_table_of_rules(tmp_path):
     write_metrics(tmp_path, [{"train/loss": 1.0, "train/skipped_updates": 0.0}] * 5)
-    assert health_rows(Contents(tmp_path), Samples()) == []
+    assert health_rows(Contents(tmp_path), ChosenSamples()) == []
 
 
 def test_a_run_whose_directory_is_locked_is_running_until_its_end_is_recorded(tmp_path):
