@@ -16,6 +16,7 @@ from hybridrl.report.samples import ChosenSamples
 from hybridrl.report.verdicts import WORDS, Light, duration, number, series, validation_mean
 from hybridrl.tracking.change import change_of
 from hybridrl.tracking.faults import ACTOR, BEGUN, FINISHED, Fault
+from hybridrl.tracking.report import ranges
 
 SYMBOLS = {"good": "✓", "fair": "!", "bad": "✕"}
 SLOWEST = 8
@@ -109,7 +110,7 @@ def health_rows(contents: Contents, samples: ChosenSamples) -> list[HealthRow]:
             change.before if change else None,
             change.after if change else None,
             rule.limit,
-            ranges(steps),
+            ranges(steps, 4),
             diagnosis.cause if diagnosis else "",
             diagnosis.fix if diagnosis else "",
             contents.last_step in steps,
@@ -119,7 +120,7 @@ def health_rows(contents: Contents, samples: ChosenSamples) -> list[HealthRow]:
     known = {rule.code for rule in RULES}
     for name, steps in held.items():  # of custom rules, whose code a reader of the files does not run
         if name not in known:
-            rows.append(HealthRow(name, "", None, None, "", ranges(steps), holds_now=contents.last_step in steps))
+            rows.append(HealthRow(name, "", None, None, "", ranges(steps, 4), holds_now=contents.last_step in steps))
     rows.sort(key=lambda row: not row.held)
     return rows + _sample_rows(contents, samples)
 
@@ -169,17 +170,6 @@ def _sample_rows(contents: Contents, samples: ChosenSamples) -> list[HealthRow]:
         if now is not None:
             rows.append(HealthRow(name, what, start[0] if start else None, now, "", "", is_fact=True))
     return rows
-
-
-def ranges(steps: list[int]) -> str:
-    """`steps 3 to 7, 12`."""
-    if not steps:
-        return ""
-    inside = set(steps)
-    begins = [step for step in steps if step - 1 not in inside]
-    ends = [step for step in steps if step + 1 not in inside]
-    texts = [f"{a} to {b}" if a < b else f"{a}" for a, b in zip(begins, ends, strict=True)]
-    return f"steps {', '.join(texts[:4])}" + f" and {len(texts) - 4} more" * (len(texts) > 4)
 
 
 def shown(value: float | None) -> str:

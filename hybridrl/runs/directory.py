@@ -29,7 +29,7 @@ from hybridrl.config.foreign_files import read_mapping
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import FINISHED, STOPPED, Fault, last_run, read_faults
 from hybridrl.tracking.records import records_of
-from hybridrl.tracking.report import Metrics, read_metrics
+from hybridrl.tracking.report import Metrics, held_diagnoses, read_metrics
 from hybridrl.tracking.sink import LOSSES, REWARD, is_validation_score
 
 T = TypeVar("T")
@@ -144,12 +144,7 @@ class RunDirectory:
     @cached_property
     def held(self) -> dict[str, list[int]]:
         """The steps in which each diagnosis held, by code."""
-        held: dict[str, list[int]] = {}
-        for step, metrics in self.trained.items():
-            for name in metrics:
-                if name.startswith("health/") and metrics[name]:
-                    held.setdefault(name.removeprefix("health/"), []).append(step)
-        return held
+        return held_diagnoses(self.steps)
 
     @cached_property
     def faults(self) -> list[Fault]:

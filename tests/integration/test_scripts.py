@@ -27,7 +27,7 @@ SHELL = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("scripts/
 ELSEWHERE = {
     "scripts/mutation.py": "tests/test_mutation.py",
     "scripts/simulate_async.py": "tests/simulation/test_simulate_command.py",
-    "scripts/sizing.py": "tests/doctor/test_sizing.py",
+    "scripts/sizing.py": "tests/doctor/test_pages.py",
     "scripts/benchmark/bare.py": "scripts/benchmark/step.py",
     "scripts/benchmark/export.py": "scripts/benchmark/all.py",
     "scripts/benchmark/families.py": "tests/integration/test_families.py",

@@ -1,4 +1,4 @@
-"""Health, times, configuration, checkpoints and log of a run, as the page's data and tables have them."""
+"""Health, times, configuration, checkpoints, log and curves of a run, as the page's data and tables have them."""
 
 import fcntl
 import json
@@ -8,8 +8,10 @@ from pathlib import Path
 
 from hybridrl.checkpoint.files import write_manifest
 from hybridrl.report.contents import Contents, differences, log_excerpts, settings
+from hybridrl.report.curves import POINTS, averaged, panels_of, thinned
 from hybridrl.report.samples import ChosenSamples, choose_samples
-from hybridrl.report.sections import checkpoints, configuration, failure, health_rows, ranges, times
+from hybridrl.report.sections import checkpoints, configuration, failure, health_rows, times
+from hybridrl.tracking.report import ranges
 from tests.report.synthetic import write_run
 
 
@@ -40,6 +42,7 @@ def test_a_custom_rule_that_held_has_a_row_with_its_steps(tmp_path):
 def test_steps_in_a_row_are_one_range():
     assert ranges([1, 2, 3, 7]) == "steps 1 to 3, 7"
     assert ranges([]) == ""
+    assert ranges([1, 3, 5], most=2) == "steps 1, 3 and 1 more"
 
 
 def test_a_key_is_set_derived_or_follows_another_and_is_then_left_out(tmp_path):
@@ -167,3 +170,29 @@ def test_a_run_whose_directory_is_locked_is_running_until_its_end_is_recorded(tm
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert Contents(run).ending == "ended normally"
+
+
+def test_thinning_keeps_both_ends_and_every_extreme():
+    steps = list(range(10_000))
+    values = [0.0] * 10_000
+    values[1234], values[7777] = 5.0, -5.0
+    kept_steps, kept = thinned(steps, values)
+    assert len(kept) <= POINTS and kept_steps[0] == 0 and kept_steps[-1] == 9999
+    assert kept[kept_steps.index(1234)] == 5.0 and kept[kept_steps.index(7777)] == -5.0
+
+
+def test_short_series_are_kept_as_they_are():
+    assert thinned([1, 2], [0.1234567, 2]) == ([1, 2], [0.12346, 2])
+
+
+def test_series_that_are_stacked_are_averaged_at_the_same_steps():
+    steps = list(range(1, 1201))
+    kept, values = averaged(steps, [float(step % 2) for step in steps])
+    assert len(kept) == 300 and kept[-1] == 1200 and set(values) == {0.5}
+
+
+def test_a_panel_without_data_has_no_lines_and_one_of_supervised_training_is_left_out():
+    panels = {panel.title: panel.lines for panel in panels_of(["critic/score/mean", "actor/entropy"])}
+    assert len(panels) == 8 and "Loss" not in panels
+    assert panels["Entropy"] and not panels["Validation"]
+    assert [panel.title for panel in panels_of(["train/loss"])] == ["Loss", "Gradient norm", "Seconds per step"]
