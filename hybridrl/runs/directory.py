@@ -224,9 +224,9 @@ class RunDirectory:
 
     @property
     def newest(self) -> SavedCheckpoint | None:
-        """The checkpoint that a run with resume_mode=auto takes."""
-        good = (one for one in reversed(self.checkpoints) if one.current and not one.problem)
-        return next(good, None)
+        """The checkpoint that a run with resume_mode=auto takes: verl's only if there is no good one of its own."""
+        good = [one for one in self.checkpoints if one.current and not one.problem]
+        return next(reversed(good or [one for one in self.checkpoints if one.kind == "verl"]), None)
 
     def scores(self) -> tuple[str, int, dict[int, float]]:
         """Return by what checkpoints are compared, -1 if less of it is better, and its values by step: the metric of

@@ -65,6 +65,16 @@ def test_it_is_the_checkpoint_that_the_store_selects_after_a_run_went_back_too(r
     assert directory.checkpoints[1].lacks == "model only" and not directory.checkpoints[1].resumable
 
 
+def test_a_checkpoint_of_verl_is_resumed_from_where_there_is_no_good_one_of_the_run(run):
+    verl = run / "global_step_9" / "actor"
+    verl.mkdir(parents=True)
+    (verl / "model_world_size_1_rank_0.pt").touch()
+    assert resumed_step(run) == 4
+    for step in (1, 2, 4):
+        (run / f"global_step_{step}" / "manifest.json").unlink()
+    assert resumed_step(run) == 9
+
+
 def test_metrics_of_an_earlier_run_are_not_those_of_the_one_that_was_killed(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(json.dumps({"step": 7, "critic/score/mean": 0.5}) + "\n")
