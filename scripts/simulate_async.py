@@ -1,7 +1,7 @@
 """What asynchronous rollout would gain: `python scripts/simulate_async.py --lengths RUN_DIR`, or with assumed lengths
 `--mean 4096 --sigma 0.8 --cap 32768 --groups 1024 --engines 16 --slots 16 --train-share 0.25`. docs/asynchronous.md
 
-The law is core/experience/simulate.py. With a run, its lengths are used, and where they are not given its sizes and
+The law is simulation/simulate.py. With a run, its lengths are used, and where they are not given its sizes and
 seconds: config.yaml and metrics.jsonl in its directory.
 """
 
@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import yaml
+from simulation.recorded import Sizes, Times, recorded_lengths, resample, run_sizes, run_times
+from simulation.simulate import Cluster, Mode, Prediction, Work, best_split, log_normal_lengths, simulate
 
 from hybridrl.config import ConfigError
 from hybridrl.core.experience.asynchronous import QUEUED
-from hybridrl.core.experience.simulate import Cluster, Mode, Prediction, Work, best_split, log_normal_lengths, simulate
-from hybridrl.report.prediction import Sizes, Times, recorded_lengths, resample, run_sizes, run_times
 from hybridrl.tracking import read_metrics
 
 DEFAULTS = {"groups": 1024, "n": 1, "engines": 16, "slots": 16, "prompt_tokens": 0.0}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import resolve_config
-from hybridrl.doctor.memory_plan import Run, make_plans
+from hybridrl.doctor.memory_plan import PlannedRun, make_plans
 from hybridrl.doctor.memory_sizes import read_models
 
 PAGE = Path(__file__).parent.parent / "docs" / "machines.md"
@@ -51,7 +51,7 @@ def fewest(size: str, gigabytes: int, way: str, root: Path) -> int | None:
             for share in range(18, 3, -1) if run else ():
                 assert run is not None
                 run.config.actor_rollout_ref.rollout.gpu_memory_utilization = share / 20
-                asked = Run(run.config, run.models, gigabytes * 10**9)
+                asked = PlannedRun(run.config, run.models, gigabytes * 10**9)
                 device, *_ = make_plans(asked)
                 rows = asked.cache // asked.row_bytes
                 if device.peak <= (1 - SPARE) * asked.gpu and rows >= LEAST_ROWS:
@@ -60,7 +60,7 @@ def fewest(size: str, gigabytes: int, way: str, root: Path) -> int | None:
 
 
 @cache
-def planned(size: str, way: str, gpus: int, width: int, root: Path) -> Run | None:
+def planned(size: str, way: str, gpus: int, width: int, root: Path) -> PlannedRun | None:
     """The run of a model on a number of GPUs, or None if the configuration is rejected."""
     arguments = [
         "trainer.device=cuda",
@@ -79,7 +79,7 @@ def planned(size: str, way: str, gpus: int, width: int, root: Path) -> Run | Non
     resolved = resolve_config(PPOConfig, arguments, "ppo_trainer", offline=True)
     if resolved.config is None or resolved.findings.errors:
         return None
-    return Run(resolved.config, read_models(resolved.config), 0)
+    return PlannedRun(resolved.config, read_models(resolved.config), 0)
 
 
 def write_models(root: Path) -> None:

@@ -29,7 +29,13 @@ GROUND = """
 """
 # Who may name a library, as beginnings of paths.
 KNOWN_TO = {
-    "ray": ("core/cluster/", "core/training/worker.py", "core/rollout/fleet.py", "agents/environments/pool.py"),
+    "ray": (
+        "core/cluster/",
+        "core/training/worker.py",
+        "core/rollout/fleet.py",
+        "agents/environments/pool.py",
+        "doctor/machines.py",
+    ),
     "vllm": ("core/rollout/vllm/", "model_merger/vllm_check.py"),
     "hydra": ("config/compose.py",),
     "omegaconf": ("config/compose.py",),
@@ -205,9 +211,7 @@ def test_imports_stand_at_the_top() -> None:
     [
         "hybridrl.config",
         "hybridrl.doctor.__main__",
-        "hybridrl.doctor.archive",
-        "hybridrl.doctor.checkpoints",
-        "hybridrl.doctor.clean",
+        "hybridrl.doctor.leftovers",
         "hybridrl.compat.migrate",
         "hybridrl.doctor.why",
         "hybridrl.evaluation.statistics",

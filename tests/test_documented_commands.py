@@ -17,6 +17,7 @@ from hybridrl.config.load import resolve_config
 from hybridrl.config.load_eval import VERL_NAMES
 from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig, SFTConfig
 from hybridrl.doctor.__main__ import COMMANDS as DOCTOR
+from hybridrl.runs.plugins import PLUGINS
 from hybridrl.serve import OWN
 
 TOP = Path(__file__).parent.parent
@@ -94,7 +95,8 @@ def command_faults(name: str, words: list[str]) -> list[str]:
     module = COMMANDS[name][0] if name in COMMANDS else "hybridrl.__main__"
     if name == "doctor" and words and words[0] in DOCTOR:
         file = DOCTOR[words[0]][0]
-        module = f"hybridrl.doctor.{file}" if isinstance(file, str) else "hybridrl.doctor.__main__"
+        file = "__main__" if callable(file) else file
+        module = PLUGINS.get(file, f"hybridrl.doctor.{file}").partition(":")[0]
         words = words[1:]
     elif name == "doctor" and words and "=" not in words[0] and not words[0].startswith("-"):
         return [f"doctor has no command {words[0]}"]

@@ -59,13 +59,15 @@ def write_manifest(directory: Path) -> None:
     (directory / MANIFEST).write_text(_manifest_text(files), encoding="utf-8")
 
 
-def faults(directory: Path, below: str = "") -> list[str]:
-    """Return one line per missing, truncated, changed or unreadable file of the manifest whose name starts so."""
+def faults(directory: Path, below: str = "", *, checksums: bool = True) -> list[str]:
+    """Return one line per missing, truncated, changed or unreadable file of the manifest whose name starts so; without
+    `checksums` files are compared by size only."""
     try:
         files = _read_manifest(directory)
     except ValueError as error:
         return [f"{MANIFEST}: {error}"]
-    checked = ((name, _fault(directory / name, entry)) for name, entry in files.items() if name.startswith(below))
+    named = {name: entry for name, entry in files.items() if name.startswith(below)}
+    checked = ((name, _fault(directory / name, entry, checksums)) for name, entry in named.items())
     return [f"{name}: {fault}" for name, fault in checked if fault]
 
 
@@ -100,12 +102,12 @@ def _manifest_text(files: object) -> str:
     return f'{{"crc32": "{zlib.crc32(body.encode()):08x}",\n"files": {body}}}\n'
 
 
-def _fault(path: Path, entry: dict[str, Any]) -> str | None:
+def _fault(path: Path, entry: dict[str, Any], checksum: bool = True) -> str | None:
     try:
         size = path.stat().st_size
         if size != entry["bytes"]:
             return f"{size} of {entry['bytes']} bytes"
-        return None if _crc32(path) == entry["crc32"] else "changed since it was written"
+        return None if not checksum or _crc32(path) == entry["crc32"] else "changed since it was written"
     except FileNotFoundError:
         return "missing"
     except OSError as error:

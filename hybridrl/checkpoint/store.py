@@ -24,7 +24,7 @@ from hybridrl.checkpoint.files import faults, flush_to_disk, is_intact, publish,
 from hybridrl.config import ConfigError
 from hybridrl.config.files import SHARDS, VERL_SHARDS
 from hybridrl.config.foreign_files import read_mapping
-from hybridrl.tracking.console import info, warn
+from hybridrl.tracking.console import info
 
 STATE = "state.json"
 LOCK = ".lock"  # held by the run that uses a directory
@@ -68,21 +68,6 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     kinds = {name: type(state.get(name)) for name in STATE_KINDS}
     sound = kinds == STATE_KINDS and all(isinstance(value, int | float) for value in state["metrics"].values())
     return Checkpoint(step_number(path), path, state) if sound else None
-
-
-def saved_config(directory: Path) -> dict[str, Any]:
-    """Return the configuration that a run has left; empty without one, and with a warning if it cannot be used."""
-    file = directory / "config.yaml"
-    if not file.exists():
-        return {}
-    try:
-        config = read_mapping(file)
-        if not isinstance(config.get("trainer"), dict):
-            raise ValueError("it has no section trainer")
-    except ValueError as error:
-        warn(f"{file} cannot be used: {error}")
-        return {}
-    return config
 
 
 def check(path: Path) -> list[str]:

@@ -16,8 +16,7 @@ from hybridrl.config.findings import Finding, Findings, show
 from hybridrl.config.keys import current_name, entry_of, holds, tree, verl_keys
 from hybridrl.config.load import resolve_config
 from hybridrl.config.values import value_of
-from hybridrl.doctor.launches import Launch, launches_of
-from hybridrl.doctor.script_commands import quoted, readable
+from hybridrl.doctor.launches import TrainingLaunch, launches_of, quoted, readable
 from hybridrl.tracking.console import print_text
 
 # Values for keys that a command does not set in a usable way.
@@ -49,7 +48,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"{script} has parentheses, brackets or quotes nested too deeply to be read")
 
 
-def _migrate(launch: Launch) -> int:
+def _migrate(launch: TrainingLaunch) -> int:
     schema, findings = launch.schema, launch.findings
     written = launch.overrides = _quoted_values(launch)
     if launch.system != "verl":
@@ -83,7 +82,7 @@ def _migrate(launch: Launch) -> int:
     return int(bool(findings.errors))
 
 
-def _quoted_values(launch: Launch) -> list[str]:
+def _quoted_values(launch: TrainingLaunch) -> list[str]:
     """Return the overrides, with quotes around the values that Hydra cannot read: it takes few characters unquoted."""
     overrides = []
     for text in launch.overrides:
@@ -101,7 +100,7 @@ def _is_read(text: str, schema: type) -> bool:
     return not any(finding.code == "syntax" for finding in findings.items)
 
 
-def _report_left_out(written: list[str], remaining: Iterable[str], launch: Launch) -> None:
+def _report_left_out(written: list[str], remaining: Iterable[str], launch: TrainingLaunch) -> None:
     """Report in one line the overrides that are not in the command below and that no other line names."""
     items = launch.findings.items
     named = {*remaining, *itertools.chain(*(re.findall(r"[\w.]+", _line(finding)) for finding in items))}
@@ -125,7 +124,7 @@ def _line(finding: Finding) -> str:
     return text.replace("\n", "\n# ") + (f" (also {', '.join(more)})" if more else "")
 
 
-def _other_defaults(launch: Launch) -> list[str]:
+def _other_defaults(launch: TrainingLaunch) -> list[str]:
     """Report the other system's defaults of keys that the script does not set, and return overrides for them."""
     written, overrides = parse_overrides(launch.overrides, launch.schema, Findings()).written, []
     usual, system = shipped(SHIPPED[launch.schema]).values, launch.system

@@ -5,7 +5,7 @@ Imports nothing heavy: the checks that need torch are in full.py, and other modu
 """
 
 import argparse
-import importlib
+import pkgutil
 import shutil
 import sys
 import textwrap
@@ -23,14 +23,14 @@ from hybridrl.config.keys import TRANSLATED, Entry, current_name, entry_of, near
 from hybridrl.config.load import ResolvedConfig, resolve_config
 from hybridrl.config.values import EXPECTED, MISSING, Range, value_of
 from hybridrl.doctor import add_run_arguments, show
-from hybridrl.runs.plugins import PLUGINS, load
+from hybridrl.runs.plugins import load
 from hybridrl.runtime.guard import guarded
 from hybridrl.runtime.signals import ended_by_closed_pipe
 from hybridrl.tracking.glossary import entry_of as metric_entry
 from hybridrl.tracking.glossary import nearest_metrics
 
 INTERRUPTED = 130
-FULL = "hybridrl.doctor.full"
+FULL = "hybridrl.doctor.full:examine"
 STATUS = "exit status: 0 no errors, 1 errors, 2 the command cannot be parsed"
 NAME = SHIPPED[PPOConfig]
 # Ends of names -> the unit of their values.
@@ -69,7 +69,7 @@ def check(argv: list[str]) -> int:
     if resolved.config is not None and not findings.errors:
         findings.info("batch", batch_arithmetic(resolved.config))
         if not options.config_only:
-            importlib.import_module(FULL).examine(resolved.config, findings, with_reward=not options.no_reward)
+            pkgutil.resolve_name(FULL)(resolved.config, findings, with_reward=not options.no_reward)
     return show(findings, as_json=options.json, verdict=True)
 
 
@@ -185,7 +185,7 @@ def _accepted(hint: Any) -> str:
     return "names and values" if origin is dict else EXPECTED[hint]
 
 
-# A function here, or the module whose `main` takes argv; and its use.
+# A function that takes argv: here, in a module of this package, or a plug-in by its name; and its use.
 COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
     "explain": (
         explain,
@@ -193,47 +193,54 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
     ),
     "keys": (search, "PATTERN: the keys with the pattern in their name or meaning"),
     "reward": (
-        "reward",
+        "reward:main",
         "--rows FILE [--reward FILE.py] [--against OTHER.py]: scores stored responses and compares two rewards",
     ),
-    "rescore": ("rescore", "DIR --reward FILE.py: a run's stored samples under another reward, and their advantages"),
+    "rescore": (
+        "rescore:main",
+        "DIR --reward FILE.py: a run's stored samples under another reward, and their advantages",
+    ),
     "algorithm": (
-        "algorithm",
+        "algorithm:main",
         "FILE.py:NAME [key=value ...]: calls a custom estimator or loss with made-up groups, next to grpo or ppo",
     ),
     "template": (
-        "template",
+        "rows:show_template",
         "MODEL [--format FORMAT]: checks a model's chat template for several turns, and shows a conversation's mask",
     ),
-    "cluster": ("cluster", "[key=value ...]: tries the machines of a Ray cluster together, without a run"),
+    "cluster": ("machines:main", "[key=value ...]: tries the machines of a Ray cluster together, without a run"),
     "migrate": (
         "migrate",
         "run.sh: reads a launch script for verl, reports every difference and prints the command for hybridrl",
     ),
-    "why": ("why", "DIR: how the run of a directory is, or why it ended, and the command to continue with"),
-    "checkpoints": ("checkpoints", "DIR: every checkpoint of a run with age, size, health and score"),
-    "report": ("archive", "DIR [--samples]: packs what a bug report needs of a run, secrets masked"),
-    "replay": ("replay", "DIR [--step N]: computes a step of a run again, and names the rows that moved the gradient"),
-    "clean": ("clean", "[DIR ...] [--yes]: lists, or removes, what dead runs have left on this machine"),
+    "why": ("why:main", "DIR: how the run of a directory is, or why it ended, and the command to continue with"),
+    "checkpoints": ("leftovers:checkpoints", "DIR: every checkpoint of a run with age, size, health and score"),
+    "bundle": ("leftovers:bundle", "DIR [--samples]: packs what a bug report needs of a run, secrets masked"),
+    "replay": (
+        "replay:main",
+        "DIR [--step N]: computes a step of a run again, and names the rows that moved the gradient",
+    ),
+    "clean": ("leftovers:clean", "[DIR ...] [--yes]: lists, or removes, what dead runs have left on this machine"),
     "selftest-resume": (
-        "selftest_resume",
+        "selftest_resume:main",
         "key=value ...: kills a short run repeatedly and compares it with one that was not killed",
     ),
 }
+FORMER = {"report": "bundle"}
 USES = [f"{name} {use}" for name, (_, use) in COMMANDS.items()]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status: 0, 1 (an error, or a failed test), 2 (usage), 130 (Ctrl-C)."""
     arguments = sys.argv[1:] if argv is None else argv
-    first = arguments[0] if arguments else ""
+    first = FORMER.get(arguments[0], arguments[0]) if arguments else ""
     if first not in COMMANDS and "=" not in first and not first.startswith(("-", "~")):
         print("expected key=value, or one of the commands:")
         print("\n".join(f"  python -m hybridrl.doctor {use}" for use in USES))
         return 2
     command, _ = COMMANDS.get(first, (check, ""))
     if isinstance(command, str):  # some import torch, most do not
-        command = load(command) if command in PLUGINS else importlib.import_module(f"hybridrl.doctor.{command}").main
+        command = pkgutil.resolve_name(f"hybridrl.doctor.{command}") if ":" in command else load(command)
     try:
         with ended_by_closed_pipe() if command in (explain, search) else nullcontext():
             return command(arguments[1:] if first in COMMANDS else arguments)

@@ -50,12 +50,13 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
                 findings.info("run.adapter", message)
             if inputs.prompts:
                 status.update("checking the prompts ...")
-                check_rows(config, inputs.prompts, inputs.validation, findings)
+                check_rows(inputs.prompts, inputs.validation, config.data.max_prompt_length, findings)
             status.update(f"checking {KEY}, and the checkpoint that a run would resume from ...")
             check_run_directory(config, inputs, findings)
             if inputs.tokenizer is not None and inputs.prompts:
                 status.update("checking the chat template ...")
-                check_template(config, inputs.tokenizer, inputs.prompts, findings)
+                model, arguments = config.actor_rollout_ref.model.path, config.data.apply_chat_template_kwargs
+                check_template(model, arguments, inputs.tokenizer, inputs.prompts, findings)
                 known = not uses_built_in(config.reward) or all(map(scorer_of, inputs.data_sources))
                 if with_reward and known:  # others are reported with the rows
                     status.update("checking the reward, on a few rows ...")

@@ -19,8 +19,7 @@ from hybridrl.core.rollout.vllm.settings import cpu_cache_bytes
 from hybridrl.core.training.linear_log_probs import tokens_at_once
 from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.worker import LearnerConfig
-from hybridrl.doctor.gpus import UTILIZATION, visible_gpus
-from hybridrl.doctor.machine import GIB
+from hybridrl.doctor.machine import GIB, UTILIZATION, visible_gpus
 from hybridrl.doctor.memory_sizes import FULL, Models, Shard, read_models
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import save_times
@@ -69,7 +68,7 @@ ROWS = (f"{ACTOR}.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_pe
 Bytes = Counter[str]  # by kind
 
 
-class Trained(NamedTuple):
+class PlannedModel(NamedTuple):
     """A trained model; `kinds` name its parameters and moments, `budget` is that of an update's micro-batch."""
 
     name: str
@@ -81,7 +80,7 @@ class Trained(NamedTuple):
 
 
 @dataclass
-class Run:
+class PlannedRun:
     """Everything that memory depends on. `gpu` is the memory of one GPU, 0 on CPU."""
 
     config: PPOConfig
@@ -95,7 +94,7 @@ class Run:
         self.engine_devices = config.rollout_pool[1]  # of a machine, as are those of the trainers
         self.apart = config.separate
         self.longest, itemsize = rollout.max_model_len or 0, ITEMSIZE[rollout.dtype or "float32"]
-        self.learners: list[Trained] = []
+        self.learners: list[PlannedModel] = []
         actor, policy_plan = config.actor_rollout_ref.actor, build_policy_plan(config)
         critic_plan = build_critic_plan(config) if worker.critic else None
         for name, kinds, sizes, learner, section, plan in (
@@ -106,7 +105,7 @@ class Run:
                 fsdp, muon = learner.fsdp, learner.optimizer.optimizer == "Muon"
                 types = ITEMSIZE[fsdp.model_dtype], ITEMSIZE[fsdp.dtype or "float32"]
                 shard = Shard(sizes, *types, fsdp.fsdp_size, fsdp.reshard_after_forward, muon)
-                self.learners.append(Trained(name, kinds, shard, learner, section, plan.updates.budget))
+                self.learners.append(PlannedModel(name, kinds, shard, learner, section, plan.updates.budget))
         # Forward passes without gradients by phase: the model, its budget, and whether it has a head of logits.
         policy, self.reference = self.learners[0].shard, None
         self.forwards = {"log-probs": [(policy, policy_plan.log_prob_budget, True)]}
@@ -161,7 +160,7 @@ class Held:
                 place[kind] += size
 
 
-def phase_memory(run: Run, phase: str) -> Held:
+def phase_memory(run: PlannedRun, phase: str) -> Held:
     """Estimate the peak of a phase."""
     held, starting, syncing, cuda = Held(), phase == "start-up", phase == "weight sync", not run.on_cpu
     for name, kinds, shard, learner, _, _ in run.learners:
@@ -203,7 +202,7 @@ def phase_memory(run: Run, phase: str) -> Held:
     return held
 
 
-def machine_memory(run: Run, phase: str) -> Bytes:
+def machine_memory(run: PlannedRun, phase: str) -> Bytes:
     """Host memory of all processes of a machine; on CPU that includes the devices'."""
     held = phase_memory(run, phase)
     one = held.host + held.device if run.on_cpu else held.host
@@ -214,7 +213,7 @@ def machine_memory(run: Run, phase: str) -> Bytes:
     return memory
 
 
-def _working(run: Run, phase: str) -> Bytes:
+def _working(run: PlannedRun, phase: str) -> Bytes:
     """Temporary memory of a phase's computation, at most; none in phases that only move weights or wait."""
     needs = [need for trained in run.learners if phase == f"{trained.name} update" for need in _update(run, trained)]
     for shard, budget, head in run.forwards.get(phase, ()):
@@ -225,7 +224,7 @@ def _working(run: Run, phase: str) -> Bytes:
     return max(needs, key=Counter.total, default=Counter())
 
 
-def _update(run: Run, trained: Trained) -> list[Bytes]:
+def _update(run: PlannedRun, trained: PlannedModel) -> list[Bytes]:
     """The backward pass, and the optimizer's step if it is on the device."""
     shard, learner, budget = trained.shard, trained.config, trained.budget
     tokens, by_rows = run.micro_batch(budget, trained.section.ppo_mini_batch_size), run.on_cpu or shard.computed == FULL
@@ -276,7 +275,7 @@ def memory_plan(config: PPOConfig, findings: Findings) -> None:
     if config.trainer.device == "cuda" and not joins(config.ray_kwargs.ray_init):
         gpu = min((gpu.total for gpu in visible_gpus()[: config.devices_per_machine]), default=0)
     try:
-        run = Run(config, read_models(config), gpu)
+        run = PlannedRun(config, read_models(config), gpu)
         plans = make_plans(run)
     except OSError as error:
         findings.info("memory.unknown", f"memory is not estimated: a model's config.json cannot be read ({error})")
@@ -309,7 +308,7 @@ def memory_plan(config: PPOConfig, findings: Findings) -> None:
             findings.warn("memory.cache", cause, fix, keys=UTILIZATION)
 
 
-def make_plans(run: Run) -> list[Plan]:
+def make_plans(run: PlannedRun) -> list[Plan]:
     """Plan each GPU, and the host memory of each machine."""
     phases = [phase for phase in PHASES if len(run.learners) > 1 or phase != "critic update"]
     free = 0 if joins(run.config.ray_kwargs.ray_init) else memory_left()
@@ -340,7 +339,7 @@ def _gib(size: float) -> str:
 # -- overrides that make a run fit -------------------------------------------------------------------------------------
 
 
-def suggest_fix(run: Run, peak: Callable[[Run], float], limit: float) -> str:
+def suggest_fix(run: PlannedRun, peak: Callable[[PlannedRun], float], limit: float) -> str:
     """Suggest overrides under which the peak stays within the limit; none of them changes what is learned.
 
     Each is tried on the plan. The one with the largest effect is taken first, in its mildest value that is enough.
@@ -365,19 +364,19 @@ def suggest_fix(run: Run, peak: Callable[[Run], float], limit: float) -> str:
     return f"set {overrides}, which is not enough: {last}" if chosen else last
 
 
-def _enough_devices(run: Run, peak: Callable[[Run], float], limit: float) -> str:
+def _enough_devices(run: PlannedRun, peak: Callable[[PlannedRun], float], limit: float) -> str:
     """Name the number of GPUs over which the models would fit, each with the same free memory."""
     for times in () if run.on_cpu else (2, 4, 8, 16, 32, 64):
         config = copy.deepcopy(run.config)
         config.trainer.nnodes *= times
         for section in (config.actor_rollout_ref.actor.fsdp_config, config.critic.fsdp):
             section.fsdp_size = config.trainer.devices
-        if peak(Run(config, run.models, run.gpu)) <= limit:
+        if peak(PlannedRun(config, run.models, run.gpu)) <= limit:
             return f"{config.trainer.devices} devices (trainer.nnodes x trainer.n_gpus_per_node)"
     return "a machine with more memory" if run.on_cpu else "GPUs with more memory"
 
 
-def _candidates(run: Run) -> Iterator[dict[str, list[Any]]]:
+def _candidates(run: PlannedRun) -> Iterator[dict[str, list[Any]]]:
     """Values of keys that may take less memory, from the mildest to the strongest; first those that cost no speed."""
     present = {key: attrgetter(key)(run.config) for key in (*SWITCHES, *SLOW_SWITCHES, *TOKENS, *ROWS, UTILIZATION)}
     values: dict[str, list[Any]] = {key: [True] for key in SWITCHES if present[key] is False}
@@ -392,8 +391,8 @@ def _candidates(run: Run) -> Iterator[dict[str, list[Any]]]:
     yield {key: [True] for key in SLOW_SWITCHES if present[key] is False and (key != MERGE or has_adapter)}
 
 
-def _with(run: Run, key: str, value: Any) -> Run:
+def _with(run: PlannedRun, key: str, value: Any) -> PlannedRun:
     config = copy.deepcopy(run.config)
     section, _, name = key.rpartition(".")
     setattr(attrgetter(section)(config), name, value)
-    return Run(config, run.models, run.gpu)
+    return PlannedRun(config, run.models, run.gpu)

@@ -140,14 +140,14 @@ class Selftest:
         """Return how a run that was killed differs from the unbroken one."""
         return differences(self.unbroken.directory, directory, self.steps)
 
-    def finish(self, run: "Run") -> int:
+    def finish(self, run: "SelftestRun") -> int:
         """Wait for the end of a run, and record what it had to train again. Returns the exit status."""
         status, resumed_after = run.finish(), run.resumed_after()
         if run.reached is not None and resumed_after is not None:
             self.lost.append(max(run.reached - resumed_after, 0))
         return status
 
-    def _start(self, directory: Path) -> "Run":
+    def _start(self, directory: Path) -> "SelftestRun":
         """Start the user's run in another directory, with every step saved and every sample written."""
         contents, models = "[model,optimizer,extra]", ["actor_rollout_ref.actor", *["critic"] * self.critic]
         values = {
@@ -161,7 +161,7 @@ class Selftest:
             "trainer.val_before_train": False,
         } | {f"{model}.checkpoint.save_contents": contents for model in models}
         overrides = [f"{key}={value}" for key, value in values.items()]
-        return Run([sys.executable, "-m", "hybridrl.main_ppo", *self.arguments, *overrides], directory)
+        return SelftestRun([sys.executable, "-m", "hybridrl.main_ppo", *self.arguments, *overrides], directory)
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def draw_kills(rng: random.Random, count: int, steps: int, step_seconds: float) 
     return kills
 
 
-class Run:
+class SelftestRun:
     """A run in its own processes; its output is appended to `<directory>.log`."""
 
     def __init__(
@@ -205,11 +205,11 @@ class Run:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self.processes: set[psutil.Process] = set()  # that existed at the last kill; empty if it was not killed
 
-    def restart(self) -> "Run":
+    def restart(self) -> "SelftestRun":
         """Start a run that was killed again. Raises RunFailed for one that ended by itself."""
         if not self.processes:
             raise self.failure()
-        return Run(self.command, self.directory, self.left_running(), self.last_step())
+        return SelftestRun(self.command, self.directory, self.left_running(), self.last_step())
 
     def resumed_after(self) -> int | None:
         """Return the step that a run which has ended resumed after; None if it was killed before that."""

@@ -17,8 +17,7 @@ from hybridrl.config.files import HUB_NAME, is_sharded, resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig
 from hybridrl.config.values import PACKAGES
-from hybridrl.doctor.gpus import check_gpus
-from hybridrl.doctor.machine import GIB, check_machine, check_versions
+from hybridrl.doctor.machine import GIB, check_gpus, check_machine, check_versions
 from hybridrl.doctor.memory_plan import ITEMSIZE, memory_plan
 from hybridrl.runs.model_settings import reject_unusable_overrides
 from hybridrl.runs.resume import contents_to_save

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from hybridrl.checkpoint.store import Checkpoint, is_verl, lineage, list_checkpoints, step_directories
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.files import adapter_settings, holds_adapter
 from hybridrl.config.findings import Findings
 from hybridrl.config.load_eval import with_model
 from hybridrl.evaluation.results import RESULTS
+from hybridrl.runs.directory import RunDirectory, SavedCheckpoint
 from hybridrl.tracking.sink import is_validation_score
 
 CHOICES = ("best", "last", "all")
@@ -66,9 +66,9 @@ def _find(name: str, keep_best: str | None, key: str) -> list[Target]:
             raise ConfigError(f"{key}={name}: {choice} is no choice", fix=f"choose {' | '.join(CHOICES)}")
         path, choice = name, ""
     directory = Path(path).expanduser()
-    if steps := step_directories(directory):
-        chosen = _chosen(directory, steps, choice or "last", keep_best, f"{key}={name}")
-        return [Target(f"{directory.resolve().name}-{step.name}", _policy(step, key)) for step in chosen]
+    if checkpoints := RunDirectory(directory).checkpoints:
+        chosen = _chosen(checkpoints, choice or "last", keep_best, f"{key}={name}")
+        return [Target(f"{directory.resolve().name}-{one.path.name}", _policy(one.path, key)) for one in chosen]
     if choice:
         fix = "name a directory that has global_step_N"
         raise ConfigError(f"{key}={name}: {path} has no checkpoints", fix=fix)
@@ -89,25 +89,26 @@ def _policy(step: Path, key: str) -> str:
     return str(folder)
 
 
-def _chosen(directory: Path, steps: list[Path], choice: str, keep_best: str | None, setting: str) -> list[Path]:
+def _chosen(
+    checkpoints: list[SavedCheckpoint], choice: str, keep_best: str | None, setting: str
+) -> list[SavedCheckpoint]:
     """Return the checkpoints of a run that a choice names, by step."""
-    checkpoints = lineage([one for one in list_checkpoints(directory) if one.state["healthy"]])
-    if not checkpoints or any(is_verl(path) for path in steps):  # verl records no state
+    good = [one for one in checkpoints if one.current and not one.unhealthy]
+    if not good or any(one.kind == "verl" for one in checkpoints):  # verl records no state
         if choice == "best":
             cause = f"{setting}: its checkpoints have no validation scores"
             raise ConfigError(cause, fix="evaluate all of them on a set kept for choosing")
-        return steps if choice == "all" else steps[-1:]
+        good = checkpoints
     if choice == "best":
-        return [_best(checkpoints, keep_best, setting).path]
-    checkpoints.sort(key=lambda one: one.step)
-    return [one.path for one in (checkpoints if choice == "all" else checkpoints[-1:])]
+        return [_best(good, keep_best, setting)]
+    return good if choice == "all" else good[-1:]
 
 
-def _best(checkpoints: list[Checkpoint], keep_best: str | None, setting: str) -> Checkpoint:
+def _best(checkpoints: list[SavedCheckpoint], keep_best: str | None, setting: str) -> SavedCheckpoint:
     """Return the checkpoint with the best validation: of the metric given, with a leading "-" its least, or of the mean
     over data sources."""
 
-    def score(one: Checkpoint) -> float:
+    def score(one: SavedCheckpoint) -> float:
         values = one.state["metrics"]
         if keep_best:
             return values.get(keep_best.removeprefix("-"), np.nan) * (-1 if keep_best.startswith("-") else 1)

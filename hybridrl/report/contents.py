@@ -1,59 +1,32 @@
-"""What a run's directory holds, as the page needs it. Reads whatever is there; what is missing or torn is a note."""
+"""A run's directory, as the page needs it: what is missing or torn is a note. And its configuration next to the shipped
+one: what differs, what set it, and what each key means."""
 
-import json
 import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
-from hybridrl.checkpoint.store import holder
-from hybridrl.config.files import SHARDS
-from hybridrl.tracking.faults import BEGUN, FINISHED, STOPPED, Fault, last_lines, last_run, read_end, read_faults
-from hybridrl.tracking.records import record_files, records_of
-from hybridrl.tracking.report import read_metrics
+from hybridrl.config import ConfigError
+from hybridrl.config.compose import CONF, shipped
+from hybridrl.config.findings import show
+from hybridrl.config.help import key_meanings
+from hybridrl.config.values import MISSING, leaves
+from hybridrl.runs.directory import CONFIG, UNREADABLE, RunDirectory
+from hybridrl.tracking.faults import BEGUN, Fault, last_lines, read_end
+from hybridrl.tracking.records import record_files
+from hybridrl.tracking.report import Metrics
 from hybridrl.tracking.secrets import mask_text, mask_values
 from hybridrl.tracking.sink import PHASES, STEP_SECONDS, line_seconds, phase_seconds
 
-T = TypeVar("T")
-Metrics = dict[str, float]
-
-UNREADABLE = (
-    OSError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    KeyError,
-    OverflowError,
-    yaml.YAMLError,
-    RecursionError,
-)
 LARGEST = 1e100  # beyond it a number is no measurement
 LOG_BYTES, LOG_LINES, LOG_SHOWN = 1 << 16, 60, 12_000  # read of the end of a log; lines and characters shown
 NO_METRICS = "metrics.jsonl has no steps: no curves"
 TRACEBACK = re.compile(r"^(.*?)Traceback \(most recent call last\):", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A `global_step_N`: bytes as the manifest has them, what is wrong with it (empty: nothing that sizes show), and
-    what a run lacks to resume from it."""
-
-    step: int
-    name: str
-    size: int
-    kind: str  # kept, recovery, verl, unreadable
-    problem: str
-    code: dict[str, Any]
-    lacks: str = ""
-
-    @property
-    def resumable(self) -> bool:
-        return not self.problem and not self.lacks and self.kind != "unreadable"
 
 
 @dataclass(frozen=True)
@@ -65,83 +38,52 @@ class LogExcerpt:
     is_traceback: bool
 
 
-@dataclass
-class Contents:
-    """All of a run but its samples. `notes` say what is missing or cannot be read."""
+class Contents(RunDirectory):
+    """All of a run but its samples, with secrets masked. `notes` say what is missing or cannot be read; it never raises
+    for what the directory holds or lacks."""
 
-    directory: Path
-    name: str
-    steps: dict[int, Metrics]
-    faults: list[Fault]
-    config: dict[str, Any]
-    config_text: str
-    checkpoints: list[SavedCheckpoint]
-    user: str  # the process that uses the directory now
-    training: dict[int, Path]  # files of samples by step
-    validation: dict[int, Path]
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def last_step(self) -> int:
-        return max(self.steps, default=0)
+    def __init__(self, path: Path, name: str = "") -> None:
+        self.notes: list[str] = []
+        super().__init__(path, lambda text, code: self.notes.append(text))
+        self.name = name or path.resolve().name
+        self.training, self.validation = self.samples("rollouts"), self.samples("samples")
+        if not any(path.glob("rollouts")) and self.training == self.validation:
+            self.validation = {}  # the directory holds files of samples itself
+        self.notes += _absences(self)
 
     @cached_property
-    def trained(self) -> dict[int, Metrics]:
-        """The metrics of training steps only."""
-        return {step: metrics for step, metrics in self.steps.items() if step > 0}
+    def config(self) -> dict[str, Any]:
+        return self.attempt(CONFIG, lambda: mask_values(super(Contents, self).config), {})
 
     @cached_property
-    def supervised(self) -> bool:
-        """Whether the run is supervised, by what it logged."""
-        return any("train/loss" in metrics for metrics in self.steps.values())
+    def config_text(self) -> str:
+        return yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True) if self.config else ""
+
+    @cached_property
+    def faults(self) -> list[Fault]:
+        return [_masked(one) for one in super().faults]
+
+    @cached_property
+    def steps(self) -> dict[int, Metrics]:
+        """The metrics by step, with NaN for what is so large that sums and squares of it are infinite."""
+        steps, nan = super().steps, math.nan
+        if read_end(self.path / "metrics.jsonl", 1) not in (b"\n", b""):
+            self.notes.append("the last line of metrics.jsonl is not complete, and is left out")
+        return {
+            step: {name: value if -LARGEST < value < LARGEST else nan for name, value in metrics.items()}
+            for step, metrics in steps.items()
+        }
 
     @property
-    def end(self) -> Fault | None:
-        """How the last run of the directory ended; None: it runs, or it was killed."""
-        last = last_run(self.faults) or self.faults
-        return last[-1] if last and last[-1].end else None
-
-    @property
-    def began(self) -> str:
+    def started(self) -> str:
         """When the run began, before it was resumed: an earlier run in the same directory is another one."""
         begins = [fault.time for fault in self.faults if fault.code == BEGUN]
         return begins[-1 - min(len(self.resumes), len(begins) - 1)] if begins else ""
-
-    @property
-    def crashed(self) -> bool:
-        if self.end is not None:
-            return self.end.code not in (FINISHED, STOPPED)
-        return bool(self.faults) and not self.user
-
-    @property
-    def ending(self) -> str:
-        """How the run ended, or that it has not, as a part of a sentence."""
-        if self.end is None and self.user:
-            return "running"
-        if self.end is None:
-            where = f"after step {self.last_step}" if self.last_step else "before its first step"
-            return f"killed {where}" if self.faults else "no record of how it ended"
-        if self.end.code == FINISHED:
-            return "ended normally"
-        if self.end.code == STOPPED:
-            return f"stopped on request in step {self.end.step}"
-        where = f"in step {self.end.step}" if self.end.step else "before its first step"
-        return f"failed {where} [{self.end.code}]"
 
     @cached_property
     def resumes(self) -> list[int]:
         """The first step of each time that the run was resumed."""
         return [step for step, metrics in self.trained.items() if "timing_s/start_up" in metrics]
-
-    @cached_property
-    def held(self) -> dict[str, list[int]]:
-        """The steps in which each diagnosis held, by code."""
-        held: dict[str, list[int]] = {}
-        for step, metrics in self.trained.items():
-            for name in metrics:
-                if name.startswith("health/") and metrics[name]:
-                    held.setdefault(name.removeprefix("health/"), []).append(step)
-        return held
 
     @property
     def seconds(self) -> float:
@@ -171,45 +113,15 @@ class Contents:
             return 0
 
 
-def read_contents(directory: Path, name: str = "") -> Contents:
-    """Read a run's directory; never raises for what it holds or lacks."""
-    notes: list[str] = []
-
-    def attempt(what: str, read: Callable[[], T], otherwise: T) -> T:
-        try:
-            return read()
-        except UNREADABLE as error:
-            notes.append(f"{what} cannot be read: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-            return otherwise
-
-    config = attempt("config.yaml", lambda: _mapping(directory / "config.yaml"), {})
-    places = {
-        kind: attempt(f"{kind}/", lambda kind=kind: records_of(directory, kind), {}) for kind in ("rollouts", "samples")
-    }
-    if not any(directory.glob("rollouts")) and places["rollouts"] == places["samples"]:
-        places["samples"] = {}  # the directory holds files of samples itself
-    contents = Contents(
-        directory=directory,
-        name=name or directory.resolve().name,
-        steps=attempt("metrics.jsonl", lambda: _bounded(_metrics(directory, notes)), {}),
-        faults=attempt("faults.jsonl", lambda: [_masked(one) for one in read_faults(directory)], []),
-        config=mask_values(config),
-        config_text=yaml.safe_dump(mask_values(config), sort_keys=False, allow_unicode=True) if config else "",
-        checkpoints=attempt("checkpoints", lambda: list(_checkpoints(directory)), []),
-        user=attempt("lock", lambda: holder(directory), ""),
-        training=places["rollouts"],
-        validation=places["samples"],
-        notes=notes,
-    )
-    notes += _absences(contents)
-    return contents
+def _masked(fault: Fault) -> Fault:
+    tail = mask_text("\n".join(map(str, fault.tail))).splitlines()  # together: a private key has several lines
+    return replace(fault, text=mask_text(fault.text), tail=tail)
 
 
 def _absences(contents: Contents) -> list[str]:
     """Say what a page lacks, and why where that is known."""
-    directory = contents.directory
-    if not directory.is_dir():
-        return [f"{directory} is not a directory"]
+    if not contents.path.is_dir():
+        return [f"{contents.path} is not a directory"]
     notes = []
     if not contents.steps:
         notes.append(NO_METRICS)
@@ -219,7 +131,7 @@ def _absences(contents: Contents) -> list[str]:
         notes.append("no training samples (trainer.rollout_data_dir is null, or the files are verl's and elsewhere)")
     if not contents.validation:
         notes.append("no validation samples: the run did not validate, or trainer.validation_data_dir is null")
-    if not (directory / "config.yaml").exists():
+    if not (contents.path / CONFIG).exists():
         notes.append("no config.yaml: the configuration and what differs from the default are not known")
     if not contents.checkpoints:
         notes.append("no checkpoint was saved")
@@ -235,7 +147,7 @@ def is_run(directory: Path) -> bool:
 
 def log_excerpts(contents: Contents) -> list[LogExcerpt]:
     """Return tracebacks of a run that failed, the oldest first, then the ends of all logs with text."""
-    logs = [path for path in contents.directory.glob("logs/*") if path.is_file()]
+    logs = [path for path in contents.path.glob("logs/*") if path.is_file()]
     logs.sort(key=lambda path: path.stat().st_mtime)
     ends = [(path.name, mask_text(last_lines(path, LOG_BYTES))) for path in logs]
     tracebacks = []
@@ -251,74 +163,60 @@ def log_excerpts(contents: Contents) -> list[LogExcerpt]:
     return [*tracebacks, *tails]
 
 
-def _mapping(path: Path) -> dict[str, Any]:
-    loaded = yaml.load(path.read_text(encoding="utf-8", errors="replace"), yaml.CSafeLoader) if path.exists() else {}
-    if not isinstance(loaded, dict):
-        raise ValueError("it is no mapping of keys")
-    mask_values(loaded)  # one that contains itself is none either
-    return loaded
+@dataclass(frozen=True)
+class Setting:
+    """A key that differs from the default; `source` is empty if it was certainly set."""
+
+    key: str
+    value: str
+    default: str
+    source: str
+    meaning: str
 
 
-def _metrics(directory: Path, notes: list[str]) -> dict[int, Metrics]:
-    steps = read_metrics(directory, lambda text, code: notes.append(text))
-    if read_end(directory / "metrics.jsonl", 1) not in (b"\n", b""):
-        notes.append("the last line of metrics.jsonl is not complete, and is left out")
-    return steps
-
-
-def _masked(fault: Fault) -> Fault:
-    tail = mask_text("\n".join(map(str, fault.tail))).splitlines()  # together: a private key has several lines
-    return replace(fault, text=mask_text(fault.text), tail=tail)
-
-
-def _bounded(steps: dict[int, Metrics]) -> dict[int, Metrics]:
-    """Metrics with NaN for what is so large that sums and squares of it are infinite."""
-    nan = math.nan
-    return {
-        step: {name: value if -LARGEST < value < LARGEST else nan for name, value in metrics.items()}
-        for step, metrics in steps.items()
-    }
-
-
-def _checkpoints(directory: Path) -> Iterator[SavedCheckpoint]:
-    paths = [path for path in directory.glob("global_step_*") if re.fullmatch(r"global_step_\d+", path.name)]
-    for path in sorted(paths, key=lambda path: int(path.name.rpartition("_")[2])):
-        step = int(path.name.rpartition("_")[2])
-        try:
-            yield _checkpoint(path, step)
-        except UNREADABLE as error:
-            problem = f"{type(error).__name__}: {error}"[:200]
-            yield SavedCheckpoint(step, path.name, 0, "unreadable", problem, {})
-
-
-def _checkpoint(path: Path, step: int) -> SavedCheckpoint:
-    """Read state and manifest of a checkpoint; files are compared with it by size, not by checksum."""
-    if any(True for _ in path.glob("actor/model_world_size_*")):
-        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        return SavedCheckpoint(step, path.name, size, "verl", "", {})
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    files = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]
-    damaged = [name for name, entry in files.items() if _size(path / name) != entry["bytes"]]
-    problem = "" if state.get("healthy", True) else str(state.get("reason", "not healthy"))
-    if damaged:
-        problem = f"{', '.join(damaged[:3])}{' ...' if damaged[3:] else ''}: not as saved"
-    size = sum(max(_size(path / name), 0) for name in files)
-    kind = "recovery" if state.get("recovery") else "kept"
-    code = state.get("code") if isinstance(state.get("code"), dict) else {}
-    return SavedCheckpoint(step, path.name, size, kind, problem, code, "" if problem else _lacks(path, files))
-
-
-def _lacks(path: Path, files: dict[str, Any]) -> str:
-    """Return what a run would miss that resumes from a checkpoint, by the index of its shards."""
-    # A reference has no optimizer.
-    indices = [path / name for name in files if name.endswith(f"/{SHARDS}") and not name.startswith("reference/")]
-    if not indices:
-        return "model only"
-    return "" if all(b"optimizer." in index.read_bytes() for index in indices) else "no optimizer state"
-
-
-def _size(path: Path) -> int:
+def settings(contents: Contents) -> list[Setting]:
+    """Return the keys that differ from the shipped configuration: set ones first, then derived ones. Those that merely
+    follow another key are left out."""
+    if not contents.config:
+        return []
+    name = "sft_trainer" if contents.supervised else "ppo_trainer"
     try:
-        return path.stat().st_size
-    except OSError:
-        return -1
+        usual, meanings = shipped(name), key_meanings(CONF / f"{name}.yaml")
+    except (ConfigError, OSError):
+        return []
+    values, defaults = leaves(contents.config), leaves(usual.values)
+    rows = []
+    for key, value in values.items():
+        default, followed = defaults.get(key, MISSING), usual.follows.get(key)
+        if value in (default, [default]) or (value in ([], {}) and default is None):
+            continue
+        if key.startswith("critic.") and values.get("critic.enable") is False:
+            continue
+        if followed in values and values[followed] == value:
+            continue
+        source = "set, or derived for model and machine" if default is None else ""
+        if key not in defaults:
+            source = "no key of this version"
+        expected = f"as {followed}" if followed else "must be set" if default == MISSING else show(default)
+        rows.append(Setting(key, show(value), expected, source, meanings.get(key, "")))
+    return sorted(rows, key=lambda row: bool(row.source))
+
+
+def differences(runs: Sequence[Contents]) -> list[tuple[str, list[str]]]:
+    """Return the keys in which runs differ, with the value of each run; without directories."""
+    flat = [leaves(one.config) for one in runs]
+    keys = dict.fromkeys(key for values in flat for key in values)
+    rows = []
+    for key in keys:
+        values: list[Any] = [one.get(key, MISSING) for one in flat]
+        if any(value != values[0] for value in values[1:]) and not key.endswith("_dir"):
+            rows.append((key, ["-" if one == MISSING else show(one) for one in values]))
+    return rows
+
+
+def environment(contents: Contents) -> dict[str, str]:
+    """Return versions, commit and devices, as checkpoints and configuration have them."""
+    code = contents.checkpoints[-1].state.get("code") if contents.checkpoints else None
+    known = {str(name): str(value) for name, value in code.items()} if isinstance(code, dict) else {}
+    settings = {key: contents.trainer.get(key) for key in ("device", "nnodes", "n_gpus_per_node", "seed")}
+    return known | {f"trainer.{key}": str(value) for key, value in settings.items() if value is not None}

@@ -237,13 +237,8 @@ def as_json(curves: Curves) -> tuple[dict[str, Any], dict[str, Any]]:
     return run, {name: points for name, points in series.items() if name not in first}
 
 
-def colored(panel: Panel) -> list[tuple[Line, str]]:
-    """Return the lines of a panel, each with its color."""
-    return [(line, line.color or f"s{number}") for number, line in enumerate(panel.lines)]
-
-
 def panel_json(panel: Panel) -> dict[str, Any]:
-    lines = [vars(line) | {"color": color} for line, color in colored(panel)]
+    lines = [vars(line) | {"color": line.color or f"s{number}"} for number, line in enumerate(panel.lines)]
     return {"title": panel.title, "kind": panel.kind, "unit": panel.unit, "note": panel.note, "lines": lines}
 
 

@@ -15,16 +15,14 @@ from typing import Any
 
 from hybridrl.health.advice import advise
 from hybridrl.report import sections
-from hybridrl.report.configuration import differences
-from hybridrl.report.contents import NO_METRICS, Contents, read_contents
-from hybridrl.report.curves import POINTS, Curves, Panel, as_json, colored, curves_of, panel_json
+from hybridrl.report.contents import NO_METRICS, Contents, differences
+from hybridrl.report.curves import POINTS, Curves, Panel, as_json, curves_of, panel_json
 from hybridrl.report.markup import code, folded, section, table, text
-from hybridrl.report.samples import Samples, choose_samples
-from hybridrl.report.svg import draw
-from hybridrl.report.texts import Pool
-from hybridrl.report.validation import compare_runs, intervals
-from hybridrl.report.verdicts import QUESTIONS, Light, lights, sentence
+from hybridrl.report.samples import ChosenSamples, choose_samples
+from hybridrl.report.texts import SamplePool
+from hybridrl.report.verdicts import QUESTIONS, Light, compare_runs, intervals, lights, sentence
 from hybridrl.tracking.glossary import entry_of
+from hybridrl.tracking.report import CURVES
 from hybridrl.tracking.sink import REWARD
 
 FOLDER = Path(__file__).parent
@@ -33,7 +31,7 @@ MOST_RUNS = 8  # as many colors as there are
 
 
 @dataclass
-class Run:
+class ReportedRun:
     """A run with everything that the page shows of it, measured when it is first needed."""
 
     contents: Contents
@@ -42,12 +40,12 @@ class Run:
 
     def __post_init__(self) -> None:
         """Take the rewards of the samples where no metrics were logged, as in a directory of verl's files."""
-        self.samples: Samples = choose_samples(self.contents, self.count)
+        self.samples: ChosenSamples = choose_samples(self.contents, self.count)
         if not self.contents.steps and self.samples.rewards:
             steps = {step: {REWARD[-1]: reward} for step, reward in self.samples.rewards.items()}
             known = [note for note in self.contents.notes if note != NO_METRICS]
-            notes = ["no metrics were logged: the reward is the mean score of the samples", *known]
-            self.contents = replace(self.contents, steps=steps, notes=notes)
+            self.contents.notes = ["no metrics were logged: the reward is the mean score of the samples", *known]
+            self.contents.steps = steps
 
     @cached_property
     def intervals(self) -> dict:
@@ -88,7 +86,7 @@ def render(run_dirs: Sequence[Path], samples: int = 200, *, served: bool = False
     """Return the page. `served`: a server has all samples; `live`: its version, so that the page follows the run."""
     names = _names([Path(one) for one in run_dirs])
     runs = [
-        Run(read_contents(path, name), samples // len(names), max(POINTS // len(names), 100))
+        ReportedRun(Contents(path, name), samples // len(names), max(POINTS // len(names), 100))
         for path, name in names.items()
     ]
     data = _data(runs) | {"served": served, "live": live}
@@ -99,7 +97,8 @@ def render(run_dirs: Sequence[Path], samples: int = 200, *, served: bool = False
     title = " · ".join(run.contents.name for run in runs)
     links = "".join(f'<a href="#{name}">{shown}</a>' for name, shown in _links(runs))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+    policy += "connect-src 'self'; img-src data:"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{text(title)} · run report</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -119,14 +118,14 @@ def _names(paths: Sequence[Path]) -> dict[Path, str]:
     return {path: path.name if last.count(path.name) == 1 else f"{path.parent.name}/{path.name}" for path in absolute}
 
 
-def _links(runs: Sequence[Run]) -> list[tuple[str, str]]:
+def _links(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     known = {"curves": "Curves"} | ({"comparison": "Comparison"} if len(runs) > 1 else {}) | {"samples": "Samples"}
     if len(runs) == 1:
         known |= {name: name.capitalize() for name in ("health", "time", "configuration", "checkpoints", "log")}
     return list(known.items())
 
 
-def _head(runs: Sequence[Run]) -> str:
+def _head(runs: Sequence[ReportedRun]) -> str:
     if len(runs) > 1:
         columns = ("", "run", "in one sentence", *QUESTIONS.values())
         rows = [
@@ -144,8 +143,8 @@ def _head(runs: Sequence[Run]) -> str:
         notes = "".join(sections.notes(run.contents, run.samples) for run in runs)
         return f"<header><h1>{len(runs)} runs</h1>{table(columns, rows, 'runs')}{folded('Notes', notes)}</header>"
     run = runs[0]
-    began = run.contents.began[:16].replace("T", " ")
-    where = f"{text(_shown(run.contents.directory))}{f' · started {text(began)} UTC' * bool(began)}"
+    began = run.contents.started[:16].replace("T", " ")
+    where = f"{text(_shown(run.contents.path))}{f' · started {text(began)} UTC' * bool(began)}"
     return (
         f'<header><h1>{text(run.contents.name)}</h1><p class="kicker">{where}</p>'
         f'<p class="sentence">{text(run.sentence)}</p>'
@@ -159,20 +158,25 @@ def _shown(directory: Path) -> Path:
     return directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory
 
 
-def _curves(runs: Sequence[Run]) -> str:
-    """The toolbar, which the script fills, and the panels of the first run as pictures."""
+def _curves(runs: Sequence[ReportedRun]) -> str:
+    """The toolbar and the panels, which the script fills; without scripts, the picture that a run has drawn itself."""
     curves = runs[0].curves
-    panels = "".join(
-        f'<figure class="panel" data-panel="{number}"><figcaption>{text(panel.title)}'
-        f"<small>{text(panel.unit)}</small></figcaption>{draw(panel, curves.series, curves.marks)}"
-        f"{_key(panel)}</figure>"
-        for number, panel in enumerate(curves.panels)
-    )
     marks = f'<p class="about">Vertical lines: {text(_marks(curves))}.</p>' if curves.marks else ""
     absent = f'<p class="about">Not logged: {", ".join(text(name) for name in curves.absent)}.</p>'
     empty = '<p class="about">There are no steps, so there are no curves.</p>'
-    body = f'<div id="toolbar"></div><div class="panels" id="panels">{panels}</div>'
-    return section("curves", "Curves", (body + marks if panels else empty) + absent * bool(curves.absent and panels))
+    pictures = "".join(_picture(run) for run in runs)
+    without = f"<noscript><p>Panels of all curves need JavaScript.</p>{pictures}</noscript>"
+    body = f'<div id="toolbar"></div><div class="panels" id="panels"></div>{without}'
+    known = bool(curves.panels)
+    return section("curves", "Curves", (body + marks if known else empty) + absent * (bool(curves.absent) and known))
+
+
+def _picture(run: ReportedRun) -> str:
+    """A run's curves.png, as far as it has drawn it."""
+    with suppress(OSError):
+        data = base64.b64encode((run.contents.path / CURVES).read_bytes()).decode()
+        return f'<img alt="Curves of {text(run.contents.name)}" src="data:image/png;base64,{data}">'
+    return ""
 
 
 def _marks(curves: Curves) -> str:
@@ -187,13 +191,7 @@ def _marks(curves: Curves) -> str:
     return "; ".join(texts)
 
 
-def _key(panel: Panel) -> str:
-    """Which line is which, and what the band is."""
-    items = "".join(f'<li><i class="{color}"></i>{text(line.label)}</li>' for line, color in colored(panel))
-    return f'<ul class="key">{items}</ul>' + (f'<p class="note">{text(panel.note)}</p>' if panel.note else "")
-
-
-def _samples(runs: Sequence[Run]) -> str:
+def _samples(runs: Sequence[ReportedRun]) -> str:
     shown = sum(len(run.samples.shown) for run in runs)
     if not shown:
         return section("samples", "Samples", "", "There are no samples in this run's directory.")
@@ -210,7 +208,7 @@ def _samples(runs: Sequence[Run]) -> str:
     return section("samples", "Samples", f'<div id="browser"></div>{without}', about)
 
 
-def _of_one(run: Run) -> list[str]:
+def _of_one(run: ReportedRun) -> list[str]:
     contents = run.contents
     return [
         sections.health(contents, run.samples),
@@ -221,7 +219,7 @@ def _of_one(run: Run) -> list[str]:
     ]
 
 
-def _of_several(runs: Sequence[Run]) -> list[str]:
+def _of_several(runs: Sequence[ReportedRun]) -> list[str]:
     """All sections of each run, folded; their anchors would be there several times."""
     return [
         folded(
@@ -232,7 +230,7 @@ def _of_several(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _comparison(runs: Sequence[Run]) -> str:
+def _comparison(runs: Sequence[ReportedRun]) -> str:
     """Where the configurations differ, and the difference of validation scores on the same questions."""
     names = [run.contents.name for run in runs]
     rows = differences([run.contents for run in runs])
@@ -259,9 +257,9 @@ def _namespace(value: Any) -> Any:
     return SimpleNamespace(**{str(k): _namespace(v) for k, v in value.items()}) if isinstance(value, dict) else value
 
 
-def _data(runs: Sequence[Run]) -> dict[str, Any]:
+def _data(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     """Everything that the script reads; all that the panels do not need is compressed, unless it is short."""
-    pool, shown, more = Pool(), [], []
+    pool, shown, more = SamplePool(), [], []
     for number, run in enumerate(runs):
         pool.add(number, run.samples.shown)
         known, others = as_json(run.curves)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, quantiles, stdev
 
-from hybridrl.report.contents import LARGEST, UNREADABLE, Contents
+from hybridrl.report.contents import LARGEST, Contents
 from hybridrl.report.curves import GROUPS, POINTS, Points
+from hybridrl.runs.directory import UNREADABLE
 from hybridrl.tracking.records import SampleRecord, read_records
 
 READ_BYTES = 24 << 20  # of all files of a run; of larger ones, steps at equal distances are read
@@ -40,7 +41,7 @@ class Shown:
 
 
 @dataclass
-class Samples:
+class ChosenSamples:
     """The chosen samples in order, and what was measured on all that were read."""
 
     shown: list[Shown] = field(default_factory=list)
@@ -58,9 +59,9 @@ class Samples:
     notes: list[str] = field(default_factory=list)
 
 
-def choose_samples(contents: Contents, count: int) -> Samples:
+def choose_samples(contents: Contents, count: int) -> ChosenSamples:
     """Choose about `count` samples of a run."""
-    samples = Samples(steps=len(contents.training) + len(contents.validation))
+    samples = ChosenSamples(steps=len(contents.training) + len(contents.validation))
     chosen = _Chosen()
     validated = list(_validation(contents, samples, chosen)) if contents.validation else []
     room = count - sum(len(rows) for rows in validated)
@@ -144,7 +145,7 @@ def _choose_group(groups: list[Group], chosen: _Chosen) -> None:
         chosen.add(record, "training", group, "whole group")
 
 
-def _validation(contents: Contents, samples: Samples, chosen: _Chosen) -> Iterator[list[SampleRecord]]:
+def _validation(contents: Contents, samples: ChosenSamples, chosen: _Chosen) -> Iterator[list[SampleRecord]]:
     """Choose the same rows at several validations: those that gained and lost most, the worst, and some at random."""
     steps = evenly(list(contents.validation), VALIDATIONS)
     by_step: dict[int, dict[str, Group]] = {}
@@ -173,7 +174,7 @@ def _validation(contents: Contents, samples: Samples, chosen: _Chosen) -> Iterat
         yield [record for record, _ in rows]
 
 
-def _read(path: Path, step: int, files: int, samples: Samples) -> list[SampleRecord]:
+def _read(path: Path, step: int, files: int, samples: ChosenSamples) -> list[SampleRecord]:
     """Return the samples of a file, of a very large one the first."""
     records: list[SampleRecord] = []
     room = max(LEAST_PER_FILE, READ_BYTES // max(files, 1))
@@ -229,7 +230,7 @@ def _bands(means: dict[int, list[float]]) -> dict[str, Points]:
     return {f"{GROUPS}p10": (list(wide), low), f"{GROUPS}p90": (list(wide), high)}
 
 
-def _judge(samples: Samples, last: list[list[SampleRecord]]) -> None:
+def _judge(samples: ChosenSamples, last: list[list[SampleRecord]]) -> None:
     """Measure what the last steps' samples show and metrics do not."""
     if not last:
         return

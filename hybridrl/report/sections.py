@@ -1,18 +1,22 @@
 """The parts of the page that are made here and need no script: head, health, time, configuration, checkpoints, log."""
 
+import math
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
-from hybridrl.report.configuration import Setting, environment, program, settings
-from hybridrl.report.contents import Contents, LogExcerpt, log_excerpts
+from hybridrl.health.history import Diagnosis, History
+from hybridrl.health.rules import RULES, VALIDATION, Rule
+from hybridrl.report.contents import Contents, LogExcerpt, Setting, environment, log_excerpts, settings
 from hybridrl.report.curves import PHASE_ORDER
-from hybridrl.report.health_table import HealthRow, health_rows, shown
 from hybridrl.report.markup import code, command, folded, section, size, table, text
-from hybridrl.report.samples import Samples
-from hybridrl.report.verdicts import WORDS, Light, duration, number, series
+from hybridrl.report.samples import ChosenSamples
+from hybridrl.report.verdicts import WORDS, Light, duration, number, series, validation_mean
+from hybridrl.tracking.change import change_of
 from hybridrl.tracking.faults import ACTOR, BEGUN, FINISHED, Fault
+from hybridrl.tracking.report import ranges
 
 SYMBOLS = {"good": "✓", "fair": "!", "bad": "✕"}
 SLOWEST = 8
@@ -45,7 +49,7 @@ def failure(contents: Contents) -> str:
         why = (
             "faults.jsonl has no end: it was killed by hand, by a scheduler, by the kernel or by a crash of the machine"
         )
-        ask = f"python -m hybridrl.doctor why {shlex.quote(str(contents.directory))}"
+        ask = f"python -m hybridrl.doctor why {shlex.quote(str(contents.path))}"
         return f'<div class="failure"><h2>The run was killed</h2><p>{why}.</p>{command(ask)}</div>'
     trace = f"<pre>{text(chr(10).join(map(str, end.tail)))}</pre>" if end.tail else ""
     if not trace and (excerpt := cause_of(contents, end)):
@@ -66,7 +70,113 @@ def cause_of(contents: Contents, end: Fault) -> LogExcerpt | None:
     return next(iter([*own, *tracebacks]), None)
 
 
-def health(contents: Contents, samples: Samples) -> str:
+@dataclass(frozen=True)
+class HealthRow:
+    """One rule: what is measured, its value at the start and now, the threshold, when it held, and what to do. A fact
+    is no rule, and so neither good nor bad."""
+
+    code: str
+    metric: str
+    start: float | None
+    now: float | None
+    limit: str
+    held: str
+    cause: str = ""
+    fix: str = ""
+    holds_now: bool = False
+    is_fact: bool = False
+
+    @property
+    def sign(self) -> str:
+        """Empty where the rule was not tried."""
+        if self.held:
+            return "bad" if self.holds_now else "fair"
+        return "" if self.is_fact or not self.metric else "good"
+
+
+def health_rows(contents: Contents, samples: ChosenSamples) -> list[HealthRow]:
+    """Return rules that held first, then the others, then figures of the samples. Of a supervised run only rules that
+    held: most are about what it does not have."""
+    held = contents.held
+    diagnoses = _diagnoses(contents, {code: steps[0] for code, steps in held.items()})
+    rows = []
+    for rule in RULES if contents.trained else ():
+        metric, values = _measured(contents, rule)
+        diagnosis, steps = diagnoses.get(rule.code), held.get(rule.code, [])
+        change = change_of(metric, values) if values else None
+        row = HealthRow(
+            rule.code,
+            metric,
+            change.before if change else None,
+            change.after if change else None,
+            rule.limit,
+            ranges(steps, 4),
+            diagnosis.cause if diagnosis else "",
+            diagnosis.fix if diagnosis else "",
+            contents.last_step in steps,
+        )
+        if row.held or not contents.supervised:
+            rows.append(row)
+    known = {rule.code for rule in RULES}
+    for name, steps in held.items():  # of custom rules, whose code a reader of the files does not run
+        if name not in known:
+            rows.append(HealthRow(name, "", None, None, "", ranges(steps, 4), holds_now=contents.last_step in steps))
+    rows.sort(key=lambda row: not row.held)
+    return rows + _sample_rows(contents, samples)
+
+
+def _measured(contents: Contents, rule: Rule) -> tuple[str, list[float]]:
+    """Return the metric that a rule is about and its values; of a share also those steps in which it was not logged."""
+    if rule.reads == (VALIDATION,):
+        scores = validation_mean(contents)[1]
+        return "validation score" if scores else "", scores
+    name = next((name for name in rule.reads if series(contents, name)[0]), "")
+    if not rule.share_of:
+        return name, series(contents, name)[1]
+    wholes = zip(*series(contents, rule.share_of), strict=True)
+    shares = [contents.trained[step].get(rule.reads[0], 0.0) / whole for step, whole in wholes if whole]
+    return f"{rule.reads[0]}, share" if shares else "", shares
+
+
+def _diagnoses(contents: Contents, first: dict[str, int]) -> dict[str, Diagnosis]:
+    """Return what each rule reported when it first held, by judging the steps up to then again."""
+    found: dict[str, Diagnosis] = {}
+    if not first:
+        return found
+    history, last = History(), max(first.values())
+    for step, metrics in contents.trained.items():
+        if step > last:
+            break
+        history.add(step, metrics)
+        for rule in RULES:
+            if first.get(rule.code) == step and (diagnosis := rule.judge(history)):
+                found[rule.code] = diagnosis
+    return found
+
+
+def _sample_rows(contents: Contents, samples: ChosenSamples) -> list[HealthRow]:
+    rows = []
+    if samples.read:
+        share = sum(samples.faults.values()) / samples.read
+        kinds = ", ".join(f"{kind}: {count}" for kind, count in samples.faults.most_common(4))
+        rows.append(HealthRow("faults", "share of all samples that were read", None, share, "0", kinds))
+    mismatch = series(contents, "training/log_probs_diff_max")[1]
+    facts = {
+        "identical": ("equal responses to a prompt, share", None, samples.identical),
+        "length-reward": ("correlation of reward and length", None, samples.length_correlation),
+        "mismatch": ("training/log_probs_diff_max, largest", mismatch[:1], max(mismatch, default=None)),
+    }
+    for name, (what, start, now) in facts.items():
+        if now is not None:
+            rows.append(HealthRow(name, what, start[0] if start else None, now, "", "", is_fact=True))
+    return rows
+
+
+def shown(value: float | None) -> str:
+    return "" if value is None or not math.isfinite(value) else number(value) if abs(value) >= 0.005 else f"{value:.2g}"
+
+
+def health(contents: Contents, samples: ChosenSamples) -> str:
     rows = health_rows(contents, samples)
     fired = sum(bool(row.held) and row.code != "faults" for row in rows)
     about = "No rule fired." if not fired else f"{fired} of the rules fired; those come first."
@@ -160,14 +270,8 @@ def duration_exact(seconds: float) -> str:
 
 
 def configuration(contents: Contents) -> str:
-    rows, name = settings(contents), shlex.quote(str(contents.directory))
-    resume = f"python -m hybridrl.{program(contents)} -cp {name} -cn config"
-    trainer = contents.config.get("trainer")
-    if isinstance(trainer, dict) and trainer.get("resume_mode") != "auto":
-        resume += " trainer.resume_mode=auto"
-    inside = (
-        f"<h3>Continue this run</h3>{command(resume)}" if any(one.resumable for one in contents.checkpoints) else ""
-    )
+    rows, resumable = settings(contents), any(one.resumable for one in contents.checkpoints)
+    inside = f"<h3>Continue this run</h3>{command(contents.resume_command())}" if resumable else ""
     if rows:
         columns = ("key", "value", "default")
         inside += f"<h3>Different from the default</h3>{table(columns, map(_setting_cells, rows), 'settings')}"
@@ -176,7 +280,7 @@ def configuration(contents: Contents) -> str:
         inside += f'<h3>Environment</h3><ul class="environment">{items}</ul>'
     if contents.config_text:
         inside += folded("The whole config.yaml", f"<pre>{text(contents.config_text)}</pre>")
-    there = (contents.directory / "config.yaml").exists()
+    there = (contents.path / "config.yaml").exists()
     about = "config.yaml cannot be read." if there else "There is no config.yaml."
     return section("configuration", "Configuration", inside, "" if contents.config else about)
 
@@ -191,14 +295,13 @@ def _setting_cells(row: Setting) -> tuple[str, ...]:
 def checkpoints(contents: Contents) -> str:
     about = "" if contents.checkpoints else "No checkpoint was saved."
     rows = []
-    newest = max((one.step for one in contents.checkpoints if one.resumable), default=-1)
     for one in contents.checkpoints:
         sign = "bad" if one.problem else "good"
         state = text(one.problem) or ("files are as saved, by size" if one.kind != "verl" else "saved by verl")
-        use = "a run resumes here" if one.step == newest else one.lacks
+        use = one.lacks or ("a run resumes here" if one is contents.newest else "")
         kind = one.kind if one.kind != "kept" else ""
         rows.append(
-            (f'<span class="dot {sign}"></span><code>{text(one.name)}</code>', size(one.size), kind, state, use)
+            (f'<span class="dot {sign}"></span><code>{text(one.path.name)}</code>', size(one.size), kind, state, use)
         )
     columns = ("checkpoint", ">size", "kind", "state", "")
     return section("checkpoints", "Checkpoints", table(columns, rows) if rows else "", about)
@@ -224,7 +327,7 @@ def log(contents: Contents) -> str:
     return section("log", "Log", inside, about)
 
 
-def notes(contents: Contents, samples: Samples) -> str:
+def notes(contents: Contents, samples: ChosenSamples) -> str:
     """What this page could not show."""
     items = [*contents.notes, *samples.notes[:10]]
     if samples.steps and samples.steps_read < samples.steps:

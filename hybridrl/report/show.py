@@ -16,9 +16,10 @@ from rich.rule import Rule
 from rich.text import Text
 
 from hybridrl.config import ConfigError
+from hybridrl.runs.directory import RunDirectory
 from hybridrl.runtime.signals import ended_by_closed_pipe
 from hybridrl.tracking.console import Terminal, print_text, printable, printable_json
-from hybridrl.tracking.records import SampleRecord, read_records, record_files, records_of
+from hybridrl.tracking.records import SampleRecord, read_records, record_files
 
 EXIT_REJECTED = 2
 UNLIKELY = ((0.01, "bold white on red"), (0.1, "red"), (0.5, "yellow"))  # a token's probability is below -> its style
@@ -83,7 +84,7 @@ def read(options: argparse.Namespace) -> list[SampleRecord]:
     if not run.exists():
         raise ConfigError(f"{run} does not exist", fix="name the directory of a run")
     name, key = ("samples", "validation") if options.validation else ("rollouts", "rollout")
-    files = {0: run} if run.is_file() else records_of(run, name)
+    files = {0: run} if run.is_file() else RunDirectory(run).samples(name)
     if not files:
         others = record_files(run / "samples") and not options.validation
         fix = "add --validation" if others else f"trainer.{key}_data_dir keeps them, and is set by default"

@@ -15,7 +15,7 @@ TOKEN_KEYS = ("log_probs", "train_log_probs", "entropies", "advantages", "sample
 TRUTH, RESULT = 2_000, 4_000  # characters of a ground truth, and of a result of a tool
 
 
-class Pool:
+class SamplePool:
     """The samples of all runs, with the texts that several of them share stored once."""
 
     def __init__(self) -> None:

@@ -23,7 +23,6 @@ from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.core import device as devices
 from hybridrl.core.cluster import Group, RaySession, WorkerDied, spawn
 from hybridrl.core.cluster.metrics import RayMetricsSink
-from hybridrl.core.cluster.probe import probe_run
 from hybridrl.core.required import required
 from hybridrl.core.trainer import Schedule, Task, Trainer
 from hybridrl.core.training.packing import MicroBatchBudget
@@ -33,8 +32,7 @@ from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
 from hybridrl.health.custom import custom_rules
 from hybridrl.health.rules import RULES
-from hybridrl.report import write_report
-from hybridrl.report.prediction import predict_steps, run_sizes
+from hybridrl.runs import plugins
 from hybridrl.runs.restarts import Adjusted, with_restarts
 from hybridrl.runs.resume import ResumePlan, check_complete, restore
 from hybridrl.runs.sinks import custom_sinks
@@ -147,19 +145,10 @@ def train(config: C, job_class: Callable[[C], Job], sessions: Sessions) -> None:
 def write_page(directory: Path) -> None:
     """Write the run's report.html. Whatever goes wrong there costs the page, not the run."""
     try:
-        path = write_report([directory], directory / "report.html")
+        path = plugins.load("page")([directory], directory / "report.html")
         info(f"\nthe report: {path}")
     except Exception as error:
         warn(f"{directory}/report.html could not be written: {error!r}", "report-lost")
-
-
-def print_prediction(config: PPOConfig, directory: Path) -> None:
-    """Print what the run's steps took against a simulation. Whatever goes wrong there costs the line, not the run."""
-    try:
-        if steps := predict_steps(config, run_sizes(as_dict(config)), directory):
-            info(f"\n{steps}")
-    except Exception as error:
-        warn(f"the seconds of a step could not be predicted: {error!r}", "prediction-lost")
 
 
 def host_memory() -> dict[str, int | None]:
@@ -180,7 +169,8 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
             return info(f"the run is complete: {plan.done} of {plan.steps} steps are done ({required(saved).path})")
         save_config(config, directory / "config.yaml")
         session = stack.enter_context(sessions.open(config))
-        probe_run(session, directory, as_dict(config))
+        if len(session.first_devices) > 1:
+            plugins.load("machines")(session, directory, as_dict(config))
         workers = job.start(session, stack, plan, directory)
         resume = Resume(plan.done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None
         (directory / "report.html").unlink(missing_ok=True)  # of an earlier run: it says what is not so any more
@@ -203,8 +193,6 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
             write_page(directory)
     draw_curves(directory)
     info(summary(directory))
-    if isinstance(config, PPOConfig):
-        print_prediction(config, directory)
     for advice in advise(read_metrics(directory), config):
         info(f"\nadvice: {advice}")
 

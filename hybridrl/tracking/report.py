@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -25,12 +25,13 @@ Metrics = dict[str, float]
 Series = dict[int, float]  # step -> value
 Warn = Callable[[str, str], None]  # called with a text and its code
 
+CURVES = "curves.png"
 CONTENTS = {
     "config.yaml": "the configuration of the run",
     "metrics.jsonl": "all metrics, one line per step",
     FILE: "warnings, and how the run ended: python -m hybridrl.doctor why",
     "report.html": "everything about the run on one page",
-    "curves.png": "the curves",
+    CURVES: "the curves",
     "samples": "validation samples",
     "rollouts": "training samples",
     "tensorboard": "for `tensorboard --logdir`",
@@ -167,7 +168,7 @@ def _read_lines(path: Path, warn: Warn = warn) -> list[tuple[str, dict[str, floa
 def draw_curves(run_dir: Path, title: str | None = None) -> Path | None:
     """Draw `curves.png`, by default titled with the directory's name. Returns None if there is nothing to draw."""
     panels = _panels(read_metrics(run_dir))
-    return _draw(panels, title or run_dir.name, run_dir / "curves.png") if panels else None
+    return _draw(panels, title or run_dir.name, run_dir / CURVES) if panels else None
 
 
 def draw_runs(directory: Path, runs: Mapping[str, Path]) -> Path:
@@ -245,8 +246,8 @@ def summary(run_dir: Path) -> str:
         seconds["other"] = total - sum(seconds.values())
         parts = [f"  {phase:<14}{spent:10.1f} s {spent / total:7.1%}" for phase, spent in seconds.items() if spent > 0]
         blocks.append([f"{'total seconds':<16}{total:10.1f} s", *parts])
-    if health := _health_block(steps):
-        blocks.append(["diagnoses (docs/health.md)", *health])
+    if held := sorted(held_diagnoses(steps).items()):
+        blocks.append(["diagnoses (docs/health.md)", *(f"  {code:<18}{ranges(where)}" for code, where in held)])
     files = [f"  {pattern:<16}{meaning}" for pattern, meaning in CONTENTS.items() if any(run_dir.glob(pattern))]
     blocks.append([f"output directory: {run_dir}", *files])
     return "\n\n".join("\n".join(block) for block in blocks)
@@ -272,16 +273,26 @@ def run_table(runs: Mapping[str, Path]) -> str:
     )
 
 
-def _health_block(steps: dict[int, Metrics]) -> list[str]:
-    """Return every diagnosis of the run with the ranges of steps in which it held."""
-    lines = []
-    for name in sorted({name for metrics in steps.values() for name in metrics if name.startswith("health/")}):
-        held = {step for step, metrics in steps.items() if metrics.get(name)}
-        begins = sorted(step for step in held if step - 1 not in held)
-        ends = sorted(step for step in held if step + 1 not in held)
-        ranges = (f"{a} to {b}" if a < b else f"{a}" for a, b in zip(begins, ends, strict=True))
-        lines.append(f"  {name.removeprefix('health/'):<18}steps {', '.join(ranges)}")
-    return lines
+def held_diagnoses(steps: Mapping[int, Metrics]) -> dict[str, list[int]]:
+    """Return the training steps in which each diagnosis held, by code."""
+    held: dict[str, list[int]] = {}
+    for step, metrics in steps.items():
+        for name in metrics:
+            if name.startswith("health/") and metrics[name] and step > 0:
+                held.setdefault(name.removeprefix("health/"), []).append(step)
+    return held
+
+
+def ranges(steps: Sequence[int], most: int | None = None) -> str:
+    """Return steps as text, "steps 3 to 7, 12": at most so many ranges, and how many there are besides."""
+    if not steps:
+        return ""
+    inside = set(steps)
+    begins = [step for step in steps if step - 1 not in inside]
+    ends = [step for step in steps if step + 1 not in inside]
+    texts = [f"{a} to {b}" if a < b else f"{a}" for a, b in zip(begins, ends, strict=True)]
+    more = len(texts) - len(texts[:most])
+    return f"steps {', '.join(texts[:most])}" + f" and {more} more" * (more > 0)
 
 
 def _panels(steps: dict[int, Metrics]) -> dict[str, dict[str, Series]]:

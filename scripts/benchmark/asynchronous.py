@@ -7,6 +7,7 @@ The case tail: the quickstart's warm start with imposed log-normal lengths (impo
 predicts the gain from what the synchronous one measured: the speed of its engines, and the seconds of all else.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
@@ -18,13 +19,16 @@ import numpy as np
 from imposed import RESPONSES
 from side_by_side import Row, arguments, report
 from step import CASES, Case, configuration, impose
+from warm_start import TOP
 
 from hybridrl.config import PPOConfig
 from hybridrl.core.experience.asynchronous import QUEUED
-from hybridrl.core.experience.simulate import Mode, Work, simulate
 from hybridrl.main_ppo import opened
-from hybridrl.report.prediction import WARM_UP, Times, run_times
 from hybridrl.tracking import read_metrics
+
+sys.path.insert(0, str(TOP / "scripts"))
+from simulation.recorded import WARM_UP, Times, run_times
+from simulation.simulate import Mode, Work, simulate
 
 
 def case_of(name: str, directory: Path, tiny: bool) -> tuple[Case, list[str]]:

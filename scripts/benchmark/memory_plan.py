@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl import main_ppo
 from hybridrl.config import load_ppo_config
-from hybridrl.doctor.memory_plan import Plan, Run, make_plans, table
+from hybridrl.doctor.memory_plan import Plan, PlannedRun, make_plans, table
 from hybridrl.doctor.memory_sizes import read_models
 from hybridrl.runtime.guard import guarded
 from hybridrl.tracking import Stopwatch
@@ -237,7 +237,7 @@ def main() -> int:
         command = prepare(SHAPES[arguments.shape], directory, arguments.critic, arguments.set)
         config = load_ppo_config(command)
         models = read_models(config)
-        (plan,) = make_plans(Run(config, models, 0))
+        (plan,) = make_plans(PlannedRun(config, models, 0))
         by_phase = measure(command, directory)
     needs = plan.needs[plan.fullest]
     planned, measured = needs.total() - needs["processes"], peak(by_phase)["all"] - processes

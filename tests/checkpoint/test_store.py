@@ -24,7 +24,6 @@ from hybridrl.checkpoint.store import (
     holder,
     list_checkpoints,
     newest_good,
-    saved_config,
 )
 from hybridrl.config import ConfigError
 from hybridrl.core.required import required
@@ -227,16 +226,6 @@ def test_an_abandoned_checkpoint_is_not_selected(store, tmp_path):
     assert logged == [f"{tmp_path / 'global_step_15'} is skipped: the run has since gone back to an earlier checkpoint"]
     flip(tmp_path / "global_step_7" / "actor" / "__0_0.distcp")
     assert required(newest_good(store.directory, logged.append)).step == 5
-
-
-def test_the_configuration_that_a_run_left_is_read_and_one_that_cannot_be_used_is_named(tmp_path, capsys):
-    assert saved_config(tmp_path) == {}
-    (tmp_path / "config.yaml").write_text("trainer: {seed: 3}")
-    assert saved_config(tmp_path) == {"trainer": {"seed": 3}}
-    assert capsys.readouterr().out == ""
-    (tmp_path / "config.yaml").write_text("seed: 3")
-    assert saved_config(tmp_path) == {}
-    assert "config.yaml cannot be used: it has no section trainer" in " ".join(capsys.readouterr().out.split())
 
 
 # Retention

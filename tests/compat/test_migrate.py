@@ -13,7 +13,7 @@ import pytest
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import SFTConfig
-from hybridrl.doctor import script_commands
+from hybridrl.doctor import launches
 from tests.doctor.conftest import Doctor
 
 SCRIPT = """#!/usr/bin/env bash
@@ -113,16 +113,16 @@ def test_no_program_is_started_and_no_file_is_written(
         "printf x >| made\n: >> made\ncat <<< x &> made\nPATH=/bin:/usr/bin touch made\nrm -rf .\nkill -9 $PPID\n"
         "last word\n"
     )
-    commands, _ = script_commands.commands_of(script)
+    commands, _ = launches.commands_of(script)
     assert commands[-1] == ["last", "word"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.sh", "tool"]
 
 
 def test_a_script_that_does_not_finish_is_stopped(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script_commands, "SECONDS", 0.5)
+    monkeypatch.setattr(launches, "SECONDS", 0.5)
     script.write_text("while true; do :; done\n")
     with pytest.raises(ValueError, match=r"did not reach the end of .*run\.sh within 0\.5 s"):
-        script_commands.commands_of(script)
+        launches.commands_of(script)
 
 
 HOSTILE = {
@@ -228,7 +228,7 @@ def test_a_hostile_script_reaches_nothing(
 def test_a_script_that_takes_all_it_can_is_stopped(
     doctor: Doctor, script: Path, monkeypatch: pytest.MonkeyPatch, endless: str
 ) -> None:
-    monkeypatch.setattr(script_commands, "SECONDS", 1)
+    monkeypatch.setattr(launches, "SECONDS", 1)
     script.write_text(f"{endless}\n")
     status, output = doctor("migrate", str(script))
     assert status == 2 and len(output) < 2000
@@ -250,7 +250,7 @@ def test_another_process_may_end_while_the_processes_of_a_script_are_counted(
 
     monkeypatch.setattr(os, "stat", ended)
     script.write_text("program 1\n")
-    assert script_commands.commands_of(script) == ([["program", "1"]], "")
+    assert launches.commands_of(script) == ([["program", "1"]], "")
 
 
 def test_a_secret_of_the_environment_is_read_when_the_command_runs(
@@ -416,7 +416,7 @@ RUN = "python3 -m verl.trainer.main_ppo"
 )
 def test_a_sleep_is_one_command_that_succeeds(script: Path, loop: str, nodes: str) -> None:
     script.write_text(f"{loop}\n")
-    commands, stopped = script_commands.commands_of(script)
+    commands, stopped = launches.commands_of(script)
     found = dict.fromkeys(words[-1].partition("=")[2] for words in commands if words[0] == "python3")
     assert [" ".join(found), stopped] == [nodes, ""]
 
@@ -441,10 +441,10 @@ def test_a_script_or_a_command_in_it_that_is_too_large_is_not_read(
     script: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     read: list[str] = []
-    monkeypatch.setattr(script_commands, "without_files", lambda text: read.append(text) or text)
+    monkeypatch.setattr(launches, "without_files", lambda text: read.append(text) or text)
     script.write_text(f"{text}\n")
     with pytest.raises(ValueError, match="larger than 100000 bytes"):
-        script_commands.commands_of(script)
+        launches.commands_of(script)
     assert max(map(len, read), default=0) < 100_000
 
 
@@ -459,7 +459,7 @@ def test_a_script_or_a_command_in_it_that_is_too_large_is_not_read(
 def test_runs_before_the_place_where_bash_stops_are_read(
     doctor: Doctor, script: Path, monkeypatch: pytest.MonkeyPatch, end: str, why: str
 ) -> None:
-    monkeypatch.setattr(script_commands, "SECONDS", 1)
+    monkeypatch.setattr(launches, "SECONDS", 1)
     script.write_text(f"python3 -m verl.trainer.main_ppo {MODEL}\n{end}\n")
     output = doctor("migrate", str(script))[1]
     assert "# warning [incomplete] " in output and "so runs after that are missing: " in output and why in output

@@ -152,7 +152,7 @@ def mistaken(store: Store, config: PPOConfig) -> None:
     raise ZeroDivisionError("division by zero")
 
 
-CHECK, RESUME, REPORT = "hybridrl.doctor -cp", "hybridrl.main_ppo -cp", "hybridrl.doctor report"
+CHECK, RESUME, BUNDLE = "hybridrl.doctor -cp", "hybridrl.main_ppo -cp", "hybridrl.doctor bundle"
 # What is done in step 3, and the code, cause and command of the verdict.
 CAUSES: list[tuple[Work | None, str, str, str]] = [
     (None, "finished", "it finished after step 3", "model_merger merge --local_dir"),
@@ -188,12 +188,12 @@ CAUSES: list[tuple[Work | None, str, str, str]] = [
     (remote(UPDATE, Call(responds=False)), "no-response",
      "a process hung in step 3: train worker.update_policy: no response from train-1 within 0.01 s", RESUME),
     (remote(UPDATE, Call(error=task_error("no such row"))), "worker-failed",
-     "a worker failed in step 3: train worker.update_policy: train-1 failed: ValueError: no such row", REPORT),
+     "a worker failed in step 3: train worker.update_policy: train-1 failed: ValueError: no such row", BUNDLE),
     (remote("start-up", Call(error=task_error("Engine core")), log="rollout-1", logged="KeyError: 'a'"),
      "engine-start", "a rollout engine could not start in step 3: start-up: rollout-1 failed:", "logs/rollout-1.log"),
     (lost_server, "rollout-failed", "rollout server 0 was lost 2 times during the same requests", "logs/rollout-0.log"),
-    (stale, "stale-weights", "an engine did not compute with the trainer's weights in step 3: rollout server", REPORT),
-    (disagreeing, "disagreement", "engine and trainer compute different log-probs in step 3: the trainer's", REPORT),
-    (out_of_turn, "wrong-mode", "the program is at fault in step 3: generate was called while", REPORT),
-    (mistaken, "unexpected", "the program is at fault in step 3: division by zero", REPORT),
+    (stale, "stale-weights", "an engine did not compute with the trainer's weights in step 3: rollout server", BUNDLE),
+    (disagreeing, "disagreement", "engine and trainer compute different log-probs in step 3: the trainer's", BUNDLE),
+    (out_of_turn, "wrong-mode", "the program is at fault in step 3: generate was called while", BUNDLE),
+    (mistaken, "unexpected", "the program is at fault in step 3: division by zero", BUNDLE),
 ]  # fmt: skip

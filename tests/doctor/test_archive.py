@@ -1,4 +1,4 @@
-"""`doctor report`: what the archive holds, and that no secret is in it."""
+"""`doctor bundle`: what the archive holds, and that no secret is in it."""
 
 import json
 import tarfile
@@ -10,7 +10,7 @@ import pytest
 from hybridrl.checkpoint.store import Store
 from hybridrl.core.required import required
 from hybridrl.doctor import __main__ as doctor
-from hybridrl.doctor.archive import TAIL_BYTES, mask, pack
+from hybridrl.doctor.leftovers import TAIL_BYTES, mask, pack
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import recording
@@ -122,9 +122,10 @@ def test_what_explains_a_run_is_packed_and_stays_readable(run, tmp_path):
     assert any(line.startswith("torch==") for line in packed["packages.txt"].splitlines())
 
 
-def test_samples_are_packed_where_requested(run, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("name", ["bundle", "report"])  # its earlier name
+def test_samples_are_packed_where_requested(run, tmp_path, capsys, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    assert doctor.main(["report", str(run), "--samples", "--out", "mine.tar.gz"]) == 0
+    assert doctor.main([name, str(run), "--samples", "--out", "mine.tar.gz"]) == 0
     assert "mine.tar.gz" in capsys.readouterr().out
     packed = texts(tmp_path / "mine.tar.gz")
     assert "a SAMPLE" in packed["samples/rollout_data_dir-2.jsonl"] and "a SAMPLE" in packed["logs/reward.log"]
@@ -148,5 +149,5 @@ def test_what_is_no_secret_is_left(text):
 
 def test_a_directory_that_is_not_there_is_a_usage_error(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
-        doctor.main(["report", str(tmp_path / "none")])
+        doctor.main(["bundle", str(tmp_path / "none")])
     assert "there is no such directory" in capsys.readouterr().err

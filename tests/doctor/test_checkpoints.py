@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl.checkpoint.store import Store
 from hybridrl.doctor import __main__ as doctor
-from hybridrl.doctor.checkpoints import list_rows
+from hybridrl.doctor.leftovers import list_rows
 
 SCORE = "val-core/math/acc/mean@1"
 

@@ -33,7 +33,7 @@ def own_root(tmp_path, monkeypatch) -> Path:
     """Places of this test alone instead of /tmp and /dev/shm."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(keeper, "ROOT", tmp_path / "tmp")
-    monkeypatch.setattr("hybridrl.doctor.clean.SHARED", tmp_path / "no shared memory")
+    monkeypatch.setattr("hybridrl.doctor.leftovers.SHARED", tmp_path / "no shared memory")
     return tmp_path / "tmp"
 
 
@@ -93,7 +93,7 @@ def test_an_unfinished_checkpoint_is_removed_and_a_complete_one_published_unless
 
 
 def test_shared_memory_is_removed_if_no_process_has_mapped_it(own_root, monkeypatch, capsys):
-    monkeypatch.setattr("hybridrl.doctor.clean.SHARED", Path("/dev/shm"))
+    monkeypatch.setattr("hybridrl.doctor.leftovers.SHARED", Path("/dev/shm"))
     segment = shared_memory.SharedMemory(create=True, size=1000)
     resource_tracker.unregister(f"/{segment.name}", "shared_memory")
     path = Path("/dev/shm", segment.name)
@@ -118,7 +118,7 @@ def test_a_process_may_end_while_those_that_use_something_are_searched(own_root,
         return found(path, *arguments, **options)
 
     monkeypatch.setattr(os, "stat", ended)
-    monkeypatch.setattr("hybridrl.doctor.clean.SHARED", tmp_path)
+    monkeypatch.setattr("hybridrl.doctor.leftovers.SHARED", tmp_path)
     (tmp_path / "psm_12345678").touch()
     doctor.main(["clean", "--shared-memory"])
     assert f"left: {tmp_path}/psm_12345678" in capsys.readouterr().out

@@ -150,7 +150,7 @@ def commands(directory: Path, config: PPOConfig, damaged: str) -> dict[str, Call
     return (rescore if read_by_rescore else {}) | {
         "why --json": lambda: doctor.main(["why", run, "--json"]),
         "checkpoints --json": lambda: doctor.main(["checkpoints", run, "--json"]),
-        "archive": lambda: doctor.main(["report", run, "--samples", "--out", f"{run}.tar.gz"]),
+        "archive": lambda: doctor.main(["bundle", run, "--samples", "--out", f"{run}.tar.gz"]),
         "replay": lambda: doctor.main(["replay", run]),
         "check": lambda: doctor.main(["-cp", run, "-cn", "config", "--config-only"]),
         "show": lambda: show.main([run, "--step", "all", "--group"]),

@@ -9,11 +9,12 @@ from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.core.cluster.session import Cluster
 from hybridrl.core.device import cgroup_limits
-from hybridrl.doctor.gpus import Gpu, check_gpus
 from hybridrl.doctor.machine import (
     Facts,
+    Gpu,
     check_devices,
     check_extensions,
+    check_gpus,
     check_machine,
     check_versions,
     installed,

@@ -17,11 +17,11 @@ from hybridrl.config.load import resolve_config
 from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.doctor import memory_plan as memory_plan_module
 from hybridrl.doctor import memory_sizes
-from hybridrl.doctor.gpus import Gpu
+from hybridrl.doctor.machine import Gpu
 from hybridrl.doctor.memory_plan import (
     DEVICE_BYTES,
     MACHINE_BYTES,
-    Run,
+    PlannedRun,
     machine_memory,
     make_plans,
     memory_plan,
@@ -222,8 +222,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return free
 
 
-def run_of(config: PPOConfig, gpu: int = 0) -> Run:
-    return Run(config, read_models(config), gpu)
+def run_of(config: PPOConfig, gpu: int = 0) -> PlannedRun:
+    return PlannedRun(config, read_models(config), gpu)
 
 
 def report(config: PPOConfig) -> Findings:
@@ -436,7 +436,7 @@ def test_the_base_of_an_adapter_waits_in_page_locked_memory_while_its_engine_sle
 def test_a_machine_whose_memory_a_sleeping_base_does_not_fit_is_offered_merged_weights(load: Load, memory) -> None:
     run = run_of(load("trainer.device=cuda", *ADAPTER))
 
-    def peak(changed: Run) -> float:
+    def peak(changed: PlannedRun) -> float:
         return make_plans(changed)[1].needs["rollout"]["sleeping base"]
 
     assert suggest_fix(run, peak, peak(run) - 1) == "set actor_rollout_ref.model.lora.merge=true"
@@ -528,7 +528,7 @@ def test_a_shortage_is_an_error_only_if_what_is_counted_exactly_does_not_fit(loa
 def test_the_number_of_devices_that_would_do_is_named_and_no_adapter_to_a_run_that_has_one(load: Load, memory) -> None:
     run = run_of(load("trainer.device=cuda", "trainer.n_gpus_per_node=2"))
 
-    def peak(changed: Run) -> float:
+    def peak(changed: PlannedRun) -> float:
         return 16 * PARAMETERS / changed.config.trainer.devices
 
     last = "take a smaller model, 8 devices (trainer.nnodes x trainer.n_gpus_per_node)"
@@ -580,7 +580,7 @@ def test_an_optimizer_on_the_cpu_is_proposed_only_if_nothing_else_helps(load: Lo
     keys = [f"{fsdp}.param_offload=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256"]
     run = run_of(load("trainer.device=cuda", *keys))
 
-    def peak(changed: Run) -> float:
+    def peak(changed: PlannedRun) -> float:
         return make_plans(changed)[0].peak
 
     assert suggest_fix(run, peak, peak(run) - 1) == f"set {fsdp}.optimizer_offload=true"
@@ -595,7 +595,7 @@ def test_no_suggestion_changes_what_is_learned(load: Load, memory: object, devic
     keys = value_keys(PPOConfig)
     usual = [attrgetter(key)(run.config) for key in keys]
 
-    def peak(changed: Run) -> float:
+    def peak(changed: PlannedRun) -> float:
         return 1000.0 - sum(attrgetter(key)(changed.config) != value for key, value in zip(keys, usual, strict=True))
 
     fix = suggest_fix(run, peak, 0.0)

@@ -48,7 +48,7 @@ def load(tmp_path: Path, config: PPOConfig, plain_tokenizer: Qwen2Tokenizer) -> 
 
 def check(config: PPOConfig, prompts: PromptDataset, validation: PromptDataset | None = None) -> dict[str, Finding]:
     findings = Findings()
-    check_rows(config, prompts, validation, findings)
+    check_rows(prompts, validation, config.data.max_prompt_length, findings)
     return {finding.code: finding for finding in findings.items}
 
 
@@ -138,6 +138,7 @@ def prompts(*chats: list[dict[str, str]] | str) -> list[Prompt]:
 def render(command: list[str], tokenizer: Qwen2Tokenizer) -> Render:
     """Findings about rows with a template, by code."""
     config: PPOConfig = load_ppo_config(command)
+    model = config.actor_rollout_ref.model.path
 
     def run(
         template: str | None,
@@ -150,7 +151,8 @@ def render(command: list[str], tokenizer: Qwen2Tokenizer) -> Render:
         if bos:
             changed.bos_token = bos
         findings = Findings()
-        check_template(config, changed, prompts(*(chats or ([USER],))), findings)
+        arguments = config.data.apply_chat_template_kwargs
+        check_template(model, arguments, changed, prompts(*(chats or ([USER],))), findings)
         return {finding.code: finding for finding in findings.items}
 
     return run

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from hybridrl.doctor.__main__ import main
-from hybridrl.doctor.selftest_resume import MOMENTS, VICTIMS, Kill, Run, Selftest, differences, draw_kills
+from hybridrl.doctor.selftest_resume import MOMENTS, VICTIMS, Kill, Selftest, SelftestRun, differences, draw_kills
 
 
 def a_run(directory: Path) -> Path:
@@ -87,7 +87,7 @@ def test_a_run_is_killed_with_all_its_processes_while_it_saves(tmp_path):
         "(directory / '.global_step_1.writing').mkdir()\n"
         "time.sleep(100)\n"
     )
-    run = Run(["python3", str(script)], tmp_path / "run")
+    run = SelftestRun(["python3", str(script)], tmp_path / "run")
     kill = Kill(after=1, moment="while it is saved", seconds=0.0, victim="everything")
     assert run.reach(kill)
     assert run.last_step() == 1
@@ -118,7 +118,7 @@ def test_complete_steps_that_a_restarted_run_trains_again_are_counted(tmp_path, 
     (tmp_path / "run.py").write_text(STAND_IN)
     test = Selftest([], critic=False, steps=3, directory=tmp_path)
     test.lost = []
-    run = Run(["python3", str(tmp_path / "run.py"), str(tmp_path / "run"), str(checkpoint)], tmp_path / "run")
+    run = SelftestRun(["python3", str(tmp_path / "run.py"), str(tmp_path / "run"), str(checkpoint)], tmp_path / "run")
     assert run.reach(Kill(3, "in the step", 0.0, "the driver"))
     run.kill("everything")
     assert test.finish(run) == -9 and test.lost == []

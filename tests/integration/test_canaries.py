@@ -50,7 +50,7 @@ def test_no_secret_is_in_what_is_shown_sent_or_packed(overrides, tmp_path):
     environment = {name: 2 * canary(number) for number, name in enumerate(VARIABLES, 300)}
     environment |= {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
     shown = finish(start("main_ppo", overrides(out, more), **environment))
-    for command in (["why"], ["checkpoints"], ["report", "--samples", "--out", str(tmp_path / "packed.tar.gz")]):
+    for command in (["why"], ["checkpoints"], ["bundle", "--samples", "--out", str(tmp_path / "packed.tar.gz")]):
         shown += finish(start("doctor", [command[0], str(out), *command[1:]], **environment))
     assert "api_key: ***" in shown and CANARY.findall(shown) == []
     with tarfile.open(tmp_path / "packed.tar.gz") as archive:

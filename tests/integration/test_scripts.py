@@ -26,8 +26,8 @@ SHELL = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("scripts/
 # Scripts that run elsewhere: in the test file named, or as a side of another script.
 ELSEWHERE = {
     "scripts/mutation.py": "tests/test_mutation.py",
-    "scripts/simulate_async.py": "tests/core/experience/test_simulate_command.py",
-    "scripts/sizing.py": "tests/doctor/test_sizing.py",
+    "scripts/simulate_async.py": "tests/simulation/test_simulate_command.py",
+    "scripts/sizing.py": "tests/doctor/test_pages.py",
     "scripts/benchmark/bare.py": "scripts/benchmark/step.py",
     "scripts/benchmark/export.py": "scripts/benchmark/all.py",
     "scripts/benchmark/families.py": "tests/integration/test_families.py",

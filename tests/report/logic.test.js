@@ -71,6 +71,18 @@ test("a picture has its line in the frame, its marks, and finds steps by pixels"
   assert.equal(Math.round(made.value(made.x(2))), 2);
 });
 
+test("noise of rounding does not fill an axis that has a least value", () => {
+  const y = [1.7e-7, 1.8e-7, 1.72e-7, 1.79e-7];
+  const run = { ...RUN, marks: [], series: { kl: { y }, gap: { y } } };
+  const line = { ...PANEL.lines[0], series: "kl", least: 0.01 };
+  const lines = [line, { ...line, series: "gap", axis: "right", least: 1e-4 }];
+  const made = logic.picture({ ...PANEL, lines }, [run], { width: 300, height: 190, axis: "step", amount: 0, log: false });
+  const labels = made.shapes.filter((shape) => /^tick( end)?$/.test(shape.class)).map((shape) => Number(shape.text));
+  assert.ok(Math.max(...labels) >= 0.005 && Math.min(...labels.filter(Boolean)) >= 1e-5);
+  const heights = made.shapes.filter((shape) => shape.tag === "circle").map((shape) => shape.cy);
+  assert.ok(heights.length === 8 && Math.max(...heights) - Math.min(...heights) < 1); // of 190
+});
+
 test("a panel without values has no picture, and one of several runs a line for each", () => {
   const options = { width: 300, height: 190, axis: "step", amount: 0, log: false };
   assert.equal(logic.picture({ ...PANEL, lines: [{ ...PANEL.lines[0], series: "missing" }] }, [RUN], options), null);

@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from hybridrl.checkpoint.files import write_manifest
+
 HOSTILE = (
     "</script><script>document.title='broken'</script>",
     "<img src=x onerror=\"document.title='broken'\"><!--",
@@ -198,7 +200,7 @@ def hostile(step: int, prompt: int, number: int, score: float, advantage: float,
 
 def write_faults(directory: Path, step: int, restarts: int, end: str | None) -> None:
     def fault(code: str, step: int, text: str = "", end: bool = False) -> str:
-        time = "2026-11-24T10:00:00.000+00:00"
+        time = "2024-11-24T10:00:00.000+00:00"
         return json.dumps(
             {"time": time, "step": step, "code": code, "text": text, "tail": [], "memory": {}, "end": end}
         )
@@ -223,5 +225,4 @@ def write_checkpoint(path: Path, step: int) -> None:
         "code": {"torch": "2.13.0"},
     }
     (path / "state.json").write_text(json.dumps(state))
-    files = {"actor/weights": {"bytes": 1000, "crc32": "0"}, "actor/.metadata": {"bytes": 36, "crc32": "0"}}
-    (path / "manifest.json").write_text(json.dumps({"files": files}))
+    write_manifest(path)

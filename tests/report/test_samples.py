@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hybridrl.report.contents import read_contents
+from hybridrl.report.contents import Contents
 from hybridrl.report.samples import choose_samples, correlation, evenly, group_advantage, grouped, length_of
 from hybridrl.report.texts import TEXT_BUDGET, finite, limit_of, shortened
 from hybridrl.tracking.records import SampleRecord
@@ -16,7 +16,7 @@ def record(score: float | None, prompt: str = "p", **episode: object) -> SampleR
 
 
 def test_every_reason_is_there_and_the_first_the_middle_and_the_last_step_have_a_whole_group(tmp_path):
-    samples = choose_samples(read_contents(write_run(tmp_path / "run")), 200)
+    samples = choose_samples(Contents(write_run(tmp_path / "run")), 200)
     reasons = {why for one in samples.shown for why in one.why}
     assert {"best", "worst", "median", "longest", "random", "largest advantage", "tokens", "fault: timeout"} <= reasons
     whole = [one for one in samples.shown if "whole group" in one.why]
@@ -25,7 +25,7 @@ def test_every_reason_is_there_and_the_first_the_middle_and_the_last_step_have_a
 
 
 def test_the_same_rows_are_shown_in_every_validation(tmp_path):
-    samples = choose_samples(read_contents(write_run(tmp_path / "run")), 200)
+    samples = choose_samples(Contents(write_run(tmp_path / "run")), 200)
     rows = {}
     for one in samples.shown:
         if one.kind == "validation":
@@ -35,14 +35,12 @@ def test_the_same_rows_are_shown_in_every_validation(tmp_path):
 
 @pytest.mark.parametrize("count", [40, 200])
 def test_no_more_samples_are_chosen_than_there_is_room_for(tmp_path, count):
-    contents = read_contents(write_run(tmp_path / "run", steps=300, prompts=2))
+    contents = Contents(write_run(tmp_path / "run", steps=300, prompts=2))
     assert len(choose_samples(contents, count).shown) <= count + 6
 
 
 def test_of_many_steps_some_are_shown_and_the_rest_counted(tmp_path):
-    samples = choose_samples(
-        read_contents(write_run(tmp_path / "run", steps=900, validate_every=0, prompts=1, n=1)), 60
-    )
+    samples = choose_samples(Contents(write_run(tmp_path / "run", steps=900, validate_every=0, prompts=1, n=1)), 60)
     assert (samples.steps, samples.steps_read) == (900, 600)
     steps = {one.record.step for one in samples.shown}
     assert {1, 900} <= steps
@@ -64,7 +62,7 @@ def test_the_advantage_within_a_group_is_that_of_grpo():
 
 
 def test_bands_are_of_the_mean_rewards_of_prompts(tmp_path):
-    samples = choose_samples(read_contents(write_run(tmp_path / "run", prompts=6, record=verl_sample)), 100)
+    samples = choose_samples(Contents(write_run(tmp_path / "run", prompts=6, record=verl_sample)), 100)
     steps, low = samples.bands["groups/p10"]
     assert steps == list(range(1, 13))
     assert all(a <= b for a, b in zip(low, samples.bands["groups/p90"][1], strict=True))
@@ -109,5 +107,5 @@ def test_groups_of_one_score_are_solved_or_stuck_unless_they_have_an_advantage(t
         row["episode"]["advantage"] = -0.5  # by a critic
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    samples = choose_samples(read_contents(tmp_path), 20)
+    samples = choose_samples(Contents(tmp_path), 20)
     assert (samples.solved, samples.stuck) == (0.4, 0.2)

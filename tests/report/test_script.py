@@ -10,8 +10,8 @@ from threading import Thread
 import pytest
 
 from hybridrl import report
+from hybridrl.report.__main__ import Site, make_server
 from hybridrl.report.page import render
-from hybridrl.report.serve import Site, make_server
 from tests.report.synthetic import conversation, hostile, write_run
 
 FOLDER = Path(report.__file__).parent

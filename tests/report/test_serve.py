@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from hybridrl.report.serve import Site, make_server
+from hybridrl.report.__main__ import Site, make_server
 from tests.report.synthetic import write_run
 
 

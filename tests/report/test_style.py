@@ -5,9 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.report.curves import panels_of
-from hybridrl.report.svg import draw
-
 CSS = (Path(__file__).parents[2] / "hybridrl" / "report" / "page.css").read_text(encoding="utf-8")
 READABLE, VISIBLE = 4.5, 3.0  # of text, and of lines, by WCAG 2.2
 TEXTS = ("ink", "soft", "faint", "accent", "good", "fair", "bad")
@@ -77,15 +74,3 @@ def test_signs_and_coloured_tokens_are_readable(theme: int) -> None:
 def test_every_line_is_visible(theme: int) -> None:
     known = colours(theme)
     assert not [name for name in LINES if contrast(known[name], known["card"]) < VISIBLE]
-
-
-def test_rounding_fills_no_axis() -> None:
-    steps = list(range(1, 7))
-    noise = [1.7e-7, 1.8e-7, 1.72e-7, 1.79e-7, 1.71e-7, 1.8e-7]
-    series = {"actor/ppo_kl": (steps, noise), "training/rollout_probs_diff_mean": (steps, noise)}
-    (panel,) = (one for one in panels_of(series) if one.title == "KL and mismatch")
-    picture = draw(panel, series, [])
-    labels = [float(text) for text in re.findall(r'class="tick(?: end)?"[^>]*>([^<]+)<', picture)]
-    assert max(labels) >= 0.005 and min(label for label in labels if label) >= 1e-5
-    heights = {float(y) for y in re.findall(r'<circle [^>]*cy="([\d.]+)"', picture)}
-    assert max(heights) - min(heights) < 1  # of 190

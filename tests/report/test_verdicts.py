@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.report.contents import read_contents
-from hybridrl.report.samples import Samples
+from hybridrl.report.contents import Contents
+from hybridrl.report.samples import ChosenSamples
 from hybridrl.report.verdicts import duration, lights, number, sentence
 
 
 def lights_of(directory: Path, steps: list[dict]) -> dict[str, tuple[str, str]]:
     lines = [json.dumps({"step": step, **metrics}) for step, metrics in enumerate(steps, start=1)]
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    contents = read_contents(directory)
-    return {one.question: (one.state, one.reason) for one in lights(contents, Samples())}
+    contents = Contents(directory)
+    return {one.question: (one.state, one.reason) for one in lights(contents, ChosenSamples())}
 
 
 def test_a_reward_that_rises_by_more_than_its_noise_is_learning(tmp_path):
@@ -57,8 +57,8 @@ def test_phases_without_devices_are_idle_time(tmp_path):
 
 
 def test_nothing_is_said_of_an_empty_directory(tmp_path):
-    contents = read_contents(tmp_path)
-    states = [one.state for one in lights(contents, Samples())]
+    contents = Contents(tmp_path)
+    states = [one.state for one in lights(contents, ChosenSamples())]
     assert states == ["unknown"] * 5
     assert sentence(contents, {}) == "No step was finished; no record of how it ended."
 
@@ -78,12 +78,12 @@ def test_durations_and_numbers_are_short():
 def test_the_validation_of_several_sources_is_their_mean(tmp_path):
     lines = [{"step": step, "val-core/a/acc/mean@1": step / 10, "val-core/b/acc/mean@1": 0.4} for step in (0, 4)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "validation (mean of 2 sources) 0.20 → 0.40" in sentence(read_contents(tmp_path), {})
+    assert "validation (mean of 2 sources) 0.20 → 0.40" in sentence(Contents(tmp_path), {})
 
 
 def test_faults_are_those_of_the_last_training_steps(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/rewards/mean": 0.5}\n')
-    found = {one.question: one for one in lights(read_contents(tmp_path), Samples(read=100, last_faults=0.03))}
+    found = {one.question: one for one in lights(Contents(tmp_path), ChosenSamples(read=100, last_faults=0.03))}
     assert found["Are the samples usable?"].reason == "in the last steps: 3.0% not graded"
 
 
@@ -102,6 +102,6 @@ def test_faults_are_those_of_the_last_training_steps(tmp_path):
 )
 def test_prompts_that_teach_nothing_are_a_warning_unless_they_are_solved(tmp_path, solved, stuck, state, reason):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/rewards/mean": 0.5}\n')
-    samples = Samples(last_faults=0.0, solved=solved, stuck=stuck)
-    light = lights(read_contents(tmp_path), samples)[2]
+    samples = ChosenSamples(last_faults=0.0, solved=solved, stuck=stuck)
+    light = lights(Contents(tmp_path), samples)[2]
     assert light.state == state and reason in light.reason

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.report.contents import read_contents
-from hybridrl.report.health_table import health_rows
-from hybridrl.report.samples import Samples
+from hybridrl.report.contents import Contents
+from hybridrl.report.samples import ChosenSamples
+from hybridrl.report.sections import health_rows
 from hybridrl.report.verdicts import lights, sentence
 from hybridrl.tracking import summary
 from hybridrl.tracking.change import Change, change_of
@@ -44,10 +44,10 @@ def test_summary_sweep_and_page_show_the_same_pair(run: Path) -> None:
     assert shown["val-core/toy/acc/mean@1"] == ["0.1", "0.85"]
     assert "(first step; mean of the last 5)" in summary(run)
     assert run_table({"a": run}).splitlines()[1].split()[4:6] == ["0.2", "0.8"]
-    contents = read_contents(run)
+    contents = Contents(run)
     assert sentence(contents, {}).startswith("Reward 0.20 → 0.80 over 12 steps; validation 0.10 → 0.85;")
-    assert lights(contents, Samples())[0].reason == "reward 0.20 → 0.80 (first step; mean of the last 5)"
-    row = next(row for row in health_rows(contents, Samples()) if row.code == "flat-score")
+    assert lights(contents, ChosenSamples())[0].reason == "reward 0.20 → 0.80 (first step; mean of the last 5)"
+    row = next(row for row in health_rows(contents, ChosenSamples()) if row.code == "flat-score")
     assert (row.start, row.now) == (0.2, pytest.approx(0.8))
 
 
@@ -57,5 +57,5 @@ def test_a_first_step_unlike_all_others_is_no_clear_change(tmp_path: Path) -> No
         {"step": step, "critic/rewards/mean": value} for step, value in enumerate([0.9, 0.1, 0.9, 0.1, *rewards], 1)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    light = lights(read_contents(tmp_path), Samples())[0]
+    light = lights(Contents(tmp_path), ChosenSamples())[0]
     assert light.state == "fair"

@@ -19,7 +19,6 @@ from ray.cluster_utils import Cluster
 
 from hybridrl.config import ConfigError
 from hybridrl.core.cluster import RaySession, metrics
-from hybridrl.core.cluster.probe import probe_run, probe_session
 from hybridrl.core.cluster.session import (
     Machine,
     describe_reservations,
@@ -29,6 +28,7 @@ from hybridrl.core.cluster.session import (
     request_of,
 )
 from hybridrl.doctor.__main__ import main
+from hybridrl.doctor.machines import probe_run, probe_session
 from tests.core.cluster.machines import TOP, two_machines
 
 KILLED = """

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from hybridrl.core.experience.simulate import Cluster, Mode, Work, best_split, log_normal_lengths, simulate
+from simulation.simulate import Cluster, Mode, Work, best_split, log_normal_lengths, simulate
 
 SYNC = Mode("sync")
 SECOND = ((1, 1.0),)  # a second per token, whatever runs

@@ -1,6 +1,6 @@
 """What the machines of a run must have in common: `machine_facts` measures one machine, `compare` judges them all.
 
-Knows no Ray; `probe.py` calls the first on every machine of a run. Facts are named texts and numbers. A fact that is
+Knows no Ray; `machines.py` calls the first on every machine of a run. Facts are named texts and numbers. A fact that is
 empty or None where a machine should have something, such as a path, is reported.
 """
 
@@ -147,7 +147,7 @@ def _digest(files: Any) -> str:
 # -- judging -----------------------------------------------------------------------------------------------------------
 
 
-class Rule(NamedTuple):
+class FactRule(NamedTuple):
     """When a fact of a single machine is reported, whatever the others have."""
 
     severity: Severity
@@ -159,14 +159,14 @@ class Rule(NamedTuple):
 INTERFACE = "the interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME in ray_kwargs.ray_init.runtime_env.env_vars"
 SHARED = "set trainer.default_local_dir to a directory on storage that all machines share"
 RULES = {
-    DIRECTORY: Rule("error", "cluster.directory", bool, SHARED),
-    NETWORK: Rule("error", "cluster.network", bool, f"open the ports between the machines, or name {INTERFACE}"),
-    CLOCK: Rule(
+    DIRECTORY: FactRule("error", "cluster.directory", bool, SHARED),
+    NETWORK: FactRule("error", "cluster.network", bool, f"open the ports between the machines, or name {INTERFACE}"),
+    CLOCK: FactRule(
         "warning", "cluster.clock", lambda value: abs(value) > CLOCK_SECONDS, "synchronize it (chronyc makestep)"
     ),
-    "memory free in GiB": Rule("warning", "cluster.free", lambda value: value < 2, "end other programs"),
-    TEMPORARY: Rule("warning", "cluster.free", lambda value: value < 1, "delete files there"),
-    SHARED_MEMORY: Rule("warning", "cluster.free", lambda value: value < 1, "mount it with a larger size"),
+    "memory free in GiB": FactRule("warning", "cluster.free", lambda value: value < 2, "end other programs"),
+    TEMPORARY: FactRule("warning", "cluster.free", lambda value: value < 1, "delete files there"),
+    SHARED_MEMORY: FactRule("warning", "cluster.free", lambda value: value < 1, "mount it with a larger size"),
 }
 
 

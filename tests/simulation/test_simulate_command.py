@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from simulation.recorded import LEAST_STEPS, WARM_UP, run_sizes
 
-from hybridrl.report.prediction import LEAST_STEPS, WARM_UP
 from hybridrl.tracking.records import write_records
 
-TOP = Path(__file__).parents[3]
+TOP = Path(__file__).parents[2]
 MAIN = runpy.run_path(str(TOP / "scripts" / "simulate_async.py"))["main"]
 
 
@@ -79,3 +79,15 @@ def test_what_no_run_has_is_rejected_in_a_line(arguments, message, capsys):
     assert MAIN(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("training", "rollout", "width", "engines", "alone"),
+    [(4, 4, 1, 8, 4), (3, 2, 2, 2, 1), (2, 4, 4, 2, 1), (8, 4, 2, 6, 4)],
+)
+def test_engines_are_those_of_rollout_and_as_many_parts_of_the_devices_train(training, rollout, width, engines, alone):
+    separate = {"nnodes": 1, "n_gpus_per_node": rollout, "tensor_model_parallel_size": width}
+    config = {"data": {"train_batch_size": 4}, "actor_rollout_ref": {"rollout": {"n": 1, "max_num_seqs": 2} | separate}}
+    config["trainer"] = {"nnodes": 1, "n_gpus_per_node": training, "v1": {"trainer_mode": "separate_async"}}
+    sizes = run_sizes(config)
+    assert (sizes.engines, sizes.training_engines) == (engines, alone)

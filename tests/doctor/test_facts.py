@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hybridrl.core.cluster.facts import (
+from hybridrl.doctor.facts import (
     CLOCK,
     DIRECTORY,
     NETWORK,
@@ -103,7 +103,7 @@ def test_the_facts_of_this_machine_agree_with_themselves(tmp_path: Path):
 
 def test_temporary_space_is_that_of_the_fuller_of_tmp_and_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     free, usage = {"/tmp": 5 << 30, str(tmp_path): 2 << 30}, shutil.disk_usage("/")
-    monkeypatch.setattr("hybridrl.core.cluster.facts.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("hybridrl.doctor.facts.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=free.get(place, 9 << 30)))
     assert (machine_facts("cpu", {})[TEMPORARY], machine_facts("cpu", {})[SHARED_MEMORY]) == (2.0, 9.0)
     free |= {"/tmp": 1 << 30}

@@ -1,8 +1,5 @@
-"""The seconds of a run's steps by simulation (core/experience/simulate.py), from what the run has recorded: the
-lengths of its responses, the speed of its engines, and the seconds of all else.
-
-So a run shows whether its steps take what they should, and what those of another mode of rollout would take.
-"""
+"""Inputs of a simulation from the files of a run: the lengths of its responses, the speed of its engines, and the
+seconds of all else."""
 
 import math
 from collections import defaultdict
@@ -13,12 +10,8 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from simulation.simulate import Cluster
 
-from hybridrl.config import PPOConfig
-from hybridrl.config.catalog import ESTIMATORS
-from hybridrl.config.checks.asynchronous import continues_rollouts
-from hybridrl.core.experience.asynchronous import QUEUED
-from hybridrl.core.experience.simulate import Cluster, Mode, Work, simulate
 from hybridrl.core.rollout.statistics import ITERATION
 from hybridrl.tracking import read_metrics
 from hybridrl.tracking.records import read_records, records_of
@@ -26,9 +19,6 @@ from hybridrl.tracking.sink import STEP_SECONDS
 
 WARM_UP = 2  # steps: libraries compile in the first one, and the engines of an asynchronous run fill
 LEAST_STEPS, LAST_STEPS = 3, 40  # to predict from: at least so many after the warm-up, and of all the last ones
-FEWEST_SIMULATED, MOST_SIMULATED = 16, 40  # steps: as many as RESPONSES are enough for
-RESPONSES = 100_000
-WORTH = 1.15  # a gain that is named
 
 
 @dataclass(frozen=True)
@@ -53,7 +43,6 @@ class Times:
     sync: float
     switch: float
     prompt_tokens: float  # that are computed, not found in the prefix cache
-    has_turns: bool
     fixed: float
     running_request: float
     prefilled_token: float
@@ -73,15 +62,13 @@ class Times:
         return Cluster(engines, slots, self.speed(slots), self.prefill_rate, **rest)
 
 
-def recorded_lengths(run: Path, enough: float = math.inf) -> list[np.ndarray]:
-    """Read the lengths of a run's responses by group, from its last step on until there are enough."""
+def recorded_lengths(run: Path) -> list[np.ndarray]:
+    """Read the lengths of a run's responses by group, from its last step on."""
     groups: dict[Any, list[float]] = defaultdict(list)
     for _, path in sorted(records_of(run, "rollouts").items(), reverse=True):
         for record in read_records(path):
             if (tokens := record.episode.get("sampled_tokens", 0)) > 0:
                 groups[record.group].append(tokens)
-        if sum(map(len, groups.values())) >= enough:
-            break
     return [np.array(lengths, dtype=float) for lengths in groups.values()]
 
 
@@ -119,46 +106,7 @@ def run_times(run: Path) -> Times | None:
     step, sync, switch = mean(STEP_SECONDS), mean("timing_s/update_weights"), mean("timing_s/switch")
     train = max(step - mean("timing_s/gen") - sync - switch, 0.0)
     prompt_tokens = mean("prompt_length/mean") * (1 - mean("rollout/prefix_cache_hit_share"))
-    has_turns = any("num_turns/mean" in line for line in steps)
     iteration = [mean(f"rollout/iteration_s/{part}") for part in ITERATION]
     if not any(iteration[:2]):
         return None
-    return Times(step, train, sync, switch, prompt_tokens, has_turns, *iteration)
-
-
-def predict_steps(config: PPOConfig, sizes: Sizes, run: Path) -> str | None:
-    """Return a sentence that compares the seconds of an asynchronous run's steps with simulated ones, or those of a
-    synchronous run with those of rollouts that are continued, where these are worth it.
-
-    An asynchronous run is not compared with a synchronous one: engines that are always full do not show how fast they
-    are with the last few responses. None if the run is too short, or does what the simulation does not know.
-    """
-    times = run_times(run)
-    if times is None or times.has_turns or not _is_known(config):
-        return None
-    per_step = sizes.groups * sizes.n
-    if not (lengths := recorded_lengths(run, enough=min(LAST_STEPS * per_step, RESPONSES))):
-        return None
-    steps = min(max(RESPONSES // per_step, FEWEST_SIMULATED), MOST_SIMULATED)
-    lengths = resample(lengths, sizes.groups * steps, sizes.n, seed=0)
-    work = Work(sizes.groups, lengths, times.prompt_tokens, steps, warmup=steps // 4)
-    cluster = times.cluster(sizes.engines, sizes.slots, sizes.training_engines)
-    bound = config.trainer.v1.sampler.max_off_policy_threshold
-    over_sampling = config.actor_rollout_ref.rollout.over_sample_rate or None
-    continued = Mode("continued", bound, over_sampling, sizes.training_engines, QUEUED)
-    asynchronous = simulate(work, cluster, continued).seconds
-    text = f"a step took {times.step:.2f} s; simulated with this run's lengths and speed: "
-    if continues_rollouts(config):
-        return f"{text}{asynchronous:.2f} s"
-    synchronous = simulate(work, cluster, Mode("sync")).seconds
-    gain = f"{text}{synchronous:.2f} s, with trainer.v1.trainer_mode=colocate_async {asynchronous:.2f} s"
-    return gain if synchronous > WORTH * asynchronous else None
-
-
-def _is_known(config: PPOConfig) -> bool:
-    """Whether the simulation has all that takes time: neither groups that are dropped, nor greedy responses, nor
-    engines that wait for each other."""
-    estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
-    greedy = estimator is not None and "greedy_rewards" in estimator.reads
-    waits = continues_rollouts(config) and config.actor_rollout_ref.rollout.full_determinism
-    return not (config.algorithm.filter_groups.enable or greedy or waits)
+    return Times(step, train, sync, switch, prompt_tokens, *iteration)

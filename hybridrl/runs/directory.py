@@ -1,0 +1,262 @@
+"""The directory of a run, read: the one place that derives from its files how the run ended, which step was its last,
+which of its checkpoints are good, and the command that continues it.
+
+Reads whatever is there, however the run ended and whatever is damaged, and writes nothing.
+"""
+
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from hybridrl.checkpoint.files import faults as damaged_files
+from hybridrl.checkpoint.store import (
+    STATE,
+    Checkpoint,
+    holder,
+    is_verl,
+    lineage,
+    list_checkpoints,
+    step_directories,
+    step_number,
+)
+from hybridrl.config.files import SHARDS
+from hybridrl.config.foreign_files import read_mapping
+from hybridrl.tracking.console import warn
+from hybridrl.tracking.faults import FINISHED, STOPPED, Fault, last_run, read_faults
+from hybridrl.tracking.records import records_of
+from hybridrl.tracking.report import Metrics, held_diagnoses, read_metrics
+from hybridrl.tracking.sink import LOSSES, REWARD, is_validation_score
+
+T = TypeVar("T")
+UNREADABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    KeyError,
+    OverflowError,
+    yaml.YAMLError,
+    RecursionError,
+)
+ACTORS = "actor_rollout_ref"
+CONFIG = "config.yaml"
+SHOWN = 3  # damaged files of a checkpoint
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A `global_step_N`, by its files. `kind` is kept, recovery, verl or unreadable; `damaged` has a line per file that
+    is not as it was saved, and `lacks` is what a run would miss that resumes from it."""
+
+    step: int
+    path: Path
+    kind: str
+    damaged: list[str]
+    state: dict[str, Any]
+    lacks: str = ""
+    current: bool = False  # it led to the newest one: no run has gone back to before it
+
+    @property
+    def unhealthy(self) -> str:
+        """Why it was not healthy when it was saved; empty: it was."""
+        return "" if self.state.get("healthy", True) else str(self.state.get("reason", "no reason was recorded"))
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with it, as far as its files were compared; empty: nothing."""
+        more = " ..." * (len(self.damaged) > SHOWN)
+        return f"{', '.join(self.damaged[:SHOWN])}{more}" if self.damaged else self.unhealthy
+
+    @property
+    def resumable(self) -> bool:
+        return not self.problem and not self.lacks
+
+    @property
+    def size(self) -> int:
+        return sum(file.stat().st_size for file in self._files())
+
+    @property
+    def written(self) -> float:
+        """When its last file was written; 0 without files."""
+        return max((file.stat().st_mtime for file in self._files()), default=0.0)
+
+    def _files(self) -> Iterator[Path]:
+        return (file for file in self.path.rglob("*") if file.is_file())
+
+
+class RunDirectory:
+    """What a run has left in its directory, or a living one has written so far; each file is read when it is first
+    needed. `note` is called with what cannot be read. With `checksums` all bytes of checkpoints are read, else their
+    sizes are compared."""
+
+    def __init__(self, path: Path, note: Callable[[str, str], object] = warn, *, checksums: bool = False) -> None:
+        self.path, self.note, self._checksums = path, note, checksums
+
+    def attempt(self, what: str, read: Callable[[], T], otherwise: T) -> T:
+        """Return what `read` returns; where it raises for what is in a file, note that and return `otherwise`."""
+        try:
+            return read()
+        except UNREADABLE as error:
+            reason = next(iter(str(error).splitlines()), "")[:200]
+            self.note(f"{what} cannot be read: {type(error).__name__}: {reason}", "unreadable")
+            return otherwise
+
+    @cached_property
+    def user(self) -> str:
+        """The process that uses the directory now."""
+        return holder(self.path)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The run's configuration; empty if it has none that can be read."""
+        file = self.path / CONFIG
+        return self.attempt(CONFIG, lambda: read_mapping(file) if file.exists() else {}, {})
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        section = self.config.get("trainer")
+        return section if isinstance(section, dict) else {}
+
+    @property
+    def supervised(self) -> bool:
+        """Whether it is a supervised run, by its configuration, or without one by what it logged."""
+        return ACTORS not in self.config if self.config else any("train/loss" in line for line in self.steps.values())
+
+    @cached_property
+    def steps(self) -> dict[int, Metrics]:
+        """The metrics by step."""
+        return self.attempt("metrics.jsonl", lambda: read_metrics(self.path, self.note), {})
+
+    @property
+    def last_step(self) -> int:
+        return max(self.steps, default=0)
+
+    @cached_property
+    def trained(self) -> dict[int, Metrics]:
+        """The metrics of training steps only."""
+        return {step: metrics for step, metrics in self.steps.items() if step > 0}
+
+    @cached_property
+    def held(self) -> dict[str, list[int]]:
+        """The steps in which each diagnosis held, by code."""
+        return held_diagnoses(self.steps)
+
+    @cached_property
+    def faults(self) -> list[Fault]:
+        """The records of all runs of the directory, in order."""
+        return self.attempt("faults.jsonl", lambda: read_faults(self.path), [])
+
+    @property
+    def last_run(self) -> list[Fault]:
+        """The records of the last run: an earlier one in the same directory is another."""
+        return last_run(self.faults) or self.faults
+
+    @property
+    def end(self) -> Fault | None:
+        """How the last run ended; None: it runs, or it was killed."""
+        last = self.last_run
+        return last[-1] if last and last[-1].end else None
+
+    @property
+    def began(self) -> float:
+        return self.last_run[0].at.timestamp() if self.last_run else 0.0
+
+    @property
+    def logged(self) -> float:
+        """When the last run last logged metrics; 0: it did not, and those that are there are of an earlier one."""
+        metrics = self.path / "metrics.jsonl"
+        logged = metrics.stat().st_mtime if metrics.is_file() else 0.0
+        return logged if logged > self.began - 1 else 0.0  # a file's clock is coarse
+
+    @property
+    def place(self) -> str:
+        """Where the last run is or ended, as a part of a sentence."""
+        if self.end is None:
+            return f"after step {self.last_step}" if self.logged and self.last_step else "before its first step"
+        return f"in step {self.end.step}" if self.end.step else "before its first step"
+
+    @property
+    def crashed(self) -> bool:
+        if self.end is not None:
+            return self.end.code not in (FINISHED, STOPPED)
+        return bool(self.faults) and not self.user
+
+    @property
+    def ending(self) -> str:
+        """How the run ended, or that it has not, as a part of a sentence."""
+        if self.end is None:
+            left = f"killed {self.place}" if self.faults else "no record of how it ended"
+            return "running" if self.user else left
+        if self.end.code == FINISHED:
+            return "ended normally"
+        return (
+            f"stopped on request {self.place}" if self.end.code == STOPPED else f"failed {self.place} [{self.end.code}]"
+        )
+
+    @cached_property
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """Every checkpoint, intact or not, by step."""
+        listed = list_checkpoints(self.path)
+        published, current = {one.path: one for one in listed}, {one.path for one in lineage(listed)}
+        return [self._checkpoint(path, published.get(path), path in current) for path in step_directories(self.path)]
+
+    def _checkpoint(self, path: Path, saved: Checkpoint | None, current: bool) -> SavedCheckpoint:
+        step = step_number(path)
+        if is_verl(path):
+            return SavedCheckpoint(step, path, "verl", [], {})
+        damaged = damaged_files(path, checksums=self._checksums)
+        if saved is None:
+            return SavedCheckpoint(step, path, "unreadable", damaged or [f"{STATE}: not the state of a checkpoint"], {})
+        kind = "recovery" if saved.state["recovery"] else "kept"
+        lacks = "" if damaged else self.attempt(path.name, lambda: _lacks(path), "its index of shards")
+        return SavedCheckpoint(step, path, kind, damaged, saved.state, lacks, current)
+
+    @property
+    def saved(self) -> SavedCheckpoint | None:
+        """The checkpoint that was published last of those that were healthy then."""
+        healthy = (one for one in self.checkpoints if one.state and not one.unhealthy)
+        return max(healthy, key=lambda one: one.state["published"], default=None)
+
+    @property
+    def newest(self) -> SavedCheckpoint | None:
+        """The checkpoint that a run with resume_mode=auto takes: verl's only if there is no good one of its own."""
+        good = [one for one in self.checkpoints if one.current and not one.problem]
+        return next(reversed(good or [one for one in self.checkpoints if one.kind == "verl"]), None)
+
+    def scores(self) -> tuple[str, int, dict[int, float]]:
+        """Return by what checkpoints are compared, -1 if less of it is better, and its values by step: the metric of
+        keep_best_ckpt, or else of what was logged validation, reward or loss. The name is empty if there is none."""
+        metrics = {one.step: one.state["metrics"] for one in self.checkpoints if one.state}
+        names = sorted({name for values in metrics.values() for name in values})
+        kept = str(self.trainer.get("keep_best_ckpt") or "")
+        wanted = [kept.removeprefix("-"), *filter(is_validation_score, names), *reversed(LOSSES), *REWARD]
+        name = next((name for name in wanted if name in names), "")
+        less = name in LOSSES or (kept.startswith("-") and name == kept[1:])
+        return name, -1 if less else 1, {step: values[name] for step, values in metrics.items() if name in values}
+
+    def samples(self, kind: str) -> dict[int, Path]:
+        """Return the files of samples by step: `rollouts`, of training, or `samples`, of validations."""
+        return self.attempt(f"{kind}/", lambda: records_of(self.path, kind), {})
+
+    def resume_command(self, change: str = "") -> str:
+        """Return the command that continues the run, from its last checkpoint if there is one, with a change."""
+        if not self.config:
+            return "python -m hybridrl.main_ppo key=value ..., as before"
+        program = "main_sft" if self.supervised else "main_ppo"
+        words = [f"python -m hybridrl.{program} -cp {shlex.quote(str(self.path))} -cn config"]
+        if self.saved and self.trainer.get("resume_mode") != "auto":
+            words.append("trainer.resume_mode=auto")
+        return " ".join([*words, change]).strip()
+
+
+def _lacks(path: Path) -> str:
+    """Return what a run would miss that resumes from a checkpoint, by the index of its shards."""
+    indices = [index for index in path.glob(f"*/{SHARDS}") if index.parent.name != "reference"]  # has no optimizer
+    if not indices:
+        return "model only"
+    return "" if all(b"optimizer." in index.read_bytes() for index in indices) else "no optimizer state"
