@@ -197,14 +197,6 @@ def test_the_t_quantile_is_that_of_the_tables(freedom, expected):
     assert statistics.t_quantile(0.95, freedom) == pytest.approx(expected, abs=2e-7)
 
 
-def test_the_sum_and_the_expansion_of_the_t_quantile_agree_where_they_meet(monkeypatch):
-    exact = statistics.t_quantile(0.99, 200)
-    monkeypatch.setattr(statistics, "EXACT_FREEDOM", 100)
-    statistics.t_quantile.cache_clear()
-    assert statistics.t_quantile(0.99, 200) == pytest.approx(exact, abs=1e-7)
-    statistics.t_quantile.cache_clear()
-
-
 @given(right_and_wrong, st.integers(1, 8))
 def test_pass_at_k_equals_counting_all_subsets(right, k):
     k = min(k, len(right))
