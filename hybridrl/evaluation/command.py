@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.checkpoint.store import step_directories
-from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config import ConfigError, EvaluationConfig
 from hybridrl.config.compose import save_config
 from hybridrl.config.custom_code import publish_own_keys
-from hybridrl.config.load_eval import describe_sampling
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import read_responses
+from hybridrl.evaluation.config import describe_sampling
 from hybridrl.evaluation.model import Evaluated, Merge, ModelEvaluation, relabel
 from hybridrl.evaluation.plan import Origin, Question, collect_questions, digest, plan, reject_large_k
 from hybridrl.evaluation.results import (
@@ -53,7 +53,7 @@ LOG_WIDTH = 240
 STORED = Sampling(0, ())  # how stored responses were sampled is not known
 
 
-def evaluate(config: PPOConfig, sessions: Sessions, merge: Merge) -> float:
+def evaluate(config: EvaluationConfig, sessions: Sessions, merge: Merge) -> float:
     """Evaluate the models that the configuration names, print the tables, and return the share of faults."""
     baseline = earlier(config)
     if config.eval.responses:
@@ -73,7 +73,7 @@ def evaluate(config: PPOConfig, sessions: Sessions, merge: Merge) -> float:
     return report(evaluated, config, baseline)
 
 
-def earlier(config: PPOConfig) -> Evaluated | None:
+def earlier(config: EvaluationConfig) -> Evaluated | None:
     """Return the evaluation whose directory `eval.compare` names, with the samples that its results are of. Raises
     ConfigError if it is not complete, or if stored responses are to be compared with anything else."""
     if config.eval.compare is None:
@@ -91,12 +91,12 @@ def earlier(config: PPOConfig) -> Evaluated | None:
     return None
 
 
-def reject_other_questions(questions: Sequence[Question], config: PPOConfig, baseline: Evaluated | None) -> None:
+def reject_other_questions(questions: Sequence[Question], config: EvaluationConfig, baseline: Evaluated | None) -> None:
     if baseline:
         reject_nothing_in_common(questions, baseline.samples, f"{COMPARE_KEY}={config.eval.compare}")
 
 
-def compared_model(config: PPOConfig) -> Target | None:
+def compared_model(config: EvaluationConfig) -> Target | None:
     """Return the model that `eval.compare` names."""
     name = config.eval.compare
     if name is None:
@@ -110,7 +110,7 @@ def compared_model(config: PPOConfig) -> Target | None:
 # -- stored responses --------------------------------------------------------------------------------------------------
 
 
-def score_stored(config: PPOConfig, baseline: Evaluated | None = None) -> Evaluated:
+def score_stored(config: EvaluationConfig, baseline: Evaluated | None = None) -> Evaluated:
     """Score responses that files hold, without an engine and without Ray."""
     settings, key = config.eval, "eval.responses"
     publish_own_keys(config.own)
@@ -170,7 +170,7 @@ def test_scores(samples: Sequence[Sample]) -> dict[str, float]:
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
-def report(evaluated: Sequence[Evaluated], config: PPOConfig, baseline: Evaluated | None = None) -> float:
+def report(evaluated: Sequence[Evaluated], config: EvaluationConfig, baseline: Evaluated | None = None) -> float:
     """Write and print the tables of all models and their comparisons; return the largest share of faults."""
     new, ks = [*evaluated, *([baseline] if baseline and baseline.is_new else [])], config.eval.k
     for one in new:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hybridrl.config import PPOConfig
+from hybridrl.config import EvaluationConfig
 from hybridrl.core.cluster import RaySession
 from hybridrl.core.cluster.group import control_limit
 from hybridrl.core.rollout import RolloutClient
@@ -15,7 +15,7 @@ from hybridrl.tracking.console import info, stage
 
 
 @contextmanager
-def serving(config: PPOConfig, session: RaySession, logs: Path) -> Iterator[RolloutClient]:
+def serving(config: EvaluationConfig, session: RaySession, logs: Path) -> Iterator[RolloutClient]:
     """Start an engine per tensor-parallel group of devices and yield the client of all; one that is lost loads its
     weights again."""
     section, limit = config.actor_rollout_ref, config.trainer.startup_timeout

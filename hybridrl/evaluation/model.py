@@ -13,7 +13,7 @@ from hybridrl.agents.endpoint.episodes import check_episodes, episode_processes,
 from hybridrl.agents.environments.conversations import Conversations
 from hybridrl.agents.environments.pool import EpisodeWorkers
 from hybridrl.checkpoint.fingerprints import code_fingerprint, model_fingerprint
-from hybridrl.config import PPOConfig
+from hybridrl.config import EvaluationConfig
 from hybridrl.config.compose import save_config
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
 from hybridrl.config.findings import Findings
@@ -68,7 +68,7 @@ class Evaluated:
 class ModelEvaluation:
     """The evaluation of one model. The constructor loads and checks all that needs no device."""
 
-    def __init__(self, config: PPOConfig, target: Target) -> None:
+    def __init__(self, config: EvaluationConfig, target: Target) -> None:
         self.target, self.config = target, target.config(config)
         self.endpoint: Endpoint | None = None
         if target.is_address:
@@ -297,6 +297,6 @@ def sample_here(runner: EpisodeRunner, missing: Sequence[Wanted], keep: Callable
     runner.run_places(places, finished=finished)
 
 
-def _served_from(config: PPOConfig, path: str) -> PPOConfig:
+def _served_from(config: EvaluationConfig, path: str) -> EvaluationConfig:
     section = config.actor_rollout_ref
     return replace(config, actor_rollout_ref=replace(section, model=replace(section.model, path=path)))

@@ -18,11 +18,11 @@ import pytest
 
 from hybridrl import main_eval
 from hybridrl.config import ConfigError
-from hybridrl.config.load_eval import load_eval_config
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion
 from hybridrl.evaluation.command import earlier
+from hybridrl.evaluation.config import load_eval_config
 from hybridrl.evaluation.model import ModelEvaluation
 from hybridrl.evaluation.results import write_results
 from hybridrl.evaluation.samples import GREEDY, read_samples

@@ -12,6 +12,8 @@ from hybridrl.config.catalog import ESTIMATORS
 from hybridrl.config.checks.model import absolute, check_model, check_recurrence, model_settings, resolve_lora
 from hybridrl.config.findings import Checker, ConfigError, show
 from hybridrl.config.schema import (
+    DataConfig,
+    EvaluationConfig,
     FSDPConfig,
     ModelConfig,
     OptimizerConfig,
@@ -63,7 +65,7 @@ def this_machine(*, count_gpus: bool = True) -> Machine:
     return Machine(gpus, len(os.sched_getaffinity(0)), psutil.virtual_memory().available, no_gpu=why)
 
 
-def resolve_devices(config: PPOConfig | SFTConfig, check: Checker, machine: Machine | None) -> None:
+def resolve_devices(config: PPOConfig | SFTConfig | EvaluationConfig, check: Checker, machine: Machine | None) -> None:
     """Fill in `device` and `n_gpus_per_node`; check them, and the directories of the run, against the machine."""
     trainer = config.trainer
     # A run on CPU does not need a working GPU driver.
@@ -179,11 +181,10 @@ def resolve_trained(
         check.error(f"{size_key} {padding_key}", "only packed rows can be shared", f"set {padding_key}=true")
 
 
-def shorten(config: PPOConfig) -> str:
+def shorten(data: DataConfig, rollout: RolloutConfig, lower: str = LOWER) -> str:
     """Return the fix for rows that are too long: the key that makes them long."""
-    longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
-    beyond = (config.actor_rollout_ref.rollout.max_model_len or 0) > longest
-    return f"lower {ROLLOUT}.max_model_len" if beyond else LOWER
+    beyond = (rollout.max_model_len or 0) > data.max_prompt_length + rollout.response_length
+    return f"lower {ROLLOUT}.max_model_len" if beyond else lower
 
 
 def resolve_dtype(name: str | None, device: str) -> str:
@@ -299,7 +300,14 @@ def resolve_critic(config: PPOConfig, check: Checker) -> None:
         if vars(critic.model)[key] is not None:
             check.warn(f"critic.model.{key}", "has no effect: the critic reads the policy's tokens")
     longest = config.actor_rollout_ref.rollout.max_model_len or 0
-    resolve_trained(part, longest, shorten(config), trainer, check, known=_is_policy(critic.model, config))
+    resolve_trained(
+        part,
+        longest,
+        shorten(config.data, config.actor_rollout_ref.rollout),
+        trainer,
+        check,
+        known=_is_policy(critic.model, config),
+    )
     follows = critic.ppo_mini_batch_size == value_of(check.values, f"{ACTOR}.ppo_mini_batch_size")
     quiet = check.muted() if follows else check
     critic.ppo_mini_batch_size = _of_step("critic", critic.ppo_mini_batch_size, config, quiet)
@@ -310,7 +318,7 @@ def resolve_reference(config: PPOConfig, check: Checker) -> None:
     section, key = config.actor_rollout_ref, "actor_rollout_ref.ref.model"
     model = replace(section.model, path=section.ref.model.path)
     if (config.algorithm.use_kl_in_reward or section.actor.use_kl_loss) and not _is_policy(model, config):
-        check_model(key, model, section.rollout.max_model_len or 0, shorten(config), check)
+        check_model(key, model, section.rollout.max_model_len or 0, shorten(config.data, section.rollout), check)
     section.ref.model.path = absolute(section.ref.model.path)
 
 
