@@ -53,7 +53,7 @@ class ResolvedConfig(Generic[T]):
         check(self.config, crossed)
         self.findings.add(*(finding for finding in crossed.items if not self.rejected & {*finding.keys}))
 
-    def accept(self, report: Report | None, show: Report | None) -> T:
+    def accept(self, report: Report | None = None, show: Report | None = None) -> T:
         """Pass warnings to `report` and information to `show`, and return the configuration. Raises ConfigError."""
         for finding in self.findings.items:
             to = {"warning": report, "info": show}.get(finding.severity)

@@ -299,9 +299,13 @@ class EvaluatedModelConfig(ModelConfig):
     path: str | None  # as it is named, such as RUN:best
 
 
-class EvaluatedConfig(Section):
-    model: EvaluatedModelConfig
+class ServedConfig(Section):
+    model: ModelConfig
     rollout: RolloutConfig
+
+
+class EvaluatedConfig(ServedConfig):
+    model: EvaluatedModelConfig
 
 
 class EvaluationConfig(Section):
@@ -316,11 +320,6 @@ class EvaluationConfig(Section):
     own: dict[str, Any]
     separate = False  # all devices are for the engines
     rollout_pool, devices_per_machine = PPOConfig.rollout_pool, PPOConfig.devices_per_machine
-
-
-class ServedConfig(Section):
-    model: ModelConfig
-    rollout: RolloutConfig
 
 
 class ServingConfig(Section):

@@ -114,7 +114,7 @@ def reward_config(file: str | None, overrides: Sequence[str]) -> RewardConfig:
     result = read_config(ScoringConfig, overrides, offline=True)
     if result.config is not None:
         result.cross_check(lambda config, findings: resolve_reward(config.reward, Checker(findings, asdict(config))))
-    return result.accept(None, None).reward
+    return result.accept().reward
 
 
 def _parse(row: Row, data_source: str, bad_rows: Faults) -> Stored | None:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hybridrl.checkpoint.fingerprints import digest
 from hybridrl.checkpoint.store import step_directories
 from hybridrl.config import ConfigError, EvaluationConfig
 from hybridrl.config.compose import save_config
@@ -15,32 +16,30 @@ from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import read_responses
 from hybridrl.evaluation.config import describe_sampling
 from hybridrl.evaluation.model import Evaluated, Merge, ModelEvaluation, relabel
-from hybridrl.evaluation.plan import Origin, Question, collect_questions, digest, plan, reject_large_k
+from hybridrl.evaluation.plan import Origin, Question, collect_questions, plan, reject_large_k
 from hybridrl.evaluation.results import (
+    COMPARED,
+    LEGEND,
     RESULTS,
     SAMPLES,
     TABLE,
     add_to_results,
+    changes,
+    columns,
+    compared_rows,
     comparisons,
     corrected,
+    markdown,
     publish_text,
     read_results,
     reject_nothing_in_common,
+    rich_table,
+    rows,
     selection_biases,
     write_results,
 )
 from hybridrl.evaluation.samples import Sample, SampleFile, by_dataset
 from hybridrl.evaluation.scoring import REWARD_LOG, Rescorer, blank_sample, reward_digest
-from hybridrl.evaluation.tables import (
-    COMPARED,
-    LEGEND,
-    changes,
-    columns,
-    compared_rows,
-    markdown,
-    rich_table,
-    rows,
-)
 from hybridrl.evaluation.targets import KEY, Target, find_targets, with_unique_names
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in

@@ -52,12 +52,8 @@ def load_eval_config(
 def with_model(config: EvaluationConfig, path: str, key: str = PATH) -> EvaluationConfig:
     """The configuration with another model, checked with its settings. Raises ConfigError; `key` is the setting that
     names the model."""
-    values, findings, device = (
-        {"actor_rollout_ref": asdict(config.actor_rollout_ref)},
-        Findings(),
-        config.trainer.device,
-    )
-    values["actor_rollout_ref"]["model"]["path"] = path
+    findings, device, named = Findings(), config.trainer.device, asdict(config.actor_rollout_ref)
+    named["model"]["path"], values = path, {"actor_rollout_ref": named}
     reading = Reading(ServingConfig, Plain(values, {}, {}), partial(usual_value, PPOConfig))
     _close(reading.findings, key)
     section, check = reading.config.actor_rollout_ref, Checker(findings, values)
@@ -73,7 +69,7 @@ def with_model(config: EvaluationConfig, path: str, key: str = PATH) -> Evaluati
     if device == "cuda" and rollout.gpu_memory_utilization == SHIPPED_SHARE:
         rollout.gpu_memory_utilization = WHOLE_SHARE
     check_served(MODEL, model, rollout, device, check)
-    fix = training.shorten(config.data, rollout, _shorter(config.eval))
+    fix = training.shorten(config, _shorter(config.eval))
     check_model(MODEL, model, rollout.max_model_len or 0, fix, check)
     _close(findings, key)
     return replace(config, actor_rollout_ref=section)

@@ -12,26 +12,32 @@ from typing import Any
 from hybridrl.agents.endpoint.episodes import check_episodes, episode_processes, episode_settings, runs_episodes
 from hybridrl.agents.environments.conversations import Conversations
 from hybridrl.agents.environments.pool import EpisodeWorkers
-from hybridrl.checkpoint.fingerprints import code_fingerprint, model_fingerprint
+from hybridrl.checkpoint.fingerprints import code_fingerprint, digest, model_fingerprint
 from hybridrl.config import EvaluationConfig
 from hybridrl.config.compose import save_config
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
 from hybridrl.config.findings import Findings
+from hybridrl.config.schema import ModelConfig, TrainerConfig
+from hybridrl.config.schema_rollout import RolloutConfig
+from hybridrl.core.cluster import RaySession
+from hybridrl.core.cluster.group import control_limit
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode, EpisodeRequest
+from hybridrl.core.rollout import RolloutClient
+from hybridrl.core.rollout.fleet import RolloutFleet
+from hybridrl.core.rollout.lanes import Server
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
 from hybridrl.data.tokenizer import end_tokens
-from hybridrl.evaluation.engines import serving
-from hybridrl.evaluation.plan import Origin, Wanted, collect_questions, counts, digest, plan, reject_large_k
-from hybridrl.evaluation.progress import EvaluationProgress
+from hybridrl.evaluation.plan import Origin, Wanted, collect_questions, counts, plan, reject_large_k
 from hybridrl.evaluation.remote import Endpoint, connect, sample_remotely
-from hybridrl.evaluation.results import RESPONSES, SAMPLES, write_responses, write_results
-from hybridrl.evaluation.samples import Sample, SampleFile
-from hybridrl.evaluation.scoring import REWARD_LOG, Rescorer, episode_sample, reward_digest
+from hybridrl.evaluation.results import SAMPLES, write_results
+from hybridrl.evaluation.samples import EvaluationProgress, Sample, SampleFile
+from hybridrl.evaluation.scoring import REWARD_LOG, Rescorer, episode_sample, reward_digest, write_responses
 from hybridrl.evaluation.targets import Target
 from hybridrl.rewards.actor import open_scorer_pool
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
+from hybridrl.runs import plugins
 from hybridrl.runs.model_settings import reject_hub_model, reject_unusable_overrides
 from hybridrl.runs.ppo import build_shaping
 from hybridrl.runs.prepare import (
@@ -44,7 +50,7 @@ from hybridrl.runs.resume import sample_fingerprints
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.settings import validation_sampling
 from hybridrl.runs.setup import Sessions, open_directory
-from hybridrl.tracking.console import info
+from hybridrl.tracking.console import info, stage
 
 Merge = Callable[[str], str]  # makes one Hugging Face directory of shards or an adapter, and leaves others as they are
 FILES_KEY = "eval.files"
@@ -189,7 +195,7 @@ class ModelEvaluation:
         facts = self._facts(wanted, missing, samples, time.monotonic() - began)
         all_greedy = self.sampling.temperature == 0
         results = write_results(directory, samples, facts, self.config.eval.k, all_greedy=all_greedy)
-        write_responses(directory / RESPONSES, self.questions, samples)
+        write_responses(directory, self.questions, samples)
         return Evaluated(self.target.name, directory, samples, results)
 
     def _sample_missing(
@@ -256,8 +262,9 @@ class ModelEvaluation:
                 ends = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)
                 settings = episode_settings(config, load, ends)
                 episodes = stack.enter_context(EpisodeWorkers(session, settings, *episode_processes(config, logs)))
-            path = merge(self.target.path)
-            client = stack.enter_context(serving(_served_from(config, path), session, logs))
+            section = config.actor_rollout_ref
+            model = replace(section.model, path=merge(self.target.path))
+            client = stack.enter_context(serving(model, section.rollout, config.trainer, session, logs))
             scorers.wait_until_loaded()
             if episodes is not None:
                 episodes.wait_until_ready(config.trainer.startup_timeout)
@@ -297,6 +304,24 @@ def sample_here(runner: EpisodeRunner, missing: Sequence[Wanted], keep: Callable
     runner.run_places(places, finished=finished)
 
 
-def _served_from(config: EvaluationConfig, path: str) -> EvaluationConfig:
-    section = config.actor_rollout_ref
-    return replace(config, actor_rollout_ref=replace(section, model=replace(section.model, path=path)))
+@contextmanager
+def serving(
+    model: ModelConfig, rollout: RolloutConfig, trainer: TrainerConfig, session: RaySession, logs: Path
+) -> Iterator[RolloutClient]:
+    """Start an engine per tensor-parallel group of devices and yield the client of all. Engines load their weights from
+    files, also again after one is lost, no trainer uses their devices, and they never sleep."""
+    limits = {"startup_timeout": trainer.startup_timeout, "timeout": control_limit(trainer.step_timeout)}
+    fleet = RolloutFleet(session, plugins.load(f"engine.{rollout.name}"), model, rollout, logs=logs, **limits)
+    info(f"logs of all processes: {logs}")
+
+    def revive(index: int) -> Server:
+        fleet.rebuild(index)
+        client.capacity = fleet.rollout.max_num_seqs  # less, if it ran out of memory
+        return fleet.handle(index)
+
+    with stage(f"starting {len(fleet)} engine{'s' * (len(fleet) > 1)}"):
+        fleet.finish_start(fleet.start())
+    client = fleet.client(revive)
+    client.capacity = fleet.rollout.max_num_seqs
+    yield client
+    fleet.kill(range(len(fleet)))

@@ -10,17 +10,21 @@ from hybridrl.config import ConfigError
 from hybridrl.data.prompts import Prompt
 from hybridrl.evaluation.plan import Question
 from hybridrl.evaluation.results import (
+    columns,
+    compared_rows,
     comparisons,
     corrected,
     dataset_results,
+    markdown,
     read_results,
     reject_nothing_in_common,
+    rich_table,
+    rows,
     selection_biases,
-    write_responses,
     write_results,
 )
 from hybridrl.evaluation.samples import GREEDY, Sample
-from hybridrl.evaluation.tables import columns, compared_rows, markdown, rich_table, rows
+from hybridrl.evaluation.scoring import write_responses
 
 
 def samples(answers: dict[str, str], dataset: str = "maths", **more: object) -> list[Sample]:
@@ -221,7 +225,7 @@ def test_responses_are_written_with_the_columns_of_their_rows(tmp_path):
         Question(index, "maths", str(index), Prompt(index, [], row["question"], "maths", truth, {}, row))
         for index, (row, truth) in enumerate(zip(rows, ["1", 2], strict=True))
     ]
-    write_responses(tmp_path / "responses.parquet", questions, samples({"0": "10", "1": "1"}, response="4"))
+    write_responses(tmp_path, questions, samples({"0": "10", "1": "1"}, response="4"))
     read = pyarrow.parquet.read_table(tmp_path / "responses.parquet").to_pylist()
     assert [one["responses"] for one in read] == [["4", "4"], ["4"]]
     assert [one["question"] for one in read] == ["1", "2"] and [one["level"] for one in read] == ["3", '"hard"']

@@ -38,9 +38,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     training.resolve_retention(config, check)
     training.resolve_reference(config, check)
     check_served(MODEL, model, config.actor_rollout_ref.rollout, trainer.device, check)
-    resolve_trained(
-        policy, section.rollout.max_model_len or 0, training.shorten(config.data, section.rollout), trainer, check
-    )
+    resolve_trained(policy, section.rollout.max_model_len or 0, training.shorten(config), trainer, check)
     check_lora_sync(config, check)
     _check_sampling(config, check.at(ROLLOUT))
     check_engine(section.rollout, check.at(ROLLOUT))

@@ -12,7 +12,6 @@ from hybridrl.config.catalog import ESTIMATORS
 from hybridrl.config.checks.model import absolute, check_model, check_recurrence, model_settings, resolve_lora
 from hybridrl.config.findings import Checker, ConfigError, show
 from hybridrl.config.schema import (
-    DataConfig,
     EvaluationConfig,
     FSDPConfig,
     ModelConfig,
@@ -181,9 +180,10 @@ def resolve_trained(
         check.error(f"{size_key} {padding_key}", "only packed rows can be shared", f"set {padding_key}=true")
 
 
-def shorten(data: DataConfig, rollout: RolloutConfig, lower: str = LOWER) -> str:
+def shorten(config: PPOConfig | EvaluationConfig, lower: str = LOWER) -> str:
     """Return the fix for rows that are too long: the key that makes them long."""
-    beyond = (rollout.max_model_len or 0) > data.max_prompt_length + rollout.response_length
+    rollout = config.actor_rollout_ref.rollout
+    beyond = (rollout.max_model_len or 0) > config.data.max_prompt_length + rollout.response_length
     return f"lower {ROLLOUT}.max_model_len" if beyond else lower
 
 
@@ -300,14 +300,7 @@ def resolve_critic(config: PPOConfig, check: Checker) -> None:
         if vars(critic.model)[key] is not None:
             check.warn(f"critic.model.{key}", "has no effect: the critic reads the policy's tokens")
     longest = config.actor_rollout_ref.rollout.max_model_len or 0
-    resolve_trained(
-        part,
-        longest,
-        shorten(config.data, config.actor_rollout_ref.rollout),
-        trainer,
-        check,
-        known=_is_policy(critic.model, config),
-    )
+    resolve_trained(part, longest, shorten(config), trainer, check, known=_is_policy(critic.model, config))
     follows = critic.ppo_mini_batch_size == value_of(check.values, f"{ACTOR}.ppo_mini_batch_size")
     quiet = check.muted() if follows else check
     critic.ppo_mini_batch_size = _of_step("critic", critic.ppo_mini_batch_size, config, quiet)
@@ -318,7 +311,7 @@ def resolve_reference(config: PPOConfig, check: Checker) -> None:
     section, key = config.actor_rollout_ref, "actor_rollout_ref.ref.model"
     model = replace(section.model, path=section.ref.model.path)
     if (config.algorithm.use_kl_in_reward or section.actor.use_kl_loss) and not _is_policy(model, config):
-        check_model(key, model, section.rollout.max_model_len or 0, shorten(config.data, section.rollout), check)
+        check_model(key, model, section.rollout.max_model_len or 0, shorten(config), check)
     section.ref.model.path = absolute(section.ref.model.path)
 
 
