@@ -15,7 +15,7 @@ from hybridrl.config.compose import CONF, usual_value
 from hybridrl.config.findings import Checker, Findings
 from hybridrl.config.load import Report, read_config
 from hybridrl.config.schema import EvaluationConfig, PPOConfig, ServingConfig
-from hybridrl.config.schema_rollout import PRESETS, SHIPPED_SHARE, WHOLE_SHARE, EvalConfig
+from hybridrl.config.schema_rollout import PRESETS, SHIPPED_SHARE, WHOLE_SHARE, EvalConfig, RolloutConfig
 from hybridrl.config.values import Plain, Reading
 from hybridrl.tracking.console import warn
 
@@ -81,14 +81,13 @@ def _close(findings: Findings, key: str) -> None:
     Findings(items).close()
 
 
-def describe_sampling(config: EvaluationConfig) -> str:
+def describe_sampling(settings: EvalConfig, rollout: RolloutConfig) -> str:
     """The resolved sampling in one line."""
-    rollout, preset = config.actor_rollout_ref.rollout, config.eval.preset
-    used = rollout.val_kwargs
-    text = f"sampling{f' of preset {preset}' if preset else ''}: temperature={used.temperature:g}"
+    used, preset = rollout.val_kwargs, f" of preset {settings.preset}" if settings.preset else ""
+    text = f"sampling{preset}: temperature={used.temperature:g}"
     if used.temperature > 0:
         text += f" top_p={used.top_p:g} top_k={used.top_k}"
-    return f"{text} max_tokens={rollout.response_length} seed={config.eval.seed}"
+    return f"{text} max_tokens={rollout.response_length} seed={settings.seed}"
 
 
 def _current(text: str) -> str:

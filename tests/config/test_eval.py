@@ -59,7 +59,7 @@ def test_training_files_and_batch_sizes_are_not_needed(place):
 def test_keys_of_eval_win_over_a_preset_and_that_over_the_command(place, overrides, sampling):
     command = [f"{ROLLOUT}.val_kwargs.temperature=0.5", f"{ROLLOUT}.val_kwargs.top_p=0.9"]
     config = load("eval.files=val.jsonl", "eval.models=model", *command, *overrides)
-    assert sampling in describe_sampling(config)
+    assert sampling in describe_sampling(config.eval, config.actor_rollout_ref.rollout)
 
 
 def test_the_longest_response_of_a_preset_is_that_of_the_engine(place):

@@ -188,7 +188,7 @@ def test_an_earlier_evaluation_is_compared_without_what_else_is_in_its_file(plac
     run(evaluation(place, "eval.temperature=0.5", "eval.n=2"))  # in the same file
     write_results(Path("out/model"), baseline.samples, baseline.results, [])
     config = evaluation(place, "eval.compare=out/model").config
-    assert [one.key for one in required(earlier(config)).samples] == [one.key for one in baseline.samples]
+    assert [one.key for one in required(earlier(config.eval)).samples] == [one.key for one in baseline.samples]
 
 
 def test_the_responses_of_an_evaluation_are_read_as_stored_ones(place, capsys):
@@ -201,7 +201,7 @@ def test_the_responses_of_an_evaluation_are_read_as_stored_ones(place, capsys):
 def test_the_directory_of_several_evaluations_is_rejected_with_their_names(place):
     run(evaluation(place))
     with pytest.raises(ConfigError, match="has evaluations below it; choose out/model"):
-        earlier(evaluation(place, "eval.compare=out").config)
+        earlier(evaluation(place, "eval.compare=out").config.eval)
 
 
 def test_k_beyond_the_default_number_of_responses_is_rejected(place):
