@@ -72,18 +72,14 @@ def test_without_resume_the_earlier_file_is_renamed_once_there_is_a_new_sample(t
     assert [[one.key for one in read_samples(tmp_path / name)] for name in names] == [["0"], ["1"], ["2"]]
 
 
-def test_the_file_that_replaces_a_renamed_one_is_locked(tmp_path):
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_second_writer_is_rejected_also_of_a_file_that_replaces_a_renamed_one(tmp_path, resume):
     with SampleFile(tmp_path / "samples.jsonl") as file:
         file.append(sample("a"))
-    with SampleFile(tmp_path / "samples.jsonl", resume=False) as file:
+    with SampleFile(tmp_path / "samples.jsonl", resume=resume) as file:
         file.append(sample("a"))
         with pytest.raises(ConfigError, match="another evaluation"):
             SampleFile(tmp_path / "samples.jsonl")
-
-
-def test_a_second_writer_is_rejected(tmp_path):
-    with SampleFile(tmp_path / "samples.jsonl"), pytest.raises(ConfigError, match="another evaluation"):
-        SampleFile(tmp_path / "samples.jsonl")
 
 
 def test_a_response_lost_by_a_fault_is_sampled_again_and_one_whose_grader_failed_is_only_scored_again(tmp_path):
