@@ -87,7 +87,7 @@ class ModelEvaluation:
             with findings.gathered():
                 check_syntax(path, "reward.custom_reward_function.path")
         with findings.gathered():
-            prompts = self._read() if target.is_address else self._load()
+            prompts = self._load()
         findings.close()
         self.questions = collect_questions(prompts)
         self.sources = {one.prompt.data_source for one in self.questions}
@@ -109,26 +109,22 @@ class ModelEvaluation:
         reject_large_k(config.eval.k, max(self.counts.values()))
 
     def _load(self) -> dict[str, Sequence[Prompt]]:
-        """Load tokenizer and rows, and check the model's files."""
-        config, model = self.config, self.config.actor_rollout_ref.model
-        import_libraries(model.external_lib)
-        reject_hub_model(model, self.target.key)
-        reject_unusable_overrides(model, "actor_rollout_ref.model.override_config")
-        reject_damaged_weights(model, self.target.key)
-        self.tokenizer = tokenizer = model_tokenizer(config, model, self.target.key)
-        own, limit = config.own.get("data"), config.data.val_max_samples
-        for file in config.eval.files:
-            options = {"max_samples": limit, "shuffle": config.data.validation_shuffle, "key": FILES_KEY}
-            self.datasets[file] = load_prompts([file], config.data, tokenizer, custom_keys=own, **options)
-        reject_unknown_tokens(model, self.target.key, *self.datasets.values())
-        return {file: list(data) for file, data in self.datasets.items()}
-
-    def _read(self) -> dict[str, Sequence[Prompt]]:
-        """Read the rows for an address, which needs no token ids."""
-        data = self.config.data
+        """Load the rows, and of a model of files the tokenizer, and check its files. An address needs no token ids."""
+        config, data, model = self.config, self.config.data, self.config.actor_rollout_ref.model
         options = {"max_samples": data.val_max_samples, "shuffle": data.validation_shuffle, "key": FILES_KEY}
-        self.datasets |= {file: read_prompts([file], data, **options) for file in self.config.eval.files}
-        return self.datasets
+        load = partial(read_prompts, config=data, **options)
+        if not self.target.is_address:
+            import_libraries(model.external_lib)
+            reject_hub_model(model, self.target.key)
+            reject_unusable_overrides(model, "actor_rollout_ref.model.override_config")
+            reject_damaged_weights(model, self.target.key)
+            self.tokenizer = model_tokenizer(config, model, self.target.key)
+            options |= {"tokenizer": self.tokenizer, "custom_keys": config.own.get("data")}
+            load = partial(load_prompts, config=data, **options)
+        self.datasets |= {file: load([file]) for file in config.eval.files}
+        if not self.target.is_address:
+            reject_unknown_tokens(model, self.target.key, *self.datasets.values())
+        return {file: list(rows) for file, rows in self.datasets.items()}
 
     def _check_episodes(self, findings: Findings) -> None:
         if self.target.is_address:
@@ -209,7 +205,13 @@ class ModelEvaluation:
                 progress(sample)
 
             try:
-                self._sample(missing, keep, sessions, merge, directory)
+                if self.endpoint is None:
+                    with self.runner(sessions, merge, directory) as runner:
+                        sample_here(runner, missing, keep)
+                else:
+                    with self._rescorer(directory) as rescorer:
+                        arguments = self.config.data.apply_chat_template_kwargs
+                        asyncio.run(sample_remotely(self.endpoint, missing, rescorer, keep, arguments))
             except KeyboardInterrupt:
                 info(f"{progress.done} of {len(missing)} responses are stored; the same command resumes")
                 raise
@@ -237,17 +239,6 @@ class ModelEvaluation:
 
     def _rescorer(self, directory: Path) -> Rescorer:
         return Rescorer(self.config.reward, self.sources, directory / REWARD_LOG, self.tokenizer)
-
-    def _sample(
-        self, missing: list[Wanted], keep: Callable[[Sample], None], sessions: Sessions, merge: Merge, directory: Path
-    ) -> None:
-        if self.endpoint is not None:
-            with self._rescorer(directory) as rescorer:
-                arguments = self.config.data.apply_chat_template_kwargs
-                asyncio.run(sample_remotely(self.endpoint, missing, rescorer, keep, arguments))
-            return
-        with self.runner(sessions, merge, directory) as runner:
-            sample_here(runner, missing, keep)
 
     @contextmanager
     def runner(self, sessions: Sessions, merge: Merge, directory: Path) -> Iterator[EpisodeRunner]:
