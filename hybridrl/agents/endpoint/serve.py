@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hybridrl.agents.endpoint.address import ADMIN_KEY, bound
@@ -18,7 +19,6 @@ from hybridrl.config.checks.training import resolve_dtype, this_machine
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import read_config
 from hybridrl.config.schema import ServedConfig, ServingConfig
-from hybridrl.core.required import required
 from hybridrl.model_merger.temporary import whole_model
 from hybridrl.runs.plugins import load
 from hybridrl.runtime.cli import EXIT_FAILED, EXIT_REJECTED
@@ -61,10 +61,9 @@ def read(arguments: list[str]) -> tuple[dict[str, str], ServedConfig]:
     given = {key: value for key, _, value in (text.partition("=") for text in arguments) if key in OWN}
     others = [text for text in arguments if text.partition("=")[0] not in OWN]
     result = read_config(ServingConfig, [f"{SECTION}{text.removeprefix(SECTION)}" for text in others])
-    findings = Findings([_by_own_name(one) for one in result.findings.items])
-    _check_own(given, findings)
-    findings.close()
-    return OWN | given, required(result.config).actor_rollout_ref
+    result.findings.items = [_by_own_name(one) for one in result.findings.items]
+    _check_own(given, result.findings)
+    return OWN | given, result.accept(partial(print, "warning:", file=sys.stderr)).actor_rollout_ref
 
 
 def _check_own(given: dict[str, str], findings: Findings) -> None:
