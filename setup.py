@@ -50,6 +50,7 @@ setup(
         "ray>=2.56,<2.61",
         "rich>=14",
         "safetensors>=0.6",
+        "scipy>=1.17,<2",
         "starlette>=1.10,<2",
         "sympy>=1.14,<1.15",  # what mathematical results are compared in
         "tensorboard>=2.20",

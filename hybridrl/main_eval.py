@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
-from hybridrl.config import ConfigError, PPOConfig
-from hybridrl.config.load_eval import load_eval_config
+from hybridrl.config import ConfigError, EvaluationConfig
+from hybridrl.evaluation.config import load_eval_config
 from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.forks import fork_server
 from hybridrl.runtime.guard import guarded
@@ -18,7 +18,7 @@ EXIT_FAULTS = 3  # more responses than reward.max_fault_rate could not be scored
 
 
 @contextmanager
-def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], int]]:
+def opened(first: EvaluationConfig) -> Iterator[Callable[[EvaluationConfig], int]]:
     """Yield what runs evaluations, one after another on the Ray of the `first`, which starts only if responses are
     missing. Invalid input is rejected before Ray starts."""
     samples = not first.eval.responses and not all(name.startswith("http") for name in first.eval.models)
@@ -30,7 +30,7 @@ def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], int]]:
             from hybridrl.model_merger.temporary import whole_model
             from hybridrl.runs.setup import Sessions
 
-        def run(config: PPOConfig) -> int:
+        def run(config: EvaluationConfig) -> int:
             def merge(path: str) -> str:
                 whole = whole_model(path, Path(tempfile.mkdtemp(dir=merged.path)), "eval.models")
                 if whole != path and config.trainer.nnodes > 1:

@@ -50,6 +50,7 @@ LATE = {
     "config/__init__.py": "Hydra is slow to import, and wanted where a configuration is loaded only",
     "data/rows.py": "datasets is slow to import, and wanted for directories and data sets of the hub only",
     "model_merger/__main__.py": "torch and transformers come only once the command stands, vLLM where asked for",
+    "evaluation/statistics.py": "scipy is slow to import, and a run writes its page at its end only",
     "main_eval.py": "torch, Ray and transformers come only once the configuration stands",
     "main_ppo.py": "torch, Ray and transformers come only once the configuration stands",
     "main_sft.py": "torch, Ray and transformers come only once the configuration stands",

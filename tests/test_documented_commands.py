@@ -14,9 +14,9 @@ from hybridrl.__main__ import COMMANDS
 from hybridrl.config.compose import CONF, SHIPPED
 from hybridrl.config.keys import current_name, holds, tree
 from hybridrl.config.load import resolve_config
-from hybridrl.config.load_eval import VERL_NAMES
 from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig, SFTConfig
 from hybridrl.doctor.__main__ import COMMANDS as DOCTOR
+from hybridrl.evaluation.config import VERL_NAMES
 from hybridrl.runs.plugins import PLUGINS
 from hybridrl.serve import OWN
 

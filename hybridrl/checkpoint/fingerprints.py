@@ -24,8 +24,13 @@ SAMPLES, SAMPLE_BYTES = 64, 1 << 20
 
 
 def fingerprint(*values: object) -> str:
-    """Return a hash of JSON values; equal values have equal hashes in every process."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
+    """Return a hash of plain values; equal values have equal hashes in every process."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def digest(*values: object) -> str:
+    """Return the shorter hash by which an evaluation finds its samples again."""
+    return fingerprint(*values)[:20]
 
 
 def data_fingerprint(files: Iterable[Path], *choices: object) -> str:

@@ -37,12 +37,31 @@ Report = Callable[[str], None]
 
 @dataclass
 class ResolvedConfig(Generic[T]):
-    """`config` may be used if there are no errors; `written` maps each key set on the command line to its argument."""
+    """`config` may be used if there are no errors; `written` maps each key set on the command line to its argument.
+    `rejected` are the keys whose values were replaced by shipped ones."""
 
     findings: Findings
     config: T | None = None
     values: Plain | None = None
     written: dict[str, str] = field(default_factory=dict)
+    rejected: set[str] = field(default_factory=set)
+
+    def cross_check(self, check: Callable[[T, Findings], None]) -> None:
+        """Add the findings of a check of keys against one another, without what follows from a rejected value."""
+        assert self.config is not None
+        crossed = Findings()
+        check(self.config, crossed)
+        self.findings.add(*(finding for finding in crossed.items if not self.rejected & {*finding.keys}))
+
+    def accept(self, report: Report | None = None, show: Report | None = None) -> T:
+        """Pass warnings to `report` and information to `show`, and return the configuration. Raises ConfigError."""
+        for finding in self.findings.items:
+            to = {"warning": report, "info": show}.get(finding.severity)
+            if to is not None:
+                to(finding.text)
+        self.findings.close(self.config)
+        assert self.config is not None
+        return self.config
 
 
 def load_config(
@@ -57,15 +76,10 @@ def load_config(
     """The configuration with which a run starts; warnings go to `report`, information and what differs from the default
     configuration to `show`. Raises ConfigError."""
     result = resolve_config(schema, overrides, config_name or SHIPPED[schema], config_dir)
-    for finding in result.findings.items:
-        to = {"warning": report, "info": show}.get(finding.severity)
-        if to is not None:
-            to(finding.text)
-    result.findings.close(result.config)
-    assert result.config is not None and result.values is not None
-    if show is not None:
-        show(changed_values(result.config, result.values))
-    return result.config
+    config = result.accept(report, show)
+    if show is not None and result.values is not None:
+        show(changed_values(config, result.values))
+    return config
 
 
 load_ppo_config = functools.partial(load_config, PPOConfig)
@@ -87,26 +101,39 @@ def resolve_config(
 ) -> ResolvedConfig[T]:
     """Compose, read and check a configuration, and fill in derived values. `offline`: for another machine, so that the
     devices, files and directories of this one do not count."""
-    findings, around = Findings(), {}
+    result, machine = read_config(schema, overrides, name, directory, offline=offline), None
+    if result.config is None:
+        return result
+    if offline:  # another machine, with whatever the configuration requests
+        gpus = _gpus(result.config)
+        machine = Machine(gpus, gpus, sys.maxsize, here=False) if gpus else replace(this_machine(), here=False)
+    resolve: Any = resolve_ppo if schema is PPOConfig else resolve_sft
+    result.cross_check(functools.partial(resolve, machine=machine))
+    return result
+
+
+def read_config(
+    schema: type[T], overrides: list[str], name: str = "", directory: Path = CONF, *, offline: bool = False
+) -> ResolvedConfig[T]:
+    """Compose and read a configuration, of which only each value by itself is checked. A schema may have some of the
+    sections and keys of PPOConfig: the others may be set, and are not read."""
+    whole: type = schema if schema in SHIPPED else PPOConfig
+    name, findings, around = name or SHIPPED[whole], Findings(), {}
     with findings.gathered("file"):
         around = custom_values(existing(name, directory))
-    parsed = parse_overrides(overrides, schema, findings, around)
+    parsed = parse_overrides(overrides, whole, findings, around)
     result: ResolvedConfig[T] = ResolvedConfig(findings, written=parsed.written)
     with findings.gathered("file"):
         file = existing(name, directory)
-        result.values = plain_values(file, schema, parsed.arguments, findings)
+        result.values = plain_values(file, whole, parsed.arguments, findings)
     if result.values is None:
         return result
     # The shipped values are composed only if one is wanted: that takes as long as all the rest.
-    reading = Reading(schema, result.values, functools.partial(usual_value, schema), offline=offline)
+    reading = Reading(schema, result.values, functools.partial(usual_value, whole), offline=offline)
     findings.add(*reading.findings.items)
-    _check_foreign(reading.foreign, result.values, schema, str(file), findings)
-    result.config = config = reading.config
-    machine = None
-    if offline:  # another machine, with whatever the configuration requests
-        gpus = _gpus(config)
-        machine = Machine(gpus, gpus, sys.maxsize, here=False) if gpus else replace(this_machine(), here=False)
-    _cross_check(reading, findings, machine)
+    foreign = {key: value for key, value in reading.foreign.items() if not holds(tree(whole), key)}
+    _check_foreign(foreign, result.values, whole, str(file), findings)
+    result.config, result.rejected = reading.config, reading.rejected
     return result
 
 
@@ -115,21 +142,6 @@ def _gpus(config: object) -> int:
     assert isinstance(config, PPOConfig | SFTConfig)
     width = config.actor_rollout_ref.rollout.tensor_model_parallel_size if isinstance(config, PPOConfig) else 1
     return config.trainer.n_gpus_per_node or (width if width > 1 else 0)
-
-
-def resolve_values(schema: type[T], plain: Plain, findings: Findings) -> T:
-    """Read and check values that were composed before, such as those of a configuration with one key changed."""
-    reading = Reading(schema, plain, functools.partial(usual_value, schema))
-    findings.add(*reading.findings.items)
-    _cross_check(reading, findings)
-    return reading.config
-
-
-def _cross_check(reading: Reading, findings: Findings, machine: Machine | None = None) -> None:
-    """Resolve a configuration; add findings, without what follows from a rejected value."""
-    crossed, config = Findings(), reading.config
-    (resolve_ppo if isinstance(config, PPOConfig) else resolve_sft)(config, crossed, machine)
-    findings.add(*(finding for finding in crossed.items if not reading.rejected & {*finding.keys}))
 
 
 def _check_foreign(foreign: dict[str, Any], plain: Plain, schema: type, source: str, findings: Findings) -> None:

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from hybridrl.config import values
 from hybridrl.config.files import Adapter, Model, ModelOrTokenizer, RowNames, Script, TrainFiles
 from hybridrl.config.schema_algorithm import AlgorithmConfig, PolicyLossConfig, RewardConfig
-from hybridrl.config.schema_eval import EvalConfig
-from hybridrl.config.schema_rollout import RolloutConfig, V1Config
+from hybridrl.config.schema_rollout import EvalConfig, RolloutConfig, V1Config
 from hybridrl.config.values import Section
 
 
@@ -263,7 +262,7 @@ class RayConfig(Section):
 
 
 class PPOConfig(Section):
-    """The configuration of `main_ppo` and `main_eval`: conf/ppo_trainer.yaml."""
+    """The configuration of `main_ppo`: conf/ppo_trainer.yaml."""
 
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
@@ -290,6 +289,43 @@ class PPOConfig(Section):
     def devices_per_machine(self) -> int:
         """The most devices that the run uses of a machine, if training and rollout share machines."""
         return (self.trainer.n_gpus_per_node or 1) + self.separate * self.rollout_pool[1]
+
+
+class EvaluatedDataConfig(DataConfig):
+    train_files: list[str] | None  # not read
+
+
+class EvaluatedModelConfig(ModelConfig):
+    path: str | None  # as it is named, such as RUN:best
+
+
+class ServedConfig(Section):
+    model: ModelConfig
+    rollout: RolloutConfig
+
+
+class EvaluatedConfig(ServedConfig):
+    model: EvaluatedModelConfig
+
+
+class EvaluationConfig(Section):
+    """The configuration of `main_eval`: what it reads of conf/ppo_trainer.yaml."""
+
+    data: EvaluatedDataConfig
+    actor_rollout_ref: EvaluatedConfig
+    reward: RewardConfig
+    trainer: TrainerConfig
+    eval: EvalConfig
+    ray_kwargs: RayConfig
+    own: dict[str, Any]
+    separate = False  # all devices are for the engines
+    rollout_pool, devices_per_machine = PPOConfig.rollout_pool, PPOConfig.devices_per_machine
+
+
+class ServingConfig(Section):
+    """The configuration of `serve`, and of an evaluation's model: what they read of conf/ppo_trainer.yaml."""
+
+    actor_rollout_ref: ServedConfig
 
 
 class SFTDataConfig(RowsConfig):

@@ -1,8 +1,9 @@
-"""The rollout section of the configuration, and what continues rollouts over steps; see schema.py."""
+"""The sections `rollout` and `eval` of the configuration, and what continues rollouts over steps; see schema.py."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from hybridrl.config import values
+from hybridrl.config.files import RowNames
 from hybridrl.config.values import Section
 
 SHIPPED_SHARE, WHOLE_SHARE = 0.5, 0.9  # of a GPU's memory for an engine: by default, and if no trainer needs the rest
@@ -115,3 +116,39 @@ class OffPolicyConfig(Section):
 class V1Config(Section):
     trainer_mode: Literal["sync", "colocate_async", "separate_async"]
     sampler: OffPolicyConfig
+
+
+# Sampling of an evaluation by name: the keys of `eval` that it sets, unless they are set themselves
+PRESETS: dict[str, dict[str, Any]] = {
+    "deepseek": {"temperature": 0.6, "top_p": 0.95, "top_k": -1, "max_tokens": 32768},
+    "qwen3-thinking": {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 38912},
+    "dapo": {"temperature": 1.0, "top_p": 0.7, "top_k": -1},
+    "greedy": {"temperature": 0.0, "top_p": 1.0, "top_k": -1},
+}
+
+
+def preset_name(value: str) -> values.Fault | None:
+    """A rule: a name of a preset."""
+    return None if value in PRESETS else values.choices(value, list(PRESETS), list(PRESETS))
+
+
+class EvalConfig(Section):
+    files: RowNames
+    models: list[str]
+    n: values.Positive | None
+    greedy: bool
+    k: list[values.Positive]
+    preset: Annotated[str, preset_name] | None
+    temperature: values.NonNegative | None
+    top_p: values.ShareAboveZero | None
+    top_k: values.TopK | None
+    max_tokens: values.Positive | None
+    seed: values.Natural
+    output_dir: str | None
+    compare: str | None
+    resume: bool
+    concurrency: values.Positive
+    served_model: str | None
+    responses: RowNames
+    response_key: str
+    reward_model_key: str

@@ -237,6 +237,8 @@ class Reading(Generic[T]):
                     self._reject(Finding("value", "error", (key,), show(value), "is a section", fix))
                     value = self._usual(key)
                 fields[name] = self._section(hint, value, f"{key}.")
+            elif value == MISSING and NoneType in get_args(hint):
+                fields[name] = None
             elif value == MISSING:
                 self._reject(Finding("value", "error", (key,), cause=f"{key} is not set", fix=f"add {key}=..."))
                 fields[name] = _validator(hint).validate_python(self._usual(key))

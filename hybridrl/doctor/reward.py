@@ -11,17 +11,18 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import ConfigError, PPOConfig
-from hybridrl.config.compose import SHIPPED
-from hybridrl.config.findings import Findings
-from hybridrl.config.load import resolve_config
+from hybridrl.config.checks.algorithm import resolve_reward
+from hybridrl.config.findings import Checker, Findings
+from hybridrl.config.load import read_config
 from hybridrl.config.schema_algorithm import RewardConfig
-from hybridrl.core.required import required
+from hybridrl.config.values import Section
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.rows import Faults, Row, load_rows
 from hybridrl.doctor import show
@@ -39,10 +40,11 @@ RESPONSE_COLUMNS = ("output", "solution_str", "response", "prediction")
 TRUTH_COLUMNS = ("gts", "ground_truth")
 MAX_VALUES = 8  # more values are summarized by quantiles
 CUSTOM = "reward.custom_reward_function"
-# Keys that a configuration needs; these values are never used.
-PLACEHOLDERS = ("data.train_files=path/to/rows.jsonl", "actor_rollout_ref.model.path=path/to/model")
-
 SECONDS = 20.0
+
+
+class ScoringConfig(Section):
+    reward: RewardConfig
 
 
 class Stored(NamedTuple):
@@ -109,9 +111,10 @@ def reward_config(file: str | None, overrides: Sequence[str]) -> RewardConfig:
         path, name = (path, name) if colon and not name.startswith("//") else (file, "")
         quoted = "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"  # for Hydra, whatever characters it has
         overrides = [*overrides, f"{CUSTOM}.path={quoted}", *([f"{CUSTOM}.name={name}"] if name else [])]
-    judgement = resolve_config(PPOConfig, [*PLACEHOLDERS, *overrides], SHIPPED[PPOConfig], offline=True)
-    judgement.findings.close()
-    return required(judgement.config).reward
+    result = read_config(ScoringConfig, overrides, offline=True)
+    if result.config is not None:
+        result.cross_check(lambda config, findings: resolve_reward(config.reward, Checker(findings, asdict(config))))
+    return result.accept().reward
 
 
 def _parse(row: Row, data_source: str, bad_rows: Faults) -> Stored | None:

@@ -7,41 +7,41 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hybridrl.checkpoint.fingerprints import digest
 from hybridrl.checkpoint.store import step_directories
-from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config import ConfigError, EvaluationConfig
 from hybridrl.config.compose import save_config
 from hybridrl.config.custom_code import publish_own_keys
-from hybridrl.config.load_eval import describe_sampling
+from hybridrl.config.schema_rollout import EvalConfig
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import read_responses
+from hybridrl.evaluation.config import describe_sampling
 from hybridrl.evaluation.model import Evaluated, Merge, ModelEvaluation, relabel
-from hybridrl.evaluation.plan import Origin, Question, collect_questions, digest, plan, reject_large_k
+from hybridrl.evaluation.plan import Origin, Question, collect_questions, plan, reject_large_k
 from hybridrl.evaluation.results import (
+    COMPARED,
+    LEGEND,
     RESULTS,
     SAMPLES,
     TABLE,
     add_to_results,
+    changes,
+    columns,
+    compared_rows,
     comparisons,
     corrected,
+    markdown,
     publish_text,
     read_results,
     reject_nothing_in_common,
+    rich_table,
+    rows,
     selection_biases,
     write_results,
 )
 from hybridrl.evaluation.samples import Sample, SampleFile, by_dataset
 from hybridrl.evaluation.scoring import REWARD_LOG, Rescorer, blank_sample, reward_digest
-from hybridrl.evaluation.tables import (
-    COMPARED,
-    LEGEND,
-    changes,
-    columns,
-    compared_rows,
-    markdown,
-    rich_table,
-    rows,
-)
-from hybridrl.evaluation.targets import KEY, Target, find_targets, with_unique_names
+from hybridrl.evaluation.targets import KEY, find_targets, with_unique_names
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.runs.reward_trial import reject_failing_reward
@@ -53,64 +53,54 @@ LOG_WIDTH = 240
 STORED = Sampling(0, ())  # how stored responses were sampled is not known
 
 
-def evaluate(config: PPOConfig, sessions: Sessions, merge: Merge) -> float:
+def evaluate(config: EvaluationConfig, sessions: Sessions, merge: Merge) -> float:
     """Evaluate the models that the configuration names, print the tables, and return the share of faults."""
-    baseline = earlier(config)
-    if config.eval.responses:
-        return report([score_stored(config, baseline)], config, baseline)
-    named = config.eval.models == [config.actor_rollout_ref.model.path]
-    targets = find_targets(config.eval.models, config.trainer.keep_best_ckpt, MODEL_KEY if named else KEY)
-    other = None if baseline else compared_model(config)
+    settings, keep_best, other = config.eval, config.trainer.keep_best_ckpt, None
+    baseline = earlier(settings)
+    if settings.responses:
+        return report([score_stored(config, baseline)], settings, baseline)
+    named = settings.models == [config.actor_rollout_ref.model.path]
+    targets = find_targets(settings.models, keep_best, MODEL_KEY if named else KEY)
+    if settings.compare and not baseline:
+        other, *more = find_targets([settings.compare], keep_best, COMPARE_KEY)
+        if more:
+            cause = f"{COMPARE_KEY}={settings.compare} names {len(more) + 1} models"
+            raise ConfigError(cause, fix="name one of them")
     targets = with_unique_names([*targets, *([other] if other else [])])
     loaded = [ModelEvaluation(config, one) for one in targets]
-    reject_other_questions(loaded[0].questions, config, baseline)
-    info(describe_sampling(loaded[0].config))
+    if baseline:
+        reject_nothing_in_common(loaded[0].questions, baseline.samples, f"{COMPARE_KEY}={settings.compare}")
+    info(describe_sampling(settings, config.actor_rollout_ref.rollout))
     evaluated = []
     for one in loaded:
         evaluated.append(one.run(sessions, merge, one.directory))
-        write_table(evaluated[-1], config.eval.k)
+        write_table(evaluated[-1], settings.k)
     baseline = evaluated.pop() if other else baseline
-    return report(evaluated, config, baseline)
+    return report(evaluated, settings, baseline)
 
 
-def earlier(config: PPOConfig) -> Evaluated | None:
+def earlier(settings: EvalConfig) -> Evaluated | None:
     """Return the evaluation whose directory `eval.compare` names, with the samples that its results are of. Raises
     ConfigError if it is not complete, or if stored responses are to be compared with anything else."""
-    if config.eval.compare is None:
+    if settings.compare is None:
         return None
-    directory, setting = Path(config.eval.compare).expanduser(), f"{COMPARE_KEY}={config.eval.compare}"
+    directory, setting = Path(settings.compare).expanduser(), f"{COMPARE_KEY}={settings.compare}"
     if (directory / RESULTS).is_file() or (directory / SAMPLES).is_file():
         results, samples = read_results(directory, setting)
         return Evaluated(results["model"]["name"], directory, samples, results, is_new=False)
     below = [str(one.parent) for one in sorted(directory.glob(f"*/{RESULTS}"))]
     if below and not step_directories(directory):
         raise ConfigError(f"{setting} has evaluations below it", fix=f"choose {' | '.join(below[:8])}")
-    if config.eval.responses:
+    if settings.responses:
         fix = f"name a directory with {RESULTS}; a model is not sampled for stored responses"
         raise ConfigError(f"{setting} is not the directory of an evaluation", fix=fix)
     return None
 
 
-def reject_other_questions(questions: Sequence[Question], config: PPOConfig, baseline: Evaluated | None) -> None:
-    if baseline:
-        reject_nothing_in_common(questions, baseline.samples, f"{COMPARE_KEY}={config.eval.compare}")
-
-
-def compared_model(config: PPOConfig) -> Target | None:
-    """Return the model that `eval.compare` names."""
-    name = config.eval.compare
-    if name is None:
-        return None
-    targets = find_targets([name], config.trainer.keep_best_ckpt, COMPARE_KEY)
-    if len(targets) > 1:
-        raise ConfigError(f"{COMPARE_KEY}={name} names {len(targets)} models", fix="name one of them")
-    return targets[0]
-
-
 # -- stored responses --------------------------------------------------------------------------------------------------
 
 
-def score_stored(config: PPOConfig, baseline: Evaluated | None = None) -> Evaluated:
+def score_stored(config: EvaluationConfig, baseline: Evaluated | None = None) -> Evaluated:
     """Score responses that files hold, without an engine and without Ray."""
     settings, key = config.eval, "eval.responses"
     publish_own_keys(config.own)
@@ -121,7 +111,8 @@ def score_stored(config: PPOConfig, baseline: Evaluated | None = None) -> Evalua
         check_data_sources({one.prompt.data_source for one in questions})
     responses = [_responses(question, settings.response_key) for question in questions]
     reject_large_k(settings.k, max(map(len, responses)), "leave it out")
-    reject_other_questions(questions, config, baseline)
+    if baseline:
+        reject_nothing_in_common(questions, baseline.samples, f"{COMPARE_KEY}={settings.compare}")
     name = Path(settings.responses[0]).stem
     default = Path(config.trainer.default_local_dir).expanduser() / "eval" / f"stored-{name}"
     directory = open_directory(settings.output_dir or default, "eval.output_dir")
@@ -170,9 +161,9 @@ def test_scores(samples: Sequence[Sample]) -> dict[str, float]:
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
-def report(evaluated: Sequence[Evaluated], config: PPOConfig, baseline: Evaluated | None = None) -> float:
+def report(evaluated: Sequence[Evaluated], settings: EvalConfig, baseline: Evaluated | None = None) -> float:
     """Write and print the tables of all models and their comparisons; return the largest share of faults."""
-    new, ks = [*evaluated, *([baseline] if baseline and baseline.is_new else [])], config.eval.k
+    new, ks = [*evaluated, *([baseline] if baseline and baseline.is_new else [])], settings.k
     for one in new:
         write_table(one, ks)
     _show("results", [(one.name, one.datasets) for one in new], partial(columns, ks=ks), rows)
@@ -180,7 +171,7 @@ def report(evaluated: Sequence[Evaluated], config: PPOConfig, baseline: Evaluate
         _report_comparisons(evaluated, baseline, ks)
     for one in new:
         info(f"samples and results of {one.name}: {one.directory}")
-    if config.eval.responses:
+    if settings.responses:
         info(str(test_scores(evaluated[0].samples)))
     for name, bias in selection_biases([one.samples for one in evaluated]).items():
         count = len(evaluated)

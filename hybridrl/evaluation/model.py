@@ -12,26 +12,32 @@ from typing import Any
 from hybridrl.agents.endpoint.episodes import check_episodes, episode_processes, episode_settings, runs_episodes
 from hybridrl.agents.environments.conversations import Conversations
 from hybridrl.agents.environments.pool import EpisodeWorkers
-from hybridrl.checkpoint.fingerprints import code_fingerprint, model_fingerprint
-from hybridrl.config import PPOConfig
+from hybridrl.checkpoint.fingerprints import code_fingerprint, digest, model_fingerprint
+from hybridrl.config import EvaluationConfig
 from hybridrl.config.compose import save_config
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
 from hybridrl.config.findings import Findings
+from hybridrl.config.schema import ModelConfig, TrainerConfig
+from hybridrl.config.schema_rollout import RolloutConfig
+from hybridrl.core.cluster import RaySession
+from hybridrl.core.cluster.group import control_limit
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode, EpisodeRequest
+from hybridrl.core.rollout import RolloutClient
+from hybridrl.core.rollout.fleet import RolloutFleet
+from hybridrl.core.rollout.lanes import Server
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
 from hybridrl.data.tokenizer import end_tokens
-from hybridrl.evaluation.engines import serving
-from hybridrl.evaluation.plan import Origin, Wanted, collect_questions, counts, digest, plan, reject_large_k
-from hybridrl.evaluation.progress import EvaluationProgress
+from hybridrl.evaluation.plan import Origin, Wanted, collect_questions, counts, plan, reject_large_k
 from hybridrl.evaluation.remote import Endpoint, connect, sample_remotely
-from hybridrl.evaluation.results import RESPONSES, SAMPLES, write_responses, write_results
-from hybridrl.evaluation.samples import Sample, SampleFile
-from hybridrl.evaluation.scoring import REWARD_LOG, Rescorer, episode_sample, reward_digest
+from hybridrl.evaluation.results import SAMPLES, write_results
+from hybridrl.evaluation.samples import EvaluationProgress, Sample, SampleFile
+from hybridrl.evaluation.scoring import REWARD_LOG, Rescorer, episode_sample, reward_digest, write_responses
 from hybridrl.evaluation.targets import Target
 from hybridrl.rewards.actor import open_scorer_pool
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
+from hybridrl.runs import plugins
 from hybridrl.runs.model_settings import reject_hub_model, reject_unusable_overrides
 from hybridrl.runs.ppo import build_shaping
 from hybridrl.runs.prepare import (
@@ -44,7 +50,7 @@ from hybridrl.runs.resume import sample_fingerprints
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.settings import validation_sampling
 from hybridrl.runs.setup import Sessions, open_directory
-from hybridrl.tracking.console import info
+from hybridrl.tracking.console import info, stage
 
 Merge = Callable[[str], str]  # makes one Hugging Face directory of shards or an adapter, and leaves others as they are
 FILES_KEY = "eval.files"
@@ -68,7 +74,7 @@ class Evaluated:
 class ModelEvaluation:
     """The evaluation of one model. The constructor loads and checks all that needs no device."""
 
-    def __init__(self, config: PPOConfig, target: Target) -> None:
+    def __init__(self, config: EvaluationConfig, target: Target) -> None:
         self.target, self.config = target, target.config(config)
         self.endpoint: Endpoint | None = None
         if target.is_address:
@@ -81,7 +87,7 @@ class ModelEvaluation:
             with findings.gathered():
                 check_syntax(path, "reward.custom_reward_function.path")
         with findings.gathered():
-            prompts = self._read() if target.is_address else self._load()
+            prompts = self._load()
         findings.close()
         self.questions = collect_questions(prompts)
         self.sources = {one.prompt.data_source for one in self.questions}
@@ -103,26 +109,22 @@ class ModelEvaluation:
         reject_large_k(config.eval.k, max(self.counts.values()))
 
     def _load(self) -> dict[str, Sequence[Prompt]]:
-        """Load tokenizer and rows, and check the model's files."""
-        config, model = self.config, self.config.actor_rollout_ref.model
-        import_libraries(model.external_lib)
-        reject_hub_model(model, self.target.key)
-        reject_unusable_overrides(model, "actor_rollout_ref.model.override_config")
-        reject_damaged_weights(model, self.target.key)
-        self.tokenizer = tokenizer = model_tokenizer(config, model, self.target.key)
-        own, limit = config.own.get("data"), config.data.val_max_samples
-        for file in config.eval.files:
-            options = {"max_samples": limit, "shuffle": config.data.validation_shuffle, "key": FILES_KEY}
-            self.datasets[file] = load_prompts([file], config.data, tokenizer, custom_keys=own, **options)
-        reject_unknown_tokens(model, self.target.key, *self.datasets.values())
-        return {file: list(data) for file, data in self.datasets.items()}
-
-    def _read(self) -> dict[str, Sequence[Prompt]]:
-        """Read the rows for an address, which needs no token ids."""
-        data = self.config.data
+        """Load the rows, and of a model of files the tokenizer, and check its files. An address needs no token ids."""
+        config, data, model = self.config, self.config.data, self.config.actor_rollout_ref.model
         options = {"max_samples": data.val_max_samples, "shuffle": data.validation_shuffle, "key": FILES_KEY}
-        self.datasets |= {file: read_prompts([file], data, **options) for file in self.config.eval.files}
-        return self.datasets
+        load = partial(read_prompts, config=data, **options)
+        if not self.target.is_address:
+            import_libraries(model.external_lib)
+            reject_hub_model(model, self.target.key)
+            reject_unusable_overrides(model, "actor_rollout_ref.model.override_config")
+            reject_damaged_weights(model, self.target.key)
+            self.tokenizer = model_tokenizer(config, model, self.target.key)
+            options |= {"tokenizer": self.tokenizer, "custom_keys": config.own.get("data")}
+            load = partial(load_prompts, config=data, **options)
+        self.datasets |= {file: load([file]) for file in config.eval.files}
+        if not self.target.is_address:
+            reject_unknown_tokens(model, self.target.key, *self.datasets.values())
+        return {file: list(rows) for file, rows in self.datasets.items()}
 
     def _check_episodes(self, findings: Findings) -> None:
         if self.target.is_address:
@@ -189,7 +191,7 @@ class ModelEvaluation:
         facts = self._facts(wanted, missing, samples, time.monotonic() - began)
         all_greedy = self.sampling.temperature == 0
         results = write_results(directory, samples, facts, self.config.eval.k, all_greedy=all_greedy)
-        write_responses(directory / RESPONSES, self.questions, samples)
+        write_responses(directory, self.questions, samples)
         return Evaluated(self.target.name, directory, samples, results)
 
     def _sample_missing(
@@ -203,7 +205,13 @@ class ModelEvaluation:
                 progress(sample)
 
             try:
-                self._sample(missing, keep, sessions, merge, directory)
+                if self.endpoint is None:
+                    with self.runner(sessions, merge, directory) as runner:
+                        sample_here(runner, missing, keep)
+                else:
+                    with self._rescorer(directory) as rescorer:
+                        arguments = self.config.data.apply_chat_template_kwargs
+                        asyncio.run(sample_remotely(self.endpoint, missing, rescorer, keep, arguments))
             except KeyboardInterrupt:
                 info(f"{progress.done} of {len(missing)} responses are stored; the same command resumes")
                 raise
@@ -232,17 +240,6 @@ class ModelEvaluation:
     def _rescorer(self, directory: Path) -> Rescorer:
         return Rescorer(self.config.reward, self.sources, directory / REWARD_LOG, self.tokenizer)
 
-    def _sample(
-        self, missing: list[Wanted], keep: Callable[[Sample], None], sessions: Sessions, merge: Merge, directory: Path
-    ) -> None:
-        if self.endpoint is not None:
-            with self._rescorer(directory) as rescorer:
-                arguments = self.config.data.apply_chat_template_kwargs
-                asyncio.run(sample_remotely(self.endpoint, missing, rescorer, keep, arguments))
-            return
-        with self.runner(sessions, merge, directory) as runner:
-            sample_here(runner, missing, keep)
-
     @contextmanager
     def runner(self, sessions: Sessions, merge: Merge, directory: Path) -> Iterator[EpisodeRunner]:
         """Start scorers, engines and processes of episodes."""
@@ -256,8 +253,9 @@ class ModelEvaluation:
                 ends = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)
                 settings = episode_settings(config, load, ends)
                 episodes = stack.enter_context(EpisodeWorkers(session, settings, *episode_processes(config, logs)))
-            path = merge(self.target.path)
-            client = stack.enter_context(serving(_served_from(config, path), session, logs))
+            section = config.actor_rollout_ref
+            model = replace(section.model, path=merge(self.target.path))
+            client = stack.enter_context(serving(model, section.rollout, config.trainer, session, logs))
             scorers.wait_until_loaded()
             if episodes is not None:
                 episodes.wait_until_ready(config.trainer.startup_timeout)
@@ -297,6 +295,24 @@ def sample_here(runner: EpisodeRunner, missing: Sequence[Wanted], keep: Callable
     runner.run_places(places, finished=finished)
 
 
-def _served_from(config: PPOConfig, path: str) -> PPOConfig:
-    section = config.actor_rollout_ref
-    return replace(config, actor_rollout_ref=replace(section, model=replace(section.model, path=path)))
+@contextmanager
+def serving(
+    model: ModelConfig, rollout: RolloutConfig, trainer: TrainerConfig, session: RaySession, logs: Path
+) -> Iterator[RolloutClient]:
+    """Start an engine per tensor-parallel group of devices and yield the client of all. Engines load their weights from
+    files, also again after one is lost, no trainer uses their devices, and they never sleep."""
+    limits = {"startup_timeout": trainer.startup_timeout, "timeout": control_limit(trainer.step_timeout)}
+    fleet = RolloutFleet(session, plugins.load(f"engine.{rollout.name}"), model, rollout, logs=logs, **limits)
+    info(f"logs of all processes: {logs}")
+
+    def revive(index: int) -> Server:
+        fleet.rebuild(index)
+        client.capacity = fleet.rollout.max_num_seqs  # less, if it ran out of memory
+        return fleet.handle(index)
+
+    with stage(f"starting {len(fleet)} engine{'s' * (len(fleet) > 1)}"):
+        fleet.finish_start(fleet.start())
+    client = fleet.client(revive)
+    client.capacity = fleet.rollout.max_num_seqs
+    yield client
+    fleet.kill(range(len(fleet)))

@@ -1,13 +1,11 @@
 """Which samples an evaluation needs: questions, how many responses to each, and the key of each response."""
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from hybridrl.checkpoint.fingerprints import digest
 from hybridrl.config import ConfigError
 from hybridrl.core.rollout import Sampling, request_seed
 from hybridrl.data.prompts import ENVIRONMENTS, Prompt
@@ -156,9 +154,3 @@ def reject_large_k(ks: Sequence[int], most: int, fix: str = "set eval.n={}") -> 
     if too_many := [k for k in ks if k > most]:
         cause = f"eval.k={too_many[0]}: there are {most} responses per question"
         raise ConfigError(cause, fix=fix.format(max(too_many)), keys="eval.k")
-
-
-def digest(*values: Any) -> str:
-    """Return a short hash of plain values; equal values have equal hashes in every process."""
-    text = json.dumps(values, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:20]

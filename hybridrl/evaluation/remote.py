@@ -3,15 +3,13 @@
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import openai
 
 from hybridrl.config import ConfigError
-from hybridrl.core.rollout import Sampling
-from hybridrl.data.prompts import Prompt
 from hybridrl.data.template_arguments import row_arguments
 from hybridrl.data.tokenizer import Chat, as_chat
 from hybridrl.evaluation.plan import Wanted
@@ -23,18 +21,6 @@ CONNECT_SECONDS, REQUEST_SECONDS, RETRIES = 10.0, 3600.0, 5
 
 
 @dataclass(frozen=True)
-class Reply:
-    """A response, or why there is none."""
-
-    text: str
-    tokens: int
-    truncated: bool
-    reasoning: str = ""
-    fault: str | None = None
-    detail: str = ""
-
-
-@dataclass(frozen=True)
 class Endpoint:
     """A model at an address."""
 
@@ -42,9 +28,10 @@ class Endpoint:
     model: str
     concurrency: int
 
-    async def reply(self, client: openai.AsyncOpenAI, chat: Chat, sampling: Sampling, seed: int) -> Reply:
+    async def sample(self, client: openai.AsyncOpenAI, chat: Chat, wanted: Wanted) -> Sample:
         """Return the model's response; what fails after some retries is a fault, not an exception. Calls of tools stay
         in its text, as those of a model of files do."""
+        sampling, blank = wanted.sampling, blank_sample(wanted)
         beyond: dict[str, Any] = {"top_k": sampling.top_k} if sampling.top_k > 0 else {}  # OpenAI's own fields
         beyond |= {"chat_template_kwargs": dict(chat.arguments)} if chat.arguments else {}
         more: dict[str, Any] = {"extra_body": beyond} if beyond else {}
@@ -57,49 +44,34 @@ class Endpoint:
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 max_tokens=sampling.max_tokens,
-                seed=seed,
+                seed=wanted.seed,
                 **more,
             )
         except openai.OpenAIError as error:
-            return _fault(f"raised:{type(error).__name__}", error)
+            return _fault(blank, f"raised:{type(error).__name__}", error)
         except ValueError as error:  # JSON was promised
-            return _fault("reply", error)
-        return _parsed(answer)
-
-    async def replies(
-        self,
-        wanted: Iterable[tuple[Chat, Sampling, int]],
-        done: Callable[[int, Reply], Awaitable[None]],
-    ) -> None:
-        """Request a response to each of the chats, `concurrency` at a time; await `done` with each as it arrives."""
-        client = openai.AsyncOpenAI(base_url=self.address, api_key=_key(), timeout=REQUEST_SECONDS, max_retries=RETRIES)
-        items = enumerate(wanted)
-
-        async def work() -> None:
-            for index, (chat, sampling, seed) in items:  # shared: each item is taken once
-                await done(index, await self.reply(client, chat, sampling, seed))
-
-        async with client, asyncio.TaskGroup() as tasks:
-            for _ in range(self.concurrency):
-                tasks.create_task(work())
+            return _fault(blank, "reply", error)
+        return _parsed(blank, answer)
 
 
-def _parsed(answer: Any) -> Reply:
+def _parsed(blank: Sample, answer: Any) -> Sample:
     """Return the response in an answer, which may be anything that a server sends with status 200."""
     try:
         choice, message = answer.choices[0], answer.choices[0].message
         text = message.content or ""
-        reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""
+        reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
         tokens = answer.usage.completion_tokens if answer.usage else 0
         if isinstance(text, str):
-            return Reply(text, tokens or 0, choice.finish_reason == "length", reasoning)
+            finish = "max_tokens" if choice.finish_reason == "length" else "completed"
+            conversation = {"reasoning": reasoning} if reasoning else {}
+            return replace(blank, response=text, tokens=tokens or 0, finish=finish, conversation=conversation)
     except (AttributeError, IndexError, KeyError, TypeError):
         pass
-    return _fault("reply", f"no choices[0].message in the reply {answer!r}")
+    return _fault(blank, "reply", f"no choices[0].message in the reply {answer!r}")
 
 
-def _fault(fault: str, detail: object) -> Reply:
-    return Reply("", 0, False, fault=fault, detail=" ".join(str(detail).split())[:300])
+def _fault(blank: Sample, fault: str, detail: object) -> Sample:
+    return replace(blank, finish="fault", fault=fault, detail=" ".join(str(detail).split())[:300])
 
 
 def connect(address: str, model: str | None, concurrency: int, key: str = "eval.models") -> Endpoint:
@@ -134,24 +106,24 @@ async def sample_remotely(
 ) -> None:
     """Have responses sampled at an address and scored here, and keep each as soon as it has its score. `arguments` are
     those of the chat template, which the server applies."""
-    began = time.monotonic()
+    began, items = time.monotonic(), iter(missing)  # shared: each item is taken once
+    client = openai.AsyncOpenAI(base_url=endpoint.address, api_key=_key(), timeout=REQUEST_SECONDS, max_retries=RETRIES)
 
-    async def done(index: int, reply: Reply) -> None:
-        one = missing[index]
-        finish = "fault" if reply.fault else "max_tokens" if reply.truncated else "completed"
-        sample = replace(blank_sample(one), response=reply.text, tokens=reply.tokens, finish=finish)
-        sample = replace(sample, seconds=round(time.monotonic() - began, 3), fault=reply.fault, detail=reply.detail)
-        if reply.reasoning:
-            sample = replace(sample, conversation={"reasoning": reply.reasoning})
-        if not reply.fault:
-            (future,) = rescorer.submit([(one.question.prompt, sample)])
-            sample = with_score(sample, rescorer.shaping.shaped(await asyncio.wrap_future(future), sample.tokens))
-        keep(sample)
+    async def work() -> None:
+        for one in items:
+            prompt = one.question.prompt
+            chat = Chat(as_chat(prompt.messages), prompt.tools, {**arguments, **row_arguments(prompt.columns, None)})
+            sample = await endpoint.sample(client, chat, one)
+            sample = replace(sample, seconds=round(time.monotonic() - began, 3))
+            if not sample.fault:
+                (future,) = rescorer.submit([(prompt, sample)])
+                score = await asyncio.wrap_future(future)
+                sample = with_score(sample, rescorer.shaping.shaped(score, sample.tokens))
+            keep(sample)
 
-    def chat(prompt: Prompt) -> Chat:
-        return Chat(as_chat(prompt.messages), prompt.tools, {**arguments, **row_arguments(prompt.columns, None)})
-
-    await endpoint.replies([(chat(one.question.prompt), one.sampling, one.seed) for one in missing], done)
+    async with client, asyncio.TaskGroup() as tasks:
+        for _ in range(endpoint.concurrency):
+            tasks.create_task(work())
 
 
 def _key() -> str:

@@ -6,18 +6,24 @@ changed reward scores the stored responses again.
 
 import fcntl
 import json
+import threading
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
 from hybridrl.config import ConfigError
 from hybridrl.core.experience.trajectory import TRUNCATED
-from hybridrl.tracking.console import info, warn
+from hybridrl.tracking.console import console, info, on_terminal, warn
 from hybridrl.tracking.records import json_text
 
 GREEDY = -1  # the number of the greedy sample
+LOG_SECONDS = 60.0  # between two lines about the progress
 
 
 @dataclass(frozen=True)
@@ -171,3 +177,52 @@ def by_dataset(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
     for sample in samples:
         groups.setdefault(sample.dataset, []).append(sample)
     return groups
+
+
+class EvaluationProgress:
+    """Shows how many of `total` samples are finished: a bar on a terminal, a line per minute in a log. Call it with
+    each."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.tokens = total, 0, 0
+        self.sum, self.scored = 0.0, 0
+        self.began: float | None = None  # when the first sample finished
+        self.bar: Progress | None = None
+        self.ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        if on_terminal():
+            parts = (BarColumn(30), MofNCompleteColumn(), TextColumn("samples"), TimeElapsedColumn())
+            left = (TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[now]}"))
+            self.bar = Progress(*parts, *left, console=console, refresh_per_second=4)
+            self.task = self.bar.add_task("", total=self.total, now="")
+            self.bar.start()
+        else:
+            threading.Thread(target=self._log, daemon=True).start()
+        return self
+
+    def __call__(self, sample: Sample) -> None:
+        self.began = self.began or time.monotonic()
+        self.done, self.tokens = self.done + 1, self.tokens + sample.tokens
+        if sample.value is not None:
+            self.sum, self.scored = self.sum + sample.value, self.scored + 1
+        if self.bar:
+            self.bar.update(self.task, completed=self.done, now=self._now())
+
+    def _log(self) -> None:
+        while not self.ended.wait(LOG_SECONDS):
+            info(f"{self.done}/{self.total} samples{self._now()}")
+
+    def _now(self) -> str:
+        """Return speed, time left and mean, as far as they are known."""
+        seconds = time.monotonic() - self.began if self.began else 0.0
+        text = f", mean so far {self.sum / self.scored:.3f}" if self.scored else ""
+        if self.done < 2 or not seconds:
+            return text
+        left = timedelta(seconds=round(seconds / (self.done - 1) * (self.total - self.done)))
+        return f", {self.tokens / seconds:,.0f} tokens/s{'' if self.bar else f', {left} left'}{text}"
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        if self.bar:
+            self.bar.stop()

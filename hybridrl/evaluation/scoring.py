@@ -1,18 +1,22 @@
 """From episodes and texts to the samples of an evaluation. Stored responses are scored without engines and Ray."""
 
+import json
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
+import pyarrow
+import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.environments.metrics import transcript
+from hybridrl.checkpoint.fingerprints import digest
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.core.experience.trajectory import Episode
 from hybridrl.data.prompts import Prompt
-from hybridrl.evaluation.plan import Wanted, digest
+from hybridrl.evaluation.plan import Question, Wanted
 from hybridrl.evaluation.samples import Sample, SampleFile
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Score, ScoringRequest
@@ -20,6 +24,7 @@ from hybridrl.runs.ppo import build_shaping
 from hybridrl.runs.resume import reward_code
 
 REWARD_LOG = Path("logs", "reward.log")  # what the reward printed
+RESPONSES = "responses.parquet"  # as verl's generation writes it
 
 
 def episode_sample(wanted: Wanted, episode: Episode, seconds: float) -> Sample:
@@ -128,3 +133,51 @@ def _conversation_facts(sample: Sample) -> dict[str, Any]:
         "messages": sample.conversation["messages"],
         "stop": sample.finish,
     }
+
+
+def write_responses(directory: Path, questions: Sequence[Question], samples: Sequence[Sample]) -> None:
+    """Write each row with its own columns and the responses to it, as verl's main_eval reads it, without greedy
+    ones."""
+    texts: dict[tuple[str, str], list[str]] = {}
+    for one in samples:
+        if not one.greedy:
+            texts.setdefault((one.dataset, one.id), []).append(_encodable(one.response))
+    rows = [
+        {
+            "data_source": one.prompt.data_source,
+            "prompt": one.prompt.messages,
+            "reward_model": {"style": "rule", "ground_truth": one.prompt.ground_truth},
+        }
+        | one.prompt.columns
+        | {"responses": texts.get((one.dataset, one.id), [])}
+        for one in questions
+    ]
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pyarrow.table({name: _column([row.get(name) for row in rows]) for name in names})
+    pyarrow.parquet.write_table(table, directory / RESPONSES)
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="replace").decode()
+
+
+def _column(values: list[Any]) -> pyarrow.Array:
+    """Return a column of a table; values of several types become texts, in `reward_model` only the truths."""
+    try:
+        column = pyarrow.array(values)
+        if not _is_empty_struct(column.type):  # which no parquet file can hold
+            return column
+    except (pyarrow.ArrowException, UnicodeError, OverflowError):
+        pass
+    if all(isinstance(one, dict) and "ground_truth" in one for one in values):
+        truths = [_encodable(str(one["ground_truth"])) for one in values]
+        return pyarrow.array(
+            [{"style": str(one.get("style")), "ground_truth": truth} for one, truth in zip(values, truths, strict=True)]
+        )
+    return pyarrow.array([json.dumps(one, default=str) for one in values])
+
+
+def _is_empty_struct(kind: pyarrow.DataType) -> bool:
+    if pyarrow.types.is_struct(kind):
+        return kind.num_fields == 0 or any(_is_empty_struct(field.type) for field in kind)
+    return pyarrow.types.is_list(kind) and _is_empty_struct(kind.value_type)

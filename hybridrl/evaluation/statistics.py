@@ -1,4 +1,4 @@
-"""What scores of several samples per question say of a model, with intervals that say of what they are; numpy only.
+"""Statistics of repeated samples per question, with intervals that say of what they are.
 
 A table is one array of values per question, its samples; questions may have different numbers of them, as faults are
 left out. Two intervals answer two questions, and neither is the binomial one over all samples:
@@ -26,7 +26,6 @@ DRAWS = 10_000  # of a bootstrap and of a permutation
 MAJORITY_DRAWS = 1000  # of k samples of a question
 MOST_SUBSETS = 5000  # of k samples of a question, which are all counted
 EXACT_QUESTIONS = 13  # up to which all 2^Q sign flips are tried
-EXACT_FREEDOM = 200  # up to which the t distribution is summed exactly
 MOST_FREEDOM = 1_000_000  # from here on the t distribution is the normal one
 CHUNK = 4_000_000  # numbers of a bootstrap that are in memory at a time
 
@@ -159,28 +158,10 @@ def wilson(share: float, count: float, z: float) -> Interval:
 
 @cache
 def t_quantile(level: float, freedom: int) -> float:
-    """Return t with P(|T| <= t) = level, for an integer number of degrees of freedom."""
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    if freedom > EXACT_FREEDOM:  # Cornish and Fisher's expansion around the normal quantile
-        terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-        return z + sum(term / freedom ** (power + 1) for power, term in enumerate(terms))
-    low, high = z, 1e6
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if _t_probability(middle, freedom) < level else (low, middle)
-    return (low + high) / 2
+    """Return t with P(|T| <= t) = level."""
+    from scipy.special import stdtrit
 
-
-def _t_probability(t: float, freedom: int) -> float:
-    """Return P(|T| <= t) by the finite sum that it is for an integer number of degrees of freedom."""
-    angle = math.atan2(t, math.sqrt(freedom))
-    cosine, sine = math.cos(angle), math.sin(angle)
-    odd = freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for power in range(odd, freedom - 1, 2):
-        total += term
-        term *= cosine * cosine * (power + 1) / (power + 2)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return float(stdtrit(freedom, (1 + level) / 2))
 
 
 def _around(value: float, half: float) -> Interval:

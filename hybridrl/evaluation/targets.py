@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config import ConfigError, EvaluationConfig
 from hybridrl.config.files import adapter_settings, holds_adapter
 from hybridrl.config.findings import Findings
-from hybridrl.config.load_eval import with_model
+from hybridrl.evaluation.config import with_model
 from hybridrl.evaluation.results import RESULTS
 from hybridrl.runs.directory import RunDirectory, SavedCheckpoint
 from hybridrl.tracking.sink import is_validation_score
@@ -32,7 +32,7 @@ class Target:
     def is_address(self) -> bool:
         return is_address(self.path)
 
-    def config(self, config: PPOConfig) -> PPOConfig:
+    def config(self, config: EvaluationConfig) -> EvaluationConfig:
         """The configuration with this model, checked. An adapter is checked as its base, and merged later."""
         if self.is_address:
             return config

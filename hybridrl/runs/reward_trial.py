@@ -13,12 +13,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.checkpoint.fingerprints import fingerprint
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.core.required import required
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts
 from hybridrl.data.tokenizer import as_chat
-from hybridrl.evaluation.plan import digest
 from hybridrl.rewards.built_in import scorer_of
 from hybridrl.rewards.load import seconds_between_calls, uses_built_in
 from hybridrl.rewards.pool import ScorerPool
@@ -190,7 +190,8 @@ def _identity(config: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, data
     """Return a hash of what decides the findings: the reward with its files, the rows, the longest response."""
     rows = {key: (sorted(prompts.data_sources), spread_rows(prompts)) for key, prompts in datasets.items()}
     limit = config.data.max_response_length
-    return digest(asdict(config.reward), reward_code(config.reward), rows, limit, tokenizer and tokenizer.name_or_path)
+    reward = asdict(config.reward), reward_code(config.reward)
+    return fingerprint(*reward, rows, limit, tokenizer and tokenizer.name_or_path)
 
 
 def spread_rows(prompts: PromptDataset | Prompts) -> list[Prompt]:

@@ -89,7 +89,7 @@ class Sessions:
         """Yield Ray with the devices of a run, on which no actor is left of another."""
         trainer, ray_init = config.trainer, config.ray_kwargs.ray_init
         # Processes get the keys of custom code from Ray, which has them from its start.
-        own = config.own if isinstance(config, PPOConfig) else {}
+        own = {} if isinstance(config, SFTConfig) else config.own
         rollout = config.rollout_pool if isinstance(config, PPOConfig) and config.separate else None
         request = (trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, own, rollout)
         with stage("starting Ray"):

@@ -18,7 +18,7 @@ from child import Child, serve
 from side_by_side import Row, arguments, formatted, in_turn, report
 from warm_start import TOP, warm_start
 
-from hybridrl.config.load_eval import load_eval_config
+from hybridrl.evaluation.config import load_eval_config
 from hybridrl.evaluation.model import ModelEvaluation, sample_here
 from hybridrl.evaluation.samples import Sample, SampleFile
 from hybridrl.evaluation.targets import find_targets

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
-from hybridrl.config.load_eval import describe_sampling, load_eval_config, with_model
+from hybridrl.config import ConfigError, EvaluationConfig, load_ppo_config
+from hybridrl.evaluation.config import describe_sampling, load_eval_config, with_model
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -17,7 +17,7 @@ def place(needed: list[str], tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load(*overrides: str) -> PPOConfig:
+def load(*overrides: str) -> EvaluationConfig:
     return load_eval_config([*overrides], report=lambda _: None, show=lambda _: None)
 
 
@@ -59,7 +59,7 @@ def test_training_files_and_batch_sizes_are_not_needed(place):
 def test_keys_of_eval_win_over_a_preset_and_that_over_the_command(place, overrides, sampling):
     command = [f"{ROLLOUT}.val_kwargs.temperature=0.5", f"{ROLLOUT}.val_kwargs.top_p=0.9"]
     config = load("eval.files=val.jsonl", "eval.models=model", *command, *overrides)
-    assert sampling in describe_sampling(config)
+    assert sampling in describe_sampling(config.eval, config.actor_rollout_ref.rollout)
 
 
 def test_the_longest_response_of_a_preset_is_that_of_the_engine(place):
@@ -75,6 +75,26 @@ def test_a_models_own_settings_are_checked_for_each_model(place):
         with_model(config, "/no/model", "eval.compare")
     engine = with_model(load("eval.files=val.jsonl", "eval.models=model"), "model").actor_rollout_ref.rollout
     assert engine.engine_kwargs.vllm["load_format"] == "auto" and not engine.free_cache_engine
+
+
+def test_messages_name_the_length_that_the_evaluation_sets(place):
+    command = ["eval.files=val.jsonl", "eval.models=model", "eval.max_tokens=50"]
+    text = rejected(*command, f"{ROLLOUT}.min_tokens=60", f"{ROLLOUT}.max_model_len=99")
+    assert "min_tokens=60: a response has at most 50 tokens" in text
+    assert "may have 562 tokens; lower data.max_prompt_length or eval.max_tokens, or leave" in text
+    assert load(*command).reward.reward_kwargs.max_resp_len == 50
+
+
+def test_an_engines_type_is_that_of_the_model_that_is_evaluated(place):
+    (place / "model" / "config.json").write_text(json.dumps({"linear_num_value_heads": 2}))
+    config = load("eval.files=val.jsonl", "eval.models=model", "trainer.device=cpu")
+    assert with_model(config, "model").actor_rollout_ref.rollout.dtype == "bfloat16"
+
+
+def test_what_only_training_reads_is_not_checked(place):
+    training = ["algorithm.gamma=high", "critic.model.path=/no/model", "data.train_files=none.jsonl"]
+    load("eval.files=val.jsonl", "eval.models=model", *training)
+    assert "unknown key algorithm.gama" in rejected("eval.files=val.jsonl", "eval.models=model", "algorithm.gama=1")
 
 
 def test_the_names_of_verls_main_eval_are_read(place):

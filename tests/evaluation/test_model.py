@@ -18,11 +18,11 @@ import pytest
 
 from hybridrl import main_eval
 from hybridrl.config import ConfigError
-from hybridrl.config.load_eval import load_eval_config
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion
 from hybridrl.evaluation.command import earlier
+from hybridrl.evaluation.config import load_eval_config
 from hybridrl.evaluation.model import ModelEvaluation
 from hybridrl.evaluation.results import write_results
 from hybridrl.evaluation.samples import GREEDY, read_samples
@@ -188,7 +188,7 @@ def test_an_earlier_evaluation_is_compared_without_what_else_is_in_its_file(plac
     run(evaluation(place, "eval.temperature=0.5", "eval.n=2"))  # in the same file
     write_results(Path("out/model"), baseline.samples, baseline.results, [])
     config = evaluation(place, "eval.compare=out/model").config
-    assert [one.key for one in required(earlier(config)).samples] == [one.key for one in baseline.samples]
+    assert [one.key for one in required(earlier(config.eval)).samples] == [one.key for one in baseline.samples]
 
 
 def test_the_responses_of_an_evaluation_are_read_as_stored_ones(place, capsys):
@@ -201,7 +201,7 @@ def test_the_responses_of_an_evaluation_are_read_as_stored_ones(place, capsys):
 def test_the_directory_of_several_evaluations_is_rejected_with_their_names(place):
     run(evaluation(place))
     with pytest.raises(ConfigError, match="has evaluations below it; choose out/model"):
-        earlier(evaluation(place, "eval.compare=out").config)
+        earlier(evaluation(place, "eval.compare=out").config.eval)
 
 
 def test_k_beyond_the_default_number_of_responses_is_rejected(place):
@@ -285,20 +285,30 @@ def address() -> Iterator[str]:
     server.server_close()
 
 
+def ask(place: Path, address: str, *more: str, files: Path | None = None) -> int:
+    """Evaluate the model at an address; returns the exit status."""
+    command = [f"eval.files={files or place / 'digits.jsonl'}", f"eval.models={address}", "eval.output_dir=out"]
+    command += [f"reward.custom_reward_function.path={place / 'reward.py'}", "reward.num_workers=1"]
+    return main_eval.main([*command, *more])
+
+
+def of_samples(name: str) -> dict[tuple[str, int], object]:
+    file = next(Path("out").glob("*/samples.jsonl"))
+    return {(one.id, one.sample): getattr(one, name) for one in read_samples(file)}
+
+
 def test_an_address_is_asked_with_messages_and_its_responses_are_scored_here(place, address):
-    command = [f"eval.files={place / 'digits.jsonl'}", f"eval.models={address}", "eval.n=2", "eval.temperature=0.7"]
-    command += ["eval.top_k=20", "eval.output_dir=out", f"reward.custom_reward_function.path={place / 'reward.py'}"]
-    assert main_eval.main([*command, "reward.num_workers=1"]) == 0
+    command = ["eval.n=2", "eval.temperature=0.7", "eval.top_k=20"]
+    assert ask(place, address, *command) == 0
     asked = Server.requests[0]
     assert (asked["model"], asked["temperature"], asked["top_k"]) == ("parrot", 0.7, 20) and "seed" in asked
     numbers = json.loads(next(Path("out").glob("*/results.json")).read_text())["datasets"]["digits"]
     assert numbers["avg"]["value"] == 1.0 and (numbers["faults"], numbers["truncated"]) == (2, 6)
-    samples = {(one.id, one.sample): one for one in read_samples(next(Path("out").glob("*/samples.jsonl")))}
-    assert (samples["1", 0].tokens, samples["1", 0].conversation) == (5, {"reasoning": "hm"})
-    assert samples["3", 0].fault == "raised:BadRequestError" and "too hot" in samples["3", 0].detail
+    assert (of_samples("tokens")["1", 0], of_samples("conversation")["1", 0]) == (5, {"reasoning": "hm"})
+    assert of_samples("fault")["3", 0] == "raised:BadRequestError" and "too hot" in of_samples("detail")["3", 0]
 
     Server.requests.clear()
-    assert main_eval.main([*command, "reward.num_workers=1"]) == 0
+    assert ask(place, address, *command) == 0
     assert [one["messages"][-1]["content"] for one in Server.requests] == ["3", "3"]  # what failed, and only that
 
 
@@ -307,12 +317,10 @@ def test_an_address_gets_the_arguments_of_the_chat_template_and_the_tools_of_its
     row = {"data_source": "digits", "reward_model": {"ground_truth": "1"}}
     rows = [{"prompt": "0"}, {"prompt": "1", "enable_thinking": True}, {"prompt": "2", "tools": tools}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | one) + "\n" for one in rows))
-    command = [f"eval.files={tmp_path / 'rows.jsonl'}", f"eval.models={address}", "eval.n=1", "eval.output_dir=out"]
-    command += [f"reward.custom_reward_function.path={place / 'reward.py'}", "reward.num_workers=1"]
 
     def asked(*more: str) -> dict[str, tuple]:
         Server.requests.clear()
-        assert main_eval.main([*command, *more]) == 0
+        assert ask(place, address, "eval.n=1", *more, files=tmp_path / "rows.jsonl") == 0
         names = ("chat_template_kwargs", "tools", "tool_choice")
         return {one["messages"][0]["content"]: tuple(map(one.get, names)) for one in Server.requests}
 
@@ -328,15 +336,12 @@ def test_an_address_gets_the_arguments_of_the_chat_template_and_the_tools_of_its
 def test_rows_of_several_turns_at_an_address_are_rejected(place, tmp_path, address, capsys):
     row = {"prompt": "1", "data_source": "digits", "reward_model": {"ground_truth": "1"}, "env_class": "guess_number"}
     (tmp_path / "turns.jsonl").write_text(json.dumps(row) + "\n")
-    command = [f"eval.files={tmp_path / 'turns.jsonl'}", f"eval.models={address}"]
-    assert main_eval.main([*command, f"reward.custom_reward_function.path={place / 'reward.py'}"]) == 2
+    assert ask(place, address, files=tmp_path / "turns.jsonl") == 2
     assert "rows with environments or tools need a model of files" in capsys.readouterr().err
 
 
 def test_more_faults_than_are_allowed_give_status_3_and_are_explained(place, address, capsys):
-    command = [f"eval.files={place / 'digits.jsonl'}", f"eval.models={address}", "eval.output_dir=out"]
-    command += [f"reward.custom_reward_function.path={place / 'reward.py'}", "reward.max_fault_rate=0.2"]
-    assert main_eval.main([*command, "reward.num_workers=1"]) == 3
+    assert ask(place, address, "reward.max_fault_rate=0.2") == 3
     printed = capsys.readouterr().out
     assert "1 of 4 responses have no score: raised:BadRequestError, first digits/3: " in printed
     assert "too hot" in printed and "reward.log" in printed
@@ -351,19 +356,15 @@ def test_more_faults_than_are_allowed_give_status_3_and_are_explained(place, add
     ],
 )
 def test_an_address_without_the_model_is_rejected_before_the_start(place, address, override, message, capsys):
-    command = [f"eval.files={place / 'digits.jsonl'}", f"eval.models={address}", override]
-    assert main_eval.main([*command, f"reward.custom_reward_function.path={place / 'reward.py'}"]) == 2
+    assert ask(place, address, override) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_reply_without_a_message_is_a_fault(place, address):
     null = {"id": "1", "object": "chat.completion", "created": 0, "model": "parrot"}
     Server.replies.update({"0": "<html>busy</html>", "1": null | {"choices": None}, "2": null | {"choices": [{}]}})
-    command = [f"eval.files={place / 'digits.jsonl'}", f"eval.models={address}", "eval.n=1", "eval.output_dir=out"]
-    command += [f"reward.custom_reward_function.path={place / 'reward.py'}", "reward.num_workers=1"]
-    assert main_eval.main(command) == 3
-    faults = {one.id: one.fault for one in read_samples(next(Path("out").glob("*/samples.jsonl")))}
-    assert faults == {"0": "reply", "1": "reply", "2": "reply", "3": "raised:BadRequestError"}
+    assert ask(place, address, "eval.n=1") == 3
+    assert [of_samples("fault")[f"{index}", 0] for index in range(4)] == ["reply"] * 3 + ["raised:BadRequestError"]
 
 
 def test_an_address_is_asked_the_rows_that_a_directory_would_be(place, address):
@@ -392,6 +393,12 @@ def stored(place: Path, *overrides: str) -> int:
     )
 
 
+def write_stored(*names: str, **changed: object) -> None:
+    """Write one row, or these columns of it."""
+    row = {"source": "s", "question": "1", "truth": {"ground_truth": "1"}, "responses": ["1", "2"]} | changed
+    pd.DataFrame([{name: row[name] for name in names or row}]).to_parquet("stored.parquet")
+
+
 def test_stored_responses_give_the_number_of_verls_main_eval(place, capsys):
     draw = np.random.default_rng(0)
     rows = [
@@ -416,8 +423,7 @@ def test_stored_responses_give_the_number_of_verls_main_eval(place, capsys):
 
 
 def test_stored_responses_are_scored_again_only_by_another_reward(place):
-    row = {"source": "a", "question": "1", "truth": {"ground_truth": "1"}, "responses": "1"}
-    pd.DataFrame([row]).to_parquet("stored.parquet")
+    write_stored(responses="1")
     assert stored(place) == 0
     before = Path("out/samples.jsonl").read_bytes()
     assert stored(place) == 0 and Path("out/samples.jsonl").read_bytes() == before
@@ -427,8 +433,7 @@ def test_stored_responses_are_scored_again_only_by_another_reward(place):
 
 
 def test_a_column_without_responses_is_rejected(place, capsys):
-    row = {"source": "a", "question": "1", "truth": {"ground_truth": "1"}, "answer": "1"}
-    pd.DataFrame([row]).to_parquet("stored.parquet")
+    write_stored("source", "question", "truth", "answer", answer="1")
     assert stored(place) == 2
     assert "has no responses there; its columns are source, question, truth, answer" in capsys.readouterr().err
 
@@ -446,11 +451,6 @@ def test_two_evaluations_are_compared_in_the_table(place, capsys):
     assert (comparison["a"], comparison["b"], comparison["up"]) == (0.0, 1.0, 6)  # the new one minus the earlier one
     assert comparison["p"] == comparison["mcnemar"] == 2 / 2**6
     assert "## A = stored, B = stored" in Path("out-b/table.md").read_text()
-
-
-def write_stored(*names: str) -> None:
-    row = {"source": "s", "question": "1", "truth": {"ground_truth": "1"}, "responses": ["1", "2"]}
-    pd.DataFrame([{name: row[name] for name in names or row}]).to_parquet("stored.parquet")
 
 
 def test_stored_responses_need_no_prompt(place):
@@ -478,7 +478,6 @@ def test_stored_responses_that_cannot_be_evaluated_are_rejected(place, overrides
 def test_stored_responses_are_compared_only_with_an_evaluation_of_the_same_questions(place, capsys):
     write_stored()
     assert stored(place, "eval.output_dir=earlier") == 0
-    row = {"source": "s", "question": "2", "truth": {"ground_truth": "1"}, "responses": "1"}
-    pd.DataFrame([row]).to_parquet("stored.parquet")
+    write_stored(question="2", responses="1")
     assert stored(place, "eval.compare=earlier") == 2
     assert "no question in common; 1 have the same dataset and id, and other prompts" in capsys.readouterr().err

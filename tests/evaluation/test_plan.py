@@ -1,7 +1,10 @@
 """Which responses an evaluation needs, and what their keys depend on."""
 
+from pathlib import Path
+
 import pytest
 
+from hybridrl.checkpoint.fingerprints import digest
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.evaluation.plan import Origin, collect_questions, counts, plan
@@ -12,6 +15,10 @@ SAMPLING, ORIGIN = Sampling(8, (0,)), Origin("model", "reward")
 
 def prompt(row: int, source: str = "maths", truth: str = "4", **more: object) -> Prompt:
     return Prompt(row, [row, 1], f"question {row}", source, truth, **{"extra_info": {}} | more)
+
+
+def test_the_hashes_by_which_earlier_evaluations_find_their_samples_stay_as_they_are():
+    assert digest("\u00e9\ud800", 1, {"b": [1.5, None], "a": Path("x")}) == "32037c599e2dcce708a4"
 
 
 @pytest.mark.parametrize(("size", "count"), [(30, 32), (99, 32), (100, 8), (499, 8), (500, 4), (1319, 4)])

@@ -10,17 +10,21 @@ from hybridrl.config import ConfigError
 from hybridrl.data.prompts import Prompt
 from hybridrl.evaluation.plan import Question
 from hybridrl.evaluation.results import (
+    columns,
+    compared_rows,
     comparisons,
     corrected,
     dataset_results,
+    markdown,
     read_results,
     reject_nothing_in_common,
+    rich_table,
+    rows,
     selection_biases,
-    write_responses,
     write_results,
 )
 from hybridrl.evaluation.samples import GREEDY, Sample
-from hybridrl.evaluation.tables import columns, compared_rows, markdown, rich_table, rows
+from hybridrl.evaluation.scoring import write_responses
 
 
 def samples(answers: dict[str, str], dataset: str = "maths", **more: object) -> list[Sample]:
@@ -49,9 +53,13 @@ def test_the_numbers_of_three_questions():
 def test_a_majority_needs_predictions():
     some = samples({"a": "10", "b": "11"}, pred="7")
     assert dataset_results(some)["maj@k"]["2"]["value"] == pytest.approx((0.5 + 1) / 2)
+    without_vote = samples({"a": "11"}, pred="7") + samples({"b": "11"})
+    assert dataset_results(without_vote)["maj@k"]["2"]["value"] == 0.5
 
 
-def test_faults_are_left_out_and_bounded():
+def test_faults_are_left_out_and_bounded_where_a_score_is_right_or_wrong():
+    half = samples({"a": "10"}, score=0.3) + samples({"b": "xx"})
+    assert dataset_results(half)["fault_bounds"] is None
     results = dataset_results(samples({"a": "11x0", "b": "0000", "c": "xxxx"}))
     assert (results["faults"], results["excluded_questions"], results["num_questions"]) == (5, 1, 3)
     assert results["avg"]["value"] == pytest.approx((2 / 3 + 0) / 2)
@@ -59,14 +67,11 @@ def test_faults_are_left_out_and_bounded():
     assert results["pass@k"]["4"]["value"] == 0.0  # of the one question that has four samples
 
 
-def test_the_greedy_response_counts_by_itself():
+def test_the_greedy_response_counts_by_itself_and_truncated_ones_are_those_that_were_sampled():
     greedy = [Sample("maths", "a", GREEDY, 0, "", "", "1", 99, "max_tokens", 1.0)]
     results = dataset_results(greedy + samples({"a": "00"}))
     assert (results["greedy_acc"]["value"], results["greedy_length"]) == (1.0, 99.0)
     assert (results["avg"]["value"], results["sample_length"], results["truncated"]) == (0.0, 10.5, 0)
-
-
-def test_truncated_responses_are_counted():
     assert dataset_results(samples({"a": "10"}, finish="max_tokens"))["truncated"] == 2
 
 
@@ -194,16 +199,6 @@ def test_results_that_are_not_complete_are_rejected(tmp_path):
     assert "do not say which samples they are of" in rejection()
 
 
-def test_faults_of_a_score_that_is_not_right_or_wrong_have_no_bounds():
-    half = samples({"a": "10"}, score=0.3) + samples({"b": "xx"})
-    assert dataset_results(half)["fault_bounds"] is None
-
-
-def test_a_question_without_a_prediction_has_no_vote():
-    results = dataset_results(samples({"a": "11"}, pred="7") + samples({"b": "11"}))
-    assert results["maj@k"]["2"]["value"] == 0.5
-
-
 def test_at_temperature_0_the_samples_are_the_greedy_ones():
     results = dataset_results(samples({"a": "1", "b": "0"}), all_greedy=True)
     assert (results["greedy_acc"]["value"], results["greedy_length"]) == (0.5, 10.0)
@@ -221,7 +216,7 @@ def test_responses_are_written_with_the_columns_of_their_rows(tmp_path):
         Question(index, "maths", str(index), Prompt(index, [], row["question"], "maths", truth, {}, row))
         for index, (row, truth) in enumerate(zip(rows, ["1", 2], strict=True))
     ]
-    write_responses(tmp_path / "responses.parquet", questions, samples({"0": "10", "1": "1"}, response="4"))
+    write_responses(tmp_path, questions, samples({"0": "10", "1": "1"}, response="4"))
     read = pyarrow.parquet.read_table(tmp_path / "responses.parquet").to_pylist()
     assert [one["responses"] for one in read] == [["4", "4"], ["4"]]
     assert [one["question"] for one in read] == ["1", "2"] and [one["level"] for one in read] == ["3", '"hard"']

@@ -1,11 +1,13 @@
-"""Samples on disk: found again by their keys, torn lines removed, one writer at a time."""
+"""Samples on disk: found again by their keys, torn lines removed, one writer at a time; and how far they are."""
 
 import json
+import time
 
 import pytest
 
 from hybridrl.config import ConfigError
-from hybridrl.evaluation.samples import Sample, SampleFile, read_samples
+from hybridrl.evaluation import samples
+from hybridrl.evaluation.samples import EvaluationProgress, Sample, SampleFile, read_samples
 
 
 def sample(key: str, score: float | None = 1.0, **more: object) -> Sample:
@@ -70,18 +72,14 @@ def test_without_resume_the_earlier_file_is_renamed_once_there_is_a_new_sample(t
     assert [[one.key for one in read_samples(tmp_path / name)] for name in names] == [["0"], ["1"], ["2"]]
 
 
-def test_the_file_that_replaces_a_renamed_one_is_locked(tmp_path):
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_second_writer_is_rejected_also_of_a_file_that_replaces_a_renamed_one(tmp_path, resume):
     with SampleFile(tmp_path / "samples.jsonl") as file:
         file.append(sample("a"))
-    with SampleFile(tmp_path / "samples.jsonl", resume=False) as file:
+    with SampleFile(tmp_path / "samples.jsonl", resume=resume) as file:
         file.append(sample("a"))
         with pytest.raises(ConfigError, match="another evaluation"):
             SampleFile(tmp_path / "samples.jsonl")
-
-
-def test_a_second_writer_is_rejected(tmp_path):
-    with SampleFile(tmp_path / "samples.jsonl"), pytest.raises(ConfigError, match="another evaluation"):
-        SampleFile(tmp_path / "samples.jsonl")
 
 
 def test_a_response_lost_by_a_fault_is_sampled_again_and_one_whose_grader_failed_is_only_scored_again(tmp_path):
@@ -107,3 +105,24 @@ def test_hostile_texts_are_kept(tmp_path):
         file.append(sample("b", response="half \ud83d of a character"))
     first, second = read_samples(tmp_path / "samples.jsonl")
     assert first.response == text and second.key == "b"
+
+
+def test_a_log_gets_a_line_now_and_then_also_before_the_first_sample(monkeypatch, capsys):
+    monkeypatch.setattr(samples, "LOG_SECONDS", 0.1)
+    with EvaluationProgress(4) as shown:
+        time.sleep(0.25)
+        for score in (1.0, 0.0, None):
+            shown(sample("a", score, tokens=50))
+        time.sleep(0.25)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "0/4 samples"
+    assert lines[-1].startswith("3/4 samples, ") and lines[-1].endswith("left, mean so far 0.500")
+    time.sleep(0.15)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_gets_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr(samples, "on_terminal", lambda: True)
+    with EvaluationProgress(2) as shown:
+        shown(sample("a"))
+    assert shown.bar is not None and shown.bar.tasks[0].completed == 1

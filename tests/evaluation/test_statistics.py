@@ -41,9 +41,7 @@ def test_both_intervals_of_a_mean_cover_what_they_are_of():
         estimate = statistics.mean(table(random, p))
         return estimate.again, estimate.alike, (p.mean(), overall)
 
-    again, alike = covered(draw)
-    assert 0.94 <= again <= 0.96
-    assert 0.94 <= alike <= 0.96
+    assert all(0.94 <= share <= 0.96 for share in covered(draw))
 
 
 def test_both_intervals_of_a_difference_cover_what_they_are_of():
@@ -55,9 +53,7 @@ def test_both_intervals_of_a_difference_cover_what_they_are_of():
         comparison = statistics.compare(table(random, p), table(random, better))
         return comparison.again, comparison.alike, ((better - p).mean(), 0.2 * (0.5 - 0.5 / 1.1))
 
-    again, alike = covered(draw)
-    assert 0.94 <= again <= 0.96
-    assert 0.94 <= alike <= 0.96
+    assert all(0.94 <= share <= 0.96 for share in covered(draw))
 
 
 def test_the_interval_of_a_difference_covers_for_samples_with_the_same_random_numbers_and_is_narrower():
@@ -72,9 +68,7 @@ def test_the_interval_of_a_difference_covers_for_samples_with_the_same_random_nu
         widths.append((np.diff(aligned.again), np.diff(apart.again)))
         return aligned.again, aligned.alike, ((better - p).mean(), 0.2 * (0.5 - 0.5 / 1.1))
 
-    again, alike = covered(draw)
-    assert 0.94 <= again <= 0.96
-    assert 0.94 <= alike <= 0.96
+    assert all(0.94 <= share <= 0.96 for share in covered(draw))
     narrow, wide = np.mean(widths, axis=0)
     assert narrow < 0.7 * wide
 
@@ -195,14 +189,6 @@ def test_with_few_wrong_questions_the_interval_is_wilsons_and_says_so():
 )
 def test_the_t_quantile_is_that_of_the_tables(freedom, expected):
     assert statistics.t_quantile(0.95, freedom) == pytest.approx(expected, abs=2e-7)
-
-
-def test_the_sum_and_the_expansion_of_the_t_quantile_agree_where_they_meet(monkeypatch):
-    exact = statistics.t_quantile(0.99, 200)
-    monkeypatch.setattr(statistics, "EXACT_FREEDOM", 100)
-    statistics.t_quantile.cache_clear()
-    assert statistics.t_quantile(0.99, 200) == pytest.approx(exact, abs=1e-7)
-    statistics.t_quantile.cache_clear()
 
 
 @given(right_and_wrong, st.integers(1, 8))

@@ -10,17 +10,15 @@ import sys
 import tempfile
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hybridrl.agents.endpoint.address import ADMIN_KEY, bound
 from hybridrl.config import ConfigError
 from hybridrl.config.checks.training import resolve_dtype, this_machine
-from hybridrl.config.compose import CONF, SHIPPED, parse_overrides, plain_values, shipped
 from hybridrl.config.findings import Finding, Findings
-from hybridrl.config.keys import nearest_keys
-from hybridrl.config.load import existing
-from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig
-from hybridrl.config.values import Reading, value_of
+from hybridrl.config.load import read_config
+from hybridrl.config.schema import ServedConfig, ServingConfig
 from hybridrl.model_merger.temporary import whole_model
 from hybridrl.runs.plugins import load
 from hybridrl.runtime.cli import EXIT_FAILED, EXIT_REJECTED
@@ -58,24 +56,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def read(arguments: list[str]) -> tuple[dict[str, str], ActorRolloutRefConfig]:
+def read(arguments: list[str]) -> tuple[dict[str, str], ServedConfig]:
     """Return the values of the command's own keys and the section of a run; ConfigError lists all that is wrong."""
     given = {key: value for key, _, value in (text.partition("=") for text in arguments) if key in OWN}
     others = [text for text in arguments if text.partition("=")[0] not in OWN]
-    findings = Findings()
-    overrides = [f"{SECTION}{text.removeprefix(SECTION)}" for text in others]
-    parsed = parse_overrides(overrides, PPOConfig, findings)
-    plain = plain_values(existing(SHIPPED[PPOConfig], CONF), PPOConfig, parsed.arguments, findings)
-    reading = Reading(PPOConfig, plain, lambda key: value_of(shipped(SHIPPED[PPOConfig]).values, key))
-    for key in reading.foreign:
-        if key.startswith(SECTION):
-            findings.error("unknown-key", f"unknown key {key}", nearest_keys(key, PPOConfig), keys=key)
-    findings.items = [_by_own_name(one) for one in findings.items]
-    # What else a run needs, such as data, is not read.
-    findings.add(*(one for one in reading.findings.items if one.keys and one.keys[0].startswith(SECTION)))
-    _check_own(given, findings)
-    findings.close()
-    return OWN | given, reading.config.actor_rollout_ref
+    result = read_config(ServingConfig, [f"{SECTION}{text.removeprefix(SECTION)}" for text in others])
+    result.findings.items = [_by_own_name(one) for one in result.findings.items]
+    _check_own(given, result.findings)
+    return OWN | given, result.accept(partial(print, "warning:", file=sys.stderr)).actor_rollout_ref
 
 
 def _check_own(given: dict[str, str], findings: Findings) -> None:
@@ -100,7 +88,7 @@ def _by_own_name(finding: Finding) -> Finding:
     return replace(finding, cause=f"unknown key {name}", fix=f"did you mean {own[0]}?" if own else finding.fix)
 
 
-def run(own: dict[str, str], section: ActorRolloutRefConfig) -> str:
+def run(own: dict[str, str], section: ServedConfig) -> str:
     """Serve until the process is stopped; returns why it ended otherwise. Shards and adapters are merged into a
     temporary directory first."""
     model, rollout, device, source = section.model, section.rollout, own["device"], section.model.path

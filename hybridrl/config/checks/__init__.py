@@ -11,7 +11,7 @@ from hybridrl.config.checks.engine import check_engine, check_engine_arguments
 from hybridrl.config.checks.model import check_lora_sync, check_served, resolve_recurrence
 from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings
-from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.schema import DataConfig, EvaluationConfig, PPOConfig, RolloutConfig, SFTConfig
 
 HIGHEST_TEMPERATURE, HIGHEST_LR = 1.5, 1e-3
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -25,10 +25,12 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     actor, model = section.actor, section.model
     model.tokenizer_path = config.data.tokenizer or model.tokenizer_path  # for engines, which see no data
     config.data.seed = trainer.seed if config.data.seed is None else config.data.seed
-    config.reward.custom_reward_function.name = config.reward.custom_reward_function.name or "compute_score"
     training.resolve_micro_batches(config, check)
     training.resolve_actor(config, check)
-    _resolve_rollout(config, check.at(ROLLOUT))
+    if trainer.device == "cpu":
+        resolve_recurrence(ROLLOUT, model, section.rollout, check)
+    section.rollout.dtype = training.resolve_dtype(section.rollout.dtype, trainer.device)
+    resolve_rollout(config, check.at(ROLLOUT))
     policy = Trained(ACTOR, MODEL, model, f"{ACTOR}.optim", actor.optim, f"{ACTOR}.fsdp_config", actor.fsdp_config)
     training.resolve_updates(policy, trainer, check)
     # The policy's model comes last: the other two are compared with its settings as they were written.
@@ -47,8 +49,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     algorithm.check_bypass(config, check)
     algorithm.check_policy_loss(config, check)
     algorithm.check_kl(config, check)
-    algorithm.check_reward_manager(config.reward, check)
-    algorithm.check_reward(config.reward, check)
+    algorithm.resolve_reward(config.reward, check)
     training.check_save_contents(config, check)
     if trainer.resume_from_path and trainer.resume_mode != "resume_path":
         cause = "has no effect without trainer.resume_mode=resume_path"
@@ -82,11 +83,10 @@ def _resolve_run(config: PPOConfig | SFTConfig, check: Checker, machine: Machine
     algorithm.check_diagnoses(trainer, check)
 
 
-def _resolve_rollout(config: PPOConfig, check: Checker) -> None:
+def resolve_rollout(config: PPOConfig | EvaluationConfig, check: Checker, lower: str = LOWER) -> None:
+    """Fill in and check what engines are started with, whatever their model; `lower` is the fix for rows that are too
+    long."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    if trainer.device == "cpu":
-        resolve_recurrence(ROLLOUT, config.actor_rollout_ref.model, rollout, check)
-    rollout.dtype = training.resolve_dtype(rollout.dtype, trainer.device)
     width, (machines, devices) = rollout.tensor_model_parallel_size, config.rollout_pool
     key = ".n_gpus_per_node" if config.separate else DEVICES
     keys = f".tensor_model_parallel_size {key}"
@@ -106,7 +106,7 @@ def _resolve_rollout(config: PPOConfig, check: Checker) -> None:
     rollout.max_model_len = rollout.max_model_len or need
     if rollout.max_model_len < need:
         keys = ".max_model_len data.max_prompt_length data.max_response_length .response_length"
-        check.error(keys, f"prompt and response may have {need} tokens", f"{LOWER}, or leave max_model_len at null")
+        check.error(keys, f"prompt and response may have {need} tokens", f"{lower}, or leave max_model_len at null")
     if rollout.min_tokens > rollout.response_length:
         keys = ".min_tokens .response_length data.max_response_length"
         check.error(keys, f"a response has at most {rollout.response_length} tokens")
@@ -141,6 +141,16 @@ def _check_sampling(config: PPOConfig, check: Checker) -> None:
     if not validation.do_sample and validation.temperature > 0:
         cause = f"has no effect: at {key}={validation.temperature:g} validation samples, as in verl"
         check.warn(keys, cause, f"for greedy responses set {key}=0")
+    check_ignored(data, rollout, check)
+    if rollout.response_length != data.max_response_length:
+        cause = f"responses end there, not at data.max_response_length={data.max_response_length}"
+        check.warn(".response_length data.max_response_length", cause)
+    if config.trainer.test_freq > 0 and not data.val_files:
+        check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")
+
+
+def check_ignored(data: DataConfig, rollout: RolloutConfig, check: Checker) -> None:
+    """Warn about settings of the rollout that never have an effect."""
     if rollout.mode != "async":
         check.warn(".mode", "has no effect: responses enter and leave the engine one by one")
         rollout.mode = "async"
@@ -149,8 +159,3 @@ def _check_sampling(config: PPOConfig, check: Checker) -> None:
     if rollout.prompt_length != data.max_prompt_length:
         cause = "has no effect: data.max_prompt_length limits the prompts"
         check.warn(".prompt_length data.max_prompt_length", cause)
-    if rollout.response_length != data.max_response_length:
-        cause = f"responses end there, not at data.max_response_length={data.max_response_length}"
-        check.warn(".response_length data.max_response_length", cause)
-    if config.trainer.test_freq > 0 and not data.val_files:
-        check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")

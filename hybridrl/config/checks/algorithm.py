@@ -183,8 +183,11 @@ def check_diagnoses(trainer: SFTTrainerConfig, check: Checker) -> None:
             check.error(".on_diagnosis .health_rules", cause, _meant(code, known), valued=False)
 
 
-def check_reward(reward: RewardConfig, check: Checker) -> None:
-    check = check.at("reward")
+def resolve_reward(reward: RewardConfig, check: Checker) -> None:
+    """Fill in the function's usual name; check the reward and its manager."""
+    function, check = reward.custom_reward_function, check.at("reward")
+    function.name = function.name or "compute_score"
+    _check_reward_manager(reward, check)
     buffer, longest = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len
     if buffer.enable and reward.reward_manager.name != "dapo":
         keys = ".reward_kwargs.overlong_buffer_cfg.enable .reward_manager.name"
@@ -209,8 +212,7 @@ def check_reward(reward: RewardConfig, check: Checker) -> None:
         check.error(".sandbox_fusion.url", "remote sandboxes are not supported", fix)
 
 
-def check_reward_manager(reward: RewardConfig, check: Checker) -> None:
-    check = check.at("reward")
+def _check_reward_manager(reward: RewardConfig, check: Checker) -> None:
     manager, custom = reward.reward_manager, reward.reward_manager.source == "importlib"
     if custom and manager.module.path is None:
         keys = ".reward_manager.source .reward_manager.module.path"

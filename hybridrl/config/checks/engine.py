@@ -50,6 +50,10 @@ def check_engine(rollout: RolloutConfig, check: Checker) -> None:
 
 def check_engine_arguments(rollout: RolloutConfig, check: Checker) -> None:
     """Reject arguments that hybridrl sets itself, and names that the installed vLLM does not have."""
+    if options := [name for name in rollout.engine_kwargs.vllm if "lora" in name]:
+        cause = f"{ROLLOUT}{KEY}: {', '.join(options)} follow from {MODEL}.lora_rank, which configures"
+        keys = [KEY, *(f"{KEY}.{option}" for option in options)]
+        check.error(keys, f"{cause} trainer and engine alike", "leave them out", valued=False)
     for name, value in rollout.engine_kwargs.vllm.items():
         if value is None:
             continue

@@ -259,12 +259,8 @@ def _resolve_adapter(key: str, model: ModelConfig, check: Checker) -> None:
 
 def check_lora_sync(config: PPOConfig, check: Checker) -> None:
     """Check how the policy's adapter reaches the rollout engine, and what it means for the reference."""
-    check, section, key = check.at("actor_rollout_ref"), config.actor_rollout_ref, "actor_rollout_ref"
-    model, engine = section.model, ".rollout.engine_kwargs.vllm"
-    if options := [name for name in section.rollout.engine_kwargs.vllm if "lora" in name]:
-        cause = f"{key}{engine}: {', '.join(options)} follow from {key}.model.lora_rank, which configures trainer and "
-        cause += "engine alike"
-        check.error([engine, *(f"{engine}.{option}" for option in options)], cause, "leave them out", valued=False)
+    section, key = config.actor_rollout_ref, "actor_rollout_ref"
+    check, model = check.at(key), section.model
     if model.lora_rank > ENGINE_RANKS[-1] and not model.lora.merge:
         cause = f"the rollout engine takes adapters up to rank {ENGINE_RANKS[-1]}"
         check.error(".model.lora_rank", cause, f"set {key}.model.lora.merge=true, which syncs merged weights")

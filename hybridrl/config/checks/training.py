@@ -12,6 +12,7 @@ from hybridrl.config.catalog import ESTIMATORS
 from hybridrl.config.checks.model import absolute, check_model, check_recurrence, model_settings, resolve_lora
 from hybridrl.config.findings import Checker, ConfigError, show
 from hybridrl.config.schema import (
+    EvaluationConfig,
     FSDPConfig,
     ModelConfig,
     OptimizerConfig,
@@ -63,7 +64,7 @@ def this_machine(*, count_gpus: bool = True) -> Machine:
     return Machine(gpus, len(os.sched_getaffinity(0)), psutil.virtual_memory().available, no_gpu=why)
 
 
-def resolve_devices(config: PPOConfig | SFTConfig, check: Checker, machine: Machine | None) -> None:
+def resolve_devices(config: PPOConfig | SFTConfig | EvaluationConfig, check: Checker, machine: Machine | None) -> None:
     """Fill in `device` and `n_gpus_per_node`; check them, and the directories of the run, against the machine."""
     trainer = config.trainer
     # A run on CPU does not need a working GPU driver.
@@ -179,11 +180,11 @@ def resolve_trained(
         check.error(f"{size_key} {padding_key}", "only packed rows can be shared", f"set {padding_key}=true")
 
 
-def shorten(config: PPOConfig) -> str:
+def shorten(config: PPOConfig | EvaluationConfig, lower: str = LOWER) -> str:
     """Return the fix for rows that are too long: the key that makes them long."""
-    longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
-    beyond = (config.actor_rollout_ref.rollout.max_model_len or 0) > longest
-    return f"lower {ROLLOUT}.max_model_len" if beyond else LOWER
+    rollout = config.actor_rollout_ref.rollout
+    beyond = (rollout.max_model_len or 0) > config.data.max_prompt_length + rollout.response_length
+    return f"lower {ROLLOUT}.max_model_len" if beyond else lower
 
 
 def resolve_dtype(name: str | None, device: str) -> str:

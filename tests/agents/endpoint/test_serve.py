@@ -64,6 +64,12 @@ def test_what_cannot_be_served_is_rejected_by_key_and_value(tiny, arguments, exp
         serve.read([*model, *arguments])
 
 
+def test_a_key_of_verl_without_effect_is_a_warning(tiny, capsys):
+    serve.read([f"model.path={tiny}", "rollout.expert_parallel_size=2"])
+    expected = "warning: actor_rollout_ref.rollout.expert_parallel_size has no effect: there is one engine"
+    assert capsys.readouterr().err.startswith(expected)
+
+
 def test_without_arguments_the_usage_is_printed(capsys):
     assert serve.main([]) == serve.EXIT_REJECTED and serve.main(["--help"]) == 0
     assert "served_model_name=policy" in capsys.readouterr().out

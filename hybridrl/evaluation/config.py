@@ -1,0 +1,165 @@
+"""The configuration of an evaluation: that of a training run, of which it reads what it uses.
+
+Keys of the section `eval` win over a preset, which wins over the sampling of the command.
+"""
+
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.checks import MODEL, ROLLOUT, algorithm, check_ignored, resolve_rollout, training
+from hybridrl.config.checks.engine import check_engine_arguments
+from hybridrl.config.checks.model import check_model, check_served, resolve_recurrence
+from hybridrl.config.compose import CONF, usual_value
+from hybridrl.config.findings import Checker, Findings
+from hybridrl.config.load import Report, read_config
+from hybridrl.config.schema import EvaluationConfig, PPOConfig, ServingConfig
+from hybridrl.config.schema_rollout import PRESETS, SHIPPED_SHARE, WHOLE_SHARE, EvalConfig, RolloutConfig
+from hybridrl.config.values import Plain, Reading
+from hybridrl.tracking.console import warn
+
+PATH, LENGTH = f"{MODEL}.path", "data.max_response_length"
+SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")
+# The names of verl's main_eval.
+VERL_NAMES = {
+    "data.path": "eval.responses",
+    "data.response_key": "eval.response_key",
+    "data.data_source_key": "data.reward_fn_key",
+    "data.reward_model_key": "eval.reward_model_key",
+}
+
+
+def load_eval_config(
+    overrides: list[str],
+    *,
+    config_name: str = "",
+    config_dir: Path = CONF,
+    report: Report | None = None,
+    show: Report | None = None,
+) -> EvaluationConfig:
+    """The configuration of an evaluation, with the sampling that it names. Raises ConfigError with all that is wrong;
+    the model's own settings are checked by `with_model`, for each of the models."""
+    result = read_config(EvaluationConfig, [_current(text) for text in overrides], config_name, config_dir)
+    if result.config is not None and result.values is not None:
+        _resolve_sampling(result.config, result.values.follows)
+        result.cross_check(_resolve)
+        if not result.findings.errors:
+            _check(result.config, result.findings)
+    return result.accept(report, show)
+
+
+def with_model(config: EvaluationConfig, path: str, key: str = PATH) -> EvaluationConfig:
+    """The configuration with another model, checked with its settings. Raises ConfigError; `key` is the setting that
+    names the model."""
+    findings, device, named = Findings(), config.trainer.device, asdict(config.actor_rollout_ref)
+    named["model"]["path"], values = path, {"actor_rollout_ref": named}
+    reading = Reading(ServingConfig, Plain(values, {}, {}), partial(usual_value, PPOConfig))
+    _close(reading.findings, key)
+    section, check = reading.config.actor_rollout_ref, Checker(findings, values)
+    model, rollout = section.model, section.rollout
+    if device == "cpu":
+        resolve_recurrence(ROLLOUT, model, rollout, check)
+    for finding in findings.items:
+        if finding.severity == "warning":
+            warn(finding.text, finding.code)
+    model.tokenizer_path = config.data.tokenizer or model.tokenizer_path  # for engines, which see no data
+    rollout.dtype, rollout.free_cache_engine = training.resolve_dtype(rollout.dtype, device), False
+    rollout.engine_kwargs.vllm["load_format"] = "auto"  # of weights: by default they come from a trainer
+    if device == "cuda" and rollout.gpu_memory_utilization == SHIPPED_SHARE:
+        rollout.gpu_memory_utilization = WHOLE_SHARE
+    check_served(MODEL, model, rollout, device, check)
+    fix = training.shorten(config, _shorter(config.eval))
+    check_model(MODEL, model, rollout.max_model_len or 0, fix, check)
+    _close(findings, key)
+    return replace(config, actor_rollout_ref=section)
+
+
+def _close(findings: Findings, key: str) -> None:
+    """Raise ConfigError if there are errors, with the key under which the user knows the model."""
+    items = [replace(one, keys=tuple(key if name == PATH else name for name in one.keys)) for one in findings.items]
+    Findings(items).close()
+
+
+def describe_sampling(settings: EvalConfig, rollout: RolloutConfig) -> str:
+    """The resolved sampling in one line."""
+    used, preset = rollout.val_kwargs, f" of preset {settings.preset}" if settings.preset else ""
+    text = f"sampling{preset}: temperature={used.temperature:g}"
+    if used.temperature > 0:
+        text += f" top_p={used.top_p:g} top_k={used.top_k}"
+    return f"{text} max_tokens={rollout.response_length} seed={settings.seed}"
+
+
+def _current(text: str) -> str:
+    """An argument under the name that it has here."""
+    key, equals, value = text.partition("=")
+    plain = key.lstrip("+")
+    return f"{VERL_NAMES[plain]}{equals}{value}" if plain in VERL_NAMES else text
+
+
+def _sampling(settings: EvalConfig) -> dict[str, Any]:
+    """What the section `eval` says of sampling."""
+    own = {name: vars(settings)[name] for name in SAMPLING if vars(settings)[name] is not None}
+    return PRESETS.get(settings.preset or "", {}) | own
+
+
+def _resolve_sampling(config: EvaluationConfig, follows: dict[str, str]) -> None:
+    """Fill in what follows from the section `eval`: how to sample, and that nothing is trained."""
+    settings, rollout, model = config.eval, config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    sampling = _sampling(settings)
+    if (length := sampling.pop("max_tokens", None)) is not None:
+        config.data.max_response_length = rollout.response_length = length
+        if follows.get("reward.reward_kwargs.max_resp_len") == LENGTH:
+            config.reward.reward_kwargs.max_resp_len = length
+    vars(rollout.val_kwargs).update(sampling)
+    rollout.val_kwargs.do_sample = rollout.val_kwargs.temperature > 0
+    config.trainer.v1.trainer_mode, rollout.over_sample_rate, config.data.train_weights = "sync", 0.0, []
+    if not settings.models and model.lora_adapter_path:
+        settings.models = [model.lora_adapter_path]
+    model.lora_rank, model.lora_adapter_path = 0, None  # an adapter is merged before it is served
+
+
+def _shorter(settings: EvalConfig) -> str:
+    """The fix for rows that are too long, with the name under which the longest response was set."""
+    return f"lower data.max_prompt_length or {'eval.max_tokens' if 'max_tokens' in _sampling(settings) else LENGTH}"
+
+
+def _resolve(config: EvaluationConfig, findings: Findings) -> None:
+    """Fill in derived values; add findings about what cannot work."""
+    check = Checker(findings, asdict(config))
+    with findings.gathered("conflict"):
+        training.resolve_devices(config, check, None)
+    config.data.seed = config.trainer.seed if config.data.seed is None else config.data.seed
+    resolve_rollout(config, check.at(ROLLOUT), _shorter(config.eval))
+    check_ignored(config.data, config.actor_rollout_ref.rollout, check.at(ROLLOUT))
+    check_engine_arguments(config.actor_rollout_ref.rollout, check.at(ROLLOUT))
+    algorithm.check_data(config.data, check)
+    algorithm.resolve_reward(config.reward, check)
+
+
+def _check(config: EvaluationConfig, findings: Findings) -> None:
+    """Add what is missing or cannot work together, and fill in models and files."""
+    settings, model = config.eval, config.actor_rollout_ref.model.path
+    settings.files = settings.files or config.data.val_files
+    if settings.responses:
+        return
+    if not settings.files:
+        fix = "add eval.files=questions.jsonl, or data.val_files"
+        findings.error("value", "eval.files and data.val_files are not set", fix, keys="eval.files")
+    if not settings.models and model is None:
+        cause, fix = "no model is named", "add actor_rollout_ref.model.path=DIRECTORY, or eval.models=[...]"
+        findings.error("value", f"eval.models: {cause}", fix, keys="eval.models")
+    elif not settings.models:
+        settings.models = [model]
+    temperature = config.actor_rollout_ref.rollout.val_kwargs.temperature
+    if temperature == 0 and (settings.n or 1) > 1:
+        cause = f"at temperature 0 all {settings.n} responses to a question are equal"
+        fix = f"set eval.preset={next(iter(PRESETS))}, or eval.temperature=1.0, or eval.n=1"
+        findings.error("conflict", cause, fix, keys="eval.n", value=settings.n)
+    elif temperature == 0 and (over := [k for k in settings.k if k > 1]):
+        cause = f"pass@{over[0]} needs {over[0]} responses per question, and at temperature 0 there is one"
+        fix = f"set eval.preset={next(iter(PRESETS))} or eval.temperature=1.0, or leave out {over[0]}"
+        findings.error("conflict", cause, fix, keys="eval.k")
+    if settings.n and temperature > 0 and (over := [k for k in settings.k if k > settings.n]):
+        cause = f"pass@{over[0]} needs {over[0]} responses per question, and there are eval.n={settings.n}"
+        findings.error("conflict", cause, f"set eval.n={max(over)}, or leave out {over[0]}", keys="eval.k")
