@@ -3,17 +3,15 @@
 `resolve_config` collects them; `load_config`, with which a run starts, raises.
 """
 
-import collections
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hybridrl.config.checks import resolve_ppo, resolve_sft
 from hybridrl.config.checks.training import Machine, this_machine
-from hybridrl.config.combined import computed
 from hybridrl.config.compose import (
     CONF,
     SHIPPED,
@@ -23,13 +21,11 @@ from hybridrl.config.compose import (
     usual_value,
 )
 from hybridrl.config.findings import ConfigError, Findings
-from hybridrl.config.findings import show as shown
 from hybridrl.config.help import changed_values
-from hybridrl.config.keys import TRANSLATED, Entry, current_name, entry_of, holds, nearest_keys, tree
+from hybridrl.config.keys import nearest_keys
 from hybridrl.config.schema import PPOConfig, SFTConfig
 from hybridrl.config.values import Plain, Reading, leaves
-
-SHOWN = 4  # keys that are named if more share a reason
+from hybridrl.runs import plugins
 
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -83,24 +79,36 @@ def existing(name: str, directory: Path) -> Path:
 
 
 def resolve_config(
-    schema: type[T], overrides: list[str], name: str, directory: Path = CONF, *, offline: bool = False
+    schema: type[T],
+    overrides: list[str],
+    name: str,
+    directory: Path = CONF,
+    *,
+    offline: bool = False,
+    translation: Any = None,
 ) -> ResolvedConfig[T]:
     """Compose, read and check a configuration, and fill in derived values. `offline`: for another machine, so that the
-    devices, files and directories of this one do not count."""
+    devices, files and directories of this one do not count. `translation`: of keys that are not hybridrl's."""
     findings, around = Findings(), {}
     with findings.gathered("file"):
         around = custom_values(existing(name, directory))
-    parsed = parse_overrides(overrides, schema, findings, around)
+    parsed = parse_overrides(overrides, schema, findings, around, translation)
     result: ResolvedConfig[T] = ResolvedConfig(findings, written=parsed.written)
     with findings.gathered("file"):
         file = existing(name, directory)
-        result.values = plain_values(file, schema, parsed.arguments, findings)
+        result.values = plain_values(file, schema, parsed.arguments, findings, translation)
     if result.values is None:
         return result
     # The shipped values are composed only if one is wanted: that takes as long as all the rest.
     reading = Reading(schema, result.values, functools.partial(usual_value, schema), offline=offline)
     findings.add(*reading.findings.items)
-    _check_foreign(reading.foreign, result.values, schema, str(file), findings)
+    foreign = {key: value for key, value in reading.foreign.items() if key not in result.values.faults}
+    if foreign:  # from the command line or the file
+        translation = translation or plugins.load("translation")
+        found, unknown = translation.check(foreign, leaves(result.values.values), schema)
+        for key in unknown:
+            findings.error("unknown-key", f"unknown key {key} in {file}", nearest_keys(key, schema), keys=key)
+        findings.add(*found)
     result.config = config = reading.config
     machine = None
     if offline:  # another machine, with whatever the configuration requests
@@ -130,43 +138,3 @@ def _cross_check(reading: Reading, findings: Findings, machine: Machine | None =
     crossed, config = Findings(), reading.config
     (resolve_ppo if isinstance(config, PPOConfig) else resolve_sft)(config, crossed, machine)
     findings.add(*(finding for finding in crossed.items if not reading.rejected & {*finding.keys}))
-
-
-def _check_foreign(foreign: dict[str, Any], plain: Plain, schema: type, source: str, findings: Findings) -> None:
-    """Report keys that hybridrl does not have, from the command line or a file, by their effect in verl."""
-    shared, known = collections.defaultdict[Entry, list[str]](list), tree(schema)  # one reason holds for several keys
-    values = leaves(plain.values)
-    for key, value in foreign.items():
-        new = current_name(key)
-        entry = entry_of(new, value)
-        if key in plain.faults or holds(known, new) or (entry and entry.kind in TRANSLATED):
-            continue  # reported or renamed before
-        if entry is None:
-            findings.error("unknown-key", f"unknown key {key} in {source}", nearest_keys(key, schema), keys=key)
-        elif not entry.is_silent(value) and not _is_idle(entry, value, values):
-            shared[entry].append(key)
-    for entry, keys in sorted(shared.items(), key=lambda item: item[0].kind != "rejected"):
-        more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-        if entry.kind == "rejected":
-            cause = f"{', '.join(f'{key}={shown(foreign[key])}' for key in keys[:SHOWN])}{more}: {entry.why}"
-            sets = (f"{key}={_computed(form, foreign[keys[0]], values)}" for key, form in entry.sets.items())
-            fix = f"set {' '.join(sets)}" if entry.sets else ""
-            findings.error("unsupported", cause, fix, keys=keys, value=shown(foreign[keys[0]]))
-        else:
-            cause = f"{', '.join(keys[:SHOWN])}{more} {'have' if keys[1:] else 'has'} no effect: {entry.why}"
-            findings.warn("ignored-key", cause, keys=keys)
-
-
-def _is_idle(entry: Entry, value: Any, values: Mapping[str, Any]) -> bool:
-    """Whether a value says what other keys say, or another key is not as the entry wants it."""
-    if any(values.get(key) != wanted for key, wanted in entry.only.items()):
-        return True
-    form = entry.follows or ""
-    return value == (_computed(form, value, values) if "{" in form else values.get(form))
-
-
-def _computed(form: str, value: Any, values: Mapping[str, Any]) -> Any:
-    try:
-        return computed(form, lambda name: value if name == "value" else values.get(name))
-    except ValueError as error:  # shown as it is
-        return error

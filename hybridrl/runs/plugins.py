@@ -26,6 +26,8 @@ PLUGINS = {
     "verl.checkpoint": "hybridrl.compat.verl.checkpoint",
     "engine.vllm": "hybridrl.core.rollout.vllm.settings:VLLM",
     "migrate": "hybridrl.compat.migrate:main",
+    "translation": "hybridrl.compat.translation:VERL",  # of arguments and keys that are not hybridrl's
+    "trl_names": "hybridrl.compat.translation:trl_names",
 }
 
 

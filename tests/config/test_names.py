@@ -1,6 +1,7 @@
 import pytest
 
-from hybridrl.config.keys import nearest, nearest_keys, trl_names, value_keys
+from hybridrl.compat.translation import trl_names
+from hybridrl.config.keys import nearest, nearest_keys, value_keys
 from hybridrl.config.schema import PPOConfig
 
 KEYS = value_keys(PPOConfig)

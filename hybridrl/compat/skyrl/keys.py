@@ -1,0 +1,71 @@
+"""Keys of SkyRL that are computed from several, next to the table keys.yaml."""
+
+import math
+
+from hybridrl.compat.entries import combined
+from hybridrl.compat.verl.keys import BOUND, BYPASS, MODE
+
+ROLLOUT, ACTOR, CORRECTION = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "algorithm.rollout_correction"
+STALENESS = "trainer.fully_async.max_staleness_steps"
+OFF_POLICY = "trainer.algorithm.off_policy_correction"
+LOW, HIGH = f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"
+GEO_LOW, GEO_HIGH = f"{OFF_POLICY}.geo_mask_low", f"{OFF_POLICY}.geo_mask_high"
+PRODUCT_LOW, PRODUCT_HIGH = f"{OFF_POLICY}.product_mask_low", f"{OFF_POLICY}.product_mask_high"
+
+COMPUTED = [
+    combined(
+        "trainer.placement.colocate_all",
+        "separate_async with a bound of 0, and num_engines x data_parallel_size x tensor_parallel_size devices for "
+        "rollout, divided over the machines",
+        {
+            MODE: "separate_async",
+            BOUND: 0,
+            f"{ROLLOUT}.n_gpus_per_node": lambda of: math.ceil(
+                of("generator.num_engines", 1)
+                * of("generator.data_parallel_size", 1)
+                * of(f"{ROLLOUT}.tensor_model_parallel_size")
+                / of("trainer.nnodes")
+            ),
+        },
+        silent=[True],
+    ),
+    combined(
+        f"trainer.fully_async.enabled {STALENESS}",
+        "separate_async, max_off_policy_threshold = max_staleness_steps",
+        {MODE: "separate_async", BOUND: lambda of: of(STALENESS, 4)},
+        silent=[False],
+    ),
+    # A token's loss is weighted by its ratio to the engine's probability, and 0 outside the clip range.
+    combined(
+        "trainer.algorithm.policy_loss_type",
+        f"{CORRECTION}: bypass_mode, loss_type=reinforce, rollout_is=token, a threshold of the clip range around 1",
+        {
+            BYPASS: True,
+            f"{CORRECTION}.loss_type": "reinforce",
+            f"{CORRECTION}.rollout_is": "token",
+            f"{CORRECTION}.rollout_is_threshold": lambda of: f"{1 - of(LOW, 0.2):g}_{1 + of(HIGH, 0.2):g}",
+        },
+        when="^rollout_is$",
+    ),
+    # Its bounds are of the trainer's probability over the engine's, those of k1 of the inverse.
+    combined(
+        f"{OFF_POLICY}.sequence_mask_metric",
+        f"{CORRECTION}.rollout_rs=seq_mean_k1, between 1 / geo_mask_high and 1 / geo_mask_low",
+        {
+            f"{CORRECTION}.rollout_rs": "seq_mean_k1",
+            f"{CORRECTION}.rollout_rs_threshold": lambda of: f"{1 / of(GEO_HIGH, 1.01):g}_{1 / of(GEO_LOW, 0.99):g}",
+        },
+        when="^geometric$",
+    ),
+    combined(
+        f"{OFF_POLICY}.sequence_mask_metric",
+        f"{CORRECTION}.rollout_rs=seq_sum_k1, between 1 / product_mask_high and 1 / product_mask_low",
+        {
+            f"{CORRECTION}.rollout_rs": "seq_sum_k1",
+            f"{CORRECTION}.rollout_rs_threshold": lambda of: (
+                f"{1 / of(PRODUCT_HIGH, 2):g}_{1 / of(PRODUCT_LOW, 0.5):g}"
+            ),
+        },
+        when="^product$",
+    ),
+]
