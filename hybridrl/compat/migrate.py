@@ -55,18 +55,7 @@ def _migrate(launch: Launch) -> int:
     written = launch.overrides = _quoted_values(launch)
     if launch.system != "verl":
         launch.overrides = [*_other_defaults(launch), *launch.overrides]
-    # Remove what is rejected, and put placeholders for required keys, until the command is accepted.
-    for _ in range(ROUNDS):
-        result = resolve_config(
-            schema, launch.overrides, SHIPPED[schema], offline=True, translation=SYSTEMS[launch.system]
-        ).findings
-        findings.add(*(item for item in result.items if item.severity != "info" or item.code == "own-key"))
-        remaining = launch.overrides
-        for finding in result.errors:
-            remaining = _without(remaining, finding, launch)
-        if remaining == launch.overrides:
-            break
-        launch.overrides = remaining
+    _accept(launch)
     overrides = launch.overrides
     for key in (text.lstrip("+").partition("=")[0] for text in overrides if text.endswith("=")):
         if not any(key in finding.keys or key in finding.text for finding in findings.items):
@@ -84,6 +73,20 @@ def _migrate(launch: Launch) -> int:
     program = "main_ppo" if schema is PPOConfig else "main_sft"
     print_text(" \\\n    ".join([f"python -m hybridrl.{program}", *words]) + "\n")
     return int(bool(findings.errors))
+
+
+def _accept(launch: Launch) -> None:
+    """Remove what is rejected, and put placeholders for required keys, until the command is accepted."""
+    schema, system = launch.schema, SYSTEMS[launch.system]
+    for _ in range(ROUNDS):
+        result = resolve_config(schema, launch.overrides, SHIPPED[schema], offline=True, translation=system).findings
+        launch.findings.add(*(item for item in result.items if item.severity != "info" or item.code == "own-key"))
+        remaining = launch.overrides
+        for finding in result.errors:
+            remaining = _without(remaining, finding, launch)
+        if remaining == launch.overrides:
+            break
+        launch.overrides = remaining
 
 
 def _quoted_values(launch: Launch) -> list[str]:

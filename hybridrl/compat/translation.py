@@ -20,7 +20,7 @@ from hybridrl.compat.skyrl import keys as skyrl
 from hybridrl.compat.verl import keys as verl
 from hybridrl.config.compose import Argument, as_override, key_of, usual_value
 from hybridrl.config.findings import Finding, Findings, show
-from hybridrl.config.keys import holds, tree
+from hybridrl.config.keys import holds, tree, value_keys
 
 SHOWN = 4  # keys that are named if more share a reason
 CLASS = "._target_"  # how verl's files name the class of a section
@@ -31,48 +31,47 @@ EFFECTS = {"ignored": "has no effect"} | dict.fromkeys(SETTING, "is translated")
 class Command:
     """The arguments of a command while they are translated, and what becomes of them.
 
-    `values` and `texts` are by the current names of their keys, of which `own` have this name in the command; `around`
-    is what its custom file sets. `arguments` are those of keys that are hybridrl's, or no system's, each with the one
-    that was written; `left` are those that `check` reports; `others` are keys that only `migrate` translates.
+    `values` and `texts` are by the current names of their keys; `around` is what its custom file sets. `arguments` are
+    those of keys that are hybridrl's, or no system's, each with the one that was written; `left` are those that `check`
+    reports; `others` are the keys of other systems.
     """
 
     schema: type
     around: Mapping[str, Any]
     values: dict[str, Any] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    own: set[str] = field(default_factory=set)
     arguments: list[tuple[str, str]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
+    others: dict[str, list[str]] = field(default_factory=dict)
     findings: Findings = field(default_factory=Findings)
 
-    def unsupported(self, argument: Argument, key: str, cause: str, fix: str = "") -> None:
-        self.findings.error("unsupported", f"{argument.text}: {cause}", fix, keys=key)
-
-    def set(self, key: str, value: str, text: str) -> None:
-        if self.has(key):
+    def put(self, key: str, value: str, text: str) -> None:
+        """Set a key, or leave it to `check` if it is none here."""
+        if holds(tree(self.schema), key):
             self.arguments.append((f"++{key}={value}", text))
         else:
             self.left.append(f"++{key}={value}")
 
-    def texts_of(self, keys: list[str]) -> tuple[str, list[str]]:
-        """The arguments of some keys, and these, first the name that the first is written with."""
-        text = " ".join(self.texts[key] for key in keys)
-        return text, [text.partition("=")[0], *keys]
-
-    def has(self, key: str) -> bool:
-        return holds(tree(self.schema), key)
-
     def find(self, key: str, usual: Any) -> Any:
         values = (place[key] for place in (self.values, self.around) if place.get(key) is not None)
-        return next(values, usual if usual is not None or not self.has(key) else usual_value(self.schema, key))
+        known = key in value_keys(self.schema)
+        return next(values, usual if usual is not None or not known else usual_value(self.schema, key))
 
     def stays(self, key: str, dropped: Any) -> bool:
         """Whether the command, or its file, sets a key by hybridrl's name, and not to a value that counts as none."""
-        if key in self.own:
+        if key_of(self.texts.get(key, "")) == key:
             return self.values[key] not in (None, dropped)
         there = self.around.get(key)  # a file has all keys of the shipped one that it lists
         return there not in (None, dropped) and there != usual_value(self.schema, key)
+
+    def texts_of(self, keys: list[str]) -> tuple[str, list[str]]:
+        """The arguments of some keys, and these, first the name that the first is written with."""
+        text = " ".join(self.texts[key] for key in keys)
+        return text, [key_of(text), *keys]
+
+    def drop(self, keys: set[str]) -> None:
+        self.left = [text for text in self.left if key_of(text) not in keys]
+        self.arguments = [pair for pair in self.arguments if key_of(pair[0]) not in keys]
 
 
 class Translation:
@@ -122,22 +121,22 @@ class Translation:
             return [entry for entry in matching if f"*{CLASS}" in entry.keys]
         return [entry for entry in matching if entry.kind != "otherwise"] or matching
 
-    def names(self, key: str) -> bool:
-        """Whether the system's own table names the key."""
-        moved = any(f"{key}.".startswith(f"{old}.") for old in self.table["moved"])
-        return moved or any(entry.names(key) for entry in self.entries)
+    def meets(self, key: str, schema: type, value: Any = None) -> tuple[str, Entry | None, bool]:
+        """The current name of a key; the entry for it, if it is none of the schema's; whether the schema holds it."""
+        new = key if key in tree(schema) else self.current_name(key)
+        return new, None if new in tree(schema) else self.entry_of(new, value), holds(tree(schema), new)
+
+    def of_other(self, key: str, schema: type) -> "Translation | None":
+        """The other system that has a key."""
+        return next((one for one in self.others if any(one.meets(key, schema)[1:])), None)
 
     def described(self, key: str, schema: type) -> tuple[str, str]:
         """The current name of a key, and what becomes of it unless it is one here."""
-        for table in (self, *self.others):
-            new = table.current_name(key)
-            entry = None if new in tree(schema) else table.entry_of(new)
-            if entry:
-                silent = f" (except for {', '.join(map(show, entry.silent))})" if entry.silent else ""
-                return new, f"{EFFECTS.get(entry.kind, 'is rejected')}{silent}: {entry.reason}"
-            if holds(tree(schema), new):
-                return new, ""
-        return self.current_name(key), ""
+        new, entry, held = self.meets(key, schema)
+        if not entry and not held and (other := self.of_other(key, schema)):
+            new, entry, _ = other.meets(key, schema)
+        silent = f" (except for {', '.join(map(show, entry.silent))})" if entry and entry.silent else ""
+        return new, f"{EFFECTS.get(entry.kind, 'is rejected')}{silent}: {entry.reason}" if entry else ""
 
     def listed(self) -> list[tuple[str, str]]:
         """The keys of all systems that are none here, each with what becomes of it."""
@@ -150,56 +149,47 @@ class Translation:
         """Translate the arguments of a command. `around`: what its custom file sets, by key."""
         command = Command(schema, {self.current_name(key): value for key, value in around.items()})
         for argument in arguments:
-            key = argument.key
-            for name_of in (self.current_name, verl.argument_of_reward):
-                key = key if key in tree(schema) else name_of(key)
-            command.values[key], command.texts[key] = argument.value, argument.text.lstrip("+")
-            (command.own.add if key == argument.key else command.own.discard)(key)
-            self._translate(argument, key, command)
+            self._translate(argument, command)
         self._combine(command)
-        for other in self.others:
-            if keys := [key for key in command.others if other.names(key)]:
-                command.others = [key for key in command.others if key not in keys]
-                cause = f"{_listed(keys)} {'are keys' if keys[1:] else 'is a key'} of {other.system}, not of a run here"
-                fix = "hybridrl doctor migrate run.sh prints the command for hybridrl"
-                command.findings.error("unsupported", cause, fix, keys=keys)
+        for system, keys in command.others.items():
+            cause = f"{_listed(keys)} {'are keys' if keys[1:] else 'is a key'} of {system}, not of a run here"
+            fix = "hybridrl doctor migrate run.sh prints the command for hybridrl"
+            command.findings.error("unsupported", cause, fix, keys=keys)
         return command
 
-    def _translate(self, argument: Argument, key: str, command: Command) -> None:
-        held, choice = command.has(key), self.table.get("choices", {}).get(key)
-        entry = None if key in tree(command.schema) else self.entry_of(key, argument.value)
-        if key != argument.key and held:
-            follows = "${" in argument.raw and key in argument.raw  # what it would set
-            if follows or (argument.raw in ("", "null") and not argument.deletes):  # an old name without a value
+    def _translate(self, argument: Argument, command: Command) -> None:
+        text, raw, findings = argument.text, argument.raw, command.findings
+        key, entry, held = self.meets(argument.key, command.schema, argument.value)
+        if not held and (name := verl.argument_of_reward(key)) != key:
+            key, held = name, True
+        command.values[key], command.texts[key] = argument.value, text.lstrip("+")
+        choice = None if argument.package else self.table.get("choices", {}).get(key)
+        if key != argument.key and held and not argument.package:  # Hydra's way to say where a group's values go
+            follows = "${" in raw and key in raw  # what it would set
+            if follows or (raw in ("", "null") and not argument.deletes):  # an old name without a value
                 return
-            if not argument.package:  # Hydra's way to say where a group's values go
-                command.findings.warn("old-name", f"{argument.key} is now {key}", keys=(argument.key, key))
-        if argument.package:
-            command.arguments.append((argument.text, argument.text))
-        elif argument.deletes:
-            command.arguments += [(f"~{key}", argument.text)] * held
-        elif entry and held and entry.concerns(argument.value):  # one name of a mapping that takes any other
-            if not entry.is_silent(argument.value):
-                command.findings.warn("ignored-key", f"{key} has no effect: {entry.why}", keys=key)
-        elif entry and not held:
-            _apply_entry(entry, key, argument, command)
-        elif choice and argument.raw != "default":
-            if argument.raw != choice:
-                command.unsupported(argument, key, "training runs on FSDP2", "leave it out")
-        elif held and key != argument.key:
-            command.set(key, argument.raw, argument.text)
-        elif not held and any(other.names(argument.key) for other in self.others):
-            command.others.append(argument.key)
+            findings.warn("old-name", f"{argument.key} is now {key}", keys=(argument.key, key))
+        if argument.deletes:
+            command.arguments += [(f"~{key}", text)] * held
+        elif entry:
+            _apply_entry(entry, key, argument, command, held)
+        elif choice and raw != "default":
+            if raw != choice:
+                findings.error("unsupported", f"{text}: training runs on FSDP2", "leave it out", keys=key)
+        elif held and key != argument.key and not argument.package:
+            command.put(key, raw, text)
+        elif not held and (other := self.of_other(argument.key, command.schema)):
+            command.others.setdefault(other.system, []).append(argument.key)
         else:
-            command.arguments.append((argument.text, argument.text))
+            command.arguments.append((text, text))
 
     def _combine(self, command: Command) -> None:
         """Translate the keys that count together, in the table's order. A later entry wins, and what the command or its
         file sets by hybridrl's name stays."""
         named, made = defaultdict[Entry, list[str]](list), dict[Entry, dict[str, Any]]()
         for key, value in command.values.items():
-            entry = None if command.has(key) else self.entry_of(key, value)
-            if entry and entry.kind == "combined" and entry.concerns(value) and not entry.is_silent(value):
+            _, entry, held = self.meets(key, command.schema, value)
+            if entry and not held and entry.kind == "combined" and entry.concerns(value) and not entry.is_silent(value):
                 named[entry].append(key)
         for entry in (entry for entry in self.consulted if entry in named):
             sets = self._compute(entry, named[entry], command)
@@ -214,7 +204,7 @@ class Translation:
                 cause = " ".join(f"{key}={show(value)}" for key, value in sets.items())
                 command.findings.warn("old-name", f"{text} is now {cause}", keys=(*keys, *sets))
             for key, value in sets.items():
-                command.set(key, as_override(value), text)
+                command.put(key, as_override(value), text)
 
     def _compute(self, entry: Entry, keys: list[str], command: Command) -> dict[str, Any]:
         """What an entry sets. Further keys that this translates, but those with such an entry of their own, are added
@@ -226,12 +216,10 @@ class Translation:
                     sets[key] = value(look) if callable(value) else value
                 except (ValueError, ArithmeticError) as error:
                     failed[key] = error
-        for key in (key for key in look.read if key in command.values and not command.has(key) and key not in keys):
-            read = self.entry_of(key, command.values[key])
-            keys += [key] * (read is None or read.kind != "combined")
-        dropped = {*keys, *(key for key, value in entry.drops.items() if command.values.get(key) == value)}
-        command.left = [text for text in command.left if key_of(text) not in dropped]
-        command.arguments = [pair for pair in command.arguments if key_of(pair[0]) not in dropped]
+        for key in (key for key in look.read if key in command.values and key not in keys):
+            _, read, held = self.meets(key, command.schema, command.values[key])
+            keys += [key] * (not held and (read is None or read.kind != "combined"))
+        command.drop({*keys, *(key for key, value in entry.drops.items() if command.values.get(key) == value)})
         text, names = command.texts_of(keys)
         for key, error in failed.items():
             cause = f"{text}: {key} is not computed from {error}"
@@ -245,11 +233,11 @@ class Translation:
         that are unknown. What was translated, or rejected with the arguments, is left out."""
         shared, findings, unknown = defaultdict[Entry, list[str]](list), Findings(), []
         for key, value in foreign.items():
-            entry = self.entry_of(new := self.current_name(key), value)
-            if holds(tree(schema), new) or (entry and entry.kind in SETTING):
+            _, entry, held = self.meets(key, schema, value)
+            if held or (entry and entry.kind in SETTING):
                 continue
             if entry is None:
-                unknown += [key] * (not any(other.names(key) for other in self.others))
+                unknown += [key] * (self.of_other(key, schema) is None)
             elif not entry.is_silent(value) and not entry.accepts(value, values):
                 shared[entry].append(key)  # one reason holds for several keys
         for entry, keys in sorted(shared.items(), key=lambda item: item[0].kind not in REJECTING):
@@ -268,25 +256,27 @@ def _listed(texts: list[str]) -> str:
     return ", ".join(texts[:SHOWN]) + (f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else "")
 
 
-def _apply_entry(entry: Entry, key: str, argument: Argument, command: Command) -> None:
+def _apply_entry(entry: Entry, key: str, argument: Argument, command: Command, held: bool) -> None:
     """Translate a key that hybridrl does not have, or leave it to be checked by its value."""
-    value, sets = argument.value, entry.kind in SETTING
-    # null is how the other system switches a key off; a file may name a key that a command may not.
-    rejected = not entry.concerns(value) if sets else entry.named and value != command.around.get(key)
-    if rejected:
+    value, text, concerned, sets = argument.value, argument.text, entry.concerns(argument.value), entry.kind in SETTING
+    if held and concerned:  # one name of a mapping that takes any other
+        if not entry.is_silent(value):
+            command.findings.warn("ignored-key", f"{key} has no effect: {entry.why}", keys=key)
+    elif (sets and not concerned) or (entry.named and value != command.around.get(key)):
+        # null is how the other system switches a key off; a file may name a key that a command may not.
         if value not in (None, ""):
-            command.unsupported(argument, key, entry.why)
+            command.findings.error("unsupported", f"{text}: {entry.why}", keys=key)
     elif not sets:
-        command.left.append(f"++{key}={argument.raw}")
+        command.put(key, argument.raw, text)
     elif entry.kind == "translated":
         replacement = entry.value_of(argument.raw)
         if replacement is not None or not entry.is_silent(value):
             shown = show(argument.raw if replacement is None else replacement)
             values = {name: show(item).replace("{value}", shown) for name, item in entry.sets.items()}
-            cause = f"{argument.text} is now {' '.join(f'{name}={item}' for name, item in values.items())}"
+            cause = f"{text} is now {' '.join(f'{name}={item}' for name, item in values.items())}"
             command.findings.warn("old-name", cause, keys=(key, *values))
             for name, item in values.items():
-                command.set(name, item, argument.text)
+                command.put(name, item, text)
 
 
 def read_table(file: str) -> dict[str, Any]:

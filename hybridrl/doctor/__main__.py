@@ -111,30 +111,23 @@ def explain(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if "/" in options.key:
         return explain_metric(options.key)
-    key, effect = options.key.lstrip("+~"), ""
+    key = options.key.lstrip("+~")
     if key not in (keys := value_keys(PPOConfig)):
         key, effect = load("translation").described(key, PPOConfig)
-    if key != options.key:
-        print(f"{options.key} is now {key}")
-    if key not in keys:
-        if not effect:
+        if key != options.key:
+            print(f"{options.key} is now {key}")
+        if effect:
+            print(f"{key} {effect}")
+            return 0
+        if key not in keys:
             parser.error(f"unknown key {key}; {nearest_keys(key, PPOConfig)}")
-        print(f"{key} {effect}")
-        return 0
     resolved, usual = _resolve(options, offline=True), shipped(NAME)
     values, default, follows = resolved.values, value_of(usual.values, key), usual.follows.get(key)
     value = value_of(values.values, key) if values else default
-    chosen = resolved.written.get(PRESET, f"the file {options.config_name}.yaml")
-    source = chosen if value != default else "default"
-    if written := resolved.written.get(key):
-        old = written.lstrip("+~").partition("=")[0]
-        source = f"the command line: {written}" + (" (an old name)" if old != key else "")
-    elif values and value != default and (followed := values.follows.get(key)):
-        source = f"{followed}, which it follows"
     lines = [
         ("key", key),
         ("value", "must be set" if value == MISSING else as_text(value)),
-        ("set by", source),
+        ("set by", _source(key, resolved, options.config_name, changed=value != default)),
         ("default", f"follows {follows}" if follows else "none" if default == MISSING else as_text(default)),
         ("takes", _accepted(tree(PPOConfig)[key])),
         ("unit", next((unit for ends, unit in UNITS.items() if key.endswith(ends)), "")),
@@ -144,6 +137,17 @@ def explain(argv: list[str]) -> int:
     lines += [(finding.severity, f"[{finding.code}] {finding.text}") for finding in findings]
     print("\n".join(f"{title:<9}{text}" for title, text in lines if text))
     return 0
+
+
+def _source(key: str, resolved: ResolvedConfig[PPOConfig], file: str, *, changed: bool) -> str:
+    """What set a key, `changed` from its default or not."""
+    if written := resolved.written.get(key):
+        old = written.lstrip("+~").partition("=")[0]
+        return f"the command line: {written}" + (" (an old name)" if old != key else "")
+    if not changed:
+        return "default"
+    followed = resolved.values.follows.get(key) if resolved.values else None
+    return f"{followed}, which it follows" if followed else resolved.written.get(PRESET, f"the file {file}.yaml")
 
 
 def explain_metric(name: str) -> int:
