@@ -1,5 +1,6 @@
 """Entries of a system's table, each for the keys that its patterns name, and entries that compute from several keys."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -49,9 +50,7 @@ class Entry:
 
     def accepts(self, value: Any, values: Mapping[str, Any]) -> bool:
         """Whether a value says what other keys say."""
-        return (self.follows != "" and value == values.get(self.follows)) or (
-            self.fix is not None and not self.fix(value, values)
-        )
+        return value == values.get(self.follows) or (self.fix is not None and not self.fix(value, values))
 
     def concerns(self, value: Any) -> bool:
         return re.search(self.when, str(value)) is not None
@@ -81,7 +80,7 @@ def number(text: Any) -> Any:
 
 class Look:
     """What an entry's functions compute with: `of(key, usual)`, the number at a key of either system; `of.value`, what
-    the entry's first key is set to; `of["d"]`, the number in a group of its `when`, else 1. `of.read`: keys so far."""
+    the entry's first key is set to; `of.size("dt")`, the product of these groups of `when`. `of.read`: keys so far."""
 
     def __init__(self, find: Callable[[str, Any], Any], entry: Entry, values: list[Any]) -> None:
         self._find = find
@@ -97,5 +96,5 @@ class Look:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{key}={show(value)}") from error
 
-    def __getitem__(self, group: str) -> int:
-        return int(self._match[group] or 1)
+    def size(self, groups: str) -> int:
+        return math.prod(int(self._match[group] or 1) for group in groups)

@@ -32,8 +32,8 @@ class Command:
     """The arguments of a command while they are translated, and what becomes of them.
 
     `values` and `texts` are by the current names of their keys; `around` is what its custom file sets. `arguments` are
-    those of keys that are hybridrl's, or no system's, each with the one that was written; `left` are those that `check`
-    reports; `others` are the keys of other systems.
+    those that result, each with the one that was written, or none where its key is left to `check`; `others` are the
+    keys of other systems.
     """
 
     schema: type
@@ -41,16 +41,11 @@ class Command:
     values: dict[str, Any] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     arguments: list[tuple[str, str]] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
     others: dict[str, list[str]] = field(default_factory=dict)
     findings: Findings = field(default_factory=Findings)
 
     def put(self, key: str, value: str, text: str) -> None:
-        """Set a key, or leave it to `check` if it is none here."""
-        if holds(tree(self.schema), key):
-            self.arguments.append((f"++{key}={value}", text))
-        else:
-            self.left.append(f"++{key}={value}")
+        self.arguments.append((f"++{key}={value}", text if holds(tree(self.schema), key) else ""))
 
     def find(self, key: str, usual: Any) -> Any:
         values = (place[key] for place in (self.values, self.around) if place.get(key) is not None)
@@ -69,10 +64,6 @@ class Command:
         text = " ".join(self.texts[key] for key in keys)
         return text, [key_of(text), *keys]
 
-    def drop(self, keys: set[str]) -> None:
-        self.left = [text for text in self.left if key_of(text) not in keys]
-        self.arguments = [pair for pair in self.arguments if key_of(pair[0]) not in keys]
-
 
 class Translation:
     """The keys of a system. `base` is one whose names it shares; the keys of `others` are rejected in a sentence."""
@@ -85,6 +76,10 @@ class Translation:
     @cached_property
     def table(self) -> dict[str, Any]:
         return read_table(f"{self.system.lower()}/keys.yaml")
+
+    @cached_property
+    def trl_names(self) -> dict[str, str]:
+        return read_table("trl_names.yaml")
 
     @cached_property
     def entries(self) -> list[Entry]:
@@ -219,7 +214,8 @@ class Translation:
         for key in (key for key in look.read if key in command.values and key not in keys):
             _, read, held = self.meets(key, command.schema, command.values[key])
             keys += [key] * (not held and (read is None or read.kind != "combined"))
-        command.drop({*keys, *(key for key, value in entry.drops.items() if command.values.get(key) == value)})
+        dropped = {*keys, *(key for key, value in entry.drops.items() if command.values.get(key) == value)}
+        command.arguments = [pair for pair in command.arguments if key_of(pair[0]) not in dropped]
         text, names = command.texts_of(keys)
         for key, error in failed.items():
             cause = f"{text}: {key} is not computed from {error}"
@@ -281,12 +277,6 @@ def _apply_entry(entry: Entry, key: str, argument: Argument, command: Command, h
 
 def read_table(file: str) -> dict[str, Any]:
     return yaml.load((Path(__file__).parent / file).read_text(encoding="utf-8"), yaml.CSafeLoader)
-
-
-@cache
-def trl_names() -> dict[str, str]:
-    """The key of hybridrl with the meaning of each name of TRL."""
-    return read_table("trl_names.yaml")
 
 
 VERL = Translation("verl", verl.COMPUTED)

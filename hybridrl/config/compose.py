@@ -204,30 +204,27 @@ class Overrides:
     arguments: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def known(self) -> dict[str, Any]:
-        return tree(self.schema)
-
     def set(self, key: str, value: str, written: str) -> None:
         # "++" sets what exists and adds what does not; a whole section is chosen by the name of its file.
         self.arguments.append(f"{'++' if '.' in key else ''}{key}={value}")
         self.written[key] = written
 
     def add(self, argument: Argument, written: str) -> None:
-        """Add one argument, which the command has as `written`. Raises ConfigError if it cannot be set like this."""
-        key, raw, held = argument.key, argument.raw, holds(self.known, argument.key)
+        """Add one argument, which the command has as `written`; without it, to be checked by its value. Raises
+        ConfigError if it cannot be set like this."""
+        key, raw, known = argument.key, argument.raw, tree(self.schema)
         if key == PRESET or (key == "algorithm" and raw in presets()):
             self.arguments.append(f"+{PRESET}={raw}")
             self.written[PRESET] = written
         elif key.startswith("hydra."):
             self.findings.warn("ignored-key", f"{key} has no effect: Hydra only reads the configuration here", keys=key)
-        elif argument.package or (argument.deletes and key not in self.known):
+        elif argument.package or not written or (argument.deletes and key not in known):
             self.arguments.append(argument.text)
         elif argument.deletes:  # a key that may be null becomes null
-            if type(None) not in get_args(self.known[key]):
+            if type(None) not in get_args(known[key]):
                 raise ConfigError(f"{written}: this key must have a value", fix="set it to another one")
             self.set(key, "null", written)
-        elif held:
+        elif holds(known, key):
             if "." not in key and not isinstance(argument.value, str):
                 raise ConfigError(
                     f"{written}: {key} is a section", fix=f"set the keys in it one by one: {key}.key=value"
@@ -263,12 +260,11 @@ def parse_overrides(
     for text in overrides:
         with findings.gathered("syntax"):
             arguments.append((read_argument(text), text))
-    if not all(_is_own(argument.key, parsed.known) for argument, _ in arguments):
+    if not all(_is_own(argument.key, tree(schema)) for argument, _ in arguments):
         translation = translation or plugins.load("translation")
         command = translation.translate([argument for argument, _ in arguments], schema, around or {})
         findings.add(*command.findings.items)
         arguments = [(read_argument(text), written) for text, written in command.arguments]
-        parsed.arguments += command.left
     for argument, written in arguments:
         with findings.gathered("syntax"):
             parsed.add(argument, written)

@@ -60,8 +60,8 @@ def nearest(key: str, known: list[str], count: int = 3) -> list[str]:
 
 def nearest_keys(key: str, schema: type) -> str:
     """The fix for an unknown key: the valid keys that may have been meant."""
-    known = value_keys(schema)
-    if (meant := plugins.load("trl_names")().get(key)) in known:
+    known, translation = value_keys(schema), plugins.load("translation")
+    if (meant := translation.trl_names.get(key)) in known:
         return f"TRL's {key} is {meant} here"
-    names = nearest(plugins.load("translation").current_name(key), known)
+    names = nearest(translation.current_name(key), known)
     return f"nearest: {', '.join(names)}" if names else "--help all lists all keys"

@@ -27,7 +27,6 @@ PLUGINS = {
     "engine.vllm": "hybridrl.core.rollout.vllm.settings:VLLM",
     "migrate": "hybridrl.compat.migrate:main",
     "translation": "hybridrl.compat.translation:VERL",  # of arguments and keys that are not hybridrl's
-    "trl_names": "hybridrl.compat.translation:trl_names",
 }
 
 

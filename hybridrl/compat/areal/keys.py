@@ -2,32 +2,22 @@
 
 import math
 
-from hybridrl.compat.entries import Look, combined
+from hybridrl.compat.entries import combined
 from hybridrl.compat.verl.keys import BOUND, MODE
 
 STALENESS, PER_NODE = "rollout.max_head_offpolicyness", "trainer.n_gpus_per_node"
 # An engine's or trainer's devices, such as sglang:d4t2: data, tensor, pipeline and context parallel.
 ENGINES = r"(?:\w+(?:\[\w+\])?[:.])?(?:d(?P<d>\d+)|t(?P<t>\d+)|p(?P<p>\d+)|[ce]\d+)+"
 TRAINER = r"(?:\w+(?:\[\w+\])?[:.])?(?:d(?P<D>\d+)|t(?P<T>\d+)|p(?P<P>\d+)|c(?P<C>\d+)|e\d+)+"
-
-
-def _rollout(of: Look) -> int:
-    return of["d"] * of["t"] * of["p"]
-
-
-def _training(of: Look) -> int:
-    return of["D"] * of["T"] * of["P"] * of["C"]
-
-
 SEPARATE = {MODE: "separate_async", BOUND: lambda of: of(STALENESS, 0)}
 TRAINING = {
-    "trainer.nnodes": lambda of: math.ceil(_training(of) / of(PER_NODE, 8)),
-    "trainer.n_gpus_per_node": lambda of: min(_training(of), of(PER_NODE, 8)),
+    "trainer.nnodes": lambda of: math.ceil(of.size("DTPC") / of(PER_NODE, 8)),
+    "trainer.n_gpus_per_node": lambda of: min(of.size("DTPC"), of(PER_NODE, 8)),
 }
 ROLLOUT = {
-    "actor_rollout_ref.rollout.nnodes": lambda of: math.ceil(_rollout(of) / of(PER_NODE, 8)),
-    "actor_rollout_ref.rollout.n_gpus_per_node": lambda of: min(_rollout(of), of(PER_NODE, 8)),
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": lambda of: of["t"],
+    "actor_rollout_ref.rollout.nnodes": lambda of: math.ceil(of.size("dtp") / of(PER_NODE, 8)),
+    "actor_rollout_ref.rollout.n_gpus_per_node": lambda of: min(of.size("dtp"), of(PER_NODE, 8)),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": lambda of: of.size("t"),
 }
 
 COMPUTED = [

@@ -2,15 +2,28 @@
 
 import math
 
-from hybridrl.compat.entries import combined
+from hybridrl.compat.entries import Entry, combined
 from hybridrl.compat.verl.keys import BOUND, BYPASS, MODE
 
 ROLLOUT, ACTOR, CORRECTION = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "algorithm.rollout_correction"
 STALENESS = "trainer.fully_async.max_staleness_steps"
 OFF_POLICY = "trainer.algorithm.off_policy_correction"
 LOW, HIGH = f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"
-GEO_LOW, GEO_HIGH = f"{OFF_POLICY}.geo_mask_low", f"{OFF_POLICY}.geo_mask_high"
-PRODUCT_LOW, PRODUCT_HIGH = f"{OFF_POLICY}.product_mask_low", f"{OFF_POLICY}.product_mask_high"
+
+
+def _mask(metric: str, statistic: str, name: str, low: float, high: float) -> Entry:
+    """A mask whose bounds are of the trainer's probability over the engine's; those of k1 are of the inverse."""
+    least, most = f"{OFF_POLICY}.{name}_mask_low", f"{OFF_POLICY}.{name}_mask_high"
+    return combined(
+        f"{OFF_POLICY}.sequence_mask_metric",
+        f"{CORRECTION}.rollout_rs={statistic}, between 1 / {name}_mask_high and 1 / {name}_mask_low",
+        {
+            f"{CORRECTION}.rollout_rs": statistic,
+            f"{CORRECTION}.rollout_rs_threshold": lambda of: f"{1 / of(most, high):g}_{1 / of(least, low):g}",
+        },
+        when=f"^{metric}$",
+    )
+
 
 COMPUTED = [
     combined(
@@ -47,25 +60,6 @@ COMPUTED = [
         },
         when="^rollout_is$",
     ),
-    # Its bounds are of the trainer's probability over the engine's, those of k1 of the inverse.
-    combined(
-        f"{OFF_POLICY}.sequence_mask_metric",
-        f"{CORRECTION}.rollout_rs=seq_mean_k1, between 1 / geo_mask_high and 1 / geo_mask_low",
-        {
-            f"{CORRECTION}.rollout_rs": "seq_mean_k1",
-            f"{CORRECTION}.rollout_rs_threshold": lambda of: f"{1 / of(GEO_HIGH, 1.01):g}_{1 / of(GEO_LOW, 0.99):g}",
-        },
-        when="^geometric$",
-    ),
-    combined(
-        f"{OFF_POLICY}.sequence_mask_metric",
-        f"{CORRECTION}.rollout_rs=seq_sum_k1, between 1 / product_mask_high and 1 / product_mask_low",
-        {
-            f"{CORRECTION}.rollout_rs": "seq_sum_k1",
-            f"{CORRECTION}.rollout_rs_threshold": lambda of: (
-                f"{1 / of(PRODUCT_HIGH, 2):g}_{1 / of(PRODUCT_LOW, 0.5):g}"
-            ),
-        },
-        when="^product$",
-    ),
+    _mask("geometric", "seq_mean_k1", "geo", 0.99, 1.01),
+    _mask("product", "seq_sum_k1", "product", 0.5, 2),
 ]

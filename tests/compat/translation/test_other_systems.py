@@ -104,12 +104,12 @@ def test_what_another_system_has_and_is_not_here_is_rejected_in_a_line(
     assert error.text.startswith(f"{override}: {message}")
 
 
-def test_no_key_of_another_system_is_rejected_where_null_switches_it_off() -> None:
-    for system in ("SkyRL", "AReaL"):
-        entries = [entry for entry in SYSTEMS[system].entries if entry.kind in ("translated", "combined")]
-        off = [entry for entry in entries if entry.value_of("null") is None]  # for the others, null is a choice
-        plain = [f"{key}=null" for entry in off for key in entry.keys if "*" not in key]
-        assert plain and accepted(*plain, system=system) == accepted()
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_key_of_another_system_is_rejected_where_null_switches_it_off(system: str) -> None:
+    entries = [entry for entry in SYSTEMS[system].entries if entry.kind in ("translated", "combined")]
+    off = [entry for entry in entries if entry.value_of("null") is None]  # for the others, null is a choice
+    plain = [f"{key}=null" for entry in off for key in entry.keys if "*" not in key]
+    assert plain and accepted(*plain, system=system) == accepted()
 
 
 def test_areal_s_sections_are_not_taken_for_verl_s_of_the_same_name() -> None:

@@ -94,14 +94,6 @@ def test_real_command_lines_are_accepted_unless_they_use_what_is_not_supported(f
         assert not errors or "unsupported" in errors or remote, line["script"]
 
 
-def test_no_key_of_verl_is_rejected_where_null_switches_it_off(load: Load) -> None:
-    entries = [entry for entry in VERL.entries if entry.kind in ("translated", "combined")]
-    off = [entry for entry in entries if entry.value_of("null") is None]  # for the others, null is a choice
-    plain = [key for entry in off for key in entry.keys if "*" not in key and key not in tree(SFTConfig)]
-    assert "actor_rollout_ref.hybrid_engine" in plain
-    assert load(*GRPO, *(f"{key}=null" for key in plain)).config == load(*GRPO).config
-
-
 def test_token_ids_that_stay_are_accepted_and_another_choice_is_named(load: Load) -> None:
     key = "data.continuous_token.enable"
     assert load(*GRPO, f"{key}=true").notes == load(*GRPO, f"{key}=null").notes == load(*GRPO).notes
