@@ -118,7 +118,9 @@ class Translation:
 
     def meets(self, key: str, schema: type, value: Any = None) -> tuple[str, Entry | None, bool]:
         """The current name of a key; the entry for it, if it is none of the schema's; whether the schema holds it."""
-        new = key if key in tree(schema) else self.current_name(key)
+        new = key
+        for name_of in (self.current_name, verl.argument_of_reward):
+            new = new if new in tree(schema) else name_of(new)
         return new, None if new in tree(schema) else self.entry_of(new, value), holds(tree(schema), new)
 
     def of_other(self, key: str, schema: type) -> "Translation | None":
@@ -155,8 +157,6 @@ class Translation:
     def _translate(self, argument: Argument, command: Command) -> None:
         text, raw, findings = argument.text, argument.raw, command.findings
         key, entry, held = self.meets(argument.key, command.schema, argument.value)
-        if not held and (name := verl.argument_of_reward(key)) != key:
-            key, held = name, True
         command.values[key], command.texts[key] = argument.value, text.lstrip("+")
         choice = None if argument.package else self.table.get("choices", {}).get(key)
         if key != argument.key and held and not argument.package:  # Hydra's way to say where a group's values go
