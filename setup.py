@@ -19,8 +19,8 @@ setup(
     packages=[*find_packages(include=["hybridrl", "hybridrl.*"]), "hybridrl.conf"],
     package_dir={"hybridrl.conf": "conf"},
     package_data={
+        "hybridrl.compat": ["**/*.yaml"],
         "hybridrl.conf": ["**/*.yaml"],
-        "hybridrl.config": ["verl/*.yaml"],
         "hybridrl.report": ["*.css", "*.js"],
         "hybridrl.tracking": ["*.yaml"],
     },

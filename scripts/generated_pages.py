@@ -3,9 +3,10 @@
 import argparse
 from pathlib import Path
 
+from hybridrl.compat.entries import Entry
+from hybridrl.compat.translation import SYSTEMS, VERL
 from hybridrl.config.compose import shipped
 from hybridrl.config.findings import show
-from hybridrl.config.keys import Entry, verl_keys
 from hybridrl.config.values import MISSING, value_of
 from hybridrl.tracking.glossary import MetricEntry, sections
 
@@ -20,60 +21,43 @@ def page(name: str) -> str:
 
 
 def configuration() -> str:
-    table = verl_keys()
     values = shipped("ppo_trainer").values
+    moved = {old: new for system in SYSTEMS.values() for old, new in system.table["moved"].items()}
+    effects = ("key there", "becomes here", "no effect at")
     parts = [
         "\n## Other names\n\nOlder names of verl, and those of SkyRL and AReaL.\n",
-        _rows(
-            ("name there", "name in hybridrl"),
-            [(f"`{old}`", f"`{new}`") for old, new in sorted(table.moved.items()) if old != new],
-        ),
-        "\n## Keys that count together\n\n`ceil` divides and rounds up. What a command sets by its name here stays.\n",
-        _rows(
-            ("key there", "sets in hybridrl", "no effect at"), [_translated(entry) for entry in _of_kind("combined")]
-        ),
+        _rows(("name there", "name in hybridrl"), [(f"`{old}`", f"`{new}`") for old, new in sorted(moved.items())]),
+        "\n## Keys that count together\n\nWhat a command sets by its name here stays.\n",
+        _entries("combined", effects),
         "\n## Keys that set others\n",
-        _rows(
-            ("key there", "sets in hybridrl", "no effect at"), [_translated(entry) for entry in _of_kind("translated")]
-        ),
+        _entries("translated", effects),
         "\n## Keys that have no effect\n\nThey cannot change training: one warning, except at the values named.\n",
-        _rows(("keys there", "why", "silent at"), [_entry_row(entry) for entry in _of_kind("ignored")]),
+        _entries("ignored", ("keys there", "why", "silent at")),
         "\n## Keys that are rejected\n",
-        _rows(("keys there", "why", "accepted at"), [_entry_row(entry) for entry in _of_kind("rejected")]),
+        _entries("rejected otherwise", ("keys there", "why", "accepted at")),
         "\n## Defaults that differ from verl's\n",
         _rows(
             ("key", "in hybridrl", "in verl"),
             [
                 (f"`{key}`", _code(value_of(values, key)), _code(theirs))
-                for key, theirs in table.defaults["verl"].items()
+                for key, theirs in VERL.table["defaults"].items()
             ],
         ),
     ]
     return "".join(parts)
 
 
-def _of_kind(kind: str) -> list[Entry]:
-    return [entry for entry in verl_keys().entries if entry.kind == kind]
-
-
-def _translated(entry: Entry) -> tuple[str, str, str]:
-    sets = " ".join(f"`{name}={show(value)}`" for name, value in entry.sets.items())
-    return _keys(entry), sets, _silent(entry)
+def _entries(kinds: str, titles: tuple[str, ...]) -> str:
+    entries = [(kind, entry) for kind in kinds.split() for system in SYSTEMS.values() for entry in system.entries]
+    return _rows(titles, [_entry_row(entry) for kind, entry in entries if entry.kind == kind])
 
 
 def _entry_row(entry: Entry) -> tuple[str, str, str]:
-    return _keys(entry), _cell(entry.why), _silent(entry)
-
-
-def _keys(entry: Entry) -> str:
-    return " ".join(f"`{key}`" for key in entry.keys)
-
-
-def _silent(entry: Entry) -> str:
+    sets = " ".join(f"`{name}={show(value)}`" for name, value in entry.sets.items())
+    effect = sets if entry.kind == "translated" or not entry.why else _cell(entry.why)
     limited = f" (applies to values like `{_cell(entry.when)}`)" if entry.when else ""
-    limited += "".join(f" (applies with `{key}={show(value)}`)" for key, value in entry.only.items())
-    limited += f" (accepted at `{entry.follows}`)" if "{" in (entry.follows or "") else ""
-    return " ".join(f"`{show(value)}`" for value in ("null", *entry.silent)) + limited
+    silent = " ".join(f"`{show(value)}`" for value in ("null", *entry.silent))
+    return " ".join(f"`{key}`" for key in entry.keys), effect, silent + limited
 
 
 def _code(value: object) -> str:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl.__main__ import COMMANDS
+from hybridrl.compat.translation import VERL
 from hybridrl.config.compose import CONF, SHIPPED
-from hybridrl.config.keys import current_name, holds, tree
+from hybridrl.config.keys import holds, tree
 from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig, SFTConfig
 from hybridrl.doctor.__main__ import COMMANDS as DOCTOR
@@ -158,7 +159,7 @@ def keys_of(words: list[str]) -> list[str]:
 def unknown_keys(words: list[str]) -> list[str]:
     known = [tree(PPOConfig), tree(SFTConfig)]
     keys = [key for key in keys_of(words) if key not in VERL_NAMES and not key.startswith("own.")]
-    return [f"unknown key {key}" for key in keys if not any(holds(keys, current_name(key)) for keys in known)]
+    return [f"unknown key {key}" for key in keys if not any(holds(keys, VERL.current_name(key)) for keys in known)]
 
 
 @pytest.fixture(autouse=True)

@@ -3,17 +3,18 @@ differs in hybridrl, and prints the command.
 """
 
 import argparse
-import functools
 import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
+from hybridrl.compat.translation import SYSTEMS, VERL
 from hybridrl.config import PPOConfig
-from hybridrl.config.compose import SHIPPED, as_override, parse_overrides, shipped
-from hybridrl.config.findings import Finding, Findings, show
-from hybridrl.config.keys import current_name, entry_of, holds, tree, verl_keys
+from hybridrl.config.compose import SHIPPED, Overrides, as_override, key_of, parse_overrides, read_argument, shipped
+from hybridrl.config.findings import ConfigError, Finding, Findings, show
+from hybridrl.config.keys import holds, tree
 from hybridrl.config.load import resolve_config
 from hybridrl.config.values import value_of
 from hybridrl.doctor.launches import TrainingLaunch, launches_of, quoted, readable
@@ -53,16 +54,7 @@ def _migrate(launch: TrainingLaunch) -> int:
     written = launch.overrides = _quoted_values(launch)
     if launch.system != "verl":
         launch.overrides = [*_other_defaults(launch), *launch.overrides]
-    # Remove what is rejected, and put placeholders for required keys, until the command is accepted.
-    for _ in range(ROUNDS):
-        result = resolve_config(schema, launch.overrides, SHIPPED[schema], offline=True).findings
-        findings.add(*(item for item in result.items if item.severity != "info" or item.code == "own-key"))
-        remaining = launch.overrides
-        for finding in result.errors:
-            remaining = _without(remaining, finding, schema)
-        if remaining == launch.overrides:
-            break
-        launch.overrides = remaining
+    _accept(launch)
     overrides = launch.overrides
     for key in (text.lstrip("+").partition("=")[0] for text in overrides if text.endswith("=")):
         if not any(key in finding.keys or key in finding.text for finding in findings.items):
@@ -71,7 +63,7 @@ def _migrate(launch: TrainingLaunch) -> int:
     if launch.system == "verl":
         _other_defaults(launch)
     # The overrides with current names, quoted, without those that are ignored or rejected.
-    settings = [text.lstrip("+").partition("=") for text in parse_overrides(overrides, schema, Findings()).arguments]
+    settings = [text.lstrip("+").partition("=") for text in _parsed(overrides, launch).arguments]
     last = {key: value for key, _, value in settings if holds(tree(schema), key.lstrip("~"))}
     _report_left_out(written, last, launch)
     for finding in findings.items:
@@ -82,22 +74,40 @@ def _migrate(launch: TrainingLaunch) -> int:
     return int(bool(findings.errors))
 
 
+def _accept(launch: TrainingLaunch) -> None:
+    """Remove what is rejected, and put placeholders for required keys, until the command is accepted."""
+    schema, system = launch.schema, SYSTEMS[launch.system]
+    for _ in range(ROUNDS):
+        result = resolve_config(schema, launch.overrides, SHIPPED[schema], offline=True, translation=system).findings
+        launch.findings.add(*(item for item in result.items if item.severity != "info" or item.code == "own-key"))
+        remaining = launch.overrides
+        for finding in result.errors:
+            remaining = _without(remaining, finding, launch)
+        if remaining == launch.overrides:
+            break
+        launch.overrides = remaining
+
+
 def _quoted_values(launch: TrainingLaunch) -> list[str]:
     """Return the overrides, with quotes around the values that Hydra cannot read: it takes few characters unquoted."""
     overrides = []
     for text in launch.overrides:
         key, _, value = text.partition("=")
-        if not _is_read(text, launch.schema) and _is_read(safe := f"{key}={as_override(value)}", launch.schema):
+        if not _is_read(text) and _is_read(safe := f"{key}={as_override(value)}"):
             launch.findings.info("quoted", f"{safe} has quotes in the command below, without which Hydra rejects it")
             text = safe
         overrides.append(text)
     return overrides
 
 
-def _is_read(text: str, schema: type) -> bool:
-    findings = Findings()
-    parse_overrides([text], schema, findings)
-    return not any(finding.code == "syntax" for finding in findings.items)
+def _is_read(text: str) -> bool:
+    with suppress(ConfigError):
+        return bool(read_argument(text))
+    return False
+
+
+def _parsed(overrides: list[str], launch: TrainingLaunch) -> Overrides:
+    return parse_overrides(overrides, launch.schema, Findings(), translation=SYSTEMS[launch.system])
 
 
 def _report_left_out(written: list[str], remaining: Iterable[str], launch: TrainingLaunch) -> None:
@@ -107,9 +117,9 @@ def _report_left_out(written: list[str], remaining: Iterable[str], launch: Train
     rejected = tuple(f"{key}." for finding in launch.findings.errors for key in finding.keys)  # sections too
     reasons = defaultdict[str, list[str]](list)
     for text in written:
-        keys, value = _keys(text, launch.schema), text.partition("=")[2]
+        keys, value = _keys(text, launch), text.partition("=")[2]
         if not named & {*keys} and not keys[1].startswith(rejected):
-            entry = entry_of(keys[1], value)
+            entry = SYSTEMS[launch.system].entry_of(keys[1], value)
             why = entry.why if entry and entry.kind == "ignored" else "nothing to set for it" if value else "no value"
             reasons[why].append(text.lstrip("+"))
     if reasons:
@@ -126,12 +136,13 @@ def _line(finding: Finding) -> str:
 
 def _other_defaults(launch: TrainingLaunch) -> list[str]:
     """Report the other system's defaults of keys that the script does not set, and return overrides for them."""
-    written, overrides = parse_overrides(launch.overrides, launch.schema, Findings()).written, []
+    written, overrides = _parsed(launch.overrides, launch).written, []
     usual, system = shipped(SHIPPED[launch.schema]).values, launch.system
     program = re.split(r"[./]", launch.program.removesuffix(".py"))[-1]
-    name = system if launch.schema is PPOConfig else program if "fsdp_" in program else "sft_trainer"
+    supervised = VERL.table["sft_defaults"][program if "fsdp_" in program else "sft_trainer"]
+    defaults = SYSTEMS[system].table["defaults"] if launch.schema is PPOConfig else supervised
     changed = []
-    for key, theirs in verl_keys().defaults[name].items():
+    for key, theirs in defaults.items():
         if key not in written and theirs != (here := value_of(usual, key)):
             changed.append(f"{key}={show(here)} here, {show(theirs)} in {system}")
             overrides.append(f"{key}={as_override(theirs)}")
@@ -142,10 +153,10 @@ def _other_defaults(launch: TrainingLaunch) -> list[str]:
     return overrides
 
 
-def _without(overrides: list[str], finding: Finding, schema: type) -> list[str]:
+def _without(overrides: list[str], finding: Finding, launch: TrainingLaunch) -> list[str]:
     """Remove the overrides that an error is about: all that are unsupported for one reason, else those of the first of
     its keys that the command sets."""
-    names_of = {text: _keys(text, schema) for text in overrides}
+    names_of = {text: _keys(text, launch) for text in overrides}
     whole = {*itertools.chain(*names_of.values())}
     ranks = {  # findings may name the section that a key is in, unless the command sets it as a whole
         text: [
@@ -164,9 +175,7 @@ def _without(overrides: list[str], finding: Finding, schema: type) -> list[str]:
     ]
 
 
-@functools.cache
-def _keys(text: str, schema: type) -> list[str]:
+def _keys(text: str, launch: TrainingLaunch) -> list[str]:
     """The keys by which findings may name an override: as written, its current name, and the keys that it sets."""
-    name = text.lstrip("+~").partition("=")[0]
-    arguments = parse_overrides([text], schema, Findings()).arguments
-    return [name, current_name(name), *(argument.lstrip("+~").partition("=")[0] for argument in arguments)]
+    name = key_of(text)
+    return [name, SYSTEMS[launch.system].current_name(name), *map(key_of, _parsed([text], launch).arguments)]

@@ -1,9 +1,9 @@
 """Hydra's files and the arguments of a command line -> plain nested values. Only this module uses Hydra.
 
-Old names of keys are replaced and unknown ones reported here; values are validated later (values.py), but for those
-that decide which key is meant.
+Unknown keys are reported here; values are validated later (values.py).
 """
 
+import dataclasses
 import functools
 import re
 from collections.abc import Mapping
@@ -16,16 +16,15 @@ from typing import Any, cast, get_args
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from hybridrl.config.combined import Written
 from hybridrl.config.findings import ConfigError, Finding, Findings, show
-from hybridrl.config.keys import TRANSLATED, Entry, current_name, entry_of, hints, holds, nearest_keys, tree
+from hybridrl.config.keys import hints, holds, nearest_keys, tree
 from hybridrl.config.schema import PPOConfig, SFTConfig
 from hybridrl.config.values import MISSING, Plain, leaves, value_of
+from hybridrl.runs import plugins
 
 PACKAGE = Path(__file__).resolve().parent.parent
 PRESET = "preset"  # the group of files that set keys of several sections
@@ -35,10 +34,6 @@ REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 SHIPPED = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trainer"}
 
 OWN = "own"  # the section of the user's own keys
-# verl's manager batch passes its own arguments to the reward function.
-_MANAGER_KWARGS, _FUNCTION_KWARGS = "reward.reward_kwargs.", "reward.custom_reward_function.reward_kwargs."
-# Sections that verl chooses by name -> the choice that hybridrl implements.
-VERL_CHOICES = {"engine": "fsdp", "optim": "fsdp", "model": "hf_model"}
 PLAIN = re.compile(r"[A-Za-z_/~][\w./~-]*")  # text that needs no quotes, and is not read as a number
 
 
@@ -161,161 +156,125 @@ def resolved(node: DictConfig, place: str = "", around: Plain | None = None) -> 
     return plain
 
 
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a command: its key, and its value as it is written and as it is read."""
+
+    text: str
+    key: str
+    raw: str
+    value: Any
+    deletes: bool = False
+    adds: bool = False
+    package: str | None = None
+
+
+def key_of(text: str) -> str:
+    """The key of an argument, as it is written."""
+    return text.lstrip("+~").partition("=")[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def read_argument(text: str) -> Argument:
+    """Read `key=value` in Hydra's grammar. Raises ConfigError."""
+    key, equals, raw = text.partition("=")
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        cause = f"cannot read {text}: expected "
+        if not equals or not key.strip("+~").replace(".", "").isidentifier():
+            raise ConfigError(cause + "key=value") from error
+        quoted = raw.replace("\\", "\\\\").replace('"', '\\"')
+        raise ConfigError(f"""{cause}a value, or one in quotes: '{key}="{quoted}"'""") from error
+    if not override.key_or_group:
+        raise ConfigError(f"cannot read {text}: expected key=value")
+    if override.is_sweep_override():
+        fix = f"for a list write {key}=[{raw}]; " if "(" not in raw else ""
+        raise ConfigError(f"{text}: one value is expected", fix=f"{fix}hybridrl sweep runs each value", keys=key)
+    adds = override.is_add() or override.is_force_add()
+    return Argument(text, override.key_or_group, raw, override.value(), override.is_delete(), adds, override.package)
+
+
 @dataclass
 class Overrides:
-    """Hydra's overrides, and for each key that they set the argument it came from.
+    """Hydra's overrides, and for each key that they set the argument it came from."""
 
-    `values` and `texts`: the values and arguments by the current names of their keys; `own`: keys with this name.
-    """
-
-    known: dict[str, Any]
+    schema: type
     findings: Findings
     arguments: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
-    own: set[str] = field(default_factory=set)
 
-    def set(self, key: str, value: str, text: str) -> None:
+    def set(self, key: str, value: str, written: str) -> None:
         # "++" sets what exists and adds what does not; a whole section is chosen by the name of its file.
         self.arguments.append(f"{'++' if '.' in key else ''}{key}={value}")
-        self.written[key] = text
+        self.written[key] = written
 
-    def unsupported(self, text: str, key: str, cause: str, fix: str = "") -> None:
-        self.findings.error("unsupported", f"{text}: {cause}", fix, keys=key)
-
-    def add(self, text: str, override: Override) -> bool:
-        """Add one argument. Returns False if there is no such key; raises ConfigError if it cannot be set like this."""
-        written, value = cast(str, override.key_or_group), text.partition("=")[2]
-        if written == PRESET or (written == "algorithm" and value in presets()):
-            self.arguments.append(f"+{PRESET}={value}")
-            self.written[PRESET] = text
-            return True
-        key = written if written in self.known else current_name(written)
-        if key.startswith(_MANAGER_KWARGS) and key not in self.known and "overlong_buffer_cfg" not in key:
-            key = key.replace(_MANAGER_KWARGS, _FUNCTION_KWARGS)
-        entry, known = None if key in self.known else entry_of(key, override.value()), holds(self.known, key)
-        self.values[key], self.texts[key] = override.value(), text.lstrip("+")
-        self.own = self.own | {key} if key == written else self.own - {key}
-        if key.startswith("hydra."):
+    def add(self, argument: Argument, written: str) -> None:
+        """Add one argument, which the command has as `written`; without it, to be checked by its value. Raises
+        ConfigError if it cannot be set like this."""
+        key, raw, known = argument.key, argument.raw, tree(self.schema)
+        if key == PRESET or (key == "algorithm" and raw in presets()):
+            self.arguments.append(f"+{PRESET}={raw}")
+            self.written[PRESET] = written
+        elif key.startswith("hydra."):
             self.findings.warn("ignored-key", f"{key} has no effect: Hydra only reads the configuration here", keys=key)
-            return True
-        if key != written and known:
-            if value in ("", "null") and not override.is_delete():
-                return True  # an old name without a value
-            if not override.package:  # Hydra's way to say where a group's values go
-                self.findings.warn("old-name", f"{written} is now {key}", keys=(written, key))
-        if override.package:
-            self.arguments.append(text)
-        elif override.is_delete():  # a key that may be null becomes null; one that hybridrl does not have is ignored
-            if key in self.known and type(None) not in get_args(self.known[key]):
-                raise ConfigError(f"{text}: this key must have a value", fix="set it to another one")
-            if key in self.known:
-                self.set(key, "null", text)
-            elif known:
-                self.arguments.append(f"~{key}")
-        elif entry and known and entry.concerns(override.value()):  # one name of a mapping that takes any other
-            if not entry.is_silent(override.value()):
-                self.findings.warn("ignored-key", f"{key} has no effect: {entry.why}", keys=key)
-        elif entry and not known:
-            self._add_entry(entry, key, value, override, text)
-        elif key in VERL_CHOICES and value != "default":
-            if value != VERL_CHOICES[key]:
-                self.unsupported(text, key, "training runs on FSDP2", "leave it out")
-        elif known:
-            if "." not in key and not isinstance(override.value(), str):
-                raise ConfigError(f"{text}: {key} is a section", fix=f"set the keys in it one by one: {key}.key=value")
-            self.set(key, value, text)
-        elif (override.is_add() or override.is_force_add()) and "." in key:
-            cause = f"{key} is kept as {OWN}.{key} for your own code"
-            self.findings.info("own-key", cause, keys=key)
-            self.set(f"{OWN}.{key}", value, text)
+        elif argument.package or not written or (argument.deletes and key not in known):
+            self.arguments.append(argument.text)
+        elif argument.deletes:  # a key that may be null becomes null
+            if type(None) not in get_args(known[key]):
+                raise ConfigError(f"{written}: this key must have a value", fix="set it to another one")
+            self.set(key, "null", written)
+        elif holds(known, key):
+            if "." not in key and not isinstance(argument.value, str):
+                raise ConfigError(
+                    f"{written}: {key} is a section", fix=f"set the keys in it one by one: {key}.key=value"
+                )
+            self.set(key, raw, written)
+        elif argument.adds and "." in key:
+            self.findings.info("own-key", f"{key} is kept as {OWN}.{key} for your own code", keys=key)
+            self.set(f"{OWN}.{key}", raw, written)
         else:
-            return False
-        return True
+            self._add_unknown(key)
 
-    def _add_entry(self, entry: Entry, key: str, value: str, override: Override, text: str) -> None:
-        """Translate a key of another system that hybridrl does not have, or pass it on to be checked by its value."""
-        if entry.named and override.value() not in (None, ""):
-            return self.unsupported(text, key, entry.why)
-        if entry.kind not in TRANSLATED:
-            self.arguments.append(f"++{key}={value}")
-            return None
-        if not entry.concerns(override.value()):  # null is how the other system switches it off
-            return None if override.value() in (None, "") else self.unsupported(text, key, entry.why)
-        if entry.kind == "combined":
-            return None  # translated once all arguments are known
-        replacement = entry.value_of(value)
-        if replacement is not None or not entry.is_silent(override.value()):
-            value = show(value if replacement is None else replacement)
-            sets = {name: show(item).replace("{value}", value) for name, item in entry.sets.items()}
-            cause = f"{text} is now {' '.join(f'{name}={item}' for name, item in sets.items())}"
-            self.findings.warn("old-name", cause, keys=(key, *sets))
-            for name, item in sets.items():
-                self.set(name, item, text)
-        return None
-
-    def combine(self, around: Mapping[str, Any], schema: type) -> None:
-        """Translate the keys that count together. `around`: what a custom file sets."""
-        written = Written(self.values, self.own, around, self.known, lambda key: usual_value(schema, key))
-        for made in written.combinations():
-            keys = [*made.keys, *made.reads]
-            text = " ".join(self.texts[key] for key in keys)
-            # The first by the name that it is written with, with which the message begins.
-            keys = [text.partition("=")[0], *keys]
-            for target, numbers in made.failed.items():
-                fix = f"set {target} to {made.entry.sets[target]}"
-                self.findings.error("unsupported", f"{text}: {numbers} is not computed", fix, keys=keys)
-            if made.sets:
-                cause = " ".join(f"{name}={show(value)}" for name, value in made.sets.items())
-                self.findings.warn("old-name", f"{text} is now {cause}", keys=(*keys, *made.sets))
-            replaced = {f"++{key}" for key in made.reads}
-            replaced |= {f"++{key}" for key, value in made.entry.drops.items() if self.values.get(key) == value}
-            self.arguments = [argument for argument in self.arguments if argument.partition("=")[0] not in replaced]
-            for name, value in made.sets.items():
-                self.set(name, as_override(value), text)
+    def _add_unknown(self, key: str) -> None:
+        section = key.replace("/", ".")
+        if key.startswith("hydra/"):
+            cause, fix = f"{key}: Hydra only reads the configuration here", "hybridrl sweep runs several values"
+            self.findings.error("unsupported", cause, fix, keys=key)
+        else:
+            one_by_one = f"set its keys one by one, as {section}.key=value"
+            fix = one_by_one if section != key else nearest_keys(key, self.schema)
+            self.findings.error("unknown-key", f"unknown key {key}", fix, keys=key)
 
 
 def parse_overrides(
-    overrides: list[str], schema: type, findings: Findings, around: Mapping[str, Any] | None = None
+    overrides: list[str],
+    schema: type,
+    findings: Findings,
+    around: Mapping[str, Any] | None = None,
+    translation: Any = None,
 ) -> Overrides:
-    """Sort the arguments of a command line; unknown keys are errors. `around`: what a custom file sets, by key."""
-    parsed = Overrides(tree(schema), findings)
+    """Sort the arguments of a command line; unknown keys are errors. `around`: what a custom file sets, by key;
+    `translation`: of keys that are not hybridrl's, by default verl's."""
+    parsed, arguments = Overrides(schema, findings), list[tuple[Argument, str]]()
     for text in overrides:
-        key, equals, value = text.partition("=")
         with findings.gathered("syntax"):
-            try:
-                override = OverridesParser.create().parse_override(text)
-            except HydraException as error:
-                cause = f"cannot read {text}: expected "
-                if not equals or not key.strip("+~").replace(".", "").isidentifier():
-                    raise ConfigError(cause + "key=value") from error
-                quoted = value.replace("\\", "\\\\").replace('"', '\\"')
-                raise ConfigError(f"""{cause}a value, or one in quotes: '{key}="{quoted}"'""") from error
-            if not override.key_or_group:
-                raise ConfigError(f"cannot read {text}: expected key=value")
-            if override.is_sweep_override():
-                fix = f"for a list write {key}=[{value}]; " if "(" not in value else ""
-                fix += "hybridrl sweep runs each value"
-                raise ConfigError(f"{text}: one value is expected", fix=fix, keys=key)
-            if not parsed.add(text, override):
-                name = cast(str, override.key_or_group)
-                if name.startswith("hydra/"):
-                    cause, fix = (
-                        f"{name}: Hydra only reads the configuration here",
-                        "hybridrl sweep runs several values",
-                    )
-                    findings.error("unsupported", cause, fix, keys=name)
-                    continue
-                section = name.replace("/", ".")
-                fix = (
-                    f"set its keys one by one, as {section}.key=value"
-                    if section != name
-                    else nearest_keys(name, schema)
-                )
-                findings.error("unknown-key", f"unknown key {name}", fix, keys=name)
-    parsed.combine({current_name(key): value for key, value in (around or {}).items()}, schema)
+            arguments.append((read_argument(text), text))
+    if not all(_is_own(argument.key, tree(schema)) for argument, _ in arguments):
+        translation = translation or plugins.load("translation")
+        command = translation.translate([argument for argument, _ in arguments], schema, around or {})
+        findings.add(*command.findings.items)
+        arguments = [(read_argument(text), written) for text, written in command.arguments]
+    for argument, written in arguments:
+        with findings.gathered("syntax"):
+            parsed.add(argument, written)
     return parsed
+
+
+def _is_own(key: str, known: dict[str, Any]) -> bool:
+    """Whether a key is certainly hybridrl's: sections, which verl's commands choose, and names in mappings may not."""
+    other = key == PRESET or key.startswith(("hydra.", "hydra/", f"{OWN}."))
+    return other or (key in known and not dataclasses.is_dataclass(known[key]))
 
 
 def split_sweep(overrides: list[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -338,27 +297,24 @@ def split_sweep(overrides: list[str]) -> tuple[list[str], dict[str, list[str]]]:
     return fixed, swept
 
 
-def plain_values(file: Path, schema: type, arguments: list[str], findings: Findings) -> Plain:
+def plain_values(file: Path, schema: type, arguments: list[str], findings: Findings, translation: Any = None) -> Plain:
     """The values of a configuration file with overrides. Raises ConfigError.
 
     Old names in a custom file, and keys without effect, are overrides too: as on a command line, which comes after them
     and wins.
     """
-    known, replaced, dropped = tree(schema), [], []
-    old = custom_values(file)
-    for key, value in old.items():
-        new = current_name(key)
-        entry = None if new in known else entry_of(new, value)
-        moved = (entry and entry.kind in TRANSLATED) or (new != key and holds(known, new))
-        if moved and "${" in str(value) and new in str(value):
-            continue  # it follows what it would set
-        idle = entry and new == key and holds(known, key) and entry.concerns(value)
-        if value != MISSING and (moved or idle):
-            replaced.append(f"++{key}={as_override(value)}")
-            dropped += [key] * bool(idle)
-    first = parse_overrides(replaced, schema, findings, old).arguments
+    known, values, first, idle = tree(schema), custom_values(file), [], []
+    foreign = [key for key, value in values.items() if value != MISSING and not _is_own(key, known)]
+    if foreign:
+        translation = translation or plugins.load("translation")
+        texts = {key: as_override(values[key]) for key in foreign}
+        of_file = [Argument(f"++{key}={raw}", key, raw, values[key]) for key, raw in texts.items()]
+        command = translation.translate(of_file, schema, values)
+        findings.add(*command.findings.items)
+        first = [text for text, _ in command.arguments if holds(known, key_of(text))]
+        idle = {key for key in foreign if holds(known, key)} - {*map(key_of, first)}
     plain = resolved(composed(file, [*first, *arguments]))
-    for key in dropped:  # of a mapping that takes any name; Hydra cannot delete what is null
+    for key in idle:  # of a mapping that takes any name; Hydra cannot delete what is null
         section, _, name = key.rpartition(".")
         value_of(plain.values, section).pop(name, None)
     if missing := [name for name in hints(schema) if name not in plain.values]:

@@ -3,17 +3,15 @@
 `resolve_config` collects them; `load_config`, with which a run starts, raises.
 """
 
-import collections
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hybridrl.config.checks import resolve_ppo, resolve_sft
 from hybridrl.config.checks.training import Machine, this_machine
-from hybridrl.config.combined import computed
 from hybridrl.config.compose import (
     CONF,
     SHIPPED,
@@ -23,13 +21,11 @@ from hybridrl.config.compose import (
     usual_value,
 )
 from hybridrl.config.findings import ConfigError, Findings
-from hybridrl.config.findings import show as shown
 from hybridrl.config.help import changed_values
-from hybridrl.config.keys import TRANSLATED, Entry, current_name, entry_of, holds, nearest_keys, tree
+from hybridrl.config.keys import holds, nearest_keys, tree
 from hybridrl.config.schema import PPOConfig, SFTConfig
 from hybridrl.config.values import Plain, Reading, leaves
-
-SHOWN = 4  # keys that are named if more share a reason
+from hybridrl.runs import plugins
 
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -97,13 +93,20 @@ def existing(name: str, directory: Path) -> Path:
 
 
 def resolve_config(
-    schema: type[T], overrides: list[str], name: str, directory: Path = CONF, *, offline: bool = False
+    schema: type[T],
+    overrides: list[str],
+    name: str,
+    directory: Path = CONF,
+    *,
+    offline: bool = False,
+    translation: Any = None,
 ) -> ResolvedConfig[T]:
     """Compose, read and check a configuration, and fill in derived values. `offline`: for another machine, so that the
-    devices, files and directories of this one do not count."""
-    result, machine = read_config(schema, overrides, name, directory, offline=offline), None
+    devices, files and directories of this one do not count. `translation`: of keys that are not hybridrl's."""
+    result = read_config(schema, overrides, name, directory, offline=offline, translation=translation)
     if result.config is None:
         return result
+    machine = None
     if offline:  # another machine, with whatever the configuration requests
         gpus = _gpus(result.config)
         machine = Machine(gpus, gpus, sys.maxsize, here=False) if gpus else replace(this_machine(), here=False)
@@ -113,7 +116,13 @@ def resolve_config(
 
 
 def read_config(
-    schema: type[T], overrides: list[str], name: str = "", directory: Path = CONF, *, offline: bool = False
+    schema: type[T],
+    overrides: list[str],
+    name: str = "",
+    directory: Path = CONF,
+    *,
+    offline: bool = False,
+    translation: Any = None,
 ) -> ResolvedConfig[T]:
     """Compose and read a configuration, of which only each value by itself is checked. A schema may have some of the
     sections and keys of PPOConfig: the others may be set, and are not read."""
@@ -121,18 +130,24 @@ def read_config(
     name, findings, around = name or SHIPPED[whole], Findings(), {}
     with findings.gathered("file"):
         around = custom_values(existing(name, directory))
-    parsed = parse_overrides(overrides, whole, findings, around)
+    parsed = parse_overrides(overrides, whole, findings, around, translation)
     result: ResolvedConfig[T] = ResolvedConfig(findings, written=parsed.written)
     with findings.gathered("file"):
         file = existing(name, directory)
-        result.values = plain_values(file, whole, parsed.arguments, findings)
+        result.values = plain_values(file, whole, parsed.arguments, findings, translation)
     if result.values is None:
         return result
     # The shipped values are composed only if one is wanted: that takes as long as all the rest.
     reading = Reading(schema, result.values, functools.partial(usual_value, whole), offline=offline)
     findings.add(*reading.findings.items)
-    foreign = {key: value for key, value in reading.foreign.items() if not holds(tree(whole), key)}
-    _check_foreign(foreign, result.values, whole, str(file), findings)
+    reported, known = result.values.faults, tree(whole)
+    foreign = {key: value for key, value in reading.foreign.items() if key not in reported and not holds(known, key)}
+    if foreign:  # from the command line or the file
+        translation = translation or plugins.load("translation")
+        found, unknown = translation.check(foreign, leaves(result.values.values), whole)
+        for key in unknown:
+            findings.error("unknown-key", f"unknown key {key} in {file}", nearest_keys(key, whole), keys=key)
+        findings.add(*found)
     result.config, result.rejected = reading.config, reading.rejected
     return result
 
@@ -142,43 +157,3 @@ def _gpus(config: object) -> int:
     assert isinstance(config, PPOConfig | SFTConfig)
     width = config.actor_rollout_ref.rollout.tensor_model_parallel_size if isinstance(config, PPOConfig) else 1
     return config.trainer.n_gpus_per_node or (width if width > 1 else 0)
-
-
-def _check_foreign(foreign: dict[str, Any], plain: Plain, schema: type, source: str, findings: Findings) -> None:
-    """Report keys that hybridrl does not have, from the command line or a file, by their effect in verl."""
-    shared, known = collections.defaultdict[Entry, list[str]](list), tree(schema)  # one reason holds for several keys
-    values = leaves(plain.values)
-    for key, value in foreign.items():
-        new = current_name(key)
-        entry = entry_of(new, value)
-        if key in plain.faults or holds(known, new) or (entry and entry.kind in TRANSLATED):
-            continue  # reported or renamed before
-        if entry is None:
-            findings.error("unknown-key", f"unknown key {key} in {source}", nearest_keys(key, schema), keys=key)
-        elif not entry.is_silent(value) and not _is_idle(entry, value, values):
-            shared[entry].append(key)
-    for entry, keys in sorted(shared.items(), key=lambda item: item[0].kind != "rejected"):
-        more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-        if entry.kind == "rejected":
-            cause = f"{', '.join(f'{key}={shown(foreign[key])}' for key in keys[:SHOWN])}{more}: {entry.why}"
-            sets = (f"{key}={_computed(form, foreign[keys[0]], values)}" for key, form in entry.sets.items())
-            fix = f"set {' '.join(sets)}" if entry.sets else ""
-            findings.error("unsupported", cause, fix, keys=keys, value=shown(foreign[keys[0]]))
-        else:
-            cause = f"{', '.join(keys[:SHOWN])}{more} {'have' if keys[1:] else 'has'} no effect: {entry.why}"
-            findings.warn("ignored-key", cause, keys=keys)
-
-
-def _is_idle(entry: Entry, value: Any, values: Mapping[str, Any]) -> bool:
-    """Whether a value says what other keys say, or another key is not as the entry wants it."""
-    if any(values.get(key) != wanted for key, wanted in entry.only.items()):
-        return True
-    form = entry.follows or ""
-    return value == (_computed(form, value, values) if "{" in form else values.get(form))
-
-
-def _computed(form: str, value: Any, values: Mapping[str, Any]) -> Any:
-    try:
-        return computed(form, lambda name: value if name == "value" else values.get(name))
-    except ValueError as error:  # shown as it is
-        return error

@@ -19,7 +19,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.compose import CONF, PRESET, SHIPPED, shipped
 from hybridrl.config.findings import show as as_text
 from hybridrl.config.help import batch_arithmetic, key_meanings
-from hybridrl.config.keys import TRANSLATED, Entry, current_name, entry_of, nearest_keys, tree, value_keys, verl_keys
+from hybridrl.config.keys import nearest_keys, tree, value_keys
 from hybridrl.config.load import ResolvedConfig, resolve_config
 from hybridrl.config.values import EXPECTED, MISSING, Range, value_of
 from hybridrl.doctor import add_run_arguments, show
@@ -43,7 +43,6 @@ UNITS = {
     ("_freq", "total_training_steps", "critic_warmup", "fault_steps", "lr_warmup_steps"): "steps",
     ("epochs",): "passes over the data",
 }
-KINDS = {"rejected": "is rejected", "ignored": "has no effect"} | dict.fromkeys(TRANSLATED, "is translated")
 
 
 def check(argv: list[str]) -> int:
@@ -88,8 +87,7 @@ def search(argv: list[str]) -> int:
         (f"{key} = {'(must be set)' if (value := value_of(values, key)) == MISSING else as_text(value)}", meaning)
         for key, meaning in key_meanings(CONF / f"{NAME}.yaml").items()
     ]
-    keys += [(old, f"is now {new}") for old, new in verl_keys().moved.items()]
-    keys += [(key, f"{entry.kind}: {_reason(entry)}") for entry in verl_keys().entries for key in entry.keys]
+    keys += load("translation").listed()
     matches = [item for item in keys if wanted in item[0].lower()]
     matches += [item for item in keys if wanted in item[1].lower() and item not in matches]
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
@@ -99,10 +97,6 @@ def search(argv: list[str]) -> int:
     if not matches:
         print("nothing found")
     return 0 if matches else 1
-
-
-def _reason(entry: Entry) -> str:
-    return entry.why or " ".join(f"{name}={as_text(value)}" for name, value in entry.sets.items())
 
 
 def explain(argv: list[str]) -> int:
@@ -117,30 +111,23 @@ def explain(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if "/" in options.key:
         return explain_metric(options.key)
-    key = current_name(options.key.lstrip("+~"))
-    if key != options.key:
-        print(f"{options.key} is now {key}")
-    if key not in value_keys(PPOConfig):
-        entry = entry_of(key)
-        if entry is None:
+    key = options.key.lstrip("+~")
+    if key not in (keys := value_keys(PPOConfig)):
+        key, effect = load("translation").described(key, PPOConfig)
+        if key != options.key:
+            print(f"{options.key} is now {key}")
+        if effect:
+            print(f"{key} {effect}")
+            return 0
+        if key not in keys:
             parser.error(f"unknown key {key}; {nearest_keys(key, PPOConfig)}")
-        silent = f" (except for {', '.join(map(as_text, entry.silent))})" if entry.silent else ""
-        print(f"{key} {KINDS[entry.kind]}{silent}: {_reason(entry)}")
-        return 0
     resolved, usual = _resolve(options, offline=True), shipped(NAME)
     values, default, follows = resolved.values, value_of(usual.values, key), usual.follows.get(key)
     value = value_of(values.values, key) if values else default
-    chosen = resolved.written.get(PRESET, f"the file {options.config_name}.yaml")
-    source = chosen if value != default else "default"
-    if written := resolved.written.get(key):
-        old = written.lstrip("+~").partition("=")[0]
-        source = f"the command line: {written}" + (" (an old name)" if old != key else "")
-    elif values and value != default and (followed := values.follows.get(key)):
-        source = f"{followed}, which it follows"
     lines = [
         ("key", key),
         ("value", "must be set" if value == MISSING else as_text(value)),
-        ("set by", source),
+        ("set by", _source(key, resolved, options.config_name, changed=value != default)),
         ("default", f"follows {follows}" if follows else "none" if default == MISSING else as_text(default)),
         ("takes", _accepted(tree(PPOConfig)[key])),
         ("unit", next((unit for ends, unit in UNITS.items() if key.endswith(ends)), "")),
@@ -150,6 +137,17 @@ def explain(argv: list[str]) -> int:
     lines += [(finding.severity, f"[{finding.code}] {finding.text}") for finding in findings]
     print("\n".join(f"{title:<9}{text}" for title, text in lines if text))
     return 0
+
+
+def _source(key: str, resolved: ResolvedConfig[PPOConfig], file: str, *, changed: bool) -> str:
+    """What set a key, `changed` from its default or not."""
+    if written := resolved.written.get(key):
+        old = written.lstrip("+~").partition("=")[0]
+        return f"the command line: {written}" + (" (an old name)" if old != key else "")
+    if not changed:
+        return "default"
+    followed = resolved.values.follows.get(key) if resolved.values else None
+    return f"{followed}, which it follows" if followed else resolved.written.get(PRESET, f"the file {file}.yaml")
 
 
 def explain_metric(name: str) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.checks import MODEL, ROLLOUT, algorithm, check_ignored, resolve_rollout, training
-from hybridrl.config.checks.engine import check_engine_arguments
+from hybridrl.config.checks.engine import check_engine
 from hybridrl.config.checks.model import check_model, check_served, resolve_recurrence
 from hybridrl.config.compose import CONF, usual_value
 from hybridrl.config.findings import Checker, Findings
@@ -132,7 +132,7 @@ def _resolve(config: EvaluationConfig, findings: Findings) -> None:
     config.data.seed = config.trainer.seed if config.data.seed is None else config.data.seed
     resolve_rollout(config, check.at(ROLLOUT), _shorter(config.eval))
     check_ignored(config.data, config.actor_rollout_ref.rollout, check.at(ROLLOUT))
-    check_engine_arguments(config.actor_rollout_ref.rollout, check.at(ROLLOUT))
+    check_engine(config.actor_rollout_ref.rollout, check.at(ROLLOUT))
     algorithm.check_data(config.data, check)
     algorithm.resolve_reward(config.reward, check)
 

@@ -28,6 +28,7 @@ PLUGINS = {
     "verl.agents": "hybridrl.compat.verl.agents",
     "verl.checkpoint": "hybridrl.compat.verl.checkpoint",
     "engine.vllm": "hybridrl.core.rollout.vllm.settings:VLLM",
+    "translation": "hybridrl.compat.translation:VERL",  # of arguments and keys that are not hybridrl's
 }
 
 

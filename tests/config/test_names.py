@@ -1,6 +1,7 @@
 import pytest
 
-from hybridrl.config.keys import nearest, nearest_keys, trl_names, value_keys
+from hybridrl.compat.translation import VERL
+from hybridrl.config.keys import nearest, nearest_keys, value_keys
 from hybridrl.config.schema import PPOConfig
 
 KEYS = value_keys(PPOConfig)
@@ -31,4 +32,4 @@ def test_nothing_is_offered_where_nothing_is_alike() -> None:
 
 def test_a_name_of_trl_is_met_with_the_key_of_its_meaning() -> None:
     assert nearest_keys("num_generations", PPOConfig) == "TRL's num_generations is actor_rollout_ref.rollout.n here"
-    assert not [key for key in trl_names().values() if key not in KEYS]
+    assert not [key for key in VERL.trl_names.values() if key not in KEYS]

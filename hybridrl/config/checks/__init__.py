@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from hybridrl.config.checks import algorithm, training
 from hybridrl.config.checks.asynchronous import resolve_asynchronous
-from hybridrl.config.checks.engine import check_engine, check_engine_arguments
+from hybridrl.config.checks.engine import check_engine
 from hybridrl.config.checks.model import check_lora_sync, check_served, resolve_recurrence
 from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings
@@ -42,7 +42,6 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     check_lora_sync(config, check)
     _check_sampling(config, check.at(ROLLOUT))
     check_engine(section.rollout, check.at(ROLLOUT))
-    check_engine_arguments(section.rollout, check.at(ROLLOUT))
     algorithm.check_data(config.data, check)
     resolve_asynchronous(config, check)
     algorithm.check_estimator(config, check)

@@ -43,13 +43,10 @@ FIXED = {
 
 
 def check_engine(rollout: RolloutConfig, check: Checker) -> None:
-    """Reject an engine that is neither hybridrl's nor an installed plug-in's."""
+    """Reject an engine that is neither hybridrl's nor an installed plug-in's, arguments that hybridrl sets itself, and
+    names of arguments that the installed vLLM does not have."""
     if rollout.name not in (engines := names("engine")):
-        check.error(".name", f"choose {' | '.join(engines)}")
-
-
-def check_engine_arguments(rollout: RolloutConfig, check: Checker) -> None:
-    """Reject arguments that hybridrl sets itself, and names that the installed vLLM does not have."""
+        check.findings.error("value", f"choose {' | '.join(engines)}", keys=f"{ROLLOUT}.name", value=rollout.name)
     if options := [name for name in rollout.engine_kwargs.vllm if "lora" in name]:
         cause = f"{ROLLOUT}{KEY}: {', '.join(options)} follow from {MODEL}.lora_rank, which configures"
         keys = [KEY, *(f"{KEY}.{option}" for option in options)]

@@ -29,9 +29,9 @@ QUEUED = 0.25  # requests that wait in the engines, as a share of those that run
 
 
 # Which groups are under way, which a step trains on, and how many may be started, so that no token is trained on that
-# is older than a bound. Nothing is dropped for its age: that would remove long responses more often than short ones, and
-# a policy that is rewarded for length would not learn it. What is bounded is how much is started (as in AReaL, Fu et al.
-# 2025), and a step waits for what could not be trained in time otherwise.
+# is older than a bound. Nothing is dropped for its age: that would remove long responses more often than short ones,
+# and a policy that is rewarded for length would not learn it. What is bounded is how much is started (as in AReaL, Fu
+# et al. 2025), and a step waits for what could not be trained in time otherwise.
 @dataclass
 class Admission:
     """Groups by their positions in the run's order; each step with the weights `version` trains `batch` of them.

@@ -7,14 +7,15 @@ from typing import get_origin
 
 import pytest
 
+from hybridrl.compat.translation import SYSTEMS, VERL
 from hybridrl.config import ConfigError, PPOConfig
-from hybridrl.config.keys import current_name, entry_of, tree, value_keys, verl_keys
+from hybridrl.config.keys import tree, value_keys
 from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import SFTConfig
 
 from .conftest import Load
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
+SHARED = Path(__file__).parents[4] / "shared" / "data"
 KNOWN = tree(PPOConfig)
 FREE = tuple(f"{key}." for key, hint in KNOWN.items() if get_origin(hint) is dict)
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -41,29 +42,34 @@ def as_override(value: object) -> str:
     return "null" if value is None else json.dumps(value)
 
 
-def test_no_entry_speaks_of_a_key_that_is_one_here() -> None:
-    named = {key for entry in verl_keys().entries for key in entry.keys}
-    assert not (named | verl_keys().moved.keys()) & KNOWN.keys()
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_entry_speaks_of_a_key_that_is_one_here(system: str) -> None:
+    named = {key for entry in SYSTEMS[system].entries for key in entry.keys}
+    assert not (named | SYSTEMS[system].table["moved"].keys()) & KNOWN.keys()
 
 
-def test_old_names_lead_to_keys_that_are_known_or_checked() -> None:
-    known = tree(SFTConfig)
-    names = {old: current_name(old) for old in verl_keys().moved}
-    lost = [old for old, new in names.items() if not ours(new) and new not in known and entry_of(new) is None]
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_old_names_lead_to_keys_that_are_known_or_checked(system: str) -> None:
+    table, known = SYSTEMS[system], tree(SFTConfig)
+    names = {old: table.current_name(old) for old in table.table["moved"]}
+    lost = [old for old, new in names.items() if not ours(new) and new not in known and table.entry_of(new) is None]
     assert lost == ["actor_rollout_ref.rollout.skip"] or not lost
 
 
-def test_what_is_set_instead_is_a_key_here() -> None:
-    sets = [key for entry in verl_keys().entries for key in entry.sets]
-    defaults = [key for system in ("verl", "SkyRL", "AReaL") for key in verl_keys().defaults[system]]
-    assert not [key for key in [*sets, *defaults] if key not in value_keys(PPOConfig)]
-    supervised = [key for name in ("fsdp_sft_trainer", "sft_trainer") for key in verl_keys().defaults[name]]
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_is_set_instead_is_a_key_here(system: str) -> None:
+    table = SYSTEMS[system].table
+    keys = [*table["defaults"], *(key for entry in SYSTEMS[system].entries for key in entry.sets)]
+    assert not [key for key in keys if key not in value_keys(PPOConfig)]
+    supervised = [key for defaults in table.get("sft_defaults", {}).values() for key in defaults]
     assert not [key for key in supervised if key not in value_keys(SFTConfig)]
 
 
 @at_hand
 def test_every_key_of_verl_is_checked() -> None:
-    assert not [key for key in verl_defaults() if not ours(new := current_name(key)) and entry_of(new) is None]
+    assert not [
+        key for key in verl_defaults() if not ours(new := VERL.current_name(key)) and VERL.entry_of(new) is None
+    ]
 
 
 @at_hand
@@ -88,92 +94,11 @@ def test_real_command_lines_are_accepted_unless_they_use_what_is_not_supported(f
         assert not errors or "unsupported" in errors or remote, line["script"]
 
 
-@at_hand
-def test_skyrl_s_command_lines_are_accepted_unless_they_use_what_is_not_supported() -> None:
-    """Others are rejected for functions of their own by a name that is none here, or train on nothing."""
-    for line in command_lines("skyrl_cmdlines.jsonl"):
-        findings = resolve_config(PPOConfig, line["overrides"], "ppo_trainer", offline=True).findings
-        if all(finding.code != "unsupported" for finding in findings.errors):
-            names = {key.rpartition(".")[2] for finding in findings.errors for key in finding.keys}
-            assert names <= {"loss_mode", "adv_estimator", "train_files"}, line["script"]
-
-
-SKYRL = (
-    "data.train_data=['train.jsonl']",
-    "trainer.algorithm.advantage_estimator=reinforce++",
-    "trainer.policy.model.path=model",
-    "trainer.policy.optimizer_config.lr=2e-6",
-    "trainer.policy.fsdp_config.cpu_offload=true",
-    "trainer.placement.policy_num_gpus_per_node=2",
-    "trainer.placement.ref_num_gpus_per_node=2",
-    "trainer.train_batch_size=64",
-    "trainer.policy_mini_batch_size=32",
-    "trainer.micro_train_batch_size_per_gpu=4",
-    "trainer.resume_mode=null",
-    "trainer.strategy=fsdp",
-    "generator.inference_engine.backend=vllm",
-    "generator.inference_engine.gpu_memory_utilization=0.8",
-    "generator.num_inference_engines=1",
-    "generator.n_samples_per_prompt=5",
-    "generator.sampling_params.max_generate_length=256",
-    "environment.env_class=gsm8k",
-    "generator.max_turns=4",
-)
-
-
-def test_a_command_of_skyrl_is_translated(load: Load) -> None:
-    loaded = load(*SKYRL, "trainer.device=cpu")
-    config, section = loaded.config, loaded.config.actor_rollout_ref
-    assert config.algorithm.adv_estimator == "reinforce_plus_plus"
-    assert (section.rollout.n, config.data.max_response_length, config.trainer.n_gpus_per_node) == (5, 256, 2)
-    assert (section.actor.optim.lr, section.actor.ppo_mini_batch_size) == (2e-6, 32)
-    assert section.actor.fsdp_config.offload_policy
-    assert section.rollout.gpu_memory_utilization == 0.8
-    assert (section.rollout.multi_turn.max_assistant_turns, section.rollout.multi_turn.environment) == (4, None)
-    assert config.trainer.resume_mode == "disable"
-    assert all(" is now " in note for note in loaded.notes)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("trainer.strategy=megatron", "training runs on FSDP2; set fsdp2"),
-        ("generator.no_such_key=1", "it has no counterpart here; leave it out"),
-        ("trainer.algorithm.dynamic_sampling.type=replace", "replacing prompts is not supported"),
-        ("data.image_key=images", "rows with images, videos or sounds are not supported yet"),
-        ("actor.init_from_scratch=true", "training starts from a model's weights; set false"),
-    ],
-)
-def test_what_skyrl_and_areal_have_and_is_not_here_is_rejected_in_a_line(
-    load: Load, override: str, message: str
-) -> None:
-    (line,) = errors_of(load, override)
-    assert line.startswith(f"{override}: {message}")
-
-
-def test_no_key_of_another_system_is_rejected_where_null_switches_it_off(load: Load) -> None:
-    entries = [entry for entry in verl_keys().entries if entry.kind in ("translated", "combined")]
-    off = [entry for entry in entries if entry.value_of("null") is None]  # for the others, null is a choice
-    plain = [key for entry in off for key in entry.keys if "*" not in key and key not in tree(SFTConfig)]
-    assert "trainer.algorithm.dynamic_sampling.type" in plain
-    assert load(*GRPO, *(f"{key}=null" for key in plain)).config == load(*GRPO).config
-
-
 def test_token_ids_that_stay_are_accepted_and_another_choice_is_named(load: Load) -> None:
     key = "data.continuous_token.enable"
     assert load(*GRPO, f"{key}=true").notes == load(*GRPO, f"{key}=null").notes == load(*GRPO).notes
     (note,) = load(*GRPO, f"{key}=false").notes
     assert note.startswith(f"{key} has no effect: responses always stay token ids")
-
-
-def test_areal_s_sections_are_not_taken_for_verl_s_of_the_same_name(load: Load) -> None:
-    loaded = load(
-        "actor.path=model", "actor.eps_clip=0.4", "actor.kl_ctl=0.1", "actor.reward_norm.std_level=null", "rollout.n=2"
-    )
-    assert loaded.config.actor_rollout_ref.actor.clip_ratio_high == 0.4
-    assert loaded.config.algorithm.use_kl_in_reward and loaded.config.algorithm.kl_ctrl.kl_coef == 0.1
-    assert loaded.config.algorithm.norm_adv_by_std_in_grpo is False
-    assert loaded.config.actor_rollout_ref.rollout.n == 2  # verl's older name
 
 
 UV = "uv -v run --frozen --all-packages --extra vllm --extra fsdp"
@@ -304,11 +229,6 @@ def test_a_key_that_would_change_the_result_is_rejected_with_its_value(load: Loa
 def test_a_reference_counts_as_what_it_refers_to(load: Load) -> None:
     wanted = f"{ROLLOUT}.use_fire_sampling=${{data.shuffle}}"
     assert errors_of(load, wanted)[0].startswith(f"{ROLLOUT}.use_fire_sampling=true: ")
-
-
-def test_an_environment_of_skyrl_is_the_rows_environment(load: Load) -> None:
-    loaded = load(*GRPO, "environment.env_class=text2sql")
-    assert loaded.config.actor_rollout_ref.rollout.multi_turn.environment == "text2sql"
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.compat.translation import SYSTEMS
 from hybridrl.config import PPOConfig
-from hybridrl.config.combined import computed
 from hybridrl.config.load import ResolvedConfig, resolve_config
 
 from .conftest import Load
-from .test_verl_keys import SHARED, at_hand, command_lines, errors_of
+from .test_verl import SHARED, at_hand, command_lines, errors_of
 
 NEEDED = ("data.train_files=x.jsonl", "actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=8")
 GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8")
@@ -30,12 +30,13 @@ FULLY_ASYNC = (
 )
 
 
-def resolved(*overrides: str) -> ResolvedConfig[PPOConfig]:
-    return resolve_config(PPOConfig, [*NEEDED, *GRPO, *overrides], "ppo_trainer", offline=True)
+def resolved(*overrides: str, system: str = "verl") -> ResolvedConfig[PPOConfig]:
+    overrides = (*NEEDED, *GRPO, *overrides)
+    return resolve_config(PPOConfig, [*overrides], "ppo_trainer", offline=True, translation=SYSTEMS[system])
 
 
-def accepted(*overrides: str) -> PPOConfig:
-    result = resolved(*overrides)
+def accepted(*overrides: str, system: str = "verl") -> PPOConfig:
+    result = resolved(*overrides, system=system)
     assert not result.findings.errors
     assert result.config is not None
     return result.config
@@ -45,38 +46,12 @@ def mode(config: PPOConfig) -> tuple[str, int]:
     return config.trainer.v1.trainer_mode, config.trainer.v1.sampler.max_off_policy_threshold
 
 
-def notes(*overrides: str) -> list[str]:
+def notes(*overrides: str, system: str = "verl") -> list[str]:
     """What is reported of commands, but for simple renames."""
-    texts = [finding.text for finding in resolved(*overrides).findings.items if finding.code != "not-here"]
+    texts = [
+        finding.text for finding in resolved(*overrides, system=system).findings.items if finding.code != "not-here"
+    ]
     return [text for text in texts if "=" in text.partition(" is now ")[0] or " is now " not in text]
-
-
-@pytest.mark.parametrize(
-    ("form", "value"),
-    [
-        ("{three} * {two} * 4", 24),
-        ("7 // {two} // {three}", 1),
-        ("7 ceil {two}", 4),
-        ("{half} ceil 1", 1),
-        ("12 min 8", 8),
-        ("1 - {half} _ 1 + {half}", "0.5_1.5"),
-        ("1 / {three}", 0.333333),
-        ("{half}", 0.5),
-        ("{name}", "text of words"),
-        ("{half}_{two}", "0.5_2"),
-        (True, True),
-    ],
-)
-def test_a_form_is_computed_from_left_to_right(form: object, value: object) -> None:
-    names = {"two": 2, "three": 3, "half": 0.5, "name": "text of words"}
-    found = computed(form, names.__getitem__)
-    assert found == value and type(found) is type(value)
-
-
-@pytest.mark.parametrize("form", ["4 * {name}", "4 / 0", "4 times 3", "4 * 3 *"])
-def test_a_form_without_its_numbers_is_an_error(form: str) -> None:
-    with pytest.raises(ValueError, match="4 "):
-        computed(form, lambda name: "${x}")
 
 
 def test_fully_async_becomes_separate_async_with_the_batch_between_two_syncs() -> None:
@@ -142,11 +117,12 @@ def test_what_the_command_sets_by_its_name_here_stays() -> None:
     assert not config.algorithm.rollout_correction.bypass_mode
 
 
-def test_a_number_that_is_not_known_yet_is_an_error_with_the_form() -> None:
+def test_a_number_that_is_not_known_yet_is_an_error_that_names_its_key() -> None:
     found = resolved("async_training.require_batches=2", f"{MINI}='${{oc.env:SIZE}}'").findings.errors
-    text = next(finding.text for finding in found if finding.code == "unsupported")
-    assert text.startswith("async_training.require_batches=2: 4 * 2 * ${oc.env:SIZE} is not computed; ")
-    assert "set data.train_batch_size to {async_training.trigger_parameter_sync_step} * " in text
+    assert [finding.text for finding in found if finding.code == "unsupported"] == [
+        "async_training.require_batches=2: data.train_batch_size is not computed from "
+        f"{MINI}=${{oc.env:SIZE}}; set data.train_batch_size"
+    ]
 
 
 def test_a_file_s_values_count_with_those_of_the_command(load: Load, tmp_path: Path) -> None:
@@ -212,7 +188,7 @@ SKYRL = (
 
 
 def test_skyrl_s_separate_devices_are_as_synchronous_as_there() -> None:
-    config = accepted(*SKYRL)
+    config = accepted(*SKYRL, system="SkyRL")
     assert mode(config) == ("separate_async", 0)
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 4)
     assert config.rollout_pool == (2, 6)
@@ -220,15 +196,20 @@ def test_skyrl_s_separate_devices_are_as_synchronous_as_there() -> None:
 
 def test_skyrl_s_fully_async_has_its_bound() -> None:
     fully = "trainer.fully_async.enabled=true"
-    assert mode(accepted(*SKYRL, fully)) == ("separate_async", 4)
-    assert mode(accepted(*SKYRL, "trainer.fully_async.max_staleness_steps=2", fully)) == ("separate_async", 2)
-    assert mode(accepted("trainer.fully_async.enabled=false")) == ("sync", 8)
+    assert mode(accepted(*SKYRL, fully, system="SkyRL")) == ("separate_async", 4)
+    assert mode(accepted(*SKYRL, "trainer.fully_async.max_staleness_steps=2", fully, system="SkyRL")) == (
+        "separate_async",
+        2,
+    )
+    assert mode(accepted("trainer.fully_async.enabled=false", system="SkyRL")) == ("sync", 8)
     workers = "trainer.fully_async.num_parallel_generation_workers"
-    assert notes(*SKYRL, fully, f"{workers}=9")[-1].startswith(f"{workers} has no effect: at most (max_off_policy")
+    assert notes(*SKYRL, fully, f"{workers}=9", system="SkyRL")[-1].startswith(
+        f"{workers} has no effect: at most (max_off_policy"
+    )
 
 
 def test_engines_are_not_counted_on_shared_devices() -> None:
-    (note,) = notes("generator.num_engines=6")
+    (note,) = notes("generator.num_engines=6", system="SkyRL")
     assert note.startswith("generator.num_engines has no effect")
 
 
@@ -239,6 +220,7 @@ def test_skyrl_s_loss_by_rollout_probabilities_and_its_mask_are_translated() -> 
         "trainer.algorithm.eps_clip_high=0.28",
         f"{place}.sequence_mask_metric=product",
         f"{place}.product_mask_low=0.25",
+        system="SkyRL",
     )
     correction = config.algorithm.rollout_correction
     assert (correction.bypass_mode, correction.loss_type) == (True, "reinforce")
@@ -261,7 +243,10 @@ def test_areal_s_allocation_divides_the_devices(
     allocation: str, training: tuple[int, int], rollout: tuple[int, int], engine: int
 ) -> None:
     config = accepted(
-        f'allocation_mode="{allocation}"', "cluster.n_gpus_per_node=8", "rollout.max_head_offpolicyness=3"
+        f'allocation_mode="{allocation}"',
+        "cluster.n_gpus_per_node=8",
+        "rollout.max_head_offpolicyness=3",
+        system="AReaL",
     )
     assert mode(config) == ("separate_async", 3)
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == training
@@ -271,23 +256,25 @@ def test_areal_s_allocation_divides_the_devices(
 
 def test_areal_s_backends_divide_the_devices_likewise() -> None:
     backends = ('rollout.backend="sglang:d2t2"', 'actor.backend="fsdp:d2"', "cluster.n_gpus_per_node=8")
-    config = accepted(*backends)
+    config = accepted(*backends, system="AReaL")
     assert mode(config) == ("separate_async", 0)
     assert (config.trainer.n_gpus_per_node, config.rollout_pool) == (2, (1, 4))
-    assert mode(accepted(*backends, "rollout.scheduling_strategy.type=colocation"))[0] == "colocate_async"
+    assert (
+        mode(accepted(*backends, "rollout.scheduling_strategy.type=colocation", system="AReaL"))[0] == "colocate_async"
+    )
 
 
 @pytest.mark.parametrize(("allocation", "engine"), [("vllm:d4t2|fsdp:d8", 2), ("fsdp:d8", 1), ("d8", 1)])
 def test_areal_s_allocation_of_one_part_is_on_shared_devices(allocation: str, engine: int) -> None:
-    config = accepted(f'allocation_mode="{allocation}"')
+    config = accepted(f'allocation_mode="{allocation}"', system="AReaL")
     assert mode(config)[0] == "sync"
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == engine
 
 
 def test_areal_s_bound_alone_continues_rollouts_on_shared_devices() -> None:
-    assert mode(accepted("rollout.max_head_offpolicyness=4")) == ("colocate_async", 4)
-    assert mode(accepted("rollout.max_head_offpolicyness=0"))[0] == "sync"
-    (note,) = notes("rollout.max_concurrent_rollouts=256")
+    assert mode(accepted("rollout.max_head_offpolicyness=4", system="AReaL")) == ("colocate_async", 4)
+    assert mode(accepted("rollout.max_head_offpolicyness=0", system="AReaL"))[0] == "sync"
+    (note,) = notes("rollout.max_concurrent_rollouts=256", system="AReaL")
     assert note.startswith("rollout.max_concurrent_rollouts has no effect: at most (max_off_policy_threshold + 1)")
 
 
@@ -299,7 +286,9 @@ def test_real_asynchronous_commands_of_verl_and_skyrl_are_accepted() -> None:
     lines = [line for file in sorted(SHARED.glob("*cmdlines*.jsonl")) for line in command_lines(file.name)]
     lines = [line for line in lines if any(word in json.dumps(line) for word in words)]
     for line in lines:
-        found = resolve_config(PPOConfig, line["overrides"], "ppo_trainer", offline=True).findings
+        system = SYSTEMS["SkyRL" if "SkyRL" in line["repo"] else "verl"]
+        result = resolve_config(PPOConfig, line["overrides"], "ppo_trainer", offline=True, translation=system)
+        found = result.findings
         texts = [finding.text for finding in found.errors]
         assert not texts or any(word in text for text in texts for word in other), (line["script"], texts)
     assert lines

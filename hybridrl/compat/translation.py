@@ -1,0 +1,284 @@
+"""What becomes of arguments and keys that are those of another system.
+
+A system has a table of names and values, keys.yaml in its folder, and entries that compute, in keys.py. `translate`
+replaces a command's arguments, or a file's; what is left, `check` reports once all values are known. A run knows verl's
+keys. Those of SkyRL and AReaL, which share names with verl, are translated by `doctor migrate`.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridrl.compat.areal import keys as areal
+from hybridrl.compat.entries import KINDS, REJECTING, SETTING, Entry, Look
+from hybridrl.compat.skyrl import keys as skyrl
+from hybridrl.compat.verl import keys as verl
+from hybridrl.config.compose import Argument, as_override, key_of, usual_value
+from hybridrl.config.findings import Finding, Findings, show
+from hybridrl.config.keys import holds, tree, value_keys
+
+SHOWN = 4  # keys that are named if more share a reason
+CLASS = "._target_"  # how verl's files name the class of a section
+EFFECTS = {"ignored": "has no effect"} | dict.fromkeys(SETTING, "is translated")
+
+
+@dataclass
+class Command:
+    """The arguments of a command while they are translated, and what becomes of them.
+
+    `values` and `texts` are by the current names of their keys; `around` is what its custom file sets. `arguments` are
+    those that result, each with the one that was written, or none where its key is left to `check`; `others` are the
+    keys of other systems.
+    """
+
+    schema: type
+    around: Mapping[str, Any]
+    values: dict[str, Any] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    arguments: list[tuple[str, str]] = field(default_factory=list)
+    others: dict[str, list[str]] = field(default_factory=dict)
+    findings: Findings = field(default_factory=Findings)
+
+    def put(self, key: str, value: str, text: str) -> None:
+        self.arguments.append((f"++{key}={value}", text if holds(tree(self.schema), key) else ""))
+
+    def find(self, key: str, usual: Any) -> Any:
+        values = (place[key] for place in (self.values, self.around) if place.get(key) is not None)
+        known = key in value_keys(self.schema)
+        return next(values, usual if usual is not None or not known else usual_value(self.schema, key))
+
+    def stays(self, key: str, dropped: Any) -> bool:
+        """Whether the command, or its file, sets a key by hybridrl's name, and not to a value that counts as none."""
+        if key_of(self.texts.get(key, "")) == key:
+            return self.values[key] not in (None, dropped)
+        there = self.around.get(key)  # a file has all keys of the shipped one that it lists
+        return there not in (None, dropped) and there != usual_value(self.schema, key)
+
+    def texts_of(self, keys: list[str]) -> tuple[str, list[str]]:
+        """The arguments of some keys, and these, first the name that the first is written with."""
+        text = " ".join(self.texts[key] for key in keys)
+        return text, [key_of(text), *keys]
+
+
+class Translation:
+    """The keys of a system. `base` is one whose names it shares; the keys of `others` are rejected in a sentence."""
+
+    def __init__(self, system: str, computed: list[Entry], base: "Translation | None" = None) -> None:
+        self.system, self.base, self._computed = system, base, computed
+        self.others: list[Translation] = []
+        self._entries_of = cache(self._matching)
+
+    @cached_property
+    def table(self) -> dict[str, Any]:
+        return read_table(f"{self.system.lower()}/keys.yaml")
+
+    @cached_property
+    def trl_names(self) -> dict[str, str]:
+        return read_table("trl_names.yaml")
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        return [Entry(kind, **values) for kind in KINDS for values in self.table.get(kind, [])] + self._computed
+
+    @cached_property
+    def consulted(self) -> list[Entry]:
+        both = [*(self.base.entries if self.base else ()), *self.entries]
+        return sorted(both, key=lambda entry: KINDS.index(entry.kind))
+
+    @cached_property
+    def moved(self) -> dict[str, str]:
+        """Old names and the current ones. AReaL's sections actor, ref and rollout are verl's old names for others: what
+        an entry names stays as it is."""
+        kept = {key: key for entry in self.consulted for key in entry.keys}
+        return kept | (self.base.table["moved"] if self.base else {}) | self.table["moved"]
+
+    def current_name(self, key: str) -> str:
+        """The current name of a key with an old name, or a name of another system; any other key unchanged."""
+        parts = key.split(".")
+        for count in range(len(parts), 0, -1):
+            if new := self.moved.get(old := ".".join(parts[:count])):
+                return key if new == old else self.current_name(".".join([new, *parts[count:]]))
+        return key
+
+    def entry_of(self, key: str, value: Any = None) -> Entry | None:
+        """The entry for a key, by its current name; if there are several, the first that concerns the value."""
+        entries = self._entries_of(key)
+        return next((entry for entry in entries if entry.concerns(value)), entries[0] if entries else None)
+
+    def _matching(self, key: str) -> list[Entry]:
+        matching = [entry for entry in self.consulted if entry.names(key)]
+        if key.endswith(CLASS):  # of any section, also of one whose other keys are rejected
+            return [entry for entry in matching if f"*{CLASS}" in entry.keys]
+        return [entry for entry in matching if entry.kind != "otherwise"] or matching
+
+    def meets(self, key: str, schema: type, value: Any = None) -> tuple[str, Entry | None, bool]:
+        """The current name of a key; the entry for it, if it is none of the schema's; whether the schema holds it."""
+        new = key
+        for name_of in (self.current_name, verl.argument_of_reward):
+            new = new if new in tree(schema) else name_of(new)
+        return new, None if new in tree(schema) else self.entry_of(new, value), holds(tree(schema), new)
+
+    def of_other(self, key: str, schema: type) -> "Translation | None":
+        """The other system that has a key."""
+        return next((one for one in self.others if any(one.meets(key, schema)[1:])), None)
+
+    def described(self, key: str, schema: type) -> tuple[str, str]:
+        """The current name of a key, and what becomes of it unless it is one here."""
+        new, entry, held = self.meets(key, schema)
+        if not entry and not held and (other := self.of_other(key, schema)):
+            new, entry, _ = other.meets(key, schema)
+        silent = f" (except for {', '.join(map(show, entry.silent))})" if entry and entry.silent else ""
+        return new, f"{EFFECTS.get(entry.kind, 'is rejected')}{silent}: {entry.reason}" if entry else ""
+
+    def listed(self) -> list[tuple[str, str]]:
+        """The keys of all systems that are none here, each with what becomes of it."""
+        systems = (self, *self.others)
+        moved = [(old, f"is now {new}") for one in systems for old, new in one.table["moved"].items()]
+        entries = [(key, entry) for one in systems for entry in one.entries for key in entry.keys]
+        return moved + [(key, f"{entry.kind}: {entry.reason}") for key, entry in entries]
+
+    def translate(self, arguments: Iterable[Argument], schema: type, around: Mapping[str, Any]) -> Command:
+        """Translate the arguments of a command. `around`: what its custom file sets, by key."""
+        command = Command(schema, {self.current_name(key): value for key, value in around.items()})
+        for argument in arguments:
+            self._translate(argument, command)
+        self._combine(command)
+        for system, keys in command.others.items():
+            cause = f"{_listed(keys)} {'are keys' if keys[1:] else 'is a key'} of {system}, not of a run here"
+            fix = "hybridrl doctor migrate run.sh prints the command for hybridrl"
+            command.findings.error("unsupported", cause, fix, keys=keys)
+        return command
+
+    def _translate(self, argument: Argument, command: Command) -> None:
+        text, raw, findings = argument.text, argument.raw, command.findings
+        key, entry, held = self.meets(argument.key, command.schema, argument.value)
+        command.values[key], command.texts[key] = argument.value, text.lstrip("+")
+        choice = None if argument.package else self.table.get("choices", {}).get(key)
+        if key != argument.key and held and not argument.package:  # Hydra's way to say where a group's values go
+            follows = "${" in raw and key in raw  # what it would set
+            if follows or (raw in ("", "null") and not argument.deletes):  # an old name without a value
+                return
+            findings.warn("old-name", f"{argument.key} is now {key}", keys=(argument.key, key))
+        if argument.deletes:
+            command.arguments += [(f"~{key}", text)] * held
+        elif entry:
+            _apply_entry(entry, key, argument, command, held)
+        elif choice and raw != "default":
+            if raw != choice:
+                findings.error("unsupported", f"{text}: training runs on FSDP2", "leave it out", keys=key)
+        elif held and key != argument.key and not argument.package:
+            command.put(key, raw, text)
+        elif not held and (other := self.of_other(argument.key, command.schema)):
+            command.others.setdefault(other.system, []).append(argument.key)
+        else:
+            command.arguments.append((text, text))
+
+    def _combine(self, command: Command) -> None:
+        """Translate the keys that count together, in the table's order. A later entry wins, and what the command or its
+        file sets by hybridrl's name stays."""
+        named, made = defaultdict[Entry, list[str]](list), dict[Entry, dict[str, Any]]()
+        for key, value in command.values.items():
+            _, entry, held = self.meets(key, command.schema, value)
+            if entry and not held and entry.kind == "combined" and entry.concerns(value) and not entry.is_silent(value):
+                named[entry].append(key)
+        for entry in (entry for entry in self.consulted if entry in named):
+            sets = self._compute(entry, named[entry], command)
+            for earlier in made.values():  # of two that set the same, the first says so
+                sets = {key: value for key, value in sets.items() if earlier.get(key, ...) != value}
+                for key in sets:
+                    earlier.pop(key, None)
+            made[entry] = sets
+        for entry, sets in made.items():
+            text, keys = command.texts_of(named[entry])
+            if sets:
+                cause = " ".join(f"{key}={show(value)}" for key, value in sets.items())
+                command.findings.warn("old-name", f"{text} is now {cause}", keys=(*keys, *sets))
+            for key, value in sets.items():
+                command.put(key, as_override(value), text)
+
+    def _compute(self, entry: Entry, keys: list[str], command: Command) -> dict[str, Any]:
+        """What an entry sets. Further keys that this translates, but those with such an entry of their own, are added
+        to its `keys`, and no longer left."""
+        look, sets, failed = Look(command.find, entry, [command.values[key] for key in keys]), {}, {}
+        for key, value in entry.sets.items():
+            if not command.stays(key, entry.drops.get(key)):
+                try:
+                    sets[key] = value(look) if callable(value) else value
+                except (ValueError, ArithmeticError) as error:
+                    failed[key] = error
+        for key in (key for key in look.read if key in command.values and key not in keys):
+            _, read, held = self.meets(key, command.schema, command.values[key])
+            keys += [key] * (not held and (read is None or read.kind != "combined"))
+        dropped = {*keys, *(key for key, value in entry.drops.items() if command.values.get(key) == value)}
+        command.arguments = [pair for pair in command.arguments if key_of(pair[0]) not in dropped]
+        text, names = command.texts_of(keys)
+        for key, error in failed.items():
+            cause = f"{text}: {key} is not computed from {error}"
+            command.findings.error("unsupported", cause, f"set {key}", keys=names)
+        return sets
+
+    def check(
+        self, foreign: Mapping[str, Any], values: Mapping[str, Any], schema: type
+    ) -> tuple[list[Finding], list[str]]:
+        """What is to be reported of keys that hybridrl does not have, given the values of all keys, and those of them
+        that are unknown. What was translated, or rejected with the arguments, is left out."""
+        shared, findings, unknown = defaultdict[Entry, list[str]](list), Findings(), []
+        for key, value in foreign.items():
+            _, entry, held = self.meets(key, schema, value)
+            if held or (entry and entry.kind in SETTING):
+                continue
+            if entry is None:
+                unknown += [key] * (self.of_other(key, schema) is None)
+            elif not entry.is_silent(value) and not entry.accepts(value, values):
+                shared[entry].append(key)  # one reason holds for several keys
+        for entry, keys in sorted(shared.items(), key=lambda item: item[0].kind not in REJECTING):
+            if entry.kind in REJECTING:
+                value = foreign[keys[0]]
+                cause = f"{_listed([f'{key}={show(foreign[key])}' for key in keys])}: {entry.why}"
+                fix = entry.fix(value, values) if entry.fix else ""
+                findings.error("unsupported", cause, fix, keys=keys, value=show(value))
+            else:
+                cause = f"{_listed(keys)} {'have' if keys[1:] else 'has'} no effect: {entry.why}"
+                findings.warn("ignored-key", cause, keys=keys)
+        return findings.items, unknown
+
+
+def _listed(texts: list[str]) -> str:
+    return ", ".join(texts[:SHOWN]) + (f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else "")
+
+
+def _apply_entry(entry: Entry, key: str, argument: Argument, command: Command, held: bool) -> None:
+    """Translate a key that hybridrl does not have, or leave it to be checked by its value."""
+    value, text, concerned, sets = argument.value, argument.text, entry.concerns(argument.value), entry.kind in SETTING
+    if held and concerned:  # one name of a mapping that takes any other
+        if not entry.is_silent(value):
+            command.findings.warn("ignored-key", f"{key} has no effect: {entry.why}", keys=key)
+    elif (sets and not concerned) or (entry.named and value != command.around.get(key)):
+        # null is how the other system switches a key off; a file may name a key that a command may not.
+        if value not in (None, ""):
+            command.findings.error("unsupported", f"{text}: {entry.why}", keys=key)
+    elif not sets:
+        command.put(key, argument.raw, text)
+    elif entry.kind == "translated":
+        replacement = entry.value_of(argument.raw)
+        if replacement is not None or not entry.is_silent(value):
+            shown = show(argument.raw if replacement is None else replacement)
+            values = {name: show(item).replace("{value}", shown) for name, item in entry.sets.items()}
+            cause = f"{text} is now {' '.join(f'{name}={item}' for name, item in values.items())}"
+            command.findings.warn("old-name", cause, keys=(key, *values))
+            for name, item in values.items():
+                command.put(name, item, text)
+
+
+def read_table(file: str) -> dict[str, Any]:
+    return yaml.load((Path(__file__).parent / file).read_text(encoding="utf-8"), yaml.CSafeLoader)
+
+
+VERL = Translation("verl", verl.COMPUTED)
+VERL.others = [Translation("SkyRL", skyrl.COMPUTED, VERL), Translation("AReaL", areal.COMPUTED, VERL)]
+SYSTEMS = {one.system: one for one in (VERL, *VERL.others)}

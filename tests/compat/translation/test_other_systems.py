@@ -1,0 +1,140 @@
+"""Keys of SkyRL and AReaL: translated by `migrate`, and rejected in a sentence where a run starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridrl.compat.translation import SYSTEMS
+from hybridrl.config import PPOConfig
+from hybridrl.config.load import resolve_config
+
+from .conftest import Load
+from .test_asynchronous import accepted, resolved
+from .test_verl import GRPO, at_hand, command_lines, errors_of
+
+TOP = Path(__file__).parents[3]
+
+
+@at_hand
+def test_skyrl_s_command_lines_are_accepted_unless_they_use_what_is_not_supported() -> None:
+    """Others are rejected for functions of their own by a name that is none here, or train on nothing."""
+    for line in command_lines("skyrl_cmdlines.jsonl"):
+        system = SYSTEMS["SkyRL"]
+        result = resolve_config(PPOConfig, line["overrides"], "ppo_trainer", offline=True, translation=system)
+        errors = result.findings.errors
+        if all(finding.code != "unsupported" for finding in errors):
+            names = {key.rpartition(".")[2] for finding in errors for key in finding.keys}
+            assert names <= {"loss_mode", "adv_estimator", "train_files"}, line["script"]
+
+
+SKYRL = (
+    "data.train_data=['train.jsonl']",
+    "trainer.algorithm.advantage_estimator=reinforce++",
+    "trainer.policy.model.path=model",
+    "trainer.policy.optimizer_config.lr=2e-6",
+    "trainer.policy.fsdp_config.cpu_offload=true",
+    "trainer.placement.policy_num_gpus_per_node=2",
+    "trainer.placement.ref_num_gpus_per_node=2",
+    "trainer.train_batch_size=64",
+    "trainer.policy_mini_batch_size=32",
+    "trainer.micro_train_batch_size_per_gpu=4",
+    "trainer.resume_mode=null",
+    "trainer.strategy=fsdp",
+    "generator.inference_engine.backend=vllm",
+    "generator.inference_engine.gpu_memory_utilization=0.8",
+    "generator.num_inference_engines=1",
+    "generator.n_samples_per_prompt=5",
+    "generator.sampling_params.max_generate_length=256",
+    "environment.env_class=gsm8k",
+    "generator.max_turns=4",
+)
+
+
+def test_a_command_of_skyrl_is_translated() -> None:
+    config = accepted(*SKYRL, system="SkyRL")
+    section = config.actor_rollout_ref
+    assert config.algorithm.adv_estimator == "reinforce_plus_plus"
+    assert (section.rollout.n, config.data.max_response_length, config.trainer.n_gpus_per_node) == (5, 256, 2)
+    assert (section.actor.optim.lr, section.actor.ppo_mini_batch_size) == (2e-6, 32)
+    assert section.actor.fsdp_config.offload_policy
+    assert section.rollout.gpu_memory_utilization == 0.8
+    assert (section.rollout.multi_turn.max_assistant_turns, section.rollout.multi_turn.environment) == (4, None)
+    assert config.trainer.resume_mode == "disable"
+    findings = resolved(*SKYRL, system="SkyRL").findings.items
+    assert all(" is now " in one.text for one in findings if one.code != "not-here")
+
+
+def test_a_run_rejects_the_keys_of_each_other_system_in_a_sentence_that_names_migrate(load: Load) -> None:
+    skyrl = ["generator.max_turns", "+trainer.policy.optimizer_config.lr", "data.train_data", "trainer.epochs"]
+    assert errors_of(load, *(f"{key}=3" for key in [*skyrl, "generator.x", "actor.path", "gconfig.n_samples"])) == [
+        f"{', '.join(skyrl).replace('+', '')} and 1 more are keys of SkyRL, not of a run here; "
+        "hybridrl doctor migrate run.sh prints the command for hybridrl",
+        "actor.path, gconfig.n_samples are keys of AReaL, not of a run here; "
+        "hybridrl doctor migrate run.sh prints the command for hybridrl",
+    ]
+
+
+def test_a_file_with_keys_of_another_system_is_rejected_likewise(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\ngenerator: {max_turns: 1}\ndata: {shufle: 1}\n"
+    )
+    with pytest.raises(ValueError) as caught:
+        load(*GRPO, config_dir=tmp_path, config_name="mine")
+    sentence, unknown = str(caught.value).splitlines()
+    assert sentence.startswith("generator.max_turns is a key of SkyRL, not of a run here; hybridrl doctor migrate")
+    assert unknown.startswith(f"unknown key data.shufle in {tmp_path / 'mine.yaml'}; nearest: data.shuffle")
+
+
+@pytest.mark.parametrize(
+    ("system", "override", "message"),
+    [
+        ("SkyRL", "trainer.strategy=megatron", "training runs on FSDP2; set fsdp2"),
+        ("SkyRL", "generator.no_such_key=1", "it has no counterpart here; leave it out"),
+        ("SkyRL", "trainer.algorithm.dynamic_sampling.type=replace", "replacing prompts is not supported"),
+        ("verl", "data.image_key=images", "rows with images, videos or sounds are not supported yet"),
+        ("AReaL", "actor.init_from_scratch=true", "training starts from a model's weights; set false"),
+    ],
+)
+def test_what_another_system_has_and_is_not_here_is_rejected_in_a_line(
+    system: str, override: str, message: str
+) -> None:
+    (error,) = resolved(override, system=system).findings.errors
+    assert error.text.startswith(f"{override}: {message}")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_key_of_another_system_is_rejected_where_null_switches_it_off(system: str) -> None:
+    entries = [entry for entry in SYSTEMS[system].entries if entry.kind in ("translated", "combined")]
+    off = [entry for entry in entries if entry.value_of("null") is None]  # for the others, null is a choice
+    plain = [f"{key}=null" for entry in off for key in entry.keys if "*" not in key]
+    assert plain and accepted(*plain, system=system) == accepted()
+
+
+def test_areal_s_sections_are_not_taken_for_verl_s_of_the_same_name() -> None:
+    keys = ["actor.path=model", "actor.eps_clip=0.4", "actor.kl_ctl=0.1", "actor.reward_norm.std_level=null"]
+    config = accepted(*keys, "rollout.n=2", system="AReaL")
+    assert config.actor_rollout_ref.model.path == "model"
+    assert config.actor_rollout_ref.actor.clip_ratio_high == 0.4
+    assert config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0.1
+    assert config.algorithm.norm_adv_by_std_in_grpo is False
+    assert config.actor_rollout_ref.rollout.n == 2  # verl's older name
+
+
+def test_an_environment_of_skyrl_is_the_rows_environment() -> None:
+    config = accepted("environment.env_class=text2sql", system="SkyRL")
+    assert config.actor_rollout_ref.rollout.multi_turn.environment == "text2sql"
+
+
+def test_a_command_with_keys_of_hybridrl_alone_loads_no_translation(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {shuffle: false}\nown: {bonus: 1}\n")
+    words = "['data.train_files=x', 'actor_rollout_ref.model.path=a/b', '+own.x=1', '+preset=grpo', '~trainer.seed']"
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom hybridrl.config import PPOConfig\n"
+        "from hybridrl.config.load import resolve_config\n"
+        f"result = resolve_config(PPOConfig, {words}, 'mine', Path({str(tmp_path)!r}), offline=True)\n"
+        "print(result.config.own, [name for name in sys.modules if name.startswith('hybridrl.compat')])"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], cwd=TOP, capture_output=True, text=True, check=True).stdout
+    assert printed == "{'bonus': 1, 'x': 1} []\n"
