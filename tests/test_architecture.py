@@ -276,3 +276,12 @@ def value_nodes(node: yaml.Node) -> Iterator[yaml.Node]:
             yield from value_nodes(value)
         elif key.value != "defaults":
             yield key
+
+
+def test_a_class_has_its_name_for_itself() -> None:
+    places: dict[str, list[str]] = {}
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

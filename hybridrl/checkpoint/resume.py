@@ -153,7 +153,7 @@ def check_compatible(
 
 
 @dataclass(frozen=True)
-class Change:
+class ConfigChange:
     """A key's value in the saved and in the present configuration; None where it is absent. Equal values are a change
     if what they name has changed, such as files with other rows."""
 
@@ -168,7 +168,9 @@ class Change:
         return self.key + values + (f" ({self.why})" if self.why else "")
 
 
-def config_changes(saved: dict[str, Any], present: dict[str, Any], *, step: Path, same_rows: bool) -> list[Change]:
+def config_changes(
+    saved: dict[str, Any], present: dict[str, Any], *, step: Path, same_rows: bool
+) -> list[ConfigChange]:
     """Return the changes of a resolved configuration since the checkpoint in `step` was saved, whose models are
     compared with the present ones; `same_rows`: whether the data's fingerprint is unchanged."""
     old, new = flatten(saved), flatten(present)
@@ -192,11 +194,13 @@ def config_changes(saved: dict[str, Any], present: dict[str, Any], *, step: Path
             why = "the weights are the saved ones"
         elif key in GUARDED and not key.startswith(unused):
             verdict, why = "needs_allow", GUARDED[key]
-        changes.append(Change(key, old.get(key), new.get(key), verdict, why))
+        changes.append(ConfigChange(key, old.get(key), new.get(key), verdict, why))
     return changes
 
 
-def check_changes(changes: list[Change], allow: list[str], reset_optimizer: bool, log: Callable[[str], None]) -> None:
+def check_changes(
+    changes: list[ConfigChange], allow: list[str], reset_optimizer: bool, log: Callable[[str], None]
+) -> None:
     """Log every change; raise one ConfigError for all that are impossible or not allowed. `allow`
     (trainer.resume_allow) lists allowed keys; `reset_optimizer` allows another optimizer too."""
     if changes:

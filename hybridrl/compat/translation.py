@@ -28,7 +28,7 @@ EFFECTS = {"ignored": "has no effect"} | dict.fromkeys(SETTING, "is translated")
 
 
 @dataclass
-class Command:
+class ForeignCommand:
     """The arguments of a command while they are translated, and what becomes of them.
 
     `values` and `texts` are by the current names of their keys; `around` is what its custom file sets. `arguments` are
@@ -142,9 +142,9 @@ class Translation:
         entries = [(key, entry) for one in systems for entry in one.entries for key in entry.keys]
         return moved + [(key, f"{entry.kind}: {entry.reason}") for key, entry in entries]
 
-    def translate(self, arguments: Iterable[Argument], schema: type, around: Mapping[str, Any]) -> Command:
+    def translate(self, arguments: Iterable[Argument], schema: type, around: Mapping[str, Any]) -> ForeignCommand:
         """Translate the arguments of a command. `around`: what its custom file sets, by key."""
-        command = Command(schema, {self.current_name(key): value for key, value in around.items()})
+        command = ForeignCommand(schema, {self.current_name(key): value for key, value in around.items()})
         for argument in arguments:
             self._translate(argument, command)
         self._combine(command)
@@ -154,7 +154,7 @@ class Translation:
             command.findings.error("unsupported", cause, fix, keys=keys)
         return command
 
-    def _translate(self, argument: Argument, command: Command) -> None:
+    def _translate(self, argument: Argument, command: ForeignCommand) -> None:
         text, raw, findings = argument.text, argument.raw, command.findings
         key, entry, held = self.meets(argument.key, command.schema, argument.value)
         command.values[key], command.texts[key] = argument.value, text.lstrip("+")
@@ -178,7 +178,7 @@ class Translation:
         else:
             command.arguments.append((text, text))
 
-    def _combine(self, command: Command) -> None:
+    def _combine(self, command: ForeignCommand) -> None:
         """Translate the keys that count together, in the table's order. A later entry wins, and what the command or its
         file sets by hybridrl's name stays."""
         named, made = defaultdict[Entry, list[str]](list), dict[Entry, dict[str, Any]]()
@@ -201,7 +201,7 @@ class Translation:
             for key, value in sets.items():
                 command.put(key, as_override(value), text)
 
-    def _compute(self, entry: Entry, keys: list[str], command: Command) -> dict[str, Any]:
+    def _compute(self, entry: Entry, keys: list[str], command: ForeignCommand) -> dict[str, Any]:
         """What an entry sets. Further keys that this translates, but those with such an entry of their own, are added
         to its `keys`, and no longer left."""
         look, sets, failed = Look(command.find, entry, [command.values[key] for key in keys]), {}, {}
@@ -252,7 +252,7 @@ def _listed(texts: list[str]) -> str:
     return ", ".join(texts[:SHOWN]) + (f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else "")
 
 
-def _apply_entry(entry: Entry, key: str, argument: Argument, command: Command, held: bool) -> None:
+def _apply_entry(entry: Entry, key: str, argument: Argument, command: ForeignCommand, held: bool) -> None:
     """Translate a key that hybridrl does not have, or leave it to be checked by its value."""
     value, text, concerned, sets = argument.value, argument.text, entry.concerns(argument.value), entry.kind in SETTING
     if held and concerned:  # one name of a mapping that takes any other

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from hybridrl.config.foreign_files import fault_in, read_mapping
-from hybridrl.config.values import Fault
+from hybridrl.config.values import ValueFault
 
 ROW_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".arrow")
 WRITTEN = ROW_SUFFIXES[:-1]  # .arrow is what the library `datasets` keeps in its own directories
@@ -88,14 +88,14 @@ def adapter_settings(path: str) -> dict[str, Any]:
     return json.loads((resolve_model(path) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
 
 
-def one_or_more(value: list[str]) -> Fault | None:
+def one_or_more(value: list[str]) -> ValueFault | None:
     """A rule: at least one name. A shell variable that is not set, the usual cause, may be set on another machine."""
-    return None if value else Fault("name one file or more: [a.jsonl, b.parquet]", absent=True)
+    return None if value else ValueFault("name one file or more: [a.jsonl, b.parquet]", absent=True)
 
 
-def row_files(value: list[str]) -> Fault | None:
+def row_files(value: list[str]) -> ValueFault | None:
     """A rule: existing files, patterns or directories, or hub names."""
-    return next((Fault(cause, absent=True) for entry in value if (cause := _missing_rows(entry))), None)
+    return next((ValueFault(cause, absent=True) for entry in value if (cause := _missing_rows(entry))), None)
 
 
 def _missing_rows(entry: str) -> str:
@@ -122,14 +122,14 @@ def _missing_rows(entry: str) -> str:
     return f"there is no file {entry}{near}"
 
 
-def path_or_hub(value: str) -> Fault | None:
+def path_or_hub(value: str) -> ValueFault | None:
     """A rule: a local directory or a hub name."""
     directory = Path(value)
     looks_local = value.startswith((".", "/")) or value.count("/") != 1 or directory.parent.is_dir()
     return _no_directory(value) if looks_local and not directory.is_dir() else None
 
 
-def model_path(value: str) -> Fault | None:
+def model_path(value: str) -> ValueFault | None:
     """A rule: a Hugging Face model, that is a directory with configuration and weights, a model of a checkpoint, or a
     hub name."""
     if not Path(value).is_dir():
@@ -137,50 +137,50 @@ def model_path(value: str) -> Fault | None:
     if holds_adapter(value):
         fix = "name its base model here and the adapter as lora_adapter_path, or merge them first: "
         fix += f"python -m hybridrl.model_merger merge --local_dir {value} --target_dir merged"
-        return Fault("it is a LoRA adapter", fix)
+        return ValueFault("it is a LoRA adapter", fix)
     directory, above = resolve_model(value), Path(value).parent
     config = directory / "config.json"
     if not config.is_file():
         if Path(value, "actor").is_dir():
-            return Fault("a checkpoint may hold several models", f"name one of them: {Path(value, 'actor')}")
+            return ValueFault("a checkpoint may hold several models", f"name one of them: {Path(value, 'actor')}")
         steps = {path.name.removeprefix("global_step_"): path / "actor" for path in Path(value).glob("global_step_*")}
         numbers = [int(step) for step, actor in steps.items() if step.isdecimal() and actor.is_dir()]
         if numbers:
             fix = f"name the model of a checkpoint, the newest one: {steps[str(max(numbers))]}"
-            return Fault("it is the directory of a run", fix)
-        return Fault("the directory has no config.json, so it is no Hugging Face model")
+            return ValueFault("it is the directory of a run", fix)
+        return ValueFault("the directory has no config.json, so it is no Hugging Face model")
     if cause := fault_in(config) or fault_in(directory / "generation_config.json"):
-        return Fault(cause, "save or download the model again")
+        return ValueFault(cause, "save or download the model again")
     if is_sharded(value) or any(True for pattern in WEIGHT_FILES for _ in directory.glob(pattern)):
         return None
     if is_sharded(str(above)):
-        return Fault("the weights are in the folder above", f"name that: {above}")
-    return Fault(f"the directory has no weights ({' or '.join(WEIGHT_FILES)})", "save or download the model again")
+        return ValueFault("the weights are in the folder above", f"name that: {above}")
+    return ValueFault(f"the directory has no weights ({' or '.join(WEIGHT_FILES)})", "save or download the model again")
 
 
-def adapter_path(value: str) -> Fault | None:
+def adapter_path(value: str) -> ValueFault | None:
     """A rule: a LoRA adapter, that is peft's directory, or a folder of a checkpoint that was trained with LoRA."""
     if not Path(value).is_dir():
         return _no_directory(value)
     if not holds_adapter(value):
-        return Fault(f"the directory has no {ADAPTER_CONFIG}, so it is no LoRA adapter")
+        return ValueFault(f"the directory has no {ADAPTER_CONFIG}, so it is no LoRA adapter")
     with suppress(ValueError):  # of a file that cannot be read
         kind = read_mapping(resolve_model(value) / ADAPTER_CONFIG).get("peft_type")
         if isinstance(kind, str) and kind != "LORA":
-            return Fault(f"it is an adapter of the type {kind}; only LORA can be trained")
+            return ValueFault(f"it is an adapter of the type {kind}; only LORA can be trained")
     cause = fault_in(resolve_model(value) / ADAPTER_CONFIG)
-    return Fault(cause, "save the adapter again") if cause else None
+    return ValueFault(cause, "save the adapter again") if cause else None
 
 
-def script_file(value: str) -> Fault | None:
+def script_file(value: str) -> ValueFault | None:
     """A rule: a .py file as a plain path or file://path, or an installed module as pkg://name."""
     if value.startswith("pkg://") or Path(value.removeprefix("file://")).is_file():
         return None
-    return Fault("there is no such file", "give the path of a .py file", absent=True)
+    return ValueFault("there is no such file", "give the path of a .py file", absent=True)
 
 
-def _no_directory(path: str) -> Fault:
-    return Fault(f"there is no such directory{_missing_parent(Path(path))}", absent=True)
+def _no_directory(path: str) -> ValueFault:
+    return ValueFault(f"there is no such directory{_missing_parent(Path(path))}", absent=True)
 
 
 def _missing_parent(path: Path) -> str:

@@ -127,7 +127,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def preset_name(value: str) -> values.Fault | None:
+def preset_name(value: str) -> values.ValueFault | None:
     """A rule: a name of a preset."""
     return None if value in PRESETS else values.choices(value, list(PRESETS), list(PRESETS))
 

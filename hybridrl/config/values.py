@@ -42,7 +42,7 @@ class Section:
         dataclass(cls)
 
 
-class Fault(NamedTuple):
+class ValueFault(NamedTuple):
     """What is wrong with a value, and the fix. `absent`: a file or directory that may exist on another machine."""
 
     cause: str
@@ -80,30 +80,30 @@ class Infinite:
     """Marks a limit of which infinite means none; any other number is finite."""
 
 
-def pair(value: list[Any]) -> Fault | None:
+def pair(value: list[Any]) -> ValueFault | None:
     """A rule: a list of two values."""
-    return None if len(value) == 2 else Fault("expected 2 values: [a, b]")
+    return None if len(value) == 2 else ValueFault("expected 2 values: [a, b]")
 
 
-def validation_metric(value: str) -> Fault | None:
+def validation_metric(value: str) -> ValueFault | None:
     """A rule: a metric that validations log, with a leading - where the least value is best."""
     if re.fullmatch(r"-?(val/loss|val-core/.+/(acc|reward)/.+@.+|val-aux/.+/.+)", value):
         return None
-    return Fault("is no metric of a validation", "name one, such as val-core/gsm8k/acc/mean@1, or -val/loss")
+    return ValueFault("is no metric of a validation", "name one, such as val-core/gsm8k/acc/mean@1, or -val/loss")
 
 
-def actions(value: dict[str, Any]) -> Fault | None:
+def actions(value: dict[str, Any]) -> ValueFault | None:
     """A rule: actions by the code of a diagnosis."""
     wrong = [f"{code}: {action}" for code, action in value.items() if action not in ACTIONS]
-    return Fault(f"{wrong[0]}: choose {' | '.join(ACTIONS)}") if wrong else None
+    return ValueFault(f"{wrong[0]}: choose {' | '.join(ACTIONS)}") if wrong else None
 
 
-def functions(value: list[str]) -> Fault | None:
+def functions(value: list[str]) -> ValueFault | None:
     """A rule: custom functions, each as path/to/file.py:function."""
     return next(filter(None, map(name_or_function(()), value)), None)
 
 
-def loggers(value: list[str]) -> Fault | None:
+def loggers(value: list[str]) -> ValueFault | None:
     """A rule: the files of custom sinks; other names are checked together (checks/algorithm.py)."""
     return functions([name for name in value if ":" in name])
 
@@ -113,21 +113,21 @@ def rule_code(name: str) -> str:
     return name.rpartition(":")[2].replace("_", "-")
 
 
-def choices(value: Any, names: Sequence[Any], shown: Sequence[Any]) -> Fault:
+def choices(value: Any, names: Sequence[Any], shown: Sequence[Any]) -> ValueFault:
     """The fault of a value that is none of those `shown`; its fix is the most similar of the names."""
     similar = difflib.get_close_matches(str(value), map(str, names), n=1, cutoff=0.7)
-    return Fault("choose " + " | ".join(map(show, shown)), f"did you mean {similar[0]}?" if similar else "")
+    return ValueFault("choose " + " | ".join(map(show, shown)), f"did you mean {similar[0]}?" if similar else "")
 
 
-def name_or_function(names: tuple[str, ...]) -> Callable[[str], Fault | None]:
+def name_or_function(names: tuple[str, ...]) -> Callable[[str], ValueFault | None]:
     """A rule: one of the built-in names, or a custom function as path/to/file.py:function."""
 
-    def rule(value: str) -> Fault | None:
+    def rule(value: str) -> ValueFault | None:
         file, colon, _ = value.rpartition(":")
         if value in names or Path(file).is_file():
             return None
         if colon:
-            return Fault(f"there is no file {file}", absent=True)
+            return ValueFault(f"there is no file {file}", absent=True)
         return choices(value, names, [*names, "path/to/file.py:function"])
 
     return rule
@@ -255,17 +255,17 @@ class Reading(Generic[T]):
             rules = () if typed is None else filter(callable, metadata)
             fault = next((fault for rule in rules if (fault := rule(typed)) is not None), None)
         except OSError as error:  # a name that is too long, a directory that may not be searched
-            fault = Fault(str(error.strerror), "name another path")
+            fault = ValueFault(str(error.strerror), "name another path")
         except ValidationError as invalid:
             ranges = [item for item in metadata if isinstance(item, Range)]
             if get_origin(kind) is Literal:
                 fault = choices(value, get_args(kind), [*get_args(kind), *[None] * or_null])
             elif invalid.errors()[0]["type"] == "finite_number":
-                fault = Fault("must be finite")
+                fault = ValueFault("must be finite")
             elif ranges and invalid.errors()[0]["type"].startswith(("greater", "less")):
-                fault = Fault(f"must be {ranges[0].requirement}")
+                fault = ValueFault(f"must be {ranges[0].requirement}")
             else:
-                fault = Fault(f"expected {EXPECTED[get_origin(kind) or kind]}{' or null' * or_null}")
+                fault = ValueFault(f"expected {EXPECTED[get_origin(kind) or kind]}{' or null' * or_null}")
         if fault is None:
             return typed
         cause, fix, absent = fault

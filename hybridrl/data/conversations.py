@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import SFTDataConfig
 from hybridrl.core.batch import Batch, pack
-from hybridrl.data.rows import Faults, Row, Rows, load_rows, report_overlong, with_progress
+from hybridrl.data.rows import DataRow, Faults, Rows, load_rows, report_overlong, with_progress
 from hybridrl.data.template_arguments import (
     arguments_read,
     check_template_arguments,
@@ -183,7 +183,7 @@ def _tokenize_chats(
         yield Conversation(ids, loss_mask)
 
 
-def _replayed(replay: Replay | None, chat: Chat, row: Row, faults: Faults) -> Conversation | None:
+def _replayed(replay: Replay | None, chat: Chat, row: DataRow, faults: Faults) -> Conversation | None:
     try:
         return Conversation(*replay(*chat), replayed=True) if replay else faults.add(row.place, BROKEN_PREFIX)
     except ConfigError as error:
@@ -199,7 +199,7 @@ def _tokenize_texts(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizer
         yield Conversation(prompt + response, [0] * len(prompt) + [1] * len(response))
 
 
-def _chat(row: Row, config: SFTDataConfig, faults: Faults) -> list[Message] | None:
+def _chat(row: DataRow, config: SFTDataConfig, faults: Faults) -> list[Message] | None:
     """Return the row's conversation, or None after adding its fault."""
     values = row.values
     if fault := multimodal_fault(values, values.get(config.messages_key)) or row_fault(values):
@@ -225,7 +225,7 @@ def _chat(row: Row, config: SFTDataConfig, faults: Faults) -> list[Message] | No
     )
 
 
-def _texts(row: Row, config: SFTDataConfig, faults: Faults) -> tuple[str, str] | None:
+def _texts(row: DataRow, config: SFTDataConfig, faults: Faults) -> tuple[str, str] | None:
     """Return the row's prompt and response, or None after adding its fault."""
     prompt, response = row.values.get(config.prompt_key), row.values.get(config.response_key)
     if fault := multimodal_fault(row.values, None):

@@ -20,7 +20,7 @@ from hybridrl.config.compose import as_section
 from hybridrl.config.custom_code import load_class, where
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.rows import Faults, Row, Rows, load_rows, report_overlong, with_progress
+from hybridrl.data.rows import DataRow, Faults, Rows, load_rows, report_overlong, with_progress
 from hybridrl.data.template_arguments import (
     arguments_read,
     check_template_arguments,
@@ -255,7 +255,7 @@ def _holds(prompt: Prompt, name: str) -> bool:
     return any(item is not None for item in value.values()) if isinstance(value, Mapping) else bool(value)
 
 
-def _parse(row: Row, config: DataConfig) -> Prompt | list[str]:
+def _parse(row: DataRow, config: DataConfig) -> Prompt | list[str]:
     """Return the row as a prompt without ids, or all faults of the row."""
     columns = _with_objects(row.values)
     form, values = to_verl_format(columns, config.reward_fn_key)

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """One row: `number` counts the rows of all files from 0, `place` is shown to the user ("train.jsonl, line 3"), and
     `entry` is the index of its entry in the list of files."""
 
@@ -62,7 +62,7 @@ class Row:
     entry: int = 0
 
 
-class Rows(Sequence[Row]):
+class Rows(Sequence[DataRow]):
     """Rows, each serialized until it is read: as Python values they take several times the memory."""
 
     def __init__(self, packed: Iterable[bytes] = ()) -> None:
@@ -80,8 +80,8 @@ class Rows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self._packed)
 
-    def __getitem__(self, index: int) -> Row:
-        return Row(*pickle.loads(self._packed[index]))
+    def __getitem__(self, index: int) -> DataRow:
+        return DataRow(*pickle.loads(self._packed[index]))
 
     def of(self, indices: Iterable[int]) -> "Rows":
         """Return some of the rows; they are shared."""

@@ -26,7 +26,7 @@ from hybridrl.core import device as devices
 from hybridrl.core.cluster.failures import cause
 from hybridrl.core.cluster.group import Group, kill, spawn
 from hybridrl.core.cluster.session import (
-    Machine,
+    RayMachine,
     RaySession,
     dashboard,
     describe_reservations,
@@ -124,7 +124,7 @@ def probe_session(session: RaySession, directory: Path, paths: Mapping[str, str]
     return _probe(actors, names, session.device, session.device, directory, paths)
 
 
-def probe_machines(machines: Sequence[Machine], device: str, directory: Path, paths: Mapping[str, str]) -> Findings:
+def probe_machines(machines: Sequence[RayMachine], device: str, directory: Path, paths: Mapping[str, str]) -> Findings:
     """Try machines without a run, which may use their GPUs: messages between them go by gloo only."""
     names = [f"machine {number} ({machine.name})" for number, machine in enumerate(machines)]
     pins = [NodeAffinitySchedulingStrategy(machine.node_id, soft=False) for machine in machines]

@@ -24,7 +24,7 @@ from hybridrl.config.load import read_config
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.config.values import Section
 from hybridrl.data.prompts import PromptDataset
-from hybridrl.data.rows import Faults, Row, load_rows
+from hybridrl.data.rows import DataRow, Faults, load_rows
 from hybridrl.doctor import show
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
@@ -117,7 +117,7 @@ def reward_config(file: str | None, overrides: Sequence[str]) -> RewardConfig:
     return result.accept().reward
 
 
-def _parse(row: Row, data_source: str, bad_rows: Faults) -> Stored | None:
+def _parse(row: DataRow, data_source: str, bad_rows: Faults) -> Stored | None:
     values, model = row.values, row.values.get("reward_model")
     response = next((values[name] for name in RESPONSE_COLUMNS if isinstance(values.get(name), str)), None)
     truths = [*map(values.get, TRUTH_COLUMNS), model.get("ground_truth") if isinstance(model, dict) else None]

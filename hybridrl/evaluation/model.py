@@ -25,10 +25,10 @@ from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode, EpisodeRequest
 from hybridrl.core.rollout import RolloutClient
 from hybridrl.core.rollout.fleet import RolloutFleet
-from hybridrl.core.rollout.lanes import Server
+from hybridrl.core.rollout.lanes import ServerHandle
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
 from hybridrl.data.tokenizer import end_tokens
-from hybridrl.evaluation.plan import Origin, Wanted, collect_questions, counts, plan, reject_large_k
+from hybridrl.evaluation.plan import Origin, PlannedResponse, collect_questions, counts, plan, reject_large_k
 from hybridrl.evaluation.remote import Endpoint, connect, sample_remotely
 from hybridrl.evaluation.results import SAMPLES, write_results
 from hybridrl.evaluation.samples import EvaluationProgress, Sample, SampleFile
@@ -160,7 +160,7 @@ class ModelEvaluation:
         name = f"{self.target.name}-{digest(self.sampling_facts(), data)[:8]}"
         return Path(self.config.trainer.default_local_dir).expanduser() / "eval" / name
 
-    def wanted(self) -> list[Wanted]:
+    def wanted(self) -> list[PlannedResponse]:
         reward = reward_digest(self.config.reward) if self.function_scores else ""
         origin = Origin(self.policy, reward, whole_rows=self.runs_episodes)
         return plan(self.questions, self.counts, self.sampling, self.greedy, self.config.eval.seed, origin)
@@ -195,7 +195,7 @@ class ModelEvaluation:
         return Evaluated(self.target.name, directory, samples, results)
 
     def _sample_missing(
-        self, missing: list[Wanted], file: SampleFile, sessions: Sessions, merge: Merge, directory: Path
+        self, missing: list[PlannedResponse], file: SampleFile, sessions: Sessions, merge: Merge, directory: Path
     ) -> None:
         """Sample and score what is not stored; each sample is in the file once it has its score."""
         with EvaluationProgress(len(missing)) as progress:
@@ -216,7 +216,9 @@ class ModelEvaluation:
                 info(f"{progress.done} of {len(missing)} responses are stored; the same command resumes")
                 raise
 
-    def _facts(self, wanted: list[Wanted], missing: list[Wanted], samples: list[Sample], seconds: float) -> dict:
+    def _facts(
+        self, wanted: list[PlannedResponse], missing: list[PlannedResponse], samples: list[Sample], seconds: float
+    ) -> dict:
         """What results.json records besides the numbers."""
         keys = {one.key for one in missing}
         new = [one for one in samples if one.key in keys]
@@ -270,7 +272,7 @@ class ModelEvaluation:
             )
 
 
-def relabel(wanted: Sequence[Wanted], file: SampleFile) -> None:
+def relabel(wanted: Sequence[PlannedResponse], file: SampleFile) -> None:
     """Give stored samples the dataset and id that their question has now: a response is found by its content."""
     for one in wanted:
         names = {"dataset": one.question.dataset, "id": one.question.id}
@@ -279,7 +281,7 @@ def relabel(wanted: Sequence[Wanted], file: SampleFile) -> None:
             file.append(replace(sample, **names))
 
 
-def sample_here(runner: EpisodeRunner, missing: Sequence[Wanted], keep: Callable[[Sample], None]) -> None:
+def sample_here(runner: EpisodeRunner, missing: Sequence[PlannedResponse], keep: Callable[[Sample], None]) -> None:
     """Sample and score responses by the engines of a runner, and keep each as soon as it has its score."""
     by_place = {(one.question.number, one.sample): one for one in missing}
     places = [
@@ -305,7 +307,7 @@ def serving(
     fleet = RolloutFleet(session, plugins.load(f"engine.{rollout.name}"), model, rollout, logs=logs, **limits)
     info(f"logs of all processes: {logs}")
 
-    def revive(index: int) -> Server:
+    def revive(index: int) -> ServerHandle:
         fleet.rebuild(index)
         client.capacity = fleet.rollout.max_num_seqs  # less, if it ran out of memory
         return fleet.handle(index)

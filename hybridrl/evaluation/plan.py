@@ -47,7 +47,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlannedResponse:
     """One response that the evaluation needs. `key` stands for all that determines it, `reward` for what determines
     its score besides it."""
 
@@ -126,7 +126,7 @@ def plan(
     greedy: Sampling | None,
     seed: int,
     origin: Origin,
-) -> list[Wanted]:
+) -> list[PlannedResponse]:
     """Return every response that is needed, by question; `greedy` is the sampling of an additional greedy one."""
     wanted = []
     for question in questions:
@@ -145,7 +145,7 @@ def plan(
                 prompt.columns if origin.whole_rows else None,
             ]
             key = digest(origin.policy, number, own, asdict(used), content)
-            wanted.append(Wanted(question, number, used, own, key, reward))
+            wanted.append(PlannedResponse(question, number, used, own, key, reward))
     return wanted
 
 

@@ -12,7 +12,7 @@ import openai
 from hybridrl.config import ConfigError
 from hybridrl.data.template_arguments import row_arguments
 from hybridrl.data.tokenizer import Chat, as_chat
-from hybridrl.evaluation.plan import Wanted
+from hybridrl.evaluation.plan import PlannedResponse
 from hybridrl.evaluation.samples import Sample
 from hybridrl.evaluation.scoring import Rescorer, blank_sample, with_score
 
@@ -28,7 +28,7 @@ class Endpoint:
     model: str
     concurrency: int
 
-    async def sample(self, client: openai.AsyncOpenAI, chat: Chat, wanted: Wanted) -> Sample:
+    async def sample(self, client: openai.AsyncOpenAI, chat: Chat, wanted: PlannedResponse) -> Sample:
         """Return the model's response; what fails after some retries is a fault, not an exception. Calls of tools stay
         in its text, as those of a model of files do."""
         sampling, blank = wanted.sampling, blank_sample(wanted)
@@ -99,7 +99,7 @@ def connect(address: str, model: str | None, concurrency: int, key: str = "eval.
 
 async def sample_remotely(
     endpoint: Endpoint,
-    missing: Sequence[Wanted],
+    missing: Sequence[PlannedResponse],
     rescorer: Rescorer,
     keep: Callable[[Sample], None],
     arguments: Mapping[str, Any],

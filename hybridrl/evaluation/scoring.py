@@ -16,7 +16,7 @@ from hybridrl.checkpoint.fingerprints import digest
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.core.experience.trajectory import Episode
 from hybridrl.data.prompts import Prompt
-from hybridrl.evaluation.plan import Question, Wanted
+from hybridrl.evaluation.plan import PlannedResponse, Question
 from hybridrl.evaluation.samples import Sample, SampleFile
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Score, ScoringRequest
@@ -27,7 +27,7 @@ REWARD_LOG = Path("logs", "reward.log")  # what the reward printed
 RESPONSES = "responses.parquet"  # as verl's generation writes it
 
 
-def episode_sample(wanted: Wanted, episode: Episode, seconds: float) -> Sample:
+def episode_sample(wanted: PlannedResponse, episode: Episode, seconds: float) -> Sample:
     """Return the sample of an episode."""
     trajectory = episode.trajectory
     sample = blank_sample(wanted)
@@ -42,7 +42,7 @@ def episode_sample(wanted: Wanted, episode: Episode, seconds: float) -> Sample:
     return with_score(sample, episode.score)
 
 
-def blank_sample(wanted: Wanted) -> Sample:
+def blank_sample(wanted: PlannedResponse) -> Sample:
     """Return a sample without its response."""
     question = wanted.question
     return Sample(
@@ -94,7 +94,7 @@ class Rescorer:
         self.pool, self.tokenizer = ScorerPool(reward, log, data_sources), tokenizer
         self.shaping = build_shaping(reward)
 
-    def score_again(self, stale: Sequence[tuple[Wanted, Sample]], file: SampleFile) -> None:
+    def score_again(self, stale: Sequence[tuple[PlannedResponse, Sample]], file: SampleFile) -> None:
         """Score stored responses and write them to the file, where they replace earlier ones."""
         futures = self.submit([(one.question.prompt, sample) for one, sample in stale])
         for (one, sample), future in zip(stale, futures, strict=True):

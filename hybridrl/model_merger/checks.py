@@ -13,11 +13,11 @@ from hybridrl.checkpoint.files import MANIFEST, faults
 from hybridrl.checkpoint.read import PAIR, open_tensors, read_safetensors, stored_tensors
 from hybridrl.checkpoint.tensors import UNREADABLE
 from hybridrl.core.required import required
-from hybridrl.model_merger.source import CheckFailed, Source, type_names
+from hybridrl.model_merger.source import CheckFailed, MergeSource, type_names
 from hybridrl.tracking.console import Terminal
 
 # Compares a written directory with its source; returns a description of the result, or raises CheckFailed.
-Check = Callable[[Source, Path], str]
+Check = Callable[[MergeSource, Path], str]
 
 # Integer types by size: floating-point numbers are compared by their bits.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,7 +26,7 @@ TOKENS = 64
 ATTENTION = "eager"  # exact for every family: other implementations ignore the logit caps of Gemma 2
 
 
-def check_damage(source: Source) -> str:
+def check_damage(source: MergeSource) -> str:
     """Raise CheckFailed if files differ from the checksums that were saved with them, if any."""
     step, damaged = source.directory.absolute().parent, source.tensors.faults()
     with_manifest = (step / MANIFEST).is_file()
@@ -38,7 +38,7 @@ def check_damage(source: Source) -> str:
 
 
 @one_thread()
-def check_tensors(source: Source, directory: Path) -> str:
+def check_tensors(source: MergeSource, directory: Path) -> str:
     """Read back what was written, and its source once more, and compare them bit for bit."""
     written = stored_tensors(directory)
     layout = {name: (stored.shape, stored.dtype) for name, stored in written.items()}
@@ -62,7 +62,7 @@ def check_tensors(source: Source, directory: Path) -> str:
     return f"{len(written)} of {len(written)} equal bit for bit"
 
 
-def compare(source: Source, directory: Path) -> str:
+def compare(source: MergeSource, directory: Path) -> str:
     """Compare two saved models, the first rounded to the types of the second; return a description of the result."""
     other = open_tensors(directory)
     only_there = [name for name in other.meta if name not in source.names and name not in source.tied]
@@ -81,7 +81,7 @@ def compare(source: Source, directory: Path) -> str:
     return f"{len(source.names)} tensors equal bit for bit, in {type_names(other.meta)}"
 
 
-def check_adapter(source: Source, written: Path) -> str:
+def check_adapter(source: MergeSource, written: Path) -> str:
     """Check that merged weights equal base + scaling * B @ A in double precision, and differ from the base."""
     values, adapter, whole = read_safetensors(written), required(source.adapter), required(source.base)
     names = [name for name in values.meta if adapter.pair(name)]
@@ -106,7 +106,7 @@ def check_adapter(source: Source, written: Path) -> str:
     )
 
 
-def check_in_transformers(source: Source, directory: Path) -> str:
+def check_in_transformers(source: MergeSource, directory: Path) -> str:
     """Compare the outputs for fixed tokens of the directory and of the checkpoint's own tensors, in transformers."""
     ids = torch.arange(TOKENS) * 37 % source.model.config.get_text_config().vocab_size
     expected = outputs(checkpoint_model(source), ids)
@@ -121,7 +121,7 @@ def check_in_transformers(source: Source, directory: Path) -> str:
     return f"{kind} for {TOKENS} tokens equal"
 
 
-def checkpoint_model(source: Source) -> PreTrainedModel:
+def checkpoint_model(source: MergeSource) -> PreTrainedModel:
     """Load the checkpoint's tensors into a model in memory, without the written files."""
     tensors = {name: source.rounded(name, source.tensors.read(name)) for name in source.names}
     options = {"dtype": source.dtype, "attn_implementation": ATTENTION}

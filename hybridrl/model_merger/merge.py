@@ -29,7 +29,7 @@ from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.config import ConfigError
 from hybridrl.config.files import ADAPTER_CONFIG, resolve_model
 from hybridrl.model_merger.checks import Check, check_adapter, check_damage, check_tensors, compare, tracked
-from hybridrl.model_merger.source import CONFIG, CheckFailed, Source, open_source, type_name, type_names
+from hybridrl.model_merger.source import CONFIG, CheckFailed, MergeSource, open_source, type_name, type_names
 from hybridrl.tracking import Stopwatch
 from hybridrl.tracking.console import print_text
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace, further: Check | None = None, hub: HfApi 
     return 0
 
 
-def _merge(source: Source, arguments: argparse.Namespace, further: Check | None, hub: HfApi | None) -> None:
+def _merge(source: MergeSource, arguments: argparse.Namespace, further: Check | None, hub: HfApi | None) -> None:
     repository, target = arguments.hf_upload_path, arguments.target_dir
     if repository and hub is None and get_token() is None:
         fix = "set HF_TOKEN to one that may write to it"
@@ -105,7 +105,7 @@ def _merge(source: Source, arguments: argparse.Namespace, further: Check | None,
 
 
 def merge(
-    source: Source, target: Path, further: dict[str, Check] | None = None, *, limit: int = SHARD_BYTES
+    source: MergeSource, target: Path, further: dict[str, Check] | None = None, *, limit: int = SHARD_BYTES
 ) -> dict[str, Any]:
     """Write the model to a directory, in files of at most `limit` bytes; check each tensor, then run the `further`
     checks. Returns the report, which is written there too. Raises ConfigError if the directory must not be written,
@@ -127,7 +127,7 @@ def merge(
     return report
 
 
-def write_model(source: Source, directory: Path, limit: int = SHARD_BYTES) -> None:
+def write_model(source: MergeSource, directory: Path, limit: int = SHARD_BYTES) -> None:
     """Write weights, configuration and the files next to it: generation config, tokenizer, chat template, code."""
     ignore = shutil.ignore_patterns(*WEIGHTS, *OTHERS, REPORT)
     for path in dict.fromkeys((source.huggingface, resolve_model(str(source.directory)))):
@@ -197,7 +197,7 @@ def earlier_files(target: Path) -> dict[Path, int]:
         return {}
 
 
-def _describe(source: Source, written: Path, target: Path) -> dict[str, Any]:
+def _describe(source: MergeSource, written: Path, target: Path) -> dict[str, Any]:
     """Return the report: what was read, what is in `written` and will become `target`, and the versions used."""
     step = re.fullmatch(r"global_step_(\d+)", source.directory.absolute().parent.name)
     read = {"directory": str(source.directory.absolute()), "step": int(step[1]) if step else None}

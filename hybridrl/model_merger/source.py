@@ -33,7 +33,7 @@ class CheckFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Source:
+class MergeSource:
     """A saved model and the `model` it must match, on the meta device. `names`: the tensors in the model's order;
     `parameters`: those that training changes; `tied`: aliases -> names; `dtype`: the type to write. A model that was
     trained through an `adapter` is merged with its `base` as it is read."""
@@ -92,7 +92,7 @@ def open_source(
     base: str | None = None,
     value_model: bool = False,
     trusted: bool = False,
-) -> Source:
+) -> MergeSource:
     """Open a saved model and compare its tensors with its configuration. `dtype`: the type to merge it in, by default
     the one it computed in. `base`: where an adapter's base is, if it has moved. `trusted`: custom code of the model may
     run. Raises ConfigError, or CheckFailed if tensors are missing, unknown, or of another shape."""
@@ -128,7 +128,7 @@ def open_source(
         dtype = torch.bfloat16 if holds_verl(directory) else model.config.dtype
         dtype = widest if dtype is None or dtype.itemsize > widest.itemsize else dtype
     names = tuple(expected)
-    return Source(directory, huggingface, tensors, model, names, trained, tied, dtype, adapter, unadapted)
+    return MergeSource(directory, huggingface, tensors, model, names, trained, tied, dtype, adapter, unadapted)
 
 
 def _blank_model(

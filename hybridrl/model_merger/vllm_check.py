@@ -10,12 +10,12 @@ from hybridrl.checkpoint.tensors import UNREADABLE
 from hybridrl.core.rollout.vllm.repairs import CPU_ATTENTION, Repaired, prepare_for
 from hybridrl.core.rounding import beyond_rounding
 from hybridrl.model_merger.checks import checkpoint_model, outputs
-from hybridrl.model_merger.source import CheckFailed, Source, type_name
+from hybridrl.model_merger.source import CheckFailed, MergeSource, type_name
 
 PROMPT, RESPONSE = 8, 24  # tokens
 
 
-def check_in_vllm(source: Source, directory: Path) -> str:
+def check_in_vllm(source: MergeSource, directory: Path) -> str:
     """Compare the log-probs of a greedy response; return a description of the result, or raise CheckFailed."""
     prompt = [number * 37 % source.model.config.get_text_config().vocab_size for number in range(PROMPT)]
     prepare_for(directory)

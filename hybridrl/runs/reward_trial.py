@@ -57,7 +57,7 @@ FAILED = ("raised", "type", "none", "nan")  # faults of the function, not of the
 
 
 @dataclass
-class Response:
+class TrialResponse:
     """A text of one of the kinds above, and its score once there is one."""
 
     kind: int
@@ -76,13 +76,13 @@ class Trial:
 
     key: str
     prompt: Prompt
-    responses: list[Response]
+    responses: list[TrialResponse]
 
     def best(self, kind: int) -> float | None:
         """The best score of the responses of a kind; None if there is none."""
         return max((one.value for one in self.of(kind) if one.value is not None), default=None)
 
-    def of(self, kind: int) -> list[Response]:
+    def of(self, kind: int) -> list[TrialResponse]:
         return [one for one in self.responses if one.kind == kind]
 
 
@@ -208,24 +208,24 @@ def spread_rows(prompts: PromptDataset | Prompts) -> list[Prompt]:
     return [prompts[index] for group in zip_longest(*chosen) for index in group if index is not None]
 
 
-def make_responses(prompt: Prompt, rows: Sequence[Prompt], built_in: bool) -> list[Response]:
+def make_responses(prompt: Prompt, rows: Sequence[Prompt], built_in: bool) -> list[TrialResponse]:
     """Make responses that state the ground truth as the scorer reads it, and wrong ones; `rows` have other truths."""
     scorer, echo = scorer_of(prompt.data_source) if built_in else None, as_chat(prompt.messages)[-1]["content"]
-    made = [Response(EMPTY, ""), Response(ECHO, echo if isinstance(echo, str) else str(echo))]
-    made.append(Response(WORD, " ".join(["the"] * 500)))
+    made = [TrialResponse(EMPTY, ""), TrialResponse(ECHO, echo if isinstance(echo, str) else str(echo))]
+    made.append(TrialResponse(WORD, " ".join(["the"] * 500)))
     if scorer in UNANSWERED:
         return made
     forms = (FORMS[scorer],) if scorer in FORMS else USUAL
     truth = _as_text(prompt.ground_truth, scorer)
     truths = list(dict.fromkeys(form.format(truth) for form in forms))
-    made[1:1] = [*(Response(TRUTH, text) for text in truths), Response(AGAIN, truths[0])]
+    made[1:1] = [*(TrialResponse(TRUTH, text) for text in truths), TrialResponse(AGAIN, truths[0])]
     of_source = (_as_text(row.ground_truth, scorer) for row in rows if row.data_source == prompt.data_source)
     if (other := next((text for text in of_source if text != truth), None)) is not None:
-        made.append(Response(OTHER, "\n".join(form.format(other) for form in forms)))
+        made.append(TrialResponse(OTHER, "\n".join(form.format(other) for form in forms)))
     marked = [form for form in forms if form != "{}"]
-    made.append(Response(FORMAT, "\n".join(form.format("") for form in marked)))
+    made.append(TrialResponse(FORMAT, "\n".join(form.format("") for form in marked)))
     guesses = "ABCDEFGHIJ" if scorer == "multiple_choice" else "0123456789"
-    made.append(Response(GUESSES, "\n".join(" ".join(map(form.format, guesses)) for form in marked)))
+    made.append(TrialResponse(GUESSES, "\n".join(" ".join(map(form.format, guesses)) for form in marked)))
     return made
 
 

@@ -191,7 +191,7 @@ def run_at_once(command: Sweepable, argv: Sequence[str], points: Sequence[Point]
 
 
 @dataclass(frozen=True)
-class Part:
+class SweepPart:
     """Cores, and GPUs by variables of the environment, that one of several processes uses."""
 
     cores: list[int]
@@ -208,7 +208,7 @@ class Part:
             os.sched_setaffinity(0, before)
 
 
-def parts_of_machine(config: Config, at_once: int) -> Iterator[Part]:
+def parts_of_machine(config: Config, at_once: int) -> Iterator[SweepPart]:
     """Divide the machine's cores, and its GPUs if the runs use them. Raises ConfigError if there are too few."""
     cores, trainer = sorted(os.sched_getaffinity(0)), config.trainer
     size, gpus = len(cores) // at_once, config.devices_per_machine
@@ -224,7 +224,7 @@ def parts_of_machine(config: Config, at_once: int) -> Iterator[Part]:
     for number in range(at_once):
         own = visible[number * gpus : (number + 1) * gpus]
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(own)} if trainer.device == "cuda" else {}
-        yield Part(cores[number * size : (number + 1) * size], environment)
+        yield SweepPart(cores[number * size : (number + 1) * size], environment)
 
 
 def pass_on(stream: IO[str], log: Path) -> None:

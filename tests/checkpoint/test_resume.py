@@ -21,7 +21,7 @@ from hybridrl.checkpoint.fingerprints import (
     matching_run,
     model_fingerprint,
 )
-from hybridrl.checkpoint.resume import Change, check_changes, check_compatible, config_changes, resume_summary
+from hybridrl.checkpoint.resume import ConfigChange, check_changes, check_compatible, config_changes, resume_summary
 from hybridrl.checkpoint.store import Checkpoint
 from hybridrl.config import ConfigError, load_sft_config
 from hybridrl.config.compose import as_dict, save_config
@@ -65,11 +65,11 @@ def with_values(config: dict, **values: object) -> dict:
     return copy
 
 
-def changed_by(config: dict, step: Path, same_rows: bool = True, **values: object) -> list[Change]:
+def changed_by(config: dict, step: Path, same_rows: bool = True, **values: object) -> list[ConfigChange]:
     return config_changes(config, with_values(config, **values), step=step, same_rows=same_rows)
 
 
-def rejection(changed: list[Change], allow: tuple[str, ...] = (), reset_optimizer: bool = False) -> str:
+def rejection(changed: list[ConfigChange], allow: tuple[str, ...] = (), reset_optimizer: bool = False) -> str:
     with pytest.raises(ConfigError) as error:
         check_changes(changed, list(allow), reset_optimizer, lambda line: None)
     return str(error.value)

@@ -14,7 +14,7 @@ from hybridrl.config.files import (
     resolve_model,
     row_files,
 )
-from hybridrl.config.values import Fault
+from hybridrl.config.values import ValueFault
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_so_is_one_with_whole_weights_and_no_shards(saved: Path) -> None:
 
 def test_a_saved_model_without_its_configuration_is_rejected(saved: Path) -> None:
     (saved / "huggingface" / "config.json").unlink()
-    assert model_path(str(saved)) == Fault("the directory has no config.json, so it is no Hugging Face model")
+    assert model_path(str(saved)) == ValueFault("the directory has no config.json, so it is no Hugging Face model")
 
 
 def test_of_a_run_the_newest_model_is_named(saved: Path) -> None:

@@ -8,13 +8,13 @@ import pyarrow.parquet
 import pytest
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.data.rows import Faults, Row, load_rows, row_files
+from hybridrl.data.rows import DataRow, Faults, load_rows, row_files
 
 KEY = "data.train_files"
 ROWS = [{"a": 1, "b": {"c": "x"}}, {"a": 2, "b": {"c": "y"}}]
 
 
-def load(*files: str, max_samples: int = -1, shuffle: bool = False, seed: int = 0) -> list[Row]:
+def load(*files: str, max_samples: int = -1, shuffle: bool = False, seed: int = 0) -> list[DataRow]:
     faults = Faults(KEY)
     rows = load_rows(list(files), faults, key=KEY, max_samples=max_samples, shuffle=shuffle, seed=seed)
     faults.close()

@@ -31,7 +31,7 @@ from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.config import ConfigError
 from hybridrl.model_merger.checks import check_in_transformers, check_tensors, compare
 from hybridrl.model_merger.merge import REPORT, merge, write_model
-from hybridrl.model_merger.source import CheckFailed, Source, open_source
+from hybridrl.model_merger.source import CheckFailed, MergeSource, open_source
 from tests.checkpoint.own_code import CODE, save_with_code
 from tests.checkpoint.shards import save_in_shards, whole_model
 from tests.compat.verl.files import qwen2, save_as_verl
@@ -171,7 +171,7 @@ def test_tensors_and_configuration_have_the_requested_type(saved, tmp_path, dtyp
     assert AutoConfig.from_pretrained(tmp_path / "merged").dtype == dtype
 
 
-def open_as(form: str, directory: Path, computed_in: torch.dtype | None, *saved: torch.dtype) -> Source:
+def open_as(form: str, directory: Path, computed_in: torch.dtype | None, *saved: torch.dtype) -> MergeSource:
     """Open a model whose tensors were saved in these types in turn, with the computing type in its configuration."""
     settings = qwen2()
     settings.dtype = computed_in
@@ -401,7 +401,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(saved, tmp_path):
 
 
 def test_a_failed_check_leaves_nothing_behind(saved, tmp_path):
-    def fails(source: Source, directory: Path) -> str:
+    def fails(source: MergeSource, directory: Path) -> str:
         assert (directory / "model.safetensors").is_file()
         raise CheckFailed("the outputs differ")
 

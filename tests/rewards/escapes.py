@@ -8,7 +8,7 @@ import os
 import sys
 
 from hybridrl.rewards.sandbox import run as sandbox
-from hybridrl.rewards.sandbox.run import Limits, run
+from hybridrl.rewards.sandbox.run import ProgramLimits, run
 
 SECRET = "unguessable-4711"
 
@@ -193,7 +193,7 @@ def main(victim: str, file: str, *options: str) -> None:
     if "without_landlock" in options:
         without_landlock()
     program = _PROGRAM.replace("{victim}", victim).replace("{caller}", str(os.getpid())).replace("{file!r}", repr(file))
-    outputs = run(program, list(ATTEMPTS.values()), Limits(seconds=5.0, total_seconds=200.0))
+    outputs = run(program, list(ATTEMPTS.values()), ProgramLimits(seconds=5.0, total_seconds=200.0))
     print(json.dumps(dict(zip(ATTEMPTS, outputs, strict=True))))
 
 

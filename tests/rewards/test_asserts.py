@@ -5,10 +5,10 @@ import operator
 
 import pytest
 
-from hybridrl.rewards.sandbox.run import Limits, run
+from hybridrl.rewards.sandbox.run import ProgramLimits, run
 from hybridrl.rewards.scorers.code import compute_score
 
-LIMITS = Limits(seconds=5.0, total_seconds=120.0)
+LIMITS = ProgramLimits(seconds=5.0, total_seconds=120.0)
 # An object with every method that an operator or a builtin calls. It returns what it was compared with, or what passes.
 FORGER = """
 seen = [0]

@@ -15,11 +15,11 @@ import pytest
 from hybridrl.core.required import required
 from hybridrl.rewards.sandbox import confinement
 from hybridrl.rewards.sandbox import run as sandbox
-from hybridrl.rewards.sandbox.run import Limits, run
+from hybridrl.rewards.sandbox.run import ProgramLimits, run
 from tests.rewards import escapes
 
 HOUSE = Path(__file__).parents[2]
-LIMITS = Limits(seconds=5.0, total_seconds=60.0)
+LIMITS = ProgramLimits(seconds=5.0, total_seconds=60.0)
 KILLED = {"a longer output", "many threads", "a call of 32 bits"}  # for trying, or unable to say that it was held
 X86 = os.uname().machine == "x86_64"
 
@@ -162,7 +162,7 @@ TEST = f"assert f(1) == {UNGUESSABLE}"
     ],
 )
 def test_a_program_cannot_pass_asserts_by_deceit(program):
-    limits = Limits(seconds=1.0, total_seconds=20.0)
+    limits = ProgramLimits(seconds=1.0, total_seconds=20.0)
     honest = f"def f(x): return {UNGUESSABLE - 1} + x"
     assert run(program, [TEST], limits, "asserts") == [None]
     assert run(honest, [TEST], limits, "asserts") == [""]

@@ -6,12 +6,12 @@ import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.rewards.sandbox import run as sandbox
-from hybridrl.rewards.sandbox.run import Limits, run
+from hybridrl.rewards.sandbox.run import ProgramLimits, run
 
-QUICK = Limits(seconds=1.0, total_seconds=10.0)
+QUICK = ProgramLimits(seconds=1.0, total_seconds=10.0)
 
 
-def outcome(program: str, limits: Limits = QUICK) -> str | None:
+def outcome(program: str, limits: ProgramLimits = QUICK) -> str | None:
     (output,) = run(program, [""], limits)
     return output
 
@@ -145,7 +145,7 @@ def test_runs_share_nothing():
 
 
 def test_all_runs_together_have_a_time_limit_and_what_is_not_reached_failed():
-    limits = Limits(seconds=1.0, total_seconds=2.0)
+    limits = ProgramLimits(seconds=1.0, total_seconds=2.0)
     began = time.monotonic()
     outputs = run("n = int(input())\nwhile n: pass\nprint('done')", ["0", "1", "1", "1", "0"], limits)
     assert outputs == ["done\n", None, None, None, None]

@@ -15,12 +15,12 @@ from typing import Any
 
 from hybridrl.agents.endpoint.address import bound
 from hybridrl.agents.endpoint.app import Check, create_app
-from hybridrl.agents.endpoint.core import Wanted
+from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.fields import AUTO, Rules
 from hybridrl.agents.endpoint.functions import ONLINE, Agent, AgentSettings, call_agent, run_in_process
 from hybridrl.agents.endpoint.messages import rejected
 from hybridrl.agents.endpoint.server import serving
-from hybridrl.agents.endpoint.sessions import Session, Sessions
+from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments import EpisodeFault, Message
 from hybridrl.agents.environments.episode_loop import Kit
 from hybridrl.agents.environments.held import HeldPolicy
@@ -43,7 +43,7 @@ class OneAtATime:
         self.policy, self.lock = policy, asyncio.Lock()
         self.tasks: set[asyncio.Task] = set()
 
-    async def generate(self, ids: list[int], wanted: Wanted) -> Completion:
+    async def generate(self, ids: list[int], wanted: SamplingOptions) -> Completion:
         task = asyncio.create_task(self._generate(ids, wanted))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -54,7 +54,7 @@ class OneAtATime:
                 raise rejected(409, "the episode of this session has ended", code="session_closed") from None
             raise
 
-    async def _generate(self, ids: list[int], wanted: Wanted) -> Completion:
+    async def _generate(self, ids: list[int], wanted: SamplingOptions) -> Completion:
         async with self.lock:
             return await self.policy.generate(ids, max_tokens=wanted.max_tokens, stop=wanted.stop)
 
@@ -66,7 +66,7 @@ class OneAtATime:
 class Waiting:
     """Episodes that wait for an agent outside the run: who asks first gets the one that has waited longest."""
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: AgentSessions) -> None:
         self.sessions = sessions
         self.offers: asyncio.Queue[tuple[Session, Mapping[str, Any], asyncio.Future[None]]] = asyncio.Queue()
 
@@ -95,7 +95,7 @@ class Agents:
 
     def __init__(self, settings: AgentSettings, kit: Kit, check: Check | None = None) -> None:
         self.settings, self.kit, self.check = settings, kit, check
-        self.sessions = Sessions(kit, timeout=math.inf)  # an episode has a time limit of its own
+        self.sessions = AgentSessions(kit, timeout=math.inf)  # an episode has a time limit of its own
         self.policies: dict[str, OneAtATime] = {}
         self.concurrency = settings.concurrency
         self.waiting = Waiting(self.sessions) if settings.mode == ONLINE else None
@@ -163,7 +163,7 @@ class Agents:
             )
         return await asyncio.shield(self.starting)
 
-    async def _generate(self, session: Session, ids: list[int], wanted: Wanted) -> Completion:
+    async def _generate(self, session: Session, ids: list[int], wanted: SamplingOptions) -> Completion:
         if session.id not in self.policies:
             raise rejected(401, "use the API key that the agent was called with", code="invalid_api_key")
         return await self.policies[session.id].generate(ids, wanted)

@@ -16,7 +16,7 @@ from hybridrl.agents.endpoint.fields import NONE, SERVED, Rules, Sampled
 from hybridrl.agents.endpoint.formats import ChatRequest, CompletionRequest, chat_body, completion_body, stream_of
 from hybridrl.agents.endpoint.messages import Fields, rejected
 from hybridrl.agents.endpoint.requests import Route, answer, body_limit, on_invalid, on_rejection
-from hybridrl.agents.endpoint.sessions import KEY_PREFIX, LOST_SECONDS, Session, Sessions
+from hybridrl.agents.endpoint.sessions import KEY_PREFIX, LOST_SECONDS, AgentSessions, Session
 from hybridrl.agents.endpoint.translations import MessagesRequest, ResponsesRequest
 from hybridrl.rewards.score import LARGEST
 
@@ -205,7 +205,7 @@ class Api:
 
 def create_app(
     generate: Generate,
-    sessions: Sessions,
+    sessions: AgentSessions,
     *,
     model: str = "policy",
     admin_key: str | None = None,

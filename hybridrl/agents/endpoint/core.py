@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hybridrl.agents.endpoint.messages import encodable, rejected, split_reasoning
-from hybridrl.agents.endpoint.sessions import Prompt, SampledTurn, Session, Sessions
+from hybridrl.agents.endpoint.sessions import AgentSessions, RenderedPrompt, SampledTurn, Session
 from hybridrl.agents.environments import Message, Schema, ToolCall
 from hybridrl.config.findings import ConfigError
 from hybridrl.core.rollout import Completion, RequestFault
@@ -19,7 +19,7 @@ ENCODERS = 2
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SamplingOptions:
     """How a client wants a response sampled; None: as the endpoint does by default. A text of `stop` ends it."""
 
     max_tokens: int | None = None
@@ -40,7 +40,7 @@ class Wanted:
 
 
 # Samples a response to token ids for a session; max_tokens is a number.
-Generate = Callable[[Session, list[int], Wanted], Awaitable[Completion]]
+Generate = Callable[[Session, list[int], SamplingOptions], Awaitable[Completion]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Core:
     Prompts are rendered and encoded in ENCODERS threads: a long one takes seconds, and hundreds of times its size.
     """
 
-    def __init__(self, generate: Generate, sessions: Sessions) -> None:
+    def __init__(self, generate: Generate, sessions: AgentSessions) -> None:
         self.generate, self.sessions, self.kit = generate, sessions, sessions.kit
         self.encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encoder")
 
@@ -78,7 +78,7 @@ class Core:
         session: Session | None,
         messages: Sequence[Message],
         tools: Sequence[Schema],
-        wanted: Wanted,
+        wanted: SamplingOptions,
         *,
         reads_calls: bool,
         template: Mapping[str, Any] = MappingProxyType({}),
@@ -98,7 +98,7 @@ class Core:
         turn = session.record(prompt, completion, response, called=bool(calls), seconds=seconds)
         return Reply(turn, prompt.ids)
 
-    async def complete(self, session: Session | None, prompt: str | list[int], wanted: Wanted) -> Reply:
+    async def complete(self, session: Session | None, prompt: str | list[int], wanted: SamplingOptions) -> Reply:
         """Continue a text or token ids, and record it."""
         session = session or Session(self.kit)
         place = await self._prepared(session, session.prompt_of, prompt)
@@ -106,7 +106,9 @@ class Core:
         response = {"role": "assistant", "content": self._text(completion, wanted.stop)}
         return Reply(session.record(place, completion, response, seconds=seconds), place.ids)
 
-    async def _prepared(self, session: Session, prepare: Callable[..., Prompt], *arguments: Any) -> Prompt:
+    async def _prepared(
+        self, session: Session, prepare: Callable[..., RenderedPrompt], *arguments: Any
+    ) -> RenderedPrompt:
         """Return the prompt of a request; those of one session in the order in which they arrived."""
         async with session.preparing:
             try:
@@ -114,7 +116,9 @@ class Core:
             except RecursionError as error:
                 raise rejected(400, "messages: something is nested too deeply", param="messages") from error
 
-    async def _sample(self, session: Session, prompt: Prompt, wanted: Wanted) -> tuple[Completion, float]:
+    async def _sample(
+        self, session: Session, prompt: RenderedPrompt, wanted: SamplingOptions
+    ) -> tuple[Completion, float]:
         if (vocabulary := len(self.kit.tokenizer)) <= max(wanted.stop_ids, default=0):
             raise rejected(400, f"stop_token_ids: token ids are below {vocabulary}", param="stop_token_ids")
         began, most = time.monotonic(), min(wanted.max_tokens or prompt.left, prompt.left)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from hybridrl.agents.endpoint.core import Wanted
+from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.messages import F, Fields, Name, rejected, unread, validated
 from hybridrl.agents.environments import Schema
 from hybridrl.agents.environments.settings import AGENT
@@ -171,7 +171,7 @@ class Sampled(Fields):
             raise rejected(400, "metadata.session_id: a session is named by a text", param="metadata.session_id")
         return name
 
-    def wanted(self, rules: Rules) -> Wanted:
+    def wanted(self, rules: Rules) -> SamplingOptions:
         """Return how a response is sampled; rejects what no response can have."""
         if self.n != 1:
             raise rejected(400, f"n={self.n} is not supported: send one request per response", param="n")
@@ -183,13 +183,13 @@ class Sampled(Fields):
             if schema is not None:
                 what = "the policy that is trained is not constrained; ask for the format in the prompt"
                 raise rejected(400, f"{self.SCHEMA}: {what}", param=self.SCHEMA)
-            return Wanted(self.max_tokens, tuple(self.stop))
+            return SamplingOptions(self.max_tokens, tuple(self.stop))
         forced = self.choice() == FORCED
         if forced:
             schema = call_schema(self.schemas(), self._function_chosen())
         names = {*OF_THE_RUN, *SERVED_ONLY, "max_tokens"} - {"stop_token_ids"}
         options = {name: getattr(self, name) for name in names} | {"json_schema": schema, "forced": forced}
-        return Wanted(stop=tuple(self.stop), stop_ids=tuple(self.stop_token_ids), **options)
+        return SamplingOptions(stop=tuple(self.stop), stop_ids=tuple(self.stop_token_ids), **options)
 
     def _function_chosen(self) -> str | None:
         """Return the name of the function that the tool choice names, None if any may be called."""

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from hybridrl.agents.endpoint.core import Reply, Wanted
+from hybridrl.agents.endpoint.core import Reply, SamplingOptions
 from hybridrl.agents.endpoint.fields import COMMON_HINTS, DEFAULTS, Format, Rules, Sampled, tool_schema
 from hybridrl.agents.endpoint.messages import Fields, Name, as_rendered, rejected
 from hybridrl.agents.environments import Message, Schema
@@ -33,7 +33,7 @@ class ChatRequest(Sampled):
     logprobs: bool = False
     chat_template_kwargs: dict[Name, bool | int | float | str] = Field({})
 
-    def wanted(self, rules: Rules) -> Wanted:
+    def wanted(self, rules: Rules) -> SamplingOptions:
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         return super().wanted(rules)
 
@@ -42,14 +42,14 @@ class ChatRequest(Sampled):
 
     def schemas(self) -> list[Schema]:
         """Return the tools as chat templates read them."""
-        tools = [self.read(Tool, tool, f"tools[{number}]") for number, tool in enumerate(self.tools)]
+        tools = [self.read(ToolField, tool, f"tools[{number}]") for number, tool in enumerate(self.tools)]
         return [tool_schema(tool.function, f"tools[{n}].function", self.read) for n, tool in enumerate(tools)]
 
     def conversation(self) -> list[Message]:
         return as_rendered(self.messages, read=self.read)
 
 
-class Tool(Fields):
+class ToolField(Fields):
     """A tool of a chat."""
 
     type: Literal["function"]

@@ -9,11 +9,11 @@ import time
 from transformers import AutoConfig
 
 from hybridrl.agents.endpoint.app import create_app
-from hybridrl.agents.endpoint.core import Wanted
+from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.fields import OF_THE_RUN
 from hybridrl.agents.endpoint.messages import rejected
 from hybridrl.agents.endpoint.server import serving
-from hybridrl.agents.endpoint.sessions import Session, Sessions
+from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments.episode_loop import Kit, Limits
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.rollout import Completion, Request, Sampling
@@ -36,7 +36,7 @@ class Local:
         self.unfinished = 0  # requests
         self.moved = time.monotonic()  # when the engine was last seen to work, or to have nothing to do
 
-    async def __call__(self, session: Session, ids: list[int], wanted: Wanted) -> Completion:
+    async def __call__(self, session: Session, ids: list[int], wanted: SamplingOptions) -> Completion:
         seed = secrets.randbits(31) if wanted.seed is None else wanted.seed
         defaults = {name: getattr(self.rollout, name, None) for name in SAMPLING}
         values = {name: value for name in SAMPLING if (value := getattr(wanted, name)) is not None}
@@ -117,7 +117,7 @@ async def serve(
     engine = load(f"engine.{rollout.name}").build(device, model, rollout, 1)
     await engine.connect()
     policy = Local(engine, rollout, kit)
-    app = create_app(policy, Sessions(kit), model=name, admin_key=admin_key, check=policy.check, host=host)
+    app = create_app(policy, AgentSessions(kit), model=name, admin_key=admin_key, check=policy.check, host=host)
     stopping, dying = asyncio.create_task(ended.wait()), asyncio.create_task(policy.watch())
     async with serving(app, listening) as address:
         info(f"serving {source} as {name} at {address}/v1, contexts of {context} tokens; Ctrl-C ends it")

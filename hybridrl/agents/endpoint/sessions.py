@@ -59,7 +59,7 @@ class SampledTurn:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class RenderedPrompt:
     """What a turn is sampled from: its `ids`, of which `observed` are new after the parent's. `left` is the number of
     tokens that the response may have."""
 
@@ -122,7 +122,7 @@ class Session:
         messages: Sequence[Message],
         tools: Sequence[Schema] = (),
         template: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Prompt:
+    ) -> RenderedPrompt:
         """Return the prompt of a conversation: the recorded ids and what its further messages add, or all rendered."""
         known = [*tools, dict(template)] if template else tools  # what a conversation is continued with
         found = (self.recorded.get(digest) for digest in reversed(digests(messages, known)))
@@ -147,7 +147,7 @@ class Session:
         except ConfigError as error:
             raise rejected(400, f"chat_template_kwargs: {error}", param="chat_template_kwargs") from error
 
-    def prompt_of(self, prompt: str | list[int]) -> Prompt:
+    def prompt_of(self, prompt: str | list[int]) -> RenderedPrompt:
         """Return the prompt of a text, or of token ids, which continue the longest recorded context that they begin
         with."""
         ids = self.kit.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
@@ -164,7 +164,7 @@ class Session:
         dropped: int,
         messages: Sequence[Message],
         tools: Sequence[Schema] = (),
-    ) -> Prompt:
+    ) -> RenderedPrompt:
         """Return the prompt if a response fits after it."""
         limits, before = self.kit.limits, parent.ids() if parent else []
         ids = before[: len(before) - dropped] + observed
@@ -178,10 +178,16 @@ class Session:
             message = f"the maximum context length is {limits.context} tokens, of which {limits.response} may follow "
             message += f"the first prompt; your messages have {len(ids)} tokens after a first prompt of {first}"
             raise rejected(400, message, code="context_length_exceeded", param="messages")
-        return Prompt(ids, parent, observed, dropped, list(messages), tools, min(left, limits.turn or left))
+        return RenderedPrompt(ids, parent, observed, dropped, list(messages), tools, min(left, limits.turn or left))
 
     def record(
-        self, prompt: Prompt, completion: Completion, response: Message, *, called: bool = False, seconds: float = 0.0
+        self,
+        prompt: RenderedPrompt,
+        completion: Completion,
+        response: Message,
+        *,
+        called: bool = False,
+        seconds: float = 0.0,
     ) -> SampledTurn:
         """Add the response that was sampled from a prompt."""
         messages = [*prompt.messages, response]
@@ -244,7 +250,7 @@ def _as_turn(turn: SampledTurn, observed: list[int], dropped: int, reward: float
     return Turn(observed, sampled, log_probs, versions, stop, fresh, reward=reward, seconds_model=turn.seconds)
 
 
-class Sessions:
+class AgentSessions:
     """The sessions of an endpoint; one that is not used for `timeout` seconds is closed, and forgotten as much later.
 
     `unrecorded` counts requests that belonged to no session.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hybridrl.agents.endpoint.core import Reply, Wanted
+from hybridrl.agents.endpoint.core import Reply, SamplingOptions
 from hybridrl.agents.endpoint.fields import COMMON_HINTS, Format, Rules, Sampled, Stops, tool_schema
 from hybridrl.agents.endpoint.formats import event
 from hybridrl.agents.endpoint.messages import Fields, Text, as_rendered, rejected
@@ -48,7 +48,7 @@ class ResponsesRequest(Sampled):
     max_output_tokens: int | None = Field(None, gt=0)
     text: TextOptions = TextOptions()
 
-    def wanted(self, rules: Rules) -> Wanted:
+    def wanted(self, rules: Rules) -> SamplingOptions:
         self.max_tokens = self.max_output_tokens or self.max_tokens
         return super().wanted(rules)
 
@@ -173,7 +173,7 @@ class MessagesRequest(Sampled):
     stop_sequences: Stops = Field([])
     output_config: OutputOptions = OutputOptions()
 
-    def wanted(self, rules: Rules) -> Wanted:
+    def wanted(self, rules: Rules) -> SamplingOptions:
         self.stop = [*self.stop, *self.stop_sequences]
         return super().wanted(rules)
 

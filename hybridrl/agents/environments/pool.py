@@ -100,7 +100,7 @@ class Running:
 
 
 @dataclass(eq=False)
-class Lane:
+class WorkerLane:
     """One process, and the episodes that it has; `new` and `turns` are what it is given next."""
 
     index: int
@@ -138,7 +138,7 @@ class EpisodeDispatch:
     ) -> None:
         self.workers, self.together, self.held, self.check = workers, together, held, check
         self.call = os.urandom(8).hex()  # names it, as the processes have episodes of others too
-        self.lanes = [Lane(index, actor) for index, actor in enumerate(workers.actors)]
+        self.lanes = [WorkerLane(index, actor) for index, actor in enumerate(workers.actors)]
         self.tickets = count()
         self.sending: set[asyncio.Task] = set()
         self.error: Exception | None = None
@@ -205,7 +205,7 @@ class EpisodeDispatch:
                     "or agent, the others for the policy"
                 )
 
-    async def _pump(self, lane: Lane) -> None:
+    async def _pump(self, lane: WorkerLane) -> None:
         """Serve a process's episodes until all have ended."""
         try:
             while lane.episodes:
@@ -228,7 +228,7 @@ class EpisodeDispatch:
         finally:
             lane.pump = None
 
-    def _ask(self, lane: Lane, ticket: Ticket, request: Request) -> None:
+    def _ask(self, lane: WorkerLane, ticket: Ticket, request: Request) -> None:
         lane.episodes[ticket].asked = request
         if not self.together:
             self._request(lane, ticket)
@@ -240,12 +240,12 @@ class EpisodeDispatch:
             for ticket, lane in sorted(waiting, key=lambda item: item[0]):
                 self._request(lane, ticket)
 
-    def _request(self, lane: Lane, ticket: Ticket) -> None:
+    def _request(self, lane: WorkerLane, ticket: Ticket) -> None:
         episode = lane.episodes[ticket]
         episode.turn = episode.sample(episode.asked)
         episode.turn.add_done_callback(partial(self._sampled, lane, ticket, episode))
 
-    def _sampled(self, lane: Lane, ticket: Ticket, episode: Running, turn: asyncio.Future[Completion]) -> None:
+    def _sampled(self, lane: WorkerLane, ticket: Ticket, episode: Running, turn: asyncio.Future[Completion]) -> None:
         if turn.cancelled() or episode.turn is not turn:  # of an episode that was started again
             return
         error = turn.exception()
@@ -256,12 +256,12 @@ class EpisodeDispatch:
         lane.turns.append((ticket, error or turn.result()))
         self._give_soon(lane)
 
-    def _give_soon(self, lane: Lane) -> None:
+    def _give_soon(self, lane: WorkerLane) -> None:
         if not lane.due:  # once for all that comes in this turn of the loop
             lane.due = True
             asyncio.get_running_loop().call_soon(self._give, lane)
 
-    def _give(self, lane: Lane) -> None:
+    def _give(self, lane: WorkerLane) -> None:
         given: Given = [(ticket, lane.episodes[ticket].spec) for ticket in lane.new], lane.turns
         lane.new, lane.turns, lane.due = [], [], False
         self._keep(self._send(lane.actor, pickle.dumps(given, pickle.HIGHEST_PROTOCOL)))
@@ -272,7 +272,7 @@ class EpisodeDispatch:
         self.sending.add(task)
         task.add_done_callback(self.sending.discard)
 
-    async def _check(self, lane: Lane) -> None:
+    async def _check(self, lane: WorkerLane) -> None:
         lane.turns.append((CHECK, await self.check()))
         self._give_soon(lane)
 
@@ -285,14 +285,14 @@ class EpisodeDispatch:
         except Exception as error:
             self._fail(error)
 
-    def _end(self, lane: Lane, ticket: Ticket, trajectory: Trajectory) -> None:
+    def _end(self, lane: WorkerLane, ticket: Ticket, trajectory: Trajectory) -> None:
         self.moved = asyncio.get_running_loop().time()
         episode = lane.episodes.pop(ticket)
         _drop_turn(episode)
         if not episode.ended.done():
             episode.ended.set_result(trajectory)
 
-    def _lost(self, lane: Lane, error: Exception) -> None:
+    def _lost(self, lane: WorkerLane, error: Exception) -> None:
         """Replace a process and start its episodes again, but for those that have ended it too often."""
         log = self.workers.logs[lane.index]
         silent = isinstance(error, TimeoutError)

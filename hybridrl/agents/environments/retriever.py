@@ -117,10 +117,10 @@ def serve(index: Index, passages: Sequence[dict[str, Any]], host: str, port: int
         def log_message(self, *_: Any) -> None:
             """Log no requests."""
 
-    class Server(ThreadingHTTPServer):
+    class SearchServer(ThreadingHTTPServer):
         request_queue_size, daemon_threads = 1024, True
 
-    return Server((host, port), Handler)
+    return SearchServer((host, port), Handler)
 
 
 def main() -> None:

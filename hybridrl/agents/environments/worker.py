@@ -79,7 +79,7 @@ class AgentRunner(Protocol):
 
 
 @dataclass(eq=False)
-class Call:
+class DispatchCall:
     """The episodes of one dispatch of the driver. `ready` has tickets, each with the Request of its episode or its
     Trajectory; `faults` are of episodes with a turn that could not be sampled. `places` limits the agents that run:
     those of another call must not wait for them, since they may be held while the other call runs."""
@@ -127,7 +127,7 @@ class SingleResponse(Environment):
 class WorkerPolicy:
     """The policy of one episode: passes each turn to the driver, with a seed of its own."""
 
-    def __init__(self, kit: Kit, call: Call, ticket: Ticket, spec: EpisodeSpec, sampling: Sampling) -> None:
+    def __init__(self, kit: Kit, call: DispatchCall, ticket: Ticket, spec: EpisodeSpec, sampling: Sampling) -> None:
         self.kit, self.call, self.ticket, self.spec, self.sampling = kit, call, ticket, spec, sampling
         self.turn = 0
         self.versions: list[np.ndarray] = []  # of the weights that each token was sampled with, by turn
@@ -168,7 +168,7 @@ class EpisodeWorker:
         self.kit = Kit.of(settings.load_tokenizer(), settings.end_ids, settings.limits, **settings.formats)
         self.environments, self.configuration = settings.environments, settings.configuration
         self.agents = settings.agents(self.kit, self.check) if settings.agents else None
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, DispatchCall] = {}
         self.over: set[str] = set()  # calls that have ended: what arrives late is not started
         gc.freeze()  # the many objects of the libraries need not be visited by every full collection
 
@@ -212,16 +212,16 @@ class EpisodeWorker:
         if call := self.calls.pop(name, None):
             call.abandon()
 
-    def _call(self, name: str) -> Call:
+    def _call(self, name: str) -> DispatchCall:
         if name in self.calls:
             return self.calls[name]
         limit = self.agents.concurrency if self.agents else None
-        call = Call(asyncio.Semaphore(limit) if limit else nullcontext())
+        call = DispatchCall(asyncio.Semaphore(limit) if limit else nullcontext())
         if name not in self.over:
             self.calls[name] = call
         return call
 
-    async def _run(self, call: Call, ticket: Ticket, spec: EpisodeSpec) -> None:
+    async def _run(self, call: DispatchCall, ticket: Ticket, spec: EpisodeSpec) -> None:
         try:
             trajectory = await self._episode(call, ticket, spec)
         except EpisodeFault as error:
@@ -235,7 +235,7 @@ class EpisodeWorker:
         call.tasks.pop(ticket, None)
         call.ready.put_nowait((ticket, trajectory))
 
-    async def _episode(self, call: Call, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
+    async def _episode(self, call: DispatchCall, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
         kit = self.kit.of_row(spec.row)
         policy = partial(WorkerPolicy, kit, call, ticket, spec)
         if self.agents and runs_function(spec.row, self.environments):

@@ -207,6 +207,6 @@ def _symbolic(solution: str, truth: str) -> dict[str, Any]:
     return built_in.compute_score("numina_", solution, truth, method="flexible")
 
 
-def _limits(seconds: float, memory_mb: int | None = None) -> code.Limits:
-    limits = code.Limits(seconds)
+def _limits(seconds: float, memory_mb: int | None = None) -> code.ProgramLimits:
+    limits = code.ProgramLimits(seconds)
     return limits if memory_mb is None else replace(limits, memory_mb=memory_mb)

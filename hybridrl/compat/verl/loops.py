@@ -232,7 +232,7 @@ def register(name: str) -> Callable[[type], type]:
 
 
 @dataclass(frozen=True)
-class AgentLoop(episode_loop.AgentLoop):
+class VerlLoop(episode_loop.AgentLoop):
     """A loop class with its arguments, for the episodes of one row."""
 
     cls: type
@@ -315,9 +315,9 @@ class AgentLoop(episode_loop.AgentLoop):
         return rows
 
 
-def agent_loop(name: str, path: str | None) -> AgentLoop:
+def agent_loop(name: str, path: str | None) -> VerlLoop:
     """The loop of this `agent_name`; ConfigError lists those that there are."""
-    loops = {**{known: AgentLoop(cls, {}) for known, cls in _registered.items()}, **(_load(path) if path else {})}
+    loops = {**{known: VerlLoop(cls, {}) for known, cls in _registered.items()}, **(_load(path) if path else {})}
     if name not in loops:
         known = f"it has {', '.join(loops)}" if loops else f"set {LOOPS} to a yaml of loops"
         raise ConfigError(f"agent_name={name}: there is no such agent loop", fix=known, keys=LOOPS)
@@ -325,7 +325,7 @@ def agent_loop(name: str, path: str | None) -> AgentLoop:
 
 
 @functools.cache
-def _load(path: str) -> dict[str, AgentLoop]:
+def _load(path: str) -> dict[str, VerlLoop]:
     loops = {}
     for index, entry in enumerate(read_entries(path, LOOPS, "agent_loops")):
         place = f"{LOOPS}={path}: [{index}]"
@@ -335,7 +335,7 @@ def _load(path: str) -> dict[str, AgentLoop]:
         if not inspect.iscoroutinefunction(getattr(cls, "run", None)):
             raise ConfigError(f"{place}: {cls.__name__} has no async method run", fix="inherit from AgentLoopBase")
         kwargs = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
-        loops[str(entry["name"])] = AgentLoop(cls, kwargs)
+        loops[str(entry["name"])] = VerlLoop(cls, kwargs)
     return loops
 
 

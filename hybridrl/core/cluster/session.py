@@ -36,7 +36,7 @@ Place = tuple[type, int]  # an actor's class, and its device
 
 
 @dataclass(frozen=True)
-class Machine:
+class RayMachine:
     """A machine of a Ray cluster: host and address, Ray's number of it, and its resources, all and unreserved."""
 
     name: str
@@ -72,11 +72,11 @@ def joined(ray_init: dict[str, Any]) -> Iterator[None]:
         ray.shutdown()
 
 
-def read_machines() -> list[Machine]:
+def read_machines() -> list[RayMachine]:
     """Return the machines of the Ray that this process is connected to."""
     free = ray._private.state.available_resources_per_node()
     return [
-        Machine(
+        RayMachine(
             f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})",
             node["NodeID"],
             node["Resources"],
@@ -107,13 +107,13 @@ def describe_reservations() -> list[str]:
     ]
 
 
-def missing_machines(machines: Sequence[Machine], request: Mapping[str, float], wanted: int) -> list[str]:
+def missing_machines(machines: Sequence[RayMachine], request: Mapping[str, float], wanted: int) -> list[str]:
     """Return the machines that a run lacks; `request` is what it reserves on each of `wanted` machines."""
     fitting = sum(machine.has(request) for machine in machines)
     return [f"machine {number} of {wanted} is missing" for number in range(fitting + 1, wanted + 1)]
 
 
-def describe_room(machines: Sequence[Machine], request: Mapping[str, float]) -> list[str]:
+def describe_room(machines: Sequence[RayMachine], request: Mapping[str, float]) -> list[str]:
     """Return for each machine what is requested of it, what it has, and what of that is free."""
     lines = []
     width = max((len(machine.name) for machine in machines), default=0)

@@ -16,7 +16,7 @@ from itertools import chain
 
 from hybridrl.core.experience.spool import ResponseStore, Spooled
 from hybridrl.core.experience.trajectory import (
-    Conversations,
+    ConversationSource,
     Ended,
     Episode,
     EpisodeRequest,
@@ -80,7 +80,7 @@ class EpisodeRunner:
         scorers: Scorers,
         seed: int,
         shaping: Shaping | None = None,
-        conversations: Conversations | None = None,
+        conversations: ConversationSource | None = None,
         *,
         function_scores: bool = False,
         add_environment_reward: bool = False,

@@ -22,7 +22,7 @@ TRUNCATED = ("max_tokens", "max_turn_tokens", "context_overflow")
 STOPS = ("completed", "max_turns", *TRUNCATED, "invalid_calls", "timeout", "fault")
 
 
-class CallRecord(Protocol):
+class ScoredCall(Protocol):
     """What became of a tool call, as far as it is read here (see agents.environments.environment)."""
 
     @property
@@ -44,7 +44,7 @@ class Turn:
     versions: np.ndarray | int  # the weight version of each token [T], or of all
     stop: str
     fresh: bool = False
-    calls: Sequence[CallRecord] = ()
+    calls: Sequence[ScoredCall] = ()
     reward: float | None = None
     seconds_model: float = 0.0
     seconds_tools: float = 0.0
@@ -175,7 +175,7 @@ class Source(Protocol):
         """Take note that an episode is being scored."""
 
 
-class Conversations(Protocol):
+class ConversationSource(Protocol):
     """Where episodes of several turns come from; a run that has environments hands it in."""
 
     def source(

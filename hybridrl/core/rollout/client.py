@@ -21,7 +21,7 @@ from itertools import chain, count
 from types import MappingProxyType
 
 from hybridrl.core.cluster.watchdog import SILENT_SECONDS
-from hybridrl.core.rollout.lanes import Job, Lane, Server, ServerFailure
+from hybridrl.core.rollout.lanes import Lane, PendingRequest, ServerFailure, ServerHandle
 from hybridrl.core.rollout.suspects import Suspects
 from hybridrl.core.rollout.types import Completion, Goal, Key, Request, RequestFault
 from hybridrl.tracking.console import warn
@@ -55,8 +55,8 @@ class RolloutClient:
 
     def __init__(
         self,
-        servers: Sequence[Server],
-        revive: Callable[[int], Server | None],
+        servers: Sequence[ServerHandle],
+        revive: Callable[[int], ServerHandle | None],
         *,
         capacity: int,
         timeout: float,
@@ -73,8 +73,8 @@ class RolloutClient:
         self.reprefilled = 0  # tokens of interrupted requests that were computed again
         self.on_finished: Callable[[], None] = lambda: None  # called after responses have arrived
         self._interrupted: asyncio.AbstractEventLoop | None = None  # in which requests are held
-        self._held: list[Job] = []
-        self._waiting: deque[Job] = deque()
+        self._held: list[PendingRequest] = []
+        self._waiting: deque[PendingRequest] = deque()
         self._suspects = Suspects()
         self._homes: dict[int, Lane] = {}  # by prompt: the server that has it cached
         self._tickets = count()
@@ -90,7 +90,7 @@ class RolloutClient:
         if not held and not self.available:
             raise ModeError("generate was called while the devices are in training mode; call to_rollout first")
         loop = asyncio.get_running_loop()
-        job = Job(next(self._tickets), request, loop.create_future(), begun)
+        job = PendingRequest(next(self._tickets), request, loop.create_future(), begun)
         if held:
             self._held.append(job)
             return job.future
@@ -150,7 +150,7 @@ class RolloutClient:
         self.reprefilled += sum(len(rest.prompt_ids) for rest in (job.rest() for job in self._waiting) if rest.begun)
         self._dispatch_soon(loop)
 
-    def held(self) -> dict[Key, Job]:
+    def held(self) -> dict[Key, PendingRequest]:
         """Return the requests that wait for `resume`."""
         return {job.request.key: job for job in self._held if not job.future.done()}
 
@@ -179,7 +179,7 @@ class RolloutClient:
 
         return asyncio.run(gather())
 
-    def replace(self, index: int, server: Server) -> None:
+    def replace(self, index: int, server: ServerHandle) -> None:
         """Replace a server that was lost while nothing was generated, or that `revive` did not return."""
         self.restarts += 1
         self.lanes[index] = Lane(server)
@@ -189,7 +189,7 @@ class RolloutClient:
         if self._interrupted is asyncio.get_running_loop():
             return
         self._dispatch_due = False
-        given: dict[int, list[Job]] = {}
+        given: dict[int, list[PendingRequest]] = {}
         withheld = self._suspects.withhold(self._waiting, chain(*(lane.running.values() for lane in self.lanes)))
         while self._waiting:
             first = self._waiting[0].request
@@ -253,7 +253,7 @@ class RolloutClient:
         finally:
             lane.running, lane.given, lane.pump = {}, [], None
 
-    def _arrived(self, job: Job, part: Completion | RequestFault) -> None:
+    def _arrived(self, job: PendingRequest, part: Completion | RequestFault) -> None:
         self._suspects.responded(job)
         if job.suspect:  # the search for a fatal request makes progress, on whichever server
             for lane in self.lanes:

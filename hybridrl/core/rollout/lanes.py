@@ -15,7 +15,7 @@ class ServerFailure(RuntimeError):
         self.cause, self.kind = cause, kind
 
 
-class Server(Protocol):
+class ServerHandle(Protocol):
     """A rollout server as the client uses it; awaited calls raise ServerFailure."""
 
     def submit(self, requests: list[tuple[int, Request]], goal: Goal | None = None) -> None: ...
@@ -27,7 +27,7 @@ class Server(Protocol):
 
 
 @dataclass
-class Job:
+class PendingRequest:
     """A request in flight, with the future that its caller awaits, and what was sampled before an interruption.
     `attempts` counts the servers that died with it, which one that is `suspect` may have caused."""
 
@@ -56,9 +56,9 @@ class Lane:
     replaced before the next weight sync. `deaths` counts those without a response in between.
     """
 
-    server: Server
-    running: dict[int, Job] = field(default_factory=dict)
-    given: list[Job] = field(default_factory=list)
+    server: ServerHandle
+    running: dict[int, PendingRequest] = field(default_factory=dict)
+    given: list[PendingRequest] = field(default_factory=list)
     pump: asyncio.Task | None = None  # fetches responses as long as any is running
     goal: Goal | None = None
     rebuilding: bool = False

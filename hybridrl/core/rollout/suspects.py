@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from hybridrl.core.rollout.lanes import Job
+from hybridrl.core.rollout.lanes import PendingRequest
 from hybridrl.core.rollout.types import FatalRequest, RequestFault
 
 logger = logging.getLogger(__name__)
@@ -21,10 +21,10 @@ class Suspects:
 
     def __init__(self) -> None:
         self.window: int | None = None
-        self.found: list[tuple[Job, str]] = []  # with the reason of the last death
+        self.found: list[tuple[PendingRequest, str]] = []  # with the reason of the last death
         self.rejected = False  # a request, which was reported
 
-    def lost(self, jobs: Sequence[Job], reason: str) -> list[Job]:
+    def lost(self, jobs: Sequence[PendingRequest], reason: str) -> list[PendingRequest]:
         """Count the death of a server with these requests, and return those to run again. They are suspects after their
         second one: most servers die for other reasons, and to run a few requests at a time takes long."""
         for job in jobs:
@@ -40,7 +40,7 @@ class Suspects:
         self.found += [(job, reason) for job in fatal]
         return [job for job in running if job not in fatal]
 
-    def withhold(self, waiting: deque[Job], running: Iterable[Job]) -> list[Job]:
+    def withhold(self, waiting: deque[PendingRequest], running: Iterable[PendingRequest]) -> list[PendingRequest]:
         """Take the suspects out of `waiting` that must not run yet, and those with the prompt of a fatal request."""
         if self.window is None:
             return []
@@ -58,14 +58,14 @@ class Suspects:
             self.window = None
         return withheld
 
-    def put_back(self, waiting: deque[Job], withheld: Sequence[Job]) -> None:
+    def put_back(self, waiting: deque[PendingRequest], withheld: Sequence[PendingRequest]) -> None:
         """Put suspects back into `waiting`, behind those that may run and before all other requests."""
         ahead = sum(1 for _ in takewhile(lambda job: job.suspect, waiting))
         waiting.rotate(-ahead)
         waiting.extendleft(reversed(withheld))
         waiting.rotate(ahead)
 
-    def responded(self, job: Job) -> None:
+    def responded(self, job: PendingRequest) -> None:
         """Note a response: servers can sample."""
         if self.window is not None and job.suspect:
             self.window += 1
@@ -81,11 +81,11 @@ class Suspects:
             if not (job.future.done() or job.future.get_loop().is_closed()):
                 job.future.set_exception(FatalRequest(message))
 
-    def take_found(self) -> list[Job]:
+    def take_found(self) -> list[PendingRequest]:
         found, self.found = self.found, []
         return [job for job, _ in found]
 
-    def reject(self, job: Job, fault: RequestFault) -> None:
+    def reject(self, job: PendingRequest, fault: RequestFault) -> None:
         """Fail a request that its engine rejected; the first is reported, the others are counted as their episodes'."""
         if not self.rejected:
             logger.warning("%s; its episode is excluded", fault, extra={"code": "request-excluded"})

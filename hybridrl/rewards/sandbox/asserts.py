@@ -171,7 +171,7 @@ class _Test:
             return _raised(error)
 
     def _refer(self, value: Any) -> dict[str, int]:
-        if isinstance(value, _StandIn):
+        if isinstance(value, _Stub):
             return {"object": value._number}
         if not callable(value):
             kind = type(value).__name__
@@ -179,11 +179,11 @@ class _Test:
         self._functions.append(value)
         return {"function": len(self._functions) - 1}
 
-    def _object(self, _: str, number: int) -> "_StandIn":
-        return _StandIn(self, number)
+    def _object(self, _: str, number: int) -> "_Stub":
+        return _Stub(self, number)
 
 
-class _StandIn:
+class _Stub:
     """An object of the program, known to the tests' process by its number only."""
 
     _test: _Test
@@ -193,7 +193,7 @@ class _StandIn:
         vars(self).update(_test=test, _number=number)
 
     def __hash__(self) -> int:
-        return hash((_StandIn, self._number))
+        return hash((_Stub, self._number))
 
 
 def _forwarded(operation: str) -> Callable[..., Any]:
@@ -201,8 +201,8 @@ def _forwarded(operation: str) -> Callable[..., Any]:
 
 
 def _computed(operation: str) -> Callable[..., Any]:
-    def compute(self: _StandIn, other: object) -> Any:
-        if isinstance(other, _StandIn):
+    def compute(self: _Stub, other: object) -> Any:
+        if isinstance(other, _Stub):
             return self._test.ask(operation, self, (other,), {})
         if operation == "__instancecheck__" or (operation == "__eq__" and other is None):
             return False
@@ -212,9 +212,9 @@ def _computed(operation: str) -> Callable[..., Any]:
 
 
 for _name in _OPERATIONS:
-    setattr(_StandIn, _name, _forwarded(_name))
+    setattr(_Stub, _name, _forwarded(_name))
 for _name in _COMPUTATIONS:
-    setattr(_StandIn, _name, _computed(_name))
+    setattr(_Stub, _name, _computed(_name))
 
 
 class _Names(dict):

@@ -30,7 +30,7 @@ class SandboxError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """CPU seconds, memory in MiB and printed characters per run; seconds for all runs of a program together."""
 
     seconds: float = 5.0
@@ -51,7 +51,7 @@ def check_sandbox() -> None:
 def run(
     program: str,
     inputs: list[Any],
-    limits: Limits,
+    limits: ProgramLimits,
     kind: Literal["stdin", "call", "asserts"] = "stdin",
     function: str = "",
 ) -> list[str | None]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.rewards.sandbox.run import Limits, run
+from hybridrl.rewards.sandbox.run import ProgramLimits, run
 
 _FENCED = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _EXTRA_OUTPUT = 1 << 16
@@ -30,7 +30,7 @@ def compute_score(
     the same with "fn_name" and arguments and return values; or asserts as a text, a list, or under "test_list",
     "functional" or "test" (with "entry_point", as in HumanEval). ValueError for anything else.
     """
-    program, limits = last_program(solution_str), Limits(seconds, memory_mb, _EXTRA_OUTPUT, total_seconds)
+    program, limits = last_program(solution_str), ProgramLimits(seconds, memory_mb, _EXTRA_OUTPUT, total_seconds)
     results = passed(program, ground_truth, limits)
     accuracy, share = float(all(results)), sum(results) / len(results)
     return {"score": share if continuous else accuracy, "acc": accuracy, "passed": share}
@@ -64,7 +64,7 @@ def _close(one: float, other: float) -> bool:
         return one == other
 
 
-def passed(program: str, ground_truth: Any, limits: Limits) -> list[bool]:
+def passed(program: str, ground_truth: Any, limits: ProgramLimits) -> list[bool]:
     """Return whether the program passes, test by test; no program passes none, also where nothing is to be printed."""
     tests = _as_tests(ground_truth)
     if "asserts" in tests:

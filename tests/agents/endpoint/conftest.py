@@ -12,9 +12,9 @@ from openai import AsyncOpenAI
 from transformers import Qwen2Tokenizer
 
 from hybridrl.agents.endpoint.app import create_app
-from hybridrl.agents.endpoint.core import Wanted
+from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.server import serving
-from hybridrl.agents.endpoint.sessions import Session, Sessions
+from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments.episode_loop import Kit, Limits
 from hybridrl.core.rollout import Completion
 from tests.agents.environments import conftest as environments
@@ -37,10 +37,10 @@ class Script:
     def __init__(self, tokenizer: Qwen2Tokenizer, texts: Any) -> None:
         self.tokenizer, self.texts = tokenizer, texts
         self.prompts: list[list[int]] = []
-        self.wanted: list[Wanted] = []
+        self.wanted: list[SamplingOptions] = []
         self.cancelled = 0
 
-    async def __call__(self, session: Session, ids: list[int], wanted: Wanted) -> Completion:
+    async def __call__(self, session: Session, ids: list[int], wanted: SamplingOptions) -> Completion:
         self.prompts.append(ids)
         self.wanted.append(wanted)
         try:
@@ -66,7 +66,7 @@ def kit_of(tokenizer: Qwen2Tokenizer) -> Callable[..., Kit]:
 class Served:
     """An endpoint on a socket: its address, its sessions, the script behind it, and clients for it."""
 
-    def __init__(self, address: str, sessions: Sessions, script: Script) -> None:
+    def __init__(self, address: str, sessions: AgentSessions, script: Script) -> None:
         self.address, self.sessions, self.script = address, sessions, script
 
     def client(self, session: Session | None = None, **options: Any) -> AsyncOpenAI:
@@ -82,7 +82,7 @@ def endpoint(tokenizer: Qwen2Tokenizer, kit_of: Callable[..., Kit]) -> Callable[
     async def serve(
         texts: Any, *, clock: Any = None, timeout: float = 3600, app: Any = MappingProxyType({}), **limits: Any
     ) -> AsyncIterator[Served]:
-        sessions = Sessions(kit_of(**limits), timeout, **({"clock": clock} if clock else {}))
+        sessions = AgentSessions(kit_of(**limits), timeout, **({"clock": clock} if clock else {}))
         script = Script(tokenizer, texts)
         async with serving(create_app(script, sessions, admin_key=ADMIN, **app)) as address:
             yield Served(address, sessions, script)

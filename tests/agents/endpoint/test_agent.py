@@ -20,8 +20,8 @@ from hybridrl.agents.endpoint.functions import AgentSettings
 from hybridrl.agents.environments.episode_loop import EpisodeRun
 from hybridrl.agents.environments.pool import EpisodeDispatch
 from hybridrl.agents.environments.settings import EnvironmentSettings
-from hybridrl.agents.environments.worker import Call, EpisodeSettings, EpisodeSpec, EpisodeWorker, WorkerPolicy
-from hybridrl.compat.verl.loops import AgentLoop, AgentLoopOutput
+from hybridrl.agents.environments.worker import DispatchCall, EpisodeSettings, EpisodeSpec, EpisodeWorker, WorkerPolicy
+from hybridrl.compat.verl.loops import AgentLoopOutput, VerlLoop
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, RolloutClient, Sampling, request_seed
 from tests.agents.endpoint.conftest import completion_of
@@ -104,8 +104,8 @@ def test_an_agent_loop_of_verl_gives_the_rows_of_the_same_loop_as_an_environment
     row, kit = {"turns": 3, "reward": 0.5}, kit_of()
     expected = asyncio.run(EpisodeRun(kit, Counting(tokenizer), Echo({}, row)).run(MESSAGES))
     sections = {"actor_rollout_ref": {"rollout": {}}, "data": {"max_prompt_length": 64, "max_response_length": 64}}
-    loop = AgentLoop(EchoLoop, {}, row).run(Counting(tokenizer), MESSAGES, tokenizer, sections, {}, kit.dialogue)
-    found = AgentLoop.trajectory(asyncio.run(loop), np.array([3]), tokenizer)
+    loop = VerlLoop(EchoLoop, {}, row).run(Counting(tokenizer), MESSAGES, tokenizer, sections, {}, kit.dialogue)
+    found = VerlLoop.trajectory(asyncio.run(loop), np.array([3]), tokenizer)
     ((one,), (other,)) = expected.rows(), found.rows()
     for name in ("prompt_ids", "response_ids", "log_probs", "mask"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
@@ -115,9 +115,9 @@ def test_an_agent_loop_of_verl_gives_the_rows_of_the_same_loop_as_an_environment
 def test_tokens_of_an_agent_loop_have_the_versions_of_their_weights(tokenizer):
     rows = [AgentLoopOutput(prompt_ids=[1], response_ids=[2, 3, 4, 5], response_mask=[1, 1, 0, 1], metrics={})]
     rows[0].response_logprobs = [-0.5] * 4
-    found = AgentLoop.trajectory(rows, np.array([3, 4, 5]), tokenizer)
+    found = VerlLoop.trajectory(rows, np.array([3, 4, 5]), tokenizer)
     assert [turn.token_versions.tolist() for turn in found.turns] == [[3, 4], [5]]
-    fewer = AgentLoop.trajectory(rows, np.array([4, 3, 4, 5]), tokenizer)  # the loop left out some that were sampled
+    fewer = VerlLoop.trajectory(rows, np.array([4, 3, 4, 5]), tokenizer)  # the loop left out some that were sampled
     assert [turn.token_versions.tolist() for turn in fewer.turns] == [[3, 3], [3]]
 
 
@@ -489,7 +489,7 @@ def test_the_texts_that_end_a_turn_are_those_of_the_run_and_of_the_request(worke
         asked.append(request.sampling)
         return completion_of(tokenizer, "yes")
 
-    call = Call()
+    call = DispatchCall()
     monkeypatch.setattr(call, "ask", ask)
     sampling = Sampling(max_tokens=50, stop_ids=(tokenizer.eos_token_id,), stop=("</search>",))
     policy = WorkerPolicy(worker.kit, call, 7, EpisodeSpec(0, 0, MESSAGES, {}, sampling, 1, "key"), sampling)

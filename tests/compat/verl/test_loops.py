@@ -9,7 +9,7 @@ import pytest
 from hybridrl.agents.environments import EpisodeFault
 from hybridrl.agents.environments.load import check, environment_of
 from hybridrl.agents.environments.settings import EnvironmentSettings
-from hybridrl.compat.verl.loops import AgentLoop
+from hybridrl.compat.verl.loops import VerlLoop
 from hybridrl.config import ConfigError
 
 LOOPS = '''
@@ -140,7 +140,7 @@ def settings(tmp_path):
 def run(name: str, settings, policy=None):
     row = {"agent_name": name, "extra_info": {"wanted": 8}}
     loop = environment_of(row, settings)
-    assert isinstance(loop, AgentLoop)
+    assert isinstance(loop, VerlLoop)
     call = loop.run(policy or Policy(), MESSAGES, Tokenizer(), CONFIG, {"temperature": 1.0}, Dialogue())
     return asyncio.run(call)
 

@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 from hybridrl.config import ConfigError
 from hybridrl.core.cluster import RaySession, metrics
 from hybridrl.core.cluster.session import (
-    Machine,
+    RayMachine,
     describe_reservations,
     describe_room,
     joined,
@@ -47,8 +47,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_machine_that_is_missing_is_named_with_what_the_others_have():
-    busy = Machine("node-a (10.0.0.1)", "1", total={"GPU": 8, "CPU": 64}, free={"GPU": 3, "CPU": 60})
-    small = Machine("n (10.0.0.2)", "2", total={"CPU": 4}, free={"CPU": 4})
+    busy = RayMachine("node-a (10.0.0.1)", "1", total={"GPU": 8, "CPU": 64}, free={"GPU": 3, "CPU": 60})
+    small = RayMachine("n (10.0.0.2)", "2", total={"CPU": 4}, free={"CPU": 4})
     request = request_of("cuda", 8)
     assert describe_room([busy, small], request) == [
         "node-a (10.0.0.1)  GPUs: 8 requested, 8 in total, 3 free; CPUs: 8 requested, 64 in total, 60 free",

@@ -7,7 +7,7 @@ import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.core.cluster import session as module
-from hybridrl.core.cluster.session import Machine, RaySession
+from hybridrl.core.cluster.session import RayMachine, RaySession
 
 
 class Group:
@@ -42,7 +42,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     """A Ray of two machines with room for one group; reports follow one another at once."""
     made = FakeRay(room=1)
     gpus = {"GPU": 8.0, "CPU": 64.0}
-    machines = [Machine(name, name, gpus, gpus | {"GPU": free}) for name, free in (("a", 0.0), ("b", 3.0))]
+    machines = [RayMachine(name, name, gpus, gpus | {"GPU": free}) for name, free in (("a", 0.0), ("b", 3.0))]
     replaced: dict[str, Any] = {
         "ray": SimpleNamespace(wait=made.wait, shutdown=made.shutdown),
         "placement_group": made.placement_group,

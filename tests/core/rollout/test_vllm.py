@@ -14,7 +14,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 
 from hybridrl.core.required import required
 from hybridrl.core.rollout.types import Request, Sampling
-from hybridrl.core.rollout.vllm.collector import Collector, Observer, Response
+from hybridrl.core.rollout.vllm.collector import Collector, EngineResponse, Observer
 from hybridrl.core.rollout.vllm.engine import PARTS, VllmEngine, unlink_segments
 from hybridrl.core.rollout.vllm.loop import EngineLoop
 from hybridrl.core.rollout.vllm.settings import vllm_environment
@@ -67,9 +67,9 @@ class EndingEngine:
     def add_request(self, name: str, *_: object, **__: object) -> None:
         self.names.append(name)
 
-    def step(self) -> list[Response]:
+    def step(self) -> list[EngineResponse]:
         names, self.names = self.names, []
-        return [Response(name, None, [7, 8], failure=self.failure) for name in names]
+        return [EngineResponse(name, None, [7, 8], failure=self.failure) for name in names]
 
     def reset_prefix_cache(self) -> bool:
         return self.reset

@@ -6,7 +6,7 @@ from typing import Any
 
 from hybridrl.agents.environments.environment import Schema, ToolError
 from hybridrl.agents.environments.tools import Tool
-from hybridrl.rewards.sandbox.run import Limits, check_sandbox, run
+from hybridrl.rewards.sandbox.run import ProgramLimits, check_sandbox, run
 
 SCHEMA: Schema = {
     "type": "function",
@@ -72,7 +72,7 @@ class Python(Tool):
 def run_python(code: str, seconds: float = 5, earlier: Sequence[str] = (), memory_mb: int = 512) -> str:
     """Return what the code printed, after the cells of `earlier`; ToolError if it exceeded a limit."""
     program = _PROGRAM.format(cells=json.dumps([*earlier, code]), last_lines=LAST_LINES)
-    printed = run(program, [""], Limits(seconds, memory_mb, total_seconds=2 * seconds + 5))[0]
+    printed = run(program, [""], ProgramLimits(seconds, memory_mb, total_seconds=2 * seconds + 5))[0]
     if printed is None:
         raise ToolError(
             f"Error: stopped at a limit: {seconds:g} s of computing, {memory_mb} MiB of memory, or 64 KiB printed"

@@ -72,7 +72,7 @@ class Observer(StatLoggerBase):
 
 
 @dataclass(eq=False)
-class Response:
+class EngineResponse:
     """What the engine has sampled for a request, or the log-probs of a prompt that is scored."""
 
     name: str
@@ -112,7 +112,7 @@ class Collector:
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
         self.tokenizer: PreTrainedTokenizerBase | None = None  # needed where texts end responses
-        self.responses: dict[str, Response] = {}
+        self.responses: dict[str, EngineResponse] = {}
         self.begun: dict[str, int] = {}  # by name, of requests that continue a response: its tokens in their prompt
         self.sampled = 0  # tokens of finished responses
 
@@ -120,7 +120,7 @@ class Collector:
         begun = self.begun.pop(request.external_req_id, 0)
         texts = self._texts(request, begun) if request.sampling_params.stop else None
         tokens = len(request.prompt_token_ids)
-        self.responses[request.request_id] = Response(request.external_req_id, texts, prompt_tokens=tokens)
+        self.responses[request.request_id] = EngineResponse(request.external_req_id, texts, prompt_tokens=tokens)
 
     def _texts(self, request: EngineCoreRequest, begun: int) -> IncrementalDetokenizer:
         """Return what looks for the texts that end a response, also for one that begins before an interruption."""
@@ -139,7 +139,7 @@ class Collector:
         ids = [one for one, response in self.responses.items() if response.name == name]
         return [one for one in ids if self.responses.pop(one)]
 
-    def interrupt(self) -> dict[str, Response]:
+    def interrupt(self) -> dict[str, EngineResponse]:
         """Return the unfinished responses by the engine's ids, and forget them."""
         interrupted, self.responses = self.responses, {}
         for response in interrupted.values():

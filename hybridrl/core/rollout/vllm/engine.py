@@ -28,7 +28,7 @@ from hybridrl.core.required import required
 from hybridrl.core.rollout.statistics import EngineStats
 from hybridrl.core.rollout.types import Completion, Goal, Request
 from hybridrl.core.rollout.vllm import repairs
-from hybridrl.core.rollout.vllm.collector import Collector, Observer, Response
+from hybridrl.core.rollout.vllm.collector import Collector, EngineResponse, Observer
 from hybridrl.core.rollout.vllm.loop import EngineLoop
 from hybridrl.core.rollout.vllm.requests import checked_params
 from hybridrl.core.rollout.vllm.settings import cache_bytes_per_token, cpu_cache_bytes
@@ -99,7 +99,7 @@ class VllmEngine:
         token_ids = np.asarray(response.token_ids, dtype=np.int64)
         return Completion(token_ids, response.log_probs, response.truncated, version, response.interrupted)
 
-    async def _respond(self, name: str, prompt_ids: list[int], parameters: SamplingParams) -> Response:
+    async def _respond(self, name: str, prompt_ids: list[int], parameters: SamplingParams) -> EngineResponse:
         adapter = adapter_request(self.sync_id) if self.adapted else None
         prompt = TokensPrompt(prompt_token_ids=prompt_ids)
         response = await self.loop.generate(name, prompt, parameters, lora_request=adapter)
@@ -199,7 +199,7 @@ class Progress:
         self.prompts = {name: int(name.partition("-")[0]) for name in names}
         self.missing = Counter(self.prompts.values())
 
-    def __call__(self, response: Response) -> bool:
+    def __call__(self, response: EngineResponse) -> bool:
         prompt = self.prompts.get(response.name)
         if prompt is None:
             return False

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from hybridrl.core.rollout.vllm.collector import Response
+    from hybridrl.core.rollout.vllm.collector import EngineResponse
 
 T = TypeVar("T")
 
@@ -26,9 +26,11 @@ class EngineLoop:
         self.build = build
         self.engine: LLMEngine | None = None
         self.calls: SimpleQueue[tuple[Callable[[LLMEngine], Any], Future]] = SimpleQueue()
-        self.responses: dict[str, Future[Response]] = {}  # of unfinished requests, by name
+        self.responses: dict[str, Future[EngineResponse]] = {}  # of unfinished requests, by name
         self.held: list[Callable[[LLMEngine], Any]] | None = None  # requests that wait for `release`
-        self.enough: Callable[[Response], bool] | None = None  # called with each that finished: whether to interrupt
+        self.enough: Callable[[EngineResponse], bool] | None = (
+            None  # called with each that finished: whether to interrupt
+        )
         self.failure: Exception | None = None
         self.thread = Thread(target=self._run, name="engine", daemon=True)
 
@@ -41,7 +43,7 @@ class EngineLoop:
         """Call a function with the engine, between two iterations."""
         return await asyncio.wrap_future(self._submit(function))
 
-    async def generate(self, name: str, *request: Any, **options: Any) -> "Response":
+    async def generate(self, name: str, *request: Any, **options: Any) -> "EngineResponse":
         """Return the response to a request, whose arguments are those of LLMEngine.add_request."""
         self.responses[name] = response = _future()
 
