@@ -120,12 +120,15 @@ class PlannedRun:
         width, self.row_bytes = rollout.tensor_model_parallel_size, models.policy.row_cache(self.longest, itemsize)
         self.weights = models.policy.engine_weights(itemsize, on_cpu=self.on_cpu) / width
         self.cache = max(rollout.gpu_memory_utilization * self.gpu - self.weights, 0)
-        # Of the base of an adapter, which a sleeping engine on CUDA keeps in host memory.
-        adapted = config.actor_rollout_ref.model.lora_rank and not config.actor_rollout_ref.model.lora.merge
-        asleep = rollout.free_cache_engine and not self.apart and not self.on_cpu
-        self.base = models.policy.page_locked * itemsize / width if adapted and asleep else 0
+        self.base = models.policy.page_locked * itemsize / width if self._keeps_base() else 0
         if self.on_cpu:
             self.cache = cpu_cache_bytes(models.policy.row_cache(1, itemsize), rollout, self.engine_devices // width)
+
+    def _keeps_base(self) -> bool:
+        """Whether a sleeping engine keeps the base of an adapter in host memory, as it does on CUDA."""
+        section = self.config.actor_rollout_ref
+        adapted = section.model.lora_rank and not section.model.lora.merge
+        return bool(adapted and section.rollout.free_cache_engine and not self.apart and not self.on_cpu)
 
     def micro_batch(self, budget: MicroBatchBudget, prompts: int) -> int:
         """Tokens per device in the largest micro-batch when `prompts` are spread over all devices, and all rows of a
@@ -160,9 +163,9 @@ class Held:
                 place[kind] += size
 
 
-def phase_memory(run: PlannedRun, phase: str) -> Held:
-    """Estimate the peak of a phase."""
-    held, starting, syncing, cuda = Held(), phase == "start-up", phase == "weight sync", not run.on_cpu
+def _add_learners(held: Held, run: PlannedRun, phase: str) -> None:
+    """Add the parameters, moments and gradients of what is trained."""
+    starting, cuda = phase == "start-up", not run.on_cpu
     for name, kinds, shard, learner, _, _ in run.learners:
         # Offloaded parameters keep their place in host memory all the time. Under `offload_policy` shards still pass
         # through the device on their way from the files.
@@ -174,32 +177,39 @@ def phase_memory(run: PlannedRun, phase: str) -> Held:
         held.add(kinds[1], shard.moments, host=on_host, device=not on_host)
         if phase == f"{name} update":
             held.add("gradients", shard.gradients, host=everything, device=not everything)
+
+
+def phase_memory(run: PlannedRun, phase: str) -> Held:
+    """Estimate the peak of a phase."""
+    held, starting, syncing = Held(), phase == "start-up", phase == "weight sync"
+    _add_learners(held, run, phase)
     if run.reference:
         offloaded = run.reference_offloaded
         held.add("reference", run.reference.parameters, host=offloaded, device=not offloaded or starting)
     held.device.update(_working(run, phase))
     # A sleeping engine frees most of its memory on CUDA. On CPU it keeps it, and the trainer keeps its buckets.
     engine = held.engine if run.apart else held.device
-    if run.on_cpu or run.apart or syncing or phase == "rollout":
-        engine["rollout weights"] += run.weights
-    if run.on_cpu or run.apart or phase == "rollout":
-        engine["KV cache"] += run.cache
+    awake = run.on_cpu or run.apart or phase == "rollout"
+    engine["rollout weights"] += run.weights * (awake or syncing)
+    engine["KV cache"] += run.cache * awake
     if syncing or (run.on_cpu and not starting):
         held.device["sync buckets"] += run.models.bucket
     if run.base:  # torch keeps page-locked memory for the next sleep
         held.host["sleeping base"] += run.base
-    if cuda:
+    if not run.on_cpu:
         held.device["CUDA contexts"] += TRAINER_CONTEXT_BYTES
         engine["CUDA contexts"] += ENGINE_CONTEXT_BYTES
         held.engine["sync buckets"] += run.models.bucket * syncing * run.apart
         if not run.apart and not syncing and phase != "rollout":
             held.device["sleeping engine"] = ASLEEP_BYTES
     if not starting and save_times(run.config.trainer).ever:  # the host copies that are written; they are kept
-        for trained in run.learners:
-            shard, saved = trained.shard, trained.section.checkpoint.save_contents
-            size = shard.gradients * ("model" in saved) + shard.moments * ("optimizer" in saved)
-            held.host["checkpoint staging"] += size
+        held.host["checkpoint staging"] += sum(map(_staged, run.learners))
     return held
+
+
+def _staged(trained: PlannedModel) -> float:
+    shard, saved = trained.shard, trained.section.checkpoint.save_contents
+    return shard.gradients * ("model" in saved) + shard.moments * ("optimizer" in saved)
 
 
 def machine_memory(run: PlannedRun, phase: str) -> Bytes:

@@ -148,6 +148,20 @@ def _learns(contents: Contents) -> Light:
     return Light(question, "fair", f"{text}: no clear change")
 
 
+def _norms_and_entropy(contents: Contents) -> list[str]:
+    norms = next(
+        (points[1] for name in ("actor/grad_norm", "train/grad_norm") if (points := series(contents, name))[0]), []
+    )
+    entropy = series(contents, "actor/entropy")[1]
+    parts = []
+    if norms:
+        parts.append(f"gradient norm {number(fmean(norms))} on average, at most {number(max(norms))}")
+    if entropy:
+        change = change_of("actor/entropy", entropy)
+        parts.append(f"entropy {number(change.before)} → {number(change.after)}")
+    return parts
+
+
 def _stable(contents: Contents) -> Light:
     question = "Is it stable?"
     if not contents.trained:
@@ -162,16 +176,7 @@ def _stable(contents: Contents) -> Light:
     if skipped:
         text = f"{len(skipped)} step{'s' * (len(skipped) > 1)} with updates that were not finite, first {skipped[0]}"
         return Light(question, "bad" if last - skipped[-1] < 3 else "fair", text)
-    norms = next(
-        (points[1] for name in ("actor/grad_norm", "train/grad_norm") if (points := series(contents, name))[0]), []
-    )
-    entropy = series(contents, "actor/entropy")[1]
-    parts = []
-    if norms:
-        parts.append(f"gradient norm {number(fmean(norms))} on average, at most {number(max(norms))}")
-    if entropy:
-        change = change_of("actor/entropy", entropy)
-        parts.append(f"entropy {number(change.before)} → {number(change.after)}")
+    parts = _norms_and_entropy(contents)
     if not parts and not any("skipped_updates" in name for metrics in contents.trained.values() for name in metrics):
         return Light(question, "unknown", "no gradient norm, no entropy and no diagnosis was logged")
     return Light(question, "good", "; ".join(parts) or "no diagnosis, no update was skipped")
