@@ -123,13 +123,8 @@ def _parser(command: Command[T]) -> argparse.ArgumentParser:
     add("-p", "--package", metavar="SECTION", help="the section that --cfg prints, such as actor_rollout_ref.rollout")
     several = "run every combination of the values given: key=a,b (docs/sweeps.md)"
     add("-m", "--multirun", action="store_true", help=several)
-    add(
-        "--at-once",
-        type=int,
-        default=1,
-        metavar="N",
-        help="with -m: N runs at a time, each with its part of the machine",
-    )
+    at_once = "with -m: N runs at a time, each with its part of the machine"
+    add("--at-once", type=int, default=1, metavar="N", help=at_once)
     add("--only", action="append", default=[], help=argparse.SUPPRESS)
     add("--resolve", action="store_true", help="has no effect, as --cfg prints resolved values always")
     add("-cp", "--config-path", type=Path, default=CONF, metavar="DIR", help=place)
