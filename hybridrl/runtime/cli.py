@@ -148,11 +148,9 @@ def _with_values(argv: list[str]) -> list[str]:
 
 def _unknown_option(option: str, module: str) -> str:
     """What to do instead, for options of Hydra."""
+    shown = "--cfg shows the configuration, hybridrl doctor with the keys of a run shows versions and machine"
     instead = {
-        (
-            "--info",
-            "-i",
-        ): "--cfg shows the configuration, hybridrl doctor with the keys of a run shows versions and machine",
+        ("--info", "-i"): shown,
         ("-cd", "--config-dir"): "name the directory of your own configuration file in --config-path",
         ("-sc", "--shell-completion"): 'eval "$(register-python-argcomplete hybridrl)"',
         ("--hydra-help",): f"see python -m {module} --help",

@@ -100,9 +100,8 @@ def resolve_rollout(config: PPOConfig | EvaluationConfig, check: Checker, lower:
     if devices % width:
         fitting = [size for size in range(1, devices + 1) if devices % size == 0]
         fitting = [1, devices] if trainer.device == "cpu" else fitting
-        check.error(
-            keys, f"must divide {key.lstrip('.')}={devices}", f"set {' or '.join(map(str, dict.fromkeys(fitting)))}"
-        )
+        fix = f"set {' or '.join(map(str, dict.fromkeys(fitting)))}"
+        check.error(keys, f"must divide {key.lstrip('.')}={devices}", fix)
     elif trainer.device == "cpu" and 1 < width < devices:
         cause = f"with {key.lstrip('.')}={devices} on CPU only a single engine can span several devices"
         check.error(keys, cause, f"set {key.lstrip('.')}={width}")
@@ -119,12 +118,12 @@ def resolve_rollout(config: PPOConfig | EvaluationConfig, check: Checker, lower:
 def _check_learning(rollout: RolloutConfig, optim: OptimizerConfig, check: Checker, *, val_only: bool) -> None:
     """Check whether a policy that samples and is updated like this can learn anything."""
     greedy = ".do_sample" if not rollout.do_sample else ".temperature" if rollout.temperature == 0 else ""
+    fix = f"set {ROLLOUT}.do_sample=true and {ROLLOUT}.temperature=1.0"
     if greedy and rollout.n > 1:
-        fix = f"set {ROLLOUT}.do_sample=true and {ROLLOUT}.temperature=1.0"
         check.error(f"{greedy} .n", f"all n={rollout.n} responses to a prompt would be equal", fix)
     if greedy and rollout.n == 1 and not val_only:
         cause = "responses are greedy: nothing is explored, so that little is learned"
-        check.warn(f"{greedy} .n", cause, f"set {ROLLOUT}.do_sample=true and {ROLLOUT}.temperature=1.0")
+        check.warn(f"{greedy} .n", cause, fix)
     if rollout.temperature > HIGHEST_TEMPERATURE:
         cause = f"above {HIGHEST_TEMPERATURE:g} most models sample noise, which scores nothing"
         check.warn(".temperature", cause, f"set {ROLLOUT}.temperature=1.0")
