@@ -146,21 +146,13 @@ def _tokenize_chats(
 ) -> Iterator[Conversation | None]:
     """Locate each response by rendering the conversation up to its beginning and up to its end."""
     turns = [[i for i, message in enumerate(chat) if message["role"] == "assistant"] for chat in chats]
-    arguments = config.apply_chat_template_kwargs
-    before = [chat[:i] for chat, places in zip(chats, turns, strict=True) for i in places]
-    until = [chat[: i + 1] for chat, places in zip(chats, turns, strict=True) for i in places]
-    read = arguments_read(tokenizer)
+    read, arguments = arguments_read(tokenizer), config.apply_chat_template_kwargs
     given = [(as_tools(row.values.get(config.tools_key)) or [], row_arguments(row.values, read)) for row in rows]
-    of_turns = [own for own, places in zip(given, turns, strict=True) for _ in places]
-    opened, closed = (
-        render(
-            tokenizer,
-            (Chat(chat, *own) for chat, own in zip(some, of_turns, strict=True)),
-            arguments,
-            add_generation_prompt=prompt,
-        )
-        for some, prompt in ((before, True), (until, False))
-    )
+    responses = [(chat, i, own) for chat, places, own in zip(chats, turns, given, strict=True) for i in places]
+    before = (Chat(chat[:i], *own) for chat, i, own in responses)
+    until = (Chat(chat[: i + 1], *own) for chat, i, own in responses)
+    opened = render(tokenizer, before, arguments, add_generation_prompt=True)
+    closed = render(tokenizer, until, arguments, add_generation_prompt=False)
     added = tokenizer.added_tokens_decoder.items()  # one can be white space, such as Gemma's line break
     special = {tokenizer.eos_token_id, *(token for token, text in added if text.content.strip())}
     for row, places, chat, own in zip(rows, turns, chats, given, strict=True):
@@ -172,15 +164,22 @@ def _tokenize_chats(
         if any(prefix != ends[-1][: len(prefix)] for prefix in starts + ends):
             yield _replayed(replay, Chat(chat, *own), row, faults)
             continue
-        ids, loss_mask = ends[-1], [0] * len(ends[-1])
-        for start, end in zip(starts, ends, strict=True):
-            first, stop = len(start), len(end)
-            after_special = max((i + 1 for i in range(first, stop) if ids[i] in special), default=stop)
-            # The model does not generate the line break that a template adds after the end of a turn.
-            if not tokenizer.decode(ids[after_special:stop]).strip():
-                stop = after_special
-            loss_mask[first:stop] = [1] * (stop - first)
-        yield Conversation(ids, loss_mask)
+        spans = [(len(start), len(end)) for start, end in zip(starts, ends, strict=True)]
+        yield Conversation(ends[-1], _loss_mask(ends[-1], spans, tokenizer, special))
+
+
+def _loss_mask(
+    ids: list[int], spans: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, special: set[int | None]
+) -> list[int]:
+    """1 on each token in `spans` that the model generates; `special` are the tokens that may end a turn."""
+    loss_mask = [0] * len(ids)
+    for first, stop in spans:
+        after_special = max((i + 1 for i in range(first, stop) if ids[i] in special), default=stop)
+        # The model does not generate the line break that a template adds after the end of a turn.
+        if not tokenizer.decode(ids[after_special:stop]).strip():
+            stop = after_special
+        loss_mask[first:stop] = [1] * (stop - first)
+    return loss_mask
 
 
 def _replayed(replay: Replay | None, chat: Chat, row: DataRow, faults: Faults) -> Conversation | None:

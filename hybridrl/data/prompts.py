@@ -9,7 +9,7 @@ import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -53,7 +53,7 @@ TRUTHS = ("reward_model", "reward_spec")  # verl's and SkyRL's columns of it
 VERL, SKYRL, AREAL = "verl", "SkyRL", "AReaL"
 ENVIRONMENTS = ("agent_name", "env_class")  # verl's and SkyRL's columns that name what a row runs in
 EPISODE_FIELDS = ("tools_kwargs", "interaction_kwargs", "tool_selection")  # columns, or fields of extra_info
-ROLES = ("system", "user", "assistant", "tool", "developer", "function")
+ROLES = {"system", "user", "assistant", "tool", "developer", "function"}  # usual ones
 SYSTEM_FIX = "; put the system message into the user's, or set actor_rollout_ref.model.custom_chat_template"
 # AReaL's texts contain the turns of one model's chat template, which the template of the trained model adds again.
 TURNS = re.compile(r"<[|\uff5c]User[|\uff5c]>(.*)<[|\uff5c]Assistant[|\uff5c]>(?:<think>)?\s*", re.DOTALL)
@@ -127,17 +127,10 @@ def load_prompts(
         rows = _custom_rows(config, arguments | {"max_samples": max_samples}, faults).sample(max_samples, **selection)
     else:
         rows = load_rows(files, faults, key=key, max_samples=max_samples, **selection)
-    read = arguments_read(tokenizer)
-    sources, environments, fields = _check(rows, config, faults, key, str(tokenizer.chat_template or ""), read)
-
-    prompts = (prompt for row in rows if isinstance(prompt := _parse(row, config), Prompt))
-    if tokenizer.chat_template:
-        chats = (Chat(as_chat(one.messages), one.tools, row_arguments(one.columns, read)) for one in prompts)
-        tokenized = render(tokenizer, chats, config.apply_chat_template_kwargs, add_generation_prompt=True)
-    else:
-        tokenized = encode(tokenizer, (str(prompt.messages) for prompt in prompts))
+    sources, environments, fields = _check(rows, config, tokenizer, faults, key)
     kept, ids, overlong = [], TokenRows(), []
-    for index, (row, tokens) in enumerate(with_progress(zip(rows, tokenized, strict=True), len(rows))):
+    tokenized = zip(rows, _tokens(rows, config, tokenizer), strict=True)
+    for index, (row, tokens) in enumerate(with_progress(tokenized, len(rows))):
         if isinstance(tokens, TemplateError):
             prompt = _parse(row, config)
             roles = [message["role"] for message in as_chat(prompt.messages)] if isinstance(prompt, Prompt) else []
@@ -161,6 +154,16 @@ def load_prompts(
     return PromptDataset(rows.of(kept), ids, config, sources, len(overlong), environments, fields)
 
 
+def _tokens(rows: Rows, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int] | TemplateError]:
+    """The token ids of each prompt, or the chat template's error for it."""
+    prompts = (prompt for row in rows if isinstance(prompt := _parse(row, config), Prompt))
+    if not tokenizer.chat_template:
+        return encode(tokenizer, (str(prompt.messages) for prompt in prompts))
+    read = arguments_read(tokenizer)
+    chats = (Chat(as_chat(one.messages), one.tools, row_arguments(one.columns, read)) for one in prompts)
+    return render(tokenizer, chats, config.apply_chat_template_kwargs, add_generation_prompt=True)
+
+
 class Prompts(list[Prompt]):
     """Prompts without token ids."""
 
@@ -174,15 +177,9 @@ def read_prompts(
 ) -> Prompts:
     """Read and check the rows of `files` for what needs no token ids, such as an endpoint. The options are those of
     `load_prompts`. Raises ConfigError that lists all bad rows together."""
-    faults, prompts = Faults(key), Prompts()
-    for row in load_rows(files, faults, key=key, max_samples=max_samples, shuffle=shuffle, seed=config.seed or 0):
-        prompt = _parse(row, config)
-        if isinstance(prompt, Prompt):
-            prompts.append(prompt)
-        else:
-            faults.add(row.place, "; ".join(prompt))
-    faults.close()
-    return prompts
+    faults = Faults(key)
+    rows = load_rows(files, faults, key=key, max_samples=max_samples, shuffle=shuffle, seed=config.seed or 0)
+    return Prompts(prompt for _, prompt in _parsed(rows, config, faults))
 
 
 def read_responses(files: list[str], config: DataConfig, *, key: str, truth_key: str) -> Prompts:
@@ -204,43 +201,43 @@ def read_responses(files: list[str], config: DataConfig, *, key: str, truth_key:
     return prompts
 
 
-def _check(
-    rows: Rows, config: DataConfig, faults: Faults, key: str, template: str, read: set[str] | None
-) -> tuple[set[str], set[str], set[str]]:
-    """Collect the faults of all rows, log their formats and unknown roles, and return their data sources, and the
-    environments and fields of episodes that they name."""
-    formats: Counter[str] = Counter()
-    sources: set[str] = set()
-    environments: set[str] = set()
-    fields: set[str] = set()
-    roles: Counter[str] = Counter()
-    chats = with_tools = as_text = own_arguments = 0
-    for row in with_progress(rows, len(rows), "checking"):
+def _parsed(rows: Iterable[Row], config: DataConfig, faults: Faults) -> Iterator[tuple[Row, Prompt]]:
+    """Yield the rows that are prompts; raise ConfigError with the faults of all others at the end."""
+    for row in rows:
         prompt = _parse(row, config)
         if isinstance(prompt, Prompt):
-            formats[to_verl_format(row.values, config.reward_fn_key)[0]] += 1
-            sources.add(prompt.data_source)
-            environments.update(str(name) for column in ENVIRONMENTS if (name := row.values.get(column)))
-            fields |= {name for name in EPISODE_FIELDS if _holds(prompt, name)}
-            chats += not isinstance(prompt.messages, str)
-            with_tools += bool(prompt.tools)
-            own_arguments += bool(row_arguments(row.values, None))
-            as_text += not isinstance(prompt.messages, str) and isinstance(row.values.get(config.prompt_key), str)
-            roles.update({message["role"] for message in as_chat(prompt.messages)})
+            yield row, prompt
         else:
             faults.add(row.place, "; ".join(prompt))
     faults.close()
-    for role in (role for role in roles if template and role not in ROLES and role not in template):
-        fix = "rename it, such as to assistant, unless the model was trained on it"
-        logger.warning(
-            "%s: %d rows have messages of the role %s, which is not a usual one; %s", key, roles[role], role, fix
-        )
+
+
+def _check(
+    rows: Rows, config: DataConfig, tokenizer: PreTrainedTokenizerBase, faults: Faults, key: str
+) -> tuple[set[str], set[str], set[str]]:
+    """Collect the faults of all rows, log their formats and unknown roles, and return their data sources, and the
+    environments and fields of episodes that they name."""
+    formats, roles, template = Counter[str](), Counter[str](), str(tokenizer.chat_template or "")
+    sources, environments, fields = set[str](), set[str](), set[str]()
+    chats = with_tools = as_text = own_arguments = 0
+    for row, prompt in _parsed(with_progress(rows, len(rows), "checking"), config, faults):
+        formats[to_verl_format(row.values, config.reward_fn_key)[0]] += 1
+        sources.add(prompt.data_source)
+        environments.update(str(name) for column in ENVIRONMENTS if (name := row.values.get(column)))
+        fields |= {name for name in EPISODE_FIELDS if _holds(prompt, name)}
+        chats += not isinstance(prompt.messages, str)
+        with_tools += bool(prompt.tools)
+        own_arguments += bool(row_arguments(row.values, None))
+        as_text += not isinstance(prompt.messages, str) and isinstance(row.values.get(config.prompt_key), str)
+        roles.update({message["role"] for message in as_chat(prompt.messages)} - ROLES)
+    for role, count in roles.items():
+        if template and role not in template:
+            cause = f"{count} rows have messages of the role {role}, which is not a usual one"
+            logger.warning("%s: %s; rename it, such as to assistant, unless the model was trained on it", key, cause)
     if chats and not template:
-        raise ConfigError(
-            f"{key}: {chats} rows have chat messages, but the tokenizer has no chat template",
-            fix="set actor_rollout_ref.model.custom_chat_template, or give the prompts as plain strings",
-        )
-    if unread := unread_column(own_arguments, read):
+        fix = "set actor_rollout_ref.model.custom_chat_template, or give the prompts as plain strings"
+        raise ConfigError(f"{key}: {chats} rows have chat messages, but the tokenizer has no chat template", fix=fix)
+    if unread := unread_column(own_arguments, arguments_read(tokenizer)):
         logger.warning("%s: %s", key, unread)
     notes = [f"{count} in {name} format" for name, count in formats.items() if name != VERL]
     notes += [f"{with_tools} with tools (data.tools_key={config.tools_key})"] if with_tools else []
@@ -266,11 +263,7 @@ def _parse(row: DataRow, config: DataConfig) -> Prompt | list[str]:
     if tools is None:
         faults.append(f"data.tools_key={config.tools_key} must hold a list of schemas of tools ([{{...}}, ...])")
     if not messages:
-        key, names = config.prompt_key, columns
-        near = difflib.get_close_matches(key, names, n=1) or [name for name in PROMPT_NAMES if name in names]
-        hint = f"; set data.prompt_key={near[0]}?" if near and key not in names else ""
-        needed = f"no prompt: data.prompt_key={key} must hold chat messages ([{{role, content}}, ...]) or a text; "
-        faults.append(f"{needed}the row has {', '.join(names) or 'no columns'}{hint}")
+        faults.append(_no_prompt(columns, config.prompt_key))
     if config.ground_truth_key:
         ground_truth = _in_column(config.ground_truth_key, columns)
         # Environments find it where they find that of other rows.
@@ -310,6 +303,14 @@ def _as_object(value: Any) -> dict[str, Any] | None:
     """Return an object, also one that is JSON text; None for any other value."""
     value = from_json(value) if isinstance(value, str) else value
     return value if isinstance(value, dict) else None
+
+
+def _no_prompt(columns: dict[str, Any], key: str) -> str:
+    """Describe why a row has no prompt, with the column that may hold it."""
+    near = difflib.get_close_matches(key, columns, n=1) or [name for name in PROMPT_NAMES if name in columns]
+    hint = f"; set data.prompt_key={near[0]}?" if near and key not in columns else ""
+    needed = f"no prompt: data.prompt_key={key} must hold chat messages ([{{role, content}}, ...]) or a text; "
+    return f"{needed}the row has {', '.join(columns) or 'no columns'}{hint}"
 
 
 def _no_truth(columns: dict[str, Any], reward: Any, key: str | None) -> str:

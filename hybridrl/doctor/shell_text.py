@@ -57,14 +57,8 @@ class _Scanner:
             if char == end and not (cases and end == ")"):
                 return self._copy(1)
             before = self.at
-            if first and (COMMENT.match(self.text, self.at) or TEST.match(self.text, self.at)):
-                self._comment_or_test()
-            elif first and (program := PROGRAM.match(self.text, self.at)):
-                self.copied.append(program[2])
-                self.at = program.end()
-            elif first and self.text.startswith("((", self.at) and self._arithmetic():
-                pass
-            elif not (self._redirection(first) or self._nested(in_quotes=False)):
+            special = first and self._special_word()
+            if not (special or self._redirection(first) or self._nested(in_quotes=False)):
                 cases += first and CASE.match(self.text, self.at) is not None and self._begins_command()
                 cases -= cases > 0 and first and ESAC.match(self.text, self.at) is not None
                 self._copy(1)
@@ -84,14 +78,22 @@ class _Scanner:
     def _begins_command(self) -> bool:
         return COMMAND.search("\n" * (self.at < 40) + self.text[max(0, self.at - 40) : self.at]) is not None
 
-    def _comment_or_test(self) -> None:
+    def _special_word(self) -> bool:
+        """Copy a comment, a test, a program or arithmetic, if one of these is next."""
         if comment := COMMENT.match(self.text, self.at):
-            return self._copy(len(comment[0]))
-        self._copy(2)
-        while self.at < len(self.text) and not TEST_END.match(self.text, self.at):
-            if not self._nested(in_quotes=False):
-                self._copy(1)
-        return self._copy(3)
+            self._copy(len(comment[0]))
+        elif TEST.match(self.text, self.at):
+            self._copy(2)
+            while self.at < len(self.text) and not TEST_END.match(self.text, self.at):
+                if not self._nested(in_quotes=False):
+                    self._copy(1)
+            self._copy(3)
+        elif program := PROGRAM.match(self.text, self.at):
+            self.copied.append(program[2])
+            self.at = program.end()
+        else:
+            return self.text.startswith("((", self.at) and self._arithmetic()
+        return True
 
     def _nested(self, in_quotes: bool) -> bool:
         """Copy what is quoted or expanded, if that is next; in double quotes, single ones have no meaning."""

@@ -108,8 +108,13 @@ class RewardTrial:
         for trial in self.trials:
             groups.setdefault((trial.key, trial.prompt.data_source), []).append(trial)
         for (key, source), trials in groups.items():
-            enough = len(trials) > 1 or self._planned[key, source] == 1
-            _report(f"{key}, {source}", trials, self._config, log, findings, enough=enough)
+            place, enough = f"{key}, {source}", len(trials) > 1 or self._planned[key, source] == 1
+            rejects = enough and self._config.reward.on_error != "zero"
+            _report_faults(place, trials, log, findings, rejects=rejects)
+            _compare(place, trials, findings)
+            _report_wrong(place, [trial for trial in trials if _learns(trial)], findings)
+            _report_unstable(place, trials, findings)
+            _report_long(place, trials, self._config.data.max_response_length, findings)
 
     def _score(self, pool: ScorerPool) -> None:
         for trial in self._choose():
@@ -246,22 +251,23 @@ def faults(scores: Sequence[Score | None]) -> Iterator[tuple[str, int, int]]:
         yield fault, count, kinds.index(fault)
 
 
-def _report(place: str, trials: list[Trial], config: PPOConfig, log: Path, findings: Findings, *, enough: bool) -> None:
-    """Report on one data source of one dataset. `enough`: a reward that fails on all of these rows is rejected."""
+def _report_faults(place: str, trials: list[Trial], log: Path, findings: Findings, *, rejects: bool) -> None:
+    """Report on responses without a score. `rejects`: a reward that fails on all of these rows is rejected."""
     tried = [(trial.prompt.row, one) for trial in trials for one in trial.responses if one.score]
     scores = [one.score for _, one in tried]
-    hopeless = enough and all(score and (score.fault or "").partition(":")[0] in FAILED for score in scores)
+    rejected = rejects and all(score and (score.fault or "").partition(":")[0] in FAILED for score in scores)
     for fault, count, first in faults(scores):
         row, one = tried[first]
         detail = required(scores[first]).detail
         cause = f"{place}: {count} of {len(scores)} responses have no score: {detail}, first on row {row} "
-        rejected = hopeless and config.reward.on_error != "zero"
         fixes = ["set reward.on_error=zero to score such responses 0"] if rejected else []
         fixes += [f"see what it printed in {log}"] if log.is_file() and log.stat().st_size else []
         report, code = findings.error if rejected else findings.warn, fault.partition(":")[0]
         report(f"reward.fault.{code}", f"{cause}with the response {one.text!r:.60}", ", or ".join(fixes))
-    _compare(place, trials, findings)
-    _report_wrong(place, [trial for trial in trials if _learns(trial)], findings)
+
+
+def _report_unstable(place: str, trials: list[Trial], findings: Findings) -> None:
+    """Warn of the first row on which the same response has two scores."""
     for trial in trials:
         first, again = trial.of(TRUTH)[:1], trial.best(AGAIN)
         if again is not None and first and first[0].value not in (None, again):
@@ -269,7 +275,11 @@ def _report(place: str, trials: list[Trial], config: PPOConfig, log: Path, findi
             fix = "unless it is a model that samples, derive its random numbers from the response"
             findings.warn("reward.not-deterministic", f"{cause}{first[0].text!r:.60}", fix)
             break
-    limit, key = config.data.max_response_length, "data.max_response_length"
+
+
+def _report_long(place: str, trials: list[Trial], limit: int, findings: Findings) -> None:
+    """Warn of rows whose ground truth alone is longer than a response may be."""
+    key = "data.max_response_length"
     shortest = [(min(one.tokens for one in trial.of(TRUTH)), trial) for trial in trials if trial.of(TRUTH)]
     if long := [(tokens, trial.prompt.row) for tokens, trial in shortest if tokens > limit]:
         tokens, row = max(long)

@@ -48,43 +48,19 @@ class Command(Generic[T]):
 def run_command(command: Command[T], argv: list[str] | None = None) -> int:
     """Parse, load and run; return the exit status: 0, 1 (the run failed), 2 (invalid input), 130 (interrupted), or that
     of what ran."""
-    parser = _parser(command)
-    arguments, more = parser.parse_known_args(_with_values(sys.argv[1:] if argv is None else argv))
+    given, parser = sys.argv[1:] if argv is None else argv, _parser(command)
+    arguments, more = parser.parse_known_args(_with_values(given))
     if options := [item for item in more if item.startswith("-")]:
         parser.error(_unknown_option(options[0], command.module))
     arguments.overrides += more
     stop_at_once()
     try:
-        if arguments.help is not None and arguments.multirun:
-            with ended_by_closed_pipe():
-                print(SWEEP_HELP)
-            return 0
         if arguments.help is not None:
-            width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-            begin = f"{parser.format_help()}\n" * (not arguments.help)
-            with ended_by_closed_pipe():
-                print(begin + explain_keys(command.config_name, arguments.help, command.first_keys, width))
-            return 0
-        place = {"config_name": arguments.config_name, "config_dir": arguments.config_path}
-        if arguments.multirun and arguments.cfg:
-            with ended_by_closed_pipe():
-                print_points(command, arguments.overrides, place, arguments.package or "")
-            return 0
-        if arguments.multirun:
-            given = sys.argv[1:] if argv is None else argv
-            return run_sweep(command, given, arguments.overrides, place, arguments.at_once, arguments.only)
-        messages = None if arguments.cfg else info
-        config = command.load(arguments.overrides, **place, report=partial(_print, "warning:", "yellow"), show=messages)
-        if arguments.cfg:
-            with ended_by_closed_pipe():
-                print(as_yaml(config, arguments.package or ""), end="")
-            return 0
-        with command.open(config) as run:
-            return run(config) or 0
+            return _show(SWEEP_HELP if arguments.multirun else _help(command, parser, arguments.help))
+        return _run(command, given, arguments)
     except ConfigError as error:
         if arguments.cfg and error.config is not None:  # as far as it can be read
-            with ended_by_closed_pipe():
-                print(as_yaml(error.config, arguments.package or ""), end="", flush=True)
+            _show(as_yaml(error.config, arguments.package or ""), end="")
         _print("error:", "bold red", str(error))
         if not arguments.overrides and arguments.config_path == CONF and arguments.help is None:
             _print("", "", f"for example: {command.example_line}\n(--help all lists all keys)")
@@ -99,6 +75,36 @@ def run_command(command: Command[T], argv: list[str] | None = None) -> int:
         separator = "\n" if "\n" in text else " "
         _print(f"failed [{code}]:", "bold red", f"{text}{separator}({PAGE}#{code})")
         return EXIT_FAILED
+
+
+def _show(text: str, end: str = "\n") -> int:
+    """Print what was requested instead of a run; return the exit status."""
+    with ended_by_closed_pipe():
+        print(text, end=end)
+    return 0
+
+
+def _help(command: Command[T], parser: argparse.ArgumentParser, section: str) -> str:
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    keys = explain_keys(command.config_name, section, command.first_keys, width)
+    return keys if section else f"{parser.format_help()}\n{keys}"
+
+
+def _run(command: Command[T], given: list[str], arguments: argparse.Namespace) -> int:
+    """Run once or as a sweep, or print the configurations of what would run."""
+    place = {"config_name": arguments.config_name, "config_dir": arguments.config_path}
+    if arguments.multirun and arguments.cfg:
+        with ended_by_closed_pipe():
+            print_points(command, arguments.overrides, place, arguments.package or "")
+        return 0
+    if arguments.multirun:
+        return run_sweep(command, given, arguments.overrides, place, arguments.at_once, arguments.only)
+    messages = None if arguments.cfg else info
+    config = command.load(arguments.overrides, **place, report=partial(_print, "warning:", "yellow"), show=messages)
+    if arguments.cfg:
+        return _show(as_yaml(config, arguments.package or ""), end="")
+    with command.open(config) as run:
+        return run(config) or 0
 
 
 def _parser(command: Command[T]) -> argparse.ArgumentParser:
@@ -117,13 +123,8 @@ def _parser(command: Command[T]) -> argparse.ArgumentParser:
     add("-p", "--package", metavar="SECTION", help="the section that --cfg prints, such as actor_rollout_ref.rollout")
     several = "run every combination of the values given: key=a,b (docs/sweeps.md)"
     add("-m", "--multirun", action="store_true", help=several)
-    add(
-        "--at-once",
-        type=int,
-        default=1,
-        metavar="N",
-        help="with -m: N runs at a time, each with its part of the machine",
-    )
+    at_once = "with -m: N runs at a time, each with its part of the machine"
+    add("--at-once", type=int, default=1, metavar="N", help=at_once)
     add("--only", action="append", default=[], help=argparse.SUPPRESS)
     add("--resolve", action="store_true", help="has no effect, as --cfg prints resolved values always")
     add("-cp", "--config-path", type=Path, default=CONF, metavar="DIR", help=place)
@@ -147,11 +148,9 @@ def _with_values(argv: list[str]) -> list[str]:
 
 def _unknown_option(option: str, module: str) -> str:
     """What to do instead, for options of Hydra."""
+    shown = "--cfg shows the configuration, hybridrl doctor with the keys of a run shows versions and machine"
     instead = {
-        (
-            "--info",
-            "-i",
-        ): "--cfg shows the configuration, hybridrl doctor with the keys of a run shows versions and machine",
+        ("--info", "-i"): shown,
         ("-cd", "--config-dir"): "name the directory of your own configuration file in --config-path",
         ("-sc", "--shell-completion"): 'eval "$(register-python-argcomplete hybridrl)"',
         ("--hydra-help",): f"see python -m {module} --help",

@@ -11,7 +11,7 @@ from hybridrl.config.checks.engine import check_engine
 from hybridrl.config.checks.model import check_lora_sync, check_served, resolve_recurrence
 from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings
-from hybridrl.config.schema import DataConfig, EvaluationConfig, PPOConfig, RolloutConfig, SFTConfig
+from hybridrl.config.schema import DataConfig, EvaluationConfig, OptimizerConfig, PPOConfig, RolloutConfig, SFTConfig
 
 HIGHEST_TEMPERATURE, HIGHEST_LR = 1.5, 1e-3
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -21,39 +21,44 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     """Fill in derived values; add findings about what cannot work or has no effect."""
     check = Checker(findings, asdict(config))
     _resolve_run(config, check, machine)
-    section, trainer = config.actor_rollout_ref, config.trainer
-    actor, model = section.actor, section.model
-    model.tokenizer_path = config.data.tokenizer or model.tokenizer_path  # for engines, which see no data
-    config.data.seed = trainer.seed if config.data.seed is None else config.data.seed
-    training.resolve_micro_batches(config, check)
-    training.resolve_actor(config, check)
+    section, trainer, data = config.actor_rollout_ref, config.trainer, config.data
+    actor, model, rollout = section.actor, section.model, section.rollout
+    model.tokenizer_path = data.tokenizer or model.tokenizer_path  # for engines, which see no data
+    data.seed = trainer.seed if data.seed is None else data.seed
+    training.resolve_micro_batches(section, config.critic, trainer.devices, check)
+    training.resolve_actor(actor, data, check)
     if trainer.device == "cpu":
-        resolve_recurrence(ROLLOUT, model, section.rollout, check)
-    section.rollout.dtype = training.resolve_dtype(section.rollout.dtype, trainer.device)
+        resolve_recurrence(ROLLOUT, model, rollout, check)
+    rollout.dtype = training.resolve_dtype(rollout.dtype, trainer.device)
     resolve_rollout(config, check.at(ROLLOUT))
     policy = Trained(ACTOR, MODEL, model, f"{ACTOR}.optim", actor.optim, f"{ACTOR}.fsdp_config", actor.fsdp_config)
     training.resolve_updates(policy, trainer, check)
     # The policy's model comes last: the other two are compared with its settings as they were written.
     training.resolve_critic(config, check)
-    training.resolve_retention(config, check)
-    training.resolve_reference(config, check)
-    check_served(MODEL, model, config.actor_rollout_ref.rollout, trainer.device, check)
-    resolve_trained(policy, section.rollout.max_model_len or 0, training.shorten(config), trainer, check)
-    check_lora_sync(config, check)
-    _check_sampling(config, check.at(ROLLOUT))
-    check_engine(section.rollout, check.at(ROLLOUT))
-    algorithm.check_data(config.data, check)
+    hint = training.shorten(config)
+    training.resolve_retention(trainer, check, has_critic=bool(config.critic.enable))
+    training.resolve_reference(section, hint, check, kl_in_reward=config.algorithm.use_kl_in_reward)
+    check_served(MODEL, model, rollout, trainer.device, check)
+    resolve_trained(policy, rollout.max_model_len or 0, hint, trainer, check)
+    check_lora_sync(section, check)
+    _check_learning(rollout, actor.optim, check.at(ROLLOUT), val_only=trainer.val_only)
+    _check_idle(rollout, data, check.at(ROLLOUT))
+    if trainer.test_freq > 0 and not data.val_files:
+        check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")
+    check_engine(rollout, check.at(ROLLOUT))
+    algorithm.check_data(data, check)
     resolve_asynchronous(config, check)
-    algorithm.check_estimator(config, check)
-    algorithm.check_bypass(config, check)
-    algorithm.check_policy_loss(config, check)
-    algorithm.check_kl(config, check)
+    algorithm.check_estimator(config.algorithm, rollout.n, check, val_only=trainer.val_only)
+    algorithm.check_filter(config.algorithm.filter_groups, rollout.n, data, trainer.total_training_steps, check)
+    algorithm.check_bypass(config.algorithm.rollout_correction, section, check)
+    algorithm.check_policy_loss(actor, check)
+    algorithm.check_kl(config.algorithm, section, check)
     algorithm.resolve_reward(config.reward, check)
-    training.check_save_contents(config, check)
+    training.check_save_contents(trainer, actor, config.critic, check)
     if trainer.resume_from_path and trainer.resume_mode != "resume_path":
         cause = "has no effect without trainer.resume_mode=resume_path"
         check.warn("trainer.resume_from_path trainer.resume_mode", cause)
-    if trainer.val_only and not config.data.val_files:
+    if trainer.val_only and not data.val_files:
         check.error("trainer.val_only data.val_files", "there is nothing to validate", "set data.val_files")
 
 
@@ -95,9 +100,8 @@ def resolve_rollout(config: PPOConfig | EvaluationConfig, check: Checker, lower:
     if devices % width:
         fitting = [size for size in range(1, devices + 1) if devices % size == 0]
         fitting = [1, devices] if trainer.device == "cpu" else fitting
-        check.error(
-            keys, f"must divide {key.lstrip('.')}={devices}", f"set {' or '.join(map(str, dict.fromkeys(fitting)))}"
-        )
+        fix = f"set {' or '.join(map(str, dict.fromkeys(fitting)))}"
+        check.error(keys, f"must divide {key.lstrip('.')}={devices}", fix)
     elif trainer.device == "cpu" and 1 < width < devices:
         cause = f"with {key.lstrip('.')}={devices} on CPU only a single engine can span several devices"
         check.error(keys, cause, f"set {key.lstrip('.')}={width}")
@@ -111,25 +115,26 @@ def resolve_rollout(config: PPOConfig | EvaluationConfig, check: Checker, lower:
         check.error(keys, f"a response has at most {rollout.response_length} tokens")
 
 
-def _check_sampling(config: PPOConfig, check: Checker) -> None:
-    """Check sampling, and warn about settings of the rollout that have no effect given the others."""
-    data, rollout = config.data, config.actor_rollout_ref.rollout
+def _check_learning(rollout: RolloutConfig, optim: OptimizerConfig, check: Checker, *, val_only: bool) -> None:
+    """Check whether a policy that samples and is updated like this can learn anything."""
     greedy = ".do_sample" if not rollout.do_sample else ".temperature" if rollout.temperature == 0 else ""
+    fix = f"set {ROLLOUT}.do_sample=true and {ROLLOUT}.temperature=1.0"
     if greedy and rollout.n > 1:
-        fix = f"set {ROLLOUT}.do_sample=true and {ROLLOUT}.temperature=1.0"
         check.error(f"{greedy} .n", f"all n={rollout.n} responses to a prompt would be equal", fix)
-    if greedy and rollout.n == 1 and not config.trainer.val_only:
+    if greedy and rollout.n == 1 and not val_only:
         cause = "responses are greedy: nothing is explored, so that little is learned"
-        check.warn(f"{greedy} .n", cause, f"set {ROLLOUT}.do_sample=true and {ROLLOUT}.temperature=1.0")
+        check.warn(f"{greedy} .n", cause, fix)
     if rollout.temperature > HIGHEST_TEMPERATURE:
         cause = f"above {HIGHEST_TEMPERATURE:g} most models sample noise, which scores nothing"
         check.warn(".temperature", cause, f"set {ROLLOUT}.temperature=1.0")
-    lr, optimizer = config.actor_rollout_ref.actor.optim.lr, config.actor_rollout_ref.actor.optim.optimizer
-    if lr > HIGHEST_LR and optimizer == "AdamW":
+    if optim.lr > HIGHEST_LR and optim.optimizer == "AdamW":
         cause = "a policy is destroyed within a few updates; usual are 1e-6, with an adapter 1e-5 to 1e-4, and up to "
-        check.warn(
-            f"{ACTOR}.optim.lr", f"{cause}1e-3 for models of a few million parameters", f"set {ACTOR}.optim.lr=1e-6"
-        )
+        cause += "1e-3 for models of a few million parameters"
+        check.warn(f"{ACTOR}.optim.lr", cause, f"set {ACTOR}.optim.lr=1e-6")
+
+
+def _check_idle(rollout: RolloutConfig, data: DataConfig, check: Checker) -> None:
+    """Warn about settings of rollout and validation that have no effect given the others."""
     validation, key = rollout.val_kwargs, f"{ROLLOUT}.val_kwargs.temperature"
     keys = ".val_kwargs.do_sample .val_kwargs.temperature"
     if validation.do_sample and validation.temperature == 0:
@@ -144,8 +149,6 @@ def _check_sampling(config: PPOConfig, check: Checker) -> None:
     if rollout.response_length != data.max_response_length:
         cause = f"responses end there, not at data.max_response_length={data.max_response_length}"
         check.warn(".response_length data.max_response_length", cause)
-    if config.trainer.test_freq > 0 and not data.val_files:
-        check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")
 
 
 def check_ignored(data: DataConfig, rollout: RolloutConfig, check: Checker) -> None:

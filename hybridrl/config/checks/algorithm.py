@@ -5,8 +5,8 @@ from hybridrl.config.catalog import BYPASS_LOSSES, DEFAULT_POLICY_LOSS, ESTIMATO
 from hybridrl.config.checks.asynchronous import MODE
 from hybridrl.config.findings import Checker
 from hybridrl.config.keys import nearest
-from hybridrl.config.schema import DataConfig, PPOConfig, SFTTrainerConfig
-from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.config.schema import ActorConfig, ActorRolloutRefConfig, DataConfig, SFTTrainerConfig
+from hybridrl.config.schema_algorithm import AlgorithmConfig, FilterGroupsConfig, RewardConfig, RolloutCorrectionConfig
 from hybridrl.config.values import DIAGNOSES, LOGGERS, REWARD_MANAGERS, rule_code
 from hybridrl.runs.plugins import names
 
@@ -22,11 +22,10 @@ LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 MANAGER = "reward.reward_manager"
 
 
-def check_estimator(config: PPOConfig, check: Checker) -> None:
-    check = check.at("algorithm")
-    algorithm, name = config.algorithm, config.algorithm.adv_estimator
+def check_estimator(algorithm: AlgorithmConfig, n: int, check: Checker, *, val_only: bool) -> None:
+    check, name = check.at("algorithm"), algorithm.adv_estimator
     entry = ESTIMATORS.get(name, CUSTOM_ESTIMATOR)
-    if entry.compares_group and config.actor_rollout_ref.rollout.n == 1 and not config.trainer.val_only:
+    if entry.compares_group and n == 1 and not val_only:
         cause = f"{ESTIMATOR}={name} compares responses to the same prompt; in a group of one every advantage is 0, so "
         check.warn(f"{ROLLOUT}.n .adv_estimator", cause + "nothing can be learned", f"set {ROLLOUT}.n=8")
     if entry.reads_probabilities and algorithm.rollout_correction.bypass_mode:
@@ -44,25 +43,27 @@ def check_estimator(config: PPOConfig, check: Checker) -> None:
     if weights and len(weights) != len(keys):
         cause = f"algorithm.gdpo_reward_weights: {len(weights)} weights for {len(keys)} {key}"
         check.error(".gdpo_reward_weights .gdpo_reward_keys", cause, "give one weight per key, or none", valued=False)
-    filtering, samples = config.algorithm.filter_groups, f"{ROLLOUT}.n"
-    if filtering.enable and config.actor_rollout_ref.rollout.n == 1:
-        cause = f"{FILTER}.enable=true has no effect with {samples}=1: no responses to compare"
-        check.warn(f"{FILTER}.enable {samples}", cause, valued=False)
+
+
+def check_filter(filtering: FilterGroupsConfig, n: int, data: DataConfig, steps: int | None, check: Checker) -> None:
+    """Check dynamic sampling and the batches it takes; `steps` is trainer.total_training_steps."""
+    if filtering.enable and n == 1:
+        cause = f"{FILTER}.enable=true has no effect with {ROLLOUT}.n=1: no responses to compare"
+        check.warn(f"{FILTER}.enable {ROLLOUT}.n", cause, valued=False)
     if not filtering.enable and filtering.metric is not None:
         check.idle(f"{FILTER}.metric {FILTER}.enable", f"without {FILTER}.enable=true")
-    if config.data.drop_last and (filtering.enable or config.trainer.total_training_steps):
+    if data.drop_last and (filtering.enable or steps):
         why = "with dynamic sampling, whose steps use up as many prompts as they need" if filtering.enable else ""
         why = why or "with trainer.total_training_steps, as each of these has all its prompts"
         check.idle(f"data.drop_last {FILTER}.enable trainer.total_training_steps", why)
-    if not filtering.enable and config.data.gen_batch_size not in (None, config.data.train_batch_size):
+    if not filtering.enable and data.gen_batch_size not in (None, data.train_batch_size):
         check.idle(f"data.gen_batch_size {FILTER}.enable", f"without {FILTER}.enable=true")
 
 
-def check_bypass(config: PPOConfig, check: Checker) -> None:
+def check_bypass(correction: RolloutCorrectionConfig, section: ActorRolloutRefConfig, check: Checker) -> None:
     """Check bypass mode and what corrects for the difference between rollout and training probabilities."""
-    check = check.at(CORRECTION)
-    correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
-    loss, loss_type = config.actor_rollout_ref.actor.policy_loss.loss_mode, correction.loss_type
+    check, rollout = check.at(CORRECTION), section.rollout
+    loss, loss_type = section.actor.policy_loss.loss_mode, correction.loss_type
     replaces_loss = BYPASS_LOSSES[loss_type] is not None
     if replaces_loss and not correction.bypass_mode:
         cause = f"{CORRECTION}.loss_type={loss_type} has no effect without {CORRECTION}.bypass_mode=true"
@@ -91,9 +92,8 @@ def check_bypass(config: PPOConfig, check: Checker) -> None:
         check.idle(".rollout_rs_threshold .rollout_rs", f"without {CORRECTION}.rollout_rs")
 
 
-def check_policy_loss(config: PPOConfig, check: Checker) -> None:
-    check = check.at(ACTOR)
-    actor, name = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.policy_loss.loss_mode
+def check_policy_loss(actor: ActorConfig, check: Checker) -> None:
+    check, name = check.at(ACTOR), actor.policy_loss.loss_mode
     entry = POLICY_LOSSES.get(name, CUSTOM_LOSS)
     for key, parameter in entry.parameters.items():
         if parameter.suggestion is not None and vars(actor.policy_loss)[key] is None:
@@ -115,9 +115,8 @@ def check_policy_loss(config: PPOConfig, check: Checker) -> None:
         check.warn(f".clip_ratio_low {LOSS_MODE}", cause, valued=False)
 
 
-def check_kl(config: PPOConfig, check: Checker) -> None:
+def check_kl(algorithm: AlgorithmConfig, section: ActorRolloutRefConfig, check: Checker) -> None:
     check = check.at("algorithm")
-    algorithm, section = config.algorithm, config.actor_rollout_ref
     in_reward, in_loss = "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"
     if not algorithm.use_kl_in_reward:
         if algorithm.kl_ctrl.type == "adaptive":

@@ -16,7 +16,7 @@ from hybridrl.config.catalog import ALL_LINEAR, ENGINE_RANKS, disturbances, why_
 from hybridrl.config.files import adapter_settings, resolve_model
 from hybridrl.config.findings import Checker, show
 from hybridrl.config.foreign_files import expected_kind
-from hybridrl.config.schema import ModelConfig, PPOConfig, RolloutConfig
+from hybridrl.config.schema import ActorRolloutRefConfig, ModelConfig, RolloutConfig
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Head sizes that vLLM's attention on CPU supports (CPUAttentionBackend.get_supported_head_sizes).
@@ -132,11 +132,16 @@ def check_served(key: str, model: ModelConfig, rollout: RolloutConfig, device: s
         cause = f"its attention heads have size {size}, and vLLM on CPU supports {', '.join(map(str, CPU_HEAD_SIZES))}"
         check.error(f"{key}.path", cause, "use another model, or a GPU")
     ranks, groups = rollout.tensor_model_parallel_size, settings.get("num_key_value_heads") or heads
-    if heads and groups and (heads % ranks or (groups % ranks and ranks % groups)):
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+    if heads and not _divides(ranks, heads, groups):
+        fitting = [n for n in range(1, heads + 1) if _divides(n, heads, groups)]
         cause = f"the model has {heads} attention heads in {groups} groups, which cannot be divided by {ranks}"
         keys = f"actor_rollout_ref.rollout.tensor_model_parallel_size {key}.path"
         check.error(keys, cause, f"choose {' | '.join(map(str, fitting))}")
+
+
+def _divides(ranks: int, heads: int, groups: int) -> bool:
+    """Whether an engine of so many ranks can divide attention heads in so many groups."""
+    return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
 
 
 def check_recurrence(key: str, model: ModelConfig, device: str, check: Checker) -> None:
@@ -201,17 +206,21 @@ def _overrides(changes: dict[str, Any], settings: dict[str, Any], check: Checker
     for name, value in changes.items():
         if isinstance(value, Mapping) and isinstance(settings.get(name), Mapping):
             changes[name] = {**settings[name], **value}
-    # Rotary settings go in the one place where transformers 5 reads them: in their old places they would be ignored.
     scaling, theta = changes.pop("rope_scaling", None), changes.pop("rope_theta", None)
+    return changes | _rotary(scaling, theta, settings)
+
+
+def _rotary(scaling: Any, theta: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings in the one place where transformers 5 reads them: in their old places they would be ignored."""
     if scaling is None and theta is None:
-        return changes
+        return {}
     old, new = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {}), dict(scaling or {})
     for values in (old, new):
         if "type" in values:
             values["rope_type"] = values.pop("type")
     bases = [base for base in (theta, old.get("rope_theta"), settings.get("rope_theta")) if base]
     merged = {"rope_type": "default", **old, **new}
-    return changes | {"rope_parameters": {**merged, "rope_theta": bases[0]} if bases else merged}
+    return {"rope_parameters": {**merged, "rope_theta": bases[0]} if bases else merged}
 
 
 def resolve_lora(key: str, model: ModelConfig, check: Checker, *, served: bool) -> None:
@@ -257,10 +266,10 @@ def _resolve_adapter(key: str, model: ModelConfig, check: Checker) -> None:
         check.warn(".lora_adapter_path .path", f"it was trained on {base}, and is applied to {model.path} here")
 
 
-def check_lora_sync(config: PPOConfig, check: Checker) -> None:
+def check_lora_sync(section: ActorRolloutRefConfig, check: Checker) -> None:
     """Check how the policy's adapter reaches the rollout engine, and what it means for the reference."""
-    section, key = config.actor_rollout_ref, "actor_rollout_ref"
-    check, model = check.at(key), section.model
+    key, model = "actor_rollout_ref", section.model
+    check = check.at(key)
     if model.lora_rank > ENGINE_RANKS[-1] and not model.lora.merge:
         cause = f"the rollout engine takes adapters up to rank {ENGINE_RANKS[-1]}"
         check.error(".model.lora_rank", cause, f"set {key}.model.lora.merge=true, which syncs merged weights")

@@ -12,6 +12,10 @@ from hybridrl.config.catalog import ESTIMATORS
 from hybridrl.config.checks.model import absolute, check_model, check_recurrence, model_settings, resolve_lora
 from hybridrl.config.findings import Checker, ConfigError, show
 from hybridrl.config.schema import (
+    ActorConfig,
+    ActorRolloutRefConfig,
+    CriticConfig,
+    DataConfig,
     EvaluationConfig,
     FSDPConfig,
     ModelConfig,
@@ -20,6 +24,7 @@ from hybridrl.config.schema import (
     RolloutConfig,
     SFTConfig,
     SFTTrainerConfig,
+    TrainerConfig,
 )
 from hybridrl.config.values import value_of
 
@@ -79,31 +84,37 @@ def resolve_devices(config: PPOConfig | SFTConfig | EvaluationConfig, check: Che
         keys, machines[f"{ROLLOUT}.nnodes"] = f"{DEVICES} {ROLLOUT}.n_gpus_per_node", rollout.nnodes
         _divide_devices(trainer, rollout, whole, joined=joined)
     trainer.n_gpus_per_node = trainer.n_gpus_per_node or whole
-    wanted = config.devices_per_machine
-    if machine.here and not joined:
-        if trainer.device == "cuda" and machine.gpus == 0:
-            why, fix = machine.no_gpu
-            cause = f"this machine has no usable GPU{f': {why}' if why else ''}"
-            check.error("trainer.device", cause, f"{fix}{', or ' if fix else ''}set trainer.device=cpu")
-        elif trainer.device == "cuda" and wanted > machine.gpus:
-            fix = f"set {DEVICES}={machine.gpus}" if keys == DEVICES else "lower them, or set colocate_async"
-            check.error(keys, f"this machine has {machine.gpus} GPUs", fix)
-        for key in (key for key, count in machines.items() if count > 1):
-            cause = "without a Ray cluster to join there is only this machine"
-            least = 1 if key == "trainer.nnodes" else 0
-            fix = f"run ray start on each machine and set RAY_ADDRESS, or leave {key} at {least}"
-            check.error(key, cause, fix)
-    home = Path(trainer.default_local_dir).absolute()
-    for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
-        directory = Path(vars(trainer).get(name) or home).absolute()
-        if machine.here and (name == "default_local_dir" or home not in (directory, *directory.parents)):
-            _check_writable(f"trainer.{name}", directory, check)
+    wanted, alone = config.devices_per_machine, machine.here and not joined
+    if alone and trainer.device == "cuda":
+        _check_gpus(machine, wanted, keys, check)
+    for key in (key for key, count in machines.items() if alone and count > 1):
+        cause = "without a Ray cluster to join there is only this machine"
+        least = 1 if key == "trainer.nnodes" else 0
+        check.error(key, cause, f"run ray start on each machine and set RAY_ADDRESS, or leave {key} at {least}")
+    if machine.here:
+        _check_directories(trainer, check)
+    if trainer.device == "cpu":
+        _check_cpu_devices(machine, wanted, keys, check, alone=alone)
+
+
+def _check_gpus(machine: Machine, wanted: int, keys: str, check: Checker) -> None:
+    if machine.gpus == 0:
+        why, fix = machine.no_gpu
+        cause = f"this machine has no usable GPU{f': {why}' if why else ''}"
+        check.error("trainer.device", cause, f"{fix}{', or ' if fix else ''}set trainer.device=cpu")
+    elif wanted > machine.gpus:
+        fix = f"set {DEVICES}={machine.gpus}" if keys == DEVICES else "lower them, or set colocate_async"
+        check.error(keys, f"this machine has {machine.gpus} GPUs", fix)
+
+
+def _check_cpu_devices(machine: Machine, wanted: int, keys: str, check: Checker, *, alone: bool) -> None:
+    """`alone`: no other machine could have some of the devices."""
     fix = "set {0}={1}" if keys == DEVICES else "lower them"
-    if machine.here and not joined and trainer.device == "cpu" and wanted > machine.cores:
+    if alone and wanted > machine.cores:
         cause = f"more devices than this machine's {machine.cores} cores, which they share: each has its own processes"
         check.warn(keys, cause, fix.format(DEVICES, machine.cores))
     most = max(machine.memory_bytes // CPU_SLOT_BYTES, 1)
-    if trainer.device == "cpu" and wanted > most:
+    if wanted > most:
         check.error(keys, f"free memory is enough for {most} CPU devices", fix.format(DEVICES, most))
 
 
@@ -114,6 +125,14 @@ def _divide_devices(trainer: SFTTrainerConfig, rollout: RolloutConfig, whole: in
         trainer.n_gpus_per_node = max(whole - rollout.n_gpus_per_node if rollout.n_gpus_per_node else whole // 2, 1)
     rest = trainer.n_gpus_per_node if joined else max(whole - trainer.n_gpus_per_node, 1)
     rollout.n_gpus_per_node = rollout.n_gpus_per_node or rest
+
+
+def _check_directories(trainer: SFTTrainerConfig, check: Checker) -> None:
+    home = Path(trainer.default_local_dir).absolute()
+    for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
+        directory = Path(vars(trainer).get(name) or home).absolute()
+        if name == "default_local_dir" or home not in (directory, *directory.parents):
+            _check_writable(f"trainer.{name}", directory, check)
 
 
 def _check_writable(key: str, directory: Path, check: Checker) -> None:
@@ -196,12 +215,10 @@ def resolve_updates(part: Trained, trainer: SFTTrainerConfig, check: Checker) ->
     check = check.at(part.fsdp_key)
     fsdp, ranks = part.fsdp, trainer.devices
     size = ranks if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, ranks)
+    keys = f".fsdp_size {DEVICES} trainer.nnodes"
     if fsdp.fsdp_size > ranks:
-        check.warn(
-            f".fsdp_size {DEVICES} trainer.nnodes", f"there are only {ranks} devices, which all have a part each"
-        )
+        check.warn(keys, f"there are only {ranks} devices, which all have a part each")
     if ranks % size:
-        keys = f".fsdp_size {DEVICES} trainer.nnodes"
         check.error(keys, f"must divide the {ranks} devices", "set -1 for all of them")
     fsdp.fsdp_size, fsdp.dtype = size, resolve_dtype(fsdp.dtype, trainer.device)
     fsdp.model_dtype = resolve_dtype(fsdp.model_dtype, trainer.device)
@@ -232,9 +249,8 @@ def resolve_updates(part: Trained, trainer: SFTTrainerConfig, check: Checker) ->
         check.warn(f"{dtype_key} {part.optim_key}.lr", cause, fix, valued=False)
 
 
-def resolve_micro_batches(config: PPOConfig, check: Checker) -> None:
+def resolve_micro_batches(section: ActorRolloutRefConfig, critic: CriticConfig, devices: int, check: Checker) -> None:
     """Convert every `..._micro_batch_size`, an older form over all devices, to `..._micro_batch_size_per_gpu`."""
-    section, critic, devices = config.actor_rollout_ref, config.critic, config.trainer.devices
     for place, part, name in (
         (ACTOR, section.actor, "ppo_micro_batch_size"),
         ("actor_rollout_ref.ref", section.ref, "log_prob_micro_batch_size"),
@@ -256,10 +272,9 @@ def resolve_micro_batches(config: PPOConfig, check: Checker) -> None:
     critic.forward_micro_batch_size_per_gpu = rows
 
 
-def resolve_actor(config: PPOConfig, check: Checker) -> None:
-    actor = config.actor_rollout_ref.actor
-    actor.ppo_mini_batch_size = _of_step(ACTOR, actor.ppo_mini_batch_size, config, check)
-    longest = config.data.max_prompt_length + config.data.max_response_length
+def resolve_actor(actor: ActorConfig, data: DataConfig, check: Checker) -> None:
+    actor.ppo_mini_batch_size = _of_step(ACTOR, actor.ppo_mini_batch_size, data.train_batch_size, check)
+    longest = data.max_prompt_length + data.max_response_length
     tokens = actor.ppo_max_token_len_per_gpu * actor.fsdp_config.ulysses_sequence_parallel_size
     if (actor.use_dynamic_bsz or actor.ppo_micro_batch_size_per_gpu is None) and tokens < longest:
         keys = f"{ACTOR}.ppo_max_token_len_per_gpu data.max_prompt_length data.max_response_length"
@@ -267,12 +282,12 @@ def resolve_actor(config: PPOConfig, check: Checker) -> None:
         check.warn(keys, cause, f"set {ACTOR}.ppo_max_token_len_per_gpu={longest}")
     actor.clip_ratio_low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
     actor.clip_ratio_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
-    actor.loss_scale_factor = actor.loss_scale_factor or float(config.data.max_response_length)
+    actor.loss_scale_factor = actor.loss_scale_factor or float(data.max_response_length)
 
 
-def _of_step(section: str, size: int, config: PPOConfig, check: Checker) -> int:
+def _of_step(section: str, size: int, prompts: int, check: Checker) -> int:
     """Return the prompts of an update, which are at most those of a step."""
-    key, prompts = f"{section}.ppo_mini_batch_size", config.data.train_batch_size
+    key = f"{section}.ppo_mini_batch_size"
     if size > prompts:
         cause = f"{key}={size} is more than data.train_batch_size={prompts}: one update per step"
         check.warn(f"{key} data.train_batch_size", cause, valued=False)
@@ -282,6 +297,7 @@ def _of_step(section: str, size: int, config: PPOConfig, check: Checker) -> int:
 def resolve_critic(config: PPOConfig, check: Checker) -> None:
     """Decide whether there is a critic, and check it."""
     critic, trainer, name = config.critic, config.trainer, config.algorithm.adv_estimator
+    section, data = config.actor_rollout_ref, config.data
     keys, known = "critic.enable algorithm.adv_estimator", ESTIMATORS.get(name)
     needed = known is not None and "values" in known.reads
     if critic.enable is False and needed:
@@ -299,35 +315,34 @@ def resolve_critic(config: PPOConfig, check: Checker) -> None:
     for key in ("tokenizer_path", "custom_chat_template"):
         if vars(critic.model)[key] is not None:
             check.warn(f"critic.model.{key}", "has no effect: the critic reads the policy's tokens")
-    longest = config.actor_rollout_ref.rollout.max_model_len or 0
-    resolve_trained(part, longest, shorten(config), trainer, check, known=_is_policy(critic.model, config))
+    longest, reported = section.rollout.max_model_len or 0, _is_policy(critic.model, section.model)
+    resolve_trained(part, longest, shorten(config), trainer, check, known=reported)
     follows = critic.ppo_mini_batch_size == value_of(check.values, f"{ACTOR}.ppo_mini_batch_size")
     quiet = check.muted() if follows else check
-    critic.ppo_mini_batch_size = _of_step("critic", critic.ppo_mini_batch_size, config, quiet)
-    critic.loss_scale_factor = critic.loss_scale_factor or float(config.data.max_response_length)
+    critic.ppo_mini_batch_size = _of_step("critic", critic.ppo_mini_batch_size, data.train_batch_size, quiet)
+    critic.loss_scale_factor = critic.loss_scale_factor or float(data.max_response_length)
 
 
-def resolve_reference(config: PPOConfig, check: Checker) -> None:
-    section, key = config.actor_rollout_ref, "actor_rollout_ref.ref.model"
-    model = replace(section.model, path=section.ref.model.path)
-    if (config.algorithm.use_kl_in_reward or section.actor.use_kl_loss) and not _is_policy(model, config):
-        check_model(key, model, section.rollout.max_model_len or 0, shorten(config), check)
+def resolve_reference(section: ActorRolloutRefConfig, hint: str, check: Checker, *, kl_in_reward: bool) -> None:
+    """`hint` says how to shorten rows that are too long."""
+    key, model = "actor_rollout_ref.ref.model", replace(section.model, path=section.ref.model.path)
+    if (kl_in_reward or section.actor.use_kl_loss) and not _is_policy(model, section.model):
+        check_model(key, model, section.rollout.max_model_len or 0, hint, check)
     section.ref.model.path = absolute(section.ref.model.path)
 
 
-def _is_policy(model: ModelConfig, config: PPOConfig) -> bool:
+def _is_policy(model: ModelConfig, policy: ModelConfig) -> bool:
     """Whether it is the policy's own model, whose findings are reported only once."""
-    policy = config.actor_rollout_ref.model
     return (model.path, model.override_config) == (policy.path, policy.override_config)
 
 
-def resolve_retention(config: PPOConfig, check: Checker) -> None:
+def resolve_retention(trainer: TrainerConfig, check: Checker, *, has_critic: bool) -> None:
     """A checkpoint holds both models, so the larger of the two counts applies."""
     keys, actor_key = "trainer.max_critic_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"
-    actor, critic = config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep
+    actor, critic = trainer.max_actor_ckpt_to_keep, trainer.max_critic_ckpt_to_keep
     if critic is None or critic == actor:
         return
-    if not config.critic.enable:
+    if not has_critic:
         check.warn(keys, "has no effect without a critic")
     elif actor is None or critic < actor:
         cause = f"has no effect next to {actor_key}={show(actor)}: a checkpoint is kept or removed with both models"
@@ -335,13 +350,13 @@ def resolve_retention(config: PPOConfig, check: Checker) -> None:
     else:
         cause = f"as many checkpoints are kept, with both models, although {actor_key}={actor}"
         check.warn(f"{keys} {actor_key}", cause)
-        config.trainer.max_actor_ckpt_to_keep = critic
+        trainer.max_actor_ckpt_to_keep = critic
 
 
-def check_save_contents(config: PPOConfig, check: Checker) -> None:
-    if not (config.trainer.save_freq >= 0 or config.trainer.save_freq_epochs or config.trainer.save_freq_secs):
+def check_save_contents(trainer: TrainerConfig, actor: ActorConfig, critic: CriticConfig, check: Checker) -> None:
+    if not (trainer.save_freq >= 0 or trainer.save_freq_epochs or trainer.save_freq_secs):
         return
-    sections = {ACTOR: config.actor_rollout_ref.actor} | ({"critic": config.critic} if config.critic.enable else {})
+    sections = {ACTOR: actor} | ({"critic": critic} if critic.enable else {})
     for key, section in sections.items():
         missing = [part for part in ("model", "optimizer", "extra") if part not in section.checkpoint.save_contents]
         if missing:
