@@ -201,7 +201,7 @@ def read_responses(files: list[str], config: DataConfig, *, key: str, truth_key:
     return prompts
 
 
-def _parsed(rows: Iterable[Row], config: DataConfig, faults: Faults) -> Iterator[tuple[Row, Prompt]]:
+def _parsed(rows: Iterable[DataRow], config: DataConfig, faults: Faults) -> Iterator[tuple[DataRow, Prompt]]:
     """Yield the rows that are prompts; raise ConfigError with the faults of all others at the end."""
     for row in rows:
         prompt = _parse(row, config)

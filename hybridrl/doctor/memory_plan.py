@@ -190,8 +190,10 @@ def phase_memory(run: PlannedRun, phase: str) -> Held:
     # A sleeping engine frees most of its memory on CUDA. On CPU it keeps it, and the trainer keeps its buckets.
     engine = held.engine if run.apart else held.device
     awake = run.on_cpu or run.apart or phase == "rollout"
-    engine["rollout weights"] += run.weights * (awake or syncing)
-    engine["KV cache"] += run.cache * awake
+    if awake or syncing:
+        engine["rollout weights"] += run.weights
+    if awake:
+        engine["KV cache"] += run.cache
     if syncing or (run.on_cpu and not starting):
         held.device["sync buckets"] += run.models.bucket
     if run.base:  # torch keeps page-locked memory for the next sleep
