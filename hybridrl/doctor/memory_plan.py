@@ -6,7 +6,7 @@ The estimate is of a run from its second step on, when every buffer has been all
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from hybridrl.core.training.linear_log_probs import tokens_at_once
 from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.worker import LearnerConfig
 from hybridrl.doctor.machine import GIB, UTILIZATION, visible_gpus
-from hybridrl.doctor.memory_sizes import FULL, Models, Shard, read_models
+from hybridrl.doctor.memory_sizes import FULL, Bytes, Held, Models, Shard, read_models
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import save_times
 from hybridrl.runtime.environment import joins
@@ -64,8 +64,6 @@ TOKENS = (
     "critic.forward_max_token_len_per_gpu",
 )
 ROWS = (f"{ACTOR}.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.max_num_seqs")
-
-Bytes = Counter[str]  # by kind
 
 
 class PlannedModel(NamedTuple):
@@ -147,20 +145,6 @@ class PlannedRun:
 
 
 # -- what each phase holds ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Held:
-    """Bytes of one device, of its share of the machine's host memory, and of a device that has only an engine."""
-
-    device: Bytes = field(default_factory=Counter)
-    engine: Bytes = field(default_factory=Counter)
-    host: Bytes = field(default_factory=Counter)
-
-    def add(self, kind: str, size: float, *, host: bool, device: bool) -> None:
-        for place, there in ((self.host, host), (self.device, device)):
-            if there:
-                place[kind] += size
 
 
 def _add_learners(held: Held, run: PlannedRun, phase: str) -> None:

@@ -5,7 +5,7 @@ and measured on CPU; docs/memory.md has the measurements. On CUDA they were not 
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,6 +26,8 @@ CHUNKS = 2.5
 # On CPU vLLM keeps a second copy of matrices with fewer elements than this, and further copies of a tied embedding.
 SMALL = 2**23
 TIED_COPIES = 4
+
+Bytes = Counter[str]  # by kind
 
 
 @dataclass(frozen=True)
@@ -194,3 +196,17 @@ def sync_buffer(model: PreTrainedModel, dtype: str, limit: int) -> int:
     with without_pairs(model):
         published = [item for part in parts(model, getattr(torch, dtype)) for item in part.published.items()]
     return buffer_bytes(plan_buckets([(name, tensor.shape, tensor.dtype) for name, tensor in published], limit))
+
+
+@dataclass
+class Held:
+    """Bytes of one device, of its share of the machine's host memory, and of a device that has only an engine."""
+
+    device: Bytes = field(default_factory=Counter)
+    engine: Bytes = field(default_factory=Counter)
+    host: Bytes = field(default_factory=Counter)
+
+    def add(self, kind: str, size: float, *, host: bool, device: bool) -> None:
+        for place, there in ((self.host, host), (self.device, device)):
+            if there:
+                place[kind] += size
