@@ -10,9 +10,25 @@ from hybridrl.config.schema import PPOConfig, SFTConfig
 PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.
 LINES = {
-    ".": 400,
+    ".": 300,
+    "agents": 7150,
+    "checkpoint": 1930,
+    "compat": 3010,
+    "config": 3810,
+    "core": 11770,
+    "data": 1660,
+    "doctor": 4640,
+    "environments": 40,
+    "evaluation": 2280,
+    "health": 1060,
+    "model_merger": 730,
+    "report": 2530,
+    "rewards": 2990,
+    "runs": 2790,
+    "runtime": 1520,
+    "tracking": 1850,
 }
-FILES = {"core": 82, "hybridrl": 305}
+FILES = {"core": 74, "hybridrl": 303}
 KEYS = 416  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.
