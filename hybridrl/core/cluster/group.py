@@ -225,7 +225,7 @@ def _end_of(log: str, lines: list[str]) -> list[str]:
     return [f"{log} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:])] if lines else []
 
 
-def _head(error: Exception, reason: Cause, lines: list[str], log: str) -> str:
+def _head(error: RayError, reason: Cause, lines: list[str], log: str) -> str:
     """Return the sentence that says what became of an actor whose log has these last lines."""
     if reason.lost:
         return headline(error, reason) + (death_note(log) if log else "")
