@@ -22,35 +22,33 @@ COMMANDS = {
         "write a checkpoint as a Hugging Face directory:  hybridrl merge --local_dir DIR",
     ),
 }
-USAGE = "usage: hybridrl COMMAND ...\n\n" + "\n".join(f"  {name:8}{what}" for name, (_, what) in COMMANDS.items())
-USAGE += "\n\nhybridrl COMMAND --help says more; hybridrl --version prints the version."
+USAGE = "usage: hybridrl COMMAND ...\n\n" + "".join(f"  {name:8}{what}\n" for name, (_, what) in COMMANDS.items())
+USAGE += "{further}\nhybridrl COMMAND --help says more; hybridrl --version prints the version."
 EXIT_REJECTED = 2
 
 
 def main() -> int:
     """Run the command that the first argument names, with the others as its own."""
+    further = pkgutil.resolve_name("hybridrl.runs.plugins:further_commands")(COMMANDS)
     if "_ARGCOMPLETE" in os.environ:
-        pkgutil.resolve_name("hybridrl.runtime.completion:answer_shell")(COMMANDS)
+        pkgutil.resolve_name("hybridrl.runtime.completion:answer_shell")([*COMMANDS, *further])
     arguments = sys.argv[1:]
     first = arguments.pop(0) if arguments else ""
+    usage = USAGE.format(further="".join(f"  {name:8}{module}\n" for name, module in further.items()))
     if first in ("-V", "--version"):
         print("hybridrl", pkgutil.resolve_name("hybridrl:__version__"))
         return 0
     if first in ("-h", "--help", "help"):
         with pkgutil.resolve_name("hybridrl.runtime.signals:ended_by_closed_pipe")():
-            print(USAGE)
+            print(usage)
         return 0
-    further = pkgutil.resolve_name("hybridrl.runs.plugins:names")("command")
     if first not in (*COMMANDS, *further):
         near = "".join(f"; {name}?" for name in difflib.get_close_matches(first, [*COMMANDS, *further], n=1))
         if first in pkgutil.resolve_name("hybridrl.doctor.__main__:COMMANDS"):
             near = f"; hybridrl doctor {first}?"
-        print(USAGE + (f"\n\nerror: there is no command {first}{near}" if first else ""))
+        print(usage + (f"\n\nerror: there is no command {first}{near}" if first else ""))
         return EXIT_REJECTED
-    if first in further:
-        module = pkgutil.resolve_name("hybridrl.runs.plugins:installed")()[f"command.{first}"]
-    else:
-        module, _ = COMMANDS[first]
+    module = COMMANDS[first][0] if first in COMMANDS else further[first]
     if first == "sweep":
         arguments = ["--multirun", *arguments]
     if first == "merge" and arguments[:1] not in (["merge"], ["test"]):

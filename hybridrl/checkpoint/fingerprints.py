@@ -4,7 +4,7 @@ import hashlib
 import json
 import pkgutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,14 +23,15 @@ WEIGHTS = (".safetensors", ".bin", ".distcp", ".pt")
 SAMPLES, SAMPLE_BYTES = 64, 1 << 20
 
 
-def fingerprint(*values: object) -> str:
-    """Return a hash of plain values; equal values have equal hashes in every process."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:32]
+def fingerprint(*values: object, default: Callable[[object], str] | None = None) -> str:
+    """Return a hash of plain values, and of what `default` makes of others; equal values have equal hashes in every
+    process."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=default).encode()).hexdigest()[:32]
 
 
 def digest(*values: object) -> str:
     """Return the shorter hash by which an evaluation finds its samples again."""
-    return fingerprint(*values)[:20]
+    return fingerprint(*values, default=str)[:20]
 
 
 def data_fingerprint(files: Iterable[Path], *choices: object) -> str:

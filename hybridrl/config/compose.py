@@ -297,8 +297,16 @@ def split_sweep(overrides: list[str]) -> tuple[list[str], dict[str, list[str]]]:
     return fixed, swept
 
 
-def plain_values(file: Path, schema: type, arguments: list[str], findings: Findings, translation: Any = None) -> Plain:
-    """The values of a configuration file with overrides. Raises ConfigError.
+def plain_values(
+    file: Path,
+    schema: type,
+    arguments: list[str],
+    findings: Findings,
+    translation: Any = None,
+    needed: type | None = None,
+) -> Plain:
+    """The values of a configuration file with overrides. Raises ConfigError, also if it lacks a section of `needed`, by
+    default of the schema.
 
     Old names in a custom file, and keys without effect, are overrides too: as on a command line, which comes after them
     and wins.
@@ -317,7 +325,7 @@ def plain_values(file: Path, schema: type, arguments: list[str], findings: Findi
     for key in idle:  # of a mapping that takes any name; Hydra cannot delete what is null
         section, _, name = key.rpartition(".")
         value_of(plain.values, section).pop(name, None)
-    if missing := [name for name in hints(schema) if name not in plain.values]:
+    if missing := [name for name in hints(needed or schema) if name not in plain.values]:
         fix = f"begin it with defaults: [{SHIPPED[schema]}, _self_]"
         raise ConfigError(f"{file} has no {', '.join(missing)}", fix=fix)
     return plain

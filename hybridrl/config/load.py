@@ -134,7 +134,7 @@ def read_config(
     result: ResolvedConfig[T] = ResolvedConfig(findings, written=parsed.written)
     with findings.gathered("file"):
         file = existing(name, directory)
-        result.values = plain_values(file, whole, parsed.arguments, findings, translation)
+        result.values = plain_values(file, whole, parsed.arguments, findings, translation, schema)
     if result.values is None:
         return result
     # The shipped values are composed only if one is wanted: that takes as long as all the rest.

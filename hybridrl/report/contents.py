@@ -74,6 +74,12 @@ class Contents(RunDirectory):
             for step, metrics in steps.items()
         }
 
+    def take_steps(self, steps: dict[int, Metrics]) -> None:
+        """Use these metrics instead of those of the directory."""
+        for name in ("trained", "held", "resumes", "phases"):
+            vars(self).pop(name, None)
+        self.steps = steps
+
     @property
     def started(self) -> str:
         """When the run began, before it was resumed: an earlier run in the same directory is another one."""

@@ -45,7 +45,7 @@ class ReportedRun:
             steps = {step: {REWARD[-1]: reward} for step, reward in self.samples.rewards.items()}
             known = [note for note in self.contents.notes if note != NO_METRICS]
             self.contents.notes = ["no metrics were logged: the reward is the mean score of the samples", *known]
-            self.contents.steps = steps
+            self.contents.take_steps(steps)
 
     @cached_property
     def intervals(self) -> dict:

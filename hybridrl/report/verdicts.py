@@ -252,7 +252,8 @@ def _resumable(contents: Contents) -> Light:
             return Light(question, "fair", f"{newest.path.name}: {newest.lacks}")
         problem = newest and (newest.problem or newest.lacks)
         return Light(question, "bad", f"no good checkpoint: {problem}" if problem else "no checkpoint was saved")
-    newest = max(good, key=lambda one: one.step)
+    taken = contents.newest
+    newest = taken if taken in good else max(good, key=lambda one: one.step)
     lost = contents.last_step - newest.step
     if contents.end is not None and contents.end.code == FINISHED and lost <= 0:
         return Light(question, "good", f"the last step is saved in {newest.path.name}")

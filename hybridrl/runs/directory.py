@@ -4,8 +4,10 @@ which of its checkpoints are good, and the command that continues it.
 Reads whatever is there, however the run ended and whatever is damaged, and writes nothing.
 """
 
+import os
 import shlex
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +28,7 @@ from hybridrl.checkpoint.store import (
 )
 from hybridrl.config.files import SHARDS
 from hybridrl.config.foreign_files import read_mapping
+from hybridrl.runs.plugins import load
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import FINISHED, STOPPED, Fault, last_run, read_faults
 from hybridrl.tracking.records import records_of
@@ -78,15 +81,19 @@ class SavedCheckpoint:
 
     @property
     def size(self) -> int:
-        return sum(file.stat().st_size for file in self._files())
+        return sum(file.st_size for file in self._files())
 
     @property
     def written(self) -> float:
         """When its last file was written; 0 without files."""
-        return max((file.stat().st_mtime for file in self._files()), default=0.0)
+        return max((file.st_mtime for file in self._files()), default=0.0)
 
-    def _files(self) -> Iterator[Path]:
-        return (file for file in self.path.rglob("*") if file.is_file())
+    def _files(self) -> Iterator[os.stat_result]:
+        """Yield what is known of each file; a living run may delete some meanwhile."""
+        for place, _, names in os.walk(self.path):
+            for name in names:
+                with suppress(OSError):
+                    yield os.stat(f"{place}/{name}")
 
 
 class RunDirectory:
@@ -201,6 +208,9 @@ class RunDirectory:
     @cached_property
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Every checkpoint, intact or not, by step."""
+        return self.attempt("its checkpoints", self._list, [])
+
+    def _list(self) -> list[SavedCheckpoint]:
         listed = list_checkpoints(self.path)
         published, current = {one.path: one for one in listed}, {one.path for one in lineage(listed)}
         return [self._checkpoint(path, published.get(path), path in current) for path in step_directories(self.path)]
@@ -208,7 +218,8 @@ class RunDirectory:
     def _checkpoint(self, path: Path, saved: Checkpoint | None, current: bool) -> SavedCheckpoint:
         step = step_number(path)
         if is_verl(path):
-            return SavedCheckpoint(step, path, "verl", [], {})
+            faults = load("verl.checkpoint").verl_faults(path) if self._checksums else []
+            return SavedCheckpoint(step, path, "verl", faults, {})
         damaged = damaged_files(path, checksums=self._checksums)
         if saved is None:
             return SavedCheckpoint(step, path, "unreadable", damaged or [f"{STATE}: not the state of a checkpoint"], {})
@@ -226,7 +237,7 @@ class RunDirectory:
     def newest(self) -> SavedCheckpoint | None:
         """The checkpoint that a run with resume_mode=auto takes: verl's only if there is no good one of its own."""
         good = [one for one in self.checkpoints if one.current and not one.problem]
-        return next(reversed(good or [one for one in self.checkpoints if one.kind == "verl"]), None)
+        return next(reversed(good or [one for one in self.checkpoints if one.kind == "verl" and not one.problem]), None)
 
     def scores(self) -> tuple[str, int, dict[int, float]]:
         """Return by what checkpoints are compared, -1 if less of it is better, and its values by step: the metric of

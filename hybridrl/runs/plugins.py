@@ -11,6 +11,7 @@ This module imports nothing of hybridrl, and what a name stands for is imported 
 """
 
 import pkgutil
+from collections.abc import Collection
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -47,3 +48,9 @@ def names(kind: str) -> list[str]:
     """Return what there is of a kind: engine, reward_manager or command."""
     every = {**PLUGINS, **installed()}
     return [name.removeprefix(f"{kind}.") for name in every if name.startswith(f"{kind}.")]
+
+
+def further_commands(known: Collection[str]) -> dict[str, str]:
+    """Return the modules of the commands that other distributions add to these, by name."""
+    commands = {name: installed()[f"command.{name}"] for name in names("command")}
+    return {name: module for name, module in commands.items() if name not in known}

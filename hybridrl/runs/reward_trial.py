@@ -196,7 +196,7 @@ def _identity(config: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, data
     rows = {key: (sorted(prompts.data_sources), spread_rows(prompts)) for key, prompts in datasets.items()}
     limit = config.data.max_response_length
     reward = asdict(config.reward), reward_code(config.reward)
-    return fingerprint(*reward, rows, limit, tokenizer and tokenizer.name_or_path)
+    return fingerprint(*reward, rows, limit, tokenizer and tokenizer.name_or_path, default=str)
 
 
 def spread_rows(prompts: PromptDataset | Prompts) -> list[Prompt]:

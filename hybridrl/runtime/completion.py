@@ -18,6 +18,7 @@ from hybridrl.config.help import key_meanings
 from hybridrl.config.keys import tree, value_keys
 from hybridrl.config.schema_rollout import PRESETS as EVAL_PRESETS
 from hybridrl.config.values import SCHEDULES
+from hybridrl.runs.plugins import names
 
 SCHEMAS = {"train": PPOConfig, "eval": PPOConfig, "sweep": PPOConfig, "doctor": PPOConfig, "sft": SFTConfig}
 # Names that a key takes as well as a function in a file.
@@ -25,6 +26,7 @@ NAMES = {
     "algorithm.adv_estimator": ESTIMATORS,
     "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
     "eval.preset": EVAL_PRESETS,
+    "actor_rollout_ref.rollout.name": names("engine"),
     **dict.fromkeys(
         (f"{part}optim.lr_scheduler_type" for part in ("actor_rollout_ref.actor.", "critic.", "")), SCHEDULES
     ),

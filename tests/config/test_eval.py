@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import ConfigError, EvaluationConfig, load_ppo_config
+from hybridrl.config.compose import save_config
 from hybridrl.evaluation.config import describe_sampling, load_eval_config, with_model
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -37,6 +38,13 @@ def test_a_training_command_is_an_evaluation_of_its_model_on_its_validation_rows
     config = load(*training)
     assert (config.eval.files, config.eval.models) == (["val.jsonl"], ["model"])
     assert load_ppo_config(training).eval.files == []  # which main_ppo does not read
+
+
+def test_a_configuration_that_was_written_can_be_loaded_again(place):
+    written = load("eval.files=val.jsonl", "eval.models=model", "data.max_response_length=7")
+    save_config(written, place / "again.yaml")
+    again = load_eval_config([], config_name="again", config_dir=place, report=lambda _: None, show=lambda _: None)
+    assert again == written
 
 
 def test_training_files_and_batch_sizes_are_not_needed(place):

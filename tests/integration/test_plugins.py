@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.runs import plugins
 from hybridrl.runs.plugins import PLUGINS, load, names
 
 ENTRIES = """[hybridrl.plugins]
@@ -71,10 +72,16 @@ def test_names_are_those_of_all_distributions_and_an_entry_replaces_ours(run: Ru
 
 def test_a_command_is_run_by_its_name(run: Run) -> None:
     assert run("-m", "hybridrl", "greet", "a", "--b") == "greetings to a --b\n"
-    assert "did you mean" not in run("-m", "hybridrl", "greet") and "; greet?" in run("-m", "hybridrl", "greeet")
+    assert "there is no command greeet; greet?" in run("-m", "hybridrl", "greeet")
+    assert "greet" in run("-m", "hybridrl", "--help")
 
 
-@pytest.mark.parametrize("name", [name for name in PLUGINS if name != "migrate"])
+def test_a_plug_in_takes_the_place_of_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "installed", lambda: {"command.train": "mine.train", "command.greet": "mine.greet"})
+    assert plugins.further_commands(["train", "eval"]) == {"greet": "mine.greet"}
+
+
+@pytest.mark.parametrize("name", PLUGINS)
 def test_every_name_of_the_table_stands_for_something(name: str) -> None:
     assert load(name) is not None
 

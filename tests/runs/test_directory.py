@@ -73,6 +73,8 @@ def test_a_checkpoint_of_verl_is_resumed_from_where_there_is_no_good_one_of_the_
     for step in (1, 2, 4):
         (run / f"global_step_{step}" / "manifest.json").unlink()
     assert resumed_step(run) == 9
+    compared = RunDirectory(run, checksums=True)
+    assert compared.newest is None and "cannot be read" in compared.checkpoints[-1].problem
 
 
 def test_metrics_of_an_earlier_run_are_not_those_of_the_one_that_was_killed(tmp_path):

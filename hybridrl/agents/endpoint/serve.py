@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hybridrl.agents.endpoint.address import ADMIN_KEY, bound
 from hybridrl.config import ConfigError
+from hybridrl.config.checks.engine import check_engine_name
 from hybridrl.config.checks.training import resolve_dtype, this_machine
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import read_config
@@ -61,6 +62,8 @@ def read(arguments: list[str]) -> tuple[dict[str, str], ServedConfig]:
     given = {key: value for key, _, value in (text.partition("=") for text in arguments) if key in OWN}
     others = [text for text in arguments if text.partition("=")[0] not in OWN]
     result = read_config(ServingConfig, [f"{SECTION}{text.removeprefix(SECTION)}" for text in others])
+    if result.config is not None:
+        check_engine_name(result.config.actor_rollout_ref.rollout.name, result.findings)
     result.findings.items = [_by_own_name(one) for one in result.findings.items]
     _check_own(given, result.findings)
     return OWN | given, result.accept(partial(print, "warning:", file=sys.stderr)).actor_rollout_ref

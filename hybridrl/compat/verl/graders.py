@@ -1,4 +1,4 @@
-"""verl's graders with their signatures, for reward files that call them by the names in `verl_names.py`.
+"""verl's graders with their signatures, for reward files that call them by the names in `names.py`.
 
 gsm8k, MATH, DAPO and search questions get verl's verdicts. `math.py` compares what verl compares symbolically, and
 programs run in the sandbox. A docstring says what is not plain from verl's name.

@@ -294,8 +294,8 @@ class VerlLoop(episode_loop.AgentLoop):
     ) -> list[AgentLoopOutput]:
         """Run an episode and return its rows; EpisodeFault if ids, mask and log-probs are not of the same length.
 
-        `config` is the whole configuration, by verl's names; `call_parser` returns the parser of its format of calls,
-        for parsers of the loop where that is auto. What raises in the loop is raised here.
+        `config` is the configuration of the run or evaluation, by verl's names; `call_parser` returns the parser of its
+        format of calls, for parsers of the loop where that is auto. What raises in the loop is raised here.
         """
         section, server = _section(config), AsyncLLMServerManager(policy, dialogue)
         server.tools, server.interactions = self.tools, self.interactions

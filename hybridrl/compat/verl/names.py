@@ -1,6 +1,6 @@
 """Let custom files `import verl...`: replacements for verl's graders and helpers if verl itself is not installed.
 
-The graders are in `verl_graders.py`; decorators, and classes to inherit from or to annotate with, are here. What
+The graders are in `graders.py`; decorators, and classes to inherit from or to annotate with, are here. What
 files of tools import is added by `stand_ins.py`.
 """
 

@@ -5,7 +5,7 @@ import functools
 from importlib.util import find_spec
 from pathlib import Path
 
-from hybridrl.config.findings import Checker, show
+from hybridrl.config.findings import Checker, Findings, show
 from hybridrl.config.keys import nearest
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.runs.plugins import names
@@ -42,11 +42,15 @@ FIXED = {
 }
 
 
+def check_engine_name(name: str, findings: Findings) -> None:
+    """Reject an engine that is neither hybridrl's nor an installed plug-in's."""
+    if name not in (engines := names("engine")):
+        findings.error("value", f"choose {' | '.join(engines)}", keys=f"{ROLLOUT}.name", value=name)
+
+
 def check_engine(rollout: RolloutConfig, check: Checker) -> None:
-    """Reject an engine that is neither hybridrl's nor an installed plug-in's, arguments that hybridrl sets itself, and
-    names of arguments that the installed vLLM does not have."""
-    if rollout.name not in (engines := names("engine")):
-        check.findings.error("value", f"choose {' | '.join(engines)}", keys=f"{ROLLOUT}.name", value=rollout.name)
+    """Reject an unknown engine, arguments that hybridrl sets itself, and names that the installed vLLM lacks."""
+    check_engine_name(rollout.name, check.findings)
     if options := [name for name in rollout.engine_kwargs.vllm if "lora" in name]:
         cause = f"{ROLLOUT}{KEY}: {', '.join(options)} follow from {MODEL}.lora_rank, which configures"
         keys = [KEY, *(f"{KEY}.{option}" for option in options)]

@@ -27,7 +27,7 @@ from hybridrl.tracking.console import info
 
 OWN_RAY_SECONDS = 60.0  # for a Ray that was started here to reserve its devices
 POLL_SECONDS = 2.0
-READY_SECONDS = 10.0  # for the actors of an earlier run to respond
+READY_SECONDS = 10.0  # for the actors of an earlier attempt to respond
 REPORT_SECONDS = 60.0  # between reports of what is missing
 COMPONENTS = ("raylet", "gcs_server")
 CPU_DEVICE = 0.01  # CPUs that a virtual CPU device requests from Ray: they share cores, which Ray must not ration

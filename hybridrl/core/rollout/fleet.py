@@ -224,7 +224,7 @@ class RolloutFleet:
         self.servers.actors[index] = self._spawn(index, self.servers.logs[index])
         self._finish(index, self._start(index))
         if self.ladder.settings != self.started_with:
-            self.session.kept = None  # a later run would not start with these
+            self.session.kept = None  # a next attempt would not start with these
         if asleep:
             self.servers.only([index]).broadcast(RolloutEngine.sleep, timeout=self.timeout)
 
@@ -260,7 +260,7 @@ class DeviceHolder:
     """What Ray counts as the user of a device, whose GPU an engine gets by its number."""
 
     def renew(self) -> None:
-        """Hold it for the engine of another run, too."""
+        """Hold it for the engine of the run's next attempt, too."""
 
     def gpus(self) -> list[str]:
         return [str(number) for number in ray.get_gpu_ids()]

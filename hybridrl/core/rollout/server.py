@@ -30,7 +30,7 @@ class RolloutServer:
         self.begin(Path(log_file))
 
     def renew(self, log_file: str) -> None:
-        """Serve another run, which will `start` the same engine."""
+        """Serve the run's next attempt, which will `start` the same engine."""
         begin_actor(log_file)
         self.log, self.log_start, self.oom_kills = Path(log_file), Path(log_file).stat().st_size, oom_kills()
 
@@ -51,7 +51,7 @@ class RolloutServer:
         rollout: RolloutConfig,
         engines_per_machine: int,
     ) -> int:
-        """Build the engine, whose weights arrive later, or renew that of an earlier run. Returns this process's id."""
+        """Build the engine, whose weights arrive later, or renew an earlier attempt's. Returns this process's id."""
         if self.engine is not None:
             await self._renew_engine()
             return os.getpid()

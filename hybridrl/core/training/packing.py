@@ -28,7 +28,7 @@ class MicroBatchBudget:
     tokens: int
     rows: int | None = None  # a fixed number of rows instead of a number of tokens
     padded: bool = False  # rows are padded to the longest of the micro-batch
-    devices: int = 1  # that compute a micro-batch together, each a slice of its tokens (sequence_parallel.py)
+    devices: int = 1  # that compute a micro-batch together, each a slice of its tokens (attention.py)
 
 
 MicroBatches = list[list[int]]  # one rank's micro-batches, as rows of the batch; an empty one keeps collectives aligned

@@ -150,19 +150,21 @@ class EngineProcess:
     adapter: dict[str, torch.Tensor] | None = None  # tensors of the next adapter that have arrived
 
     def renew(self, log_file: str) -> None:
-        """Serve another run. The handles of its trainers' memory may be the same as those of the last one's."""
+        """Serve a run's next attempt. The handles of its trainers' memory may be the same as the last one's."""
         redirect_output(log_file)
-        self.finish_update()
+        if self.weight_transfer_engine.begun:
+            self.finish_update()
         self.weight_transfer_engine.shutdown()
         self.adapter = None
 
     def finish_update(self) -> None:
-        """Finish a weight update if one has begun: all weights have arrived, or a process has died and the next update
-        sends all of them. After a bucket that failed vLLM considers the update ended, and leaves its layers as they
-        are: weights of the next one would be counted to it."""
-        if self.weight_transfer_engine.begun:
-            self._weight_update_active = True
-            self.finish_weight_update()
+        """Finish a weight update: all weights have arrived, or a process has died and the next update sends all of
+        them. After a bucket that failed vLLM considers the update ended, and leaves its layers as they are: weights of
+        the next one would be counted to it. RuntimeError if none has begun."""
+        if not self.weight_transfer_engine.begun:
+            raise RuntimeError("no weight update has begun")
+        self._weight_update_active = True
+        self.finish_weight_update()
 
     def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
         """Form a group with the training rank that sends weights, and with all other engines."""
