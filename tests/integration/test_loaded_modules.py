@@ -15,9 +15,10 @@ import json, os, sys, threading, time
 def watch():
     while True:
         names = sorted(name for name in list(sys.modules) if name.startswith("hybridrl."))
-        held = [name for name in ("hybridrl.core.training.worker", "hybridrl.core.rollout.server") if name in names]
+        with open("/proc/self/cmdline") as title:  # Ray names its actor there
+            actor = title.read().partition("::")[2].partition(".")[0].rstrip(chr(0))
         with open(f"{DIRECTORY}/{os.getpid()}.new", "w") as file:
-            json.dump([held, names, "ray.dashboard" in sys.modules or "hybridrl.runs.setup" in names], file)
+            json.dump([actor, names], file)
         os.replace(f"{DIRECTORY}/{os.getpid()}.new", f"{DIRECTORY}/{os.getpid()}.json")
         time.sleep(0.2)
 
@@ -33,13 +34,10 @@ pytestmark = pytest.mark.slow
 
 
 def faces(directory: Path) -> dict[str, list[str]]:
-    """The modules of faces in each process that holds a model or an engine, but for the driver, by what it holds."""
-    found = {}
-    for file in directory.glob("*.json"):
-        held, names, is_driver = json.loads(file.read_text())
-        if not is_driver:
-            found |= {name: [one for one in names if one.split(".")[1] in FACES] for name in held}
-    return found
+    """The modules of faces in the processes of ranks and servers, by the class of their actor."""
+    found = dict(json.loads(file.read_text()) for file in directory.glob("*.json"))
+    holds = {name: found[name] for name in ("TrainWorker", "RolloutServer") if name in found}
+    return {name: [one for one in names if one.split(".")[1] in FACES] for name, names in holds.items()}
 
 
 @pytest.mark.parametrize("more", [{}, AGENT], ids=["responses", "episodes"])
@@ -47,7 +45,7 @@ def test_no_rank_and_no_server_of_a_run_loads_a_face(more, overrides, tmp_path):
     (tmp_path / "probe.py").write_text(f"DIRECTORY = {str(tmp_path)!r}\n{PROBE}")
     keys = STEPS | more | {"actor_rollout_ref.model.external_lib": f"[{tmp_path}/probe.py]"}
     finish(start("main_ppo", overrides(tmp_path / "run", keys)))
-    assert faces(tmp_path) == {"hybridrl.core.training.worker": [], "hybridrl.core.rollout.server": []}
+    assert faces(tmp_path) == {"TrainWorker": [], "RolloutServer": []}
 
 
 def test_no_rank_of_a_supervised_run_loads_a_face(tiny, tmp_path):
@@ -60,4 +58,4 @@ def test_no_rank_of_a_supervised_run_loads_a_face(tiny, tmp_path):
     }
     keys |= {"model.external_lib": f"[{tmp_path}/probe.py]", "trainer.default_local_dir": tmp_path / "run"} | STEPS
     finish(start("main_sft", [f"{key}={value}" for key, value in keys.items()]))
-    assert faces(tmp_path) == {"hybridrl.core.training.worker": []}
+    assert faces(tmp_path) == {"TrainWorker": []}
