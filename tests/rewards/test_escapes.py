@@ -111,7 +111,7 @@ def test_a_descriptor_that_the_caller_has_open_is_not_the_programs(tmp_path):
 
 def test_nothing_outlives_a_caller_that_is_killed():
     script = "from hybridrl.rewards.sandbox.run import *\nfor kind in ('stdin', 'asserts'):\n"
-    script += "    run('while True: pass', [''] * 2, Limits(30, total_seconds=60), kind)"
+    script += "    run('while True: pass', [''] * 2, ProgramLimits(30, total_seconds=60), kind)"
     for kind in ("stdin", "asserts"):
         code = script.replace("('stdin', 'asserts')", f"['{kind}']")
         caller = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(HOUSE)})

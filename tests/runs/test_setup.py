@@ -70,7 +70,7 @@ class RaySession:
 def test_one_ray_serves_run_after_run_until_one_fails(monkeypatch):
     monkeypatch.setattr(setup, "start_session", RaySession)
     trainer = SimpleNamespace(device="cpu", nnodes=1, n_gpus_per_node=1)
-    config: Any = SimpleNamespace(trainer=trainer, ray_kwargs=SimpleNamespace(ray_init={}))
+    config: Any = SimpleNamespace(trainer=trainer, ray_kwargs=SimpleNamespace(ray_init={}), own={})
     sessions: Any = setup.Sessions()
     for _ in range(3):
         with sessions.open(config) as session:
