@@ -201,16 +201,17 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
             fixed.setdefault("memory_mb", config.sandbox_fusion.memory_limit_mb)
         built_in.prepare(data_sources, fixed)
         function = built_in.cpu_limited_score if cpu_limited else built_in.compute_score
-    if manager.source == "importlib":
-        fixed = {"compute_score": functools.partial(function, **fixed)}
-        name = manager.module.name if manager.name in REWARD_MANAGERS else manager.name
-        function = _member(str(manager.module.path), f"{_MANAGER}.module.path", name, f"{_MANAGER}.name={name}")
-    elif manager.name in names("reward_manager"):
+    added = manager.source != "importlib" and manager.name in names("reward_manager")
+    if added or manager.source == "importlib":
         fixed, name = {"compute_score": functools.partial(function, **fixed)}, manager.name
-        function = plugin(f"reward_manager.{name}")
-    if inspect.isclass(function):
-        fix = "write a function: it is called like a reward function, with the reward function itself as the "
-        raise ConfigError(f"{_MANAGER}.name={name} is a class", fix=f"{fix}further keyword compute_score")
+        if added:
+            function = plugin(f"reward_manager.{name}")
+        else:
+            name = manager.module.name if name in REWARD_MANAGERS else name
+            function = _member(str(manager.module.path), f"{_MANAGER}.module.path", name, f"{_MANAGER}.name={name}")
+        if inspect.isclass(function):
+            fix = "write a function: it is called like a reward function, with the reward function itself as the "
+            raise ConfigError(f"{_MANAGER}.name={name} is a class", fix=f"{fix}further keyword compute_score")
     keywords = BATCH_KEYWORDS if in_one_call(config) else REQUEST_KEYWORDS
     return Reward(_bind(function, fixed, config.timeout, _CUSTOM, keywords), further, config.weights)
 
