@@ -1,1 +1,1 @@
-"""What talks to the policy over several turns: environments, tools and agents."""
+"""Conversations of several turns with the policy: environments, tools and agents."""

@@ -16,7 +16,7 @@ REJECTING = ("rejected", "otherwise")  # the latter if no other entry names the 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """What becomes of the keys that some patterns name.
+    """The treatment of the keys that some patterns name.
 
     `silent` values change nothing; `follows` is a key whose value does not either; `when` limits the entry to values
     that match it. `sets` has values by key, with {value} for the entry's own, which `values` may replace, or functions
@@ -56,7 +56,7 @@ class Entry:
         return re.search(self.when, str(value)) is not None
 
     def value_of(self, text: str) -> Any:
-        """What replaces a value, if `values` states it."""
+        """Return the replacement of a value, if `values` states one."""
         matches = ((re.fullmatch(pattern, text), value) for pattern, value in self.values.items())
         match, value = next(((match, value) for match, value in matches if match), (None, None))
         return match.expand(value) if match and isinstance(value, str) else value
@@ -79,8 +79,9 @@ def number(text: Any) -> Any:
 
 
 class Look:
-    """What an entry's functions compute with: `of(key, usual)`, the number at a key of either system; `of.value`, what
-    the entry's first key is set to; `of.size("dt")`, the product of these groups of `when`. `of.read`: keys so far."""
+    """The values that an entry's functions compute with: `of(key, usual)`, the number at a key of either system;
+    `of.value`, what the entry's first key is set to; `of.size("dt")`, the product of these groups of `when`. `of.read`:
+    keys so far."""
 
     def __init__(self, find: Callable[[str, Any], Any], entry: Entry, values: list[Any]) -> None:
         self._find = find

@@ -1,4 +1,4 @@
-"""What becomes of arguments and keys that are those of another system.
+"""Translation of arguments and keys that are those of another system.
 
 A system has a table of names and values, keys.yaml in its folder, and entries that compute, in keys.py. `translate`
 replaces a command's arguments, or a file's; what is left, `check` reports once all values are known. A run knows verl's

@@ -1,6 +1,6 @@
-"""What environments and tools of a user are written with; the code is in `hybridrl.agents.environments`."""
+"""The names that environments and tools of a user are written with (see `hybridrl.agents.environments`)."""
 
-from hybridrl.agents.environments import (
+from hybridrl.agents.environments.environment import (
     CallRecord,
     Environment,
     EpisodeFault,

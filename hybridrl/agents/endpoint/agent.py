@@ -21,7 +21,7 @@ from hybridrl.agents.endpoint.functions import ONLINE, Agent, AgentSettings, cal
 from hybridrl.agents.endpoint.messages import rejected
 from hybridrl.agents.endpoint.server import serving
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
-from hybridrl.agents.environments import EpisodeFault, Message
+from hybridrl.agents.environments.environment import EpisodeFault, Message
 from hybridrl.agents.environments.episode_loop import Kit
 from hybridrl.agents.environments.held import HeldPolicy
 from hybridrl.agents.environments.returned import reward_of

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 
 from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.messages import F, Fields, Name, rejected, unread, validated
-from hybridrl.agents.environments import Schema
+from hybridrl.agents.environments.environment import Schema
 from hybridrl.agents.environments.settings import AGENT
 
 INT64 = 2**63

@@ -14,7 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from hybridrl.agents.endpoint.core import Reply, SamplingOptions
 from hybridrl.agents.endpoint.fields import COMMON_HINTS, DEFAULTS, Format, Rules, Sampled, tool_schema
 from hybridrl.agents.endpoint.messages import Fields, Name, as_rendered, rejected
-from hybridrl.agents.environments import Message, Schema
+from hybridrl.agents.environments.environment import Message, Schema
 
 STREAM_END = "data: [DONE]\n\n"
 LOWEST = -9999.0  # OpenAI's log-prob of what is as good as impossible

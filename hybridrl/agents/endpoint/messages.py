@@ -21,8 +21,8 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from hybridrl.agents.environments import Message, Schema
 from hybridrl.agents.environments.calls import REASONING_END
+from hybridrl.agents.environments.environment import Message, Schema
 
 REASONING_START = "<think>"
 TEXT_PARTS = ("text", "input_text", "output_text")

@@ -12,7 +12,7 @@ from hybridrl.agents.endpoint.core import Reply, SamplingOptions
 from hybridrl.agents.endpoint.fields import COMMON_HINTS, Format, Rules, Sampled, Stops, tool_schema
 from hybridrl.agents.endpoint.formats import event
 from hybridrl.agents.endpoint.messages import Fields, Text, as_rendered, rejected
-from hybridrl.agents.environments import Message, Schema
+from hybridrl.agents.environments.environment import Message, Schema
 
 Json = dict[str, Any]
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # Anthropic's

@@ -26,7 +26,7 @@ MAX_WORDS = 1000  # of a query
 
 
 class Index:
-    """Which passages contain a word, and with what weight; all weights are computed once."""
+    """The passages that contain a word, with its weight in each; all weights are computed once."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         numbers: defaultdict[str, int] = defaultdict()

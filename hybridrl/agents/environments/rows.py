@@ -37,11 +37,11 @@ def needed(row: Mapping[str, Any], name: str) -> Any:
 
 
 def tools_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a row has for each method of each tool: a column, or a field of extra_info."""
+    """Return the arguments of a row for each method of each tool: a column, or a field of extra_info."""
     found = mapping(row.get("tools_kwargs")) or mapping(mapping(row.get("extra_info")).get("tools_kwargs"))
     return {name: kwargs for name, kwargs in found.items() if kwargs is not None}  # Parquet has every tool in every row
 
 
 def interaction_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a row has for its interaction, `name` among it."""
+    """Return the arguments of a row for its interaction, `name` among them."""
     return mapping(mapping(row.get("extra_info")).get("interaction_kwargs")) or mapping(row.get("interaction_kwargs"))

@@ -1,1 +1,1 @@
-"""What is written for SkyRL."""
+"""Environments and keys of SkyRL."""

@@ -1,1 +1,1 @@
-"""What is written for verl: tools, agent loops, graders, checkpoints, and the modules that such code imports."""
+"""Tools, agent loops, graders and checkpoints of verl, and stand-ins for the modules that such code imports."""

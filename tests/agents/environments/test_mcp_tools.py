@@ -10,7 +10,8 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from hybridrl.agents.environments import EpisodeFault, Response, ToolCall, mcp_tools, tool_environment
+from hybridrl.agents.environments import mcp_tools, tool_environment
+from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall
 from hybridrl.agents.environments.load import load_tools
 from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.config import ConfigError

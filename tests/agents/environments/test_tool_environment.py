@@ -9,8 +9,8 @@ import urllib.request
 
 import pytest
 
-from hybridrl.agents.environments import EpisodeFault, Response, ToolCall, ToolError
 from hybridrl.agents.environments import tool_environment as module
+from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall, ToolError
 from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.tool_environment import ToolEnvironment, truncated
 from hybridrl.agents.environments.tools import FunctionTool, Tool, ToolResult

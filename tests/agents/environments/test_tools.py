@@ -6,7 +6,7 @@ import os
 import psutil
 import pytest
 
-from hybridrl.agents.environments import EpisodeFault, Response, ToolCall
+from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall
 from hybridrl.agents.environments.load import function_tools
 from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.tools import to_result

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hybridrl.agents.environments import Response
+from hybridrl.agents.environments.environment import Response
 from hybridrl.agents.environments.load import ENVIRONMENTS, check
 from hybridrl.agents.environments.settings import EnvironmentSettings
 from tests.agents.environments.conftest import made

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hybridrl.agents.environments import EpisodeFault, Response, ToolCall
+from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall
 from hybridrl.agents.environments.load import check, load_tools
 from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.config import ConfigError

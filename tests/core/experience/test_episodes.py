@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrl.agents.environments import CallRecord, ToolCall
+from hybridrl.agents.environments.environment import CallRecord, ToolCall
 from hybridrl.agents.environments.metrics import conversation_metrics, transcript
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.estimators import gae, grpo
