@@ -112,7 +112,8 @@ class PlannedRun:
             self.forwards["log-probs"].append((self.reference, policy_plan.reference_budget, True))
         if critic_plan:
             self.forwards["critic update"] = [(self.learners[-1].shard, critic_plan.value_budget, False)]
-        self.reference_offloaded = bool(worker.reference and worker.reference.offload and not self.on_cpu)
+        reference = worker.reference
+        self.reference_offloaded = bool(reference and reference.fsdp_config.param_offload and not self.on_cpu)
         # Per device, of an engine over several. On CPU the cache has the configured size; on CUDA the rest of the
         # engine's share, of which the engine's activations and graphs take a part that is not known here.
         width, self.row_bytes = rollout.tensor_model_parallel_size, models.policy.row_cache(self.longest, itemsize)

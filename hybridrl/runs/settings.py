@@ -15,22 +15,16 @@ from hybridrl.core.algorithms.objective import KLWeight
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection, parse_rejections, parse_threshold
 from hybridrl.core.rollout import Sampling
 from hybridrl.core.rounding import coarser
-from hybridrl.core.training.losses import LossConfig, ValueLossConfig
+from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.schedule import located
-from hybridrl.core.training.worker import FrozenConfig, LearnerConfig, WorkerConfig
+from hybridrl.core.training.worker import LearnerConfig, WorkerConfig
 from hybridrl.core.training.worker_group import SKIPPED_UPDATES, CriticPlan, PolicyPlan, UpdatePlan
 
 
 def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, steps: int) -> WorkerConfig:
     section, critic, prompts = config.actor_rollout_ref, config.critic, config.data.train_batch_size
     actor, ref = section.actor, section.ref
-    reference = FrozenConfig(
-        replace(section.model, path=ref.model.path, lora_rank=0),
-        ref.fsdp_config.param_offload,
-        refreshed=ref.refresh_freq > 0,
-        layers=tuple(ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap),
-    )
     # With LoRA the policy without its adapter is the reference, unless another model is named.
     separate = not section.model.lora_rank or ref.model.path != section.model.path
     policy_steps = steps - max(config.trainer.critic_warmup - 1, 0)
@@ -43,7 +37,7 @@ def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, 
         collective_timeout=section.nccl_timeout,
         seed=config.trainer.seed,
         skipped_updates=str(directory.absolute() / SKIPPED_UPDATES),
-        reference=reference if algorithm.uses_reference and separate else None,
+        reference=ref if algorithm.uses_reference and separate else None,
         critic=values if algorithm.uses_critic else None,
     )
 
@@ -198,9 +192,7 @@ def build_critic_plan(config: PPOConfig) -> CriticPlan:
     critic = config.critic
     rows, by_tokens = critic.forward_micro_batch_size_per_gpu, critic.use_dynamic_bsz
     return CriticPlan(
-        loss=ValueLossConfig(
-            critic.cliprange_value, critic.loss_agg_mode, critic.loss_scale_factor or 1.0, critic.grad_clip
-        ),
+        section=critic,
         updates=critic_updates(config),
         value_budget=budget(critic.model, critic.fsdp, critic.forward_max_token_len_per_gpu, rows, by_tokens),
     )

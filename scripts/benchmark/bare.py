@@ -15,8 +15,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.learner import MiniBatch
+from hybridrl.core.training.loading import fill
 from hybridrl.core.training.losses import LossConfig, policy_loss
-from hybridrl.core.training.model import load_language_model
+from hybridrl.core.training.model import HOST, blank_language_model
 from hybridrl.core.training.packing import lay_out
 from hybridrl.runtime.environment import worker_environment
 
@@ -91,7 +92,8 @@ class Updates:
 
     def __init__(self, file: str) -> None:
         settings = torch.load(file, weights_only=False)
-        self.model = load_language_model(settings["model"], torch.float32)
+        self.model = blank_language_model(settings["model"], torch.float32)
+        fill(self.model.model, settings["model"].path, HOST)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=0.01, **settings["optimizer"])
         self.model.train()
 

@@ -39,7 +39,7 @@ from hybridrl.core.rollout.vllm.settings import ENVIRONMENT
 from hybridrl.core.rounding import LIMITS
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import TrainWorkers
-from hybridrl.core.weights.sync import BucketSync
+from hybridrl.core.weights.sync import WeightSync
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import padded_plans, start_session, start_train_workers
@@ -245,7 +245,7 @@ class Bench:
     def agreement(self) -> list[Row]:
         rows = self.workers.forward_log_probs(sampled(self.responses, self.load.requests(self.options.gpus)))
         gaps = (rows.old_log_probs - rows.rollout_log_probs).abs()
-        assert isinstance(self.engine.sync, BucketSync)
+        assert isinstance(self.engine.sync, WeightSync)
         most = f"at most {LIMITS[self.engine.sync.rounded][0]}"
         of = f"largest {float(gaps.max()):.3g}, of {len(gaps):,} tokens"
         return [Row(f"difference of log-probs, mean, {self.name}", of, "", float(gaps.mean()), most)]

@@ -18,10 +18,9 @@ from hybridrl.checkpoint.export import export_model
 from hybridrl.checkpoint.files import forget_missing_code
 from hybridrl.core.batch import Batch
 from hybridrl.core.training import attention
-from hybridrl.core.training.model import load_value_model
 from hybridrl.core.training.packing import lay_out
 from tests.checkpoint.own_code import CODE, save_with_code
-from tests.core.training.families import model_config
+from tests.core.training.families import load_value_model, model_config
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 

@@ -3,6 +3,7 @@
 import math
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ from hybridrl.core.algorithms.rollout_correction import RolloutCorrection, parse
 from hybridrl.core.batch import Batch, as_tensor
 from hybridrl.core.cluster import Group, spawn
 from hybridrl.core.required import required
-from hybridrl.core.training.learner import MiniBatch
-from hybridrl.core.training.losses import LossConfig, ValueLossConfig
+from hybridrl.core.training import losses
+from hybridrl.core.training.learner import MiniBatch, on_device
+from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.packing import MicroBatchBudget, plan
-from hybridrl.core.training.worker import FrozenConfig, TrainWorker
+from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import BrokenUpdates, CriticPlan, TrainWorkers
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
+from tests.core.training.on_ranks import whole_gradient
 
 LOSS = LossConfig(
     policy_loss="vanilla",
@@ -36,8 +39,26 @@ LOSS = LossConfig(
 )
 
 
-VALUE_LOSS = ValueLossConfig(clip=0.5, aggregation="token-mean", scale=1.0, grad_clip=1.0)
+# What a critic's loss reads of its section.
+VALUE_LOSS = SimpleNamespace(cliprange_value=0.5, loss_agg_mode="token-mean", loss_scale_factor=None, grad_clip=1.0)
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+class GradientRank(TrainWorker):
+    """A training rank whose gradients can be read."""
+
+    def gradient(
+        self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig | SimpleNamespace, padded: bool
+    ) -> dict[str, torch.Tensor]:
+        if isinstance(loss, LossConfig):
+            learner = on_device(self.policy, self.critic)
+            reject, loss = losses.prepare_rejection(learner, loss)
+            objective = losses.policy_objective(learner, loss, self._reference_outputs, [])
+        else:
+            learner, reject = on_device(self.critic, self.policy), None
+            objective = losses.critic_objective(learner, loss)
+        learner.padded = padded
+        return whole_gradient(learner, batch, mini_batch, objective, reject)
 
 
 def ragged_batch(rows: int = 7) -> Batch:
@@ -98,12 +119,13 @@ def groups(config, sharing, session, other_model, logs):
     for key, ranks, settings in ((1, 1, config), (2, 2, config), ("sharing", 2, sharing)):
         files = [str(logs / f"{key}-{rank}.log") for rank in range(ranks)]
         environment = {"OMP_NUM_THREADS": "1"}
-        actors = [spawn(TrainWorker, session, r, environment, r, ranks, files[r]) for r in range(ranks)]
+        actors = [spawn(GradientRank, session, r, environment, r, ranks, files[r]) for r in range(ranks)]
         group = Group(actors, "train worker", files)
         locations = group.broadcast(TrainWorker.location, timeout=120)
         worker = ppo_worker_config(settings, build_algorithm(config), logs, steps=1)
         learner = replace(worker.policy, fsdp=replace(worker.policy.fsdp, fsdp_size=ranks))
-        reference = FrozenConfig(replace(learner.model, path=other_model), offload=False)
+        ref = settings.actor_rollout_ref.ref
+        reference = replace(ref, model=replace(ref.model, path=other_model))
         worker = replace(worker, policy=learner, critic=learner, reference=reference)
         address = f"{locations[0]['address']}:{locations[0]['port']}"
         group.broadcast(TrainWorker.build, worker, address, timeout=120)
@@ -112,15 +134,15 @@ def groups(config, sharing, session, other_model, logs):
 
 
 def gradient(
-    group: Group, budget: MicroBatchBudget, loss: LossConfig | ValueLossConfig = LOSS, batch: Batch | None = None
+    group: Group, budget: MicroBatchBudget, loss: LossConfig | SimpleNamespace = LOSS, batch: Batch | None = None
 ) -> dict[str, torch.Tensor]:
     batch = batch or ragged_batch()
     micro_batches = plan(batch.lengths.tolist(), len(group), budget)
     parts = [(batch, MiniBatch(share, Totals.of(batch)), loss, budget.padded) for share in micro_batches]
-    return group.scatter(TrainWorker.gradient, parts, timeout=120)[0]
+    return group.scatter(GradientRank.gradient, parts, timeout=120)[0]
 
 
-def gradients_agree(groups, loss: LossConfig | ValueLossConfig, every: int = 1) -> None:
+def gradients_agree(groups, loss: LossConfig | SimpleNamespace, every: int = 1) -> None:
     """Assert that a mini-batch has the same gradient however it is divided; tries every `every`-th division."""
     expected = gradient(groups[1], MicroBatchBudget(10_000), loss)
     norm = torch.sqrt(sum(value.square().sum() for value in expected.values()))
@@ -148,7 +170,8 @@ def test_micro_batches_ranks_and_padding_change_nothing(groups, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nor_do_they_for_the_critic(groups, mode):
-    gradients_agree(groups, replace(VALUE_LOSS, aggregation=mode, scale=24.0), every=2)
+    section = SimpleNamespace(**vars(VALUE_LOSS) | {"loss_agg_mode": mode, "loss_scale_factor": 24.0})
+    gradients_agree(groups, section, every=2)
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
@@ -186,9 +209,9 @@ def test_a_custom_policy_loss_is_loaded_by_the_workers(groups, tmp_path):
 def test_a_rank_without_rows_does_not_change_the_gradient(groups):
     batch = ragged_batch(1)
     one = MiniBatch([[0]], Totals.of(batch))
-    alone = groups[1].scatter(TrainWorker.gradient, [(batch, one, LOSS, False)], timeout=120)[0]
+    alone = groups[1].scatter(GradientRank.gradient, [(batch, one, LOSS, False)], timeout=120)[0]
     parts = [(batch, one, LOSS, False), (batch, MiniBatch([[]], Totals.of(batch)), LOSS, False)]
-    shared = groups[2].scatter(TrainWorker.gradient, parts, timeout=120)[0]
+    shared = groups[2].scatter(GradientRank.gradient, parts, timeout=120)[0]
     for name, value in alone.items():
         torch.testing.assert_close(shared[name], value, rtol=1e-4, atol=1e-7)
 
@@ -198,7 +221,7 @@ def test_the_norm_of_each_row_is_that_of_its_gradient_alone(groups, config, shar
     expected = []
     for row in range(3):
         alone = [(batch, MiniBatch([[row]], totals), LOSS, False)]
-        gradients = groups[1].scatter(TrainWorker.gradient, alone, timeout=120)[0]
+        gradients = groups[1].scatter(GradientRank.gradient, alone, timeout=120)[0]
         expected.append(math.sqrt(sum(float(value.square().sum()) for value in gradients.values())))
     assert min(expected) > 1e-3
     for key, group in groups.items():
@@ -220,7 +243,7 @@ def test_the_norm_of_an_episode_is_that_of_all_its_rows_and_it_counts_as_one_res
     expected = []
     for rows in ([0, 1], [2]):
         part = [(counted, MiniBatch([rows], totals), loss, False)]
-        gradients = groups[1].scatter(TrainWorker.gradient, part, timeout=120)[0]
+        gradients = groups[1].scatter(GradientRank.gradient, part, timeout=120)[0]
         expected.append(math.sqrt(sum(float(value.square().sum()) for value in gradients.values())))
     plan_ = replace(build_policy_plan(config), loss=loss)
     norms, [(responses, _)] = TrainWorkers(groups[1], plan_, None, "float32", 120).response_norms(batch, step=1)
@@ -242,8 +265,8 @@ def test_a_dummy_row_cannot_spoil_an_update(groups):
     batch.advantages[: batch.response_lengths[0]] = torch.nan
     totals = Totals.of(batch.select([1]))
     parts = [(batch, MiniBatch([[]], totals), LOSS, False), (batch, MiniBatch([[1]], totals), LOSS, False)]
-    actual = groups[2].scatter(TrainWorker.gradient, parts, timeout=120)[0]
-    alone = groups[1].scatter(TrainWorker.gradient, [(batch, MiniBatch([[1]], totals), LOSS, False)], timeout=120)[0]
+    actual = groups[2].scatter(GradientRank.gradient, parts, timeout=120)[0]
+    alone = groups[1].scatter(GradientRank.gradient, [(batch, MiniBatch([[1]], totals), LOSS, False)], timeout=120)[0]
     for name, value in alone.items():
         torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-7)
 
@@ -255,7 +278,7 @@ def test_values_of_tokens_that_are_not_trained_on_cannot_spoil_an_update(groups)
     for name in ("old_log_probs", "advantages", "reference_log_probs"):
         vars(batch)[name][unwritten] = torch.nan
     mini_batch = MiniBatch([list(range(len(batch)))], Totals.of(batch))
-    actual = groups[1].scatter(TrainWorker.gradient, [(batch, mini_batch, LOSS, False)], timeout=120)[0]
+    actual = groups[1].scatter(GradientRank.gradient, [(batch, mini_batch, LOSS, False)], timeout=120)[0]
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-7)
 

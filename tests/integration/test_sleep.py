@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import load_ppo_config
-from hybridrl.core.weights.sync import BucketSync, StaleWeights
+from hybridrl.core.weights.sync import StaleWeights, WeightSync
 from tests.integration.answers import PROMPT, generate, requests, tokens
 
 pytestmark = pytest.mark.slow
@@ -42,6 +42,6 @@ def test_a_switch_that_sends_no_weights_is_noticed(parts, monkeypatch):
     engine, _ = parts
     engine.to_rollout(1)
     engine.to_training()
-    monkeypatch.setattr(BucketSync, "publish", lambda sync, version: None)
+    monkeypatch.setattr(WeightSync, "publish", lambda sync, version: None)
     with pytest.raises(StaleWeights, match="rollout server 0 differs from the trainer in the log-probs"):
         engine.to_rollout(2)

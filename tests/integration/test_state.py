@@ -14,7 +14,7 @@ from hybridrl.core.cluster import Group, spawn
 from hybridrl.core.cluster.group import kill
 from hybridrl.core.training.learner import MiniBatch
 from hybridrl.core.training.packing import MicroBatchBudget, plan
-from hybridrl.core.training.worker import FrozenConfig, TrainWorker
+from hybridrl.core.training.worker import TrainWorker
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 from tests.integration.test_gradient import LOSS, VALUE_LOSS, ragged_batch
 
@@ -52,7 +52,9 @@ def start(config, session, model, tmp_path_factory):
             optimizer=replace(worker.policy.optimizer, lr_scheduler_type="linear"),
         )
         critic = replace(policy, fsdp=replace(policy.fsdp, dtype="bfloat16"))
-        worker = replace(worker, policy=policy, critic=critic, reference=FrozenConfig(policy.model, offload=False))
+        ref = config.actor_rollout_ref.ref
+        reference = replace(ref, model=replace(ref.model, path=path))
+        worker = replace(worker, policy=policy, critic=critic, reference=reference)
         address = f"{locations[0]['address']}:{locations[0]['port']}"
         group.broadcast(TrainWorker.build, worker, address, timeout=LIMIT)
         return group

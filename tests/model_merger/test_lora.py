@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from hybridrl.checkpoint.fingerprints import model_fingerprint
 from hybridrl.checkpoint.tensors import Tensors
 from hybridrl.core.training.lora import add_adapter, export_adapter_settings
-from hybridrl.core.training.model import adapter_parameters, load_language_model, load_value_model
+from hybridrl.core.training.model import adapter_parameters
 from hybridrl.core.training.state import state_of
 from hybridrl.model_merger import source
 from hybridrl.model_merger.__main__ import main
-from tests.core.training.families import FAMILIES, model_config
+from tests.core.training.families import FAMILIES, load_language_model, load_value_model, model_config
 
 FLOAT, IDS = torch.float32, torch.arange(9)[None]
 

@@ -94,7 +94,7 @@ class Learner:
         loss: Loss,
         clip: float,
         step: int,
-        on_retry: Callable[[], object] = bool,
+        on_retry: Callable[[], object] = lambda: None,
         prepare: Prepare | None = None,
     ) -> list[Shares]:
         """Run one optimizer update per mini-batch. Returns this rank's share of each metric (shares add up over ranks,
@@ -165,17 +165,6 @@ class Learner:
         """Run the forward passes of a mini-batch; collective."""
         for rows in mini_batch.micro_batches:
             loss(batch.select(rows or [0]), mini_batch.totals if rows else None)
-
-    def full_gradient(self, batch: Batch, mini_batch: MiniBatch, loss: Loss, prepare: Prepare | None = None) -> dict:
-        """Return one mini-batch's gradient by parameter name, unsharded, without an update; for tests and diagnosis."""
-        self.model.train()
-        if prepare:
-            batch, mini_batch, _ = prepare(batch, mini_batch)
-        self._gradient(batch, mini_batch, loss, math.inf)
-        named = self.model.named_parameters()
-        gradient = {name: full_tensor(p.grad).cpu() for name, p in named if p.grad is not None}
-        self.optimizers.zero_grad()
-        return gradient
 
     def gradient_norms(self, batch: Batch, mini_batches: list[MiniBatch], loss: Loss) -> list[float]:
         """Return the norm of each mini-batch's gradient, without an update; collective."""

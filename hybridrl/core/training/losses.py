@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.config.schema import CriticConfig
 from hybridrl.core.algorithms.lookup import bind, find_policy_loss
 from hybridrl.core.algorithms.objective import Totals, kl_estimate, token_weights, value_loss
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
@@ -39,16 +40,6 @@ class LossConfig:
     correction: RolloutCorrection | None = None
     own_old_log_probs: bool = False  # the micro-batch's own log-probs are the old ones: nothing has been updated since
     log_entropy: bool = False  # if no forward pass before the update computed it
-
-
-@dataclass(frozen=True)
-class ValueLossConfig:
-    """The loss of the critic, as plain values."""
-
-    clip: float
-    aggregation: str
-    scale: float
-    grad_clip: float
 
 
 def policy_loss(
@@ -142,7 +133,7 @@ def policy_objective(
     return compute
 
 
-def critic_objective(learner: Learner, loss: ValueLossConfig) -> Loss:
+def critic_objective(learner: Learner, section: CriticConfig) -> Loss:
     """The critic's loss: the clipped value loss."""
 
     def compute(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -150,8 +141,9 @@ def critic_objective(learner: Learner, loss: ValueLossConfig) -> Loss:
         if totals is None:
             return 0 * values.sum(), {}
         part = part.to(learner.device)
-        per_token, statistics = value_loss(values, part, loss.clip)
-        total = (per_token * token_weights(part, loss.aggregation, totals, loss.scale)).sum()
+        per_token, statistics = value_loss(values, part, section.cliprange_value)
+        weights = token_weights(part, section.loss_agg_mode, totals, section.loss_scale_factor or 1.0)
+        total = (per_token * weights).sum()
         return total, {"vf_loss": total} | _token_means(statistics, part, totals)
 
     return compute

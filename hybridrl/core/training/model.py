@@ -25,7 +25,7 @@ from hybridrl.core.rounding import beyond_rounding
 from hybridrl.core.training import attention
 from hybridrl.core.training.attention import gather_slices, slice_of
 from hybridrl.core.training.linear_log_probs import token_outputs
-from hybridrl.core.training.loading import blank_model, fill, load_settings
+from hybridrl.core.training.loading import blank_model, load_settings
 from hybridrl.core.training.packing import ModelInputs, lay_out, separate_rows
 from hybridrl.core.training.token_outputs import Head, LogitRule, LossGradient, OutputSpec, TokenOutputs
 
@@ -116,13 +116,6 @@ def blank_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageMod
     return LanguageModel(blank_model(make, settings, config, dtype))
 
 
-def load_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
-    """Load the model of a directory or hub name unsharded to host memory."""
-    blank = blank_language_model(config, dtype)
-    fill(blank.model, config.path, HOST)
-    return blank
-
-
 def blank_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
     """Return the value model of a directory, or a language model with a new head, without its weights."""
     settings = load_settings(config, num_labels=1)
@@ -150,13 +143,6 @@ def new_head(model: ValueModel) -> dict[str, Tensor]:
     hidden state, so the first update already trains it."""
     head = model.model.get_submodule(model.head_name)
     return {f"{model.head_name}.{name}": torch.zeros(p.shape) for name, p in head.named_parameters()}
-
-
-def load_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
-    """Load a saved value model, or a language model with a new head, unsharded to host memory."""
-    blank = blank_value_model(config, dtype)
-    fill(blank.model, config.path, HOST, new_head(blank))
-    return blank
 
 
 # -- LoRA adapters -----------------------------------------------------------------------------------------------------

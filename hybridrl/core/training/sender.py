@@ -30,8 +30,9 @@ class Sender:
         self.buffer: SharedBuffer | None = None
 
     @torch.no_grad()
-    def fill(self, bucket: Bucket) -> int:
-        """Gather one bucket's weights in the buffer; collective. Returns the digest of the bytes."""
+    def fill(self, bucket: Bucket, *, shared: bool) -> tuple[Handle | None, int]:
+        """Gather one bucket's weights in the buffer; collective. Returns the buffer's handle, if an engine is to open
+        it, and the digest of the bytes."""
         # One buffer for this bucket and those sent with it: for an adapter it is smaller than for the base.
         size = buffer_bytes(self.plan.adapter if bucket in self.plan.adapter else self.plan.model)
         if self.buffer is None or len(self.buffer.tensor) < size:
@@ -48,13 +49,7 @@ class Sender:
             for name, value in full_tensors(self.model.model, here, self.merged):
                 tensors[name].view(target).copy_(value)
         devices.synchronize(self.device.type)
-        return digest(target)
-
-    @property
-    def handle(self) -> Handle:
-        """The handle of the buffer, which an engine will open."""
-        assert self.buffer is not None
-        return self.buffer.handle
+        return self.buffer.handle if shared else None, digest(target)
 
     def bytes_of(self, bucket: Bucket) -> torch.Tensor:
         """Return a bucket that was filled."""

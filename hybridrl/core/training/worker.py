@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hybridrl.checkpoint.export import export_model, export_settings
 from hybridrl.checkpoint.export import parts as parts_of
 from hybridrl.config.files import HUGGINGFACE
-from hybridrl.config.schema import ModelConfig, WrapPolicyConfig
+from hybridrl.config.schema import CriticConfig, ReferenceConfig
 from hybridrl.core import device as devices
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
@@ -29,11 +29,10 @@ from hybridrl.core.training.attention import sequence_group
 from hybridrl.core.training.fsdp import full_tensors, local, mesh, reshard, shard_and_fill
 from hybridrl.core.training.learner import Learner, LearnerConfig, MiniBatch, Shares, on_device
 from hybridrl.core.training.lora import add_adapter, export_adapter, export_adapter_settings, load_adapter
-from hybridrl.core.training.losses import LossConfig, ValueLossConfig
+from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import MicroBatches, ModelInputs
-from hybridrl.core.training.seeds import training_seed
 from hybridrl.core.training.sender import Sender
 from hybridrl.core.training.state import StateWriter, load_state, state_of
 from hybridrl.core.training.token_outputs import Head, ReferenceOutputs, TokenOutputs
@@ -46,17 +45,6 @@ Outputs = tuple[Tensor | None, ...]  # the same for one micro-batch
 
 
 @dataclass(frozen=True)
-class FrozenConfig:
-    """The frozen reference model; `offload` keeps it in host memory. `refreshed` means that it will be overwritten with
-    the policy, so its shapes must match; `layers` are the classes to shard one by one, if configured."""
-
-    model: ModelConfig
-    offload: bool
-    refreshed: bool = False
-    layers: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class WorkerConfig:
     """The configuration of a training rank. Rows of skipped updates are written to the directory `skipped_updates`."""
 
@@ -65,8 +53,17 @@ class WorkerConfig:
     collective_timeout: float
     seed: int
     skipped_updates: str
-    reference: FrozenConfig | None = None
+    reference: ReferenceConfig | None = None
     critic: LearnerConfig | None = None
+
+
+def training_seed(*keys: int) -> int:
+    """Return the seed of the random numbers at a place of a run: of its seed and, for example, a step and a rank.
+
+    Python hashes a tuple of integers to the same number in every process and, since 3.8, in every version of CPython
+    on 64 bits. No document promises that, so a test holds three values: others would change what resumed runs sample.
+    """
+    return hash(keys) & 0x7FFFFFFF
 
 
 class TrainWorker:
@@ -126,20 +123,21 @@ class TrainWorker:
         reshard(model)
         return Learner(model, optimizers, fsdp, self.device, padded, Path(self.config.skipped_updates, name), group)
 
-    def _frozen(self, config: FrozenConfig) -> LanguageModel:
+    def _frozen(self, config: ReferenceConfig) -> LanguageModel:
         """Build the reference. It is stored in the type that it computes in, as it is never trained."""
-        policy = self.config.policy
-        blank = models.blank_language_model(config.model, policy.compute_dtype)
+        policy, path = self.config.policy, config.model.path
+        blank = models.blank_language_model(replace(policy.model, path=path, lora_rank=0), policy.compute_dtype)
         ours, theirs = ([(n, p.shape) for n, p in m.named_parameters()] for m in (blank, self.policy.model))
-        if config.refreshed and ours != theirs:
+        if config.refresh_freq > 0 and ours != theirs:
             raise ValueError(
-                f"actor_rollout_ref.ref.refresh_freq: the reference {config.model.path} has other shapes than the "
+                f"actor_rollout_ref.ref.refresh_freq: the reference {path} has other shapes than the "
                 f"policy {policy.model.path}, so it cannot become a copy of it; set refresh_freq=-1"
             )
-        fsdp = replace(policy.fsdp, wrap_policy=WrapPolicyConfig(list(config.layers)))
+        fsdp = replace(policy.fsdp, wrap_policy=config.fsdp_config.wrap_policy)
         blank, grid = blank.requires_grad_(False), mesh(self.config.device, self.ranks, fsdp.fsdp_size)
-        frozen = shard_and_fill(blank, config.model.path, fsdp, grid, self.device, offloaded=config.offload).eval()
-        if config.model.path != policy.model.path:
+        offloaded = config.fsdp_config.param_offload
+        frozen = shard_and_fill(blank, path, fsdp, grid, self.device, offloaded=offloaded).eval()
+        if path != policy.model.path:
             self._check(frozen)
         return frozen
 
@@ -218,28 +216,16 @@ class TrainWorker:
         return shares, concatenated(outputs, [rows for part in mini_batches for rows in part.micro_batches])
 
     def update_critic(
-        self, batch: Batch, mini_batches: list[MiniBatch], loss: ValueLossConfig, step: int
+        self, batch: Batch, mini_batches: list[MiniBatch], section: CriticConfig, step: int
     ) -> list[Shares]:
         """Run one optimizer update per mini-batch. Returns this rank's share of each update's metrics."""
         self._seed(step)
         learner = on_device(required(self.critic), self.policy)
-        return learner.update(batch, mini_batches, losses.critic_objective(learner, loss), loss.grad_clip, step)
+        return learner.update(batch, mini_batches, losses.critic_objective(learner, section), section.grad_clip, step)
 
     def _seed(self, step: int) -> None:
         """Derive dropout's random numbers from the step alone, so that a resumed run repeats them."""
         torch.manual_seed(training_seed(self.config.seed, step, self.rank))
-
-    def gradient(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig | ValueLossConfig, padded: bool) -> Any:
-        """Return one mini-batch's gradient by parameter name, unsharded, without an update; for tests and diagnosis."""
-        if isinstance(loss, ValueLossConfig):
-            learner, reject = on_device(required(self.critic), self.policy), None
-            function = losses.critic_objective(learner, loss)
-        else:
-            learner = on_device(self.policy, self.critic)
-            reject, loss = losses.prepare_rejection(learner, loss)
-            function = losses.policy_objective(learner, loss, self._reference_outputs, [])
-        learner.padded = padded
-        return learner.full_gradient(batch, mini_batch, function, reject)
 
     def gradient_norms(self, batch: Batch, mini_batches: list[MiniBatch], loss: LossConfig) -> list[float]:
         """Return the norm of the policy's gradient of each mini-batch, without an update; for diagnosis."""
@@ -266,8 +252,7 @@ class TrainWorker:
     def fill_bucket(self, bucket: Bucket, shared: bool) -> tuple[Handle | None, int]:
         """Gather a bucket's weights; collective. Returns the memory's handle, if an engine is to open it, and the
         digest."""
-        digest = self.sender.fill(bucket)
-        return self.sender.handle if shared else None, digest
+        return self.sender.fill(bucket, shared=shared)
 
     def release_buckets(self, reader_died: bool = False) -> None:
         self.sender.release(reader_died=reader_died)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.config.schema import CriticConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.batch_metrics import Agreement
 from hybridrl.core.algorithms.lookup import bind, find_policy_loss, imported
@@ -23,11 +24,10 @@ from hybridrl.core.cluster import Group, OutOfMemory, Pending
 from hybridrl.core.cluster.group import control_limit
 from hybridrl.core.required import required
 from hybridrl.core.training.learner import MiniBatch
-from hybridrl.core.training.losses import LossConfig, ValueLossConfig
+from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.packing import MicroBatchBudget, MicroBatches, plan, reassemble
-from hybridrl.core.training.seeds import training_seed
 from hybridrl.core.training.token_outputs import TokenOutputs
-from hybridrl.core.training.worker import Columns, TrainWorker
+from hybridrl.core.training.worker import Columns, TrainWorker, training_seed
 from hybridrl.tracking.sink import Stopwatch
 
 POLICY_FIELDS = (
@@ -87,7 +87,7 @@ class PolicyPlan:
 class CriticPlan:
     """How the critic is trained, and the micro-batches of its forward passes."""
 
-    loss: ValueLossConfig
+    section: CriticConfig
     updates: UpdatePlan
     value_budget: MicroBatchBudget
 
@@ -286,7 +286,7 @@ class TrainWorkers:
         with self.watch("update_critic"):
             mini_batches, budget = self.critic.updates.mini_batches(batch.group, step), self.critic.updates.budget
             shares, parts = self._mini_batches(batch, CRITIC_FIELDS, mini_batches, budget)
-            parts = [(*part, self.critic.loss, step) for part in parts]
+            parts = [(*part, self.critic.section, step) for part in parts]
             metrics = self._scatter(TrainWorker.update_critic, parts, shares, batch)
         return self._mean_metrics(metrics[:: budget.devices], "critic") | self.watch.take()
 

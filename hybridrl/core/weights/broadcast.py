@@ -3,39 +3,25 @@ NCCL on CUDA and by Gloo on CPU, in a process group that has only it and the eng
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from hybridrl.core import device as devices
+from hybridrl.core.cluster import Group
 from hybridrl.core.weights.buckets import Bucket
-from hybridrl.core.weights.sync import BucketSync, Filled, Workers
-
-FIRST = [0]  # the rank that sends
+from hybridrl.core.weights.sync import Filled, WeightSource, WeightSync, WeightTarget
 
 
-class BroadcastSource(Protocol):
-    """The training rank that sends, as it is called here."""
-
-    def listen(self) -> str: ...
-    def join_engines(self, address: str, size: int, seconds: float) -> None: ...
-    def send_bucket(self, bucket: Bucket) -> None: ...
-
-
-class BroadcastTarget(Protocol):
-    """A rollout server, as it is called here: see rollout.engine.RolloutEngine."""
-
-    async def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None: ...
-
-
-class BroadcastSync(BucketSync):
+class BroadcastSync(WeightSync):
     """The process group is formed at the first sync, and again for other servers than those of the last one: after a
     server was replaced."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.members: list[Any] = []  # the servers of the process group
-        self.sender: Workers = self.trainers.only(FIRST)
-        self.sending: list[Any] = []  # calls
-        self.address = ""  # of the process group
+    members: Sequence[Any] = ()  # the servers of the process group
+    address = ""  # of the process group
+    sending: Sequence[Any] = ()  # calls in flight
+
+    @property
+    def sender(self) -> Group:
+        return self.trainers.only([0])
 
     def send(self, buckets: list[Bucket], indices: Sequence[int], *, adapter: bool) -> None:
         try:
@@ -43,7 +29,7 @@ class BroadcastSync(BucketSync):
             super().send(buckets, indices, adapter=adapter)
             self._finish_sending()
         except Exception:
-            self.members = []
+            self.members = ()
             if self.address:  # the members that live wait for the one that failed
                 devices.cancel_broadcasts(self.address)
             raise
@@ -52,28 +38,28 @@ class BroadcastSync(BucketSync):
         members, servers = [self.servers.actors[index] for index in indices], self.servers.only(indices)
         if members == self.members:
             return
-        self.members, self.address, size = [], "", 1 + len(members) * self.tp_size
-        (address,) = self.sender.broadcast(BroadcastSource.listen, timeout=self.timeout)
+        self.members, self.address, size = (), "", 1 + len(members) * self.tp_size
+        (address,) = self.sender.broadcast(WeightSource.listen, timeout=self.timeout)
         self.address = address
         parts = [(address, 1 + place * self.tp_size, size, self.timeout) for place in range(len(members))]
-        joining = servers.start_each(BroadcastTarget.join_trainer, parts)
-        ours = self.sender.start_each(BroadcastSource.join_engines, [(address, size, self.timeout)])
-        servers.finish(joining, BroadcastTarget.join_trainer, timeout=self.timeout)
-        self.sender.finish(ours, BroadcastSource.join_engines, timeout=self.timeout)
+        joining = servers.start_each(WeightTarget.join_trainer, parts)
+        ours = self.sender.start_each(WeightSource.join_engines, [(address, size, self.timeout)])
+        servers.finish(joining, WeightTarget.join_trainer, timeout=self.timeout)
+        self.sender.finish(ours, WeightSource.join_engines, timeout=self.timeout)
         self.members = members
 
     def _read_by(self, index: int, filled: Sequence[Filled]) -> Sequence[Filled]:
         return [filled[0]] * self.tp_size
 
-    def _start_load(self, servers: Workers, parts: Sequence[tuple]) -> list[Any]:
+    def _start_load(self, servers: Group, parts: Sequence[tuple]) -> list[Any]:
         self._finish_sending()  # of the bucket before
         loading, bucket = super()._start_load(servers, parts), parts[0][0]
-        self.sending = self.sender.start_each(BroadcastSource.send_bucket, [(bucket,)])
+        self.sending = self.sender.start_each(WeightSource.send_bucket, [(bucket,)])
         return loading
 
     def _finish_sending(self) -> None:
-        sending, self.sending = self.sending, []
-        self.sender.finish(sending, BroadcastSource.send_bucket, timeout=self.timeout)
+        sending, self.sending = self.sending, ()
+        self.sender.finish(sending, WeightSource.send_bucket, timeout=self.timeout)
 
     def abort(self, dead: Sequence[int]) -> None:
         super().abort(dead)

@@ -1,18 +1,19 @@
-"""Weight sync: its interface, what it expects of the two sides, and what all kinds have in common: weights are gathered
-bucket by bucket, whose digests are compared, and a probe proves that the engines compute with them.
+"""Weight sync: weights are gathered bucket by bucket, whose digests are compared, and a probe proves that the engines
+compute with them; and what it calls of training ranks and rollout servers.
 
 `ColocatedSync` is for rollout servers on the devices of the training ranks: they open the ranks' memory by handle and
 read it in place. For devices of their own see broadcast.py.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.core.batch import Batch, token_rows
+from hybridrl.core.cluster import Group
 from hybridrl.core.rounding import beyond_rounding, coarser
 from hybridrl.core.weights.buckets import Bucket, Handle, SyncPlan
 
@@ -26,30 +27,6 @@ class StaleWeights(RuntimeError):
     code = "stale-weights"
 
 
-class WeightSync(Protocol):
-    """Brings the trainers' weights to the rollout engines and proves that they have arrived."""
-
-    @property
-    def weights(self) -> str:
-        """Digests of the weights of the last `publish`: equal for equal weights."""
-
-    def publish(self, version: int) -> None:
-        """Send the present weights to all servers; from then on they sample tokens with this version."""
-
-    def restore(self, index: int) -> None:
-        """Send the weights of the last `publish` to a server that was rebuilt since."""
-
-    def verify(self, index: int | None = None) -> None:
-        """Raise StaleWeights unless all servers, or this one, compute with the weights of the last `publish`."""
-
-    def abort(self, dead: Sequence[int]) -> None:
-        """Leave a `publish` that failed because these servers died, which have been killed, so that the others can
-        sleep."""
-
-    def take_metrics(self) -> dict[str, float]:
-        """Return what was measured since the last call."""
-
-
 class WeightSource(Protocol):
     """A training rank, as it is called here; the calls are collective."""
 
@@ -57,11 +34,15 @@ class WeightSource(Protocol):
     def fill_bucket(self, bucket: Bucket, shared: bool) -> Filled: ...
     def release_buckets(self, reader_died: bool = False) -> None: ...
     def log_probs(self, batch: Batch, micro_batches: list[list[int]], temperature: float) -> list[Any]: ...
+    def listen(self) -> str: ...
+    def join_engines(self, address: str, size: int, seconds: float) -> None: ...
+    def send_bucket(self, bucket: Bucket) -> None: ...
 
 
 class WeightTarget(Protocol):
     """A rollout server, as it is called here: see rollout.engine.RolloutEngine."""
 
+    async def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None: ...
     async def begin_weights(self) -> None: ...
     async def load_bucket(
         self, bucket: Bucket, handles: list[Handle | None], digests: list[int], adapter: bool
@@ -72,33 +53,17 @@ class WeightTarget(Protocol):
     async def score(self, token_ids: list[int]) -> list[float]: ...
 
 
-class Workers(Protocol):
-    """Remote workers in rank order, such as cluster.Group. A call names a method of one of the Protocols above."""
-
-    actors: list[Any]
-
-    def __len__(self) -> int: ...
-    def only(self, ranks: Sequence[int]) -> "Workers": ...
-    def broadcast(self, method: Callable[..., Any], *args: Any, timeout: float) -> list[Any]: ...
-    def scatter(self, method: Callable[..., Any], parts: Sequence[tuple], *, timeout: float) -> list[Any]: ...
-    def start_each(self, method: Callable[..., Any], parts: Sequence[tuple]) -> list[Any]: ...
-    def finish(
-        self, refs: Sequence[Any], method: Callable[..., Any], *, timeout: float, about: str = ""
-    ) -> list[Any]: ...
-    def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> dict[int, str]: ...
-
-
-class BucketSync(ABC):
-    """What implementations of WeightSync have in common; create one once trainers and servers are built. `probe` is a
-    fixed sequence of token ids whose log-probs prove each sync. `train_dtype` is the type that the trainers compute
-    in."""
+class WeightSync(ABC):
+    """Brings the trainers' weights to the rollout engines and proves that they have arrived; created once both are
+    built. `probe` is a fixed sequence of token ids whose log-probs prove each sync. `train_dtype` is the type that the
+    trainers compute in."""
 
     shared = False  # whether engines open the ranks' memory
 
     def __init__(
         self,
-        trainers: Workers,
-        servers: Workers,
+        trainers: Group,
+        servers: Group,
         rollout: RolloutConfig,
         *,
         probe: list[int],
@@ -120,9 +85,11 @@ class BucketSync(ABC):
 
     @property
     def weights(self) -> str:
+        """Digests of the weights of the last `publish`: equal for equal weights."""
         return str(sorted(self.digests.items()))
 
     def publish(self, version: int) -> None:
+        """Send the present weights to all servers; from then on they sample tokens with this version."""
         arguments = token_rows([self.probe]), [[0]], 1.0
         columns = self.trainers.broadcast(WeightSource.log_probs, *arguments, timeout=self.timeout)[0]
         self.expected = torch.tensor(columns[0])
@@ -130,6 +97,7 @@ class BucketSync(ABC):
         self.send_all(range(len(self.servers)))
 
     def restore(self, index: int) -> None:
+        """Send the weights of the last `publish` to a server that was rebuilt since."""
         sent = self.sent
         self.send_all([index])
         self.sent = sent
@@ -171,17 +139,19 @@ class BucketSync(ABC):
     def _read_by(self, index: int, filled: Sequence[Filled]) -> Sequence[Filled]:
         """Return what each device of a server reads of a bucket that all ranks have filled."""
 
-    def _start_load(self, servers: Workers, parts: Sequence[tuple]) -> list[Any]:
+    def _start_load(self, servers: Group, parts: Sequence[tuple]) -> list[Any]:
         return servers.start_each(WeightTarget.load_bucket, parts)
 
     def abort(self, dead: Sequence[int]) -> None:
+        """Leave a `publish` that failed because these servers died, which have been killed, so that the others can
+        sleep."""
         self.servers.failures(WeightTarget.finish_weights, timeout=self.timeout)  # the others wait for more buckets
         read_by_dead = [(self.shared and rank // self.tp_size in dead,) for rank in range(len(self.trainers))]
         self.trainers.scatter(WeightSource.release_buckets, read_by_dead, timeout=self.timeout)
 
     def verify(self, index: int | None = None) -> None:
-        """Check the id of the sync, and compare log-probs of the probe between engine and trainer: both, since a small
-        update moves log-probs by less than rounding does."""
+        """Raise StaleWeights unless all servers, or this one, compute with the weights of the last `publish`: by the id
+        of the sync, and by log-probs of the probe, since a small update moves them by less than rounding does."""
         indices = list(range(len(self.servers))) if index is None else [index]
         servers = self.servers.only(indices)
         held = servers.broadcast(WeightTarget.held_sync, timeout=self.timeout)
@@ -209,7 +179,7 @@ class BucketSync(ABC):
         return published | ({"training/probe_log_prob_diff": max(gaps)} if gaps else {})
 
 
-class ColocatedSync(BucketSync):
+class ColocatedSync(WeightSync):
     """Rank r shares its device with server r // tensor_model_parallel_size, which opens the rank's memory."""
 
     shared = True

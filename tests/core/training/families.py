@@ -1,5 +1,6 @@
 """Small models of the supported families, and how they are loaded."""
 
+import torch
 from transformers import (
     CohereConfig,
     DeepseekV3Config,
@@ -19,6 +20,15 @@ from transformers import (
 )
 
 from hybridrl.config.schema import FurtherLoRAConfig, ModelConfig
+from hybridrl.core.training.loading import fill
+from hybridrl.core.training.model import (
+    HOST,
+    LanguageModel,
+    ValueModel,
+    blank_language_model,
+    blank_value_model,
+    new_head,
+)
 
 VOCABULARY = 48
 SMALL = {
@@ -135,3 +145,17 @@ def model_config(path: str, **changes: object) -> ModelConfig:
         "lora": FurtherLoRAConfig(merge=False, dropout=0.0),
     }
     return ModelConfig(**settings | changes)
+
+
+def load_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
+    """Load a model unsharded."""
+    blank = blank_language_model(config, dtype)
+    fill(blank.model, config.path, HOST)
+    return blank
+
+
+def load_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
+    """Load a saved value model, or a language model with a new head, unsharded."""
+    blank = blank_value_model(config, dtype)
+    fill(blank.model, config.path, HOST, new_head(blank))
+    return blank

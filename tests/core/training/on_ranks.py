@@ -1,13 +1,18 @@
-"""Call a function on several ranks at once, each a process in a gloo group."""
+"""Call a function on several ranks at once, each a process in a gloo group; and a gradient over all of them."""
 
 import multiprocessing
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from hybridrl.core.batch import Batch
+from hybridrl.core.training.fsdp import full_tensor
+from hybridrl.core.training.learner import Learner, Loss, MiniBatch, Prepare
 
 PROCESSES = multiprocessing.get_context("forkserver")
 # Imported once, not by every rank.
@@ -27,6 +32,20 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, **option
             process.kill()
         assert [process.exitcode for process in processes] == [0] * ranks, "its traceback is above, or it hung"
         return [torch.load(Path(shared, str(rank)), weights_only=False) for rank in range(ranks)]
+
+
+def whole_gradient(
+    learner: Learner, batch: Batch, mini_batch: MiniBatch, loss: Loss, prepare: Prepare | None = None
+) -> dict[str, torch.Tensor]:
+    """Return one mini-batch's gradient by parameter name, unsharded, without an update."""
+    learner.model.train()
+    if prepare:
+        batch, mini_batch, _ = prepare(batch, mini_batch)
+    learner._gradient(batch, mini_batch, loss, inf)
+    named = learner.model.named_parameters()
+    gradient = {name: full_tensor(p.grad).cpu() for name, p in named if p.grad is not None}
+    learner.optimizers.zero_grad()
+    return gradient
 
 
 def _rank(function: Callable[..., Any], arguments: tuple, options: dict, rank: int, ranks: int, shared: Path) -> None:

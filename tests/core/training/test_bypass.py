@@ -16,7 +16,7 @@ from hybridrl.core.training.losses import LossConfig, policy_loss, prepare_rejec
 from hybridrl.core.training.packing import lay_out
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.families import VOCABULARY
-from tests.core.training.on_ranks import on_ranks
+from tests.core.training.on_ranks import on_ranks, whole_gradient
 from tests.core.training.test_state import build
 
 # Four responses of 4, 3, 3 and 2 tokens. The engine's log-probs are 0.1 below the policy's, so that every ratio is e to
@@ -88,7 +88,7 @@ def gradients(learner: Learner, batch: Batch, name: str) -> tuple[dict[str, Tens
     """In bypass mode, and with the same tokens rejected beforehand."""
     loss, passes = LOSSES[name], PASSES[dist.get_world_size()][dist.get_rank()]
     reject, rest = prepare_rejection(learner, loss)
-    found = learner.full_gradient(batch, MiniBatch(passes, Totals.of(batch)), loss_of(learner, rest), reject)
+    found = whole_gradient(learner, batch, MiniBatch(passes, Totals.of(batch)), loss_of(learner, rest), reject)
 
     kept = required(batch.response_mask).clone()
     kept[REJECTED] = False
@@ -97,7 +97,7 @@ def gradients(learner: Learner, batch: Batch, name: str) -> tuple[dict[str, Tens
         weights = torch.tensor([0.1 * 2 - 2, 0.1 * 2 - 2, 0.1 * 3, 0.1 * 2]).exp()[batch.response_row]
     beforehand = replace(batch, response_mask=kept, importance_weights=weights)
     plain = loss_of(learner, replace(loss, correction=None))
-    right = learner.full_gradient(beforehand, MiniBatch(passes, Totals(9, 4)), plain)
+    right = whole_gradient(learner, beforehand, MiniBatch(passes, Totals(9, 4)), plain)
     return found, right
 
 

@@ -19,17 +19,10 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.training import loading
 from hybridrl.core.training.fsdp import full_tensors, local, mesh, shard_and_fill
 from hybridrl.core.training.loading import layer_classes
-from hybridrl.core.training.model import (
-    HOST,
-    blank_language_model,
-    blank_value_model,
-    check_log_probs,
-    load_language_model,
-    load_value_model,
-)
+from hybridrl.core.training.model import HOST, blank_language_model, blank_value_model, check_log_probs
 from hybridrl.core.training.packing import lay_out
 from hybridrl.core.training.state import state_of
-from tests.core.training.families import FAMILIES, SPECIAL, model_config
+from tests.core.training.families import FAMILIES, SPECIAL, load_language_model, load_value_model, model_config
 from tests.core.training.on_ranks import on_ranks
 from tests.core.training.test_state import fsdp_config
 

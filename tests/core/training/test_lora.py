@@ -18,8 +18,6 @@ from hybridrl.core.training.model import (
     adapter_parameters,
     blank_language_model,
     blank_value_model,
-    load_language_model,
-    load_value_model,
     pairs,
     without_pairs,
 )
@@ -28,7 +26,7 @@ from hybridrl.core.training.packing import lay_out
 from hybridrl.core.training.sender import Sender
 from hybridrl.core.training.state import state_of
 from hybridrl.core.weights.buckets import buffer_bytes
-from tests.core.training.families import model_config
+from tests.core.training.families import load_language_model, load_value_model, model_config
 from tests.core.training.on_ranks import on_ranks
 from tests.core.training.test_state import fsdp_config, optimizer_config
 
@@ -224,7 +222,7 @@ def trained_on_ranks(directory: str, rows: Batch, dtype: str) -> dict:
         sender = Sender(model, torch.device("cpu"), FLOAT, 1 << 12, merge)
         result[f"sent {merge}"] = {}
         for bucket in (*sender.plan.model, *sender.plan.adapter):
-            sender.fill(bucket)
+            sender.fill(bucket, shared=False)
             result[f"sent {merge}"] |= {
                 t.name: t.view(bucket.view(required(sender.buffer).tensor)).clone() for t in bucket.tensors
             }
@@ -236,7 +234,7 @@ def buffer_of_an_adapter_alone(model: LanguageModel) -> tuple[int, int]:
     """The buffer's bytes, and those that the adapter's buckets need."""
     sender = Sender(model, torch.device("cpu"), FLOAT, 1 << 12, False)
     for bucket in sender.plan.adapter:
-        sender.fill(bucket)
+        sender.fill(bucket, shared=False)
     return len(required(sender.buffer).tensor), buffer_bytes(sender.plan.adapter)
 
 

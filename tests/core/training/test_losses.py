@@ -16,11 +16,11 @@ from hybridrl.core.required import required
 from hybridrl.core.training import linear_log_probs
 from hybridrl.core.training.fsdp import full_tensor, mesh, shard
 from hybridrl.core.training.losses import LossConfig, gradient_function, policy_loss, policy_objective
-from hybridrl.core.training.model import LanguageModel, load_language_model
+from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import lay_out
 from hybridrl.core.training.token_outputs import ReferenceOutputs, TokenOutputs
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
-from tests.core.training.families import model_config
+from tests.core.training.families import load_language_model, model_config
 from tests.core.training.on_ranks import on_ranks
 from tests.core.training.test_state import fsdp_config
 

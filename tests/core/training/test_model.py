@@ -16,16 +16,18 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
 from hybridrl.core.training import attention, linear_log_probs
 from hybridrl.core.training.loading import layer_classes
-from hybridrl.core.training.model import (
-    LanguageModel,
-    check_log_probs,
-    load_language_model,
-    load_value_model,
-    packed_rows_interact,
-)
+from hybridrl.core.training.model import LanguageModel, check_log_probs, packed_rows_interact
 from hybridrl.core.training.packing import lay_out
 from hybridrl.core.training.token_outputs import ReferenceOutputs, TokenOutputs
-from tests.core.training.families import FAMILIES, SMALL, SPECIAL, VOCABULARY, model_config
+from tests.core.training.families import (
+    FAMILIES,
+    SMALL,
+    SPECIAL,
+    VOCABULARY,
+    load_language_model,
+    load_value_model,
+    model_config,
+)
 
 
 def load(directory: str, dtype: torch.dtype = torch.float32, **changes: object) -> LanguageModel:

@@ -20,7 +20,7 @@ def digests(directory: str, offloaded: bool) -> list[int]:
     ranks, blank = dist.get_world_size(), blank_language_model(model_config(directory), torch.float32)
     model = shard_and_fill(blank, directory, fsdp_config(), mesh("cpu", ranks, ranks), HOST, offloaded=offloaded)
     sender = Sender(model, HOST, torch.float32, 1 << 14, merge=False)
-    return [sender.fill(bucket) for bucket in sender.plan.model]
+    return [sender.fill(bucket, shared=False) for bucket in sender.plan.model]
 
 
 def digests_twice(directory: str) -> list[list[int]]:
@@ -30,9 +30,9 @@ def digests_twice(directory: str) -> list[list[int]]:
     sender, result = Sender(model, HOST, torch.float32, 1 << 14, merge=False), []
     for garbage in (1, 2):
         for bucket in sender.plan.model:
-            sender.fill(bucket)
+            sender.fill(bucket, shared=False)
         required(sender.buffer).tensor.fill_(garbage)
-        result.append([sender.fill(bucket) for bucket in sender.plan.model])
+        result.append([sender.fill(bucket, shared=False) for bucket in sender.plan.model])
     return result
 
 

@@ -9,9 +9,9 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.core.training.fsdp import compile_layers
-from hybridrl.core.training.model import LanguageModel, load_language_model
+from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import lay_out
-from tests.core.training.families import model_config
+from tests.core.training.families import load_language_model, model_config
 
 RECOMPUTED = {"enable_gradient_checkpointing": True}
 SELECTIVELY = RECOMPUTED | {"selective_checkpointing": True}

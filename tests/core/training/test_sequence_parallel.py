@@ -8,10 +8,17 @@ from torch import Tensor, nn
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
 from hybridrl.core.training.attention import sequence_group, slice_of
-from hybridrl.core.training.model import check_log_probs, load_language_model, load_value_model
+from hybridrl.core.training.model import check_log_probs
 from hybridrl.core.training.packing import MicroBatchBudget, ModelInputs, lay_out, plan
 from hybridrl.core.training.token_outputs import Head, ReferenceOutputs
-from tests.core.training.families import FAMILIES, SPECIAL, VOCABULARY, model_config
+from tests.core.training.families import (
+    FAMILIES,
+    SPECIAL,
+    VOCABULARY,
+    load_language_model,
+    load_value_model,
+    model_config,
+)
 from tests.core.training.on_ranks import on_ranks
 
 SOME = [

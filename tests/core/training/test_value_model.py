@@ -22,10 +22,17 @@ from transformers import (
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.fsdp import full_tensor
 from hybridrl.core.training.loading import layer_classes
-from hybridrl.core.training.model import LanguageModel, ValueModel, load_language_model, load_value_model
+from hybridrl.core.training.model import LanguageModel, ValueModel
 from hybridrl.core.training.packing import lay_out
 from hybridrl.core.training.token_outputs import ReferenceOutputs
-from tests.core.training.families import FAMILIES, SMALL, VOCABULARY, model_config
+from tests.core.training.families import (
+    FAMILIES,
+    SMALL,
+    VOCABULARY,
+    load_language_model,
+    load_value_model,
+    model_config,
+)
 
 # Families that transformers has no token classification for.
 WITHOUT_CLASS = {

@@ -1,14 +1,11 @@
-"""Which model's parameters are on the device when, with learners that only record calls."""
+"""Seeds, and which model's parameters are on the device when, with learners that only record calls."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hybridrl.core.training.losses import ValueLossConfig
-from hybridrl.core.training.worker import TrainWorker
-
-VALUE_LOSS = ValueLossConfig(clip=0.5, aggregation="token-mean", scale=1.0, grad_clip=1.0)
+from hybridrl.core.training.worker import TrainWorker, training_seed
 
 
 class RecordingLearner:
@@ -39,7 +36,7 @@ def worker(calls: list[str]) -> TrainWorker:
 
 
 def test_while_one_model_is_updated_the_other_is_offloaded(worker: TrainWorker, calls: list[str]) -> None:
-    worker.update_critic(None, [], VALUE_LOSS, 1)
+    worker.update_critic(None, [], SimpleNamespace(grad_clip=1.0), 1)
     worker.update_policy(
         None,
         [],
@@ -60,3 +57,15 @@ def test_after_a_rollout_the_critic_returns_only_when_it_is_used(worker: TrainWo
 def test_before_the_weight_sync_only_the_critic_leaves(worker: TrainWorker, calls: list[str]) -> None:
     worker.offload(to_host=True, policy=False)
     assert calls == ["critic leaves"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "seed"),
+    [
+        ((0, 1, 0), 2073067270),  # dropout of the first step on the first rank
+        ((42, 3, 1), 292735539),  # the order of prompts in the third step's second epoch
+        ((42, 100), 100974721),  # the selected tokens of a step
+    ],
+)
+def test_seeds_are_the_same_with_every_python_so_that_resumed_runs_repeat_them(keys, seed):
+    assert training_seed(*keys) == seed

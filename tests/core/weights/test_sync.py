@@ -10,7 +10,7 @@ import torch
 from hybridrl.core.batch import token_rows
 from hybridrl.core.weights.broadcast import BroadcastSync
 from hybridrl.core.weights.buckets import Bucket, SyncPlan, Tensor
-from hybridrl.core.weights.sync import BucketSync, ColocatedSync, StaleWeights
+from hybridrl.core.weights.sync import ColocatedSync, StaleWeights, WeightSync
 
 MODEL, ADAPTER = [Bucket([], 64), Bucket([], 128, start=64)], [Bucket([], 8)]
 WHOLE_MODEL = SyncPlan(MODEL, [])
@@ -103,7 +103,7 @@ class Servers(Workers):
         return None
 
 
-def built(plan: SyncPlan = WHOLE_MODEL, tp_size: int = 1, kind: type[BucketSync] = ColocatedSync) -> tuple[Any, list]:
+def built(plan: SyncPlan = WHOLE_MODEL, tp_size: int = 1, kind: type[WeightSync] = ColocatedSync) -> tuple[Any, list]:
     calls: list = []
     rollout = SimpleNamespace(
         tensor_model_parallel_size=tp_size,
