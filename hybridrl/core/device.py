@@ -3,9 +3,9 @@
 import mmap
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from hybridrl.core.required import required
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # a variable of the environment
 CANCELLED, CANCEL_SECONDS = "cancelled", 1.0  # a key of a group's store, and how often it is looked for
 
 T = TypeVar("T")
@@ -130,26 +131,19 @@ def _form_group(device: str, store: dist.TCPStore, address: str, rank: int, size
         options._timeout = timedelta(seconds=seconds)
         # Read by the constructor: a wait then lasts until the tensor has arrived, and raises. Otherwise it returns at
         # once, and a thread of torch's ends the process when the time limit is over.
-        with _environment(TORCH_NCCL_BLOCKING_WAIT="1"):
+        before = os.environ.get(BLOCKING_WAIT)
+        os.environ[BLOCKING_WAIT] = "1"
+        try:
             return dist.ProcessGroupNCCL(store, rank, size, options)
+        finally:
+            if before is None:
+                del os.environ[BLOCKING_WAIT]
+            else:
+                os.environ[BLOCKING_WAIT] = before
     options = dist.ProcessGroupGloo._Options()  # pyrefly: ignore[missing-attribute]  # it is, in torch's C++
     options._timeout = timedelta(seconds=seconds)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))]
     return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def cancel_broadcasts(address: str) -> None:

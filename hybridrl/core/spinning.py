@@ -14,6 +14,7 @@ the number of threads that compute, and with it the rounding of every sum, is fi
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import psutil
 import torch
@@ -22,57 +23,57 @@ INTERVAL = 0.1  # seconds between two looks at the load: workers take turns with
 SHARE = 0.3  # of a core: others that use more than what this process leaves free, plus this, are in the way
 PARALLEL = 1 << 16  # elements of a sum that torch divides among its threads
 
+Load = tuple[float, float, float]  # a time, and the seconds that all cores and this process have worked by then
 _watch: threading.Thread | None = None
 
 
 def give_way() -> None:
-    """From now on let this process's threads sleep early while others use the cores; once per process is enough."""
+    """Start to keep this process's threads sleeping early while others use the cores; once per process is enough."""
     global _watch
     if _watch is None and torch.get_num_threads() > 1:
         _watch = threading.Thread(target=watch_load, name="load", daemon=True)
         _watch.start()
 
 
-class SecondPool:
-    """A pool of OpenMP threads that does nothing; libgomp counts its threads."""
+def second_pool() -> Callable[[], None]:
+    """Create a pool of OpenMP threads that does nothing, which libgomp counts; return what ends it."""
+    ended = threading.Event()
 
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._hold, name="second pool", daemon=True)
-        self.thread.start()
+    def hold() -> None:
+        torch.zeros(PARALLEL).add_(1.0)  # creates the pool, which ends with this thread
+        ended.wait()
 
-    def _hold(self) -> None:
-        torch.zeros(PARALLEL).add_(1.0)  # makes the pool, which ends with this thread
-        self.ended.wait()
-
-    def close(self) -> None:
-        self.ended.set()
-        self.thread.join()
+    threading.Thread(target=hold, name="second pool", daemon=True).start()
+    return ended.set
 
 
 def watch_load() -> None:
     """Keep a second pool while others are in the way; does not return."""
-    cores, pool = sorted(os.sched_getaffinity(0)), None
+    cores, close = sorted(os.sched_getaffinity(0)), None
     free = len(cores) - torch.get_num_threads()
     before = used(cores)
     while True:
         time.sleep(INTERVAL)
         now = used(cores)
-        seconds, others = now[0] - before[0], (now[1] - before[1]) - (now[2] - before[2])
-        before = now
-        crowded = others > (free + SHARE) * seconds
-        if crowded and pool is None:
-            pool = SecondPool()
-        elif not crowded and pool is not None:
-            pool = pool.close()
+        crowded, before = is_crowded(before, now, free), now
+        if crowded and close is None:
+            close = second_pool()
+        elif not crowded and close is not None:
+            close = close()
 
 
-def used(cores: list[int]) -> tuple[float, float, float]:
+def is_crowded(before: Load, now: Load, free: int) -> bool:
+    """Return whether others used more than what this process leaves free: `free` cores, and a share of one."""
+    seconds, machine, own = (later - earlier for earlier, later in zip(before, now, strict=True))
+    return machine - own > (free + SHARE) * seconds
+
+
+def used(cores: list[int]) -> Load:
     """Return the time, the seconds that these cores have worked since the start of the machine, and this process's."""
     every = psutil.cpu_times(percpu=True)
     times = [every[core] for core in cores if core < len(every)]
     return (
         time.monotonic(),
-        sum(sum(one) - one.idle - getattr(one, "iowait", 0.0) for one in times),
+        sum(sum(core) - core.idle - getattr(core, "iowait", 0.0) for core in times),
         time.process_time(),
     )

@@ -68,34 +68,30 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
     probs = torch.stack([rollout[tokens].exp(), trainer[tokens].exp()])
     difference = (probs[0] - probs[1]).abs()
     varied = (probs.amax(dim=1) > probs.amin(dim=1)).all()
-    probabilities = {
-        "rollout_probs_diff_valid": 1.0,
-        "rollout_probs_diff_max": difference.max(),
-        "rollout_probs_diff_mean": difference.mean(),
-        "rollout_probs_diff_std": difference.std(unbiased=False),
-        "rollout_actor_probs_pearson_corr": torch.corrcoef(probs)[0, 1] if varied else 1.0,
-        "log_probs_diff_max": log_ratio[tokens].abs().max(),
-    }
     rollout_log_ppl, training_log_ppl = -batch.trained_mean(rollout)[rows], -batch.trained_mean(trainer)[rows]
-    difference = training_log_ppl - rollout_log_ppl
-    divergences = {
-        "kl": -log_ratio[tokens].mean(),  # KL(engine || trainer)
-        "k3_kl": (log_ratio.exp() - log_ratio - 1)[tokens].mean(),
-        "training_ppl": training_log_ppl.exp().mean(),
-        "training_log_ppl": training_log_ppl.mean(),
-        "rollout_ppl": rollout_log_ppl.exp().mean(),
-        "rollout_log_ppl": rollout_log_ppl.mean(),
-        "log_ppl_diff": difference.mean(),
-        "log_ppl_abs_diff": difference.abs().mean(),
-        "log_ppl_diff_max": difference.max(),
-        "log_ppl_diff_min": difference.min(),
-        "ppl_ratio": difference.exp().mean(),
-        "chi2_token": _mean_square_ratio(log_ratio[tokens]) - 1,  # of the trainer from the engine
-        "chi2_seq": _mean_square_ratio(batch.per_row(log_ratio)[rows]) - 1,
+    gap = training_log_ppl - rollout_log_ppl
+    metrics = {
+        "training/rollout_probs_diff_valid": 1.0,
+        "training/rollout_probs_diff_max": difference.max(),
+        "training/rollout_probs_diff_mean": difference.mean(),
+        "training/rollout_probs_diff_std": difference.std(unbiased=False),
+        "training/rollout_actor_probs_pearson_corr": torch.corrcoef(probs)[0, 1] if varied else 1.0,
+        "training/log_probs_diff_max": log_ratio[tokens].abs().max(),
+        "rollout_corr/kl": -log_ratio[tokens].mean(),  # KL(engine || trainer)
+        "rollout_corr/k3_kl": (log_ratio.exp() - log_ratio - 1)[tokens].mean(),
+        "rollout_corr/training_ppl": training_log_ppl.exp().mean(),
+        "rollout_corr/training_log_ppl": training_log_ppl.mean(),
+        "rollout_corr/rollout_ppl": rollout_log_ppl.exp().mean(),
+        "rollout_corr/rollout_log_ppl": rollout_log_ppl.mean(),
+        "rollout_corr/log_ppl_diff": gap.mean(),
+        "rollout_corr/log_ppl_abs_diff": gap.abs().mean(),
+        "rollout_corr/log_ppl_diff_max": gap.max(),
+        "rollout_corr/log_ppl_diff_min": gap.min(),
+        "rollout_corr/ppl_ratio": gap.exp().mean(),
+        "rollout_corr/chi2_token": _mean_square_ratio(log_ratio[tokens]) - 1,  # of the trainer from the engine
+        "rollout_corr/chi2_seq": _mean_square_ratio(batch.per_row(log_ratio)[rows]) - 1,
     }
-    return {f"training/{name}": float(value) for name, value in probabilities.items()} | {
-        f"rollout_corr/{name}": float(value) for name, value in divergences.items()
-    }
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def fresh_only(batch: Batch) -> Batch:

@@ -70,14 +70,8 @@ class Rejection:
         divergence, (low, high) = self.divergence(log_ratio, batch), self.bounds
         tokens, rows = of_written(divergence, batch, by_row=False), of_written(divergence, batch, by_row=True)
         estimates = tokens if self.option.startswith("token") else rows
-        metrics = {
-            "mean": float(tokens.mean()),
-            "max": float(estimates.max()),
-            "min": float(estimates.min()),
-            "std": float(tokens.clamp(low, high).std(unbiased=False)),
-        }
-        metrics |= _fractions("fraction", estimates, low, high)
-        metrics |= _row_metrics(rows, ideal=0.0) | _fractions("seq_fraction", rows, low, high)
+        metrics = _summary(tokens, estimates, tokens.clamp(low, high), rows, ideal=0.0)
+        metrics |= _fractions("fraction", estimates, low, high) | _fractions("seq_fraction", rows, low, high)
         if math.isinf(low):
             del metrics["seq_fraction_low"]
         return metrics | masked_fractions(self.passes(divergence), batch)
@@ -170,17 +164,10 @@ class RolloutCorrection:
         bounds = 1 / self.upper if self.lower is None else self.lower, self.upper
         tokens, rows = of_written(weights, batch, by_row=False), of_written(weights, batch, by_row=True)
         bounded, of_rows = of_written(ratios, batch, self._by_row), of_written(ratios, batch, by_row=True)
-        extremes = bounded if self._by_row else tokens
+        metrics = _summary(tokens, bounded if self._by_row else tokens, tokens, rows, ideal=1.0)
         squares = float(tokens.square().mean())
-        metrics = {
-            "mean": float(tokens.mean()),
-            "max": float(extremes.max()),
-            "min": float(extremes.min()),
-            "std": float(tokens.std(unbiased=False)),
-            "eff_sample_size": float(tokens.mean()) ** 2 / squares if squares > 0 else 0.0,
-        }
-        metrics |= _fractions("ratio_fraction", bounded, *bounds)
-        metrics |= _row_metrics(rows, ideal=1.0) | _fractions("seq_fraction", of_rows, *bounds)
+        metrics["eff_sample_size"] = metrics["mean"] ** 2 / squares if squares > 0 else 0.0
+        metrics |= _fractions("ratio_fraction", bounded, *bounds) | _fractions("seq_fraction", of_rows, *bounds)
         if self.lower is not None:
             metrics["oob_ratio"] = sum(_fractions("", of_written(ratios, batch, by_row=False), *bounds).values())
         return metrics
@@ -211,8 +198,13 @@ def _fractions(name: str, values: Tensor, low: float, high: float) -> dict[str, 
     return {f"{name}_high": float((values > high).float().mean()), f"{name}_low": float((values < low).float().mean())}
 
 
-def _row_metrics(rows: Tensor, ideal: float) -> dict[str, float]:
+def _summary(tokens: Tensor, extremes: Tensor, varied: Tensor, rows: Tensor, ideal: float) -> dict[str, float]:
+    """The mean of tokens, the extremes and the deviation of what verl takes for them, and the same of rows."""
     return {
+        "mean": float(tokens.mean()),
+        "max": float(extremes.max()),
+        "min": float(extremes.min()),
+        "std": float(varied.std(unbiased=False)),
         "seq_mean": float(rows.mean()),
         "seq_std": float(rows.std()) if len(rows) > 1 else 0.0,
         "seq_max": float(rows.max()),

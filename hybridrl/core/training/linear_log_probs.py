@@ -6,8 +6,7 @@ arithmetic of a chunk is `token_outputs.LogitTables`, on CUDA `logit_kernels.Log
 Knows neither models nor losses, but a loss can pass in a function that computes its gradient early.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,16 +28,6 @@ class ChunkMemory(Protocol):
     def gradient(self, by: TokenOutputs) -> Tensor: ...
 
 
-def _logit_kernels(head: Head, spec: OutputSpec, tokens: int) -> ChunkMemory:
-    from hybridrl.core.training.logit_kernels import LogitKernels  # needs Triton
-
-    return LogitKernels(head, spec, tokens)
-
-
-# What computes a chunk, by device: torch's own operations, or kernels that read each logit once.
-ARITHMETIC: dict[str, Callable[[Head, OutputSpec, int], ChunkMemory]] = {"cpu": LogitTables, "cuda": _logit_kernels}
-
-
 def tokens_at_once(device: str, vocabulary: int) -> int:
     """Return how many tokens a chunk has."""
     return max(CHUNK_BYTES[device] // (4 * vocabulary), FEWEST_TOKENS)
@@ -55,12 +44,7 @@ def token_outputs(hidden: Tensor, head: Head, targets: Tensor, spec: OutputSpec)
     return chunks.outputs
 
 
-class _Gradients(NamedTuple):
-    """None where none is needed."""
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
+_Gradients = list[Tensor | None]  # of hidden states, weight and bias; None where none is needed
 
 
 class Chunks:
@@ -79,7 +63,12 @@ class Chunks:
         return TokenOutputs._make(row if want else None for row, want in zip(zeros, wanted, strict=True))
 
     def arithmetic(self) -> ChunkMemory:
-        return ARITHMETIC[self.hidden.device.type](self.head, self.spec, self.size)
+        """Return what computes chunks: torch's operations, or on CUDA kernels that read each logit once."""
+        if self.hidden.device.type != "cuda":
+            return LogitTables(self.head, self.spec, self.size)
+        from hybridrl.core.training.logit_kernels import LogitKernels  # needs Triton
+
+        return LogitKernels(self.head, self.spec, self.size)
 
     def fill_all(self) -> None:
         memory = self.arithmetic()
@@ -116,19 +105,18 @@ class Chunks:
 
     def _zeros(self, needed: tuple[bool, ...]) -> _Gradients:
         values = (self.hidden, self.head.weight, self.head.bias)
-        return _Gradients(
-            *(torch.zeros_like(required(v)) if need else None for v, need in zip(values, needed, strict=True))
-        )
+        return [torch.zeros_like(required(v)) if need else None for v, need in zip(values, needed, strict=True)]
 
     def _add(self, into: _Gradients, span: slice, filled: ChunkMemory, by: TokenOutputs) -> None:
         """Add a chunk's share, which uses up the contents of `filled`."""
         by_logits = filled.gradient(by.map(lambda value: value[span]))
-        if into.hidden is not None:
-            torch.mm(by_logits, self.head.weight, out=into.hidden[span])
-        if into.weight is not None:
-            into.weight.addmm_(by_logits.t(), self.hidden[span])
-        if into.bias is not None:
-            into.bias.add_(by_logits.sum(0))
+        hidden, weight, bias = into
+        if hidden is not None:
+            torch.mm(by_logits, self.head.weight, out=hidden[span])
+        if weight is not None:
+            weight.addmm_(by_logits.t(), self.hidden[span])
+        if bias is not None:
+            bias.add_(by_logits.sum(0))
 
 
 class _Differentiable(torch.autograd.Function):

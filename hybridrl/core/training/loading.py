@@ -4,7 +4,7 @@ Every rank reads only the rows that it keeps, so that no process ever holds the 
 checkpoint are converted to the model's (which stacks a layer's experts, for example) by transformers.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,18 +150,17 @@ def open_weights(path: str) -> dict[str, Weight]:
     return weights
 
 
-def layer_classes(model: PreTrainedModel, named: str | list[str] | None) -> set[str]:
+def layer_classes(model: PreTrainedModel, named: Sequence[str] = ()) -> set[str]:
     """Return the class names of the layers to shard one by one: those named, or those that the model says must not be
     split, or the class in its longest list of modules."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     repeated = {type(layer).__name__ for layer in max(lists, key=len, default=())}
     present = {type(module).__name__ for module in model.modules()}
     if named:
-        wanted = {named} if isinstance(named, str) else set(named)
-        if unknown := sorted(wanted - present):
+        if unknown := sorted({*named} - present):
             raise ValueError(
                 f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={', '.join(unknown)}: the model has no such "
                 f"layer; it has {', '.join(sorted(repeated))}, and null selects the right one"
             )
-        return wanted
+        return {*named}
     return set(model._no_split_modules or []) & present or repeated

@@ -31,8 +31,8 @@ def check_interpreted() -> None:
             super().__init__(*arguments)
             made.append(self)
 
+    linear_log_probs.LogitTables = Counted
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(linear_log_probs.ARITHMETIC, "cpu", Counted)
         chunks_of(4, patch)
         for seed, early in enumerate([None, loss_gradient]):
             check(case(seed, loss_gradient=early))

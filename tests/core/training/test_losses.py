@@ -21,6 +21,7 @@ from hybridrl.core.training.packing import lay_out
 from hybridrl.core.training.token_outputs import ReferenceOutputs, TokenOutputs
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.families import load_language_model, model_config
+from tests.core.training.head_cases import chunks_of
 from tests.core.training.on_ranks import on_ranks
 from tests.core.training.test_state import fsdp_config
 
@@ -52,8 +53,7 @@ def part(rows) -> Batch:
 
 
 def small_chunks(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(linear_log_probs.CHUNK_BYTES, "cpu", 0)
-    patch.setattr(linear_log_probs, "FEWEST_TOKENS", 4)
+    chunks_of(4, patch)
 
 
 def never(*_: object) -> None:

@@ -14,7 +14,7 @@ from transformers import (
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
-from hybridrl.core.training import attention, linear_log_probs
+from hybridrl.core.training import attention
 from hybridrl.core.training.loading import layer_classes
 from hybridrl.core.training.model import LanguageModel, check_log_probs, packed_rows_interact
 from hybridrl.core.training.packing import lay_out
@@ -28,6 +28,7 @@ from tests.core.training.families import (
     load_value_model,
     model_config,
 )
+from tests.core.training.head_cases import chunks_of
 
 
 def load(directory: str, dtype: torch.dtype = torch.float32, **changes: object) -> LanguageModel:
@@ -46,11 +47,6 @@ def one_by_one(directory: str, rows: Batch, temperature: float = 1.0):
         entropies.append(expected.entropy())
     log_probs, entropies = torch.cat(log_probs), torch.cat(entropies)
     return log_probs, entropies, gradient(model, log_probs, entropies)
-
-
-def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(linear_log_probs.CHUNK_BYTES, "cpu", 0)
-    monkeypatch.setattr(linear_log_probs, "FEWEST_TOKENS", tokens)
 
 
 def gradient(model, log_probs, entropies):
@@ -252,8 +248,8 @@ def test_settings_of_the_model_can_be_overridden(directory):
 
 def test_layers_to_shard_are_those_named_or_those_that_the_model_names(directory):
     model = load(directory).model
-    assert layer_classes(model, None) == layer_classes(model, []) == {"Qwen2DecoderLayer"}
-    assert layer_classes(model, "Qwen2MLP") == {"Qwen2MLP"}
+    assert layer_classes(model) == {"Qwen2DecoderLayer"}
+    assert layer_classes(model, ["Qwen2MLP"]) == {"Qwen2MLP"}
     assert layer_classes(model, ["Qwen2MLP", "Qwen2Attention"]) == {"Qwen2MLP", "Qwen2Attention"}
 
 

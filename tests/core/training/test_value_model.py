@@ -111,7 +111,7 @@ def test_a_family_without_a_token_classification_gets_a_head_too(family, rows, p
     hidden = one_by_one(AutoModel.from_pretrained(tmp_path).eval(), rows)
     expected = torch.nn.functional.linear(hidden, model.model.score.weight, model.model.score.bias).squeeze(-1)
     torch.testing.assert_close(model(lay_out(rows, padded)), expected, atol=1e-4, rtol=1e-4)
-    assert layer_classes(model.model, None) == set(base._no_split_modules)
+    assert layer_classes(model.model) == set(base._no_split_modules)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -160,7 +160,7 @@ def test_gradient_checkpointing_changes_nothing_but_computes_each_layer_twice(cr
 
 def test_layers_to_shard_are_those_that_the_model_names(directory, critic):
     for path in (directory, critic):
-        assert layer_classes(load(path).model, None) == {"Qwen2DecoderLayer"}
+        assert layer_classes(load(path).model) == {"Qwen2DecoderLayer"}
 
 
 def test_a_model_that_cannot_be_trained_is_rejected(tmp_path):
