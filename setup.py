@@ -54,6 +54,7 @@ setup(
         "starlette>=1.10,<2",
         "sympy>=1.14,<1.15",  # what mathematical results are compared in
         "tensorboard>=2.20",
+        "tensordict>=0.15.3,<0.16",  # for algorithms that are written for one
         "tokenizers>=0.23,<0.24",
         "transformers>=5.19,<5.20",
         "uvicorn>=0.54,<0.55",
@@ -80,7 +81,6 @@ setup(
             "pytest>=9",
             "pytest-xdist>=3.8,<4",
             "ruff>=0.17,<0.18",
-            "tensordict>=0.15.3,<0.16",  # only for `Batch.to_tensordict`
             "vulture>=2.16,<3",
         ],
     },

@@ -46,7 +46,7 @@ KNOWN_TO = {
 
 # What is imported late, inside a function, and why.
 LATE = {
-    "core/batch.py": "tensordict is for code that is written for it, and is not installed otherwise",
+    "core/batch.py": "tensordict is slow to import, and wanted for code that is written for it only",
     "config/__init__.py": "Hydra is slow to import, and wanted where a configuration is loaded only",
     "data/rows.py": "datasets is slow to import, and wanted for directories and data sets of the hub only",
     "model_merger/__main__.py": "torch and transformers come only once the command stands, vLLM where asked for",

@@ -156,7 +156,7 @@ class Batch:
 
     def to_tensordict(self) -> "TensorDict":
         """Return the filled fields as a TensorDict [B] without a copy, for code that is written for one: fields of
-        tokens are nested tensors in the jagged layout, one part per row. Raises ImportError without `tensordict`."""
+        tokens are nested tensors in the jagged layout, one part per row."""
         from tensordict import TensorDict
 
         starts = {"prompt": self.prompt_lengths, "response": self.response_lengths}
@@ -164,6 +164,14 @@ class Batch:
         nested = torch.nested.nested_tensor_from_jagged
         content = {name: value if axis == "row" else nested(value, starts[axis]) for name, axis, value in self.filled()}
         return TensorDict(content, batch_size=[len(self)])
+
+    @classmethod
+    def from_tensordict(cls, content: "TensorDict") -> "Batch":
+        """Return the rows of a TensorDict as `to_tensordict` makes it; entries that are no field are left out."""
+        values = ((item.name, content.get(item.name, None)) for item in fields(cls))
+        present = {name: value for name, value in values if value is not None}
+        packed = {name: value.contiguous().values() for name, value in present.items() if value.is_nested}
+        return cls(**present | packed)
 
     def __getstate__(self) -> dict[str, np.ndarray]:
         """Return arrays, which Ray copies to shared memory once and reads there without a copy."""

@@ -1,8 +1,8 @@
 """The cost of sending rows between the driver and its ranks: `python scripts/benchmark/data_plane.py`
 
 2,048 rows of up to 2,048 tokens, 30% filled, with ids, a mask and two float32 fields, are sent to two Ray actors, and
-one column is returned: with the calls of a run's log-probs but without a model, and through Ray, padded as in verl. If
-tensordict is installed, also as a TensorDict of nested tensors, and as one in files that are mapped into memory.
+one column is returned: with the calls of a run's log-probs but without a model, and through Ray, padded as in verl, as
+a TensorDict of nested tensors, and as one in files that are mapped into memory.
 Then the work of the driver (planning, packing, reordering results) for more rows and more ranks, which are stand-ins.
 """
 
@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 import ray
 import torch
 from side_by_side import Row, arguments, formatted, in_turn, report
+from tensordict import TensorDict
 from torch import Tensor
 
 from hybridrl.core.batch import Batch
@@ -56,8 +56,6 @@ class StandIn:
         return torch.cat([parts[row] for row in rows]).numpy()
 
     def mapped(self, directory: str, rows: list[int]) -> np.ndarray:
-        from tensordict import TensorDict
-
         content = TensorDict.load_memmap(directory)
         return required(Batch(**dict(content.items())).select(rows).rollout_log_probs).numpy()
 
@@ -120,12 +118,8 @@ def stand_in_workers(group: Group) -> AllFields:
 
 
 def as_tensordict(batch: Batch, actors: list[Any]) -> dict[str, Callable[[], Tensor]]:
-    """Return the exchanges through a TensorDict, by name, whose rows are assigned in advance; none without its library.
+    """Return the exchanges through a TensorDict, by name, whose rows are assigned in advance.
     The files are in shared memory, and have to be on the machine of every rank."""
-    if find_spec("tensordict") is None:
-        return {}
-    from tensordict import TensorDict
-
     halves = [list(range(rank, len(batch), WORKERS)) for rank in range(WORKERS)]
     rows = torch.tensor(halves).flatten()
     by_rank, order = batch.select(rows).only(), rows.argsort()

@@ -120,3 +120,12 @@ def test_a_tensordict_has_the_same_values_by_row_and_without_a_copy(three_rows):
     assert "advantages" not in content
     assert content[2]["response_ids"].tolist() == [3, 4, 5]
     assert content["values"].values().data_ptr() == three_rows.values.data_ptr()
+
+
+def test_a_tensordict_and_back_is_the_same_batch_in_any_order_of_rows(three_rows):
+    back = Batch.from_tensordict(three_rows.to_tensordict())
+    assert same(back, three_rows) and back.advantages is None
+    assert all(vars(back)[name].dtype == value.dtype for name, _, value in three_rows.filled())
+    content = three_rows.to_tensordict()
+    content["not a field"] = torch.zeros(3)
+    assert same(Batch.from_tensordict(content[[2, 0]]), three_rows.select([2, 0]))

@@ -58,7 +58,7 @@ class MiniBatch:
 
 
 # Maps the rows of a micro-batch and the totals of its mini-batch to this micro-batch's share of the loss and of each
-# metric. Totals are None for a dummy row (see `Learner._gradient`): the loss is then 0 times the model's outputs.
+# metric. Totals are None for a dummy row (see `Learner.gradient`): the loss is then 0 times the model's outputs.
 Loss = Callable[[Batch, Totals | None], tuple[Tensor, dict[str, Tensor]]]
 Shares = dict[str, float]
 
@@ -105,14 +105,14 @@ class Learner:
         for number, mini_batch in enumerate(mini_batches, 1):
             part, mini_batch, more = prepare(batch, mini_batch) if prepare else (batch, mini_batch, {})
             factor = scale.factor
-            shares, finite, all_finite, norm = self._gradient(part, mini_batch, loss, clip)
+            shares, finite, all_finite, norm = self.gradient(part, mini_batch, loss, clip)
             # A finite loss with an infinite gradient is what float16 makes of a loss scale that is too large: no row is
             # at fault, so the mini-batch is repeated with half the scale until the gradient is finite. At scale 1 the
             # rows are at fault. All ranks decide alike, as the norm and `all_finite` are reduced over them.
             while all_finite and not math.isfinite(norm) and scale.shrink():
                 self.optimizers.zero_grad()
                 on_retry()
-                shares, finite, all_finite, norm = self._gradient(part, mini_batch, loss, clip)
+                shares, finite, all_finite, norm = self.gradient(part, mini_batch, loss, clip)
             lr, sound = self.optimizers.lr, all_finite and math.isfinite(norm)
             empty = self.optimizers.skip_zero_gradient and norm == 0
             if sound:
@@ -135,7 +135,7 @@ class Learner:
                 metrics[-1]["loss_scale"] = scale.factor / ranks
         return metrics
 
-    def _gradient(
+    def gradient(
         self, batch: Batch, mini_batch: MiniBatch, loss: Loss, clip: float
     ) -> tuple[dict[str, Tensor], Tensor, bool, float]:
         """Compute a mini-batch's gradient, clipped to a norm of `clip`. Returns shares of metrics, which micro-batches
@@ -171,7 +171,7 @@ class Learner:
         self.model.train()
         norms = []
         for mini_batch in mini_batches:
-            *_, norm = self._gradient(batch, mini_batch, loss, math.inf)
+            *_, norm = self.gradient(batch, mini_batch, loss, math.inf)
             self.optimizers.zero_grad()
             norms.append(norm)
         return norms

@@ -63,9 +63,21 @@ def test_the_tables_state_the_facts_of_the_catalog(expected: str) -> None:
     assert expected in PAGE.splitlines()
 
 
+EXAMPLES = [code.strip("`").removeprefix("python") for code in CODE if code.startswith("```python")]
+
+
+def test_the_example_for_a_tensordict_computes(make_batch, tmp_path) -> None:
+    (tmp_path / "my_estimator.py").write_text(EXAMPLES[1])
+    _, function = find_estimator(f"{tmp_path}/my_estimator.py:estimator")
+    advantages, returns = bind(function, {})(
+        make_batch([2, 1], token_rewards=[1.0, 2.0, 3.0], response_mask=[True, False, True])
+    )
+    assert (advantages.tolist(), returns.tolist()) == ([1.5, 0, 3], [1.5, 1.5, 3])
+
+
 def test_the_examples_of_custom_functions_compute(make_batch, tmp_path) -> None:
     file = tmp_path / "my_algorithms.py"
-    file.write_text(next(code for code in CODE if code.startswith("```python")).strip("`").removeprefix("python"))
+    file.write_text(EXAMPLES[0])
     batch = make_batch(
         [2, 1, 1], group=[0, 0, 0], token_rewards=[0.0, 1.0, 3.0, 2.0], response_mask=[True, False, True, True]
     )

@@ -41,7 +41,7 @@ def whole_gradient(
     learner.model.train()
     if prepare:
         batch, mini_batch, _ = prepare(batch, mini_batch)
-    learner._gradient(batch, mini_batch, loss, inf)
+    learner.gradient(batch, mini_batch, loss, inf)
     named = learner.model.named_parameters()
     gradient = {name: full_tensor(p.grad).cpu() for name, p in named if p.grad is not None}
     learner.optimizers.zero_grad()
