@@ -135,7 +135,7 @@ def read_models(config: PPOConfig) -> Models:
     limit = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
     reference = critic = None
     if worker.reference:
-        reference = model_sizes(blank(worker.reference.model, "actor_rollout_ref.ref.model"))
+        reference = model_sizes(blank(worker.reference_model, "actor_rollout_ref.ref.model"))
     if worker.critic:
         critic = model_sizes(blank(config.critic.model, "critic.model", values=True))
     return Models(model_sizes(policy), sync_buffer(policy, rollout.dtype or "float32", limit), reference, critic)

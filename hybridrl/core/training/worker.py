@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hybridrl.checkpoint.export import export_model, export_settings
 from hybridrl.checkpoint.export import parts as parts_of
 from hybridrl.config.files import HUGGINGFACE
-from hybridrl.config.schema import CriticConfig, ReferenceConfig
+from hybridrl.config.schema import CriticConfig, ModelConfig, ReferenceConfig
 from hybridrl.core import device as devices
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
@@ -55,6 +55,11 @@ class WorkerConfig:
     skipped_updates: str
     reference: ReferenceConfig | None = None
     critic: LearnerConfig | None = None
+
+    @property
+    def reference_model(self) -> ModelConfig:
+        """Return the reference's section: the policy's without an adapter, with another path."""
+        return replace(self.policy.model, path=required(self.reference).model.path, lora_rank=0)
 
 
 def training_seed(*keys: int) -> int:
@@ -126,7 +131,7 @@ class TrainWorker:
     def _frozen(self, config: ReferenceConfig) -> LanguageModel:
         """Build the reference. It is stored in the type that it computes in, as it is never trained."""
         policy, path = self.config.policy, config.model.path
-        blank = models.blank_language_model(replace(policy.model, path=path, lora_rank=0), policy.compute_dtype)
+        blank = models.blank_language_model(self.config.reference_model, policy.compute_dtype)
         ours, theirs = ([(n, p.shape) for n, p in m.named_parameters()] for m in (blank, self.policy.model))
         if config.refresh_freq > 0 and ours != theirs:
             raise ValueError(
