@@ -125,17 +125,6 @@ def test_weights_are_of_the_rows_before_rejection(two_rows):
     assert required(corrected.importance_weights).tolist() == pytest.approx([1, 1, 0, 8, 8])
 
 
-def test_weights_and_rejections_of_one_step_both_have_metrics(two_rows):
-    _, metrics = correction("sequence", "9", "token_k2", 0.5).apply(two_rows)
-    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1 + 1 + 8 + 8) / 4)
-    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1 / 4
-
-
-def test_the_deviation_of_two_rows_is_their_difference_over_the_root_of_two(two_rows):
-    _, metrics = correction("sequence", "9").apply(two_rows)  # weights 1 and 8
-    assert metrics["rollout_corr/rollout_is_seq_std"] == pytest.approx(7 / 2**0.5)
-
-
 def test_only_ratios_of_single_tokens_without_a_rejection_are_by_token():
     assert [correction(level).by_token for level in (None, *LEVELS)] == [True, True, False, False]
     assert not correction("token", options="token_k2", thresholds="0.5").by_token
@@ -389,31 +378,6 @@ def test_equal_log_probs_weigh_exactly_one_and_nothing_is_rejected(make_batch, r
     corrected, _ = RolloutCorrection(level, *parse_threshold(bounds), True, rejections).apply(batch)
     assert required(corrected.importance_weights).tolist() == [float(written) for row in rows for written in row]
     assert torch.equal(corrected.response_mask, batch.response_mask)
-
-
-@given(rows=ROWS, upper=st.floats(1, 100), lower=st.floats(0.01, 1), level=st.sampled_from(LEVELS))
-def test_weights_stay_within_their_bounds(make_batch, rows, level, upper, lower):
-    batch = rows_of(make_batch, rows)
-    truncated = RolloutCorrection(level, None, upper, False, ()).weights(log_ratio(batch), batch)
-    assert ((truncated >= 0) & (truncated <= upper)).all()
-    masked = RolloutCorrection(level, lower, upper, False, ()).weights(log_ratio(batch), batch)
-    assert ((masked == 0) | (masked >= lower) & (masked <= upper)).all()
-    assert torch.equal(masked[masked > 0], truncated[masked > 0])
-
-
-@given(data=st.data(), rows=ROWS, level=st.sampled_from(LEVELS))
-def test_the_order_of_rows_does_not_matter(make_batch, data, rows, level):
-    order = data.draw(st.permutations(range(len(rows))))
-    asked = correction(level, "5", OPTIONS, "3", batch_normalize=True)
-    batch = rows_of(make_batch, rows)
-    corrected, metrics = asked.apply(batch)
-    moved, moved_metrics = asked.apply(batch.select(order))
-    expected = corrected.select(order)
-    assert required(moved.importance_weights).tolist() == pytest.approx(
-        required(expected.importance_weights).tolist(), rel=1e-9
-    )
-    assert torch.equal(moved.response_mask, expected.response_mask)
-    assert moved_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-6)
 
 
 @given(rows=ROWS, level=st.sampled_from(LEVELS))
