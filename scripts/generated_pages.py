@@ -1,10 +1,10 @@
-"""Write the tables of docs/configuration.md and docs/metrics.md, which tests compare."""
+"""Write the tables of docs/coming_from.md and docs/metrics.md, which tests compare."""
 
 import argparse
 from pathlib import Path
 
 from hybridrl.compat.entries import Entry
-from hybridrl.compat.translation import SYSTEMS, VERL
+from hybridrl.compat.translation import VERL
 from hybridrl.config.compose import shipped
 from hybridrl.config.findings import show
 from hybridrl.config.values import MISSING, value_of
@@ -20,44 +20,23 @@ def page(name: str) -> str:
     return written + MARK + PAGES[name]()
 
 
-def configuration() -> str:
+def other_keys() -> str:
     values = shipped("ppo_trainer").values
-    moved = {old: new for system in SYSTEMS.values() for old, new in system.table["moved"].items()}
-    effects = ("key there", "becomes here", "no effect at")
-    parts = [
-        "\n## Other names\n\nOlder names of verl, and those of SkyRL and AReaL.\n",
-        _rows(("name there", "name in hybridrl"), [(f"`{old}`", f"`{new}`") for old, new in sorted(moved.items())]),
-        "\n## Keys that count together\n\nWhat a command sets by its name here stays.\n",
-        _entries("combined", effects),
-        "\n## Keys that set others\n",
-        _entries("translated", effects),
-        "\n## Keys that have no effect\n\nThey cannot change training: one warning, except at the values named.\n",
-        _entries("ignored", ("keys there", "why", "silent at")),
-        "\n## Keys that are rejected\n",
-        _entries("rejected otherwise", ("keys there", "why", "accepted at")),
-        "\n## Defaults that differ from verl's\n",
-        _rows(
-            ("key", "in hybridrl", "in verl"),
-            [
-                (f"`{key}`", _code(value_of(values, key)), _code(theirs))
-                for key, theirs in VERL.table["defaults"].items()
-            ],
-        ),
-    ]
-    return "".join(parts)
+    rejected = [_rejected_row(entry) for entry in VERL.entries if entry.kind in ("rejected", "otherwise")]
+    defaults = VERL.table["defaults"].items()
+    differing = [(f"`{key}`", _code(value_of(values, key)), _code(theirs)) for key, theirs in defaults]
+    return (
+        "\n### Keys of verl that are rejected\n"
+        + _rows(("key", "why", "accepted at"), rejected)
+        + "\n### Defaults that differ from verl's\n"
+        + _rows(("key", "in hybridrl", "in verl"), differing)
+    )
 
 
-def _entries(kinds: str, titles: tuple[str, ...]) -> str:
-    entries = [(kind, entry) for kind in kinds.split() for system in SYSTEMS.values() for entry in system.entries]
-    return _rows(titles, [_entry_row(entry) for kind, entry in entries if entry.kind == kind])
-
-
-def _entry_row(entry: Entry) -> tuple[str, str, str]:
-    sets = " ".join(f"`{name}={show(value)}`" for name, value in entry.sets.items())
-    effect = sets if entry.kind == "translated" or not entry.why else _cell(entry.why)
+def _rejected_row(entry: Entry) -> tuple[str, str, str]:
+    keys = " ".join(f"`{key}`" for key in entry.keys)
     limited = f" (applies to values like `{_cell(entry.when)}`)" if entry.when else ""
-    silent = " ".join(f"`{show(value)}`" for value in ("null", *entry.silent))
-    return " ".join(f"`{key}`" for key in entry.keys), effect, silent + limited
+    return keys, _cell(entry.why), " ".join(f"`{show(value)}`" for value in ("null", *entry.silent)) + limited
 
 
 def _code(value: object) -> str:
@@ -90,7 +69,7 @@ def _metric_row(entry: MetricEntry) -> tuple[str, ...]:
     return (f"`{entry.name}`", *map(_cell, texts))
 
 
-PAGES = {"configuration.md": configuration, "metrics.md": metrics}
+PAGES = {"coming_from.md": other_keys, "metrics.md": metrics}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

@@ -57,7 +57,7 @@ class Tiny:
 
 
 RUNS = {
-    "scripts/generated_pages.py": Tiny("--out HERE", files="configuration.md metrics.md"),
+    "scripts/generated_pages.py": Tiny("--out HERE", files="coming_from.md metrics.md"),
     "scripts/report_screenshot.py": Tiny("HERE/run --out HERE/report.png", files="report.png"),
     "advantages": Tiny(rows=["GAE [16, 32]", "GRPO 64 samples"]),
     "algorithms": Tiny("--tiny --out HERE/runs --docs HERE/docs", ["gae ", "| gae |"], "docs/algorithms.png"),
