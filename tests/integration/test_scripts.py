@@ -174,10 +174,10 @@ RUNS = {
     "sweep": Tiny("--tiny -- --cfg job", ["| 2 runs of 1 steps"]),  # prints the configurations
     "threads": Tiny(
         rows=[
-            "| 20 products of 128 rows, 384 x 1,280, a worker's way over 300,000 spins |",
-            "| an update of tiny parameters, 8 rows, a worker's way over 5,000 spins |",
-            "| 20 products of 128 rows, 384 x 1,280, a worker's way over none, next to a busy program |",
-            "| an update of tiny parameters, 8 rows, a worker's way over none, next to a busy program |",
+            "| 20 products of 128 x 384 x 1,280 over 300,000 spins |",
+            "| an update of tiny parameters over 5,000 spins |",
+            "| 20 products of 128 x 384 x 1,280 over none, busy machine |",
+            "| an update of tiny parameters over none, busy machine |",
         ]
     ),
     "weight_sync": Tiny(
