@@ -65,7 +65,7 @@ def metrics() -> str:
 
 def _metric_row(entry: MetricEntry) -> tuple[str, ...]:
     diagnoses = " ".join(f"[{code}](health.md)" for code in entry.diagnoses)
-    texts = (entry.meaning, entry.healthy, f"{entry.otherwise} {diagnoses}".strip())
+    texts = (entry.meaning, entry.healthy, diagnoses or entry.otherwise)  # a diagnosis says what to try
     return (f"`{entry.name}`", *map(_cell, texts))
 
 
