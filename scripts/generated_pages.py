@@ -8,7 +8,7 @@ from hybridrl.compat.translation import VERL
 from hybridrl.config.compose import shipped
 from hybridrl.config.findings import show
 from hybridrl.config.values import MISSING, value_of
-from hybridrl.tracking.glossary import MetricEntry, sections
+from hybridrl.tracking.glossary import MetricEntry, MetricSection, sections
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARK = "<!-- from here on: scripts/generated_pages.py -->\n"
@@ -27,7 +27,7 @@ def other_keys() -> str:
     differing = [(f"`{key}`", _code(value_of(values, key)), _code(theirs)) for key, theirs in defaults]
     return (
         "\n### Keys of verl that are rejected\n"
-        + _rows(("key", "why", "accepted at"), rejected)
+        + _rows(("key", "why", "accepted at null and"), rejected)
         + "\n### Defaults that differ from verl's\n"
         + _rows(("key", "in hybridrl", "in verl"), differing)
     )
@@ -36,7 +36,7 @@ def other_keys() -> str:
 def _rejected_row(entry: Entry) -> tuple[str, str, str]:
     keys = " ".join(f"`{key}`" for key in entry.keys)
     limited = f" (applies to values like `{_cell(entry.when)}`)" if entry.when else ""
-    return keys, _cell(entry.why), " ".join(f"`{show(value)}`" for value in ("null", *entry.silent)) + limited
+    return keys, _cell(entry.why), " ".join(f"`{show(value)}`" for value in entry.silent) + limited
 
 
 def _code(value: object) -> str:
@@ -53,20 +53,25 @@ def _rows(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def metrics() -> str:
-    return "".join(
-        f"\n## {section.title}\n"
-        + (f"\n{section.text}\n" if section.text else "")
-        + _rows(
-            ("metric", "what it is", "in a run that learns", "otherwise"), [_metric_row(one) for one in section.entries]
-        )
-        for section in sections()
-    )
+    return "".join(map(_section, sections()))
+
+
+def _section(section: MetricSection) -> str:
+    """A table of the metrics that can look wrong, and a list of the others."""
+    judged = [_metric_row(entry) for entry in section.entries if _advice(entry) or entry.healthy]
+    others = [entry for entry in section.entries if not (_advice(entry) or entry.healthy)]
+    text = f"\n## {section.title}\n" + (f"\n{section.text}\n" if section.text else "")
+    text += _rows(("metric", "what it is", "in a run that learns", "otherwise"), judged)
+    return text + ("\nAlso:\n\n" if others else "") + "".join(f"- `{one.name}`: {one.meaning}\n" for one in others)
 
 
 def _metric_row(entry: MetricEntry) -> tuple[str, ...]:
-    diagnoses = " ".join(f"[{code}](health.md)" for code in entry.diagnoses)
-    texts = (entry.meaning, entry.healthy, diagnoses or entry.otherwise)  # a diagnosis says what to try
-    return (f"`{entry.name}`", *map(_cell, texts))
+    return (f"`{entry.name}`", *map(_cell, (entry.meaning, entry.healthy, _advice(entry))))
+
+
+def _advice(entry: MetricEntry) -> str:
+    """Return the diagnoses that read a metric, which say what to try, or what to do by itself."""
+    return " ".join(f"[{code}](health.md)" for code in entry.diagnoses) or entry.otherwise
 
 
 PAGES = {"coming_from.md": other_keys, "metrics.md": metrics}
