@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-from hybridrl.compat.entries import Entry
 from hybridrl.compat.translation import VERL
 from hybridrl.config.compose import shipped
 from hybridrl.config.findings import show
@@ -20,23 +19,13 @@ def page(name: str) -> str:
     return written + MARK + PAGES[name]()
 
 
-def other_keys() -> str:
+def differing_defaults() -> str:
     values = shipped("ppo_trainer").values
-    rejected = [_rejected_row(entry) for entry in VERL.entries if entry.kind in ("rejected", "otherwise")]
     defaults = VERL.table["defaults"].items()
-    differing = [(f"`{key}`", _code(value_of(values, key)), _code(theirs)) for key, theirs in defaults]
-    return (
-        "\n### Keys of verl that are rejected\n"
-        + _rows(("key", "why", "accepted at null and"), rejected)
-        + "\n### Defaults that differ from verl's\n"
-        + _rows(("key", "in hybridrl", "in verl"), differing)
+    return "\n## Defaults that differ from verl's\n" + _rows(
+        ("key", "in hybridrl", "in verl"),
+        [(f"`{key}`", _code(value_of(values, key)), _code(theirs)) for key, theirs in defaults],
     )
-
-
-def _rejected_row(entry: Entry) -> tuple[str, str, str]:
-    keys = " ".join(f"`{key}`" for key in entry.keys)
-    limited = f" (applies to values like `{_cell(entry.when)}`)" if entry.when else ""
-    return keys, _cell(entry.why), " ".join(f"`{show(value)}`" for value in entry.silent) + limited
 
 
 def _code(value: object) -> str:
@@ -74,7 +63,7 @@ def _advice(entry: MetricEntry) -> str:
     return " ".join(f"[{code}](health.md)" for code in entry.diagnoses) or entry.otherwise
 
 
-PAGES = {"coming_from.md": other_keys, "metrics.md": metrics}
+PAGES = {"coming_from.md": differing_defaults, "metrics.md": metrics}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
