@@ -301,7 +301,7 @@ def table(rows: list[Row]) -> str:
     ]
     for row in rows:
         if row.rejected or row.failed:
-            ending = f"rejected: {row.rejected}" if row.rejected else f"fails: {row.failed}"
+            ending = "rejected, see below" if row.rejected else f"fails: {row.failed}"
             lines.append(f"| {row.family} | {ending} |||||")
         else:
             merged = row.in_transformers.rpartition("tokens ")[2]

@@ -152,15 +152,15 @@ RUNS = {
     "start_up": Tiny(
         rows=[
             "| import of hybridrl.main_ppo",
-            "| start-up: configuration",
-            "| start-up: imports of the driver",
-            "| start-up: checks",
-            "| start-up: data and reward",
-            "| start-up: Ray",
-            "| start-up: actors requested",
-            "| start-up: engines and trainers",
-            "| start-up: first weight sync",
-            "| start-up: first step",
+            "| configuration",
+            "| imports of the driver",
+            "| checks",
+            "| data and reward",
+            "| Ray",
+            "| actors requested",
+            "| engines and trainers",
+            "| first weight sync",
+            "| first step",
         ]
     ),
     "step": Tiny(
