@@ -1,14 +1,13 @@
-"""Write the tables of docs/configuration.md and docs/metrics.md, which tests compare."""
+"""Write the tables of docs/coming_from.md and docs/metrics.md, which tests compare."""
 
 import argparse
 from pathlib import Path
 
-from hybridrl.compat.entries import Entry
-from hybridrl.compat.translation import SYSTEMS, VERL
+from hybridrl.compat.translation import VERL
 from hybridrl.config.compose import shipped
 from hybridrl.config.findings import show
 from hybridrl.config.values import MISSING, value_of
-from hybridrl.tracking.glossary import MetricEntry, sections
+from hybridrl.tracking.glossary import MetricEntry, MetricSection, sections
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARK = "<!-- from here on: scripts/generated_pages.py -->\n"
@@ -20,44 +19,13 @@ def page(name: str) -> str:
     return written + MARK + PAGES[name]()
 
 
-def configuration() -> str:
+def differing_defaults() -> str:
     values = shipped("ppo_trainer").values
-    moved = {old: new for system in SYSTEMS.values() for old, new in system.table["moved"].items()}
-    effects = ("key there", "becomes here", "no effect at")
-    parts = [
-        "\n## Other names\n\nOlder names of verl, and those of SkyRL and AReaL.\n",
-        _rows(("name there", "name in hybridrl"), [(f"`{old}`", f"`{new}`") for old, new in sorted(moved.items())]),
-        "\n## Keys that count together\n\nWhat a command sets by its name here stays.\n",
-        _entries("combined", effects),
-        "\n## Keys that set others\n",
-        _entries("translated", effects),
-        "\n## Keys that have no effect\n\nThey cannot change training: one warning, except at the values named.\n",
-        _entries("ignored", ("keys there", "why", "silent at")),
-        "\n## Keys that are rejected\n",
-        _entries("rejected otherwise", ("keys there", "why", "accepted at")),
-        "\n## Defaults that differ from verl's\n",
-        _rows(
-            ("key", "in hybridrl", "in verl"),
-            [
-                (f"`{key}`", _code(value_of(values, key)), _code(theirs))
-                for key, theirs in VERL.table["defaults"].items()
-            ],
-        ),
-    ]
-    return "".join(parts)
-
-
-def _entries(kinds: str, titles: tuple[str, ...]) -> str:
-    entries = [(kind, entry) for kind in kinds.split() for system in SYSTEMS.values() for entry in system.entries]
-    return _rows(titles, [_entry_row(entry) for kind, entry in entries if entry.kind == kind])
-
-
-def _entry_row(entry: Entry) -> tuple[str, str, str]:
-    sets = " ".join(f"`{name}={show(value)}`" for name, value in entry.sets.items())
-    effect = sets if entry.kind == "translated" or not entry.why else _cell(entry.why)
-    limited = f" (applies to values like `{_cell(entry.when)}`)" if entry.when else ""
-    silent = " ".join(f"`{show(value)}`" for value in ("null", *entry.silent))
-    return " ".join(f"`{key}`" for key in entry.keys), effect, silent + limited
+    defaults = VERL.table["defaults"].items()
+    return "\n## Defaults that differ from verl's\n" + _rows(
+        ("key", "in hybridrl", "in verl"),
+        [(f"`{key}`", _code(value_of(values, key)), _code(theirs)) for key, theirs in defaults],
+    )
 
 
 def _code(value: object) -> str:
@@ -74,23 +42,28 @@ def _rows(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def metrics() -> str:
-    return "".join(
-        f"\n## {section.title}\n"
-        + (f"\n{section.text}\n" if section.text else "")
-        + _rows(
-            ("metric", "what it is", "in a run that learns", "otherwise"), [_metric_row(one) for one in section.entries]
-        )
-        for section in sections()
-    )
+    return "".join(map(_section, sections()))
+
+
+def _section(section: MetricSection) -> str:
+    """A table of the metrics that can look wrong, and a list of the others."""
+    judged = [_metric_row(entry) for entry in section.entries if _advice(entry) or entry.healthy]
+    others = [entry for entry in section.entries if not (_advice(entry) or entry.healthy)]
+    text = f"\n## {section.title}\n" + (f"\n{section.text}\n" if section.text else "")
+    text += _rows(("metric", "what it is", "in a run that learns", "otherwise"), judged)
+    return text + ("\nAlso:\n\n" if others else "") + "".join(f"- `{one.name}`: {one.meaning}\n" for one in others)
 
 
 def _metric_row(entry: MetricEntry) -> tuple[str, ...]:
-    diagnoses = " ".join(f"[{code}](health.md)" for code in entry.diagnoses)
-    texts = (entry.meaning, entry.healthy, f"{entry.otherwise} {diagnoses}".strip())
-    return (f"`{entry.name}`", *map(_cell, texts))
+    return (f"`{entry.name}`", *map(_cell, (entry.meaning, entry.healthy, _advice(entry))))
 
 
-PAGES = {"configuration.md": configuration, "metrics.md": metrics}
+def _advice(entry: MetricEntry) -> str:
+    """Return the diagnoses that read a metric, which say what to try, or what to do by itself."""
+    return " ".join(f"[{code}](health.md)" for code in entry.diagnoses) or entry.otherwise
+
+
+PAGES = {"coming_from.md": differing_defaults, "metrics.md": metrics}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

@@ -12,10 +12,10 @@ PACKAGE = Path(__file__).parent.parent / "hybridrl"
 LINES = {
     ".": 300,
     "agents": 7150,
-    "checkpoint": 1930,
+    "checkpoint": 1940,
     "compat": 3010,
     "config": 3840,
-    "core": 11770,
+    "core": 11800,
     "data": 1660,
     "doctor": 4640,
     "environments": 40,
@@ -25,7 +25,7 @@ LINES = {
     "report": 2550,
     "rewards": 2990,
     "runs": 2820,
-    "runtime": 1520,
+    "runtime": 1530,
     "tracking": 1850,
 }
 FILES = {"core": 74, "hybridrl": 303}

@@ -160,14 +160,12 @@ def draw_panel(axes: Axes, name: str, curve: Curve, grpo: Curve | None) -> None:
 
 def table(curves: dict[str, Curve]) -> str:
     rows = [
-        f"| name | overrides | reward at step 1 | mean of the last {LAST_STEPS} | steps to {GOAL} |",
-        "|---|---|--:|--:|--:|",
+        f"| name | overrides | mean of the last {LAST_STEPS} | steps to {GOAL} |",
+        "|---|---|--:|--:|",
     ]
     for name, curve in curves.items():
         overrides = "<br>".join(f"`{override}`" for override in ENTRIES[name].split())
-        rows.append(
-            f"| {name} | {overrides} | {curve.rewards[0]:.3f} | {curve.last:.3f} | {curve.steps_to_goal or 'never'} |"
-        )
+        rows.append(f"| {name} | {overrides} | {curve.last:.3f} | {curve.steps_to_goal or 'never'} |")
     return "\n".join(rows)
 
 

@@ -84,10 +84,10 @@ def cpu_seconds() -> float:
 
 
 def formatted(seconds: Seconds, unit: str = "s") -> str:
-    """Return median, minimum and processor time as the text of a cell."""
+    """Return the text of a cell: the median, and in brackets the minimum and the processor time."""
     factor, digits = {"s": (1, 2), "ms": (1e3, 2)}[unit]
     values = [factor * value for value in (seconds.median, seconds.least, median(seconds.cpu))]
-    return "{:.{d}f} {unit} (least {:.{d}f}, CPU {:.{d}f})".format(*values, d=digits, unit=unit)
+    return "{:.{d}f} {unit} ({:.{d}f}, {:.{d}f})".format(*values, d=digits, unit=unit)
 
 
 class Arguments(argparse.ArgumentParser):

@@ -101,7 +101,7 @@ def main() -> None:
     ]
     before = 0.0
     for name, at in run_parts(options.overrides, options.tiny):
-        rows.append(Row(f"start-up: {name}", f"{at - before:.1f} s", f"{at:.1f} s since the command"))
+        rows.append(Row(name, f"{at - before:.1f} s", f"at {at:.1f} s"))
         before = at
     report(rows, options.json)
 

@@ -70,20 +70,20 @@ def measured(directory: Path, options: argparse.Namespace) -> list[Row]:
             sides[name] = stack.enter_context(Child(command, directory / f"{number}.log", common | variables))
         rows = compared(sides, "", options)
         stack.enter_context(busy())
-        return rows + compared(sides, ", next to a busy program", options)
+        return rows + compared(sides, ", busy machine", options)
 
 
 def compared(sides: dict[str, Child], load: str, options: argparse.Namespace) -> list[Row]:
     rows, parameters = [], options.shape.replace("m", " M")
     functions = {
-        "products": f"{options.products:,} products of 128 rows, 384 x 1,280",
-        "update": f"an update of {parameters} parameters, 8 rows",
+        "products": f"{options.products:,} products of 128 x 384 x 1,280",
+        "update": f"an update of {parameters} parameters",
     }
     for function, what in functions.items():
         seconds_of = in_turn({name: partial(child.call, function) for name, child in sides.items()}, options.rounds)
         ours = seconds_of.pop(OURS)
         for name, seconds in seconds_of.items():
-            row = f"{what}, {OURS} over {name}{load}"
+            row = f"{what} over {name}{load}"
             rows.append(Row(row, formatted(ours), formatted(seconds), ours.median / seconds.median))
     return rows
 

@@ -57,7 +57,7 @@ class Tiny:
 
 
 RUNS = {
-    "scripts/generated_pages.py": Tiny("--out HERE", files="configuration.md metrics.md"),
+    "scripts/generated_pages.py": Tiny("--out HERE", files="coming_from.md metrics.md"),
     "scripts/report_screenshot.py": Tiny("HERE/run --out HERE/report.png", files="report.png"),
     "advantages": Tiny(rows=["GAE [16, 32]", "GRPO 64 samples"]),
     "algorithms": Tiny("--tiny --out HERE/runs --docs HERE/docs", ["gae ", "| gae |"], "docs/algorithms.png"),
@@ -152,15 +152,15 @@ RUNS = {
     "start_up": Tiny(
         rows=[
             "| import of hybridrl.main_ppo",
-            "| start-up: configuration",
-            "| start-up: imports of the driver",
-            "| start-up: checks",
-            "| start-up: data and reward",
-            "| start-up: Ray",
-            "| start-up: actors requested",
-            "| start-up: engines and trainers",
-            "| start-up: first weight sync",
-            "| start-up: first step",
+            "| configuration",
+            "| imports of the driver",
+            "| checks",
+            "| data and reward",
+            "| Ray",
+            "| actors requested",
+            "| engines and trainers",
+            "| first weight sync",
+            "| first step",
         ]
     ),
     "step": Tiny(
@@ -174,10 +174,10 @@ RUNS = {
     "sweep": Tiny("--tiny -- --cfg job", ["| 2 runs of 1 steps"]),  # prints the configurations
     "threads": Tiny(
         rows=[
-            "| 20 products of 128 rows, 384 x 1,280, a worker's way over 300,000 spins |",
-            "| an update of tiny parameters, 8 rows, a worker's way over 5,000 spins |",
-            "| 20 products of 128 rows, 384 x 1,280, a worker's way over none, next to a busy program |",
-            "| an update of tiny parameters, 8 rows, a worker's way over none, next to a busy program |",
+            "| 20 products of 128 x 384 x 1,280 over 300,000 spins |",
+            "| an update of tiny parameters over 5,000 spins |",
+            "| 20 products of 128 x 384 x 1,280 over none, busy machine |",
+            "| an update of tiny parameters over none, busy machine |",
         ]
     ),
     "weight_sync": Tiny(
