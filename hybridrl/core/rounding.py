@@ -1,4 +1,4 @@
-"""Whether two computations of the same log-probs agree, as far as the rounding of their type explains differences."""
+"""Agreement of two computations of the same log-probs, as far as the rounding of their type explains differences."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from torch import Tensor
 # to 1e-5 were measured, and one update at the quickstart's learning rate causes more than 0.1. In bfloat16 rounding
 # alone causes 0.04 to 0.07 on average. Single tokens differ by more: by 0.28 to 0.55 in models of 0.5 B parameters
 # whose logits have the standard deviation of trained ones (4.5), or where rounding selects another expert. So in
-# bfloat16 only gross faults are found.
+# bfloat16 only gross faults are detected.
 LIMITS = {"float32": (1e-4, 1e-4), "float16": (0.02, 0.5), "bfloat16": (0.1, 2.0)}
 # The limits hold down to a mean log-prob of -TYPICAL and grow with it, as rounding is relative to the logits, which
 # are large where a policy has collapsed.
@@ -18,10 +18,10 @@ def coarser(*dtypes: str) -> str:
     return max(dtypes, key=lambda name: LIMITS[name])
 
 
-def beyond_rounding(found: Tensor, expected: Tensor, dtype: str) -> str:
+def beyond_rounding(computed: Tensor, expected: Tensor, dtype: str) -> str:
     """Describe by how much these log-probs [tokens], of which one side was computed in `dtype`, differ from what is
     expected; empty if rounding explains it."""
-    gaps, level = (found - expected).abs(), float(expected.mean())
+    gaps, level = (computed - expected).abs(), float(expected.mean())
     mean, largest = float(gaps.mean()), float(gaps.max())
     on_average, at_most = (limit * max(1.0, -level / TYPICAL) for limit in LIMITS[dtype])
     if mean <= on_average and largest <= at_most:

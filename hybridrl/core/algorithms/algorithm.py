@@ -1,4 +1,4 @@
-"""What a step of the algorithm needs, and how scored responses become advantages."""
+"""The needs of a step of the algorithm, and the way from scored responses to advantages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -47,7 +47,7 @@ class Algorithm:
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether advantages depend on a forward pass of the policy, which is then computed before the update."""
+        """Return whether advantages depend on a forward pass of the policy, then computed before the update."""
         if self.needs_reference_kl:
             return True
         corrects = self.correction is not None and not self.correction.fits_update
@@ -80,7 +80,7 @@ class Algorithm:
         # A rejected token is not trained on; its reward and its value still belong to the tokens before it.
         written = replace(corrected, response_mask=batch.response_mask)
         advantages, returns, *logged = self.estimator(written.by_episode())
-        metrics |= {f"algorithm/{name}": float(value) for own in logged for name, value in own.items()}
+        metrics |= {f"algorithm/{name}": float(value) for more in logged for name, value in more.items()}
         rejected = required(batch.response_mask) & ~required(corrected.response_mask)
         advantages, returns = advantages.masked_fill(rejected, 0), returns.masked_fill(rejected, 0)
         return replace(corrected, advantages=advantages, returns=returns), metrics

@@ -1,5 +1,5 @@
-"""Metrics of a step's rows, under verl's names, and whether engine and trainer agree about the sampled tokens: both
-compute the same log-probs from the same weights."""
+"""Metrics of a step's rows, under verl's names, and a check that engine and trainer agree about the sampled tokens:
+both compute the same log-probs from the same weights."""
 
 from dataclasses import dataclass, replace
 from math import inf

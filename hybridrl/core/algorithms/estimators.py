@@ -248,10 +248,10 @@ def discounted_sums(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
     lengths = lengths[lengths > 0]
     parts = (lengths.cumsum(0) - 1) // PART  # the part that each row ends in
     rows = lengths.split(parts.unique_consecutive(return_counts=True)[1].tolist())
-    sizes = [int(some.sum()) for some in rows]
+    sizes = [int(part.sum()) for part in rows]
     sums = torch.empty_like(values)
-    for some, given, result in zip(rows, values.split(sizes), sums.split(sizes), strict=True):
-        result.copy_(_sums_of_part(given, some, factor))
+    for part, of_part, result in zip(rows, values.split(sizes), sums.split(sizes), strict=True):
+        result.copy_(_sums_of_part(of_part, part, factor))
     return sums
 
 

@@ -26,13 +26,9 @@ class Totals:
 
     @staticmethod
     def of(batch: Batch) -> "Totals":
-        return Totals.counted(batch.per_row(required(batch.response_mask).long()), batch.episode)
-
-    @staticmethod
-    def counted(written: Tensor, episode: Tensor | None = None) -> "Totals":
-        """From the number of tokens that the policy wrote in each row [B], and the rows' episodes [B]."""
-        rows = int((written > 0).sum()) if episode is None else len(episode[written > 0].unique())
-        return Totals(int(written.sum()), rows)
+        written = batch.per_row(required(batch.response_mask).long())
+        rows = (written > 0).nonzero() if batch.episode is None else batch.episode[written > 0].unique()
+        return Totals(int(written.sum()), len(rows))
 
 
 def token_weights(batch: Batch, mode: str, totals: Totals, scale: float = 1.0) -> Tensor:

@@ -35,7 +35,7 @@ class Rejection:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """What the estimate must lie between."""
+        """The least and the largest estimate that is accepted."""
         return (-math.inf, self.upper) if self.lower is None else (math.log(self.lower), math.log(self.upper))
 
     def divergence(self, log_ratio: Tensor, batch: Batch) -> Tensor:
@@ -61,7 +61,7 @@ class Rejection:
         return rows[batch.response_row]
 
     def passes(self, divergence: Tensor) -> Tensor:
-        """Whether estimates are within the bounds, which NaN never is."""
+        """Return whether estimates are within the bounds, which NaN never is."""
         low, high = self.bounds
         return (divergence >= low) & (divergence <= high)
 
@@ -136,13 +136,13 @@ class RolloutCorrection:
 
     @property
     def fits_update(self) -> bool:
-        """Whether an update can correct by its own log-probs: what is rejected must be known before tokens are counted,
-        and the mean of all weights before the first one is used."""
+        """Return whether an update can correct by its own log-probs: what is rejected must be known before tokens are
+        counted, and the mean of all weights before the first one is used."""
         return not self.rejections and not self.batch_normalize
 
     @property
     def by_token(self) -> bool:
-        """Whether weight and rejection of a token depend on its own ratio only."""
+        """Return whether weight and rejection of a token depend on its own ratio only."""
         return self.level in (None, "token") and not self.rejections
 
     @property
@@ -187,10 +187,10 @@ def of_written(values: Tensor, batch: Batch, by_row: bool) -> Tensor:
 
 def masked_fractions(kept: Tensor, batch: Batch) -> dict[str, float]:
     """The share of written tokens that are not kept, and of rows that lose any."""
-    lost = (~kept).float()
+    masked = (~kept).float()
     return {
-        "masked_fraction": float(of_written(lost, batch, by_row=False).mean()),
-        "seq_masked_fraction": float((of_written(lost, batch, by_row=True) > 0).float().mean()),
+        "masked_fraction": float(of_written(masked, batch, by_row=False).mean()),
+        "seq_masked_fraction": float((of_written(masked, batch, by_row=True) > 0).float().mean()),
     }
 
 

@@ -117,11 +117,11 @@ def full_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that these parts are published as, unsharded, part by part; collective: each rank must iterate
     over all of them. `computed` ones replace the model's own tensors of the same names."""
-    own, computed = own_tensors(model), computed or {}
+    present, computed = own_tensors(model), computed or {}
     for part in parts:
         dtype = next(iter(part.published.values())).dtype
         tensors = {
-            name: computed[name]().to(dtype) if name in computed else full_tensor(own[name].detach(), dtype)
+            name: computed[name]().to(dtype) if name in computed else full_tensor(present[name].detach(), dtype)
             for name in part.names
         }
         yield from part.publish(model, tensors).items()

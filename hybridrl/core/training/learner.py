@@ -212,12 +212,12 @@ class Learner:
 def first_not_finite(model: nn.Module, forward: Callable[[], None]) -> str:
     """Return the name of the innermost module whose output is the first that is not finite in `forward` on this rank;
     empty if there is none: then it is in the head, or in what the loss reads."""
-    found: list[str] = []
+    names: list[str] = []
 
     def look(name: str, output: Any) -> None:
         tensors = output if isinstance(output, tuple) else (output,)
-        if any(isinstance(one, Tensor) and not one.isfinite().all() for one in tensors):
-            found.append(name)
+        if any(isinstance(tensor, Tensor) and not tensor.isfinite().all() for tensor in tensors):
+            names.append(name)
 
     hooks = [
         module.register_forward_hook(lambda module, arguments, output, name=name: look(name, output))
@@ -228,7 +228,7 @@ def first_not_finite(model: nn.Module, forward: Callable[[], None]) -> str:
     finally:
         for hook in hooks:
             hook.remove()
-    return next(iter(found), "")
+    return next(iter(names), "")
 
 
 def on_device(learner: Learner, other: Learner | None) -> Learner:

@@ -153,8 +153,8 @@ class _Differentiable(torch.autograd.Function):
 
 def _factor(arrived: TokenOutputs, early: TokenOutputs) -> Tensor | None:
     """Return the factor of the arriving gradient to the early one; None if it is no multiple, e.g. contains a NaN."""
-    pairs = [(one, other) for one, other in zip(arrived, early, strict=True) if other is not None]
-    one, other = (torch.cat(values) for values in zip(*pairs, strict=True))
-    largest = other.abs().argmax()
-    factor = torch.where(other[largest] == 0, 0.0, one[largest] / other[largest])
-    return factor if (one - factor * other).abs().max() <= SAME * one.abs().max() else None
+    pairs = [(late, soon) for late, soon in zip(arrived, early, strict=True) if soon is not None]
+    late, soon = (torch.cat(values) for values in zip(*pairs, strict=True))
+    largest = soon.abs().argmax()
+    factor = torch.where(soon[largest] == 0, 0.0, late[largest] / soon[largest])
+    return factor if (late - factor * soon).abs().max() <= SAME * late.abs().max() else None

@@ -139,7 +139,7 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
 def merged(layer: LoraLayer) -> Tensor:
     """Return a layer's weight with its pair added, unsharded and in float32; collective."""
     layers = (layer.base_layer, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
-    base, a, b = (full_tensor(one.get_parameter("weight").detach()) for one in layers)
+    base, a, b = (full_tensor(part.get_parameter("weight").detach()) for part in layers)
     return merge_into(base, a, b, layer.scaling[ADAPTER])
 
 

@@ -45,10 +45,10 @@ def plan(
     while min(map(len, plans)) < (most := max(map(len, plans))):
         # Ranks wait for each other in every micro-batch, so a rank that needs fewer spreads its rows over as many.
         plans = [
-            own if len(own) == most else _micro_batches(share, lengths, budget, most)
-            for own, share in zip(plans, shares, strict=True)
+            planned if len(planned) == most else _micro_batches(share, lengths, budget, most)
+            for planned, share in zip(plans, shares, strict=True)
         ]
-    return [own for own in plans for _ in range(budget.devices)]
+    return [planned for planned in plans for _ in range(budget.devices)]
 
 
 def balance(rows: Sequence[int] | np.ndarray, lengths: Lengths, ranks: int) -> list[list[int]]:
@@ -136,7 +136,9 @@ class ModelInputs:
 
     def to(self, device: torch.device) -> "ModelInputs":
         inputs = vars(self).items()
-        moved: dict[str, Any] = {name: one.to(device) for name, one in inputs if isinstance(one, Tensor | PackedRows)}
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in inputs if isinstance(value, Tensor | PackedRows)
+        }
         return replace(self, **moved)
 
 
@@ -163,8 +165,8 @@ def reassemble(parts: Sequence[np.ndarray], rows: Sequence[Sequence[int]], lengt
     """Return response-axis values, computed in parts for these rows, in the batch's row order."""
     cut = [
         part[piece]
-        for part, own in zip(parts, rows, strict=True)
-        for piece in pieces(lengths.numpy()[own], np.arange(len(own)))
+        for part, of_part in zip(parts, rows, strict=True)
+        for piece in pieces(lengths.numpy()[of_part], np.arange(len(of_part)))
     ]
     return torch.from_numpy(np.concatenate([cut[place] for place in np.concatenate(rows).argsort().tolist()]))
 

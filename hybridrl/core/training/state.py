@@ -33,16 +33,16 @@ def state_of(model: TokenModel, optimizers: Optimizers | None, contents: Collect
     """Return the requested parts (model, optimizer, extra) with all trained tensors, by Hugging Face's names; for a
     model with an adapter only the adapter's. Learning rates and the like come from the configuration instead."""
     reshard(model)
-    own = own_tensors(model.model)
+    tensors = own_tensors(model.model)
     if pairs(model.model):
-        own = {name: tensor for name, tensor in own.items() if tensor.requires_grad}
-    names = {tensor: name for name, tensor in own.items()}
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    names = {tensor: name for name, tensor in tensors.items()}
     state: State = {}
     if "model" in contents:
-        state["model"] = {name: tensor.detach() for name, tensor in own.items()}
+        state["model"] = {name: tensor.detach() for name, tensor in tensors.items()}
     if optimizers is not None and "optimizer" in contents:
-        held = [item for optimizer in optimizers.optimizers for item in optimizer.state.items()]
-        state["optimizer"] = {"state": {names[parameter]: moments for parameter, moments in held}}
+        moments = [item for optimizer in optimizers.optimizers for item in optimizer.state.items()]
+        state["optimizer"] = {"state": {names[parameter]: of_parameter for parameter, of_parameter in moments}}
     if optimizers is not None and "extra" in contents:
         state["extra"] = {"updates": optimizers.updates, **optimizers.loss_scale.state()}
     return state

@@ -153,7 +153,7 @@ class TrainWorker:
 
     def padded(self) -> dict[str, bool]:
         """Return whether each learner's rows are padded, by configuration or because its layers require it."""
-        return {name: made.padded for name, made in (("actor", self.policy), ("critic", self.critic)) if made}
+        return {name: model.padded for name, model in (("actor", self.policy), ("critic", self.critic)) if model}
 
     # -- forward passes --------------------------------------------------------------------------------------------
 

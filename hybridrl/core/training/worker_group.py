@@ -6,7 +6,6 @@ batch.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How a step's rows are cut into optimizer updates of one model, and the size of their micro-batches."""
+    """The division of a step's rows into optimizer updates of one model, and the size of their micro-batches."""
 
     prompts_per_update: int
     epochs: int
@@ -70,7 +69,7 @@ class UpdatePlan:
 
 @dataclass(frozen=True)
 class PolicyPlan:
-    """How the policy is trained, and the micro-batches of forward passes of the policy and of the reference."""
+    """The training of the policy, and the micro-batches of forward passes of the policy and of the reference."""
 
     loss: LossConfig
     updates: UpdatePlan
@@ -85,7 +84,7 @@ class PolicyPlan:
 
 @dataclass(frozen=True)
 class CriticPlan:
-    """How the critic is trained, and the micro-batches of its forward passes."""
+    """The training of the critic, and the micro-batches of its forward passes."""
 
     section: CriticConfig
     updates: UpdatePlan
@@ -172,7 +171,7 @@ class TrainWorkers:
     def _scatter(
         self, method: Callable[..., Any], parts: list[tuple], shares: list[MicroBatches], batch: Batch, **options: Any
     ) -> list[Any]:
-        """Call every rank; a lack of memory is raised with the tokens of the largest micro-batch."""
+        """Call every rank; an out-of-memory error is raised with the tokens of the largest micro-batch."""
         try:
             return self.group.scatter(method, parts, timeout=self.timeout, **options)
         except OutOfMemory as error:
@@ -273,8 +272,8 @@ class TrainWorkers:
             calls = [
                 (shared, alone if rank < devices else nothing, self.policy.loss) for rank in range(len(self.group))
             ]
-            *own, total = self.group.scatter(TrainWorker.gradient_norms, calls, timeout=self.timeout)[0]
-            for number, norm in zip(numbers, own, strict=True):
+            *of_parts, total = self.group.scatter(TrainWorker.gradient_norms, calls, timeout=self.timeout)[0]
+            for number, norm in zip(numbers, of_parts, strict=True):
                 norms[number] = norm
             whole.append((numbers, total))
         return norms, whole
@@ -296,8 +295,8 @@ class TrainWorkers:
         """Each rank's micro-batches over all mini-batches, flat; and the shared rows with them per mini-batch."""
         of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget)
         shared = self.group.share(batch.with_episode_tokens().only(*fields))
-        flat = [list(chain.from_iterable(one.micro_batches for one in own)) for own in of_ranks]
-        return flat, [(shared, own) for own in of_ranks]
+        flat = [[rows for part in of_rank for rows in part.micro_batches] for of_rank in of_ranks]
+        return flat, [(shared, of_rank) for of_rank in of_ranks]
 
     def _mean_metrics(self, shares: Sequence[list[Metrics]], model: str) -> Metrics:
         """The mean of each metric over the updates that have it, all shares added up; the learning rate of the last
@@ -354,7 +353,7 @@ class TrainWorkers:
         self.group.broadcast(TrainWorker.start_save, str(directory), contents, timeout=limit)
 
     def finished_save(self) -> bool:
-        """Whether every rank has written everything. Raises RemoteFailure, once, if one could not."""
+        """Return whether every rank has written everything. Raises RemoteFailure, once, if one could not."""
         return all(self.group.broadcast(TrainWorker.finished_save, timeout=control_limit(self.timeout)))
 
     def load(self, directory: Path, contents: dict[str, list[str]]) -> dict[str, int]:
@@ -370,13 +369,10 @@ def rank_mini_batches(
     batch: Batch, ranks: int, mini_batches: Sequence[Sequence[int]], budget: MicroBatchBudget
 ) -> list[list[MiniBatch]]:
     """Each rank's micro-batches of every mini-batch, with the divisors of the whole mini-batch."""
-    lengths, episode = batch.lengths.numpy(), batch.episode
-    written = batch.per_row(required(batch.response_mask).long())
+    lengths, counted = batch.lengths.numpy(), batch.only("response_mask", "episode")
     plans = [plan(lengths, ranks, budget, rows) for rows in mini_batches]
-    totals = [
-        Totals.counted(written[list(rows)], None if episode is None else episode[list(rows)]) for rows in mini_batches
-    ]
-    return [list(map(MiniBatch, own, totals)) for own in zip(*plans, strict=True)]
+    totals = [Totals.of(counted.select(rows)) for rows in mini_batches]
+    return [list(map(MiniBatch, of_rank, totals)) for of_rank in zip(*plans, strict=True)]
 
 
 def _in_row_order(
@@ -386,9 +382,10 @@ def _in_row_order(
     their micro-batches together have the same outputs."""
     columns = columns[:: budget.devices]
     rows = [[row for micro_batch in share for row in micro_batch] for share in shares[:: budget.devices]]
-    held = [own for own in rows if own]
-    kinds = zip(*(outputs for outputs, own in zip(columns, rows, strict=True) if own), strict=True)
-    return [None if kind[0] is None else reassemble(kind, held, lengths) for kind in kinds]
+    computed = [(outputs, of_rank) for outputs, of_rank in zip(columns, rows, strict=True) if of_rank]
+    kinds = zip(*(outputs for outputs, _ in computed), strict=True)
+    filled = [of_rank for _, of_rank in computed]
+    return [None if kind[0] is None else reassemble(kind, filled, lengths) for kind in kinds]
 
 
 def _with_outputs(batch: Batch, columns: Outputs) -> Batch:

@@ -63,5 +63,5 @@ class BroadcastSync(WeightSync):
 
     def abort(self, dead: Sequence[int]) -> None:
         super().abort(dead)
-        with suppress(RuntimeError):  # it failed with the server that was lost
+        with suppress(RuntimeError):  # it failed with the server that died
             self._finish_sending()

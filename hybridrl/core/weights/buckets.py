@@ -96,7 +96,7 @@ def plan_buckets(parameters: Sequence[tuple[str, torch.Size, torch.dtype]], limi
         groups[-1].extend(layer)
         taken += more
     buckets = []
-    for group in (some for some in [*groups, rest] if some):
+    for group in [*groups, rest] if rest else groups:
         ends = list(accumulate(map(_aligned, group), initial=0))
         buckets.append(
             Bucket([replace(tensor, offset=end) for tensor, end in zip(group, ends, strict=False)], ends[-1])
@@ -128,7 +128,7 @@ class SharedBuffer:
 
     @cached_property
     def handle(self) -> Handle:
-        """What opens the memory. On CUDA torch frees memory only once it was opened, if it has a handle."""
+        """The key that opens the memory. On CUDA torch frees memory only once it was opened, if it has a handle."""
         size = len(self.tensor)
         if self.descriptor is not None:
             return {"pid": os.getpid(), "descriptor": self.descriptor, "size": size}
@@ -136,7 +136,7 @@ class SharedBuffer:
         return dict(zip(CUDA_STORAGE, shared, strict=True)) | {"size": size}
 
     def close(self, *, reader_died: bool = False) -> None:
-        """Free the memory. On CUDA torch keeps it until its reader has closed it, which a dead reader cannot do."""
+        """Free the memory. On CUDA torch keeps it until its reader has closed it, which one that died cannot do."""
         if self.descriptor is not None:
             return os.close(self.descriptor)
         held = devices.allocated_bytes()

@@ -163,9 +163,9 @@ class WeightSync(ABC):
                 )
         scores = servers.broadcast(WeightTarget.score, self.probe, timeout=self.timeout)
         for server, log_probs in zip(indices, scores, strict=True):
-            found = torch.tensor(log_probs)
-            self.gaps.append(float((found - self.expected).abs().max()))
-            if difference := beyond_rounding(found, self.expected, self.rounded):
+            computed = torch.tensor(log_probs)
+            self.gaps.append(float((computed - self.expected).abs().max()))
+            if difference := beyond_rounding(computed, self.expected, self.rounded):
                 raise StaleWeights(
                     f"after the weight sync, rollout server {server} differs from the trainer in the log-probs of a "
                     f"fixed sequence {difference}. Every bucket that was sent has arrived as it was, so the engine "

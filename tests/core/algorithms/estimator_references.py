@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.core.batch import Batch
+from hybridrl.core.required import required
 
 Rows = list[list[float]]  # one value per token
 Both = tuple[Rows, Rows]  # advantages and returns
@@ -45,10 +46,10 @@ def flat(rows: Rows) -> list[float]:
     return [value for row in rows for value in row]
 
 
-def by_row(batch: Batch, *fields: Tensor) -> Iterator[tuple[list[float], ...]]:
+def by_row(batch: Batch, *fields: Tensor | None) -> Iterator[tuple[list[float], ...]]:
     """Yield, for each row, the list of its values of each field."""
     lengths = batch.response_lengths.tolist()
-    return zip(*([row.tolist() for row in field.double().split(lengths)] for field in fields), strict=True)
+    return zip(*([row.tolist() for row in required(field).double().split(lengths)] for field in fields), strict=True)
 
 
 def scores(batch: Batch) -> list[float]:
@@ -75,7 +76,7 @@ def placed(mask: Sequence[float], values: Sequence[float]) -> list[float]:
 
 def whitened(batch: Batch, rows: Rows) -> Rows:
     """Return rows with mean 0 and sample variance 1 over all written tokens; 0 on the others, and for a single one."""
-    written = [value for value, mine in zip(flat(rows), batch.response_mask.tolist(), strict=True) if mine]
+    written = [value for value, mine in zip(flat(rows), required(batch.response_mask).tolist(), strict=True) if mine]
     if len(written) < 2:
         return [[0.0 for _ in row] for row in rows]
     values = iter((np.array(written) - np.mean(written)) / np.sqrt(np.var(written, ddof=1) + 1e-8))
@@ -130,7 +131,9 @@ def gpg(batch: Batch, **_: Any) -> Both:
 
 
 def gdpo(batch: Batch, *, norm_adv_by_std_in_grpo: bool, gdpo_reward_weights: Sequence[float], **_: Any) -> Both:
-    parts = [normalized(batch, part, norm_adv_by_std_in_grpo) for part in batch.reward_parts.double().T.tolist()]
+    parts = [
+        normalized(batch, part, norm_adv_by_std_in_grpo) for part in required(batch.reward_parts).double().T.tolist()
+    ]
     rows = whitened(batch, on_tokens(batch, np.array(gdpo_reward_weights or (1, 1, 1)) @ np.array(parts))[0])
     return rows, rows
 
@@ -158,7 +161,7 @@ def reinforce_plus_plus(batch: Batch, *, gamma: float, **_: Any) -> Both:
 
 
 def remax(batch: Batch, **_: Any) -> Both:
-    returns, greedy = to_come(batch, 1.0), batch.greedy_rewards.tolist()
+    returns, greedy = to_come(batch, 1.0), required(batch.greedy_rewards).tolist()
     masks = [mask for (mask,) in by_row(batch, batch.response_mask)]
     rows = zip(returns, greedy, masks, strict=True)
     return [[(value - less) * mine for value, mine in zip(row, mask, strict=True)] for row, less, mask in rows], returns

@@ -329,16 +329,6 @@ def test_moments_have_the_names_that_torch_gives_them(group, directory, optimize
         )
 
 
-def test_a_run_saved_before_its_first_update_resumes_exactly(group, directory, tmp_path):
-    plain, saved, actual = (build(directory, optimizer="Muon") for _ in range(3))
-    save(saved, tmp_path)
-    load(actual, tmp_path, group)
-    for learner in (plain, saved, actual):
-        train(learner, range(2))
-    assert_equal(full(saved), full(plain))
-    assert_equal(full(actual), full(plain))
-
-
 def test_copies_reuse_their_memory_even_if_moments_are_moved(group, directory, tmp_path):
     learner, writer = build(directory), StateWriter("cpu")
     places = []
@@ -355,42 +345,6 @@ def test_copies_reuse_their_memory_even_if_moments_are_moved(group, directory, t
     assert copied == sum(12 * parameter.numel() + 4 for parameter in parameters)
     load(actual := build(directory), tmp_path / "2" / "actor", group)
     assert_equal(full(actual), full(learner))
-
-
-def test_several_models_are_written_one_after_another_each_under_its_name(group, directory, tmp_path):
-    actor, critic, writer = build(directory), build(directory, critic=True), StateWriter("cpu")
-    for learner in (actor, critic):
-        train(learner, range(1))
-    states = {
-        "actor": state_of(actor.model, actor.optimizers, ALL),
-        "critic": state_of(critic.model, critic.optimizers, ALL),
-    }
-    writer.start(
-        {tmp_path / name: state for name, state in states.items()}
-        | {tmp_path / "reference": state_of(actor.model, None, ALL)}
-    )
-    wait_for(writer)
-    load(actual := build(directory, critic=True), tmp_path / "critic", group)
-    assert_equal(full(actual), full(critic))
-    load(actual := build(directory), tmp_path / "reference", group, ["model"])
-    assert_equal(actual.model.state_dict(), actor.model.state_dict())
-
-
-def test_parts_can_be_read_separately(group, directory, tmp_path):
-    learner = build(directory)
-    train(learner, range(2))
-    save(learner, tmp_path)
-    actual = build(directory)
-    load(actual, tmp_path, group, ["model"])
-    assert_equal(
-        {name: value for name, value in full(actual).items() if name.startswith(".model")},
-        {name: value for name, value in full(learner).items() if name.startswith(".model")},
-    )
-    assert actual.optimizers.updates == 0 and not any(
-        full(actual)[name].any() for name in full(actual) if "exp_avg" in name
-    )
-    load(actual, tmp_path, group, ["extra"])
-    assert (actual.optimizers.updates, actual.optimizers.lr) == (2, learner.optimizers.lr)
 
 
 def test_learning_rates_are_those_of_the_resumed_configuration(group, directory, tmp_path):
