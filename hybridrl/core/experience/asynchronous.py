@@ -9,7 +9,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -156,14 +156,13 @@ class AsynchronousExperience(Experience):
 
     def collect(self, step: int) -> Collected:
         version = step - 1
-        try:
+        with ExitStack() as failing:
+            failing.callback(self.close)
             self.engine.to_rollout(version)
             self.store.open(step, self.engine.weights)
             self.thread, began = self.thread or LoopThread(asyncio.new_event_loop()), time.monotonic()
             episodes, dropped, metrics = self.thread.run(self._sample(version))
-        except BaseException:
-            self.close()
-            raise
+            failing.pop_all()
         metrics["timing_s/gen"] = time.monotonic() - began
         self.store.finish(len(episodes))
         self.engine.to_training()

@@ -50,7 +50,7 @@ class Devices(Protocol):
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """What a step samples and which of it is trained on.
+    """The prompts and responses of a step, and which of them are trained on.
 
     `group_filter` drops groups without signal and draws further prompts (DAPO); `reward_keys` name the reward
     components (GDPO); `mask_truncated` excludes truncated responses from training; with `greedy_baseline` one more

@@ -25,7 +25,7 @@ class NoSignal(RuntimeError):
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """Which groups have a signal, and how often a step may draw: `max_batches` times; 0: up to one pass over the data.
+    """The choice of groups with a signal; a step may draw `max_batches` times; 0: up to one pass over the data.
 
     `metric` is "score" (verl's seq_reward and seq_final_reward mean the same here) or a key of the reward's dict.
     `draw_size` prompts are drawn at a time; None: first as many as are wanted, then as many as are probably missing.

@@ -1,7 +1,7 @@
 """Episodes: conversations from prompts, with their scores. Knows neither the order of prompts nor what is trained on.
 
 A single response is an episode of one turn, which the engines sample directly; with environments the episodes run in
-processes of their own. They are scored while others are still under way, and returned in the order of (prompt, sample),
+processes of their own. They are scored while others are in flight, and returned in the order of (prompt, sample),
 so that the order in which they happened to finish changes nothing.
 """
 

@@ -23,7 +23,7 @@ STOPS = ("completed", "max_turns", *TRUNCATED, "invalid_calls", "timeout", "faul
 
 
 class ScoredCall(Protocol):
-    """What became of a tool call, as far as it is read here (see agents.environments.environment)."""
+    """The outcome of a tool call, as far as it is read here (see agents.environments.environment)."""
 
     @property
     def reward(self) -> float | None: ...
@@ -161,7 +161,7 @@ Ended = tuple[int, Trajectory, Score | None]  # an episode by its index, with it
 
 
 class Source(Protocol):
-    """Where the episodes of one call come from."""
+    """The episodes of one call, as they end."""
 
     def ended(self) -> AsyncIterator[list[Ended]]:
         """Yield episodes as they end; those that end together come in one list."""
@@ -171,10 +171,10 @@ class Source(Protocol):
 
 
 class ConversationSource(Protocol):
-    """Where episodes of several turns come from; a run that has environments hands it in."""
+    """The maker of episodes of several turns; a run that has environments hands it in."""
 
     def source(self, requests: Sequence[EpisodeRequest], store: ResponseStore, *, grouped: bool = False) -> Source:
-        """Return where the episodes of one call come from. Turns that the store has are used again, and the others are
+        """Return the episodes of one call. Turns that the store has are used again, and the others are
         added to it. Those of a group run among those of other groups in one event loop, until `close`."""
 
     def close(self) -> None:
