@@ -312,22 +312,25 @@ def test_a_boundary_between_files_counts(tmp_path):
     assert data_fingerprint([a, b]) != data_fingerprint([c, d])
 
 
-def test_a_large_file_is_identified_by_size_and_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr(fingerprints, "SAMPLES", 3)
-    monkeypatch.setattr(fingerprints, "SAMPLE_BYTES", 2)
-    path = tmp_path / "large"
+def test_a_large_file_is_identified_by_size_and_samples(tmp_path):
+    mib = 1 << 20
 
-    def identity(text: str) -> str:
-        path.write_text(text)
-        return data_fingerprint([path])
+    def identity(size: int, changed: int | None = None) -> str:
+        with (tmp_path / "large").open("wb") as file:
+            file.truncate(size)
+            if changed is not None:
+                file.seek(changed)
+                file.write(b"x")
+        return data_fingerprint([tmp_path / "large"])
 
-    # Ten bytes in samples of two: at 0, 4 and 8.
-    assert identity("0123456789") == identity("01xx45xx89")
-    for other in ("x123456789", "0123x56789", "012345678x", "01234567899"):
-        assert identity(other) != identity("0123456789")
-    assert identity("a" * 10) != identity("a" * 11)
-    # Six bytes are read in full.
-    assert identity("012345") != identity("01x345")
+    # 127 MiB: 64 samples of 1 MiB, one at every second MiB from the first on.
+    known = identity(127 * mib)
+    assert identity(127 * mib, mib) == identity(127 * mib, 2 * mib - 1) == known
+    for counted in (0, 2 * mib, 127 * mib - 1):
+        assert identity(127 * mib, counted) != known
+    assert identity(127 * mib + 1) != known
+    # 64 MiB are read in full.
+    assert identity(64 * mib, mib) != identity(64 * mib)
 
 
 def test_a_fingerprint_is_the_same_in_every_process():
