@@ -7,6 +7,8 @@ import pkgutil
 import runpy
 import sys
 
+from hybridrl.runtime import EXIT_REJECTED
+
 # Imports nothing but the module of the command, so that --help and completion are quick.
 COMMANDS = {
     "train": ("hybridrl.main_ppo", "train by reinforcement learning:  hybridrl train key=value ..."),
@@ -24,7 +26,6 @@ COMMANDS = {
 }
 USAGE = "usage: hybridrl COMMAND ...\n\n" + "".join(f"  {name:8}{what}\n" for name, (_, what) in COMMANDS.items())
 USAGE += "{further}\nhybridrl COMMAND --help says more; hybridrl --version prints the version."
-EXIT_REJECTED = 2
 
 
 def main() -> int:

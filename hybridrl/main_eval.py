@@ -8,13 +8,12 @@ from pathlib import Path
 
 from hybridrl.config import ConfigError, EvaluationConfig
 from hybridrl.evaluation.config import load_eval_config
+from hybridrl.runtime import EXIT_FAULTS
 from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.forks import fork_server
 from hybridrl.runtime.guard import guarded
 from hybridrl.runtime.keeper import PrivateDirectory
 from hybridrl.tracking.console import stage, warn
-
-EXIT_FAULTS = 3  # more responses than reward.max_fault_rate could not be scored
 
 
 @contextmanager
@@ -27,7 +26,7 @@ def opened(first: EvaluationConfig) -> Iterator[Callable[[EvaluationConfig], int
         with stage("loading torch, transformers and Ray"):  # only for a valid configuration
             from hybridrl.doctor.start import check_evaluation_start
             from hybridrl.evaluation.command import evaluate
-            from hybridrl.model_merger.temporary import whole_model
+            from hybridrl.model_merger import whole_model
             from hybridrl.runs.setup import Sessions
 
         def run(config: EvaluationConfig) -> int:

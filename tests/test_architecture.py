@@ -36,7 +36,7 @@ KNOWN_TO = {
         "agents/environments/pool.py",
         "doctor/machines.py",
     ),
-    "vllm": ("core/rollout/vllm/", "model_merger/vllm_check.py"),
+    "vllm": ("core/rollout/vllm/", "model_merger/checks.py"),
     "hydra": ("config/compose.py",),
     "omegaconf": ("config/compose.py",),
     "torch.cuda": ("core/device.py",),

@@ -60,7 +60,7 @@ SHAPES = (
 
 
 class CheckpointDamaged(ConfigError):
-    """What a run should resume from cannot be used."""
+    """A checkpoint that a run should resume from cannot be used."""
 
     code = "checkpoint-damaged"
 

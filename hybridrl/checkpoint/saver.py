@@ -88,7 +88,7 @@ class Save(Enum):
 
 @dataclass(frozen=True)
 class SaveTimes:
-    """When a checkpoint is saved to be kept, and when only to recover from. A checkpoint is kept every `steps` steps
+    """The times to save a checkpoint to keep it, and only to recover from. A checkpoint is kept every `steps` steps
     (0: at the end only; -1: never), `epochs` epochs, `seconds` seconds. The last step is kept wherever anything is.
     Recovery does not depend on it: 0 or fewer `recovery_seconds` turn it off, None is as often as it costs little."""
 
@@ -120,7 +120,7 @@ class SaveTimes:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What is saved of each model (actor, critic, reference): model, optimizer, extra, hf_model; and when. `complete`
+    """The parts saved of each model (actor, critic, reference): model, optimizer, extra, hf_model; and when. `complete`
     adds what the driver has (the tokenizer) to a model's huggingface folder. `fixed` is the part of state.json that is
     the same in every checkpoint of the run."""
 

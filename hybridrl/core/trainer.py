@@ -6,24 +6,24 @@ supervised fine-tuning another `Task`; neither edits this file.
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.batch_metrics import batch_metrics, mismatch_metrics, throughput_metrics
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import WorkerDied
-from hybridrl.core.experience.collector import Collected, Experience
+from hybridrl.core.experience.collector import Collected, Devices, Experience
+from hybridrl.core.experience.evaluator import Evaluator
 from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.runtime.signals import StopRequest
 from hybridrl.tracking.faults import begin_step
-from hybridrl.tracking.sink import Stopwatch
+from hybridrl.tracking.sink import Sink, Stopwatch
 
 
 class Task(Protocol):
-    """What the loop trains. A task that shares its devices with nothing else inherits the answers below."""
+    """The model that the loop trains; a task that shares its devices with nothing else inherits the answers below."""
 
     @property
     @abstractmethod
@@ -64,41 +64,12 @@ class Task(Protocol):
         return
 
 
-class Validator(Protocol):
-    """Scores the policy on held-out prompts."""
-
-    def evaluate(self, step: int) -> tuple[list[Episode], dict[str, float]]: ...
-
-
-class Devices(Protocol):
-    """The devices of the run, which rollout may use at times."""
-
-    def to_training(self) -> None: ...
-    def rebuild_servers(self) -> None: ...
-    def take_metrics(self) -> dict[str, float]: ...
-
-
-class Log(Protocol):
-    """The metrics of a run."""
-
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
-
-
-class KeptCheckpoints(Protocol):
-    """The checkpoints in a run's directory."""
-
-    directory: Path
-
-    def last(self) -> object:
-        """Return what to resume from; None: there is nothing."""
-
-
 class Checkpoints(Protocol):
     """The saving of a run, `failed` if the last save did. `due` returns how long a step is to be kept, None if it need
     not be saved; with None `start` saves it to resume from."""
 
     failed: Exception | None
-    store: KeptCheckpoints
+    store: Any  # the checkpoints in its `directory`, of which `last` returns what to resume from, or None
     watch: Stopwatch
 
     @property
@@ -128,17 +99,16 @@ class Health(Protocol):
 
 
 class Samples(Protocol):
-    """Where the samples of steps go."""
+    """The record of the samples of each step."""
 
     def training_samples(self, step: int, episodes: Sequence[Episode], batch: Batch) -> None: ...
     def validation_samples(self, step: int, episodes: Sequence[Episode]) -> None: ...
-    def keep(self, step: int, batch: Batch) -> None: ...
-    def show(self, step: int, episodes: Sequence[Episode]) -> None: ...
+    def diagnosed(self, step: int, *, show: bool) -> None: ...
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many steps a run has and when it validates. Every 0 or fewer steps: only after the last one."""
+    """The number of steps of a run, and when it validates. Every 0 or fewer steps: only after the last one."""
 
     total_steps: int
     validate_every: int
@@ -154,21 +124,17 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+@dataclass
 class Trainer:
     """The loop around a task: step, validate, log, save, stop."""
 
-    def __init__(
-        self,
-        task: Task,
-        workers: TrainWorkers,
-        tracker: Log,
-        saver: Checkpoints,
-        schedule: Schedule,
-        health: Health,
-    ) -> None:
-        self.task, self.workers, self.tracker = task, workers, tracker
-        self.saver, self.schedule, self.health = saver, schedule, health
-        self.watch = Stopwatch()
+    task: Task
+    workers: TrainWorkers
+    tracker: Sink
+    saver: Checkpoints
+    schedule: Schedule
+    health: Health
+    watch: Stopwatch = field(default_factory=Stopwatch, init=False)
 
     def fit(self, done: int, start_up: dict[str, float]) -> None:
         """Train to the last step, of which `done` are; a resumed run logs `start_up` with its first step."""
@@ -231,24 +197,18 @@ class Trainer:
         return metrics
 
 
+@dataclass
 class RLTask(Task):
     """Reinforcement learning: a step samples, scores, compares and learns."""
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        experience: Experience,
-        devices: Devices,
-        workers: TrainWorkers,
-        evaluator: Validator | None,
-        sample_log: Samples,
-        refresh_reference_every: int = -1,
-    ) -> None:
-        self.algorithm, self.experience, self.devices, self.workers = algorithm, experience, devices, workers
-        self.evaluator, self.sample_log = evaluator, sample_log
-        self.refresh_reference_every = refresh_reference_every
-        self.trained: tuple[Batch, Sequence[Episode]] | None = None  # what the last step trained on
-        self.watch = Stopwatch()
+    algorithm: Algorithm
+    experience: Experience
+    devices: Devices
+    workers: TrainWorkers
+    evaluator: Evaluator | None
+    sample_log: Samples
+    refresh_reference_every: int = -1
+    watch: Stopwatch = field(default_factory=Stopwatch, init=False)
 
     @property
     def epochs(self) -> float:
@@ -272,7 +232,6 @@ class RLTask(Task):
         batch, update_metrics = workers.update(batch, step)  # critic and policy, each when it is due
         if algorithm.uses_reference and _due(step, self.refresh_reference_every):
             workers.refresh_reference()
-        self.trained = batch, collected.samples
         self.sample_log.training_samples(step, collected.samples, batch)
         return metrics | update_metrics | self.watch.take() | self._step_metrics(collected, batch)
 
@@ -303,8 +262,4 @@ class RLTask(Task):
         return self.experience.problem()
 
     def diagnosed(self, step: int, *, show: bool) -> None:
-        assert self.trained is not None
-        batch, samples = self.trained
-        self.sample_log.keep(step, batch)
-        if show:
-            self.sample_log.show(step, samples)
+        self.sample_log.diagnosed(step, show=show)

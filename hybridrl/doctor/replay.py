@@ -28,7 +28,7 @@ from hybridrl.runs.prepare import tokenizer_elsewhere
 from hybridrl.runs.sample_log import read_batch, replays
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import padded_plans, start_session, start_train_workers
-from hybridrl.runtime.cli import EXIT_REJECTED
+from hybridrl.runtime import EXIT_REJECTED
 from hybridrl.tracking.console import info, print_text
 from hybridrl.tracking.report import read_metrics
 

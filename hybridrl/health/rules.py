@@ -7,10 +7,15 @@ try. The functions keep no state, so a run, its resumption and a reader of metri
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from hybridrl.health import learning, stability
+from hybridrl.config import ConfigError
+from hybridrl.config.custom_code import call_custom, load_function
+from hybridrl.config.values import rule_code
+from hybridrl.health import judgements
 from hybridrl.health.history import PARTS, SCORE, WINDOW, Diagnosis, History, levels, steady_rise
-from hybridrl.health.stability import ACTOR, REFERENCE_KL, ROLLOUT, rising
+from hybridrl.health.judgements import ACTOR, REFERENCE_KL, ROLLOUT, rising
+from hybridrl.tracking.console import warn
 
 VALIDATION = "validation"  # the mean of the validation scores, which is no metric by itself
 HOST_MEMORY = "perf/host_memory_free_gb"
@@ -30,6 +35,9 @@ ROLES = {
     "train": ("the training ranks", RESTARTS),
     "driver": ("the driver", RESTARTS),
 }
+KEY, PAGE = "trainer.health_rules", "docs/extensions.md"
+FACTS = ("limit", "reads", "explains", "damages", "shows")  # attributes that the function may have, fields of Rule
+TRIAL = 20  # steps of the longer made-up run
 LEAST_STEPS, HORIZON = 20, 5  # steps of a trend, and how many times its own length it is extended
 
 
@@ -83,7 +91,7 @@ def _grown(history: History, count: int, least: float) -> tuple[str, str]:
 RULES = (
     Rule(
         "policy-jump",
-        stability.policy_jump,
+        judgements.policy_jump,
         "0.5 on average in one step",
         reads=("actor/ppo_kl",),
         damages=True,
@@ -101,7 +109,7 @@ RULES = (
     ),
     Rule(
         "kl-jump",
-        stability.kl_jump,
+        judgements.kl_jump,
         "1, and ten times the median of 20 steps",
         reads=tuple(REFERENCE_KL),
         damages=True,
@@ -109,13 +117,13 @@ RULES = (
     ),
     Rule(
         "kl-drift",
-        stability.kl_drift,
+        judgements.kl_drift,
         "1 in 5 steps in a row; 0.1 of actor/ppo_kl",
         reads=(*REFERENCE_KL, "actor/ppo_kl"),
     ),
     Rule(
         "truncation",
-        learning.truncation,
+        judgements.truncation,
         "30% in 2 steps in a row",
         reads=("response_length/clip_ratio",),
         explains=("no-signal", "flat-score"),
@@ -123,7 +131,7 @@ RULES = (
     ),
     Rule(
         "no-signal",
-        learning.no_signal,
+        judgements.no_signal,
         "all scores or all advantages equal for 3 steps, or those of 90% of the prompts of 10",
         reads=("critic/zero_signal_share", "critic/score/max"),
         explains=("flat-score",),
@@ -131,7 +139,7 @@ RULES = (
     ),
     Rule(
         "score-fall",
-        learning.score_fall,
+        judgements.score_fall,
         "half of its best",
         reads=(SCORE,),
         explains=("length-rise", "flat-score"),
@@ -139,22 +147,22 @@ RULES = (
     ),
     Rule(
         "not-finite",
-        stability.not_finite,
+        judgements.not_finite,
         "any update skipped",
         reads=tuple(f"{model}/skipped_updates" for model in ("actor", "critic", "train")),
     ),
     Rule(
         "unknown-tokens",
-        learning.unknown_tokens,
+        judgements.unknown_tokens,
         "1% in 2 steps in a row",
         reads=("sampling/unknown_tokens",),
         share_of="perf/response_tokens",
         shows=True,
     ),
-    Rule("clipping", stability.clipping, "30% in 5 steps in a row", reads=("actor/pg_clipfrac",)),
+    Rule("clipping", judgements.clipping, "30% in 5 steps in a row", reads=("actor/pg_clipfrac",)),
     Rule(
         "entropy-collapse",
-        stability.entropy_collapse,
+        judgements.entropy_collapse,
         "a tenth of the start, score not risen",
         reads=("actor/entropy",),
         damages=True,
@@ -163,7 +171,7 @@ RULES = (
     ),
     Rule(
         "length-collapse",
-        stability.length_collapse,
+        judgements.length_collapse,
         "a fifth of the start, score not risen",
         reads=("response_length/mean",),
         damages=True,
@@ -183,7 +191,7 @@ RULES = (
     ),
     Rule(
         "length-rise",
-        learning.length_rise,
+        judgements.length_rise,
         "1.5 times its lowest, score not risen or 10% cut off",
         reads=("response_length/mean",),
         explains=("truncation",),
@@ -211,8 +219,57 @@ RULES = (
         "10 times its lowest",
         reads=("critic/vf_loss",),
     ),
-    Rule("repetition", learning.repetition, "0.3 above the start", reads=("response/repeated_ngrams",), shows=True),
-    Rule("overfitting", learning.overfitting, "3 validations clearly below the best", reads=(VALIDATION,)),
+    Rule("repetition", judgements.repetition, "0.3 above the start", reads=("response/repeated_ngrams",), shows=True),
+    Rule("overfitting", judgements.overfitting, "3 validations clearly below the best", reads=(VALIDATION,)),
     Rule("memory-full", memory_full, "full within 5 times the steps seen", reads=tuple(FREE_MEMORY)),
-    Rule("flat-score", learning.flat_score, "no rise in 50 steps", reads=(SCORE,)),
+    Rule("flat-score", judgements.flat_score, "no rise in 50 steps", reads=(SCORE,)),
 )
+
+
+def custom_rules(names: list[str]) -> list[Rule]:
+    """Return the rules of these functions, path/to/file.py:function; raises ConfigError if one cannot be used. One
+    that fails during the run is turned off with a warning: it only watches."""
+    return [_rule(name, _tried(name)) for name in names]
+
+
+def _rule(name: str, function: Callable[[History], Any]) -> Rule:
+    failed: list[str] = []
+
+    def judge(history: History) -> Diagnosis | None:
+        if failed:
+            return None
+        try:
+            return function(history)
+        except Exception as error:  # whatever the user's code raises
+            failed.append(name)
+            warn(f"{KEY}={name} fails at step {history.step} and is turned off: {error!r}", "rule-off")
+            return None
+
+    facts = {fact: getattr(function, fact) for fact in FACTS if hasattr(function, fact)}
+    return Rule(rule_code(name), judge, **facts)
+
+
+def _tried(name: str) -> Callable[[History], Any]:
+    """Return the function once it has judged a run without steps and one with some."""
+    function, history = load_function(name, KEY), History()
+    for step in range(TRIAL + 1):
+        if step:
+            history.add(step, _metrics(step))
+        found = call_custom(KEY, name, function, history, trial=f"after {step} made-up steps", page=PAGE)
+        if found is not None and not isinstance(found, Diagnosis):
+            cause = f"{KEY}={name}: after {step} made-up steps it returns {found!r:.60}"
+            raise ConfigError(cause, fix="return None, or hybridrl.health.Diagnosis(cause, fix)", keys=KEY)
+    return function
+
+
+def _metrics(step: int) -> dict[str, float]:
+    """Return some of a step's metrics, of a run in which all is well."""
+    return {
+        "critic/score/mean": 0.3 + 0.01 * step,
+        "critic/score/max": 1.0,
+        "critic/score/min": 0.0,
+        "actor/entropy": 0.5,
+        "actor/grad_norm": 0.3,
+        "response_length/mean": 100.0,
+        "timing_s/step": 10.0,
+    }

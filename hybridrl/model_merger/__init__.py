@@ -1,1 +1,19 @@
 """Merge saved shards into a Hugging Face directory and verify it. `python -m hybridrl.model_merger --help`"""
+
+from pathlib import Path
+
+from hybridrl.config import ConfigError
+from hybridrl.config.files import holds_adapter, is_sharded
+
+
+def whole_model(path: str, directory: Path, key: str) -> str:
+    """Return the Hugging Face directory of a model: `path` itself, or for shards and adapters a merge of them in
+    `directory`. Raises ConfigError if it cannot be merged; `key` is the setting that names it."""
+    from hybridrl.model_merger.__main__ import main
+
+    if not (is_sharded(path) or holds_adapter(path)):
+        return path
+    target = directory / "merged"
+    if main(["merge", "--local_dir", path, "--target_dir", str(target)]):
+        raise ConfigError(f"{key}={path} cannot be merged", fix="see the message above")
+    return str(target)

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     if verify == "vllm" and find_spec("vllm") is None:
         parser.error("--verify vllm: vLLM is not installed; --verify transformers does not need it")
     # Imports torch and transformers, so only once the command is known to be valid.
-    from hybridrl.model_merger.checks import check_in_transformers
+    from hybridrl.model_merger.checks import check_in_transformers, check_in_vllm
     from hybridrl.model_merger.merge import run
 
     for name, message in NO_EFFECT.items():
@@ -39,8 +39,6 @@ def main(argv: list[str] | None = None) -> int:
         return run(arguments, check_in_transformers if verify == "transformers" else None)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a few tokens need no further process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from hybridrl.model_merger.vllm_check import check_in_vllm
-
     return run(arguments, check_in_vllm)
 
 

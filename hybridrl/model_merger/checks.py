@@ -13,7 +13,8 @@ from hybridrl.checkpoint.files import MANIFEST, faults
 from hybridrl.checkpoint.read import PAIR, open_tensors, read_safetensors, stored_tensors
 from hybridrl.checkpoint.tensors import UNREADABLE
 from hybridrl.core.required import required
-from hybridrl.model_merger.source import CheckFailed, MergeSource, type_names
+from hybridrl.core.rounding import beyond_rounding
+from hybridrl.model_merger.source import CheckFailed, MergeSource, type_name, type_names
 from hybridrl.tracking.console import Terminal
 
 # Compares a written directory with its source; returns a description of the result, or raises CheckFailed.
@@ -23,6 +24,7 @@ Check = Callable[[MergeSource, Path], str]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 TOKENS = 64
+PROMPT, RESPONSE = 8, 24  # tokens of the check in vLLM
 ATTENTION = "eager"  # exact for every family: other implementations ignore the logit caps of Gemma 2
 
 
@@ -119,6 +121,41 @@ def check_in_transformers(source: MergeSource, directory: Path) -> str:
     if gap != 0:
         raise CheckFailed(f"in transformers {kind} differ by up to {gap:.2g} from those of the checkpoint")
     return f"{kind} for {TOKENS} tokens equal"
+
+
+def check_in_vllm(source: MergeSource, directory: Path) -> str:
+    """Compare the log-probs of a greedy response in vLLM with those of the checkpoint's own tensors in transformers."""
+    from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
+
+    from hybridrl.core.rollout.vllm.repairs import CPU_ATTENTION, Repaired, prepare_for
+
+    prompt = [number * 37 % source.model.config.get_text_config().vocab_size for number in range(PROMPT)]
+    prepare_for(directory)
+    try:
+        engine = LLM(
+            model=str(directory),
+            dtype=type_name(source.dtype),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=PROMPT + RESPONSE,
+            max_num_seqs=1,
+            kv_cache_memory_bytes=256 << 20,
+            worker_extension_cls=f"{Repaired.__module__}.{Repaired.__qualname__}",
+            **(CPU_ATTENTION if current_platform.is_cpu() else {}),
+        )
+    except UNREADABLE as error:
+        cause = f"vLLM cannot load what was written ({str(error).splitlines()[0]})"
+        raise CheckFailed(f"{cause}; --verify transformers needs no vLLM") from error
+    greedy = SamplingParams(temperature=0.0, max_tokens=RESPONSE, ignore_eos=True, logprobs=0, detokenize=False)
+    response = engine.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)[0].outputs[0]
+    steps = zip(response.token_ids, response.logprobs, strict=True)
+    rollout = torch.tensor([step[token].logprob for token, step in steps])
+    expected = outputs(checkpoint_model(source), torch.tensor([*prompt, *response.token_ids]))[-RESPONSE:]
+    if difference := beyond_rounding(rollout, expected, type_name(source.dtype)):
+        raise CheckFailed(f"in vLLM log-probs differ from those of the checkpoint {difference}")
+    gap = float((rollout - expected).abs().max())
+    return f"greedy log-probs of {RESPONSE} tokens within {gap:.1g} of transformers'"
 
 
 def checkpoint_model(source: MergeSource) -> PreTrainedModel:

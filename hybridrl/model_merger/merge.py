@@ -30,10 +30,10 @@ from hybridrl.config import ConfigError
 from hybridrl.config.files import ADAPTER_CONFIG, resolve_model
 from hybridrl.model_merger.checks import Check, check_adapter, check_damage, check_tensors, compare, tracked
 from hybridrl.model_merger.source import CONFIG, CheckFailed, MergeSource, open_source, type_name, type_names
+from hybridrl.runtime import EXIT_FAILED, EXIT_REJECTED
 from hybridrl.tracking import Stopwatch
 from hybridrl.tracking.console import print_text
 
-EXIT_FAILED, EXIT_ERROR = 1, 2
 ADAPTER_FOLDER = "lora_adapter"  # in a merged model that is written with its adapter; verl's name
 REPORT = "merge_report.json"
 # Not copied from a `huggingface` directory.
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace, further: Check | None = None, hub: HfApi 
         return EXIT_FAILED
     except ConfigError as error:
         print_text(f"error: {error}", error=True)
-        return EXIT_ERROR
+        return EXIT_REJECTED
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What is merged: the tensors of a saved model, and the model its configuration describes, which they must match."""
+"""Merge sources: the tensors of a saved model, and the model its configuration describes, which they must match."""
 
 import json
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ AUTO = {
 
 
 class CheckFailed(Exception):
-    """What was read or written is not what it must be; the message names it."""
+    """Files read or written are not what they must be; the message names them."""
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from hybridrl.report.page import MOST_RUNS, render, write_report
 from hybridrl.report.samples import Shown, grouped
 from hybridrl.report.texts import SamplePool
 from hybridrl.runs.directory import UNREADABLE
+from hybridrl.runtime import EXIT_FAILED, EXIT_REJECTED
 from hybridrl.tracking.console import print_text
 from hybridrl.tracking.records import read_records
 
 PORT, SAMPLES = 8800, 200
-EXIT_FAILED, EXIT_REJECTED = 1, 2
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:

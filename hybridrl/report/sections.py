@@ -14,9 +14,8 @@ from hybridrl.report.curves import PHASE_ORDER
 from hybridrl.report.markup import code, command, folded, section, size, table, text
 from hybridrl.report.samples import ChosenSamples
 from hybridrl.report.verdicts import WORDS, Light, duration, number, series, validation_mean
-from hybridrl.tracking.change import change_of
 from hybridrl.tracking.faults import ACTOR, BEGUN, FINISHED, Fault
-from hybridrl.tracking.report import ranges
+from hybridrl.tracking.report import change_of, ranges
 
 SYMBOLS = {"good": "✓", "fair": "!", "bad": "✕"}
 SLOWEST = 8

@@ -17,11 +17,11 @@ from rich.text import Text
 
 from hybridrl.config import ConfigError
 from hybridrl.runs.directory import RunDirectory
+from hybridrl.runtime import EXIT_REJECTED
 from hybridrl.runtime.signals import ended_by_closed_pipe
 from hybridrl.tracking.console import Terminal, print_text, printable, printable_json
 from hybridrl.tracking.records import SampleRecord, read_records, record_files
 
-EXIT_REJECTED = 2
 UNLIKELY = ((0.01, "bold white on red"), (0.1, "red"), (0.5, "yellow"))  # a token's probability is below -> its style
 ORDERS = {
     "file": lambda record: 0,

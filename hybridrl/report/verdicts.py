@@ -18,9 +18,9 @@ from hybridrl.report.curves import INTERVAL, Points
 from hybridrl.report.markup import table, text
 from hybridrl.report.samples import ChosenSamples, evenly, is_number
 from hybridrl.runs.directory import UNREADABLE
-from hybridrl.tracking.change import change_of
 from hybridrl.tracking.faults import FINISHED
 from hybridrl.tracking.records import read_records
+from hybridrl.tracking.report import change_of
 from hybridrl.tracking.sink import REWARD, is_validation_score
 
 State = Literal["good", "fair", "bad", "unknown"]

@@ -1,6 +1,7 @@
 """A reinforcement learning run, put together: data and reward first, then devices, then the task."""
 
 import gc
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -16,11 +17,11 @@ from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.core.cluster import Group, RaySession, gather
 from hybridrl.core.cluster.group import START_LIMIT, control_limit
 from hybridrl.core.experience.asynchronous import AsynchronousExperience
-from hybridrl.core.experience.collector import SampledExperience, SynchronousExperience
+from hybridrl.core.experience.collector import Experience, SamplingPlan, SynchronousExperience
 from hybridrl.core.experience.dynamic_sampling import GroupFilter
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.evaluator import Evaluator
-from hybridrl.core.experience.spool import Spool
+from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.hybrid_engine import HybridEngine, SeparateEngine
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.trainer import RLTask, Schedule, Task
@@ -66,7 +67,6 @@ class PPOJob:
         self.rows = order.size
         self.description = f"{batch_arithmetic(config)}\n{samplings(config)}"
         self.contents = contents_to_save(config, algorithm)
-        self.spool: Spool | None = None
         self.asynchronous_saves = config.actor_rollout_ref.actor.checkpoint.async_save
 
     def plan(self, directory: Path) -> ResumePlan:
@@ -93,10 +93,11 @@ class PPOJob:
         if self.episodes is not None:
             self.episodes.wait_until_ready(config.trainer.startup_timeout)
         # With full determinism a response depends on those sampled with it, also on those that a step interrupts.
-        whole = config.actor_rollout_ref.rollout.full_determinism
-        if config.trainer.spool_samples and not (whole and continues_rollouts(config)):
-            fingerprints = sample_fingerprints(config, plan.identity.data)
-            self.spool = stack.enter_context(Spool(directory / "spool", *fingerprints, whole_steps=whole))
+        whole, carries = config.actor_rollout_ref.rollout.full_determinism, continues_rollouts(config)
+        spool: tuple = ()
+        if config.trainer.spool_samples and not (whole and carries):
+            spool = (directory / "spool", *sample_fingerprints(config, plan.identity.data))
+        self.store = stack.enter_context(ResponseStore(*spool, whole_steps=whole, carries=carries))
         timeout, export_dtype = config.trainer.step_timeout, config.actor_rollout_ref.rollout.dtype
         plans = padded_plans(group, inputs.policy, inputs.critic, timeout)
         return TrainWorkers(group, *plans, export_dtype, timeout)
@@ -151,7 +152,7 @@ class PPOJob:
         }
         return task, parts
 
-    def _experience(self, runner: EpisodeRunner, stop_ids: tuple[int, ...]) -> SampledExperience:
+    def _experience(self, runner: EpisodeRunner, stop_ids: tuple[int, ...]) -> Experience:
         config, data, reward = self.config, self.config.data, self.config.reward
         rollout, filter_groups, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups, None
         if filter_groups.enable and rollout.n > 1:
@@ -159,30 +160,29 @@ class PPOJob:
             limit, least = filter_groups.max_num_gen_batches, config.actor_rollout_ref.actor.ppo_mini_batch_size
             group_filter = GroupFilter(metric, limit, data.gen_batch_size, least)
         guard = FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps)
-        parts = self.engine, self.prompts, self.order, runner, guard
-        settings = {
-            "prompts_per_step": data.train_batch_size,
-            "samples_per_prompt": rollout.n,
-            "sampling": training_sampling(rollout, stop_ids),
-            "group_filter": group_filter,
-            "reward_keys": tuple(config.algorithm.gdpo_reward_keys),
-            "mask_truncated": config.algorithm.mask_truncated,
-            "vocabulary": len(self.tokenizer),
-            "prompts_in_all": self.resume.total_prompts,
-        }
-        greedy = "greedy_rewards" in self.algorithm.entry.reads
+        total = self.resume.total_prompts
+        plan = SamplingPlan(
+            prompts_per_step=data.train_batch_size,
+            samples_per_prompt=rollout.n,
+            sampling=training_sampling(rollout, stop_ids),
+            group_filter=group_filter,
+            reward_keys=tuple(config.algorithm.gdpo_reward_keys),
+            mask_truncated=config.algorithm.mask_truncated,
+            greedy_baseline="greedy_rewards" in self.algorithm.entry.reads,
+            vocabulary=len(self.tokenizer),
+            prompts_in_all=sys.maxsize if total is None else total,
+        )
+        parts = self.engine, self.prompts, self.order, runner, guard, plan, self.store
         if not continues_rollouts(config):
-            return SynchronousExperience(*parts, greedy_baseline=greedy, spool=self.spool, **settings)
+            return SynchronousExperience(*parts)
         engines = len(self.engine.fleet)
         experience = AsynchronousExperience(
             *parts,
             bound=config.trainer.v1.sampler.max_off_policy_threshold,
             most=most_under_way(config),
             slots=engines * rollout.max_num_seqs,
-            shares=engines if rollout.full_determinism else 0,
+            fixed=engines if rollout.full_determinism else 0,
             overlaps=config.separate and not rollout.full_determinism,
-            spool=self.spool,
-            **settings,
         )
         if isinstance(self.engine, SeparateEngine):
             self.engine.pause = experience.pause

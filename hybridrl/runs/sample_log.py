@@ -57,9 +57,11 @@ class SampleLog:
         self.replay_dir, self.shown, self.with_tokens, self.decode = replay_dir, shown, with_tokens, decode
         self.most, self.transcript = most, transcript
         self.named = False
+        self.last: tuple[Batch, Sequence[Episode]] | None = None  # what the last step trained on
 
     def training_samples(self, step: int, episodes: Sequence[Episode], batch: Batch) -> None:
         """Write the samples of a step with what `batch`, the rows that it trained on, says of them."""
+        self.last = batch, episodes
         if self.training_dir:
             trained = trained_fields(batch, step - 1, self.with_tokens, self.decode)
             self._write(Path(self.training_dir), step, episodes, trained)
@@ -69,6 +71,13 @@ class SampleLog:
             self._write(Path(self.validation_dir), step, episodes)
         if self.shown > 0:
             self.tracker.samples(step, _rows(episodes[: self.shown]))
+
+    def diagnosed(self, step: int, *, show: bool) -> None:
+        """Keep the batch of the step that was just trained, and print a few of its samples if `show`."""
+        batch, episodes = required(self.last)
+        self.keep(step, batch)
+        if show:
+            self.show(step, episodes)
 
     @staticmethod
     def show(step: int, episodes: Sequence[Episode]) -> None:

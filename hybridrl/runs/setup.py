@@ -30,8 +30,7 @@ from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan, TrainWorkers
 from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
-from hybridrl.health.custom import custom_rules
-from hybridrl.health.rules import RULES
+from hybridrl.health.rules import RULES, custom_rules
 from hybridrl.runs import plugins
 from hybridrl.runs.restarts import Adjusted, with_restarts
 from hybridrl.runs.resume import ResumePlan, check_complete, restore

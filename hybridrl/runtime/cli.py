@@ -16,6 +16,7 @@ from rich.text import Text
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import CONF, as_yaml
 from hybridrl.config.help import explain_keys
+from hybridrl.runtime import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REJECTED
 from hybridrl.runtime.signals import REQUESTS, ended_by_closed_pipe, stop_at_once
 from hybridrl.runtime.sweep import SWEEP_HELP, print_points, run_sweep
 from hybridrl.tracking.console import Terminal, info, print_text
@@ -23,8 +24,6 @@ from hybridrl.tracking.faults import PAGE, code_of
 from hybridrl.tracking.secrets import mask_text
 
 T = TypeVar("T")
-
-EXIT_FAILED, EXIT_REJECTED, EXIT_INTERRUPTED = 1, 2, 130
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def _with_values(argv: list[str]) -> list[str]:
 
 
 def _unknown_option(option: str, module: str) -> str:
-    """What to do instead, for options of Hydra."""
+    """Return what to do instead, for options of Hydra."""
     shown = "--cfg shows the configuration, hybridrl doctor with the keys of a run shows versions and machine"
     instead = {
         ("--info", "-i"): shown,

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from hybridrl.runtime import EXIT_KILLED
 from hybridrl.runtime.environment import replace_unwritable_home
 from hybridrl.runtime.keeper import END_SECONDS, is_keeper
 from hybridrl.runtime.stacks import REQUEST, write_stacks_on_request
 from hybridrl.tracking.console import print_text
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-EXIT_KILLED = 128 + signal.SIGKILL
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KERNEL_COUNTS = Path("/proc/vmstat")
 ENDED = b"."  # from a driver that has ended by itself, with or without an exception
@@ -162,7 +162,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def oom_kills() -> int | None:
-    """Return how many processes the kernel of this machine has killed for lack of memory, or None if unknown."""
+    """Return how many processes the kernel of this machine has killed when it was out of memory, or None if unknown."""
     try:
         counts = dict(line.split() for line in KERNEL_COUNTS.read_text().splitlines())
     except OSError:

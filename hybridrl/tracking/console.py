@@ -81,8 +81,7 @@ def on_terminal() -> bool:
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Say what takes its time while it does, on a terminal with what `Activity` says it is at, and how many seconds it
-    took."""
+    """Show a named stage, on a terminal with a spinner and its present `Activity`, and log its duration."""
     began, terminal = time.monotonic(), on_terminal()
     if not terminal:
         info(f"{name} ...")

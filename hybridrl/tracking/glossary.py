@@ -1,4 +1,4 @@
-"""What each metric means, how it looks in a run that learns, and what to do if it does not: `metrics.yaml`, read."""
+"""The meaning of each metric, its look in a run that learns, and what to do otherwise: `metrics.yaml`, read."""
 
 import difflib
 import re

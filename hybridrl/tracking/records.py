@@ -48,7 +48,7 @@ class SampleRecord:
 
     @property
     def group(self) -> tuple[int, str | int]:
-        """What the responses to one prompt in one step have in common."""
+        """The step and the prompt, which the responses of a group have in common."""
         return self.step, self.episode.get("position", self.prompt)
 
     def line(self) -> str:

@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from hybridrl.tracking import sink as names
-from hybridrl.tracking.change import change_of
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import FILE
 from hybridrl.tracking.sink import Sink
@@ -26,6 +27,7 @@ Series = dict[int, float]  # step -> value
 Warn = Callable[[str, str], None]  # called with a text and its code
 
 CURVES = "curves.png"
+LAST_STEPS = 5
 CONTENTS = {
     "config.yaml": "the configuration of the run",
     "metrics.jsonl": "all metrics, one line per step",
@@ -128,6 +130,36 @@ class CurvesSink(Sink):
     def close(self) -> None:
         if self.thread is not None:
             self.thread.join()
+
+
+@dataclass(frozen=True)
+class Change:
+    """`before` is the value of the first step, whose responses no update has touched, or of the first validation;
+    `after` is the mean of the last `count` steps, or the last validation."""
+
+    before: float
+    after: float
+    count: int
+
+    @property
+    def definition(self) -> str:
+        """The meaning of the two numbers, for a reader."""
+        return "first step; last step" if self.count == 1 else f"first step; mean of the last {self.count}"
+
+
+def last_steps(steps: int) -> int:
+    """Return how many of so many steps are the last ones: five, of a short run half of them."""
+    return min(LAST_STEPS, max(1, steps // 2))
+
+
+def change_of(name: str, values: Sequence[float]) -> Change:
+    """Return a metric before and after training, from its values in order. A validation stands alone: each is a mean
+    over many responses already. Raises ValueError if there are no values."""
+    if not values:
+        raise ValueError(f"{name} has no values")
+    alone = names.is_validation_score(name) or name.startswith(("val-aux/", "val/"))
+    count = 1 if alone else last_steps(len(values))
+    return Change(values[0], fmean(values[-count:]), count)
 
 
 def read_metrics(run_dir: Path, warn: Warn = warn) -> dict[int, dict[str, float]]:

@@ -55,7 +55,7 @@ class Sink:
 
 
 class Activity:
-    """What the run does at this moment, for whoever shows it: `watcher` is called with each change of it."""
+    """The present work of the run, for whoever shows it: `watcher` is called with each change of it."""
 
     watcher: ClassVar[Callable[[str], None] | None] = None
 

@@ -14,8 +14,8 @@ from statistics import fmean
 from reward import compute_score
 
 from hybridrl.tracking import read_metrics
-from hybridrl.tracking.change import change_of, last_steps
 from hybridrl.tracking.records import read_records, records_of
+from hybridrl.tracking.report import change_of, last_steps
 from hybridrl.tracking.sink import PHASES, RESPONSE_LENGTH, REWARD, STEP_SECONDS, phase_seconds
 
 LEAST_SAMPLED, LEAST_GREEDY = 0.85, 0.95

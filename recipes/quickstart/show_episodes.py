@@ -8,8 +8,8 @@ from pathlib import Path
 
 from show import print_results, read_arguments, read_steps, table
 
-from hybridrl.tracking.change import change_of
 from hybridrl.tracking.records import SampleRecord, read_records, records_of
+from hybridrl.tracking.report import change_of
 
 REWARD, LEAST = "critic/score/mean", 0.9
 

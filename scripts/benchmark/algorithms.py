@@ -22,8 +22,7 @@ from matplotlib.figure import Figure
 from side_by_side import Arguments
 from warm_start import TOP, python, warm_start
 
-from hybridrl.tracking.change import LAST_STEPS, change_of
-from hybridrl.tracking.report import COLORS, MUTED, STYLE
+from hybridrl.tracking.report import COLORS, LAST_STEPS, MUTED, STYLE, change_of
 
 ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
 CORRECTION, OVERLONG = "algorithm.rollout_correction", "reward.reward_kwargs.overlong_buffer_cfg"

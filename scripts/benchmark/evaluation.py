@@ -22,7 +22,7 @@ from hybridrl.evaluation.config import load_eval_config
 from hybridrl.evaluation.model import ModelEvaluation, sample_here
 from hybridrl.evaluation.samples import Sample, SampleFile
 from hybridrl.evaluation.targets import find_targets
-from hybridrl.model_merger.temporary import whole_model
+from hybridrl.model_merger import whole_model
 from hybridrl.runs.setup import Sessions, open_directory
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.forks import fork_server

@@ -24,7 +24,7 @@ from side_by_side import Arguments
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from warm_start import TOP, make_data, warm_start
 
-from hybridrl.tracking.change import LAST_STEPS, change_of
+from hybridrl.tracking.report import LAST_STEPS, change_of
 
 MODEL, GOAL, MIB = "actor_rollout_ref.model", 0.8, 1 << 20
 # On two ranks. Full training uses 1.0e-4; an adapter needs a higher rate, here the lowest that trains well.

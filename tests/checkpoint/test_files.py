@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint import files
-from hybridrl.checkpoint.files import MANIFEST, faults, write_manifest
+from hybridrl.checkpoint.files import CHUNK, MANIFEST, faults, write_manifest
 
 FILES = {"actor/__0_0.distcp": bytes(range(256)) * 16, "actor/.metadata": b"names", "state.json": b"{}", "empty": b""}
 
@@ -61,13 +60,14 @@ def test_a_file_with_one_bit_flipped_is_named(saved, name, position):
     assert faults(saved) == [f"{name}: changed since it was written"]
 
 
-def test_every_bit_counts_if_a_file_is_read_in_many_pieces(saved, monkeypatch):
-    monkeypatch.setattr(files, "CHUNK", 1000)
-    assert faults(saved) == []
-    for position in range(0, 4096, 99):
-        flip(saved / "actor" / "__0_0.distcp", position)
-        assert faults(saved) == ["actor/__0_0.distcp: changed since it was written"]
-        flip(saved / "actor" / "__0_0.distcp", position)
+def test_every_bit_counts_if_a_file_is_read_in_many_pieces(tmp_path):
+    (tmp_path / "large").write_bytes(bytes(2 * CHUNK + 7))
+    write_manifest(tmp_path)
+    assert faults(tmp_path) == []
+    for position in (0, CHUNK - 1, CHUNK, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 6):
+        flip(tmp_path / "large", position)
+        assert faults(tmp_path) == ["large: changed since it was written"]
+        flip(tmp_path / "large", position)
 
 
 def test_a_file_that_cannot_be_read_is_named_with_the_reason(saved):

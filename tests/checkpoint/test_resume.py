@@ -126,7 +126,9 @@ def test_a_new_key_is_no_change_if_it_is_empty(config, step):
 
 
 def test_where_a_run_is_stored_and_how_it_resumes_is_no_change(config, step):
+    config = with_values(config, trainer__rollout_data_dir="a")
     moved = {
+        "trainer__rollout_data_dir": "b",
         "trainer__default_local_dir": "b",
         "trainer__logger": [],
         "trainer__resume_mode": "resume_path",
@@ -284,11 +286,6 @@ def test_a_checkpoint_of_main_sft_is_rejected_with_the_key_that_takes_its_weight
         check_compatible(Checkpoint(3, step, {"data": ""}), config, "", [], False, print)
 
 
-def test_where_samples_are_written_is_not_a_change(config, step):
-    config = with_values(config, trainer__rollout_data_dir="a")
-    assert not changed_by(config, step, trainer__rollout_data_dir="b")
-
-
 def test_impossible_changes_and_those_to_allow_are_rejected_together(config, step):
     message = rejection(changed_by(config, step, critic__enable=True, data__seed=2))
     assert "no critic was saved" in message and "trainer.resume_allow=[data.seed]" in message
@@ -315,22 +312,25 @@ def test_a_boundary_between_files_counts(tmp_path):
     assert data_fingerprint([a, b]) != data_fingerprint([c, d])
 
 
-def test_a_large_file_is_identified_by_size_and_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr(fingerprints, "SAMPLES", 3)
-    monkeypatch.setattr(fingerprints, "SAMPLE_BYTES", 2)
-    path = tmp_path / "large"
+def test_a_large_file_is_identified_by_size_and_samples(tmp_path):
+    mib = 1 << 20
 
-    def identity(text: str) -> str:
-        path.write_text(text)
-        return data_fingerprint([path])
+    def identity(size: int, changed: int | None = None) -> str:
+        with (tmp_path / "large").open("wb") as file:
+            file.truncate(size)
+            if changed is not None:
+                file.seek(changed)
+                file.write(b"x")
+        return data_fingerprint([tmp_path / "large"])
 
-    # Ten bytes in samples of two: at 0, 4 and 8.
-    assert identity("0123456789") == identity("01xx45xx89")
-    for other in ("x123456789", "0123x56789", "012345678x", "01234567899"):
-        assert identity(other) != identity("0123456789")
-    assert identity("a" * 10) != identity("a" * 11)
-    # Six bytes are read in full.
-    assert identity("012345") != identity("01x345")
+    # 127 MiB: 64 samples of 1 MiB, one at every second MiB from the first on.
+    known = identity(127 * mib)
+    assert identity(127 * mib, mib) == identity(127 * mib, 2 * mib - 1) == known
+    for counted in (0, 2 * mib, 127 * mib - 1):
+        assert identity(127 * mib, counted) != known
+    assert identity(127 * mib + 1) != known
+    # 64 MiB are read in full.
+    assert identity(64 * mib, mib) != identity(64 * mib)
 
 
 def test_a_fingerprint_is_the_same_in_every_process():

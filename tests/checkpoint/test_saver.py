@@ -7,47 +7,39 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.checkpoint.files import write_manifest
 from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import SaveFailed, Store, check, list_checkpoints
-from hybridrl.core.required import required
 
 
 def times(steps=0, epochs=None, seconds=None, recovery_seconds: float | None = 600.0) -> SaveTimes:
     return SaveTimes(steps, epochs, seconds, recovery_seconds)
 
 
-def kept(chosen: SaveTimes, steps: int, prompts_per_step: int = 3, rows: int = 8) -> list[int]:
+def kept(chosen: SaveTimes, steps: int, prompts_per_step: int, rows: int = 8) -> list[int]:
     """The steps that are kept, of a run in which no time passes."""
     epochs = [step * prompts_per_step / rows for step in range(steps + 1)]
     return [step for step in range(1, steps + 1) if chosen.keeps(step, (epochs[step - 1], epochs[step]), 0.0)]
 
 
-def test_every_so_many_steps():
-    assert kept(times(steps=4), 10) == [4, 8]
-
-
-def test_each_step_in_which_an_epoch_is_done_whatever_the_batch_size():
-    # 3 prompts a step of 8 rows: prompts 8, 16 and 24 are drawn in steps 3, 6 and 8
-    assert kept(times(epochs=1), 10) == [3, 6, 8]
-
-
-def test_parts_of_an_epoch_and_several_epochs():
-    assert kept(times(epochs=0.5), 6) == [2, 3, 4, 6]
-    assert kept(times(epochs=2), 10) == [6]
-
-
-def test_more_than_an_epoch_in_a_step_is_saved_once():
-    assert kept(times(epochs=1), 3, prompts_per_step=20) == [1, 2, 3]
+@pytest.mark.parametrize(
+    ("every", "steps", "prompts_per_step", "expected"),
+    [
+        (times(steps=4), 10, 3, [4, 8]),
+        (times(epochs=1), 10, 3, [3, 6, 8]),  # 3 prompts a step of 8 rows: prompts 8, 16 and 24 in these steps
+        (times(epochs=0.5), 6, 3, [2, 3, 4, 6]),
+        (times(epochs=2), 10, 3, [6]),
+        (times(epochs=1), 3, 20, [1, 2, 3]),  # more than an epoch in a step is saved once
+        (times(steps=5, epochs=1), 10, 3, [3, 5, 6, 8, 10]),  # the two add up
+    ],
+)
+def test_steps_are_kept_by_number_and_by_epochs_whatever_the_batch_size(every, steps, prompts_per_step, expected):
+    assert kept(every, steps, prompts_per_step) == expected
 
 
 def test_after_so_many_seconds():
     assert times(seconds=60).keeps(7, (0.1, 0.2), seconds=60.0)
     assert not times(seconds=60).keeps(7, (0.1, 0.2), seconds=59.9)
-
-
-def test_steps_epochs_and_seconds_add_up():
-    both = times(steps=5, epochs=1)
-    assert kept(both, 10) == [3, 5, 6, 8, 10]
 
 
 @pytest.mark.parametrize(("chosen", "keeps"), [(times(-1), False), (times(-1, epochs=1), True), (times(0), True)])
@@ -179,39 +171,23 @@ def interrupted(store: Store, *, written: bool) -> None:
     store.close()
 
 
-def test_a_checkpoint_that_is_complete_when_its_run_ends_is_published_at_the_next_start(store):
+@pytest.mark.parametrize("being_published", [False, True])
+def test_a_checkpoint_that_is_complete_when_its_run_ends_is_published_at_the_next_start(store, being_published):
     interrupted(store, written=True)
+    if being_published:
+        write_manifest(store.directory / ".global_step_2.writing")
     with closing(Store(store.directory)):
         (checkpoint,) = list_checkpoints(store.directory)
         assert checkpoint.step == 2 and not check(checkpoint.path)
 
 
-@pytest.mark.parametrize("call", ["write_manifest", "publish"])
-def test_one_that_is_being_published_when_its_run_ends_is_published_at_the_next_start(store, monkeypatch, call):
-    def kill(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    models = Models(at_once=False)
-    with monkeypatch.context() as patch:
-        patch.setattr(f"hybridrl.checkpoint.store.{call}", kill)
-        saver = saver_of(models, store)
-        saver.completed(2, {}, "")
-        saver.start(Save.KEPT)
-        models.write()
-        with pytest.raises(KeyboardInterrupt):
-            required(saver.publishing).result()
-    store.close()
-    with closing(Store(store.directory)):
-        (checkpoint,) = list_checkpoints(store.directory)
-        assert checkpoint.step == 2 and not check(checkpoint.path)
-
-
-def test_a_full_disk_at_the_start_removes_nothing(store, monkeypatch):
+def test_a_disk_that_fails_at_the_start_removes_nothing(store):
     interrupted(store, written=True)
-    with monkeypatch.context() as patch:
-        patch.setattr("hybridrl.checkpoint.store.write_manifest", lambda directory: (directory / "no" / "room").mkdir())
-        with pytest.raises(SaveFailed, match=r"\.global_step_2\.writing is complete and could not be published: "):
-            Store(store.directory)
+    in_the_way = store.directory / ".global_step_2.writing" / "manifest.json"
+    in_the_way.mkdir()
+    with pytest.raises(SaveFailed, match=r"\.global_step_2\.writing is complete and could not be published: "):
+        Store(store.directory)
+    in_the_way.rmdir()
     with closing(Store(store.directory)):
         assert [one.step for one in list_checkpoints(store.directory)] == [2]
 
@@ -265,17 +241,16 @@ def due(saver: Saver, step: int) -> Save | None:
     return saver.due(step, (0.0, 0.0), last=False)
 
 
-def test_recovery_checkpoints_are_saved_as_often_as_their_cost_allows(store, monkeypatch):
-    now = time.monotonic()
+def test_recovery_checkpoints_are_saved_as_often_as_their_cost_allows(store):
     saver = saver_of(Slow(0.2), store, times(-1, recovery_seconds=None))
     saver.completed(1, {}, "")
     assert due(saver, 1) is Save.RECOVERY
     saver.start(Save.RECOVERY)
     saver.finish()
     assert due(saver, 2) is None
-    monkeypatch.setattr(time, "monotonic", lambda: now + 19)
+    saver.saved_at -= 19
     assert due(saver, 2) is None  # 100 x 0.2 s are not over yet
-    monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+    saver.saved_at -= 41
     assert due(saver, 2) is Save.RECOVERY
 
 
@@ -292,15 +267,14 @@ def test_no_recovery_checkpoint_is_begun_while_one_is_written(store):
     assert due(saver, 2) is Save.RECOVERY
 
 
-def test_after_a_failed_recovery_save_the_next_one_waits(store, monkeypatch):
+def test_after_a_failed_recovery_save_the_next_one_waits(store):
     saver = saver_of(Models(at_once=False, error="rank 1: No space left on device"), store, times(-1, None, None, None))
     saver.completed(1, {}, "")
     saver.start(Save.RECOVERY)
     saver.finish()
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 500)
+    saver.saved_at -= 500
     assert due(saver, 2) is None
-    monkeypatch.setattr(time, "monotonic", lambda: now + 601)
+    saver.saved_at -= 101
     assert due(saver, 2) is Save.RECOVERY
 
 

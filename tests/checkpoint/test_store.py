@@ -86,12 +86,6 @@ def test_a_checkpoint_is_invisible_before_it_is_published(store, tmp_path):
     )
 
 
-def test_checkpoints_are_listed_oldest_first(store):
-    for step in (5, 10, 100):
-        save(store, step)
-    assert steps(store) == [5, 10, 100]
-
-
 def test_a_latest_file_that_names_a_missing_checkpoint_is_ignored(store, tmp_path):
     save(store, 5)
     save(store, 10)
@@ -112,14 +106,6 @@ def test_a_directory_to_write_into_is_empty_whatever_a_killed_run_left(store):
     assert list(store.begin(5).iterdir()) == []
 
 
-def test_abandoning_a_checkpoint_leaves_only_the_older_ones(store, tmp_path):
-    save(store, 5)
-    write(store.begin(10), "half")
-    store.failed(10, OSError())
-    assert names(tmp_path) == {"global_step_5", LATEST}
-    assert (tmp_path / LATEST).read_text() == "5"
-
-
 def test_saving_a_step_again_replaces_its_checkpoint(store, tmp_path):
     save(store, 5, "old")
     (tmp_path / "global_step_5" / "notes.txt").write_text("of the old one")
@@ -136,13 +122,6 @@ def test_a_replaced_checkpoint_exists_until_the_new_one_is_published(store):
 
 
 # Selection
-
-
-def test_the_newest_intact_and_healthy_checkpoint_is_selected(store):
-    for step in (5, 10):
-        save(store, step)
-    assert newest_good(store.directory, pytest.fail) == list_checkpoints(store.directory)[-1]
-    assert required(newest_good(store.directory, pytest.fail)).step == 10
 
 
 def truncate(path: Path) -> None:
@@ -242,23 +221,8 @@ def sequence(directory: Path, *saves: tuple[int, dict[str, object]], **retention
     return steps(store)
 
 
-def test_all_are_retained_by_default(tmp_path):
-    assert sequence(tmp_path, *((step, {}) for step in range(1, 6))) == [1, 2, 3, 4, 5]
-
-
-def test_the_newest_are_retained(tmp_path):
-    assert sequence(tmp_path, *((step, {}) for step in range(1, 6)), keep=2) == [4, 5]
-
-
 def test_a_step_saved_again_counts_once(tmp_path):
     assert sequence(tmp_path, (5, {}), (10, {}), (10, {}), keep=2) == [5, 10]
-
-
-def test_a_recovery_checkpoint_is_deleted_when_there_is_a_newer_one(tmp_path):
-    recovery = {"recovery": True}
-    assert sequence(tmp_path / "a", (1, {}), (2, recovery), keep=1) == [1, 2]
-    assert sequence(tmp_path / "b", (1, {}), (2, recovery), (3, recovery), keep=1) == [1, 3]
-    assert sequence(tmp_path / "c", (1, {}), (2, recovery), (3, recovery), (4, {})) == [1, 4]
 
 
 @pytest.mark.parametrize(("keep_best", "left"), [("val/score", [2, 4]), ("-val/score", [3, 4])])
@@ -317,20 +281,17 @@ def test_a_full_disk_is_reported_and_the_older_checkpoints_are_kept(store, tmp_p
     assert names(tmp_path) == {"global_step_5", LATEST}
 
 
-def test_a_checkpoint_that_cannot_be_started_is_reported_likewise(store, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "mkdir", failing(OSError(errno.ENOSPC, "No space left on device")))
-        with pytest.raises(SaveFailed, match="step 10 could not be saved"):
-            store.begin(10)
+def test_a_checkpoint_that_cannot_be_started_is_reported_likewise(store, tmp_path):
+    (tmp_path / ".global_step_10.writing").touch()
+    with pytest.raises(SaveFailed, match="step 10 could not be saved"):
+        store.begin(10)
 
 
-def test_a_disk_that_fails_entirely_is_reported_with_its_first_error(store, tmp_path, monkeypatch):
+def test_a_directory_that_has_disappeared_is_reported_with_the_first_error(store, tmp_path):
     write(store.begin(10), "weights")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", failing(OSError(errno.EIO, "Input/output error")))
-        patch.setattr(shutil, "disk_usage", failing(OSError(errno.ESTALE, "Stale file handle")))
-        with pytest.raises(SaveFailed, match="Input/output error"):
-            store.publish(10, GOOD)
+    shutil.rmtree(tmp_path)
+    with pytest.raises(SaveFailed, match=r"could not be saved in .*writing/\.state\.json\.writing"):
+        store.publish(10, GOOD)
 
 
 def test_a_checkpoint_is_flushed_to_disk_before_it_appears(store, tmp_path, monkeypatch):
@@ -488,11 +449,6 @@ def test_a_run_starts_while_a_command_looks_who_uses_its_directory(tmp_path):
         store = Store(tmp_path)
     assert holder(tmp_path) == f"process {os.getpid()} on {socket.gethostname()}"
     store.close()
-
-
-def test_reading_takes_no_lock(store, tmp_path):
-    saved = save(store, 5)
-    assert list_checkpoints(tmp_path) == [saved] == [newest_good(tmp_path, pytest.fail)]
 
 
 def test_a_file_system_without_locks_is_supported(tmp_path, monkeypatch):

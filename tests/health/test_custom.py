@@ -4,7 +4,7 @@ import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.health import HealthMonitor, Unhealthy
-from hybridrl.health.custom import custom_rules
+from hybridrl.health.rules import custom_rules
 
 RULE = """
 from hybridrl.health import Diagnosis

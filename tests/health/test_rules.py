@@ -12,7 +12,7 @@ import pytest
 from hybridrl.config.values import DIAGNOSES
 from hybridrl.health import HealthMonitor, Unhealthy
 from hybridrl.health.history import History
-from hybridrl.health.learning import overfitting
+from hybridrl.health.judgements import overfitting
 from hybridrl.health.rules import RULES
 
 HEALTHY = {

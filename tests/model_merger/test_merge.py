@@ -263,23 +263,20 @@ def change_config(directory: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def test_missing_tensors_are_named(copy):
-    change_config(copy, num_hidden_layers=3, layer_types=["full_attention"] * 3)
-    with pytest.raises(CheckFailed, match=r"12 are missing \(model\.layers\.2\.self_attn\.q_proj\.weight, "):
-        open_source(copy)
+LAYER = r"\(model\.layers\.{}\.self_attn\.q_proj\.weight, "
 
 
-def test_unknown_tensors_are_named(copy):
-    change_config(copy, num_hidden_layers=1, layer_types=["full_attention"])
-    with pytest.raises(CheckFailed, match=r"12 are not the model's \(model\.layers\.1\.self_attn\.q_proj\.weight, "):
-        open_source(copy)
-
-
-def test_tensors_of_another_shape_are_named(copy):
-    change_config(copy, vocab_size=18)
-    with pytest.raises(
-        CheckFailed, match=r"2 are of another shape \(model.embed_tokens.weight: \[17, 10\] for \[18, 10\]"
-    ):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, f"12 are missing {LAYER.format(2)}"),
+        ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, f"12 are not the model's {LAYER.format(1)}"),
+        ({"vocab_size": 18}, r"2 are of another shape \(model.embed_tokens.weight: \[17, 10\] for \[18, 10\]"),
+    ],
+)
+def test_tensors_that_are_missing_unknown_or_of_another_shape_are_named(copy, changes, message):
+    change_config(copy, **changes)
+    with pytest.raises(CheckFailed, match=message):
         open_source(copy)
 
 

@@ -10,7 +10,7 @@ from hybridrl.agents.environments.metrics import conversation_metrics
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.batch_metrics import batch_metrics
 from hybridrl.core.algorithms.estimators import grpo
-from hybridrl.core.experience.batching import PromptGroup, to_batch
+from hybridrl.core.experience.batching import to_batch
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.data.prompts import Prompt
 from hybridrl.report import write_report
@@ -41,12 +41,9 @@ def agent_run(directory: Path) -> Path:
         if not step:
             continue
         won = [[4 * prompt + sample < step + 3 for sample in range(4)] for prompt in range(4)]
-        groups = [
-            PromptGroup(prompt, [game(prompt, sample, 5, float(won[prompt][sample])) for sample in range(4)])
-            for prompt in range(4)
-        ]
+        groups = [[game(prompt, sample, 5, float(won[prompt][sample])) for sample in range(4)] for prompt in range(4)]
         batch = algorithm.advantages(to_batch(groups))[0]
-        line |= batch_metrics(batch) | conversation_metrics([one for group in groups for one in group.episodes])
+        line |= batch_metrics(batch) | conversation_metrics([one for group in groups for one in group])
     (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     for path in (directory / "rollouts").iterdir():  # without the one that could not be graded
         kept = [line for line in path.read_text().splitlines() if "timeout" not in line]

@@ -9,7 +9,7 @@ from hybridrl.config.keys import value_keys
 from hybridrl.config.schema import PPOConfig, SFTConfig
 from hybridrl.core.training.schedule import schedule, try_schedule
 from hybridrl.health import History
-from hybridrl.health.custom import custom_rules
+from hybridrl.health.rules import custom_rules
 from hybridrl.runs.sinks import custom_sinks, try_sinks
 from tests.core.training.test_optimizer import config
 

@@ -10,8 +10,7 @@ from hybridrl.report.samples import ChosenSamples
 from hybridrl.report.sections import health_rows
 from hybridrl.report.verdicts import lights, sentence
 from hybridrl.tracking import summary
-from hybridrl.tracking.change import Change, change_of
-from hybridrl.tracking.report import run_table
+from hybridrl.tracking.report import Change, change_of, run_table
 
 # Twelve steps: the first has 0.2, the last five 0.9, 0.7, 0.8, 1.0, 0.6, whose mean is 0.8.
 REWARDS = [0.2, 0.3, 0.4, 0.5, 0.5, 0.6, 0.7, 0.9, 0.7, 0.8, 1.0, 0.6]

@@ -4,7 +4,6 @@ import json
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -229,16 +228,14 @@ class Artifact:
 
 
 @pytest.fixture
-def service(monkeypatch) -> Iterator[Service]:
+def service(monkeypatch) -> Service:
     stand_in = Service()
     module = ModuleType("wandb")
     vars(module).update(init=stand_in.init, Settings=dict, Table=dict, Artifact=Artifact)
     monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.delitem(sys.modules, "hybridrl.tracking.wandb_sink", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "a key")
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    yield stand_in
-    sys.modules.pop("hybridrl.tracking.wandb_sink", None)
+    return stand_in
 
 
 def rows(service: Service) -> list[tuple[int, float]]:

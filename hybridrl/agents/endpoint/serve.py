@@ -20,9 +20,9 @@ from hybridrl.config.checks.training import resolve_dtype, this_machine
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import read_config
 from hybridrl.config.schema import ServedConfig, ServingConfig
-from hybridrl.model_merger.temporary import whole_model
+from hybridrl.model_merger import whole_model
 from hybridrl.runs.plugins import load
-from hybridrl.runtime.cli import EXIT_FAILED, EXIT_REJECTED
+from hybridrl.runtime import EXIT_FAILED, EXIT_REJECTED
 from hybridrl.runtime.keeper import work_in_private
 from hybridrl.runtime.signals import ended_by_closed_pipe
 

@@ -11,9 +11,8 @@ from typing import Any
 from hybridrl.agents.environments import metrics
 from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers
 from hybridrl.agents.environments.worker import EpisodeSpec
-from hybridrl.core.experience.spool import ResponseStore
-from hybridrl.core.experience.trajectory import Ended, EpisodeRequest, Source
-from hybridrl.core.required import required
+from hybridrl.core.experience.responses import ResponseStore
+from hybridrl.core.experience.trajectory import Ended, EpisodeRequest, Source, Trajectory
 from hybridrl.core.rollout import Completion, Request, RolloutClient
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.tokenizer import as_chat
@@ -29,9 +28,7 @@ class Conversations:
         self.workers, self.client, self.seed = workers, client, seed
         self.groups: EpisodeDispatch | None = None  # they outlive one another
 
-    def source(
-        self, requests: Sequence[EpisodeRequest], store: ResponseStore | None, *, grouped: bool = False
-    ) -> Source:
+    def source(self, requests: Sequence[EpisodeRequest], store: ResponseStore, *, grouped: bool = False) -> Source:
         prompts = {one.number: one.prompt for one in requests}
         chats = {number: as_chat(prompt.messages) for number, prompt in prompts.items()}
         rows = {number: _row(prompt) for number, prompt in prompts.items()}
@@ -62,30 +59,28 @@ class SampledTurns:
     client: RolloutClient
     dispatch: AbstractContextManager[EpisodeDispatch]
     specs: Sequence[EpisodeSpec]
-    store: ResponseStore | None
+    store: ResponseStore
 
     async def ended(self) -> AsyncIterator[list[Ended]]:
         with self.dispatch as dispatch:
             async for some in dispatch.run(self.specs, self._sample):
                 yield [(index, trajectory, None) for index, trajectory in some]
 
-    def scoring(self, index: int, score: Future[Score]) -> None: ...
+    def scoring(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None: ...
 
     def _sample(self, request: Request) -> asyncio.Future[Completion]:
-        if self.store is None:
-            return self.client.generate(request)
-        found = self.store.find([request]).get(0)
-        if found is not None and not found.completion.interrupted:
+        known = self.store.find(request)
+        if known is not None and not known.completion.interrupted:
             future = asyncio.get_running_loop().create_future()
-            future.set_result(found.completion)
+            future.set_result(known.completion)
             return future
-        future = self.client.generate(request, None if found is None else found.completion)
+        future = self.client.generate(request, None if known is None else known.completion)
         future.add_done_callback(partial(self._keep, request))
         return future
 
     def _keep(self, request: Request, done: asyncio.Future[Completion]) -> None:
         if not done.cancelled() and done.exception() is None:
-            required(self.store).add(request, done.result())
+            self.store.add(request, done.result())
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Experience whose episodes outlive a step: what is under way when a step has enough is continued in the next one.
+"""Experience whose episodes outlive a step: those in flight when a step has enough are continued in the next one.
 
 The episodes run in an event loop of a thread of their own, one task for each group, and environments continue while the
 devices train. Only requests to the engines wait: the client holds them between `interrupt` and `resume`. Where rollout
@@ -8,16 +8,15 @@ has devices of its own, that is only during a weight sync.
 import asyncio
 import threading
 import time
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Coroutine, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hybridrl.core.algorithms.batch_metrics import off_policy_metrics
-from hybridrl.core.experience.batching import PromptGroup, group_by_prompt
-from hybridrl.core.experience.collector import UNDER_WAY, Collected, SampledExperience
-from hybridrl.core.experience.dynamic_sampling import NoSignal
-from hybridrl.core.experience.spool import Carried, Spool
+from hybridrl.core.experience.batching import group_by_prompt
+from hybridrl.core.experience.collector import IN_FLIGHT, Collected, Experience
+from hybridrl.core.experience.dynamic_sampling import GroupFilter, NoSignal
 from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.rollout import Goal
 from hybridrl.tracking.sink import Activity
@@ -28,7 +27,7 @@ T = TypeVar("T")
 QUEUED = 0.25  # requests that wait in the engines, as a share of those that run, and replace one that ends at once
 
 
-# Which groups are under way, which a step trains on, and how many may be started, so that no token is trained on that
+# Which groups are in flight, which a step trains on, and how many may be started, so that no token is trained on that
 # is older than a bound. Nothing is dropped for its age: that would remove long responses more often than short ones,
 # and a policy that is rewarded for length would not learn it. What is bounded is how much is started (as in AReaL, Fu
 # et al. 2025), and a step waits for what could not be trained in time otherwise.
@@ -37,7 +36,7 @@ class Admission:
     """Groups by their positions in the run's order; each step with the weights `version` trains `batch` of them.
 
     A group that is started with version u is trained at version u + `bound` at the latest. At most `most` groups are
-    under way. 0 is the synchronous loop: all groups of a step are started with its weights.
+    in flight. 0 is the synchronous loop: all groups of a step are started with its weights.
     """
 
     bound: int
@@ -48,7 +47,7 @@ class Admission:
     def capacity(self, *, training: bool = False) -> int:
         """Return how many groups may be started now; `training`: while a step trains on the groups that it has.
 
-        With the bound n a step finds at most (n + 1) * batch groups under way, which the n + 1 steps until the newest
+        With the bound n a step finds at most (n + 1) * batch groups in flight, which the n + 1 steps until the newest
         of them is due can train. One that has chosen its groups leaves n steps.
         """
         steps = self.bound if training else self.bound + 1
@@ -92,12 +91,16 @@ class Admission:
 
 
 class LoopThread:
-    """An event loop in a thread of its own, which coroutines outlive the calls of."""
+    """An event loop that runs in a thread, where coroutines outlive the calls that started them."""
 
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="episodes", daemon=True)
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop, self.closed = loop, asyncio.Event()
+        self.thread = threading.Thread(target=self._run, name="episodes", daemon=True)
         self.thread.start()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # which cancels at its end what is left
+            runner.run(self.closed.wait())
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return the result of a coroutine that runs in the loop."""
@@ -105,49 +108,33 @@ class LoopThread:
 
     def close(self) -> None:
         """Cancel everything and end the thread."""
-        if self.thread.is_alive():
-            self.run(self._cancel())
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self.thread.join()
-            self.loop.close()
-
-    async def _cancel(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        self.loop.call_soon_threadsafe(self.closed.set)
+        self.thread.join()
 
 
-class AsynchronousExperience(SampledExperience):
+@dataclass(eq=False, kw_only=True)
+class AsynchronousExperience(Experience):
     """Keeps groups of episodes running over the steps, none of which is trained on with tokens that are more than
     `bound` steps old. A step takes the groups that are complete, and does not wait for the slowest responses.
 
-    At most `most` groups are under way, and as many as keep the engines as full as a synchronous step would: they work
-    on `slots` responses at a time. With `shares` the groups are divided among so many servers, each of which interrupts
-    itself, so that the same happens every time. Otherwise `overlaps` has the engines continue while a step trains, and
-    a `spool` keeps what is finished for a run that is resumed from the checkpoint before.
+    At most `most` groups are in flight, and as many as keep the engines as full as a synchronous step would: they work
+    on `slots` responses at a time. With `fixed` the groups are divided among so many servers, each of which interrupts
+    itself, so that the same happens every time. Otherwise `overlaps` has the engines continue while a step trains. The
+    `store` carries the responses from step to step.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        bound: int,
-        most: int,
-        slots: int,
-        shares: int = 0,
-        overlaps: bool = False,
-        spool: Spool | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(*args, **settings)
-        batch, self.fixed, self.overlaps = self.prompts_per_step, shares > 0, overlaps
-        self.full = min(slots, batch * self.samples_per_prompt) * (1 + QUEUED)
-        count = max(shares, 1)
-        self.shares = [Admission(bound, batch // count, most // count) for _ in range(count)]
-        self.spool, self.carried = spool, Carried(spool)
+    bound: int
+    most: int
+    slots: int
+    fixed: int = 0
+    overlaps: bool = False
+
+    def __post_init__(self) -> None:
+        batch, count = self.plan.prompts_per_step, max(self.fixed, 1)
+        self.full = min(self.slots, batch * self.plan.samples_per_prompt) * (1 + QUEUED)
+        self.shares = [Admission(self.bound, batch // count, self.most // count) for _ in range(count)]
         self.complete: dict[int, list[Episode]] = {}  # groups that wait to be trained on, by position
         self.dropped: list[Episode] = []  # of groups without signal, since the last step
-        self.restored: dict[int, int] = {}  # groups of an earlier process by position, with the version of their start
         self.tasks: dict[int, asyncio.Task[list[Episode]]] = {}
         self.thread: LoopThread | None = None
         self.continuing: asyncio.Task[None] | None = None  # starts groups while a step trains
@@ -155,33 +142,29 @@ class AsynchronousExperience(SampledExperience):
 
     @property
     def finished(self) -> bool:
-        return super().finished and not self.under_way
+        return super().finished and not self.in_flight
 
     @property
     def epochs(self) -> float:
-        return (self.position - len(self.under_way)) / self.order.size
+        return (self.position - len(self.in_flight)) / self.order.size
 
     @property
-    def under_way(self) -> dict[int, int]:
+    def in_flight(self) -> dict[int, int]:
         """The groups that are started and not trained on, with the version of the weights then."""
         started = [dict(share.started) for share in self.shares]  # copied at once: the thread may start more
         return {position: version for some in started for position, version in some.items()}
 
     def collect(self, step: int) -> Collected:
-        """Return the groups to train on after `step - 1` steps; the others stay under way."""
         version = step - 1
-        try:
+        with ExitStack() as failing:
+            failing.callback(self.close)
             self.engine.to_rollout(version)
-            if self.spool:
-                self.spool.open(step, self.engine.weights)
-            self.thread, began = self.thread or LoopThread(), time.monotonic()
+            self.store.open(step, self.engine.weights)
+            self.thread, began = self.thread or LoopThread(asyncio.new_event_loop()), time.monotonic()
             episodes, dropped, metrics = self.thread.run(self._sample(version))
-        except BaseException:
-            self.close()
-            raise
+            failing.pop_all()
         metrics["timing_s/gen"] = time.monotonic() - began
-        if self.spool:
-            self.spool.finish(len(episodes))
+        self.store.finish(len(episodes))
         self.engine.to_training()
         groups, episodes = group_by_prompt(episodes), episodes + dropped
         batch, reported = self._batch(groups, episodes, [episode.score for episode in episodes], version=version)
@@ -193,23 +176,22 @@ class AsynchronousExperience(SampledExperience):
             self.thread.run(self._pause())
 
     def close(self) -> None:
-        """Abandon all that is under way."""
+        """Abandon all groups in flight."""
         if self.thread is not None and self.thread.thread.is_alive():
             self.thread.run(self.runner.close())
             self.thread.close()
 
     def state_dict(self) -> dict[str, Any]:
         self.pause()  # a weight sync follows: nothing is lost but the time until then
-        started = self.under_way
-        held = [(job.request, job.begun) for job in self.runner.client.held().values() if job.begun is not None]
+        started, held = self.in_flight, self.runner.client.held().values()
+        interrupted = [(job.request, job.begun) for job in held if job.begun is not None]
         state = {"prompts": self.position - len(started), "fault_steps": self.guard.steps_above}
-        return state | {UNDER_WAY: [list(item) for item in started.items()]} | self.carried.state_dict(held)
+        return state | {IN_FLIGHT: [list(item) for item in started.items()]} | self.store.state_dict(interrupted)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.restored = dict(state.get(UNDER_WAY, ()))
-        self.carried.load_state_dict(state)
-        for position, version in self.restored.items():
+        self.store.load_state_dict(state)
+        for position, version in state.get(IN_FLIGHT, ()):
             self._share_of(position).start([position], version)
 
     # In the thread's event loop.
@@ -223,28 +205,23 @@ class AsynchronousExperience(SampledExperience):
         if self.paused_at:
             metrics["timing_s/rollout_paused"] = time.monotonic() - self.paused_at
         metrics["partial/open_at_switch"] = len(client.held())
-        for position in self.restored:
-            self._run(position)
-        self.restored = {}
+        for position in self.in_flight:
+            if position not in self.tasks and position not in self.complete:  # of an earlier process
+                self._run(position)
         positions = await (self._sample_fixed if self.fixed else self._sample_freely)(version)
         if not self.overlaps:
             metrics["partial/open_at_switch"] = len(client.held())
         metrics["partial/reprefill_tokens"] = client.reprefilled - reprefilled
         metrics["off_policy/capacity"] = sum(share.capacity() for share in self.shares)
-        episodes, dropped = self._take(positions)
-        metrics["training/epoch"] = (self.position - len(self.under_way) - 1) // self.order.size
+        episodes = [episode for position in positions for episode in self.complete.pop(position)]
+        dropped, self.dropped = self.dropped, []
+        self.store.drop(positions)
+        for share in self.shares:
+            share.end(share.started.keys() & set(positions))
+        metrics["training/epoch"] = (self.position - len(self.in_flight) - 1) // self.order.size
         if self.overlaps:
             self.continuing = asyncio.create_task(self._continue(version))
         return episodes, dropped, metrics
-
-    def _take(self, positions: Sequence[int]) -> tuple[list[Episode], list[Episode]]:
-        """Remove groups that are trained now. Returns their episodes, and those dropped since the last step."""
-        episodes = [episode for position in positions for episode in self.complete.pop(position)]
-        dropped, self.dropped = self.dropped, []
-        self.carried.drop(positions)
-        for share in self.shares:
-            share.end(share.started.keys() & set(positions))
-        return episodes, dropped
 
     async def _sample_freely(self, version: int) -> list[int]:
         client, (share,) = self.runner.client, self.shares
@@ -305,16 +282,16 @@ class AsynchronousExperience(SampledExperience):
         self._gather()
 
     def _admit(self, version: int, *, training: bool = False) -> None:
-        """Start as many groups as may be under way and the engines can work on."""
+        """Start as many groups as may be in flight and the engines can work on."""
         load = self.runner.client.load
-        while self.position < self.prompts_in_all:
+        while self.position < self.plan.prompts_in_all:
             share = self._share_of(self.position)
             needed = len(share.started) < share.batch and not training
             if share.capacity(training=training) <= 0 or not (needed or self.fixed or load < self.full):
                 return
             share.start([self.position], version)
             self._run(self.position)
-            load += self.samples_per_prompt
+            load += self.plan.samples_per_prompt
             self.position += 1
 
     def _share_of(self, position: int) -> Admission:
@@ -323,7 +300,8 @@ class AsynchronousExperience(SampledExperience):
     def _run(self, position: int) -> None:
         """Start the episodes of a group."""
         (row,) = self.order.rows(position, 1)
-        episodes = self.runner.group(self.prompts[row], position, self.samples_per_prompt, self.sampling, self.carried)
+        prompt, plan = self.prompts[row], self.plan
+        episodes = self.runner.group(prompt, position, plan.samples_per_prompt, plan.sampling, self.store)
         self.tasks[position] = task = asyncio.create_task(episodes)
         task.add_done_callback(self._ended)
 
@@ -338,26 +316,22 @@ class AsynchronousExperience(SampledExperience):
         for position in ended:
             episodes = self.tasks.pop(position).result()
             self.guard.apply([episode.score for episode in episodes])
-            if self._has_signal(group_by_prompt(episodes)):
+            signal = self.plan.group_filter
+            if signal is None or any(map(signal.has_signal, group_by_prompt(episodes))):
                 self.complete[position] = episodes
             else:
-                self._drop(position, episodes)
+                self._drop(position, episodes, signal)
 
-    def _has_signal(self, groups: Sequence[PromptGroup]) -> bool:
-        return self.group_filter is None or any(map(self.group_filter.has_signal, groups))
-
-    def _drop(self, position: int, episodes: list[Episode]) -> None:
+    def _drop(self, position: int, episodes: list[Episode], group_filter: GroupFilter) -> None:
         """Leave out a group without signal; NoSignal after as many of them as a step may draw."""
-        assert self.group_filter is not None
         self.dropped += episodes
-        self.carried.drop([position])
+        self.store.drop([position])
         self._share_of(position).end([position])
-        size = self.group_filter.draw_size or self.prompts_per_step
-        limit, count = self.group_filter.max_batches * size or self.order.size, len(self.dropped) // len(episodes)
+        size = group_filter.draw_size or self.plan.prompts_per_step
+        limit, count = group_filter.max_batches * size or self.order.size, len(self.dropped) // len(episodes)
         if count >= limit:
             raise NoSignal(
-                f"dynamic sampling: the responses of {count} groups of one step were equal in "
-                f"{self.group_filter.metric}, and {len(self.complete)} of {self.prompts_per_step} groups are complete; "
-                "use data of other difficulty, raise actor_rollout_ref.rollout.n or set "
-                "algorithm.filter_groups.enable=false"
+                f"dynamic sampling: the responses of {count} groups of one step were equal in {group_filter.metric}, "
+                f"and {len(self.complete)} of {self.plan.prompts_per_step} groups are complete; use data of other "
+                "difficulty, raise actor_rollout_ref.rollout.n or set algorithm.filter_groups.enable=false"
             )

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby
 
 import torch
@@ -16,23 +15,10 @@ from hybridrl.rewards.score import Score
 COMPONENTS_KEY = "algorithm.gdpo_reward_keys"
 
 
-@dataclass(frozen=True)
-class PromptGroup:
-    """The episodes of one prompt that have a score; `position` is the prompt's place in the run's order.
-
-    `greedy` is the score of the prompt's greedy response, if one was sampled.
-    """
-
-    position: int
-    episodes: list[Episode]
-    greedy: float | None = None
-
-
-def group_by_prompt(episodes: Sequence[Episode]) -> list[PromptGroup]:
+def group_by_prompt(episodes: Sequence[Episode]) -> list[list[Episode]]:
     """Return sorted episodes by prompt, without those that have no score; a prompt that has none left is no group."""
     scored = [episode for episode in episodes if episode.score.value is not None]
-    by_prompt = groupby(scored, key=lambda episode: episode.position)
-    return [PromptGroup(position, list(members)) for position, members in by_prompt]
+    return [list(group) for _, group in groupby(scored, key=lambda episode: episode.position)]
 
 
 def reward_component(score: Score, name: str, key: str) -> float:
@@ -54,61 +40,57 @@ def reward_component(score: Score, name: str, key: str) -> float:
 
 
 def to_batch(
-    groups: Sequence[PromptGroup],
+    groups: Sequence[Sequence[Episode]],
     reward_keys: Sequence[str] = (),
     *,
+    greedy: Sequence[float] | None = None,
     mask_truncated: bool = False,
     version: int | None = None,
 ) -> Batch:
-    """Return the groups as packed rows, numbered in their order, with the reward components named by `reward_keys`.
+    """Return the groups as packed rows, numbered in their order, with the reward components named by `reward_keys`, and
+    the score of each prompt's `greedy` response, if it was sampled.
 
     An episode is one row, or several next to each other where its context was replaced. With `mask_truncated` no token
     of an episode cut by a length limit is trained on. `version` is that of the weights that the step starts with, if
     tokens may have been sampled with others.
     """
-    episodes = [episode for group in groups for episode in group.episodes]
+    episodes = [episode for group in groups for episode in group]
     rows_of = [episode.trajectory.rows() for episode in episodes]
     rows, scores = list(chain.from_iterable(rows_of)), [episode.score for episode in episodes]
     counts = torch.tensor([len(some) for some in rows_of])
-    sizes = torch.tensor([len(group.episodes) for group in groups])
-    greedy = [group.greedy for group in groups]
+    sizes = torch.tensor([len(group) for group in groups])
     components = [[reward_component(score, name, COMPONENTS_KEY) for name in reward_keys] for score in scores]
-    packed = _packed(rows)
+
+    def packed(field: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return pack([vars(row)[field] for row in rows], dtype)
 
     def per_row(values: torch.Tensor) -> torch.Tensor:
         return values.repeat_interleave(counts, dim=0)
 
     truncated = per_row(torch.tensor([episode.truncated for episode in episodes]))
-    staleness = None
-    if version is not None:
-        versions, _ = pack([row.versions for row in rows], torch.int32)
-        staleness = version - versions
     trained_on = ~truncated if mask_truncated else torch.ones_like(truncated)
+    prompt_ids, prompt_lengths = packed("prompt_ids", torch.int32)
+    response_ids, response_lengths = packed("response_ids", torch.int32)
+    sampled, _ = packed("mask", torch.bool)
     return Batch(
-        **packed,
+        prompt_lengths=prompt_lengths,
+        response_lengths=response_lengths,
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        sampled=sampled,
+        rollout_log_probs=packed("log_probs", torch.float32)[0],
         group=per_row(torch.arange(len(groups)).repeat_interleave(sizes)),
-        position=per_row(torch.tensor([group.position for group in groups]).repeat_interleave(sizes)),
+        position=per_row(torch.tensor([episode.position for episode in episodes])),
         sample=per_row(torch.tensor([episode.sample for episode in episodes])),
         episode=None if len(rows) == len(episodes) else per_row(torch.arange(len(episodes))),
         rewards=per_row(torch.tensor([score.value for score in scores])),
         reward_parts=per_row(torch.tensor(components)) if reward_keys else None,
-        greedy_rewards=None if None in greedy else per_row(torch.tensor(greedy).repeat_interleave(sizes)),
+        greedy_rewards=None if greedy is None else per_row(torch.tensor(greedy).repeat_interleave(sizes)),
         truncated=truncated,
-        response_mask=packed["sampled"] & trained_on.repeat_interleave(packed["response_lengths"]),
+        response_mask=sampled & trained_on.repeat_interleave(response_lengths),
         token_rewards=_token_rewards(scores, rows_of),
-        staleness=staleness,
+        staleness=None if version is None else version - packed("versions", torch.int32)[0],
     )
-
-
-def _packed(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Return the fields of tokens, each with those of all rows behind one another."""
-    prompt_ids, prompt_lengths = pack([row.prompt_ids for row in rows], torch.int32)
-    response_ids, response_lengths = pack([row.response_ids for row in rows], torch.int32)
-    log_probs, _ = pack([row.log_probs for row in rows], torch.float32)
-    sampled, _ = pack([row.mask for row in rows], torch.bool)
-    lengths = {"prompt_lengths": prompt_lengths, "response_lengths": response_lengths}
-    ids = {"prompt_ids": prompt_ids, "response_ids": response_ids}
-    return lengths | ids | {"sampled": sampled, "rollout_log_probs": log_probs}
 
 
 def _token_rewards(scores: Sequence[Score], rows_of: Sequence[Sequence[Row]]) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hybridrl.core.experience.batching import PromptGroup, reward_component
+from hybridrl.core.experience.batching import reward_component
 from hybridrl.core.experience.trajectory import Episode
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class NoSignal(RuntimeError):
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """Which groups have a signal, and how often a step may draw: `max_batches` times; 0: up to one pass over the data.
+    """The choice of groups with a signal; a step may draw `max_batches` times; 0: up to one pass over the data.
 
     `metric` is "score" (verl's seq_reward and seq_final_reward mean the same here) or a key of the reward's dict.
     `draw_size` prompts are drawn at a time; None: first as many as are wanted, then as many as are probably missing.
@@ -42,9 +42,9 @@ class GroupFilter:
             return episode.score.value
         return reward_component(episode.score, self.metric, METRIC_KEY)
 
-    def has_signal(self, group: PromptGroup) -> bool:
+    def has_signal(self, group: Sequence[Episode]) -> bool:
         """Return whether the responses differ in the metric."""
-        return len({self.value(episode) for episode in group.episodes}) > 1
+        return len({self.value(episode) for episode in group}) > 1
 
 
 @dataclass
@@ -60,10 +60,10 @@ class Draws:
     data_size: int
     prompts: int = 0
     rounds: int = 0
-    groups: list[PromptGroup] = field(default_factory=list)
-    kept: list[PromptGroup] = field(default_factory=list)
+    groups: list[list[Episode]] = field(default_factory=list)
+    kept: list[list[Episode]] = field(default_factory=list)
 
-    def add(self, prompts: int, groups: Sequence[PromptGroup]) -> None:
+    def add(self, prompts: int, groups: Sequence[list[Episode]]) -> None:
         """Add one draw: the number of its prompts, and their groups."""
         self.rounds += 1
         self.prompts += prompts
@@ -107,8 +107,8 @@ class Draws:
         }
 
     def _diagnosis(self, group_filter: GroupFilter) -> str:
-        flat = [group_filter.value(group.episodes[0]) for group in self.groups if not group_filter.has_signal(group)]
-        seen = [group_filter.value(episode) for group in self.groups for episode in group.episodes]
+        flat = [group_filter.value(group[0]) for group in self.groups if not group_filter.has_signal(group)]
+        seen = [group_filter.value(episode) for group in self.groups for episode in group]
         best, worst = max(seen), min(seen)
         split = f"{flat.count(best)} with every response at the best {group_filter.metric} seen ({best:g})"
         if worst < best:

@@ -1,20 +1,18 @@
 """Episodes: conversations from prompts, with their scores. Knows neither the order of prompts nor what is trained on.
 
 A single response is an episode of one turn, which the engines sample directly; with environments the episodes run in
-processes of their own. They are scored while others are still under way, and returned in the order of (prompt, sample),
+processes of their own. They are scored while others are in flight, and returned in the order of (prompt, sample),
 so that the order in which they happened to finish changes nothing.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 
-from hybridrl.core.experience.spool import ResponseStore, Spooled
+from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.experience.trajectory import (
     ConversationSource,
     Ended,
@@ -36,37 +34,36 @@ Finished = Callable[[Episode], None]  # called with an episode that has its scor
 
 @dataclass
 class SingleResponses:
-    """Episodes of one turn, which the engines sample directly. Responses and scores that are in the spool are used
-    again, and the others are added to it."""
+    """Episodes of one turn, which the engines sample directly. Responses and scores in the store are used again, and
+    the others are added to it."""
 
     client: RolloutClient
     requests: Sequence[Request]
-    spool: ResponseStore | None
-    scored_again: bool  # scores of the spool are not used: the reward function wants all responses in one call
-    completions: dict[int, Completion] = field(default_factory=dict)
+    store: ResponseStore
+    scored_again: bool  # scores in the store are not used: the reward function wants all responses in one call
 
     async def ended(self) -> AsyncIterator[list[Ended]]:
-        found = self.spool.find(self.requests) if self.spool else {}
-        spooled = {index: one for index, one in found.items() if not one.completion.interrupted}
-        if spooled:
-            yield self._spooled(spooled)
-        if missing := [index for index in range(len(self.requests)) if index not in spooled]:
-            begun = {place: found[index].completion for place, index in enumerate(missing) if index in found}
+        known = {index: one for index, request in enumerate(self.requests) if (one := self.store.find(request))}
+        whole = {index: one for index, one in known.items() if not one.completion.interrupted}
+        if whole:
+            yield [
+                (index, _single(self.requests[index], one.completion), None if self.scored_again else one.score)
+                for index, one in whole.items()
+            ]
+        if missing := [index for index in range(len(self.requests)) if index not in whole]:
+            begun = {place: known[index].completion for place, index in enumerate(missing) if index in known}
             async for finished in self.client.stream([self.requests[index] for index in missing], begun):
-                some = [(missing[place], result) for place, result in finished]
-                self.completions.update((index, one) for index, one in some if isinstance(one, Completion))
-                yield [(index, _single(self.requests[index], one), None) for index, one in some]
+                yield [
+                    (missing[place], _single(self.requests[missing[place]], result), None) for place, result in finished
+                ]
 
-    def _spooled(self, spooled: Mapping[int, Spooled]) -> list[Ended]:
-        scores = {index: None if self.scored_again else one.score for index, one in spooled.items()}
-        self.completions = {index: one.completion for index, one in spooled.items() if scores[index] is None}
-        return [(index, _single(self.requests[index], one.completion), scores[index]) for index, one in spooled.items()]
-
-    def scoring(self, index: int, score: Future[Score]) -> None:
-        if self.spool:
-            self.spool.add(self.requests[index], self.completions.pop(index), score)
+    def scoring(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None:
+        (turn,) = trajectory.turns
+        completion = Completion(turn.sampled, turn.log_probs, trajectory.truncated, turn.versions)
+        self.store.add(self.requests[index], completion, score)
 
 
+@dataclass
 class EpisodeRunner:
     """Runs episodes and has them scored: single responses, or `conversations`.
 
@@ -74,20 +71,14 @@ class EpisodeRunner:
     `add_environment_reward` the two are added.
     """
 
-    def __init__(
-        self,
-        client: RolloutClient,
-        scorers: Scorers,
-        seed: int,
-        shaping: Shaping | None = None,
-        conversations: ConversationSource | None = None,
-        *,
-        function_scores: bool = False,
-        add_environment_reward: bool = False,
-    ) -> None:
-        self.client, self.scorers, self.seed, self.shaping = client, scorers, seed, shaping or Shaping()
-        self.conversations, self.function_scores = conversations, function_scores
-        self.add_environment_reward = add_environment_reward
+    client: RolloutClient
+    scorers: Scorers
+    seed: int
+    shaping: Shaping = field(default_factory=Shaping)
+    conversations: ConversationSource | None = None
+    _: KW_ONLY
+    function_scores: bool = False
+    add_environment_reward: bool = False
 
     def run(
         self,
@@ -95,34 +86,34 @@ class EpisodeRunner:
         count: int,
         sampling: Sampling,
         positions: Sequence[int],
-        spool: ResponseStore | None = None,
+        store: ResponseStore | None = None,
         stream: str = "",
     ) -> tuple[list[Episode], dict[str, float]]:
         """Return `count` scored episodes per prompt, in order, and the seconds it took.
 
         Each seed derives from the prompt's position in its stream of prompts, the number of the sample and the turn.
-        What the spool has is not sampled again, and the rest is added to it.
+        What the store has is not sampled again, and the rest is added to it.
         """
         places = [
             EpisodeRequest(prompt, at, position, sample, f"{stream} {position}" if stream else position, sampling)
             for at, (prompt, position) in enumerate(zip(prompts, positions, strict=True))
             for sample in range(count)
         ]
-        return self.run_places(places, spool)
+        return self.run_places(places, store)
 
     def run_places(
-        self, places: Sequence[EpisodeRequest], spool: ResponseStore | None = None, finished: Finished | None = None
+        self, places: Sequence[EpisodeRequest], store: ResponseStore | None = None, finished: Finished | None = None
     ) -> tuple[list[Episode], dict[str, float]]:
         """Return the episodes of these places, in order, and the seconds it took. `finished` is called with each of
         them as soon as it has its score, in the thread of the caller."""
-        return asyncio.run(self.score_ended(self._source(places, spool), places, finished))
+        return asyncio.run(self.score_ended(self._source(places, store or ResponseStore()), places, finished))
 
     async def group(
-        self, prompt: Prompt, position: int, count: int, sampling: Sampling, kept: ResponseStore | None = None
+        self, prompt: Prompt, position: int, count: int, sampling: Sampling, store: ResponseStore
     ) -> list[Episode]:
         """Return `count` scored episodes of one prompt, while others run in the same event loop."""
         places = [EpisodeRequest(prompt, position, position, sample, position, sampling) for sample in range(count)]
-        episodes, _ = await self.score_ended(self._source(places, kept, grouped=True), places, shown=False)
+        episodes, _ = await self.score_ended(self._source(places, store, grouped=True), places, shown=False)
         return episodes
 
     async def close(self) -> None:
@@ -134,18 +125,16 @@ class EpisodeRunner:
         """Return what is measured of conversations; empty for single responses."""
         return self.conversations.metrics(episodes) if self.conversations else {}
 
-    def _source(
-        self, places: Sequence[EpisodeRequest], spool: ResponseStore | None, *, grouped: bool = False
-    ) -> Source:
+    def _source(self, places: Sequence[EpisodeRequest], store: ResponseStore, *, grouped: bool = False) -> Source:
         if self.conversations is not None:
-            return self.conversations.source(places, spool, grouped=grouped)
+            return self.conversations.source(places, store, grouped=grouped)
         requests = [
             Request(
                 one.number, one.sample, one.prompt.ids, request_seed(self.seed, one.seed_key, one.sample), one.sampling
             )
             for one in places
         ]
-        return SingleResponses(self.client, requests, spool, self.scorers.in_one_call)
+        return SingleResponses(self.client, requests, store, self.scorers.in_one_call)
 
     async def score_ended(
         self,
@@ -156,48 +145,50 @@ class EpisodeRunner:
         shown: bool = True,
     ) -> tuple[list[Episode], dict[str, float]]:
         """Score the episodes of a source as they end. Returns them in the order of their places, and metrics."""
-        began = time.monotonic()
+        began = generated = time.monotonic()
         ended: list[Ended] = []
-        scores: list[Future[Score]] = []
-        reports = Reports(len(places), finished) if finished else None
+        episodes: dict[int, Episode] = {}
         show = Activity.is_now if shown else lambda text: None
+
+        async def scored(index: int, trajectory: Trajectory, score: Score | Future[Score]) -> None:
+            score = await asyncio.wrap_future(score) if isinstance(score, Future) else score
+            episodes[index] = self._episode(places[index], trajectory, score)
+            if finished:
+                finished(episodes[index])
+
         show(f"responses 0/{len(places)}")
-        async for some in source.ended():
-            ended += some
-            show(f"responses {len(ended)}/{len(places)}")
-            if not self.scorers.in_one_call:
-                scores += self._submit(source, places, some, reports)
-        generated = time.monotonic()
-        show("reward")
-        if self.scorers.in_one_call:
-            ended.sort(key=lambda one: one[0])
-            scores = self._submit(source, places, ended, reports)
-        if reports:
-            await reports.all()
-        await asyncio.gather(*map(asyncio.wrap_future, scores))
-        episodes = [
-            (index, self._episode(places[index], trajectory, score.result()))
-            for (index, trajectory, _), score in zip(ended, scores, strict=True)
-        ]
+        try:
+            async with asyncio.TaskGroup() as group:  # in which the first failure ends the sampling too
+                async for some in source.ended():
+                    ended += some
+                    show(f"responses {len(ended)}/{len(places)}")
+                    if not self.scorers.in_one_call:
+                        for index, trajectory, score in self._submit(source, places, some):
+                            group.create_task(scored(index, trajectory, score))
+                generated = time.monotonic()
+                show("reward")
+                if self.scorers.in_one_call:
+                    for index, trajectory, score in self._submit(source, places, sorted(ended, key=lambda one: one[0])):
+                        group.create_task(scored(index, trajectory, score))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
         seconds = {"timing_s/gen": generated - began, "timing_s/reward": time.monotonic() - generated}
-        return [episode for _, episode in sorted(episodes, key=lambda item: item[0])], seconds
+        return [episodes[index] for index in sorted(episodes)], seconds
 
     def _submit(
-        self, source: Source, places: Sequence[EpisodeRequest], ended: Sequence[Ended], reports: "Reports | None"
-    ) -> list[Future[Score]]:
-        """Have episodes scored that have no score yet; return the scores to come, in order."""
-        known = [score or self._known_score(trajectory) for _, trajectory, score in ended]
-        unscored = [one for one, score in zip(ended, known, strict=True) if score is None]
-        requests = [_scoring_request(places[index].prompt, trajectory) for index, trajectory, _ in unscored]
+        self, source: Source, places: Sequence[EpisodeRequest], ended: Sequence[Ended]
+    ) -> list[tuple[int, Trajectory, Score | Future[Score]]]:
+        """Have episodes scored that have no score yet; return all with their scores, known or to come."""
+        scores: dict[int, Score | Future[Score] | None] = {
+            index: score or self._known_score(trajectory) for index, trajectory, score in ended
+        }
+        unscored = [(index, trajectory) for index, trajectory, _ in ended if scores[index] is None]
+        requests = [_scoring_request(places[index].prompt, trajectory) for index, trajectory in unscored]
         futures = self.scorers.submit(requests) if requests else []
-        for (index, _, _), future in zip(unscored, futures, strict=True):
-            source.scoring(index, future)
-        to_come = iter(futures)
-        scores = [next(to_come) if score is None else _resolved(score) for score in known]
-        if reports:
-            for (index, trajectory, _), score in zip(ended, scores, strict=True):
-                reports.expect(score, partial(self._episode, places[index], trajectory))
-        return scores
+        for (index, trajectory), future in zip(unscored, futures, strict=True):
+            source.scoring(index, trajectory, future)
+            scores[index] = future
+        return [(index, trajectory, required(scores[index])) for index, trajectory, _ in ended]
 
     def _known_score(self, trajectory: Trajectory) -> Score | None:
         """Return the score of an episode that the reward function does not score."""
@@ -232,38 +223,6 @@ class EpisodeRunner:
         return replace(score, value=trajectory.reward, token_rewards=rewards).with_value(total)
 
 
-class Reports:
-    """Calls `finished` with each of `count` episodes once it has its score, in the event loop's thread, while further
-    ones are sampled: scores arrive in other threads. What it raises, `all` raises."""
-
-    def __init__(self, count: int, finished: Finished) -> None:
-        self.scored: asyncio.Queue[Episode | Exception] = asyncio.Queue()
-        self.loop = asyncio.get_running_loop()
-        self.task = asyncio.create_task(self._report(count, finished))
-
-    def expect(self, score: Future[Score], make: Callable[[Score], Episode]) -> None:
-        def done(future: Future[Score]) -> None:
-            try:
-                item = make(future.result())
-            except Exception as error:  # raised where the episodes are awaited, which would wait forever otherwise
-                item = error
-            with contextlib.suppress(RuntimeError):  # the loop was closed: the call has ended
-                self.loop.call_soon_threadsafe(self.scored.put_nowait, item)
-
-        if self.task.done():  # it failed: nothing more is sampled
-            self.task.result()
-        score.add_done_callback(done)
-
-    async def all(self) -> None:
-        await self.task
-
-    async def _report(self, count: int, finished: Finished) -> None:
-        for _ in range(count):
-            if isinstance(item := await self.scored.get(), Exception):
-                raise item
-            finished(item)
-
-
 def _single(request: Request, completion: Completion | RequestFault) -> Trajectory:
     if isinstance(completion, RequestFault):
         return Trajectory([], "fault", fault=completion.kind, detail=str(completion))
@@ -288,9 +247,3 @@ def _scoring_request(prompt: Prompt, trajectory: Trajectory) -> ScoringRequest:
         "stop": trajectory.stop,
     }
     return ScoringRequest(source, trajectory.text, truth, extra | conversation, trajectory.rows()[-1].response_ids)
-
-
-def _resolved(score: Score) -> Future[Score]:
-    future: Future[Score] = Future()
-    future.set_result(score)
-    return future

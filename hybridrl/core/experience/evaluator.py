@@ -2,10 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from hybridrl.core.experience.collector import ModeSwitch
+from hybridrl.core.experience.collector import Devices
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.rollout import Sampling
@@ -14,19 +15,15 @@ from hybridrl.data.prompts import PromptDataset
 BOOTSTRAP_DRAWS = 1000
 
 
+@dataclass
 class Evaluator:
     """Scores the policy on held-out prompts."""
 
-    def __init__(
-        self,
-        engine: ModeSwitch,
-        prompts: PromptDataset,
-        runner: EpisodeRunner,
-        sampling: Sampling,
-        samples_per_prompt: int,
-    ) -> None:
-        self.engine, self.prompts, self.runner = engine, prompts, runner
-        self.sampling, self.samples_per_prompt = sampling, samples_per_prompt
+    engine: Devices
+    prompts: PromptDataset
+    runner: EpisodeRunner
+    sampling: Sampling
+    samples_per_prompt: int
 
     def evaluate(self, step: int) -> tuple[list[Episode], dict[str, float]]:
         """Return every sample of the policy after `step` steps, and the metrics. The engines keep the devices.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hybridrl.core.experience.spool import ResponseStore
+from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.rollout import Completion, Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import Score, ScoringRequest
@@ -23,7 +23,7 @@ STOPS = ("completed", "max_turns", *TRUNCATED, "invalid_calls", "timeout", "faul
 
 
 class ScoredCall(Protocol):
-    """What became of a tool call, as far as it is read here (see agents.environments.environment)."""
+    """The outcome of a tool call, as far as it is read here (see agents.environments.environment)."""
 
     @property
     def reward(self) -> float | None: ...
@@ -75,22 +75,17 @@ class Row:
     @staticmethod
     def of(turns: Sequence[Turn]) -> "Row":
         """Return turns whose context only grows as a row: the first prompt, then all that was sampled and observed."""
-        first, *others = turns
-        ids, log_probs, mask = [first.sampled], [first.log_probs], [np.ones(len(first.sampled), dtype=bool)]
-        versions = [first.token_versions]
-        for turn in others:
-            observed = len(turn.observed)
-            versions += [np.repeat(versions[-1][-1:], observed), turn.token_versions]
-            ids += [np.asarray(turn.observed, dtype=np.int64), turn.sampled]
-            log_probs += [np.zeros(observed, dtype=np.float32), turn.log_probs]
-            mask += [np.zeros(observed, dtype=bool), np.ones(len(turn.sampled), dtype=bool)]
-        response_ids = np.concatenate(ids)
-        rewards, end = np.zeros(len(response_ids), dtype=np.float32), 0
+        ids, log_probs, mask, rewards, versions = [], [], [], [], [turns[0].token_versions[:1]]
         for number, turn in enumerate(turns):
-            end += len(turn.sampled) + (len(turn.observed) if number else 0)
-            rewards[end - 1] = turn.reward or 0.0
-        of_tokens, written = map(np.concatenate, (log_probs, mask))
-        return Row(first.observed, response_ids, of_tokens, written, rewards, np.concatenate(versions))
+            observed = np.asarray(turn.observed if number else (), dtype=np.int64)
+            read, wrote = len(observed), len(turn.sampled)
+            ids += [observed, turn.sampled]
+            log_probs += [np.zeros(read, dtype=np.float32), turn.log_probs]
+            mask += [np.zeros(read, dtype=bool), np.ones(wrote, dtype=bool)]
+            versions += [np.repeat(versions[-1][-1:], read), turn.token_versions]
+            rewards.append(np.zeros(read + wrote, dtype=np.float32))
+            rewards[-1][-1] = turn.reward or 0.0
+        return Row(turns[0].observed, *map(np.concatenate, (ids, log_probs, mask, rewards, versions[1:])))
 
 
 @dataclass(frozen=True)
@@ -166,22 +161,20 @@ Ended = tuple[int, Trajectory, Score | None]  # an episode by its index, with it
 
 
 class Source(Protocol):
-    """Where the episodes of one call come from."""
+    """The episodes of one call, as they end."""
 
     def ended(self) -> AsyncIterator[list[Ended]]:
         """Yield episodes as they end; those that end together come in one list."""
 
-    def scoring(self, index: int, score: Future[Score]) -> None:
+    def scoring(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None:
         """Take note that an episode is being scored."""
 
 
 class ConversationSource(Protocol):
-    """Where episodes of several turns come from; a run that has environments hands it in."""
+    """The maker of episodes of several turns; a run that has environments hands it in."""
 
-    def source(
-        self, requests: Sequence[EpisodeRequest], store: ResponseStore | None, *, grouped: bool = False
-    ) -> Source:
-        """Return where the episodes of one call come from. Turns that the store has are used again, and the others are
+    def source(self, requests: Sequence[EpisodeRequest], store: ResponseStore, *, grouped: bool = False) -> Source:
+        """Return the episodes of one call. Turns that the store has are used again, and the others are
         added to it. Those of a group run among those of other groups in one event loop, until `close`."""
 
     def close(self) -> None:

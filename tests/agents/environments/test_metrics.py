@@ -11,7 +11,7 @@ from hybridrl.agents.environments.metrics import conversation_metrics
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.batch_metrics import batch_metrics
 from hybridrl.core.algorithms.estimators import grpo
-from hybridrl.core.experience.batching import PromptGroup, to_batch
+from hybridrl.core.experience.batching import to_batch
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.core.required import required
 from hybridrl.data.prompts import Prompt
@@ -29,7 +29,7 @@ def turn(observed: list[int], sampled: list[int]) -> Turn:
     return Turn(observed, np.array(sampled), np.full(len(sampled), -1.0, dtype=np.float32), 0, "stop")
 
 
-def metrics_of(groups: list[PromptGroup], *, mask_truncated: bool = False) -> dict[str, float]:
+def metrics_of(groups: list[list[Episode]], *, mask_truncated: bool = False) -> dict[str, float]:
     algorithm = Algorithm(lambda batch: grpo(batch, norm_adv_by_std_in_grpo=True))
     return batch_metrics(algorithm.advantages(to_batch(groups, mask_truncated=mask_truncated))[0])
 
@@ -42,7 +42,7 @@ def game(*guesses: list[int], sample: int) -> Episode:
 
 def test_lengths_and_repetition_are_of_what_the_policy_wrote_in_its_turns():
     short, long = game([7, 9], [8, 9], [7, 9], sample=0), game([7, 7, 7, 7, 7], [7, 7, 7, 7, 9], sample=1)
-    metrics = metrics_of([PromptGroup(0, [short, long])])
+    metrics = metrics_of([[short, long]])
     spread = {name: metrics[f"response_length/{name}"] for name in ("min", "mean", "max", "p50", "p99")}
     assert spread == {"min": 6.0, "mean": 8.0, "max": 10.0, "p50": 6.0, "p99": 10.0}
     # 7777 twice in a turn; 7777 and 7779 in the next one. Neither the environment's words nor those of other turns.
@@ -52,7 +52,7 @@ def test_lengths_and_repetition_are_of_what_the_policy_wrote_in_its_turns():
 
 def test_a_response_that_is_not_trained_on_has_a_length_too():
     cut = replace(game([7, 9, 9], [8], sample=0).trajectory, stop="max_tokens")
-    groups = [PromptGroup(0, [replace(game([1], sample=0), trajectory=cut), game([5, 9], sample=1)])]
+    groups = [[replace(game([1], sample=0), trajectory=cut), game([5, 9], sample=1)]]
     metrics = metrics_of(groups, mask_truncated=True)
     assert (metrics["response_length/max"], metrics["response_length/min"]) == (4.0, 2.0)
 
@@ -68,14 +68,14 @@ def test_a_sampled_token_is_written_as_sampled_whether_or_not_it_is_trained_on()
         game([7, 9], [8], sample=0), trajectory=replace(game([7, 9], [8], sample=0).trajectory, stop="max_tokens")
     )
     algorithm = Algorithm(lambda batch: grpo(batch, norm_adv_by_std_in_grpo=True))
-    batch = algorithm.advantages(to_batch([PromptGroup(0, [cut, game([5], sample=1)])], mask_truncated=True))[0]
+    batch = algorithm.advantages(to_batch([[cut, game([5], sample=1)]], mask_truncated=True))[0]
     tokens = trained_fields(batch, 0, 2, lambda ids: [""] * len(ids))[0, 0]["tokens"]
     assert tokens["sampled"] == [1, 1, 0, 0, 0, 0, 0, 0, 1]
 
 
 def test_a_row_of_a_replay_is_described_by_what_the_policy_wrote():
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids))
-    batch = to_batch([PromptGroup(0, [game([7, 9], [8], sample=0), game([5], sample=1)])])
+    batch = to_batch([[game([7, 9], [8], sample=0), game([5], sample=1)]])
     batch.advantages = required(batch.rollout_log_probs).clone()
     batch.old_log_probs = torch.where(batch.response_mask, -1.25, -9.0)  # of what it read the trainer's are any
     rows = described(batch, [1.0, 0.5], tokenizer)

@@ -14,13 +14,10 @@ from hybridrl.core.cluster import WorkerDied
 from hybridrl.core.experience.asynchronous import QUEUED, AsynchronousExperience
 from hybridrl.core.experience.collector import Collected, NothingToLearnFrom
 from hybridrl.core.experience.dynamic_sampling import GroupFilter, NoSignal
-from hybridrl.core.experience.spool import Spool
+from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.required import required
 from hybridrl.rewards.score import FaultGuard, Score
-from tests.core.experience import virtual
 from tests.core.experience.virtual import PER_TOKEN, Lengths, build, train
-
-virtual_time = virtual.virtual_time
 
 
 def collect(experience: AsynchronousExperience, steps: int, first: int = 1) -> list[Collected]:
@@ -106,7 +103,7 @@ def test_a_run_in_which_no_group_has_a_signal_ends():
         experience.collect(1)
 
 
-def test_an_error_ends_everything_that_is_under_way():
+def test_an_error_ends_everything_that_is_in_flight():
     experience = build(Lengths())
     experience.guard = FaultGuard("exclude", 1.0, 99)
     experience.runner.scorers.submit = lambda requests: 1 / 0
@@ -168,7 +165,7 @@ def resumed(experience: AsynchronousExperience, again: AsynchronousExperience) -
     return again
 
 
-def test_a_resumed_run_continues_what_was_under_way():
+def test_a_resumed_run_continues_what_was_in_flight():
     lengths = Lengths({(0, 0): 7, (3, 1): 3}, short=2)
     whole = build(lengths, samples=2)
     expected = collect(whole, 4)
@@ -190,7 +187,9 @@ class Killed(Exception):
 
 def spooling(directory, lengths: Lengths, **options) -> tuple[AsynchronousExperience, list[tuple]]:
     """A process of a run with a spool, and the responses that it requests from its engine."""
-    experience = build(lengths, samples=2, spool=Spool(directory / "spool", "engine", "reward"), **options)
+    experience = build(
+        lengths, samples=2, store=ResponseStore(directory / "spool", "engine", "reward", carries=True), **options
+    )
     requested, generate = [], experience.runner.client.generate
 
     def recorded(request, begun=None):
@@ -244,7 +243,7 @@ def test_after_other_weights_the_spool_is_not_used(tmp_path):
     killed.collect(1)
     killed.close()
     resumed, requested = spooling(tmp_path, Lengths(), bound=0)
-    required(resumed.spool).engine = "other"
+    resumed.store.engine = "other"
     resumed.collect(1)
     resumed.close()
     assert len(requested) == 4
@@ -281,7 +280,7 @@ def test_whatever_is_slow_dies_or_is_resumed_every_group_is_trained_once_and_in_
             experience = resumed(experience, again)
     experience.close()
     assert len(set(trained)) == len(trained)
-    assert set(trained) | experience.under_way.keys() == set(range(experience.position))
+    assert set(trained) | experience.in_flight.keys() == set(range(experience.position))
 
 
 def test_engines_of_their_own_continue_while_a_step_trains_and_their_tokens_keep_their_version():
@@ -304,7 +303,7 @@ def test_with_a_bound_of_zero_nothing_starts_while_a_step_trains():
     experience = build(Lengths(short=3), bound=0, batch=2, overlaps=True)
     experience.collect(1)
     train(experience, 10)
-    assert experience.under_way == {}
+    assert experience.in_flight == {}
     assert not required(experience.collect(2).batch.staleness).any() and now(experience) == 16
     experience.close()
 
@@ -347,7 +346,7 @@ def test_while_steps_train_too_every_group_is_trained_once_and_in_time(
     experience.pause()
     experience.close()
     assert len(set(trained)) == len(trained)
-    assert set(trained) | experience.under_way.keys() == set(range(experience.position))
+    assert set(trained) | experience.in_flight.keys() == set(range(experience.position))
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

@@ -8,9 +8,10 @@ import torch
 
 from hybridrl.config import ConfigError
 from hybridrl.core.batch import Batch
-from hybridrl.core.experience.collector import Collected, NothingToLearnFrom, SynchronousExperience
+from hybridrl.core.experience.collector import Collected, NothingToLearnFrom, SamplingPlan, SynchronousExperience
 from hybridrl.core.experience.dynamic_sampling import GroupFilter, NoSignal
 from hybridrl.core.experience.episodes import EpisodeRunner
+from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Sampling, request_seed
 from hybridrl.core.rollout.types import RejectedRequest
@@ -50,6 +51,8 @@ class Client:
 class Switch:
     """Records the modes that the devices were switched to."""
 
+    weights = "w"
+
     def __init__(self) -> None:
         self.modes = []
 
@@ -88,10 +91,8 @@ def build(table, *, greedy=None, guard=None, overlong=None, shuffle=False, step=
         PromptOrder(len(prompts), 0, shuffle),
         EpisodeRunner(Client(), Scorers(table, greedy), SEED, Shaping(overlong=overlong)),
         guard or FaultGuard("exclude", 1.0, 99),
-        prompts_per_step=step,
-        samples_per_prompt=len(table[0]),
-        sampling=SAMPLING,
-        **settings,
+        SamplingPlan(step, len(table[0]), SAMPLING, **settings),
+        ResponseStore(),
     )
 
 

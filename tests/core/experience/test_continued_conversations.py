@@ -16,7 +16,7 @@ from hybridrl.agents.environments.episode_loop import Limits
 from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeWorker
 from hybridrl.core.experience.episodes import EpisodeRunner
-from hybridrl.core.experience.spool import Carried
+from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.rollout import Request, RolloutClient, Sampling, request_seed
 from hybridrl.data.prompts import Prompt
@@ -71,10 +71,12 @@ class Process:
     """What a process has: server, client, worker and the responses that it keeps."""
 
     def __init__(self, tokenizer: Any, state: dict[str, Any] | None = None) -> None:
-        self.server, self.workers, self.carried = Server(), Workers(tokenizer), Carried()
+        self.server, self.workers, self.carried = Server(), Workers(tokenizer), ResponseStore(carries=True)
         self.carried.load_state_dict(state or {})
         self.client = RolloutClient([self.server], lambda _: self.server, capacity=100, timeout=60.0, retries=2)
-        self.runner = EpisodeRunner(self.client, Scorers(), SEED, None, Conversations(self.workers, self.client, SEED))
+        self.runner = EpisodeRunner(
+            self.client, Scorers(), SEED, conversations=Conversations(self.workers, self.client, SEED)
+        )
 
     def start(self, text: str = "Play.", position: int = POSITION, turns: int = 2) -> asyncio.Task[list[Episode]]:
         chat = [{"role": "user", "content": text}]
@@ -157,7 +159,7 @@ def test_a_validation_runs_while_a_conversation_is_held(tokenizer):
         await process.sample(2, 2)
         await process.client.interrupt()
         conversations = Conversations(process.workers, process.client, SEED)
-        other = EpisodeRunner(process.client, Scorers(), SEED, None, conversations)
+        other = EpisodeRunner(process.client, Scorers(), SEED, conversations=conversations)
         prompt = Prompt(1, [1], [{"role": "user", "content": "Validate."}], "any", "1", {}, columns={"turns": 1})
         process.server.eager, process.server.ready = True, None  # a queue belongs to one event loop
         found, _ = await asyncio.to_thread(other.run, [prompt], 1, SAMPLING, [0], None, "validation")

@@ -14,7 +14,7 @@ from hybridrl.agents.environments.metrics import conversation_metrics, transcrip
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.estimators import gae, grpo
 from hybridrl.core.algorithms.objective import Totals, token_weights
-from hybridrl.core.experience.batching import PromptGroup, to_batch
+from hybridrl.core.experience.batching import to_batch
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode, EpisodeRequest, Trajectory, Turn
 from hybridrl.core.required import required
@@ -41,7 +41,7 @@ def test_an_episode_of_several_turns_is_one_row_in_which_only_sampled_tokens_cou
     turns = [turn([1, 2], [7, 8]), turn([3, 4, 5], [9]), turn([6], [10, 11], "length")]
     episode = Episode(PROMPT, 0, 0, Trajectory(turns, "max_tokens"), "", Score(1.0))
     assert (episode.truncated, episode.sampled_tokens) == (True, 5)
-    batch = to_batch([PromptGroup(0, [episode])])
+    batch = to_batch([[episode]])
     assert batch.prompt_ids.tolist() == [1, 2]
     assert batch.response_ids.tolist() == [7, 8, 3, 4, 5, 9, 6, 10, 11]
     assert required(batch.rollout_log_probs).tolist() == [-1, -2, 0, 0, 0, -1, 0, -1, -2]
@@ -62,7 +62,7 @@ def split_and_whole() -> tuple[list[Episode], list[Episode]]:
 
 
 def test_a_replaced_context_makes_a_further_row_of_the_same_episode():
-    batch = to_batch([PromptGroup(4, split_and_whole()[0])])
+    batch = to_batch([[replace(one, position=4) for one in split_and_whole()[0]]])
     assert required(batch.episode).tolist() == [0, 0, 1]
     assert batch.prompt_ids.tolist() == [1, 2, 3, 1, 2]
     assert batch.response_lengths.tolist() == [3, 1, 2]
@@ -79,7 +79,7 @@ def test_the_baseline_is_over_episodes_and_not_over_rows():
     advantages = []
     for episodes in split_and_whole():
         estimator = Algorithm(lambda batch: grpo(batch, norm_adv_by_std_in_grpo=True))
-        advantages.append(estimator.advantages(to_batch([PromptGroup(0, episodes)]))[0].advantages)
+        advantages.append(estimator.advantages(to_batch([episodes]))[0].advantages)
     assert torch.equal(*advantages)
     assert required(advantages[0]).tolist() == pytest.approx(
         [0.5 / (0.5**0.5 + 1e-6)] * 4 + [-0.5 / (0.5**0.5 + 1e-6)] * 2
@@ -89,7 +89,7 @@ def test_the_baseline_is_over_episodes_and_not_over_rows():
 def test_rewards_to_come_pass_from_row_to_row_of_an_episode():
     returns = []
     for episodes in split_and_whole():
-        batch = to_batch([PromptGroup(0, episodes)])
+        batch = to_batch([episodes])
         batch = replace(batch, values=torch.linspace(0, 1, len(batch.response_ids)))
         estimator = Algorithm(lambda batch: gae(batch, gamma=0.9, lam=0.8))
         returns.append(estimator.advantages(batch)[0].returns)
@@ -98,7 +98,7 @@ def test_rewards_to_come_pass_from_row_to_row_of_an_episode():
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_an_episode_weighs_the_same_in_the_loss_as_one_row_and_as_two(mode):
-    split, whole = (to_batch([PromptGroup(0, episodes)]) for episodes in split_and_whole())
+    split, whole = (to_batch([episodes]) for episodes in split_and_whole())
     totals = Totals.of(split)
     assert totals == Totals.of(whole) == Totals(6, 2)
     split = replace(split, episode_tokens=torch.tensor([4.0, 4.0, 2.0]))
@@ -131,12 +131,12 @@ class Source:
     async def ended(self):
         yield [(index, trajectory, None) for index, trajectory in enumerate(self.trajectories)]
 
-    def scoring(self, index, score): ...
+    def scoring(self, index, trajectory, score): ...
 
 
 def score(trajectory: Trajectory, **options: bool) -> tuple[Episode, Scorers]:
     scorers = Scorers()
-    runner = EpisodeRunner(None, scorers, 1, None, None, **options)
+    runner = EpisodeRunner(None, scorers, 1, **options)
     episodes, _ = asyncio.run(runner.score_ended(Source(trajectory), [PLACE]))
     return episodes[0], scorers
 

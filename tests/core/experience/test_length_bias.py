@@ -22,10 +22,7 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.experience.asynchronous import Admission, AsynchronousExperience
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Request
-from tests.core.experience import virtual
 from tests.core.experience.virtual import Scorers, build
-
-virtual_time = virtual.virtual_time
 
 SEEDS, STEPS, BATCH, SAMPLES, SLOTS = (0, 1, 2), 30, 8, 4, 1000
 FIRST_MEAN, RATE = 20, 0.05
@@ -90,8 +87,8 @@ class FirstComplete(Admission):
 class Dropping(AsynchronousExperience):
     """Trains on no older tokens either, but drops a group that is too old, and starts another one instead."""
 
-    def __init__(self, *args, **settings) -> None:
-        super().__init__(*args, **settings)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.shares = [FirstComplete(share.bound, share.batch, share.most) for share in self.shares]
 
     async def _sample(self, version: int):

@@ -1,20 +1,21 @@
 """Experience whose engine needs virtual time for each token: who waits for whom, and for how long, is exact and takes
-no time. Tests that use it also need the fixture `virtual_time`."""
+no time."""
 
 import asyncio
 import contextlib
 import selectors
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import pytest
 
-from hybridrl.core.experience import asynchronous
-from hybridrl.core.experience.asynchronous import AsynchronousExperience
+from hybridrl.core.experience.asynchronous import AsynchronousExperience, LoopThread
+from hybridrl.core.experience.collector import SamplingPlan
 from hybridrl.core.experience.episodes import EpisodeRunner
+from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Request, RolloutClient, Sampling
 from hybridrl.core.rollout.lanes import ServerFailure
@@ -49,11 +50,6 @@ class _Selector(selectors.DefaultSelector):
                 return super().select(None)
             self.loop.now += timeout
         return super().select(timeout and 0)
-
-
-@pytest.fixture(autouse=True)
-def virtual_time(monkeypatch):
-    monkeypatch.setattr(asynchronous.asyncio, "new_event_loop", VirtualTime)
 
 
 class LengthLaw(Protocol):
@@ -173,7 +169,7 @@ class Switch:
         self.training = True
 
 
-class PacedThread(asynchronous.LoopThread):
+class PacedThread(LoopThread):
     """Time passes only while the driver waits for a coroutine: what overlaps with training takes as long as `train`."""
 
     def run(self, coroutine):
@@ -207,6 +203,8 @@ def build(
     samples=1,
     deaths=frozenset(),
     prompts=None,
+    group_filter=None,
+    store=None,
     **more,
 ) -> AsynchronousExperience:
     engine = Engine(lengths, slots, deaths)
@@ -229,15 +227,20 @@ def build(
         PromptOrder(len(rows), 0, False),
         EpisodeRunner(client, scorers or Scorers(), 1),
         FaultGuard("exclude", 1.0, 99),
-        prompts_per_step=batch,
-        samples_per_prompt=samples,
-        sampling=Sampling(max_tokens=10**6, stop_ids=(0,)),
+        SamplingPlan(
+            batch,
+            samples,
+            Sampling(max_tokens=10**6, stop_ids=(0,)),
+            group_filter,
+            prompts_in_all=sys.maxsize if prompts is None else prompts,
+        ),
+        store or ResponseStore(carries=True),
         bound=bound,
         most=most or batch * (bound + 1),
         slots=slots,
-        prompts_in_all=prompts,
         **more,
     )
+    made.thread = (PacedThread if made.overlaps else LoopThread)(VirtualTime())
     if made.overlaps:
-        switch.pause, made.thread = made.pause, PacedThread()
+        switch.pause = made.pause
     return made

@@ -13,7 +13,7 @@ import torch
 
 from hybridrl.core.experience.collector import SynchronousExperience
 from hybridrl.core.experience.dynamic_sampling import GroupFilter
-from hybridrl.core.experience.spool import HEADER, Spool
+from hybridrl.core.experience.responses import HEADER, ResponseStore
 from hybridrl.core.rollout.client import RolloutFailure
 from hybridrl.rewards.score import FaultGuard, Score
 from tests.core.experience.test_collector import Client, Scorers, Switch, build, fault, plain
@@ -40,9 +40,11 @@ class Dying(Client):
             yield finished
 
 
-def experience(spool: Spool, table=TABLE, *, weights: str = "w", client=None, **settings) -> SynchronousExperience:
+def experience(
+    spool: ResponseStore, table=TABLE, *, weights: str = "w", client=None, **settings
+) -> SynchronousExperience:
     built = build(table, **settings)
-    built.spool, built.engine.weights = spool, weights
+    built.store, built.engine.weights = spool, weights
     built.runner.client = client or Client()
     return built
 
@@ -53,8 +55,8 @@ def killed(directory: Path, count: int, table=TABLE, **settings) -> None:
         experience(spool(directory), table, client=Dying(count), **settings).collect(1)
 
 
-def spool(directory: Path, engine: str = "e", reward: str = "r", *, whole_steps: bool = False) -> Spool:
-    return Spool(directory / "spool", engine, reward, whole_steps=whole_steps)
+def spool(directory: Path, engine: str = "e", reward: str = "r", *, whole_steps: bool = False) -> ResponseStore:
+    return ResponseStore(directory / "spool", engine, reward, whole_steps=whole_steps)
 
 
 def sampled(built: SynchronousExperience) -> int:
@@ -123,7 +125,7 @@ def test_responses_to_another_policy_prompt_or_seed_are_not_used(tmp_path, capsy
     if change == "weights":
         resumed.engine.weights = "other"
     if change == "sampling":
-        resumed.sampling = replace(resumed.sampling, temperature=0.5)
+        resumed.plan = replace(resumed.plan, sampling=replace(resumed.plan.sampling, temperature=0.5))
     if change == "seed":
         resumed.runner.seed += 1
     if change == "prompt":
@@ -297,7 +299,7 @@ def test_a_run_that_fails_leaves_its_spool(tmp_path):
 class FullDisk(Switch):
     """Fills the disk as the rollout begins."""
 
-    def __init__(self, kept: Spool) -> None:
+    def __init__(self, kept: ResponseStore) -> None:
         super().__init__()
         self.kept, self.weights = kept, "w"
 
@@ -305,7 +307,7 @@ class FullDisk(Switch):
         self.kept.open = self.open
 
     def open(self, step, weights):
-        Spool.open(self.kept, step, weights)
+        ResponseStore.open(self.kept, step, weights)
         self.kept.file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb", buffering=0)
 
 

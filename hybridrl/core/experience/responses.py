@@ -1,0 +1,293 @@
+"""Responses that were sampled before, so that a crash costs no rollout: a resumed run finds them instead of sampling
+them again.
+
+The finished responses of the step in progress are in the spool on disk: one append-only file per step. A record is a
+response, with its score, under a hash of everything that determines it: the bits of the weights, the settings of the
+engine, the prompt, the sampling parameters and the seed. So what is found is what would be sampled again. A record that
+a kill cut off ends the file. Records are JSON and arrays: reading them runs no code.
+
+Responses of groups that outlive a step are in every checkpoint as well, interrupted ones too. Such a response is found
+by its place in the run (prompt, sample, turn), provided that its prompt is the same: the environment of a conversation
+may respond otherwise after a restart.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import shutil
+import struct
+import threading
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+
+from hybridrl.core.required import required
+from hybridrl.core.rollout import Completion, Request
+from hybridrl.core.rollout.types import Key
+from hybridrl.rewards.score import Score
+from hybridrl.tracking.console import info, warn
+
+HEADER = struct.Struct("<II")  # of a record: its bytes, and their CRC-32
+KEPT = 2  # steps: the current one, and the one before it while its checkpoint is being written
+# In a checkpoint: of each response its place, the check of its prompt, its tokens, and two booleans.
+COLUMNS = ("prompt", "sample", "turn", "check", "tokens", "truncated", "interrupted")
+TOKENS = {"token_ids": np.int32, "log_probs": np.float32, "versions": np.int32}
+
+
+@dataclass
+class StoredResponse:
+    """A response that was sampled before; `score` is None until it is scored, or if it has to be scored again."""
+
+    completion: Completion
+    score: Score | None = None
+    check: int = 0  # of its prompt, if it is carried
+
+
+class ResponseStore:
+    """The responses of a run: in memory those of groups that outlive a step, if it `carries` them, until `drop`; with a
+    `directory`, which is deleted when the run ends well, in a spool there.
+
+    `engine` and `reward` are fingerprints of what determines responses and scores besides a request and the weights.
+    With `whole_steps` only a step whose rollout was complete is used again, as its responses depend on what is sampled
+    with them. A disk that is full costs the spool, not the run.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        engine: str = "",
+        reward: str = "",
+        *,
+        whole_steps: bool = False,
+        carries: bool = False,
+    ) -> None:
+        self.directory, self.engine, self.reward, self.whole_steps = directory, engine, reward, whole_steps
+        self.carries = carries
+        self.carried: dict[Key, StoredResponse] = {}
+        self.spooled: dict[str, StoredResponse] = {}  # by earlier processes, in the step in progress
+        self.file: BinaryIO | None = None
+        self.lock = threading.RLock()  # scores arrive in threads
+        self.step = self.used = 0
+        self.origin = ""
+        self.failed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._close()
+        if error is None and self.directory:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def open(self, step: int, weights: str) -> None:
+        """Start a step that samples with these weights: read what an earlier process has left of it."""
+        self._close()
+        self.step, self.used, self.origin = step, 0, _hash(f"{self.engine} {weights}")
+        if self.directory is None:
+            return
+        path = self.directory / f"step_{step}"
+        try:
+            self.directory.mkdir(exist_ok=True)
+            for other in self.directory.glob("step_*"):
+                number = other.name.removeprefix("step_")
+                if number.isdecimal() and not step - KEPT < int(number) <= step:
+                    _remove(other)
+            if path.is_symlink() or not path.is_file():
+                _remove(path)
+            self.file = path.open("ab", buffering=0)
+            self.spooled, size = self._read(path.read_bytes())
+            self.file.truncate(size)
+        except OSError as error:
+            self._fail(error)
+
+    def find(self, request: Request) -> StoredResponse | None:
+        """Return what there is of a request: an interrupted response only if its group outlives the step."""
+        spooled = self.spooled.get(self._key(request)) if self.spooled else None
+        if spooled is not None and len(spooled.completion.token_ids) <= request.sampling.max_tokens:
+            self.used += 1
+            self._carry(request, spooled)  # it was finished after the checkpoint that the run resumed from
+            return spooled
+        carried = self.carried.get(request.key)
+        return carried if carried is not None and carried.check == _check_of(request) else None
+
+    def add(self, request: Request, completion: Completion, score: Future[Score] | None = None) -> None:
+        """Keep a response, on disk once it has its score, if it is to be scored; there without a fault of the
+        grader."""
+        response, key = (
+            StoredResponse(completion),
+            self._key(request),
+        )  # with these weights: the score may come in a later step
+        self._carry(request, response)
+
+        def scored(future: Future[Score]) -> None:
+            if future.exception() is None:
+                response.score = future.result()
+                self._append(self._record(key, response))
+
+        if score is None:
+            self._append(self._record(key, response))
+        else:
+            score.add_done_callback(scored)
+
+    def _carry(self, request: Request, response: StoredResponse) -> None:
+        if self.carries:
+            response.check = _check_of(request)
+            self.carried[request.key] = response
+
+    def finish(self, count: int) -> None:
+        """End the rollout of the step, which had this many responses."""
+        if self.spooled:
+            used = f"{self.used} responses of the {len(self.spooled)} that were spooled are used again"
+            info(f"step {self.step}: {used if self.used else 'the spool is of other weights or settings: not used'}")
+        if self.whole_steps:
+            self._append(_encoded({"responses": count}))
+
+    def drop(self, positions: Iterable[int]) -> None:
+        """Forget the responses of groups that were trained on."""
+        dropped = set(positions)
+        self.carried = {place: kept for place, kept in self.carried.items() if place[0] not in dropped}
+
+    # -- in checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self, interrupted: Sequence[tuple[Request, Completion]]) -> dict[str, Any]:
+        """Return all that is carried, with the responses that are interrupted now, as arrays and plain values."""
+        kept = self.carried | {
+            request.key: StoredResponse(part, None, _check_of(request)) for request, part in interrupted
+        }
+        rows, tokens = [], {name: [np.empty(0)] for name in TOKENS}
+        for place, response in kept.items():
+            part = response.completion
+            rows.append((*place, response.check, len(part.token_ids), part.truncated, part.interrupted))
+            for name, values in tokens.items():
+                values.append(np.broadcast_to(getattr(part, name), len(part.token_ids)))
+        scores = {place: response.score for place, response in self.carried.items() if response.score is not None}
+        return {
+            "carried_responses": np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS)),
+            **{f"carried_{name}": np.concatenate(tokens[name]).astype(dtype) for name, dtype in TOKENS.items()},
+            "carried_scores": [[list(place), vars(score)] for place, score in scores.items()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        end = 0
+        for row in state.get("carried_responses", ()):
+            *place, check, count, truncated, interrupted = row.tolist()
+            begin, end = end, end + count
+            token_ids, log_probs, versions = (state[f"carried_{name}"][begin:end] for name in TOKENS)
+            versions = versions.astype(np.int64)
+            same = int(versions[0]) if count and (versions == versions[0]).all() else versions
+            completion = Completion(token_ids.astype(np.int64), log_probs, bool(truncated), same, bool(interrupted))
+            self.carried[tuple(place)] = StoredResponse(completion, None, check)
+        for place, score in state.get("carried_scores", ()):
+            self.carried[tuple(place)].score = Score(**score)
+
+    # -- on disk -------------------------------------------------------------------------------------------------------
+
+    def _key(self, request: Request) -> str:
+        return _hash(f"{self.origin} {request.seed} {request.sampling} {list(request.prompt_ids)}")
+
+    def _record(self, key: str, response: StoredResponse) -> bytes:
+        completion, score = response.completion, response.score
+        meta = {
+            "key": key,
+            "truncated": completion.truncated,
+            "versions": np.asarray(completion.versions).tolist(),
+            "reward": self.reward,
+            "score": vars(score) if score is not None and score.fault is None else None,
+        }
+        return _encoded(meta, completion.token_ids.astype("<i4"), completion.log_probs.astype("<f4"))
+
+    def _append(self, record: bytes) -> None:
+        with self.lock:
+            if self.file is not None:
+                try:
+                    if self.file.write(record) < len(record):
+                        raise OSError("no space left on device")
+                except OSError as error:
+                    self._fail(error)
+
+    def _read(self, data: bytes) -> tuple[dict[str, StoredResponse], int]:
+        """Return the responses of a file and the bytes that are used of it: less than all after a kill."""
+        responses, offset, complete, foreign = {}, 0, not self.whole_steps, 0
+        while offset + HEADER.size <= len(data):
+            size, checksum = HEADER.unpack_from(data, offset)
+            record = data[offset + HEADER.size : offset + HEADER.size + size]
+            if not size or len(record) < size or zlib.crc32(record) != checksum:
+                break
+            offset += HEADER.size + size
+            text, _, arrays = record.partition(b"\n")
+            try:
+                meta = json.loads(text)
+                if "responses" in meta:
+                    complete = len(responses) >= meta["responses"]
+                else:
+                    responses[meta["key"]] = self._decoded(meta, arrays)
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                foreign += 1
+        if foreign:
+            warn(f"{self.directory}/step_{self.step}: {foreign} records are not of this version and are sampled again")
+        return (responses, offset) if complete else ({}, 0)
+
+    def _decoded(self, meta: dict[str, Any], arrays: bytes) -> StoredResponse:
+        """Return the response of a record. Raises ValueError, TypeError or KeyError for one of another version."""
+        tokens, log_probs = np.frombuffer(arrays, "<i4").reshape(2, -1)
+        versions, probs = np.array(meta["versions"]), log_probs.view("<f4")
+        sound = versions.shape in ((), tokens.shape) and versions.dtype.kind == "i" and len(tokens) > 0
+        if not (sound and isinstance(meta["truncated"], bool) and (tokens >= 0).all() and np.isfinite(probs).all()):
+            raise ValueError("not a response")
+        versions = int(versions) if versions.ndim == 0 else versions
+        completion = Completion(tokens.astype(np.int64), probs, meta["truncated"], versions)
+        score = None if meta["score"] is None or meta["reward"] != self.reward else Score(**meta["score"])
+        if score is not None and not _is_sound(score, len(tokens)):
+            raise ValueError("not a score")
+        return StoredResponse(completion, score)
+
+    def _close(self) -> None:
+        with self.lock:
+            if self.file is not None:
+                self.file.close()
+                self.file = None
+
+    def _fail(self, error: OSError) -> None:
+        """Run this step without the spool; deleting its file leaves its bytes to a checkpoint."""
+        self._close()
+        self.spooled = {}
+        with contextlib.suppress(OSError):
+            (required(self.directory) / f"step_{self.step}").unlink()
+        if not self.failed:
+            warn(f"{self.directory}: {error}; training continues, but a crash would cost the rollout of its step")
+        self.failed = True
+
+
+def _is_sound(score: Score, tokens: int) -> bool:
+    """Whether a score that was read is what a reward gives for a response of so many tokens."""
+    texts = isinstance(score.detail, str) and isinstance(score.text, str | None)
+    rewards = [0.0] * tokens if score.token_rewards is None else score.token_rewards
+    if score.fault is not None or not texts or not isinstance(score.extras, dict) or len(rewards) != tokens:
+        return False
+    return score.value is not None and all(map(math.isfinite, [score.value, *rewards]))
+
+
+def _check_of(request: Request) -> int:
+    return zlib.crc32(np.asarray(request.prompt_ids, dtype=np.int64).tobytes())
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _encoded(meta: dict[str, Any], *arrays: np.ndarray) -> bytes:
+    record = b"".join((json.dumps(meta).encode(), b"\n", *(array.tobytes() for array in arrays)))
+    return HEADER.pack(len(record), zlib.crc32(record)) + record
