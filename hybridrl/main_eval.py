@@ -37,7 +37,8 @@ def opened(first: EvaluationConfig) -> Iterator[Callable[[EvaluationConfig], int
                     raise ConfigError(f"eval.models={path} is in shards, which only this machine merges", fix=fix)
                 return whole
 
-            check_evaluation_start(config)
+            if not config.eval.responses:
+                check_evaluation_start(config.eval.models, config.eval.compare, config.trainer.device)
             limit, share = config.reward.max_fault_rate, evaluate(config, sessions, merge)
             if share <= limit:
                 return 0

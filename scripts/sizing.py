@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import resolve_config
-from hybridrl.doctor.memory_plan import PlannedRun, make_plans
+from hybridrl.doctor.memory import PlannedRun, make_plans
 from hybridrl.doctor.memory_sizes import read_models
 
 PAGE = Path(__file__).parent.parent / "docs" / "machines.md"

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from hybridrl.config.compose import as_section
-from hybridrl.config.custom_code import load_class, where
+from hybridrl.config.custom_code import load_class
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.prompts import PromptDataset, construct
+from hybridrl.data.prompts import PromptDataset, calling, construct
 from hybridrl.data.rows import Rows
 
 KEY = "data.sampler.class_path"
@@ -123,10 +123,8 @@ def _custom_order(config: DataConfig, prompts: PromptDataset, custom_keys: dict[
         if hasattr(sampler, "set_epoch"):  # torch's convention for samplers that differ from epoch to epoch
             sampler.set_epoch(epoch)
         limit = MAX_REPEATS * len(prompts)
-        try:
+        with calling(f"{cause}, epoch {epoch}", path):
             numbers = np.array([int(row) for row in islice(sampler, limit + 1)], dtype=np.int64)
-        except Exception as error:  # custom code can raise anything
-            raise ConfigError(f"{cause}, epoch {epoch} fails: {where(error, path)}") from error
         if len(numbers) > limit:
             raise ConfigError(f"{cause}, epoch {epoch} has no end", fix="stop after the rows of one epoch")
         if not len(numbers) or numbers.min() < 0 or numbers.max() >= len(prompts):

@@ -10,6 +10,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -371,10 +372,8 @@ def _custom_rows(config: DataConfig, arguments: dict[str, Any], faults: Faults) 
         raise ConfigError(f"{setting}: {name} has no __len__ and __getitem__", fix="rows are read by index: add both")
     rows = Rows()
     for number in with_progress(range(len(dataset)), len(dataset), "reading"):
-        try:
+        with calling(f"{setting}: {name}[{number}]", path):
             values = dataset[number]
-        except Exception as error:  # custom code can raise anything
-            raise ConfigError(f"{setting}: {name}[{number}] fails: {where(error, path)}") from error
         if not isinstance(values, Mapping):
             faults.add(f"{name}, row {number}", f"a {type(values).__name__}, not a mapping of columns")
             continue
@@ -390,11 +389,17 @@ def _custom_rows(config: DataConfig, arguments: dict[str, Any], faults: Faults) 
 
 def construct(cls: type, arguments: dict[str, Any], key: str, path: str) -> Any:
     """Create an instance with those of the arguments that the class accepts; ConfigError names the failing line."""
-    try:
+    with calling(f"{key}={path}: {cls.__name__}({', '.join(arguments)})", path):
         parameters = inspect.signature(cls).parameters.values()
         accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         names = {parameter.name for parameter in parameters}
         return cls(**{name: value for name, value in arguments.items() if accepts_all or name in names})
-    except Exception as error:  # custom code can raise anything
-        call = f"{cls.__name__}({', '.join(arguments)})"
-        raise ConfigError(f"{key}={path}: {call} fails: {where(error, path)}") from error
+
+
+@contextmanager
+def calling(call: str, path: str) -> Iterator[None]:
+    """Raise ConfigError that names the failing line if the code of a user's file, which can raise anything, fails."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{call} fails: {where(error, path)}") from error

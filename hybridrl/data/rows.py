@@ -70,12 +70,13 @@ class Rows(Sequence[DataRow]):
 
     def append(self, place: str, values: dict[str, Any], entry: int = 0) -> None:
         row = len(self._packed), place, values, entry
-        try:
-            self._packed.append(pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL))
-        except Exception as error:  # of a custom dataset, whose values can be anything
-            name, kind = next((name, type(value).__name__) for name, value in values.items() if not _is_plain(value))
-            cause = f"{place}: the column {name} holds a {kind}, which cannot be stored ({error})"
-            raise ConfigError(cause, fix="return text, numbers, lists and dicts") from error
+        packed = _pickled(row)
+        if isinstance(packed, Exception):
+            faulty = ((name, value) for name, value in values.items() if isinstance(_pickled(value), Exception))
+            name, value = next(faulty)
+            cause = f"{place}: the column {name} holds a {type(value).__name__}, which cannot be stored ({packed})"
+            raise ConfigError(cause, fix="return text, numbers, lists and dicts") from packed
+        self._packed.append(packed)
 
     def __len__(self) -> int:
         return len(self._packed)
@@ -96,11 +97,11 @@ class Rows(Sequence[DataRow]):
         return self.of(indices[:count] if count > 0 else indices)
 
 
-def _is_plain(value: Any) -> bool:
+def _pickled(value: Any) -> bytes | Exception:
     try:
-        return bool(pickle.dumps(value))
-    except Exception:  # as above
-        return False
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # of a custom dataset, whose values can be anything
+        return error
 
 
 class Faults:

@@ -4,7 +4,8 @@ import json
 import logging
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -87,12 +88,9 @@ def read_tokenizer(place: str, *, trusted: bool, local: bool = False) -> PreTrai
     other = None if change else _other_tokens(tokenizer, place, local)
     if change is None and other is None:
         return tokenizer
-    try:
-        special = tokenizer.special_tokens_map  # some are the class's own, which no file has
-        described = PreTrainedTokenizerFast.from_pretrained(place, local_files_only=local, **special)
-        if changed_text(described):
-            return tokenizer
-    except Exception:  # without a tokenizer.json; the library raises many types
+    special = tokenizer.special_tokens_map  # some are the class's own, which no file has
+    described = _attempt(partial(PreTrainedTokenizerFast.from_pretrained, place, local_files_only=local, **special))
+    if isinstance(described, Exception) or changed_text(described):  # without a tokenizer.json
         return tokenizer
     fault = "turns {!r} into {!r}".format(*change) if change else f"gives {other!r} other tokens"
     cause = "the tokenizer is read as tokenizer.json describes it, not as %s, which %s"
@@ -134,18 +132,24 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
+def _attempt(load: Callable[[], PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase | Exception:
+    try:
+        return load()
+    except Exception as error:  # the library raises many types for damaged files, the Rust one Exception itself
+        return error
+
+
 def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     local, fix = path.is_dir(), "data.tokenizer can name another"
     if not local and (path.is_absolute() or str(path).startswith(".") or len(path.parts) > 2):
         raise ConfigError(f"{key}={path}: there is no such directory")
     if cause := fault_in(path / "tokenizer_config.json"):
         raise ConfigError(f"{key}={path}: {cause}", fix=fix)
-    try:
-        tokenizer = read_tokenizer(str(path), trusted=trust_remote_code, local=local)
-    except Exception as error:  # the library raises many types for damaged files, the Rust one Exception itself
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    tokenizer = _attempt(partial(read_tokenizer, str(path), trusted=trust_remote_code, local=local))
+    if isinstance(tokenizer, Exception):
+        reason = next(iter(str(tokenizer).strip().splitlines()), type(tokenizer).__name__)
         cause = "holds no tokenizer" if local else "is neither a directory nor a tokenizer on the hub"
-        raise ConfigError(f"{key}={path}: {cause} ({reason})", fix=fix) from error
+        raise ConfigError(f"{key}={path}: {cause} ({reason})", fix=fix) from tokenizer
     # For some models transformers creates an empty tokenizer if the files are missing.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ConfigError(f"{key}={path}: holds no tokenizer", fix=fix)

@@ -124,10 +124,19 @@ def explain(argv: list[str]) -> int:
     resolved, usual = _resolve(options, offline=True), shipped(NAME)
     values, default, follows = resolved.values, value_of(usual.values, key), usual.follows.get(key)
     value = value_of(values.values, key) if values else default
+    if written := resolved.written.get(key):
+        old = written.lstrip("+~").partition("=")[0]
+        source = f"the command line: {written}" + (" (an old name)" if old != key else "")
+    elif value == default:
+        source = "default"
+    elif followed := values.follows.get(key) if values else None:
+        source = f"{followed}, which it follows"
+    else:
+        source = resolved.written.get(PRESET, f"the file {options.config_name}.yaml")
     lines = [
         ("key", key),
         ("value", "must be set" if value == MISSING else as_text(value)),
-        ("set by", _source(key, resolved, options.config_name, changed=value != default)),
+        ("set by", source),
         ("default", f"follows {follows}" if follows else "none" if default == MISSING else as_text(default)),
         ("takes", _accepted(tree(PPOConfig)[key])),
         ("unit", next((unit for ends, unit in UNITS.items() if key.endswith(ends)), "")),
@@ -137,17 +146,6 @@ def explain(argv: list[str]) -> int:
     lines += [(finding.severity, f"[{finding.code}] {finding.text}") for finding in findings]
     print("\n".join(f"{title:<9}{text}" for title, text in lines if text))
     return 0
-
-
-def _source(key: str, resolved: ResolvedConfig[PPOConfig], file: str, *, changed: bool) -> str:
-    """What set a key, `changed` from its default or not."""
-    if written := resolved.written.get(key):
-        old = written.lstrip("+~").partition("=")[0]
-        return f"the command line: {written}" + (" (an old name)" if old != key else "")
-    if not changed:
-        return "default"
-    followed = resolved.values.follows.get(key) if resolved.values else None
-    return f"{followed}, which it follows" if followed else resolved.written.get(PRESET, f"the file {file}.yaml")
 
 
 def explain_metric(name: str) -> int:

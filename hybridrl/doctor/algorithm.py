@@ -4,7 +4,9 @@ The groups and the checks are those of a run that starts (runs/algorithm_trial.p
 """
 
 import argparse
+from collections.abc import Callable
 from inspect import signature
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -14,7 +16,9 @@ from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import CONF, SHIPPED
 from hybridrl.config.custom_code import load_function
 from hybridrl.config.load import resolve_config
+from hybridrl.config.schema_algorithm import AlgorithmConfig
 from hybridrl.core.algorithms.lookup import bind, find_estimator
+from hybridrl.core.batch import Batch
 from hybridrl.runs.algorithm_trial import LOSS, toy_batch, toy_update, try_estimator, try_policy_loss
 from hybridrl.runs.settings import build_algorithm, build_policy_plan
 from hybridrl.tracking.console import Terminal
@@ -41,7 +45,11 @@ def main(argv: list[str]) -> int:
         first = next(iter(signature(load_function(options.name, "algorithm")).parameters), "")
         is_loss = first == "log_probs"
         config = _configuration([*SUPPOSED, f"{LOSS if is_loss else ESTIMATOR}={options.name}", *options.overrides])
-        table = _losses(options.name, config) if is_loss else _advantages(options.name, config)
+        if is_loss:
+            table = _losses(options.name, build_policy_plan(config).loss.parameters)
+        else:
+            estimator = build_algorithm(config).estimator
+            table = _advantages(options.name, estimator, config.algorithm, config.actor_rollout_ref.rollout.n)
     except ConfigError as error:
         console.print(Text(str(error)), style="bold red", soft_wrap=True)
         return 1
@@ -56,11 +64,10 @@ def _configuration(overrides: list[str]) -> PPOConfig:
     return resolved.config
 
 
-def _advantages(name: str, config: PPOConfig) -> Table:
-    samples, parts = config.actor_rollout_ref.rollout.n, len(config.algorithm.gdpo_reward_keys)
-    batch, mine = toy_batch(samples), build_algorithm(config).estimator
-    ours, _, metrics = try_estimator(name, mine, samples, parts)
-    grpo = bind(find_estimator("grpo")[1], vars(config.algorithm))
+def _advantages(name: str, estimator: Callable[[Batch], Any], algorithm: AlgorithmConfig, samples: int) -> Table:
+    parts, batch = len(algorithm.gdpo_reward_keys), toy_batch(samples)
+    ours, _, metrics = try_estimator(name, estimator, samples, parts)
+    grpo = bind(find_estimator("grpo")[1], vars(algorithm))
     theirs, *_ = try_estimator("grpo", grpo, samples, parts)
     table = _table("advantages, mean over the tokens of a response", "group", "response", "tokens", "score")
     for title in (name.rpartition(":")[2], "grpo"):
@@ -74,8 +81,7 @@ def _advantages(name: str, config: PPOConfig) -> Table:
     return table
 
 
-def _losses(name: str, config: PPOConfig) -> Table:
-    parameters = build_policy_plan(config).loss.parameters
+def _losses(name: str, parameters: dict[str, Any]) -> Table:
     ours, theirs = try_policy_loss(name, parameters), try_policy_loss("vanilla", parameters)
     batch, log_probs = toy_update()
     table = _table("loss of each token, and its gradient by the log-prob", "response", "advantage", "new/old")

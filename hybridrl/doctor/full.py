@@ -15,7 +15,7 @@ from hybridrl.core.required import required
 from hybridrl.doctor.machine import check_devices, check_extensions
 from hybridrl.doctor.reward import try_on_rows
 from hybridrl.doctor.rows import check_rows, check_template
-from hybridrl.doctor.start import KEY, check_hub, check_space, check_start
+from hybridrl.doctor.start import KEY, check_space, check_start
 from hybridrl.rewards.built_in import scorer_of
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.runs.prepare import RunInputs, prepare
@@ -35,11 +35,9 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
     log.propagate = False
     try:
         with contextlib.redirect_stdout(sys.stderr), Terminal(stderr=True).status("") as status:
-            check_hub(config, findings)
-            if findings.errors:
-                return  # whatever reads the model would ask the hub again, for a minute each
-            status.update("checking versions, machine, memory, devices ...")
-            check_start(config, findings)
+            status.update("checking models, versions, machine, memory, devices ...")
+            if not check_start(config, findings):
+                return
             check_extensions(findings)
             check_devices(config, findings)
             status.update("checking model, tokenizer and data, as at the start of a run ...")

@@ -25,7 +25,7 @@ import pynvml
 import torch
 from packaging.requirements import Requirement
 
-from hybridrl.config import PPOConfig, SFTConfig
+from hybridrl.config import PPOConfig
 from hybridrl.config.checks.training import CPU_SLOT_BYTES
 from hybridrl.config.findings import Findings
 from hybridrl.core import device as devices
@@ -181,19 +181,20 @@ class Facts(NamedTuple):
     core_limit: float | None = None
 
 
-def check_machine(config: PPOConfig | SFTConfig, findings: Findings, facts: Facts | None = None) -> None:
-    """Check `facts`, which are measured if not given. The machine's free memory and cores, with which the configuration
-    is checked, ignore a container's limits."""
-    if facts is None:
-        _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-        files = 1 << 20 if files == resource.RLIM_INFINITY else files
-        shared = shutil.disk_usage(SHARED).free if SHARED.is_dir() else None
-        seen, free = len(os.sched_getaffinity(0)), psutil.virtual_memory().available
-        facts = Facts(seen, free, shared, files, *cgroup_limits())
+def machine_facts() -> Facts:
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = 1 << 20 if files == resource.RLIM_INFINITY else files
+    shared = shutil.disk_usage(SHARED).free if SHARED.is_dir() else None
+    cores, free = len(os.sched_getaffinity(0)), psutil.virtual_memory().available
+    return Facts(cores, free, shared, files, *cgroup_limits())
+
+
+def check_machine(devices: int, ray_init: Mapping[str, Any], tokens: int, findings: Findings, facts: Facts) -> None:
+    """Check the machine for a run with so many CPU devices, of which a step has so many `tokens` in its rows. The free
+    memory and cores with which the configuration is checked ignore a container's limits."""
     seen, free, shared, files, memory, cores = facts
     findings.info("machine.found", f"{seen} cores, {free / GIB:.1f} GiB of memory free, open files {files}")
     if memory is not None and memory < free:
-        devices = config.devices_per_machine if config.trainer.device == "cpu" else 1
         needed = devices * CPU_SLOT_BYTES
         cause = f"the container may use {memory / GIB:.1f} GiB more, of the machine's {free / GIB:.1f} GiB free"
         if memory >= needed:
@@ -209,11 +210,12 @@ def check_machine(config: PPOConfig | SFTConfig, findings: Findings, facts: Fact
     if files < OPEN_FILES:
         cause = f"at most {files} files may be open at once, and Ray and its connections need more"
         findings.warn("machine.open-files", cause, "ulimit -n 65536 (as root, or in /etc/security/limits.conf)")
-    if joins(config.ray_kwargs.ray_init):
+    if joins(ray_init):
         return
+    needed = tokens * TOKEN_BYTES  # which every rank reads from Ray's object store
     if shared is None:
         findings.warn("machine.shm", f"there is no {SHARED}", f"mount -t tmpfs -o size=8G tmpfs {SHARED}")
-    elif (store := _object_store(config.ray_kwargs.ray_init, shared)) < (needed := _batch_bytes(config)):
+    elif (store := _object_store(ray_init, shared)) < needed:
         cause = f"a step may have {needed / GIB:.1f} GiB of rows, and Ray's store for objects in {SHARED} has "
         fix = f"docker run --shm-size={-(-4 * needed // GIB)}g, or set "
         fix += f"ray_kwargs.ray_init.object_store_memory={2 * needed} where {SHARED} has room for it"
@@ -227,14 +229,6 @@ def check_machine(config: PPOConfig | SFTConfig, findings: Findings, facts: Fact
 def _object_store(ray_init: Mapping[str, Any], shared: int) -> int:
     """Bytes of Ray's object store: by default 30% of the memory, as far as there is room for it."""
     return int(ray_init.get("object_store_memory") or min(0.3 * psutil.virtual_memory().total, shared))
-
-
-def _batch_bytes(config: PPOConfig | SFTConfig) -> int:
-    """The rows of a step at their greatest length, which every rank reads from Ray's object store."""
-    if isinstance(config, SFTConfig):
-        return config.data.train_batch_size * config.data.max_length * TOKEN_BYTES
-    rollout = config.actor_rollout_ref.rollout
-    return config.data.train_batch_size * rollout.n * (rollout.max_model_len or 0) * TOKEN_BYTES
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
@@ -302,17 +296,10 @@ class Gpu(NamedTuple):
 
 
 def check_gpus(
-    config: PPOConfig | SFTConfig,
-    findings: Findings,
-    query: Callable[[], list[Gpu]] | None = None,
-    build: tuple[str | None, list[str]] | None = None,
+    gpus: list[Gpu], utilization: float, findings: Findings, build: tuple[str | None, list[str]] | None = None
 ) -> None:
-    """Report the GPUs that a run on this machine would use, and who holds their memory. `query` lists them;
-    `build`: torch's version of CUDA, and its architectures."""
-    if config.trainer.device != "cuda" or joins(config.ray_kwargs.ray_init):
-        return
-    utilization = 0.0 if isinstance(config, SFTConfig) else config.actor_rollout_ref.rollout.gpu_memory_utilization
-    gpus = (query or visible_gpus)()[: config.devices_per_machine]
+    """Report the GPUs that a run on this machine would use, and who holds their memory. `utilization` is an engine's
+    share of it, `build` torch's version of CUDA, and its architectures."""
     _check_build(gpus, findings, *(build or torch_build()))
     for gpu in gpus:
         summary = f"GPU {gpu.index}, {gpu.name}: {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"

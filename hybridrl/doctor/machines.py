@@ -244,25 +244,26 @@ def main(argv: list[str]) -> int:
     elif not joins(resolved.config.ray_kwargs.ray_init):
         findings.error("cluster.ray", "no Ray cluster is named: neither RAY_ADDRESS nor ray_init.address is set", START)
     else:
-        _examine(resolved.config, findings)
+        config = resolved.config
+        pools = {"trainer": (config.trainer.nnodes, config.trainer.n_gpus_per_node or 1)}
+        pools |= {"actor_rollout_ref.rollout": config.rollout_pool} if config.separate else {}
+        with findings.gathered("cluster.ray"), joined(config.ray_kwargs.ray_init):
+            _check_room(config.trainer.device, pools, findings)
+            path = Path(config.trainer.default_local_dir).expanduser().absolute()
+            directory = next(parent for parent in (path, *path.parents) if parent.is_dir())
+            paths = shared_paths(as_dict(config))
+            findings.add(*probe_machines(read_machines(), config.trainer.device, directory, paths).items)
     return show(findings, as_json=options.json, verdict=True)
 
 
-def _examine(config: PPOConfig, findings: Findings) -> None:
-    trainer, device = config.trainer, config.trainer.device
-    pools = {"trainer": (trainer.nnodes, trainer.n_gpus_per_node or 1)}
-    if config.separate:
-        pools["actor_rollout_ref.rollout"] = config.rollout_pool
-    with findings.gathered("cluster.ray"), joined(config.ray_kwargs.ray_init):
-        machines = read_machines()
-        room = [line for _, size in pools.values() for line in describe_room(machines, request_of(device, size))]
-        lines = [f"{len(machines)} machine(s)", *room, *describe_reservations()]
-        lines += [f"dashboard: {dashboard()}"] if dashboard() else []
-        findings.info("cluster.ray", "\n".join([*lines, f"to add a machine: {join_command()}"]))
-        for section, (count, size) in pools.items():
-            for missing in missing_machines(machines, request_of(device, size), count):
-                fix = f"run `{join_command()}` there, or lower {section}.nnodes or {section}.n_gpus_per_node"
-                findings.error("cluster.ray", missing, fix, keys=f"{section}.nnodes", value=count)
-        path = Path(trainer.default_local_dir).expanduser().absolute()
-        directory = next(parent for parent in (path, *path.parents) if parent.is_dir())
-        findings.add(*probe_machines(machines, device, directory, shared_paths(as_dict(config))).items)
+def _check_room(device: str, pools: Mapping[str, tuple[int, int]], findings: Findings) -> None:
+    """Report the machines of the cluster, and what is missing of the machines and devices of each of a run's pools."""
+    machines = read_machines()
+    room = [line for _, size in pools.values() for line in describe_room(machines, request_of(device, size))]
+    lines = [f"{len(machines)} machine(s)", *room, *describe_reservations()]
+    lines += [f"dashboard: {dashboard()}"] if dashboard() else []
+    findings.info("cluster.ray", "\n".join([*lines, f"to add a machine: {join_command()}"]))
+    for section, (count, size) in pools.items():
+        for missing in missing_machines(machines, request_of(device, size), count):
+            fix = f"run `{join_command()}` there, or lower {section}.nnodes or {section}.n_gpus_per_node"
+            findings.error("cluster.ray", missing, fix, keys=f"{section}.nnodes", value=count)

@@ -76,13 +76,13 @@ def replay(directory: Path, step: int | None) -> list[dict[str, object]]:
     logged = read_metrics(directory).get(step, {}).get("actor/grad_norm")
     if logged is not None:
         info(f"actor/grad_norm of the step was {logged:.4g}")
-    info(noise(norms, updates, config))
+    info(noise(norms, updates, config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size))
     return described(again.by_episode(), norms, tokenizer_elsewhere(config))
 
 
-def noise(norms: list[float], updates: Sequence[tuple[list[int], float]], config: PPOConfig) -> str:
+def noise(norms: list[float], updates: Sequence[tuple[list[int], float]], prompts: int, of_update: int) -> str:
     """Return how many responses an update would need for a gradient that is no more noise than signal (the simple noise
-    scale of McCandlish et al. 2018), what it has, and the key to set if that is too few.
+    scale of McCandlish et al. 2018), what it has, and the key to set if that is too few. A step has `prompts`.
 
     A response's share of the gradient of N responses is (G + e) / N, with e of variance S: the squared norms of the
     shares add up to (|G|^2 + S) / N, and that of the gradient is |G|^2 + S / N. The noise scale is S / |G|^2.
@@ -94,10 +94,9 @@ def noise(norms: list[float], updates: Sequence[tuple[list[int], float]], config
         return "the noise of the gradient cannot be estimated from this step"
     variance = (alone * size - together) / (1 - 1 / size)
     signal = together - variance / size
-    actor, data = config.actor_rollout_ref.actor, config.data
     more = "actor_rollout_ref.rollout.n or data.train_batch_size higher"
-    if actor.ppo_mini_batch_size < data.train_batch_size:
-        more = f"actor_rollout_ref.actor.ppo_mini_batch_size={data.train_batch_size}"
+    if of_update < prompts:
+        more = f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}"
     if signal <= 0:
         return f"the gradient of an update, of {size:.0f} responses, is nothing but noise; set {more}"
     needed = max(variance / signal, 0.0)

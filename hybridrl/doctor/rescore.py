@@ -18,6 +18,7 @@ import torch
 
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.findings import Findings
+from hybridrl.config.schema import DataConfig
 from hybridrl.core.algorithms.lookup import bind, find_estimator
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.trajectory import TRUNCATED
@@ -67,7 +68,7 @@ def rescore(options: argparse.Namespace, findings: Findings) -> None:
     files = chosen_files(run, options.steps)
     records = [record for path in files for record in read_records(path)]
     config = run_config(run, findings)
-    rows = data_rows(config, findings)
+    rows = None if config is None else data_rows(config.data, findings)
     section = reward_config(options.reward, options.overrides)
     log = Path(tempfile.mkdtemp(prefix="hybridrl-doctor-"), "reward.log")
     scores, _ = score_all(section, [_request(record, rows) for record in records], log)
@@ -78,7 +79,10 @@ def rescore(options: argparse.Namespace, findings: Findings) -> None:
         cause = "environments gave rewards to turns, which the other reward's scores do not have"
         findings.warn("rescore.turns", cause)
     _report_scores(rescored, log, findings)
-    _report_advantages(rescored, config, findings)
+    name, estimator = "grpo", bind(find_estimator("grpo")[1], {"norm_adv_by_std_in_grpo": True})
+    if config is not None and not find_estimator(config.algorithm.adv_estimator)[0].reads:
+        name, estimator = config.algorithm.adv_estimator, build_algorithm(config).estimator
+    _report_advantages(rescored, name, estimator, findings)
     _show_changed(rescored, findings)
 
 
@@ -109,12 +113,12 @@ def run_config(run: Path, findings: Findings) -> PPOConfig | None:
         return None
 
 
-def data_rows(config: PPOConfig | None, findings: Findings) -> Rows | None:
+def data_rows(data: DataConfig, findings: Findings) -> Rows | None:
     """Return the rows of the run's data, for the `extra_info` that files of samples do not repeat."""
-    if config is None or config.data.custom_cls.path:
+    if data.custom_cls.path:
         return None
     try:
-        return load_rows(config.data.train_files, Faults(DATA), key=DATA, max_samples=-1, shuffle=False, seed=0)
+        return load_rows(data.train_files, Faults(DATA), key=DATA, max_samples=-1, shuffle=False, seed=0)
     except ConfigError as error:
         findings.warn("rescore.data", f"{error}: the reward gets an empty extra_info")
         return None
@@ -149,14 +153,11 @@ def _values(rescored: Sequence[Rescored]) -> tuple[list[float | None], list[floa
     return [one.record.score for one in rescored], [one.score.value for one in rescored]
 
 
-def _report_advantages(rescored: Sequence[Rescored], config: PPOConfig | None, findings: Findings) -> None:
-    """Compare the advantages by the run's estimator if it needs rewards only, else by GRPO's."""
+def _report_advantages(rescored: Sequence[Rescored], name: str, estimator: Any, findings: Findings) -> None:
+    """Compare the advantages by an estimator: the run's if it needs rewards only, else GRPO's."""
     both = [one for one in rescored if one.record.score is not None and one.score.value is not None]
     if not both:
         return
-    name, estimator = "grpo", bind(find_estimator("grpo")[1], {"norm_adv_by_std_in_grpo": True})
-    if config is not None and not find_estimator(config.algorithm.adv_estimator)[0].reads:
-        name, estimator = config.algorithm.adv_estimator, build_algorithm(config).estimator
     batch = as_batch([one.record for one in both])
     old, new = (mean_advantages(batch, estimator, values) for values in _values(both))
     moved, turned = int(((old - new).abs() > MOVED).sum()), int(((old * new) < 0).sum())

@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 import math
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -15,14 +15,17 @@ from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.custom_code import import_libraries, publish_own_keys
 from hybridrl.config.files import HUB_NAME, is_sharded, resolve_model
 from hybridrl.config.findings import Findings
-from hybridrl.config.schema import ModelConfig
+from hybridrl.config.schema import DataConfig, ModelConfig
 from hybridrl.config.values import PACKAGES
-from hybridrl.doctor.machine import GIB, check_gpus, check_machine, check_versions
-from hybridrl.doctor.memory_plan import ITEMSIZE, memory_plan
+from hybridrl.core.device import memory_left
+from hybridrl.doctor.machine import GIB, check_gpus, check_machine, check_versions, machine_facts, visible_gpus
+from hybridrl.doctor.memory import memory_plan
+from hybridrl.doctor.memory_sizes import ITEMSIZE
 from hybridrl.runs.model_settings import reject_unusable_overrides
 from hybridrl.runs.resume import contents_to_save
 from hybridrl.runs.settings import build_algorithm
 from hybridrl.runs.setup import save_times
+from hybridrl.runtime.environment import joins
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.records import COMPRESSED
 
@@ -40,10 +43,8 @@ TEXT_BYTES, SAMPLE_BYTES, WEIGHT_BYTES, TOKEN_BYTES, COMPRESSION = 4.5, 420, 6.5
 def check_run_start(config: PPOConfig | SFTConfig) -> None:
     """Print the warnings of `check_start`; raises ConfigError with all of its errors."""
     findings = Findings()
-    check_hub(config, findings)
-    findings.close()
-    check_start(config, findings)
-    check_space(config, findings)
+    if check_start(config, findings):
+        check_space(config, findings)
     for finding in findings.items:
         if finding.severity == "warning":
             warn(finding.text, finding.code)
@@ -58,24 +59,17 @@ def check_loggers(loggers: Sequence[str], findings: Findings) -> None:
             findings.error("logger.package", cause, f"pip install {name}, or leave it out", keys=key, value=name)
 
 
-def check_evaluation_start(config: PPOConfig) -> None:
+def check_evaluation_start(models: Sequence[str], compare: str | None, device: str) -> None:
     """Raise ConfigError for models that are neither here nor on the hub, and for versions that cannot work."""
     findings = Findings()
-    if not config.eval.responses:
-        names = [*(("eval.models", name) for name in config.eval.models), ("eval.compare", config.eval.compare)]
-        check_models([(key, name) for key, name in names if name and "://" not in name], findings)
-        check_versions(config.trainer.device, findings)
+    names = [*(("eval.models", name) for name in models), ("eval.compare", compare)]
+    check_models([(key, name) for key, name in names if name and "://" not in name], findings)
+    check_versions(device, findings)
     findings.close()
 
 
-def check_hub(config: PPOConfig | SFTConfig, findings: Findings) -> None:
+def check_hub(models: Mapping[str, ModelConfig], findings: Findings) -> None:
     """Report models of a run that are neither here nor on the hub, and changed settings that a model cannot have."""
-    if isinstance(config, SFTConfig):
-        models = {"model": config.model}
-    else:
-        models = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
-        if config.critic.enable:
-            models["critic.model"] = config.critic.model
     check_models([(f"{key}.path", model.path) for key, model in models.items()], findings)
     if findings.errors:
         return
@@ -107,18 +101,34 @@ def check_models(models: Iterable[tuple[str, str]], findings: Findings) -> None:
             findings.error("model.hub", f"{key}={name}: {cause}", fix, keys=key, value=name)
 
 
-def check_start(config: PPOConfig | SFTConfig, findings: Findings) -> None:
-    """Check versions, machine and GPUs, and unless it is supervised the memory of each phase."""
-    check_versions(config.trainer.device, findings, engine=isinstance(config, PPOConfig))
-    check_loggers(config.trainer.logger, findings)
-    check_machine(config, findings)
-    check_gpus(config, findings)
+def check_start(config: PPOConfig | SFTConfig, findings: Findings) -> bool:
+    """Check models, versions, machine and GPUs, and unless it is supervised the memory of each phase. Returns False
+    if a model cannot be used: nothing else is checked then, as each part would ask the hub again, for a minute."""
+    trainer, ray_init = config.trainer, config.ray_kwargs.ray_init
     if isinstance(config, SFTConfig):
-        return
-    publish_own_keys(config.own)
-    with contextlib.suppress(ConfigError):  # reported with the model, which may be what a library registers
-        import_libraries(config.actor_rollout_ref.model.external_lib)
-    memory_plan(config, findings)
+        models, utilization = {"model": config.model}, 0.0
+        tokens = config.data.train_batch_size * config.data.max_length
+    else:
+        section, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+        models = {"actor_rollout_ref.model": section.model}
+        models |= {"critic.model": config.critic.model} if config.critic.enable else {}
+        utilization = rollout.gpu_memory_utilization
+        tokens = config.data.train_batch_size * rollout.n * (rollout.max_model_len or 0)
+    check_hub(models, findings)
+    if findings.errors:
+        return False
+    check_versions(trainer.device, findings, engine=isinstance(config, PPOConfig))
+    check_loggers(trainer.logger, findings)
+    devices = config.devices_per_machine if trainer.device == "cpu" else 1
+    check_machine(devices, ray_init, tokens, findings, machine_facts())
+    here, gpus = not joins(ray_init), []
+    if here and trainer.device == "cuda":
+        gpus = visible_gpus()[: config.devices_per_machine]
+        check_gpus(gpus, utilization, findings)
+    if isinstance(config, PPOConfig):
+        publish_own_keys(config.own)
+        memory_plan(config, findings, min((gpu.total for gpu in gpus), default=0), memory_left() * here)
+    return True
 
 
 def check_space(config: PPOConfig | SFTConfig, findings: Findings, steps: int | None = None) -> None:
@@ -131,7 +141,13 @@ def check_space(config: PPOConfig | SFTConfig, findings: Findings, steps: int | 
     directory = Path(config.trainer.default_local_dir).expanduser().absolute()
     existing = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
     times, free, steps = save_times(config.trainer), shutil.disk_usage(existing).free, steps or 0
-    samples = _samples_bytes(config, steps or config.trainer.total_training_steps or 0, existing)
+    samples = 0
+    if isinstance(config, PPOConfig) and _on_disk_of(existing, config.trainer.rollout_data_dir):
+        correction = config.algorithm.rollout_correction
+        weighted = bool(correction.rollout_is and not correction.bypass_mode)
+        of_step = _step_bytes(config.data, config.actor_rollout_ref.rollout.n, weighted, config.trainer.rollout_tokens)
+        most = math.inf if config.trainer.max_rollout_data_gb is None else config.trainer.max_rollout_data_gb * 1e9
+        samples = int(min((steps or config.trainer.total_training_steps or 0) * of_step, most))
     of_samples = f"the samples of all steps take up to {amount(samples)}"
     size = _checkpoint_bytes(config) if times.ever else None
     if not size:
@@ -152,23 +168,21 @@ def check_space(config: PPOConfig | SFTConfig, findings: Findings, steps: int | 
         findings.warn("run.disk", f"{cause}: not enough for {kept} and one being written", fix, keys=(KEEP, KEY))
 
 
-def _samples_bytes(config: PPOConfig | SFTConfig, steps: int, existing: Path) -> int:
-    """Estimate what the training samples of these steps take at most on the disk of a directory."""
-    if isinstance(config, SFTConfig) or not config.trainer.rollout_data_dir:
-        return 0
-    place = Path(config.trainer.rollout_data_dir).expanduser().absolute()
+def _on_disk_of(existing: Path, directory: str | None) -> bool:
+    """Whether a directory is configured, and is or will be on the disk of an existing one."""
+    if not directory:
+        return False
+    place = Path(directory).expanduser().absolute()
     there = next(parent for parent in (place, *place.parents) if parent.is_dir())
-    if there.stat().st_dev != existing.stat().st_dev:
-        return 0
-    data, rollout, trainer = config.data, config.actor_rollout_ref.rollout, config.trainer
+    return there.stat().st_dev == existing.stat().st_dev
+
+
+def _step_bytes(data: DataConfig, responses: int, weighted: bool, with_tokens: int) -> float:
+    """Estimate what the training samples of a step take at most; `with_tokens` of them have their tokens."""
     length = data.max_prompt_length + data.max_response_length
-    correction = config.algorithm.rollout_correction
-    weights = WEIGHT_BYTES * data.max_response_length * bool(correction.rollout_is and not correction.bypass_mode)
-    written = data.train_batch_size * rollout.n * (SAMPLE_BYTES + TEXT_BYTES * length + weights)
-    written += trainer.rollout_tokens * TOKEN_BYTES * data.max_response_length
-    of_step = written / COMPRESSION if written >= COMPRESSED else written
-    most = math.inf if trainer.max_rollout_data_gb is None else trainer.max_rollout_data_gb * 1e9
-    return int(min(steps * of_step, most))
+    of_sample = SAMPLE_BYTES + TEXT_BYTES * length + WEIGHT_BYTES * data.max_response_length * weighted
+    written = data.train_batch_size * responses * of_sample + with_tokens * TOKEN_BYTES * data.max_response_length
+    return written / COMPRESSION if written >= COMPRESSED else written
 
 
 def _checkpoint_bytes(config: PPOConfig | SFTConfig) -> int | None:
@@ -176,24 +190,21 @@ def _checkpoint_bytes(config: PPOConfig | SFTConfig) -> int | None:
     adapter is saved."""
     total = 0
     try:
-        for model, dtype, contents in _saved_models(config):
+        if isinstance(config, SFTConfig):
+            saved = [(config.model, config.engine.fsdp_config.model_dtype, config.checkpoint.save_contents)]
+        else:
+            section, critic = config.actor_rollout_ref, config.critic
+            actor = (section.model, section.actor.fsdp_config.model_dtype)
+            models = {"critic": (critic.model, critic.fsdp.model_dtype)}
+            contents = contents_to_save(config, build_algorithm(config))
+            saved = [(*models.get(name, actor), names) for name, names in contents.items()]
+        for model, dtype, names in saved:
             directory = resolve_model(model.path)
             if model.lora_rank or not directory.is_dir():
                 return None
             stored = open_tensors(Path(model.path)).meta if is_sharded(model.path) else stored_tensors(directory)
             count = sum(tensor.shape.numel() for tensor in stored.values())
-            total += count * ITEMSIZE[dtype] * sum(COPIES.get(part, 0) for part in contents)
+            total += count * ITEMSIZE[dtype] * sum(COPIES.get(part, 0) for part in names)
     except ConfigError:  # reported with the algorithm or the model
         return None
     return total or None
-
-
-def _saved_models(config: PPOConfig | SFTConfig) -> list[tuple[ModelConfig, str, list[str]]]:
-    """Each model that is saved, with the type that it is stored in and the parts that are saved."""
-    if isinstance(config, SFTConfig):
-        return [(config.model, config.engine.fsdp_config.model_dtype, config.checkpoint.save_contents)]
-    section, critic = config.actor_rollout_ref, config.critic
-    actor = (section.model, section.actor.fsdp_config.model_dtype)
-    models = {"actor": actor, "critic": (critic.model, critic.fsdp.model_dtype)}
-    saved = contents_to_save(config, build_algorithm(config))
-    return [(*models.get(name, actor), contents) for name, contents in saved.items()]

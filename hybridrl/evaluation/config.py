@@ -42,10 +42,11 @@ def load_eval_config(
     the model's own settings are checked by `with_model`, for each of the models."""
     result = read_config(EvaluationConfig, [_current(text) for text in overrides], config_name, config_dir)
     if result.config is not None and result.values is not None:
-        _resolve_sampling(result.config, result.values.follows)
-        result.cross_check(_resolve)
-        if not result.findings.errors:
-            _check(result.config, result.findings)
+        result.cross_check(partial(_resolve, follows=result.values.follows))
+        settings, section = result.config.eval, result.config.actor_rollout_ref
+        settings.files = settings.files or result.config.data.val_files
+        if not result.findings.errors and not settings.responses:
+            _check(settings, section.model.path, section.rollout.val_kwargs.temperature, result.findings)
     return result.accept(report, show)
 
 
@@ -103,8 +104,9 @@ def _sampling(settings: EvalConfig) -> dict[str, Any]:
     return PRESETS.get(settings.preset or "", {}) | own
 
 
-def _resolve_sampling(config: EvaluationConfig, follows: dict[str, str]) -> None:
-    """Fill in what follows from the section `eval`: how to sample, and that nothing is trained."""
+def _resolve(config: EvaluationConfig, findings: Findings, follows: dict[str, str]) -> None:
+    """Fill in derived values, first those that follow from the section `eval`: how to sample, and that nothing is
+    trained. Adds findings about what cannot work."""
     settings, rollout, model = config.eval, config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     sampling = _sampling(settings)
     if (length := sampling.pop("max_tokens", None)) is not None:
@@ -117,6 +119,15 @@ def _resolve_sampling(config: EvaluationConfig, follows: dict[str, str]) -> None
     if not settings.models and model.lora_adapter_path:
         settings.models = [model.lora_adapter_path]
     model.lora_rank, model.lora_adapter_path = 0, None  # an adapter is merged before it is served
+    check = Checker(findings, asdict(config))
+    with findings.gathered("conflict"):
+        training.resolve_devices(config, check, None)
+    config.data.seed = config.trainer.seed if config.data.seed is None else config.data.seed
+    resolve_rollout(config, check.at(ROLLOUT), _shorter(settings))
+    check_ignored(config.data, rollout, check.at(ROLLOUT))
+    check_engine(rollout, check.at(ROLLOUT))
+    algorithm.check_data(config.data, check)
+    algorithm.resolve_reward(config.reward, check)
 
 
 def _shorter(settings: EvalConfig) -> str:
@@ -124,25 +135,8 @@ def _shorter(settings: EvalConfig) -> str:
     return f"lower data.max_prompt_length or {'eval.max_tokens' if 'max_tokens' in _sampling(settings) else LENGTH}"
 
 
-def _resolve(config: EvaluationConfig, findings: Findings) -> None:
-    """Fill in derived values; add findings about what cannot work."""
-    check = Checker(findings, asdict(config))
-    with findings.gathered("conflict"):
-        training.resolve_devices(config, check, None)
-    config.data.seed = config.trainer.seed if config.data.seed is None else config.data.seed
-    resolve_rollout(config, check.at(ROLLOUT), _shorter(config.eval))
-    check_ignored(config.data, config.actor_rollout_ref.rollout, check.at(ROLLOUT))
-    check_engine(config.actor_rollout_ref.rollout, check.at(ROLLOUT))
-    algorithm.check_data(config.data, check)
-    algorithm.resolve_reward(config.reward, check)
-
-
-def _check(config: EvaluationConfig, findings: Findings) -> None:
-    """Add what is missing or cannot work together, and fill in models and files."""
-    settings, model = config.eval, config.actor_rollout_ref.model.path
-    settings.files = settings.files or config.data.val_files
-    if settings.responses:
-        return
+def _check(settings: EvalConfig, model: str | None, temperature: float, findings: Findings) -> None:
+    """Add what is missing or cannot work together, and fill in the model."""
     if not settings.files:
         fix = "add eval.files=questions.jsonl, or data.val_files"
         findings.error("value", "eval.files and data.val_files are not set", fix, keys="eval.files")
@@ -151,7 +145,6 @@ def _check(config: EvaluationConfig, findings: Findings) -> None:
         findings.error("value", f"eval.models: {cause}", fix, keys="eval.models")
     elif not settings.models:
         settings.models = [model]
-    temperature = config.actor_rollout_ref.rollout.val_kwargs.temperature
     if temperature == 0 and (settings.n or 1) > 1:
         cause = f"at temperature 0 all {settings.n} responses to a question are equal"
         fix = f"set eval.preset={next(iter(PRESETS))}, or eval.temperature=1.0, or eval.n=1"

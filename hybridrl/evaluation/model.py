@@ -28,6 +28,7 @@ from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.rollout.lanes import ServerHandle
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
 from hybridrl.data.tokenizer import end_tokens
+from hybridrl.evaluation.config import with_model
 from hybridrl.evaluation.plan import Origin, PlannedResponse, collect_questions, counts, plan, reject_large_k
 from hybridrl.evaluation.remote import Endpoint, connect, sample_remotely
 from hybridrl.evaluation.results import SAMPLES, write_results
@@ -75,7 +76,8 @@ class ModelEvaluation:
     """The evaluation of one model. The constructor loads and checks all that needs no device."""
 
     def __init__(self, config: EvaluationConfig, target: Target) -> None:
-        self.target, self.config = target, target.config(config)
+        self.target = target
+        self.config = config if target.is_address else with_model(config, target.whole_path, target.key)
         self.endpoint: Endpoint | None = None
         if target.is_address:
             self.endpoint = connect(target.path, config.eval.served_model, config.eval.concurrency, target.key)

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hybridrl.config import ConfigError, EvaluationConfig
+from hybridrl.config import ConfigError
 from hybridrl.config.files import adapter_settings, holds_adapter
 from hybridrl.config.findings import Findings
-from hybridrl.evaluation.config import with_model
 from hybridrl.evaluation.results import RESULTS
 from hybridrl.runs.directory import RunDirectory, SavedCheckpoint
 from hybridrl.tracking.sink import is_validation_score
@@ -32,14 +31,11 @@ class Target:
     def is_address(self) -> bool:
         return is_address(self.path)
 
-    def config(self, config: EvaluationConfig) -> EvaluationConfig:
-        """The configuration with this model, checked. An adapter is checked as its base, and merged later."""
-        if self.is_address:
-            return config
-        path = self.path
-        if holds_adapter(path):
-            path = adapter_settings(path).get("base_model_name_or_path") or path
-        return with_model(config, path, self.key)
+    @property
+    def whole_path(self) -> str:
+        """The model whose settings are checked: of an adapter its base, with which it is merged later."""
+        base = adapter_settings(self.path).get("base_model_name_or_path") if holds_adapter(self.path) else None
+        return base or self.path
 
 
 def is_address(name: str) -> bool:

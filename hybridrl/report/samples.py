@@ -35,9 +35,7 @@ class Shown:
 
     @property
     def advantage(self) -> float | None:
-        stored = self.record.episode.get("advantage")
-        known = isinstance(stored, int | float) and is_number(stored)
-        return stored if known else group_advantage(self.record, self.group)
+        return advantage_of(self.record, self.group)
 
 
 @dataclass
@@ -119,7 +117,7 @@ def _choose_of_step(records: list[SampleRecord], groups: list[Group], step: int,
         add(scored[-1], "best")
         add(scored[0], "worst")
         add(scored[len(scored) // 2], "median")
-        add(max(scored, key=lambda one: abs(_advantage(one, group_of[id(one)]))), "largest advantage")
+        add(max(scored, key=lambda one: abs(advantage_of(one, group_of[id(one)]) or 0.0)), "largest advantage")
     if records:
         add(max(records, key=length_of), "longest")
         add(random.Random(step).choice(records), "random")
@@ -290,18 +288,17 @@ def key_across_steps(record: SampleRecord) -> str:
     return record.prompt
 
 
-def group_advantage(record: SampleRecord, group: Group) -> float | None:
-    """Reward minus the group's mean, over its standard deviation; None of a group without one."""
+def advantage_of(record: SampleRecord, group: Group) -> float | None:
+    """The advantage that a record has, else its reward minus the group's mean, over its standard deviation; None of a
+    group without one."""
+    stored = record.episode.get("advantage")
+    if isinstance(stored, int | float) and is_number(stored):
+        return stored
     scores = scores_of(group)
     if not is_number(record.score) or len(scores) < 2:
         return None
     deviation = stdev(scores)
     return (record.score - fmean(scores)) / deviation if deviation > 1e-9 else 0.0
-
-
-def _advantage(record: SampleRecord, group: Group) -> float:
-    stored = record.episode.get("advantage")
-    return stored if isinstance(stored, int | float) and is_number(stored) else group_advantage(record, group) or 0.0
 
 
 def scores_of(group: Group) -> list[float]:

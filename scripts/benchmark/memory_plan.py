@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl import main_ppo
 from hybridrl.config import load_ppo_config
-from hybridrl.doctor.memory_plan import Plan, PlannedRun, make_plans, table
+from hybridrl.doctor.memory import Plan, PlannedRun, make_plans
 from hybridrl.doctor.memory_sizes import read_models
 from hybridrl.runtime.guard import guarded
 from hybridrl.tracking import Stopwatch
@@ -52,8 +52,8 @@ PHASES = {
     "update_actor": "policy update",
     "update_weights": "weight sync",
     "switch": "weight sync",
-    "save_checkpoint": "save",
-    BETWEEN: "save",  # written in the background
+    "save_checkpoint": "weight sync",  # the plan has no phase of its own for it
+    BETWEEN: "weight sync",  # written in the background
 }
 
 
@@ -218,7 +218,7 @@ def compare(plan: Plan, by_phase: dict[str, dict[str, int]], processes: int) -> 
         f"{phase}: planned {plan.needs[phase].total() / GIB:.2f}, measured {f'{size / GIB:.2f}' if size else 'never'}"
         for phase, size in peaks.items()
     ]
-    return "\n".join([table(plan), *lines, f"(of which imports {processes / GIB:.2f})"])
+    return "\n".join([str(plan), *lines, f"(of which imports {processes / GIB:.2f})"])
 
 
 def main() -> int:

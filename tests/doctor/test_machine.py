@@ -29,57 +29,47 @@ Install = Callable[..., None]
 # -- memory, cores, shared memory, open files --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def config(command: list[str]) -> PPOConfig:
-    return load_ppo_config(command)
-
-
-def warnings(config: PPOConfig, **facts: object) -> dict[str, Finding]:
+def warnings(devices: int = 1, ray_init: dict | None = None, tokens: int = 100, **facts: object) -> dict[str, Finding]:
     findings = Findings()
-    check_machine(config, findings, HEALTHY._replace(**facts))
+    check_machine(devices, ray_init or {}, tokens, findings, HEALTHY._replace(**facts))
     return {finding.code: finding for finding in findings.items if finding.severity != "info"}
 
 
-def test_a_healthy_machine_gives_one_line(config: PPOConfig):
+def test_a_healthy_machine_gives_one_line():
     findings = Findings()
-    check_machine(config, findings, HEALTHY)
+    check_machine(1, {}, 100, findings, HEALTHY._replace(memory_limit=128 * GIB))  # more than is free
     assert [finding.text for finding in findings.items] == ["8 cores, 64.0 GiB of memory free, open files 65536"]
 
 
-def test_docker_s_small_shared_memory_is_a_warning_unless_a_ray_cluster_is_joined(config, monkeypatch):
-    assert "64 MiB free" in warnings(config, shared_free=64 << 20)["machine.shm"].cause
-    assert "--shm-size" in warnings(config, shared_free=64 << 20)["machine.shm"].fix
-    assert "there is no /dev/shm" in warnings(config, shared_free=None)["machine.shm"].cause
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    assert not warnings(config, shared_free=64 << 20)
+def test_docker_s_small_shared_memory_is_a_warning_unless_a_ray_cluster_is_joined():
+    assert "64 MiB free" in warnings(shared_free=64 << 20)["machine.shm"].cause
+    assert "--shm-size" in warnings(shared_free=64 << 20)["machine.shm"].fix
+    assert "there is no /dev/shm" in warnings(shared_free=None)["machine.shm"].cause
+    assert not warnings(ray_init={"address": "10.0.0.1:6379"}, shared_free=64 << 20)
 
 
-def test_a_step_with_more_rows_than_ray_s_store_holds_is_a_warning(config: PPOConfig):
-    config.data.train_batch_size, config.actor_rollout_ref.rollout.n = 1024, 16
-    config.actor_rollout_ref.rollout.max_model_len = 8192  # at 40 bytes a token 5 GiB
-    assert "a step may have 5.0 GiB of rows" in warnings(config, shared_free=4 * GIB)["machine.object-store"].cause
-    config.ray_kwargs.ray_init["object_store_memory"] = 6 * GIB
-    assert not warnings(config, shared_free=8 * GIB)
-    config.ray_kwargs.ray_init["object_store_memory"] = 4 * GIB
-    assert "has 4.0 GiB" in warnings(config, shared_free=8 * GIB)["machine.object-store"].cause
+def test_a_step_with_more_rows_than_ray_s_store_holds_is_a_warning():
+    tokens = 1024 * 16 * 8192  # at 40 bytes each 5 GiB
+    warning = warnings(tokens=tokens, shared_free=4 * GIB)["machine.object-store"]
+    assert "a step may have 5.0 GiB of rows" in warning.cause
+    assert not warnings(tokens=tokens, ray_init={"object_store_memory": 6 * GIB})
+    small = warnings(tokens=tokens, ray_init={"object_store_memory": 4 * GIB})
+    assert "has 4.0 GiB" in small["machine.object-store"].cause
 
 
-def test_few_open_files_are_a_warning(config: PPOConfig):
-    assert "at most 1024 files" in warnings(config, open_files=1024)["machine.open-files"].cause
+def test_few_open_files_are_a_warning():
+    assert "at most 1024 files" in warnings(open_files=1024)["machine.open-files"].cause
 
 
-def test_a_container_that_may_use_fewer_cores_than_are_seen_is_a_warning(config: PPOConfig):
-    warning = warnings(config, core_limit=2.5)["machine.cores"]
+def test_a_container_that_may_use_fewer_cores_than_are_seen_is_a_warning():
+    warning = warnings(core_limit=2.5)["machine.cores"]
     assert "see 8 cores, but the container may use 2.5" in warning.cause and warning.fix.endswith("--cpuset-cpus=0-1")
-    assert not warnings(config, core_limit=8.0)
+    assert not warnings(core_limit=8.0)
 
 
-def test_a_container_s_memory_limit_counts_if_it_is_below_the_free_memory(config: PPOConfig):
-    assert "may use 1.0 GiB more" in warnings(config, memory_limit=GIB)["machine.memory"].cause
-    assert not warnings(config, memory_limit=4 * GIB)  # info
-    findings = Findings()
-    check_machine(config, findings, HEALTHY._replace(memory_limit=128 * GIB))
-    assert [finding.code for finding in findings.items] == ["machine.found"]
+def test_a_container_s_memory_limit_counts_if_it_is_below_the_free_memory():
+    assert "may use 1.0 GiB more" in warnings(memory_limit=GIB)["machine.memory"].cause
+    assert not warnings(memory_limit=4 * GIB)  # info
 
 
 def test_the_tightest_control_group_counts(tmp_path: Path):
@@ -243,71 +233,59 @@ def test_the_builds_for_cuda_that_are_tested_are_those_that_are_installed_and_th
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cuda_config(command: list[str]) -> PPOConfig:
-    """A machine with GPUs: two are used, and the engine takes half of each."""
-    config = load_ppo_config(command)
-    config.trainer.device, config.trainer.n_gpus_per_node = "cuda", 2
-    config.actor_rollout_ref.rollout.gpu_memory_utilization = 0.5
-    return config
-
-
 BUILD = ("12.8", ["sm_80", "sm_90a", "sm_100", "compute_100"])
 
 
-def gpu_findings(config: PPOConfig, *gpus: Gpu, build: tuple[str | None, list[str]] = BUILD) -> list[Finding]:
+def gpu_findings(*gpus: Gpu, utilization: float = 0.5, build: tuple[str | None, list[str]] = BUILD) -> list[Finding]:
     findings = Findings()
-    check_gpus(config, findings, lambda: list(gpus), build)
+    check_gpus([*gpus], utilization, findings, build)
     return findings.items
 
 
-def test_idle_gpus_are_listed_if_the_run_would_use_them(cuda_config: PPOConfig):
-    idle = [Gpu(number, "H200", 140 * GIB, 139 * GIB) for number in range(3)]
-    assert [(f.severity, f.text) for f in gpu_findings(cuda_config, *idle)] == [
+def test_idle_gpus_are_listed():
+    idle = [Gpu(number, "H200", 140 * GIB, 139 * GIB) for number in range(2)]
+    assert [(f.severity, f.text) for f in gpu_findings(*idle)] == [
         ("info", f"GPU {number}, H200: 139.0 of 140.0 GiB free") for number in (0, 1)
     ]
 
 
-def test_processes_on_a_gpu_are_named_with_the_share_that_would_fit(cuda_config: PPOConfig):
+def test_processes_on_a_gpu_are_named_with_the_share_that_would_fit():
     held = Gpu(0, "A100", 80 * GIB, 20 * GIB, ((4711, "python serve.py, of ann", 58 * GIB),))
-    warning = gpu_findings(cuda_config, held)[1]
+    warning = gpu_findings(held)[1]
     assert (warning.code, warning.severity) == ("gpu.held", "error")  # vLLM would not start
     assert "75% of its memory is taken by process 4711 (python serve.py, of ann, 58.0 GiB)" in warning.cause
     assert "gpu_memory_utilization=0.5 of it is free" in warning.cause
     assert warning.fix == "end them (kill 4711), or set actor_rollout_ref.rollout.gpu_memory_utilization=0.22"
 
 
-def test_a_gpu_partly_held_by_invisible_processes_is_a_warning_too(cuda_config: PPOConfig):
-    warning = gpu_findings(cuda_config, Gpu(1, "A100", 80 * GIB, 60 * GIB))[1]
+def test_a_gpu_partly_held_by_invisible_processes_is_a_warning_too():
+    warning = gpu_findings(Gpu(1, "A100", 80 * GIB, 60 * GIB))[1]
     assert "25% of its memory is taken by processes that are not visible from here" in warning.cause
     assert "CUDA_VISIBLE_DEVICES" in warning.fix
 
 
-def test_a_torch_without_cuda_and_a_driver_that_is_older_than_it_are_told_apart(cuda_config: PPOConfig):
+def test_a_torch_without_cuda_and_a_driver_that_is_older_than_it_are_told_apart():
     gpu = Gpu(0, "H200", 140 * GIB, 140 * GIB, capability=90, cuda=11080)
-    (error, *_) = gpu_findings(cuda_config, gpu, build=(None, []))
+    (error, *_) = gpu_findings(gpu, build=(None, []))
     assert error.code == "gpu.build" and "is built for CPU" in error.cause
-    (error, *_) = gpu_findings(cuda_config, gpu, build=("12.8", ["sm_90"]))
+    (error, *_) = gpu_findings(gpu, build=("12.8", ["sm_90"]))
     assert error.code == "gpu.driver"
     assert "is built for CUDA 12.8, and the NVIDIA driver runs programs up to CUDA 11.8" in error.cause
-    assert [one.code for one in gpu_findings(cuda_config, gpu._replace(cuda=12020))] == ["gpu.found"]
+    assert [one.code for one in gpu_findings(gpu._replace(cuda=12020))] == ["gpu.found"]
 
 
 @pytest.mark.parametrize(("capability", "runs"), [(70, False), (75, False), (80, True), (86, True), (90, True)])
-def test_a_gpu_needs_code_for_its_architecture(cuda_config: PPOConfig, capability: int, runs: bool):
-    findings = gpu_findings(cuda_config, Gpu(0, "GPU", 140 * GIB, 140 * GIB, capability=capability))
+def test_a_gpu_needs_code_for_its_architecture(capability: int, runs: bool):
+    findings = gpu_findings(Gpu(0, "GPU", 140 * GIB, 140 * GIB, capability=capability))
     assert [one.code for one in findings] == ["gpu.architecture"] * (not runs) + ["gpu.found"]
     newer = Gpu(0, "GPU", 140 * GIB, 140 * GIB, capability=120)  # compute_100 is compiled at the start
-    assert [one.code for one in gpu_findings(cuda_config, newer)] == ["gpu.found"]
-    assert len(gpu_findings(cuda_config, newer, build=("12.8", ["sm_90a", "sm_100"]))) == 2
+    assert [one.code for one in gpu_findings(newer)] == ["gpu.found"]
+    assert len(gpu_findings(newer, build=("12.8", ["sm_90a", "sm_100"]))) == 2
 
 
-def test_gpus_that_the_run_does_not_use_are_not_queried(cuda_config: PPOConfig, monkeypatch: pytest.MonkeyPatch):
-    cuda_config.trainer.device = "cpu"
-    check_gpus(cuda_config, Findings(), lambda: pytest.fail("queried"))
-    cuda_config.trainer.device = "cuda"
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    check_gpus(cuda_config, Findings(), lambda: pytest.fail("queried"))
+def test_a_supervised_run_may_use_what_is_left_of_a_gpu():
+    findings = gpu_findings(Gpu(0, "H100", 80 * GIB, 8 * GIB), utilization=0.0)
+    assert [(one.severity, one.code) for one in findings] == [("info", "gpu.found"), ("warning", "gpu.held")]
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------

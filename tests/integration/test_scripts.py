@@ -106,7 +106,7 @@ RUNS = {
     "length_bias": Tiny(rows=["| characters of a response"]),
     "load_memory": Tiny(rows=["rank 0: at most", "rank 1: at most"]),
     "lora": Tiny("--tiny --out HERE/runs --docs HERE/docs", ["| adapter |", "| LoRA, rank 16 |"]),
-    "memory_plan": Tiny(rows=["rollout: planned", "save: planned", "peak without imports: planned"]),
+    "memory_plan": Tiny(rows=["rollout: planned", "weight sync: planned", "peak without imports: planned"]),
     "merge": Tiny(
         rows=[
             "  cp ",

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hybridrl.report.contents import Contents
-from hybridrl.report.samples import choose_samples, correlation, evenly, group_advantage, grouped, length_of
+from hybridrl.report.samples import advantage_of, choose_samples, correlation, evenly, grouped, length_of
 from hybridrl.report.texts import TEXT_BUDGET, finite, limit_of, shortened
 from hybridrl.tracking.records import SampleRecord
 from tests.report.synthetic import verl_sample, write_run
@@ -55,10 +55,11 @@ def test_groups_are_those_of_a_position_and_of_a_prompt_in_verls_files():
 def test_the_advantage_within_a_group_is_that_of_grpo():
     # Eight responses, one right: (1 - 1/8) / 0.35355 = 2.4749
     group = [record(1.0), *[record(0.0) for _ in range(7)]]
-    assert group_advantage(group[0], group) == pytest.approx(2.4749, abs=1e-4)
-    assert group_advantage(group[0], group[:1]) is None
-    assert group_advantage(record(None), group) is None
-    assert group_advantage(group[1], group[1:]) == 0.0
+    assert advantage_of(group[0], group) == pytest.approx(2.4749, abs=1e-4)
+    assert advantage_of(group[0], group[:1]) is None
+    assert advantage_of(record(None), group) is None
+    assert advantage_of(group[1], group[1:]) == 0.0
+    assert advantage_of(record(1.0, advantage=-0.5), group) == -0.5, "that of the record, if it has one"
 
 
 def test_bands_are_of_the_mean_rewards_of_prompts(tmp_path):
