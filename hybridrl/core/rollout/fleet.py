@@ -12,13 +12,13 @@ from ray.exceptions import RayError, RayTaskError
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.cluster import Actor, Group, OutOfMemory, Pending, RaySession, RemoteFailure, gather, kill, spawn
+from hybridrl.core.cluster.dispatch import ActorLost
 from hybridrl.core.cluster.failures import LACK_OF_MEMORY, cause_of, describe, headline, largest_processes, root
 from hybridrl.core.cluster.group import START_LIMIT, check_ray
 from hybridrl.core.cluster.watchdog import explain
 from hybridrl.core.rollout.client import RolloutClient
 from hybridrl.core.rollout.engine import EngineEntry, RolloutEngine
 from hybridrl.core.rollout.ladder import MARK, MemoryLadder, Settings, logged, shortage, with_settings
-from hybridrl.core.rollout.lanes import ServerFailure
 from hybridrl.core.rollout.server import RolloutServer
 from hybridrl.core.rollout.statistics import engine_metrics
 from hybridrl.core.rollout.types import Completion, Goal, Request, RequestFault
@@ -43,7 +43,7 @@ class EngineGroup(Group):
 class RemoteServer:
     """A server actor as the client uses it; `failure` makes of a remote error what the client gets."""
 
-    def __init__(self, actor: Actor, log: str, failure: Callable[[RayError], ServerFailure]) -> None:
+    def __init__(self, actor: Actor, log: str, failure: Callable[[RayError], ActorLost]) -> None:
         self.actor, self.log, self.failure = actor, log, failure
 
     def submit(self, requests: list[tuple[int, Request]], goal: Goal | None = None) -> None:
@@ -162,7 +162,7 @@ class RolloutFleet:
         self.rollout = with_settings(self.rollout, self.ladder.settings)
         return True
 
-    def _failure(self, index: int, error: RayError) -> ServerFailure:
+    def _failure(self, index: int, error: RayError) -> ActorLost:
         """Return a lost server's failure for the client, with all that was tried against a lack of memory."""
         error = root(error)
         reason = cause_of(error, f"rollout server {index}")
@@ -172,7 +172,7 @@ class RolloutFleet:
         note = death_note(self.servers.logs[index])
         text = describe(error) if isinstance(error, RayTaskError) else headline(error, reason)
         text += f"{note}; its log: {self.servers.logs[index]}"
-        return ServerFailure("\n".join(filter(None, [text, self.ladder.table()])), reason.text + note, kind)
+        return ActorLost("\n".join(filter(None, [text, self.ladder.table()])), reason.text + note, kind)
 
     def state_dict(self) -> dict[str, Any]:
         return self.ladder.state_dict()

@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from hybridrl.core.rollout.lanes import PendingRequest
-from hybridrl.core.rollout.types import FatalRequest, RequestFault
+from hybridrl.core.rollout.types import FatalRequest, PendingRequest, RequestFault
 
 logger = logging.getLogger(__name__)
 

@@ -2,10 +2,13 @@
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import ClassVar, Protocol
 
 import numpy as np
+
+from hybridrl.core.cluster.dispatch import ActorJob
 
 Key = tuple[int, int, int]  # of a request: prompt, sample, turn
 
@@ -124,3 +127,40 @@ def continuation(request: Request, part: Completion) -> Request:
         sampling=replace(sampling, **left),
         begun=begun,
     )
+
+
+class ServerState(Enum):
+    """A rollout server as its client knows it; one that has no weights yet gets them with the next weight sync."""
+
+    LIVE = "live"
+    REBUILDING = "rebuilding"
+    WAITING_FOR_WEIGHTS = "waiting for weights"
+
+
+class ServerHandle(Protocol):
+    """A rollout server as the client uses it; awaited calls raise ActorLost."""
+
+    def submit(self, requests: list[tuple[int, Request]], goal: Goal | None = None) -> None: ...
+    def interrupt(self) -> None: ...
+    async def take(self) -> list[tuple[int, Completion | RequestFault]]: ...
+    async def check(self) -> int: ...  # the tokens that its engine has sampled so far
+    async def activity(self) -> str: ...  # where its processes are
+    def kill(self) -> None: ...
+
+
+@dataclass(eq=False)
+class PendingRequest(ActorJob):
+    """A request in flight, and what was sampled before an interruption. One that is `suspect` may have caused the death
+    of a server."""
+
+    request: Request
+    begun: Completion | None = None
+    suspect: bool = field(default=False, init=False)
+
+    def rest(self) -> Request:
+        """Return the request for what is missing."""
+        return self.request if self.begun is None else continuation(self.request, self.begun)
+
+    def add(self, part: Completion) -> Completion:
+        """Return the response as far as it is sampled, with a further part."""
+        return part if self.begun is None else self.begun.then(part)

@@ -226,7 +226,7 @@ def test_episodes_are_started_while_others_run(workers, tokenizer):
             assert time.monotonic() - began < HEARTBEAT_SECONDS / 2  # no call that waits for a process is waited for
             gate.opened.set()
             await asyncio.gather(*first)
-            assert not any(lane.episodes or lane.pump for lane in dispatch.lanes)
+            assert not any(lane.jobs or lane.pump for lane in dispatch.lanes)
             (last,) = dispatch.start(specs({"turns": 1}, count=1), gate)
             assert len((await last).turns) == 1
 
