@@ -63,12 +63,12 @@ class HybridEngine:
                 self._switch(version)
                 break
             except RemoteFailure as failure:  # a server that died is rebuilt, and all weights are sent again
-                dead = self.fleet.dead(failure.silent)
+                dead = self.fleet.find_dead(failure.silent)
                 if not retries_left or not dead:
                     raise
                 logger.warning("the weight sync failed, and is repeated: %s", failure)
                 for index, cause in dead.items():
-                    self.fleet.lost(index, cause)
+                    self.fleet.note_death(index, cause)
                 self.fleet.kill(list(dead))  # a silent one may live and still read the buckets, which are freed next
                 self.sync.abort(list(dead))
                 self._move_trainers(to_host=True)  # an engine may need its cache's memory before it can sleep
@@ -110,19 +110,19 @@ class HybridEngine:
 
     def _rebuild_dead_servers(self) -> None:
         """Rebuild every server that does not respond, and put it to sleep."""
-        if dead := self.fleet.dead():
+        if dead := self.fleet.find_dead():
             self._move_trainers(to_host=True)
             for index, cause in list(dead.items()):
                 message = "rollout server %d was lost (%s); rebuilding it"
                 logger.warning(message, index, cause, extra={"code": "server-lost"})
-                self.fleet.lost(index, cause)
+                self.fleet.note_death(index, cause)
                 self._rebuild(index, asleep=True)
                 self.client.replace(index, self.fleet.handle(index))
             self._move_trainers(to_host=False)
 
     def rebuild_servers(self) -> None:
         """Replace all servers by new ones before the next weight sync."""
-        self.fleet.gone |= dict.fromkeys(range(len(self.fleet)), "trainer.on_diagnosis=rebuild")
+        self.fleet.condemn("trainer.on_diagnosis=rebuild")
 
     def _rebuild(self, index: int, *, asleep: bool = False) -> None:
         self.fleet.rebuild(index, asleep=asleep)

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -28,23 +28,31 @@ ACTOR = re.compile(r"\b(rollout|train)(?: server |-)(\d+)\b")
 
 # In the messages of Python, torch, Ray's memory monitor and `kill_cause`; and those of CUDA and vLLM. The host is tried
 # first: its messages may also say "out of memory".
-HOST_MEMORY = (
-    r"killed by the kernel for lack|can.?.?t allocate memory|bad_alloc|\bMemoryError\b|low on memory|memory pressure"
-    r"|memory usage threshold"
-)
-DEVICE_MEMORY = (
-    r"out of memory|\bOutOfMemoryError\b|ALLOC_FAILED|not enough GPU memory|less than desired \w+ memory"
-    r"|no available memory for the cache|larger than the available KV cache"
-)
+MEMORY = {
+    "host-memory": r"killed by the kernel for lack|can.?.?t allocate memory|bad_alloc|\bMemoryError\b|low on memory"
+    r"|memory pressure|memory usage threshold",
+    "device-memory": r"out of memory|\bOutOfMemoryError\b|ALLOC_FAILED|not enough GPU memory"
+    r"|less than desired \w+ memory|no available memory for the cache|larger than the available KV cache",
+}
 # What an error of a general kind shows to be its cause, by its text or by what the process logged last.
 GENERAL = {"device-memory", "worker-died", "worker-failed", "rollout-failed", "save-failed", UNEXPECTED}
 SIGNS = {
     "disk-full": r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]|\bOutOfDiskError\b",
-    "host-memory": HOST_MEMORY,
-    "device-memory": DEVICE_MEMORY,
+    **MEMORY,
     "no-response": r"no response from .+ within",
     "engine-start": r"^\w+: (start-up|rollout server\.start): rollout-\d+",
 }
+
+
+def out_of_memory(error: BaseException | str) -> str | None:
+    """Return the code of the memory that ran out: that of the error's class, or what its text or a log shows; None if
+    there was enough."""
+    code = getattr(error, "code", None)
+    return code if code in MEMORY else _sign_in(str(error), MEMORY)
+
+
+def _sign_in(text: str, signs: Mapping[str, str]) -> str | None:
+    return next((code for code, pattern in signs.items() if re.search(pattern, text, re.IGNORECASE)), None)
 
 
 def code_of(error: BaseException, tail: Sequence[str] = ()) -> str:
@@ -54,8 +62,7 @@ def code_of(error: BaseException, tail: Sequence[str] = ()) -> str:
     ours = type(error).__module__.startswith("hybridrl")
     code = getattr(type(error), "code", UNEXPECTED) if ours else UNEXPECTED
     text = "\n".join([f"{type(error).__name__}: {error}", *tail])
-    signs = (sign for sign, pattern in SIGNS.items() if re.search(pattern, text, re.IGNORECASE))
-    return next(signs, code) if code in GENERAL else code
+    return code if code not in GENERAL else _sign_in(text, SIGNS) or code
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ def test_a_weight_sync_that_lost_a_server_rebuilds_it(error):
     servers, publish = Group([Actor(error)], "rollout server", ["/run/logs/rollout-0.log"]), sync.publish
 
     def lose_one(version: int) -> None:
-        sync.publish, fleet.gone = publish, servers.failures(TrainWorker.offload, timeout=1)
+        sync.publish, fleet.dead = publish, servers.failures(TrainWorker.offload, timeout=1)
         servers.broadcast(TrainWorker.offload, timeout=1)
 
     sync.publish = lose_one

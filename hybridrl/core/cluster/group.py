@@ -18,7 +18,6 @@ from hybridrl.core.cluster.failures import (
     OutOfMemory,
     RemoteFailure,
     WorkerDied,
-    cause,
     cause_of,
     describe,
     headline,
@@ -84,13 +83,13 @@ class Group:
         """Return the results of started calls in rank order; an error names what they are `about`."""
         return gather(refs, f"{self.role}.{method.__name__}", timeout, self.logs, about=about)
 
-    def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> dict[int, str]:
+    def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> dict[int, Cause]:
         """Make the same call on every actor; return the ranks that failed or did not respond in time, and why."""
         refs = self.start(method, *args)
         ready = list(_finished(refs, f"{self.role}.{method.__name__}", timeout, self.logs))
-        silent = {rank: f"no response within {timeout:g} s" for rank, ref in enumerate(refs) if ref not in ready}
-        errors = {rank: _error(ref) for rank, ref in enumerate(refs) if ref in ready}
-        return silent | {rank: cause(error) for rank, error in errors.items() if error is not None}
+        late = "TimeoutError", f"no response within {timeout:g} s"
+        silent = {rank: Cause(name(rank, self.logs), *late) for rank, ref in enumerate(refs) if ref not in ready}
+        return silent | _causes(refs, ready, self.logs)
 
     def only(self, ranks: Sequence[int]) -> Self:
         """Some of the actors as a group of the same kind."""
@@ -219,6 +218,10 @@ def _error(ref: Pending) -> RayError | None:
 
 def _errors(refs: Sequence[Pending], ready: Sequence[Pending]) -> dict[int, RayError]:
     return {index: error for index, ref in enumerate(refs) if ref in ready and (error := _error(ref))}
+
+
+def _causes(refs: Sequence[Pending], ready: Sequence[Pending], logs: Sequence[str]) -> dict[int, Cause]:
+    return {index: cause_of(error, name(index, logs)) for index, error in _errors(refs, ready).items()}
 
 
 def _end_of(log: str, lines: list[str]) -> list[str]:
