@@ -1,4 +1,4 @@
-"""`faults.jsonl`: what was reported while a run was under way, and how it ended, for people and for `doctor why`.
+"""`faults.jsonl`: what was reported during a run, and how it ended, for people and for `doctor why`.
 
 Each record is a line, written at once: `{"time", "step", "code", "text", "tail", "memory", "end"}`. A run begins with
 the code `begun`, and its last record has `"end": true`, unless it was killed.
@@ -67,7 +67,7 @@ def code_of(error: BaseException, tail: Sequence[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """One record. `step` is the step under way, 0 before the first; `tail` ends the log of the process it is about;
+    """One record. `step` is the current step, 0 before the first; `tail` ends the log of the process it is about;
     `end`: the run ended with it."""
 
     time: str
@@ -146,7 +146,7 @@ _current: FaultLog | None = None  # of the run of this process
 
 
 def record(code: str, text: str) -> None:
-    """Record a fault of the run that is under way; does nothing if none is."""
+    """Record a fault of the current run; does nothing if there is none."""
     if _current is not None:
         _current.add(code, text)
 

@@ -95,7 +95,7 @@ class RolloutFleet:
         self.log_starts: dict[int, int] = {}  # the sizes of the logs then
         count = session.rollout.devices // self.tp_size
         names = [str(logs / f"rollout-{index}.log") for index in range(count)]
-        self.holders: list[Actor] = []  # of devices that are the servers' own
+        self.holders: list[Actor] = []  # of devices for rollout alone
         self.dead: dict[int, Cause] = {}  # servers that have to be rebuilt
         self.servers = EngineGroup(
             [self._spawn(index, log) for index, log in enumerate(names)], "rollout server", names
@@ -105,7 +105,7 @@ class RolloutFleet:
         return len(self.servers)
 
     def client(self, revive: Callable[[int], RemoteServer | None]) -> RolloutClient:
-        """Return a client of all servers; `revive` replaces one that was lost while it generated."""
+        """Return a client of all servers; `revive` replaces one that died while it generated."""
         return RolloutClient(
             [self.handle(index) for index in range(len(self))],
             revive,
@@ -131,7 +131,7 @@ class RolloutFleet:
         self, starting: Sequence[Pending], others: Sequence[Pending] = (), logs: Sequence[str] = ()
     ) -> None:
         """Wait for the engines, and for `others` that start at the same time and have these logs. Engines that cannot
-        start for lack of memory are built again with less."""
+        start as they run out of memory are built again with less."""
         try:
             every_log = [*self.servers.logs[: len(starting)], *logs]
             gather([*starting, *others], "start-up", self.startup_timeout, every_log, key=START_LIMIT)
@@ -225,7 +225,7 @@ class RolloutFleet:
 
     def rebuild(self, index: int, *, asleep: bool = False) -> None:
         """Replace a server by a new one, awake and without weights; an old process that still lives is killed. An
-        engine that lacks memory is built again with less."""
+        engine that runs out of memory is built again with less."""
         self.kill([index])
         self.dead.pop(index, None)
         self.servers.actors[index] = self._spawn(index, self.servers.logs[index])
@@ -253,7 +253,7 @@ class RolloutFleet:
         return self.servers.actors[index].start.remote(self.engine, *settings)
 
     def _finish(self, index: int, starting: Pending) -> None:
-        """Wait for an engine; one that cannot start for lack of memory is built again with less."""
+        """Wait for an engine; one that runs out of memory is built again with less."""
         try:
             logs = [self.servers.logs[index]]
             gather([starting], "rollout server.start", self.startup_timeout, logs, key=START_LIMIT)

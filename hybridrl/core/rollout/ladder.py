@@ -1,4 +1,4 @@
-"""Out of memory: an engine that lacked it is built again with less, until one works or the attempts are used up."""
+"""Out of memory: such an engine is built again with less, until one works or the attempts are used up."""
 
 import logging
 import re
@@ -64,12 +64,12 @@ def memory_settings(rollout: RolloutConfig) -> Settings:
 
 
 def with_settings(rollout: RolloutConfig, settings: Settings) -> RolloutConfig:
-    """Return the section with these settings in place of its own."""
-    own: dict[str, Any] = {name: value for name, value in settings.items() if name != CACHE_BYTES}
+    """Return the section with these settings."""
+    changed: dict[str, Any] = {name: value for name, value in settings.items() if name != CACHE_BYTES}
     if CACHE_BYTES in settings:
         arguments = rollout.engine_kwargs.vllm | {"kv_cache_memory_bytes": settings[CACHE_BYTES]}
-        own["engine_kwargs"] = replace(rollout.engine_kwargs, vllm=arguments)
-    return replace(rollout, **own)
+        changed["engine_kwargs"] = replace(rollout.engine_kwargs, vllm=arguments)
+    return replace(rollout, **changed)
 
 
 def one_notch_lower(settings: Settings, attempt: int, device: str, reason: str) -> Settings | None:

@@ -1,4 +1,4 @@
-"""What a rollout engine is given and what it returns."""
+"""Requests and responses, of a rollout engine and as the client of its server has them in flight."""
 
 import hashlib
 from collections.abc import Collection, Sequence
@@ -99,7 +99,7 @@ class FatalRequest(RequestFault):
 
 @dataclass(frozen=True)
 class Goal:
-    """When an engine has sampled enough: of each of these sets of prompts, so many have all their responses."""
+    """Condition of having sampled enough: of each of these sets of prompts, so many have all their responses."""
 
     needs: Sequence[tuple[Collection[int], int]]
 
