@@ -44,11 +44,9 @@ SIGNS = {
 }
 
 
-def out_of_memory(error: BaseException | str) -> str | None:
-    """Return the code of the memory that ran out: that of the error's class, or what its text or a log shows; None if
-    there was enough."""
-    code = getattr(error, "code", None)
-    return code if code in MEMORY else _sign_in(str(error), MEMORY)
+def out_of_memory(text: str) -> str | None:
+    """Return the code of the memory that ran out, as a message or a log shows; None if there was enough."""
+    return _sign_in(text, MEMORY)
 
 
 def _sign_in(text: str, signs: Mapping[str, str]) -> str | None:

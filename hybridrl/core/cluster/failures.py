@@ -20,7 +20,7 @@ from ray.exceptions import (
 )
 
 from hybridrl.runtime.guard import kill_cause
-from hybridrl.tracking.faults import out_of_memory
+from hybridrl.tracking.faults import MEMORY, out_of_memory
 
 DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError, NodeDiedError, LocalRayletDiedError)
 UNEXPLAINED = "connection error code 2"  # in Ray's message about a process that ended without one
@@ -45,7 +45,7 @@ class Cause:
 
     @property
     def out_of_memory(self) -> bool:
-        return bool((self.error and out_of_memory(self.error)) or out_of_memory(self.text))
+        return getattr(self.error, "code", None) in MEMORY or bool(out_of_memory(self.text))
 
     @property
     def of_host(self) -> bool:

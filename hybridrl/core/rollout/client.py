@@ -192,7 +192,7 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
                 self.give(lane, self.waiting.popleft())
         self._suspects.put_back(self.waiting, withheld)
         if not self.load:
-            self._suspects.exclude_found()
+            self._suspects.exclude_fatal()
 
     def _lane_of(self, request: Request) -> ServerLane:
         """Return the server with the fewest requests, one that is not live only if none is; for a later turn, the one
@@ -232,7 +232,7 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
         if isinstance(part, RequestFault):
             self._suspects.reject(job, part)
             return
-        whole = job.add(part)
+        whole = part if job.begun is None else job.begun.then(part)
         if part.interrupted:
             job.begun = whole
             self._held.append(job)
@@ -255,13 +255,8 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
         cause, kind = (lane.hung, "silent") if lane.hung else (failure.cause, failure.kind)
         jobs = lane.given if self.fixed and self._suspects.window is None else list(lane.jobs.values())
         retried = self._suspects.lost(jobs, cause)
-        logger.warning(
-            "rollout server %d was lost (%s); rebuilding it and retrying %d requests",
-            lane.index,
-            cause,
-            len(retried),
-            extra={"code": "server-lost"},
-        )
+        message = "rollout server %d was lost (%s); rebuilding it and retrying %d requests"
+        logger.warning(message, lane.index, cause, len(retried), extra={"code": "server-lost"})
         self.retried[kind] += len(retried)
         lane.hung, lane.jobs, lane.given, lane.state = "", {}, [], ServerState.REBUILDING
         self._held = [job for job in self._held if job not in retried]  # interrupted before its server died
@@ -333,7 +328,8 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
             lane.moved = loop.time()
 
     def fail(self, error: Exception) -> None:
-        self.waiting.extend(self._suspects.take_found())
+        self.waiting.extend(job for job, _ in self._suspects.fatal)
+        self._suspects.fatal.clear()
         super().fail(error)
 
 

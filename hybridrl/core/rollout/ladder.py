@@ -78,15 +78,11 @@ def one_notch_lower(settings: Settings, attempt: int, device: str, reason: str) 
     Requests at a time are halved first, then the memory that the engine may use is lowered (by 0.1 of a GPU; halved on
     CPU), and so on in turn.
     """
-    sequences = _fewer_sequences(settings)
+    sequences = {SEQUENCES: int(settings[SEQUENCES]) // 2} if settings[SEQUENCES] > 1 else {}
     memory = {} if SHARE_TOO_SMALL.search(reason) else _less_memory(settings, device)
     memory_first = attempt % 2 == 1 or SHARE_TOO_LARGE.search(reason)
     lower = (memory or sequences) if memory_first else (sequences or memory)
     return settings | lower if lower else None
-
-
-def _fewer_sequences(settings: Settings) -> Settings:
-    return {SEQUENCES: int(settings[SEQUENCES]) // 2} if settings[SEQUENCES] > 1 else {}
 
 
 def _less_memory(settings: Settings, device: str) -> Settings:

@@ -160,7 +160,3 @@ class PendingRequest(ActorJob):
     def rest(self) -> Request:
         """Return the request for what is missing."""
         return self.request if self.begun is None else continuation(self.request, self.begun)
-
-    def add(self, part: Completion) -> Completion:
-        """Return the response as far as it is sampled, with a further part."""
-        return part if self.begun is None else self.begun.then(part)
