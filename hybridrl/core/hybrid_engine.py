@@ -6,7 +6,7 @@
     to_training    engines sleep, policy to the devices (the critic when it is used, moments while the optimizer steps)
 
 Weights before cache, so that the trainer's parameters and the cache never have to fit together. On CPU the same calls
-are made in the same order; there they free nothing. `SeparateEngine` has devices of its own for each.
+are made in the same order; there they free nothing. `SeparateEngine` has other devices for each.
 """
 
 import logging
@@ -63,12 +63,12 @@ class HybridEngine:
                 self._switch(version)
                 break
             except RemoteFailure as failure:  # a server that died is rebuilt, and all weights are sent again
-                dead = self.fleet.dead(failure.silent)
+                dead = self.fleet.find_dead(failure.silent)
                 if not retries_left or not dead:
                     raise
                 logger.warning("the weight sync failed, and is repeated: %s", failure)
                 for index, cause in dead.items():
-                    self.fleet.lost(index, cause)
+                    self.fleet.note_death(index, cause)
                 self.fleet.kill(list(dead))  # a silent one may live and still read the buckets, which are freed next
                 self.sync.abort(list(dead))
                 self._move_trainers(to_host=True)  # an engine may need its cache's memory before it can sleep
@@ -110,26 +110,26 @@ class HybridEngine:
 
     def _rebuild_dead_servers(self) -> None:
         """Rebuild every server that does not respond, and put it to sleep."""
-        if dead := self.fleet.dead():
+        if dead := self.fleet.find_dead():
             self._move_trainers(to_host=True)
             for index, cause in list(dead.items()):
                 message = "rollout server %d was lost (%s); rebuilding it"
                 logger.warning(message, index, cause, extra={"code": "server-lost"})
-                self.fleet.lost(index, cause)
+                self.fleet.note_death(index, cause)
                 self._rebuild(index, asleep=True)
                 self.client.replace(index, self.fleet.handle(index))
             self._move_trainers(to_host=False)
 
     def rebuild_servers(self) -> None:
         """Replace all servers by new ones before the next weight sync."""
-        self.fleet.gone |= dict.fromkeys(range(len(self.fleet)), "trainer.on_diagnosis=rebuild")
+        self.fleet.condemn("trainer.on_diagnosis=rebuild")
 
     def _rebuild(self, index: int, *, asleep: bool = False) -> None:
         self.fleet.rebuild(index, asleep=asleep)
         self.client.capacity = self.fleet.rollout.max_num_seqs  # less, if an engine ran out of memory
 
     def _revive(self, index: int) -> RemoteServer | None:
-        """Rebuild a server that was lost while generating, with the same weights. The others keep generating."""
+        """Rebuild a server that died while generating, with the same weights. The others keep generating."""
         with self.rebuilding:
             self._rebuild(index)
             self._move_trainers(to_host=False, critic=False)
@@ -139,8 +139,8 @@ class HybridEngine:
         return self.fleet.handle(index)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return seconds, the engines' statistics and the probe's gap since the last call, memory, and servers lost
-        since the start."""
+        """Return seconds, the engines' statistics and the probe's gap since the last call, memory, and the servers
+        that died since the start."""
         lost = {f"rollout/retried_requests/{reason}": count for reason, count in self.client.retried.items()}
         lost |= {"rollout/engine_restarts": self.client.restarts}
         memory = self.memory | memory_by_role(self.ranks.logs)
@@ -151,30 +151,30 @@ class HybridEngine:
 
 
 class SeparateEngine(HybridEngine):
-    """Training ranks and rollout servers on devices of their own, where the engines never sleep.
+    """Training ranks and rollout servers on different devices, where the engines never sleep.
 
     In training mode they continue with the weights of the last sync. In rollout mode the trainers do nothing, and still
-    have the weights of the engines: a server that is lost then gets them again at once, otherwise with the next sync.
+    have the weights of the engines: a server that dies then gets them again at once, otherwise with the next sync.
     `pause` interrupts what is generated before the weights change.
     """
 
     def __init__(self, trainers: Group, fleet: RolloutFleet, sync: WeightSync, *, timeout: float) -> None:
         super().__init__(trainers, fleet, sync, timeout=timeout)
         self.pause: Callable[[], None] = lambda: None
-        self.returning: set[int] = set()  # servers that were rebuilt and have no weights
-        self.idle = threading.Lock()  # held while weights are restored, or training begins
+        self.waiting_for_weights: set[int] = set()  # servers that were rebuilt
+        self.weights_lock = threading.Lock()  # held while weights are restored, or training begins
 
     def to_rollout(self, version: int) -> None:
-        """Give the engines the trainer's weights; the trainers wait. What was under way is paused: its owner resumes
-        it."""
+        """Give the engines the trainer's weights; the trainers wait. Requests in flight are paused: their owner resumes
+        them."""
         self.pause()
-        if self.version == version and not self.returning:
+        if self.version == version and not self.waiting_for_weights:
             self._enter(Mode.ROLLOUT)
         else:
             super().to_rollout(version)
-        for index in self.returning:
+        for index in self.waiting_for_weights:
             self.client.replace(index, self.fleet.handle(index))
-        self.returning.clear()
+        self.waiting_for_weights.clear()
 
     def _switch(self, version: int) -> None:
         with self.watch("update_weights"):
@@ -182,9 +182,9 @@ class SeparateEngine(HybridEngine):
             self.sync.verify()
 
     def to_training(self) -> None:
-        """Let the trainers compute; the engines continue."""
+        """Give the trainers the weights to train; the engines continue."""
         if self.mode is Mode.ROLLOUT:
-            with self.idle:
+            with self.weights_lock:
                 self._enter(Mode.TRAINING)
             self._return_devices()
 
@@ -200,16 +200,16 @@ class SeparateEngine(HybridEngine):
         self.client.available = True
 
     def _rebuild(self, index: int, *, asleep: bool = False) -> None:
-        self.returning.discard(index)
+        self.waiting_for_weights.discard(index)
         super()._rebuild(index)
 
     def _revive(self, index: int) -> RemoteServer | None:
-        """Rebuild a server that was lost while generating; None if it has to wait for weights."""
+        """Rebuild a server that died while generating; None if it has to wait for weights."""
         with self.rebuilding:
             self._rebuild(index)
-        with self.idle:
+        with self.weights_lock:
             if self.mode is Mode.TRAINING:
-                self.returning.add(index)
+                self.waiting_for_weights.add(index)
                 return None
             self.sync.restore(index)
             self.sync.verify(index)

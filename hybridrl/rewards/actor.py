@@ -71,10 +71,9 @@ def _start_actor(session: RaySession, machine: int, share: int, logs: Path, setu
 
     @functools.cache  # each of the scorers is stopped
     def stop() -> None:
-        with contextlib.suppress(Exception):  # it or Ray may be gone already
+        with contextlib.suppress(Exception):  # it or Ray may have ended, and nothing needs its result
             gather([handle.stop.remote()], "scorer.stop", _STOP_TIMEOUT)
-        with contextlib.suppress(Exception):
-            kill(handle)
+        kill(handle)
 
     return [RemoteScorer(handle, index, log, setup[0], stop) for index in range(share)]
 

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -80,14 +81,13 @@ class ScorerPool:
 
     def wait_until_loaded(self) -> None:
         """Wait until every scorer has loaded the reward; if one cannot, close the pool and raise ConfigError."""
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             with self._changed:
                 self._changed.wait_for(lambda: self._end is not None or len(self._loaded) == len(self._scorers))
             if self._end is not None:
                 raise self._end
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     @property
     def takes_tokens(self) -> bool:

@@ -1,4 +1,4 @@
-"""`faults.jsonl`: what was reported while a run was under way, and how it ended, for people and for `doctor why`.
+"""`faults.jsonl`: what was reported during a run, and how it ended, for people and for `doctor why`.
 
 Each record is a line, written at once: `{"time", "step", "code", "text", "tail", "memory", "end"}`. A run begins with
 the code `begun`, and its last record has `"end": true`, unless it was killed.
@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -28,23 +28,29 @@ ACTOR = re.compile(r"\b(rollout|train)(?: server |-)(\d+)\b")
 
 # In the messages of Python, torch, Ray's memory monitor and `kill_cause`; and those of CUDA and vLLM. The host is tried
 # first: its messages may also say "out of memory".
-HOST_MEMORY = (
-    r"killed by the kernel for lack|can.?.?t allocate memory|bad_alloc|\bMemoryError\b|low on memory|memory pressure"
-    r"|memory usage threshold"
-)
-DEVICE_MEMORY = (
-    r"out of memory|\bOutOfMemoryError\b|ALLOC_FAILED|not enough GPU memory|less than desired \w+ memory"
-    r"|no available memory for the cache|larger than the available KV cache"
-)
+MEMORY = {
+    "host-memory": r"killed by the kernel for lack|can.?.?t allocate memory|bad_alloc|\bMemoryError\b|low on memory"
+    r"|memory pressure|memory usage threshold",
+    "device-memory": r"out of memory|\bOutOfMemoryError\b|ALLOC_FAILED|not enough GPU memory"
+    r"|less than desired \w+ memory|no available memory for the cache|larger than the available KV cache",
+}
 # What an error of a general kind shows to be its cause, by its text or by what the process logged last.
 GENERAL = {"device-memory", "worker-died", "worker-failed", "rollout-failed", "save-failed", UNEXPECTED}
 SIGNS = {
     "disk-full": r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]|\bOutOfDiskError\b",
-    "host-memory": HOST_MEMORY,
-    "device-memory": DEVICE_MEMORY,
+    **MEMORY,
     "no-response": r"no response from .+ within",
     "engine-start": r"^\w+: (start-up|rollout server\.start): rollout-\d+",
 }
+
+
+def out_of_memory(text: str) -> str | None:
+    """Return the code of the memory that ran out, as a message or a log shows; None if there was enough."""
+    return _sign_in(text, MEMORY)
+
+
+def _sign_in(text: str, signs: Mapping[str, str]) -> str | None:
+    return next((code for code, pattern in signs.items() if re.search(pattern, text, re.IGNORECASE)), None)
 
 
 def code_of(error: BaseException, tail: Sequence[str] = ()) -> str:
@@ -54,13 +60,12 @@ def code_of(error: BaseException, tail: Sequence[str] = ()) -> str:
     ours = type(error).__module__.startswith("hybridrl")
     code = getattr(type(error), "code", UNEXPECTED) if ours else UNEXPECTED
     text = "\n".join([f"{type(error).__name__}: {error}", *tail])
-    signs = (sign for sign, pattern in SIGNS.items() if re.search(pattern, text, re.IGNORECASE))
-    return next(signs, code) if code in GENERAL else code
+    return code if code not in GENERAL else _sign_in(text, SIGNS) or code
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One record. `step` is the step under way, 0 before the first; `tail` ends the log of the process it is about;
+    """One record. `step` is the current step, 0 before the first; `tail` ends the log of the process it is about;
     `end`: the run ended with it."""
 
     time: str
@@ -139,7 +144,7 @@ _current: FaultLog | None = None  # of the run of this process
 
 
 def record(code: str, text: str) -> None:
-    """Record a fault of the run that is under way; does nothing if none is."""
+    """Record a fault of the current run; does nothing if there is none."""
     if _current is not None:
         _current.add(code, text)
 

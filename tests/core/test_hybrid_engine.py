@@ -25,10 +25,10 @@ class Ranks(Group):
 
 
 class Fleet:
-    """Two rollout servers; those in `dies` die, one in each call of `dead`."""
+    """Two rollout servers; those in `dead` died."""
 
     def __init__(self, calls: list[str]) -> None:
-        self.calls, self.gone, self.causes = calls, {}, []
+        self.calls, self.dead, self.causes = calls, {}, []
         self.rollout = SimpleNamespace(request_retries=1, max_num_seqs=8)
 
     def __len__(self):
@@ -51,8 +51,11 @@ class Fleet:
     def wake(self, part):
         self.calls.append(f"wake {part}")
 
-    def dead(self, silent=()):
-        return self.gone | dict.fromkeys(silent, "it did not respond")
+    def find_dead(self, silent=()):
+        return self.dead | dict.fromkeys(silent, "it did not respond")
+
+    def condemn(self, reason):
+        self.dead = {0: reason, 1: reason}
 
     def take_metrics(self):
         return {"rollout/preemptions": 4}
@@ -60,13 +63,13 @@ class Fleet:
     def kill(self, indices):
         self.calls.append(f"kill {indices}")
 
-    def lost(self, index, cause):
+    def note_death(self, index, cause):
         self.causes.append((index, cause))
-        if "memory" in cause:
+        if "memory" in str(cause):
             self.rollout.max_num_seqs = 4
 
     def rebuild(self, index, *, asleep=False):
-        self.gone.pop(index, None)
+        self.dead.pop(index, None)
         self.calls.append(f"rebuild {index}{' asleep' if asleep else ''}")
 
 
@@ -79,7 +82,7 @@ class Sync:
     def publish(self, version):
         self.calls.append(f"publish {version}")
         if self.fails:
-            self.fleet.gone = {self.fails.pop(): self.cause}
+            self.fleet.dead = {self.fails.pop(): self.cause}
             raise RemoteFailure("rollout server.load_bucket: rank 1 failed")
         if self.silent:
             failure = WorkerDied("rollout server.load_bucket: no response from rollout-1 within 300 s")
@@ -161,7 +164,7 @@ def test_ranks_are_not_called_in_rollout_mode_but_for_what_needs_no_device(engin
 
 
 def test_a_server_that_died_asleep_is_rebuilt_before_the_weights_are_published(engine, calls):
-    engine.fleet.gone = {1: "killed"}
+    engine.fleet.dead = {1: "killed"}
     engine.to_rollout(3)
     rebuilt = ["policy and critic to the host", "rebuild 1 asleep", "replace 1", "policy and critic to the devices"]
     assert calls == rebuilt + TO_ROLLOUT
@@ -173,7 +176,7 @@ def test_servers_that_have_grown_are_rebuilt_before_the_next_weights_are_publish
     calls.clear()
     engine.to_rollout(4)
     assert [call for call in calls if "rebuild" in call] == ["rebuild 0 asleep", "rebuild 1 asleep"]
-    assert calls.index("rebuild 1 asleep") < calls.index("publish 4") and engine.fleet.gone == {}
+    assert calls.index("rebuild 1 asleep") < calls.index("publish 4") and engine.fleet.dead == {}
 
 
 def test_a_server_that_dies_during_a_sync_is_killed_before_its_buckets_are_freed_and_all_is_sent_again(engine, calls):
@@ -186,7 +189,7 @@ def test_a_server_that_dies_during_a_sync_is_killed_before_its_buckets_are_freed
 
 def test_a_server_that_is_silent_during_a_sync_is_replaced_although_it_responds_to_checks(engine, calls, caplog):
     engine.sync.silent = [1]
-    engine.fleet.kill = lambda indices: (calls.append(f"kill {indices}"), setattr(engine.fleet, "gone", {1: "silent"}))
+    engine.fleet.kill = lambda indices: (calls.append(f"kill {indices}"), engine.fleet.dead.update({1: "silent"}))
     engine.to_rollout(3)
     assert calls.index("kill [1]") < calls.index("rebuild 1 asleep") < calls.index("verify")
     assert "the weight sync failed, and is repeated: rollout server.load_bucket: no response from" in caplog.text
@@ -203,8 +206,8 @@ def test_a_sync_that_fails_too_often_or_without_a_death_ends_the_run(engine):
     engine.sync.fails = [0, 1]
     with pytest.raises(RemoteFailure):
         engine.to_rollout(3)
-    engine.fleet.gone, engine.sync.fails = {}, [1]
-    engine.fleet.dead = lambda silent=(): {}
+    engine.fleet.dead, engine.sync.fails = {}, [1]
+    engine.fleet.find_dead = lambda silent=(): {}
     with pytest.raises(RemoteFailure):
         engine.to_rollout(3)
     assert engine.mode is Mode.TRAINING

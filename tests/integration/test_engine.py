@@ -135,7 +135,7 @@ def test_an_engine_tells_how_many_tokens_it_has_sampled_while_it_samples(parts):
     request = Request(0, 0, PROMPT, 1, replace(SAMPLING, ignore_eos=True))
 
     async def tokens_seen() -> tuple[int, list[int], int]:
-        servers = [lane.server for lane in engine.client.lanes]
+        servers = [lane.actor for lane in engine.client.lanes]
         before = sum(await asyncio.gather(*(server.check() for server in servers)))
         response, seen = engine.client.generate(request), []
         while not response.done():

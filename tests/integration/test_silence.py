@@ -22,12 +22,11 @@ ENDS_SECONDS = 20.0  # Ray kills a process that does not respond after 5 s, when
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch) -> None:
+def soon(monkeypatch, parts) -> None:
     """Report after a second."""
-    for module in (watchdog, client):
-        monkeypatch.setattr(module, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(watchdog, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(group, "POLL_SECONDS", 0.2)
-    monkeypatch.setattr(client, "LOOK_SECONDS", 0.2)
+    parts[0].client.silent_seconds, parts[0].client.look_seconds = 1.0, 0.2
     monkeypatch.setattr(client, "CHECK_SECONDS", 0.5)
 
 

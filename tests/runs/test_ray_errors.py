@@ -21,12 +21,12 @@ from hybridrl.checkpoint.store import SaveFailed, Store
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.core.cluster import Group, OutOfMemory, WorkerDied, failures, gather
 from hybridrl.core.cluster import group as groups
+from hybridrl.core.cluster.dispatch import ActorLost
 from hybridrl.core.hybrid_engine import HybridEngine
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Request, RolloutClient
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.rollout.ladder import MemoryLadder
-from hybridrl.core.rollout.lanes import ServerFailure
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.rewards.actor import RemoteScorer
@@ -201,7 +201,7 @@ def test_a_weight_sync_that_lost_a_server_rebuilds_it(error):
     servers, publish = Group([Actor(error)], "rollout server", ["/run/logs/rollout-0.log"]), sync.publish
 
     def lose_one(version: int) -> None:
-        sync.publish, fleet.gone = publish, servers.failures(TrainWorker.offload, timeout=1)
+        sync.publish, fleet.dead = publish, servers.failures(TrainWorker.offload, timeout=1)
         servers.broadcast(TrainWorker.offload, timeout=1)
 
     sync.publish = lose_one
@@ -247,7 +247,7 @@ def test_a_rollout_server_whose_responses_are_lost_is_rebuilt_whether_or_not_it_
     lacked = isinstance(error, exceptions.OutOfMemoryError)
     assert fleet.rollout.max_num_seqs == (128 if lacked else 256)
     assert client.retried == {"died": not lacked, "memory": lacked, "silent": 0}
-    with pytest.raises(ServerFailure) as lost:
+    with pytest.raises(ActorLost) as lost:
         asyncio.run(handle.take())
     first, *table = str(lost.value).splitlines()
     assert first.startswith("rollout server 0 gave no result: ") or "the process of rollout server 0 died: " in first

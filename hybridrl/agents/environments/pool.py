@@ -11,7 +11,6 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from typing import Any, Self
 
 from ray.exceptions import RayError, RayTaskError
@@ -27,6 +26,7 @@ from hybridrl.agents.environments.worker import (
     Ticket,
 )
 from hybridrl.core.cluster import Actor, Pending, RaySession, cause, gather, kill, spawn
+from hybridrl.core.cluster.dispatch import ActorJob, ActorLost, Dispatcher, Lane, in_lists
 from hybridrl.core.cluster.failures import root
 from hybridrl.core.cluster.group import START_LIMIT
 from hybridrl.core.experience.trajectory import Trajectory
@@ -34,7 +34,7 @@ from hybridrl.core.rollout import Completion, Request, RequestFault
 from hybridrl.tracking.console import info, warn
 
 TRIES = 2  # of an episode in whose environment its process died
-SILENT_SECONDS = 60.0  # without the end of an episode, after which it is said what they wait for
+SILENT_SECONDS = 60.0  # without the end of an episode, after which what they wait for is reported
 GRACE_SECONDS = 60.0  # without a heartbeat, in addition to the time limit of an environment: one starts in less
 
 Sampler = Callable[[Request], "asyncio.Future[Completion]"]
@@ -88,39 +88,41 @@ class EpisodeWorkers:
 
 
 @dataclass(eq=False)
-class Running:
-    """An episode under way, which waits for its environment unless it has `asked` for a turn."""
+class RunningEpisode(ActorJob):
+    """An episode in flight, which waits for its environment unless it has `asked` for a turn."""
 
     spec: EpisodeSpec
     sample: Sampler
-    ended: asyncio.Future[Trajectory]
-    asked: Request | None = None
-    turn: asyncio.Future[Completion] | None = None  # once it is requested
-    deaths: int = 0
+    asked: Request | None = field(default=None, init=False)
+    turn: asyncio.Future[Completion] | None = field(default=None, init=False)  # once it is requested
+
+    def drop_turn(self) -> None:
+        """Cancel the turn that the episode is waiting for."""
+        turn, self.asked, self.turn = self.turn, None, None
+        if turn is not None:
+            turn.cancel()
 
 
 @dataclass(eq=False)
-class WorkerLane:
-    """One process, and the episodes that it has; `new` and `turns` are what it is given next."""
+class WorkerLane(Lane[RunningEpisode]):
+    """One process, and its episodes; `turns` are sent next."""
 
-    index: int
-    actor: Actor
-    episodes: dict[Ticket, Running] = field(default_factory=dict)
-    new: list[Ticket] = field(default_factory=list)
-    turns: list[tuple[Ticket, Answer]] = field(default_factory=list)
-    due: bool = False
-    pump: asyncio.Task | None = None  # serves its episodes until all have ended
+    turns: list[tuple[Ticket, Answer]] = field(default_factory=list, init=False)
 
-    def thinking(self) -> list[Ticket]:
+    @property
+    def due(self) -> bool:
+        return bool(self.new or self.turns)
+
+    def thinking(self) -> list[RunningEpisode]:
         """The episodes that wait for their environment."""
-        return [ticket for ticket, episode in self.episodes.items() if episode.asked is None]
+        return [episode for episode in self.jobs.values() if episode.asked is None]
 
 
-async def _well() -> str:
+async def _no_ailment() -> str:
     return ""
 
 
-class EpisodeDispatch:
+class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
     """Runs episodes in the processes, which may be started at any time, all in one event loop, until it is closed.
 
     With `together` turns are requested once every episode that runs wants one, so that engines form the same batches
@@ -134,14 +136,12 @@ class EpisodeDispatch:
         *,
         together: bool = False,
         held: Callable[[], bool] = lambda: False,
-        check: Callable[[], Awaitable[str]] = _well,
+        check: Callable[[], Awaitable[str]] = _no_ailment,
     ) -> None:
+        super().__init__(WorkerLane(index, actor) for index, actor in enumerate(workers.actors))
         self.workers, self.together, self.held, self.check = workers, together, held, check
         self.call = os.urandom(8).hex()  # names it, as the processes have episodes of others too
-        self.lanes = [WorkerLane(index, actor) for index, actor in enumerate(workers.actors)]
-        self.tickets = count()
-        self.sending: set[asyncio.Task] = set()
-        self.error: Exception | None = None
+        self.tasks: set[asyncio.Task] = set()
         self.moved = 0.0  # when an episode ended last, or the silence was reported
 
     def start(self, specs: Sequence[EpisodeSpec], sample: Sampler) -> list[asyncio.Future[Trajectory]]:
@@ -150,194 +150,142 @@ class EpisodeDispatch:
             raise self.error
         loop = asyncio.get_running_loop()
         self.moved = loop.time()
-        started = [Running(spec, sample, loop.create_future()) for spec in specs]
-        for episode in started:
-            lane = min(self.lanes, key=lambda lane: len(lane.episodes))
-            if lane.pump is None:
-                lane.actor = self.workers.actors[lane.index]  # another dispatch may have replaced it
-                lane.pump = asyncio.create_task(self._pump(lane))
-            ticket = next(self.tickets)
-            lane.episodes[ticket] = episode
-            lane.new.append(ticket)
-            self._give_soon(lane)
-        return [episode.ended for episode in started]
+        episodes = [RunningEpisode(next(self.tickets), loop.create_future(), spec, sample) for spec in specs]
+        self.submit(episodes)
+        return [episode.future for episode in episodes]
 
     async def run(self, specs: Sequence[EpisodeSpec], sample: Sampler) -> AsyncIterator[list[tuple[int, Trajectory]]]:
         """Yield episodes with their indices as they end; those that end together come in one list."""
-        ended: asyncio.Queue[tuple[int, asyncio.Future[Trajectory]]] = asyncio.Queue()
-        for index, future in enumerate(self.start(specs, sample)):
-            future.add_done_callback(lambda future, index=index: ended.put_nowait((index, future)))
-        missing = len(specs)
-        while missing:
-            arrived = [await self._next(ended)]
-            while not ended.empty():
-                arrived.append(ended.get_nowait())
-            missing -= len(arrived)
-            yield [(index, future.result()) for index, future in arrived]
+        async for ended in in_lists(self.start(specs, sample)):
+            yield [(index, future.result()) for index, future in ended]
 
     def close(self) -> None:
         """Abandon what has not ended."""
+        self.stop()
         for lane in self.lanes:
-            if lane.pump is not None:
-                lane.pump.cancel()
-            for episode in lane.episodes.values():
-                _drop_turn(episode)
+            for episode in lane.jobs.values():
+                episode.drop_turn()
             lane.actor.end.remote(self.call)
-        for task in self.sending:
+        for task in self.tasks:
             task.cancel()
 
-    async def _next(self, ended: asyncio.Queue) -> tuple[int, asyncio.Future[Trajectory]]:
-        """Wait for what ends next, and say now and then what the others wait for."""
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                return await asyncio.wait_for(ended.get(), max(self.moved + SILENT_SECONDS - loop.time(), 0.01))
-            except TimeoutError:
-                if loop.time() < self.moved + SILENT_SECONDS:
-                    continue  # another has ended since, or it was said
-                self.moved = loop.time()
-                if self.held():
-                    continue
-                running = sum(len(lane.episodes) for lane in self.lanes)
-                thinking = sum(len(lane.thinking()) for lane in self.lanes)
-                info(
-                    f"no episode has ended for {SILENT_SECONDS:g} s: of {running}, {thinking} wait for an environment "
-                    "or agent, the others for the policy"
-                )
+    def assign(self) -> None:
+        while self.waiting:
+            lane = min(self.lanes, key=lambda lane: len(lane.jobs))
+            if lane.pump is None:
+                lane.actor = self.workers.actors[lane.index]  # another dispatch may have replaced it
+            self.give(lane, self.waiting.popleft())
 
-    async def _pump(self, lane: WorkerLane) -> None:
-        """Serve a process's episodes until all have ended."""
+    def send(self, lane: WorkerLane) -> None:
+        given: Given = [(episode.ticket, episode.spec) for episode in lane.new], lane.turns
+        lane.turns = []
+        self._keep(self._give(lane.actor, pickle.dumps(given, pickle.HIGHEST_PROTOCOL)))
+
+    async def _give(self, actor: Actor, content: bytes) -> None:
+        """Give a process its episodes and turns."""
         try:
-            while lane.episodes:
-                try:
-                    content = await self._result(lane.actor, lane.actor.take.remote(self.call))
-                except (RayError, TimeoutError) as error:
-                    self._lost(lane, error)
-                    continue
-                for ticket, what in pickle.loads(content):
-                    if ticket == CHECK:
-                        self._keep(self._check(lane))
-                    elif isinstance(what, Request):
-                        self._ask(lane, ticket, what)
-                    else:
-                        self._end(lane, ticket, what)
-                if self.together:
-                    self._request_together()
-        except Exception as error:
-            self._fail(error)
-        finally:
-            lane.pump = None
+            await self._result(actor, actor.give.remote(self.call, content))
+        except ActorLost:
+            pass  # the pump finds that out
+        except RuntimeError as error:
+            self.fail(error)
 
-    def _ask(self, lane: WorkerLane, ticket: Ticket, request: Request) -> None:
-        lane.episodes[ticket].asked = request
-        if not self.together:
-            self._request(lane, ticket)
+    async def take(self, lane: WorkerLane) -> Sequence[tuple[Ticket, Request | Trajectory | None]]:
+        return pickle.loads(await self._result(lane.actor, lane.actor.take.remote(self.call)))
 
-    def _request_together(self) -> None:
-        """Request the turns that episodes ask for once none is in its environment."""
-        if not any(lane.thinking() for lane in self.lanes):
-            waiting = ((ticket, lane) for lane in self.lanes for ticket, one in lane.episodes.items() if not one.turn)
-            for ticket, lane in sorted(waiting, key=lambda item: item[0]):
-                self._request(lane, ticket)
+    def receive(self, lane: WorkerLane, results: Sequence[tuple[Ticket, Request | Trajectory | None]]) -> None:
+        for ticket, result in results:
+            if ticket == CHECK:
+                self._keep(self._check(lane))
+            elif isinstance(result, Request):
+                lane.jobs[ticket].asked = result
+                if not self.together:
+                    self._request(lane, lane.jobs[ticket])
+            else:
+                self._end(lane, ticket, result)
+        # Once no episode is in its environment, all turns that they ask for are requested.
+        if self.together and not any(lane.thinking() for lane in self.lanes):
+            asking = ((job.ticket, lane, job) for lane in self.lanes for job in lane.jobs.values() if not job.turn)
+            for _, lane, episode in sorted(asking, key=lambda item: item[0]):
+                self._request(lane, episode)
 
-    def _request(self, lane: WorkerLane, ticket: Ticket) -> None:
-        episode = lane.episodes[ticket]
+    def _request(self, lane: WorkerLane, episode: RunningEpisode) -> None:
         episode.turn = episode.sample(episode.asked)
-        episode.turn.add_done_callback(partial(self._sampled, lane, ticket, episode))
+        episode.turn.add_done_callback(partial(self._sampled, lane, episode))
 
-    def _sampled(self, lane: WorkerLane, ticket: Ticket, episode: Running, turn: asyncio.Future[Completion]) -> None:
+    def _sampled(self, lane: WorkerLane, episode: RunningEpisode, turn: asyncio.Future[Completion]) -> None:
         if turn.cancelled() or episode.turn is not turn:  # of an episode that was started again
             return
         error = turn.exception()
         if error and not isinstance(error, RequestFault):
-            self._fail(error)
+            self.fail(error)
             return
         episode.asked = episode.turn = None
-        lane.turns.append((ticket, error or turn.result()))
-        self._give_soon(lane)
-
-    def _give_soon(self, lane: WorkerLane) -> None:
-        if not lane.due:  # once for all that comes in this turn of the loop
-            lane.due = True
-            asyncio.get_running_loop().call_soon(self._give, lane)
-
-    def _give(self, lane: WorkerLane) -> None:
-        given: Given = [(ticket, lane.episodes[ticket].spec) for ticket in lane.new], lane.turns
-        lane.new, lane.turns, lane.due = [], [], False
-        self._keep(self._send(lane.actor, pickle.dumps(given, pickle.HIGHEST_PROTOCOL)))
+        lane.turns.append((episode.ticket, error or turn.result()))
+        self.flush_soon()
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         """Start a task, which ends with this at the latest."""
         task = asyncio.create_task(work)
-        self.sending.add(task)
-        task.add_done_callback(self.sending.discard)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     async def _check(self, lane: WorkerLane) -> None:
         lane.turns.append((CHECK, await self.check()))
-        self._give_soon(lane)
-
-    async def _send(self, actor: Actor, content: bytes) -> None:
-        """Give a process its episodes and turns. If it has died, or does not respond, the pump finds that out."""
-        try:
-            await self._result(actor, actor.give.remote(self.call, content))
-        except (RayError, TimeoutError):
-            pass
-        except Exception as error:
-            self._fail(error)
+        self.flush_soon()
 
     def _end(self, lane: WorkerLane, ticket: Ticket, trajectory: Trajectory) -> None:
         self.moved = asyncio.get_running_loop().time()
-        episode = lane.episodes.pop(ticket)
-        _drop_turn(episode)
-        if not episode.ended.done():
-            episode.ended.set_result(trajectory)
+        episode = lane.jobs.pop(ticket)
+        episode.drop_turn()
+        if not episode.future.done():
+            episode.future.set_result(trajectory)
 
-    def _lost(self, lane: WorkerLane, error: Exception) -> None:
-        """Replace a process and start its episodes again, but for those that have ended it too often."""
-        log = self.workers.logs[lane.index]
-        silent = isinstance(error, TimeoutError)
-        limit = self.workers.limit_of(lane.actor)
-        reason = f"did not respond for {limit:g} s" if silent else f"died: {cause(error)}"
-        suspects = lane.thinking()
-        for ticket in suspects:
-            lane.episodes[ticket].deaths += 1
-            if lane.episodes[ticket].deaths >= TRIES:
-                detail = f"the process of its environment {reason}; see {log}"
-                self._end(lane, ticket, Trajectory([], "fault", fault="died", detail=detail))
+    async def lost(self, lane: WorkerLane, failure: ActorLost) -> None:
+        """Replace a process and start its episodes again, except those that have ended it too often."""
+        log, suspects = self.workers.logs[lane.index], lane.thinking()
+        for episode in suspects:
+            episode.attempts += 1
+            if episode.attempts >= TRIES:
+                detail = f"the process of its environment {failure}; see {log}"
+                self._end(lane, episode.ticket, Trajectory([], "fault", fault="died", detail=detail))
         warn(
-            f"episode worker {lane.index} {reason}; starting its {len(lane.episodes)} episodes again, of which "
+            f"episode worker {lane.index} {failure}; starting its {len(lane.jobs)} episodes again, of which "
             f"{len(suspects)} were in their environment; its log: {log}",
             "episode-worker-lost",
         )
         lane.actor = self.workers.replacement(lane.index, lane.actor)
-        for episode in lane.episodes.values():
-            _drop_turn(episode)
-        lane.new, lane.turns = sorted(lane.episodes), []
-        self._give_soon(lane)
+        for episode in lane.jobs.values():
+            episode.drop_turn()
+        lane.new, lane.turns = [lane.jobs[ticket] for ticket in sorted(lane.jobs)], []
+        self.flush_soon()
 
-    def _fail(self, error: Exception) -> None:
-        """End all episodes with the error."""
-        self.error = self.error or error
+    async def look(self) -> None:
+        """Report what the episodes wait for if none has ended for long."""
+        now = asyncio.get_running_loop().time()
+        if now >= self.moved + SILENT_SECONDS:
+            self.moved = now
+            if not self.held():
+                thinking = sum(len(lane.thinking()) for lane in self.lanes)
+                head = f"no episode has ended for {SILENT_SECONDS:g} s: of {self.load}, {thinking} wait for"
+                info(f"{head} an environment or agent, the others for the policy")
+
+    def fail(self, error: Exception) -> None:
         for lane in self.lanes:
-            for episode in lane.episodes.values():
-                if not episode.ended.done():
-                    episode.ended.set_exception(error)
-                    episode.ended.exception()  # counts as retrieved: one caller's report is enough
+            for episode in lane.jobs.values():
+                episode.drop_turn()
+        super().fail(error)
 
     async def _result(self, actor: Actor, ref: Pending) -> Any:
         """Return the result of a remote call within the time limit of the process."""
+        limit = self.workers.limit_of(actor)
         try:
-            result = await asyncio.wait_for(ref, self.workers.limit_of(actor))
-            self.workers.starting.discard(actor)
-            return result
+            result = await asyncio.wait_for(ref, limit)
+        except TimeoutError:
+            raise ActorLost(f"did not respond for {limit:g} s") from None
         except RayError as error:
             if isinstance(root(error), RayTaskError):
                 raise RuntimeError(f"an episode worker failed: {cause(error)}") from error
-            raise root(error) from None
-
-
-def _drop_turn(episode: Running) -> None:
-    """Have the turn sampled no further that an episode waits for."""
-    turn, episode.asked, episode.turn = episode.turn, None, None
-    if turn is not None:
-        turn.cancel()
+            raise ActorLost(f"died: {cause(root(error))}") from None
+        self.workers.starting.discard(actor)
+        return result

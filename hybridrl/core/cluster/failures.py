@@ -20,31 +20,37 @@ from ray.exceptions import (
 )
 
 from hybridrl.runtime.guard import kill_cause
-from hybridrl.tracking.faults import DEVICE_MEMORY, HOST_MEMORY
+from hybridrl.tracking.faults import MEMORY, out_of_memory
 
-LACK_OF_MEMORY = re.compile(f"{HOST_MEMORY}|{DEVICE_MEMORY}", re.IGNORECASE)
 DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError, NodeDiedError, LocalRayletDiedError)
+UNEXPLAINED = "connection error code 2"  # in Ray's message about a process that ended without one
 LARGEST = 5  # processes that are named when the machine is out of memory
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a call of an actor has no result: `kind` is the class of the actor's own exception, else of Ray's error, and
-    `text` the reason in one line. `lost`: the actor has raised nothing, so that a new one may succeed."""
+    """Why a call of an actor has no result: `kind` is the class of the `error` that it raised, else of Ray's error, and
+    `text` the reason in one line. `lost`: it has raised nothing, so that a new one may succeed; `killed`: it ended
+    without a message."""
 
     actor: str
     kind: str
     text: str
     lost: bool = True
+    killed: bool = False
+    error: BaseException | None = None
+
+    def __str__(self) -> str:
+        return self.text
 
     @property
     def out_of_memory(self) -> bool:
-        return bool(LACK_OF_MEMORY.search(self.text))
+        return getattr(self.error, "code", None) in MEMORY or bool(out_of_memory(self.text))
 
     @property
     def of_host(self) -> bool:
-        """Whether the memory that was lacking is that of the machine, not of a GPU."""
-        return bool(re.search(HOST_MEMORY, self.text, re.IGNORECASE))
+        """Whether the memory that ran out is that of the machine, not of a GPU."""
+        return out_of_memory(self.text) == "host-memory"
 
 
 class RemoteFailure(RuntimeError):
@@ -87,8 +93,9 @@ def root(error: RayError) -> RayError:
 
 def cause_of(error: RayError, actor: str) -> Cause:
     """Return why a call of an actor failed, for its root error."""
-    own = isinstance(error, RayTaskError)
-    return Cause(actor, type(error.cause if own else error).__name__, cause(error), lost=not own)
+    if isinstance(error, RayTaskError):
+        return Cause(actor, type(error.cause).__name__, cause(error), lost=False, error=error.cause)
+    return Cause(actor, type(error).__name__, cause(error), killed=UNEXPLAINED in str(error))
 
 
 def headline(error: RayError, cause: Cause) -> str:
@@ -160,7 +167,7 @@ def cause(error: RayError) -> str:
     message = str(error)
     if isinstance(error, RayTaskError):
         return describe(error).splitlines()[0][:500]
-    if "connection error code 2" in message:
+    if UNEXPLAINED in message:
         return f"it ended without a message, as if killed {kill_cause()}"
     for line in message.splitlines():
         if "exit detail:" in line:

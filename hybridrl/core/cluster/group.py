@@ -18,7 +18,6 @@ from hybridrl.core.cluster.failures import (
     OutOfMemory,
     RemoteFailure,
     WorkerDied,
-    cause,
     cause_of,
     describe,
     headline,
@@ -84,13 +83,14 @@ class Group:
         """Return the results of started calls in rank order; an error names what they are `about`."""
         return gather(refs, f"{self.role}.{method.__name__}", timeout, self.logs, about=about)
 
-    def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> dict[int, str]:
+    def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> dict[int, Cause]:
         """Make the same call on every actor; return the ranks that failed or did not respond in time, and why."""
         refs = self.start(method, *args)
         ready = list(_finished(refs, f"{self.role}.{method.__name__}", timeout, self.logs))
-        silent = {rank: f"no response within {timeout:g} s" for rank, ref in enumerate(refs) if ref not in ready}
-        errors = {rank: _error(ref) for rank, ref in enumerate(refs) if ref in ready}
-        return silent | {rank: cause(error) for rank, error in errors.items() if error is not None}
+        late = "TimeoutError", f"no response within {timeout:g} s"
+        silent = {rank: Cause(name(rank, self.logs), *late) for rank, ref in enumerate(refs) if ref not in ready}
+        errors = _errors(refs, ready)
+        return silent | {rank: cause_of(error, name(rank, self.logs)) for rank, error in errors.items()}
 
     def only(self, ranks: Sequence[int]) -> Self:
         """Some of the actors as a group of the same kind."""
@@ -221,10 +221,6 @@ def _errors(refs: Sequence[Pending], ready: Sequence[Pending]) -> dict[int, RayE
     return {index: error for index, ref in enumerate(refs) if ref in ready and (error := _error(ref))}
 
 
-def _end_of(log: str, lines: list[str]) -> list[str]:
-    return [f"{log} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:])] if lines else []
-
-
 def _head(error: RayError, reason: Cause, lines: list[str], log: str) -> str:
     """Return the sentence that says what became of an actor whose log has these last lines."""
     if reason.lost:
@@ -242,8 +238,8 @@ def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[
     errors = _errors(refs, ready)
     causes = {index: cause_of(error, name(index, logs)) for index, error in errors.items()}
     short = [index for index, reason in causes.items() if reason.out_of_memory]
-    gone = [index for index, reason in causes.items() if reason.lost]
-    rank = (short or gone or [rank])[0]
+    lost = [index for index, reason in causes.items() if reason.lost]
+    rank = (short or lost or [rank])[0]
     reason, error, log = causes[rank], errors[rank], "".join(logs[rank : rank + 1])
     lines = _log_end(log) if log else []
     details = []
@@ -252,7 +248,8 @@ def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[
     died = bool(reason.lost or details or LOST.search(reason.text))
     if reason.lost:
         check_ray()
-        details = [*_end_of(log, lines), *details]
+        if lines:
+            details = [f"{log} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:]), *details]
     if reason.of_host:
         details += largest_processes(logs)
     message = "\n".join([f"{what}: {_head(error, reason, lines, log)}", *details])

@@ -5,7 +5,7 @@ import socket
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, cycle, islice
 from typing import Any
@@ -176,12 +176,11 @@ class RaySession:
         # and those of the last one, until `spawn` takes them.
         self.kept: dict[Place, ActorHandle] | None = None
         self.left: dict[Place, ActorHandle] = {}
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             start_ray(ray_init, self.directory)
             self._reserve()
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def renew(self) -> None:
         """End all actors on the devices, and reserve these again for another run."""
@@ -197,7 +196,7 @@ class RaySession:
             self._release(list(range(self.training.machines)))
             self._reserve()
             return bool(ray.get([one.__ray_ready__.remote() for one in self.left.values()], timeout=READY_SECONDS))
-        except (RayError, WorkerDied, ConfigError):  # Ray is gone, or has no other machine for one that is
+        except (RayError, WorkerDied, ConfigError):  # Ray has ended, or has no other machine for one that has
             return False
 
     def _release(self, groups: Sequence[int]) -> None:
@@ -264,8 +263,8 @@ class RaySession:
         here, lines = read_machines(), []
         for pool in self.pools:
             request = request_of(self.device, pool.per_machine)
-            found = [*describe_room(here, request), *missing_machines(here, request, pool.machines)]
-            lines += found if pool is self.training else [line for line in found if line not in lines]
+            described = [*describe_room(here, request), *missing_machines(here, request, pool.machines)]
+            lines += [line for line in described if pool is self.training or line not in lines]
         lines += [f"to add a machine: {join_command()}"] * self.joined
         head = f"{done} of {sum(pool.machines for pool in self.pools)} machine(s) reserved, {len(here)} in Ray:"
         return "\n  ".join([head, *lines])

@@ -266,7 +266,7 @@ class AsynchronousExperience(Experience):
             goals: list[Goal | None] = [share.goal(version, self._complete_of(share)) for share in self.shares]
             client.resume(goals)
             await asyncio.sleep(0)
-            await client.idle()
+            await client.drained()
             await client.interrupt()
             await self._settle()
         return sorted(position for some in chosen for position in some or ())

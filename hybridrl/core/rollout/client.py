@@ -15,22 +15,30 @@ with the version of the weights that sampled each of its tokens.
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from itertools import chain, count
+from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 
+from hybridrl.core.cluster.dispatch import ActorLost, Dispatcher, Lane, in_lists
 from hybridrl.core.cluster.watchdog import SILENT_SECONDS
-from hybridrl.core.rollout.lanes import Lane, PendingRequest, ServerFailure, ServerHandle
 from hybridrl.core.rollout.suspects import Suspects
-from hybridrl.core.rollout.types import Completion, Goal, Key, Request, RequestFault
+from hybridrl.core.rollout.types import (
+    Completion,
+    Goal,
+    Key,
+    PendingRequest,
+    Request,
+    RequestFault,
+    ServerHandle,
+    ServerState,
+)
 from hybridrl.tracking.console import warn
 
 logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 10.0
 CHECKS = 9  # of a server's progress before its silence is reported
-LOOK_SECONDS = 2.0  # between looks for servers that hang, and for a lost cluster
 
 
 class RolloutFailure(RuntimeError):
@@ -45,13 +53,36 @@ class ModeError(RuntimeError):
     code = "wrong-mode"
 
 
-class RolloutClient:
+@dataclass(eq=False)
+class ServerLane(Lane[PendingRequest]):
+    """One server and its requests; `given` is everything that it was sent since it last had none.
+
+    `tokens` were sampled when it was last checked, at the loop time `checked`; they last changed at `moved`.
+    Its silence is not reported before the loop time `due_report`; `hung` says that it was killed for it. `deaths`
+    counts those without a response in between.
+    """
+
+    actor: ServerHandle
+    state: ServerState = ServerState.LIVE
+    given: list[PendingRequest] = field(default_factory=list)
+    goal: Goal | None = None
+    deaths: int = 0
+    tokens: int = 0
+    checked: float = 0.0
+    moved: float = 0.0
+    due_report: float = 0.0
+    hung: str = ""
+
+
+class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
     """Servers with equal weights. `capacity` limits the requests that a server works on at a time.
 
     With `fixed`, prompts are assigned to servers by number, each server gets its share at once, and the whole share
     again after a first loss, so that engines form the same batches every time. `check_cluster` raises if the servers
     can never respond again. `available` is set by the owner of the devices: false while the engines sleep.
     """
+
+    silent_seconds = SILENT_SECONDS
 
     def __init__(
         self,
@@ -64,9 +95,10 @@ class RolloutClient:
         fixed: bool = False,
         check_cluster: Callable[[], None] = lambda: None,
     ) -> None:
-        self.lanes = [Lane(server) for server in servers]
+        super().__init__(ServerLane(index, server) for index, server in enumerate(servers))
         self.revive, self.check_cluster = revive, check_cluster
         self.capacity, self.timeout, self.retries, self.fixed = capacity, timeout, retries, fixed
+        self.look_seconds = min(self.look_seconds, timeout / 4)
         self.available = True
         self.restarts = 0
         self.retried = dict.fromkeys(("died", "memory", "silent"), 0)  # requests, by what became of their server
@@ -74,81 +106,48 @@ class RolloutClient:
         self.on_finished: Callable[[], None] = lambda: None  # called after responses have arrived
         self._interrupted: asyncio.AbstractEventLoop | None = None  # in which requests are held
         self._held: list[PendingRequest] = []
-        self._waiting: deque[PendingRequest] = deque()
         self._suspects = Suspects()
-        self._homes: dict[int, Lane] = {}  # by prompt: the server that has it cached
-        self._tickets = count()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._dispatch_due = False
-        self._watch_task: asyncio.Task | None = None
-        self._error: Exception | None = None  # the last that ended all requests in flight
+        self._homes: dict[int, ServerLane] = {}  # by prompt: the server that has it cached
 
     def generate(self, request: Request, begun: Completion | None = None) -> asyncio.Future[Completion]:
         """Sample one response, or the rest of one that is `begun`; `await` the result, in the event loop of the other
         requests in flight."""
-        held = self._interrupted is not None and self._interrupted is asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        held = self._interrupted is loop
         if not held and not self.available:
             raise ModeError("generate was called while the devices are in training mode; call to_rollout first")
-        loop = asyncio.get_running_loop()
-        job = PendingRequest(next(self._tickets), request, loop.create_future(), begun)
+        job = PendingRequest(next(self.tickets), loop.create_future(), request, begun)
         if held:
             self._held.append(job)
-            return job.future
-        self._enter(loop)
-        self._waiting.append(job)
-        self._dispatch_soon(loop)
+        else:
+            self.submit([job])
         return job.future
-
-    def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
-        if loop is not self._loop:  # what an earlier loop left unfinished has no callers any more
-            self._loop, self._dispatch_due, self._watch_task = loop, False, None
-            self._waiting.clear()
-
-    def _dispatch_soon(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._dispatch_due:  # once for all requests of this turn of the loop: they travel in one call per server
-            self._dispatch_due = True
-            loop.call_soon(self._dispatch)
-
-    @property
-    def load(self) -> int:
-        """Requests that wait or run."""
-        return len(self._waiting) + sum(len(lane.running) for lane in self.lanes)
 
     async def interrupt(self) -> None:
         """Stop sampling, and hold all unfinished requests of this event loop until `resume`."""
         loop = asyncio.get_running_loop()
         self._interrupted = loop
         for lane in self.lanes:
-            if lane.running:
-                lane.server.interrupt()
-        await self.idle()
-        if self._watch_task is not None and self._loop is loop:
-            self._watch_task.cancel()
-        self._held += self._waiting
-        self._waiting.clear()
+            if lane.jobs:
+                lane.actor.interrupt()
+        await self.drained()
+        if self._loop is loop:
+            self.stop()
+        self._held += self.waiting
+        self.waiting.clear()
         self._homes.clear()
-        self._dispatch_due = False  # a dispatch that is due will find itself interrupted
         for lane in self.lanes:
             lane.goal = None
-
-    async def idle(self) -> None:
-        """Wait until no server has a request. Raises what ended the requests in flight, if they are ended by then."""
-        pumps = (lane.pump for lane in self.lanes if lane.pump is not None)
-        for ended in await asyncio.gather(*pumps, return_exceptions=True):
-            if isinstance(ended, asyncio.CancelledError):  # by `fail`
-                raise self._error or ended
 
     def resume(self, goals: Sequence[Goal | None] = ()) -> None:
         """Continue the requests that are held, with the weights that the engines have now. With `fixed`, each server
         stops by itself once its goal is reached, so that it does so after the same iteration every time."""
-        loop, self._interrupted = asyncio.get_running_loop(), None
-        self._enter(loop)
-        held, self._held = self._held, []
+        self._interrupted = None
         for lane, goal in zip(self.lanes, goals or [None] * len(self.lanes), strict=True):
             lane.goal = goal
-        self._waiting.extend(sorted((job for job in held if not job.future.done()), key=lambda job: job.request.key))
-        self.reprefilled += sum(len(rest.prompt_ids) for rest in (job.rest() for job in self._waiting) if rest.begun)
-        self._dispatch_soon(loop)
+        held, self._held = [job for job in self._held if not job.future.done()], []
+        self.submit(sorted(held, key=lambda job: job.request.key))
+        self.reprefilled += sum(len(rest.prompt_ids) for rest in (job.rest() for job in self.waiting) if rest.begun)
 
     def held(self) -> dict[Key, PendingRequest]:
         """Return the requests that wait for `resume`."""
@@ -159,16 +158,8 @@ class RolloutClient:
     ) -> AsyncIterator[list[tuple[int, Completion | RequestFault]]]:
         """Sample a response to every request and yield them as they finish, with the indices of the requests; those
         that arrive together come in one list. Of some, by index, the beginning is known."""
-        finished: asyncio.Queue[tuple[int, asyncio.Future[Completion]]] = asyncio.Queue()
-        for index, request in enumerate(requests):
-            future = self.generate(request, begun.get(index))
-            future.add_done_callback(lambda future, index=index: finished.put_nowait((index, future)))
-        missing = len(requests)
-        while missing:
-            arrived = [await finished.get()]
-            while not finished.empty():
-                arrived.append(finished.get_nowait())
-            missing -= len(arrived)
+        futures = [self.generate(request, begun.get(index)) for index, request in enumerate(requests)]
+        async for arrived in in_lists(futures):
             yield [(index, _outcome(future)) for index, future in arrived]
 
     def generate_all(self, requests: Sequence[Request]) -> list[Completion]:
@@ -180,78 +171,56 @@ class RolloutClient:
         return asyncio.run(gather())
 
     def replace(self, index: int, server: ServerHandle) -> None:
-        """Replace a server that was lost while nothing was generated, or that `revive` did not return."""
+        """Replace a server that died while nothing was generated, or that `revive` did not return."""
         self.restarts += 1
-        self.lanes[index] = Lane(server)
+        self.lanes[index] = ServerLane(index, server)
 
-    def _dispatch(self) -> None:
+    def assign(self) -> None:
         """Give waiting requests to servers with capacity, all samples of a prompt to the same one."""
         if self._interrupted is asyncio.get_running_loop():
             return
-        self._dispatch_due = False
-        given: dict[int, list[PendingRequest]] = {}
-        withheld = self._suspects.withhold(self._waiting, chain(*(lane.running.values() for lane in self.lanes)))
-        while self._waiting:
-            first = self._waiting[0].request
-            index = self._server_of(first)
-            lane = self.lanes[index]
+        withheld = self._suspects.withhold(self.waiting, chain(*(lane.jobs.values() for lane in self.lanes)))
+        while self.waiting:
+            first = self.waiting[0].request
+            lane = self._lane_of(first)
             # What continues an episode is queued by the engine: waiting here, it would hold up what others can start.
-            full = len(lane.running) >= self.capacity and not (self.fixed or first.turn)
-            if lane.rebuilding or lane.lost or full:
+            full = len(lane.jobs) >= self.capacity and not (self.fixed or first.turn)
+            if lane.state is not ServerState.LIVE or full:
                 break
             self._homes[first.prompt] = lane
-            while self._waiting and self._waiting[0].request.prompt == first.prompt:
-                job = self._waiting.popleft()
-                lane.running[job.ticket] = job
-                lane.given.append(job)
-                given.setdefault(index, []).append(job)
-        self._suspects.put_back(self._waiting, withheld)
+            while self.waiting and self.waiting[0].request.prompt == first.prompt:
+                self.give(lane, self.waiting.popleft())
+        self._suspects.put_back(self.waiting, withheld)
         if not self.load:
-            self._suspects.exclude_found()
-        for index, jobs in given.items():
-            lane = self.lanes[index]
-            lane.server.submit([(job.ticket, job.rest()) for job in jobs], lane.goal)
-            if lane.pump is None:
-                lane.checked = lane.moved = asyncio.get_running_loop().time()
-                lane.pump = asyncio.create_task(self._pump(lane))
-        if given and (self._watch_task is None or self._watch_task.done()):
-            self._watch_task = asyncio.create_task(self._watch())
+            self._suspects.exclude_fatal()
 
-    def _server_of(self, request: Request) -> int:
-        """Return the server with the fewest requests, one that is lost only if all are; for a later turn, the one that
-        had the turn before."""
+    def _lane_of(self, request: Request) -> ServerLane:
+        """Return the server with the fewest requests, one that is not live only if none is; for a later turn, the one
+        that had the turn before."""
         if self.fixed:
-            return request.prompt % len(self.lanes)
+            return self.lanes[request.prompt % len(self.lanes)]
         home = self._homes.get(request.prompt)
-        if request.turn and home in self.lanes and not (home.rebuilding or home.lost):
-            return self.lanes.index(home)
+        if request.turn and home in self.lanes and home.state is ServerState.LIVE:
+            return home
+        return min(self.lanes, key=lambda lane: (lane.state is not ServerState.LIVE, len(lane.jobs)))
 
-        def load(index: int) -> tuple[bool, int]:
-            lane = self.lanes[index]
-            return lane.rebuilding or lane.lost, len(lane.running)
+    def send(self, lane: ServerLane) -> None:
+        if lane.pump is None:
+            lane.given = []
+            lane.checked = lane.moved = asyncio.get_running_loop().time()
+        lane.given += lane.new
+        lane.actor.submit([(job.ticket, job.rest()) for job in lane.new], lane.goal)
 
-        return min(range(len(self.lanes)), key=load)
+    async def take(self, lane: ServerLane) -> list[tuple[int, Completion | RequestFault]]:
+        return await lane.actor.take()
 
-    async def _pump(self, lane: Lane) -> None:
-        """Fetch a server's responses as they finish until none is missing; a failure ends all requests in flight."""
-        try:
-            while lane.running:
-                try:
-                    finished = await lane.server.take()
-                except ServerFailure as failure:
-                    await self._rebuild(lane, failure)
-                    continue
-                lane.moved, lane.deaths = asyncio.get_running_loop().time(), 0
-                for ticket, result in finished:
-                    job = lane.running.pop(ticket, None)  # None: of requests that were abandoned
-                    if job:
-                        self._arrived(job, result)
-                self._dispatch()
-                self.on_finished()
-        except Exception as error:
-            self.fail(error)
-        finally:
-            lane.running, lane.given, lane.pump = {}, [], None
+    def receive(self, lane: ServerLane, results: Sequence[tuple[int, Completion | RequestFault]]) -> None:
+        lane.moved, lane.deaths = asyncio.get_running_loop().time(), 0
+        for ticket, result in results:
+            if job := lane.jobs.pop(ticket, None):
+                self._arrived(job, result)
+        self.flush()
+        self.on_finished()
 
     def _arrived(self, job: PendingRequest, part: Completion | RequestFault) -> None:
         self._suspects.responded(job)
@@ -263,107 +232,95 @@ class RolloutClient:
         if isinstance(part, RequestFault):
             self._suspects.reject(job, part)
             return
-        whole = job.add(part)
+        whole = part if job.begun is None else job.begun.then(part)
         if part.interrupted:
             job.begun = whole
             self._held.append(job)
         else:
             job.future.set_result(whole)
 
-    async def _rebuild(self, lane: Lane, failure: ServerFailure) -> None:
-        """Rebuild a lost server and retry what it had not finished."""
-        index = self.lanes.index(lane)
+    async def lost(self, lane: ServerLane, failure: ActorLost) -> None:
+        """Rebuild a server that died and retry what it had not finished."""
         if self._interrupted is asyncio.get_running_loop():  # it is rebuilt when the engines are needed next
-            self._held += lane.running.values()
-            lane.running = {}
+            self._held += lane.jobs.values()
+            lane.jobs = {}
             return
         lane.deaths += 1
         if lane.deaths > self.retries:
             raise RolloutFailure(
-                f"rollout server {index} was lost {lane.deaths} times during the same requests "
+                f"rollout server {lane.index} was lost {lane.deaths} times during the same requests "
                 f"(actor_rollout_ref.rollout.request_retries={self.retries}); started again, the run samples only the "
                 f"missing responses of the step; the last reason:\n{failure}"
             )
         cause, kind = (lane.hung, "silent") if lane.hung else (failure.cause, failure.kind)
-        jobs = lane.given if self.fixed and self._suspects.window is None else list(lane.running.values())
-        lost = self._suspects.lost(jobs, cause)
-        logger.warning(
-            "rollout server %d was lost (%s); rebuilding it and retrying %d requests",
-            index,
-            cause,
-            len(lost),
-            extra={"code": "server-lost"},
-        )
-        self.retried[kind] += len(lost)
-        lane.hung = ""
-        self._held = [job for job in self._held if job not in lost]  # interrupted before its server was lost
-        lane.running, lane.given, lane.rebuilding = {}, [], True
-        self._waiting.extendleft(reversed(lost))
-        self._dispatch()  # the other servers may have capacity
-
-        def revive() -> None:  # completes also if all requests finish elsewhere first and this task is cancelled
-            try:
-                server = self.revive(index)
-                if server is None:
-                    lane.lost = True
-                else:
-                    lane.server, self.restarts = server, self.restarts + 1
-            finally:
-                lane.rebuilding = False
-
-        await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, revive))
+        jobs = lane.given if self.fixed and self._suspects.window is None else list(lane.jobs.values())
+        retried = self._suspects.lost(jobs, cause)
+        message = "rollout server %d was lost (%s); rebuilding it and retrying %d requests"
+        logger.warning(message, lane.index, cause, len(retried), extra={"code": "server-lost"})
+        self.retried[kind] += len(retried)
+        lane.hung, lane.jobs, lane.given, lane.state = "", {}, [], ServerState.REBUILDING
+        self._held = [job for job in self._held if job not in retried]  # interrupted before its server died
+        self.waiting.extendleft(reversed(retried))
+        self.flush()  # the other servers may have capacity
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._revive, lane))
         for other in self.lanes:  # a rebuild takes the devices' time from all
             other.moved = asyncio.get_running_loop().time()
-        self._dispatch()
+        self.flush()
+
+    def _revive(self, lane: ServerLane) -> None:
+        """Rebuild a server; completes also if all requests finish elsewhere first, and nobody waits for it."""
+        state = ServerState.LIVE
+        try:
+            if (server := self.revive(lane.index)) is None:
+                state = ServerState.WAITING_FOR_WEIGHTS
+            else:
+                lane.actor, self.restarts = server, self.restarts + 1
+        finally:
+            lane.state = state
 
     async def check(self) -> str:
         """Return why no server can be sampled from; "" if one can."""
-        found = await asyncio.gather(*map(self._ailment, self.lanes))
-        return "" if "" in found else "; ".join(found)
+        ailments = await asyncio.gather(*map(self._ailment, self.lanes))
+        return "" if "" in ailments else "; ".join(ailments)
 
-    async def _ailment(self, lane: Lane) -> str:
-        name = f"rollout server {self.lanes.index(lane)}"
-        if lane.rebuilding or lane.lost:
+    async def _ailment(self, lane: ServerLane) -> str:
+        name = f"rollout server {lane.index}"
+        if lane.state is not ServerState.LIVE:
             return f"{name} was lost and is rebuilt"
         if await self._tokens(lane) is None:
             return f"{name} is dead or does not respond"
         silence = asyncio.get_running_loop().time() - lane.moved
-        return f"{name} has sampled no token for {silence:.0f} s" if lane.running and silence > SILENT_SECONDS else ""
+        return f"{name} has sampled no token for {silence:.0f} s" if lane.jobs and silence > SILENT_SECONDS else ""
 
-    async def _tokens(self, lane: Lane) -> int | None:
+    async def _tokens(self, lane: ServerLane) -> int | None:
         """Return how many tokens a server has sampled; None if it is dead or does not respond."""
         try:
-            return await asyncio.wait_for(lane.server.check(), min(CHECK_SECONDS, self.timeout))
-        except (ServerFailure, TimeoutError):
+            return await asyncio.wait_for(lane.actor.check(), min(CHECK_SECONDS, self.timeout))
+        except (ActorLost, TimeoutError):
             return None
 
-    async def _watch(self) -> None:
+    async def look(self) -> None:
         """Kill servers that have requests and have sampled nothing for `timeout` seconds; `take` then raises."""
-        try:
-            while any(lane.running or lane.rebuilding for lane in self.lanes):
-                await asyncio.sleep(min(LOOK_SECONDS, self.timeout / 4))
-                self.check_cluster()
-                if not any(lane.rebuilding for lane in self.lanes):
-                    await asyncio.gather(*(self._check(lane) for lane in self.lanes if lane.running))
-        except Exception as error:
-            self.fail(error)
+        self.check_cluster()
+        if not any(lane.state is ServerState.REBUILDING for lane in self.lanes):
+            await asyncio.gather(*(self._check(lane) for lane in self.lanes if lane.jobs))
 
-    async def _check(self, lane: Lane) -> None:
+    async def _check(self, lane: ServerLane) -> None:
         """Report a silent server, each time after twice as long; kill it at the limit."""
-        loop = asyncio.get_running_loop()
-        if loop.time() - lane.checked >= min(self.timeout / 4, SILENT_SECONDS / CHECKS):
+        loop, silent = asyncio.get_running_loop(), self.silent_seconds
+        if loop.time() - lane.checked >= min(self.timeout / 4, silent / CHECKS):
             lane.checked, tokens = loop.time(), await self._tokens(lane)
             if tokens is not None and tokens != lane.tokens:
                 lane.tokens, lane.moved = tokens, loop.time()
         silence = loop.time() - lane.moved
-        if not lane.running or loop.time() < min(lane.moved + self.timeout, max(lane.moved + SILENT_SECONDS, lane.due)):
+        if not lane.jobs or loop.time() < min(lane.moved + self.timeout, max(lane.moved + silent, lane.due_report)):
             return
-        lane.due = loop.time() + silence
-        server, unfinished = lane.server, f"{len(lane.running)} requests unfinished"
+        lane.due_report = loop.time() + silence
+        server, unfinished = lane.actor, f"{len(lane.jobs)} requests unfinished"
         activity = await server.activity()  # takes seconds, in which the server may respond
         hung = loop.time() - lane.moved >= self.timeout
         limit = f" (actor_rollout_ref.rollout.request_timeout={self.timeout:g}); killing it" if hung else ""
-        message = f"rollout server {self.lanes.index(lane)} has sampled no token for {silence:.3g} s, with {unfinished}"
+        message = f"rollout server {lane.index} has sampled no token for {silence:.3g} s, with {unfinished}"
         warn(f"{message}{limit}: {activity}", "server-silent")
         if hung:
             lane.hung = f"killed, as it had sampled no token for {silence:.3g} s"
@@ -371,22 +328,9 @@ class RolloutClient:
             lane.moved = loop.time()
 
     def fail(self, error: Exception) -> None:
-        """End every request in flight with the error."""
-        self._error = error
-        jobs = [
-            *self._waiting,
-            *self._suspects.take_found(),
-            *(job for lane in self.lanes for job in lane.running.values()),
-        ]
-        self._waiting.clear()
-        for lane in self.lanes:
-            lane.running = {}
-            if lane.pump is not None and lane.pump is not asyncio.current_task():
-                lane.pump.cancel()
-        for job in jobs:
-            if not job.future.done():
-                job.future.set_exception(error)
-                job.future.exception()  # counts as retrieved: one caller's report is enough
+        self.waiting.extend(job for job, _ in self._suspects.fatal)
+        self._suspects.fatal.clear()
+        super().fail(error)
 
 
 def _outcome(future: asyncio.Future[Completion]) -> Completion | RequestFault:

@@ -74,7 +74,7 @@ class RolloutEngine(Protocol):
         """Return the id of the weight sync whose weights the engine uses."""
 
     async def check(self) -> int:
-        """Return the tokens that it has sampled so far, by which one that works is known; raise if it is dead."""
+        """Return the tokens that it has sampled so far, which grow while it works; RuntimeError if it is dead."""
 
     async def take_stats(self) -> EngineStats:
         """Return what it did since the last call."""

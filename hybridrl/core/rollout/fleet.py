@@ -1,7 +1,6 @@
 """All rollout servers of a run: spawned, started, checked, killed and rebuilt. Knows neither trainers nor weights."""
 
 import asyncio
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,14 +10,14 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
-from hybridrl.core.cluster import Actor, Group, OutOfMemory, Pending, RaySession, RemoteFailure, gather, kill, spawn
-from hybridrl.core.cluster.failures import LACK_OF_MEMORY, cause_of, describe, headline, largest_processes, root
+from hybridrl.core.cluster import Actor, Group, Pending, RaySession, RemoteFailure, gather, kill, spawn
+from hybridrl.core.cluster.dispatch import ActorLost
+from hybridrl.core.cluster.failures import Cause, cause_of, describe, headline, largest_processes, root
 from hybridrl.core.cluster.group import START_LIMIT, check_ray
 from hybridrl.core.cluster.watchdog import explain
 from hybridrl.core.rollout.client import RolloutClient
 from hybridrl.core.rollout.engine import EngineEntry, RolloutEngine
-from hybridrl.core.rollout.ladder import MARK, MemoryLadder, Settings, logged, shortage, with_settings
-from hybridrl.core.rollout.lanes import ServerFailure
+from hybridrl.core.rollout.ladder import EngineOutOfMemory, MemoryLadder, Settings, logged, shortage, with_settings
 from hybridrl.core.rollout.server import RolloutServer
 from hybridrl.core.rollout.statistics import engine_metrics
 from hybridrl.core.rollout.types import Completion, Goal, Request, RequestFault
@@ -28,8 +27,6 @@ from hybridrl.runtime.stacks import death_note, kill_writers
 from hybridrl.tracking.console import info
 
 CHECK_SECONDS = 30.0
-SHORT_OF_MEMORY = re.compile(rf"{MARK}: (.*)")
-KILLED = "as if killed"
 
 
 class EngineGroup(Group):
@@ -43,7 +40,7 @@ class EngineGroup(Group):
 class RemoteServer:
     """A server actor as the client uses it; `failure` makes of a remote error what the client gets."""
 
-    def __init__(self, actor: Actor, log: str, failure: Callable[[RayError], ServerFailure]) -> None:
+    def __init__(self, actor: Actor, log: str, failure: Callable[[RayError], ActorLost]) -> None:
         self.actor, self.log, self.failure = actor, log, failure
 
     def submit(self, requests: list[tuple[int, Request]], goal: Goal | None = None) -> None:
@@ -98,8 +95,8 @@ class RolloutFleet:
         self.log_starts: dict[int, int] = {}  # the sizes of the logs then
         count = session.rollout.devices // self.tp_size
         names = [str(logs / f"rollout-{index}.log") for index in range(count)]
-        self.holders: list[Actor] = []  # of devices that are the servers' own
-        self.gone: dict[int, str] = {}  # servers that have to be rebuilt, with the reason
+        self.holders: list[Actor] = []  # of devices for rollout alone
+        self.dead: dict[int, Cause] = {}  # servers that have to be rebuilt
         self.servers = EngineGroup(
             [self._spawn(index, log) for index, log in enumerate(names)], "rollout server", names
         )
@@ -108,7 +105,7 @@ class RolloutFleet:
         return len(self.servers)
 
     def client(self, revive: Callable[[int], RemoteServer | None]) -> RolloutClient:
-        """Return a client of all servers; `revive` replaces one that was lost while it generated."""
+        """Return a client of all servers; `revive` replaces one that died while it generated."""
         return RolloutClient(
             [self.handle(index) for index in range(len(self))],
             revive,
@@ -134,45 +131,47 @@ class RolloutFleet:
         self, starting: Sequence[Pending], others: Sequence[Pending] = (), logs: Sequence[str] = ()
     ) -> None:
         """Wait for the engines, and for `others` that start at the same time and have these logs. Engines that cannot
-        start for lack of memory are built again with less."""
+        start as they run out of memory are built again with less."""
         try:
             every_log = [*self.servers.logs[: len(starting)], *logs]
             gather([*starting, *others], "start-up", self.startup_timeout, every_log, key=START_LIMIT)
         except RemoteFailure as failure:
-            if not isinstance(failure, OutOfMemory) and MARK not in str(failure) and KILLED not in str(failure):
+            if failure.cause is None or not (failure.cause.out_of_memory or failure.cause.killed):
                 raise
             for index, ref in enumerate(starting):
                 self._finish(index, ref)
             gather(others, "start-up", self.startup_timeout, logs, key=START_LIMIT)
 
-    def lost(self, index: int, cause: str) -> bool:
-        """Note why a server was lost. Returns whether for lack of memory: every engine built from now on then gets
-        less, if this one had what the present settings give; EngineShortOfMemory at the floor."""
-        if match := SHORT_OF_MEMORY.search(cause):
-            reason = match[1]
-        elif KILLED in cause and oom_kills() != self.oom_kills[index]:
-            reason = "it was killed by the kernel for lack of memory"
-        elif KILLED in cause and (line := shortage(logged(Path(self.servers.logs[index]), self.log_starts[index]))):
-            reason = line  # of one that was ended by an exception of C++ or by its own processes
-        elif KILLED not in cause and LACK_OF_MEMORY.search(cause):  # Ray's memory monitor killed it
-            reason = cause
-        else:
-            return False
-        self.ladder.lower(self.built_with[index], f"rollout server {index}: {reason}")
-        self.rollout = with_settings(self.rollout, self.ladder.settings)
-        return True
+    def note_death(self, index: int, cause: Cause) -> bool:
+        """Note why a server died. Returns whether it ran out of memory: every engine built from now on then gets less,
+        if this one had what the present settings give; EngineOutOfMemory at the floor."""
+        if reason := self._shortage(index, cause):
+            self.ladder.lower(self.built_with[index], f"rollout server {index}: {reason}")
+            self.rollout = with_settings(self.rollout, self.ladder.settings)
+        return bool(reason)
 
-    def _failure(self, index: int, error: RayError) -> ServerFailure:
-        """Return a lost server's failure for the client, with all that was tried against a lack of memory."""
+    def _shortage(self, index: int, cause: Cause) -> str:
+        """Return in a line how a server ran out of memory; empty: it died of something else."""
+        if isinstance(cause.error, EngineOutOfMemory):
+            return cause.error.reason
+        if not cause.killed:  # but possibly by Ray's memory monitor
+            return cause.text if cause.out_of_memory else ""
+        if oom_kills() != self.oom_kills[index]:
+            return "it was killed by the kernel for lack of memory"
+        # It may have been ended by an exception of C++, or by its own processes.
+        return shortage(logged(Path(self.servers.logs[index]), self.log_starts[index]))
+
+    def _failure(self, index: int, error: RayError) -> ActorLost:
+        """Return a dead server's failure for the client, with all that was tried to save memory."""
         error = root(error)
         reason = cause_of(error, f"rollout server {index}")
         if reason.of_host:
             info("\n".join(largest_processes(self.servers.logs)))
-        kind = "memory" if self.lost(index, reason.text) else "died"
+        kind = "memory" if self.note_death(index, reason) else "died"
         note = death_note(self.servers.logs[index])
         text = describe(error) if isinstance(error, RayTaskError) else headline(error, reason)
         text += f"{note}; its log: {self.servers.logs[index]}"
-        return ServerFailure("\n".join(filter(None, [text, self.ladder.table()])), reason.text + note, kind)
+        return ActorLost("\n".join(filter(None, [text, self.ladder.table()])), reason.text + note, kind)
 
     def state_dict(self) -> dict[str, Any]:
         return self.ladder.state_dict()
@@ -189,8 +188,8 @@ class RolloutFleet:
         """Put all engines to sleep. With `kill_failed` a server that does not is killed, which frees its device, and is
         rebuilt when it is needed."""
         if kill_failed:
-            self.gone = self.servers.failures(RolloutEngine.sleep, timeout=self.timeout) | self.gone
-            self.kill(list(self.gone))
+            self.dead = self.servers.failures(RolloutEngine.sleep, timeout=self.timeout) | self.dead
+            self.kill(list(self.dead))
         else:
             self.servers.broadcast(RolloutEngine.sleep, timeout=self.timeout)
 
@@ -205,12 +204,20 @@ class RolloutFleet:
         except RemoteFailure:
             return {}
 
-    def dead(self, silent: Collection[str] = ()) -> dict[int, str]:
+    def find_dead(self, silent: Collection[str] = ()) -> dict[int, Cause]:
         """Return the servers that are dead or do not respond, with the reason; those with these logs did not respond to
         another call."""
-        found = {index: "it did not respond" for index, log in enumerate(self.servers.logs) if log in silent}
-        self.gone = found | self.servers.failures(RolloutEngine.check, timeout=CHECK_SECONDS) | self.gone
-        return self.gone
+        late = {
+            index: Cause(f"rollout server {index}", "TimeoutError", "it did not respond")
+            for index, log in enumerate(self.servers.logs)
+            if log in silent
+        }
+        self.dead = late | self.servers.failures(RolloutEngine.check, timeout=CHECK_SECONDS) | self.dead
+        return self.dead
+
+    def condemn(self, reason: str) -> None:
+        """Have all servers replaced before the next weight sync."""
+        self.dead |= {index: Cause(f"rollout server {index}", "", reason) for index in range(len(self))}
 
     def kill(self, indices: Sequence[int]) -> None:
         for index in indices:
@@ -218,9 +225,9 @@ class RolloutFleet:
 
     def rebuild(self, index: int, *, asleep: bool = False) -> None:
         """Replace a server by a new one, awake and without weights; an old process that still lives is killed. An
-        engine that lacks memory is built again with less."""
+        engine that runs out of memory is built again with less."""
         self.kill([index])
-        self.gone.pop(index, None)
+        self.dead.pop(index, None)
         self.servers.actors[index] = self._spawn(index, self.servers.logs[index])
         self._finish(index, self._start(index))
         if self.ladder.settings != self.started_with:
@@ -246,12 +253,12 @@ class RolloutFleet:
         return self.servers.actors[index].start.remote(self.engine, *settings)
 
     def _finish(self, index: int, starting: Pending) -> None:
-        """Wait for an engine; one that cannot start for lack of memory is built again with less."""
+        """Wait for an engine; one that runs out of memory is built again with less."""
         try:
             logs = [self.servers.logs[index]]
             gather([starting], "rollout server.start", self.startup_timeout, logs, key=START_LIMIT)
         except RemoteFailure as failure:
-            if not self.lost(index, failure.cause.text if failure.cause else str(failure)):
+            if failure.cause is None or not self.note_death(index, failure.cause):
                 raise
             self.rebuild(index)
 

@@ -1,4 +1,4 @@
-"""Out of memory: an engine that lacked it is built again with less, until one works or the attempts are used up."""
+"""Out of memory: such an engine is built again with less, until one works or the attempts are used up."""
 
 import logging
 import re
@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.core.cluster.failures import LACK_OF_MEMORY
+from hybridrl.tracking.faults import out_of_memory
 
 logger = logging.getLogger(__name__)
 
-# An illegal memory access is how a kernel fails that lacked memory.
-SHORTAGE = re.compile(f"{LACK_OF_MEMORY.pattern}|an illegal memory access", re.IGNORECASE)
+ILLEGAL_ACCESS = "an illegal memory access"  # how a kernel fails that had not enough memory
 # The share of the device that an engine may use is too small for it: a smaller share would not help.
 SHARE_TOO_LARGE = re.compile(r"less than desired \w+ memory", re.IGNORECASE)  # others use the device
 SHARE_TOO_SMALL = re.compile(r"no available memory for the cache|larger than the available KV cache", re.IGNORECASE)
 ERROR = re.compile(r"[\w.]*(Error|Exception): .*")  # in a line of a log, which begins with process and time
-MARK = "the engine ran out of memory"
 KEY, SEQUENCES, SHARE = "actor_rollout_ref.rollout", "max_num_seqs", "gpu_memory_utilization"
 CACHE_BYTES = "engine_kwargs.vllm.kv_cache_memory_bytes"  # replaces the share where the user has set it
 LEAST_SHARE, LEAST_BYTES = 0.05, 1 << 20
@@ -27,17 +25,27 @@ LEAST_SHARE, LEAST_BYTES = 0.05, 1 << 20
 Settings = dict[str, float]  # by key below `actor_rollout_ref.rollout`
 
 
-class EngineShortOfMemory(RuntimeError):
-    """The engine cannot start, or died, for lack of memory. A server's message is MARK and the reason in one line."""
+class EngineOutOfMemory(RuntimeError):
+    """An engine ran out of memory as it started or later, for a `reason` in one line; `hint` has what was tried, and
+    what to change."""
 
     code = "device-memory"
 
+    def __init__(self, reason: str, hint: str = "") -> None:
+        super().__init__(reason, hint)
+        self.reason, self.hint = reason, hint
 
-def shortage(texts: Iterable[str]) -> str | None:
-    """Return the first error in these texts, an exception's or a log's, that reports a lack of memory, in one line."""
-    lines = (line for text in texts for line in text.splitlines())
-    found = next((line for line in lines if SHORTAGE.search(line) and " raise " not in line), None)
-    return None if found is None else (ERROR.search(found) or [found])[0].strip()[:300]
+    def __str__(self) -> str:
+        return f"the engine ran out of memory: {self.reason}{self.hint}"
+
+
+def shortage(texts: Iterable[str]) -> str:
+    """Return the first error in these texts, an exception's or a log's, that reports too little memory, in one line;
+    empty: none does."""
+    for line in (line for text in texts for line in text.splitlines()):
+        if " raise " not in line and (out_of_memory(line) or ILLEGAL_ACCESS in line):
+            return (ERROR.search(line) or [line])[0].strip()[:300]
+    return ""
 
 
 def logged(log: Path, start: int) -> list[str]:
@@ -56,12 +64,12 @@ def memory_settings(rollout: RolloutConfig) -> Settings:
 
 
 def with_settings(rollout: RolloutConfig, settings: Settings) -> RolloutConfig:
-    """Return the section with these settings in place of its own."""
-    own: dict[str, Any] = {name: value for name, value in settings.items() if name != CACHE_BYTES}
+    """Return the section with these settings."""
+    changed: dict[str, Any] = {name: value for name, value in settings.items() if name != CACHE_BYTES}
     if CACHE_BYTES in settings:
         arguments = rollout.engine_kwargs.vllm | {"kv_cache_memory_bytes": settings[CACHE_BYTES]}
-        own["engine_kwargs"] = replace(rollout.engine_kwargs, vllm=arguments)
-    return replace(rollout, **own)
+        changed["engine_kwargs"] = replace(rollout.engine_kwargs, vllm=arguments)
+    return replace(rollout, **changed)
 
 
 def one_notch_lower(settings: Settings, attempt: int, device: str, reason: str) -> Settings | None:
@@ -70,15 +78,11 @@ def one_notch_lower(settings: Settings, attempt: int, device: str, reason: str) 
     Requests at a time are halved first, then the memory that the engine may use is lowered (by 0.1 of a GPU; halved on
     CPU), and so on in turn.
     """
-    sequences = _fewer_sequences(settings)
+    sequences = {SEQUENCES: int(settings[SEQUENCES]) // 2} if settings[SEQUENCES] > 1 else {}
     memory = {} if SHARE_TOO_SMALL.search(reason) else _less_memory(settings, device)
     memory_first = attempt % 2 == 1 or SHARE_TOO_LARGE.search(reason)
     lower = (memory or sequences) if memory_first else (sequences or memory)
     return settings | lower if lower else None
-
-
-def _fewer_sequences(settings: Settings) -> Settings:
-    return {SEQUENCES: int(settings[SEQUENCES]) // 2} if settings[SEQUENCES] > 1 else {}
 
 
 def _less_memory(settings: Settings, device: str) -> Settings:
@@ -100,14 +104,14 @@ class MemoryLadder:
         self.tried: list[tuple[Settings, str]] = []  # settings that were not enough, with the reason
 
     def lower(self, used: Settings, reason: str) -> None:
-        """Lower the settings after an engine with the settings `used` ran out of memory. EngineShortOfMemory with all
+        """Lower the settings after an engine with the settings `used` ran out of memory. EngineOutOfMemory with all
         that was tried at the floor, or after `request_retries` times."""
         if used != self.settings:  # another engine has lowered them since this one was built
             return
         lower = one_notch_lower(used, len(self.tried), self.device, reason)
         self.tried.append((used, reason))
         if lower is None or len(self.tried) > self.limit:
-            raise EngineShortOfMemory(f"{MARK}: {reason}\n{self.table()}\n{self._hint(reason)}")
+            raise EngineOutOfMemory(reason, f"\n{self.table()}\n{self._hint(reason)}")
         self.settings = lower
         logger.warning("%s; engines are built with %s from now on; to keep it, set %s", reason, self, self.overrides())
 

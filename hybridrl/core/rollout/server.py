@@ -3,13 +3,15 @@ finish; every other method of the engine is reached through `call`."""
 
 import asyncio
 import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.required import required
 from hybridrl.core.rollout.engine import EngineEntry, RolloutEngine
-from hybridrl.core.rollout.ladder import MARK, EngineShortOfMemory, logged, shortage
+from hybridrl.core.rollout.ladder import EngineOutOfMemory, logged, shortage
 from hybridrl.core.rollout.types import Completion, Goal, RejectedRequest, Request, RequestFault
 from hybridrl.core.spinning import give_way
 from hybridrl.runtime.guard import begin_actor, oom_kills
@@ -19,6 +21,7 @@ from hybridrl.runtime.keeper import work_in_private
 COALESCE_SECONDS = 0.02
 
 Ticket = int  # names a request between client and server
+CONTROL: Ticket = -1  # of no request
 
 
 class RolloutServer:
@@ -37,7 +40,7 @@ class RolloutServer:
     def begin(self, log: Path) -> None:
         """Begin without an engine, which `start` builds; the log has lines of earlier servers."""
         self.log, self.log_start, self.oom_kills = log, log.stat().st_size, oom_kills()
-        self.lacked = ""  # why the engine is short of memory: it is to be rebuilt, though it may live
+        self.shortage = ""  # why the engine has too little memory: it is to be rebuilt, though it may live
         self.engine: RolloutEngine | None = None
         self.finished: asyncio.Queue[tuple[Ticket, Completion | Exception]] = asyncio.Queue()
         self.running: set[asyncio.Task] = set()
@@ -60,12 +63,9 @@ class RolloutServer:
         if device == "cpu":
             give_way()
         self.fixed = rollout.full_determinism
-        try:
+        with self._explained():
             self.engine = entry.build(device, model, rollout, engines_per_machine)
             await self.engine.connect()
-        except Exception as error:
-            self._raise_if_short(error)
-            raise
         return os.getpid()
 
     async def _renew_engine(self) -> None:
@@ -76,44 +76,43 @@ class RolloutServer:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine."""
-        if self.lacked:
-            raise EngineShortOfMemory(f"{MARK}: {self.lacked}")
-        try:
+        if self.shortage:
+            raise EngineOutOfMemory(self.shortage)
+        with self._explained():
             return await getattr(self.engine, method)(*args)
-        except Exception as error:
-            self._raise_if_short(error)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # an engine may raise anything
+            if failure := self._out_of_memory(error):
+                raise failure from error
             raise
 
-    def _raise_if_short(self, error: Exception) -> None:
-        """Raise EngineShortOfMemory if that is why an engine failed. Its own processes write the reason to the log."""
-        self.lacked = shortage([f"{type(error).__name__}: {error}", *logged(self.log, self.log_start)]) or ""
-        if not self.lacked and oom_kills() != self.oom_kills:
-            self.lacked = "the kernel killed a process of its machine for lack of memory"
-        if self.lacked:
-            raise EngineShortOfMemory(f"{MARK}: {self.lacked}") from error
+    def _out_of_memory(self, error: Exception) -> EngineOutOfMemory | None:
+        """Return the failure of an engine that ran out of memory, if it did. Its processes write that to the log."""
+        self.shortage = shortage([f"{type(error).__name__}: {error}", *logged(self.log, self.log_start)])
+        if not self.shortage and oom_kills() != self.oom_kills:
+            self.shortage = "the kernel killed a process of its machine for lack of memory"
+        return EngineOutOfMemory(self.shortage) if self.shortage else None
 
     async def submit(self, requests: list[tuple[Ticket, Request]], goal: Goal | None = None) -> None:
         """Start requests, whose responses are fetched with `take`. With a goal they end once it is reached."""
         if not self.fixed:
-            for ticket, request in requests:
-                self._start(ticket, request)
+            self._start(requests)
             return
         # The engine starts once it has all requests, in their order, so that it forms the same batches every time.
-        try:
+        async with self._raised_by_take():
             await required(self.engine).hold()
-            for ticket, request in requests:
-                self._start(ticket, request)
+            self._start(requests)
             await asyncio.sleep(0)  # each of them is queued, or rejected, before it first waits
             await required(self.engine).release(goal)
-        except Exception as error:  # raised by `take`
-            self.finished.put_nowait((-1, error))
 
     async def interrupt(self) -> None:
         """End all requests: `take` returns what they have so far."""
-        try:
+        async with self._raised_by_take():
             await required(self.engine).interrupt()
-        except Exception as error:  # raised by `take`
-            self.finished.put_nowait((-1, error))
 
     async def take(self) -> list[tuple[Ticket, Completion | RequestFault]]:
         """Return the responses finished since the last call, at least one; waits for it. Raises if the engine died."""
@@ -124,29 +123,35 @@ class RolloutServer:
         finished: list[tuple[Ticket, Completion | RequestFault]] = []
         for ticket, result in arrived:
             if isinstance(result, Exception) and not isinstance(result, RequestFault):
-                self._raise_if_short(result)
-                raise RuntimeError(f"the engine failed: {type(result).__name__}: {result}") from result
+                failure = RuntimeError(f"the engine failed: {type(result).__name__}: {result}")
+                raise self._out_of_memory(result) or failure from result
             finished.append((ticket, result))
         return finished
 
-    def _start(self, ticket: Ticket, request: Request) -> None:
-        task = asyncio.create_task(self._generate(ticket, request))
-        self.running.add(task)
-        task.add_done_callback(self.running.discard)
+    def _start(self, requests: Sequence[tuple[Ticket, Request]]) -> None:
+        for ticket, request in requests:
+            task = asyncio.create_task(self._generate(ticket, request))
+            self.running.add(task)
+            task.add_done_callback(self.running.discard)
 
     async def _generate(self, ticket: Ticket, request: Request) -> None:
-        try:
-            result = await required(self.engine).generate(request)
-        except RequestFault as fault:
-            result = fault
-        except Exception as error:
-            result = await self._fault_of(error)
-        self.finished.put_nowait((ticket, result))
+        async with self._raised_by_take(ticket):
+            self.finished.put_nowait((ticket, await required(self.engine).generate(request)))
 
-    async def _fault_of(self, error: Exception) -> Exception:
-        """Return the error for `take` to raise, or the request's fault if the engine is well."""
+    @asynccontextmanager
+    async def _raised_by_take(self, ticket: Ticket = CONTROL) -> AsyncIterator[None]:
+        """Have `take` raise what the engine raises, or return the request's fault if the engine lives."""
         try:
+            yield
+        except RequestFault as fault:
+            self.finished.put_nowait((ticket, fault))
+        except Exception as error:  # an engine may raise anything
+            fault = RejectedRequest(f"the engine failed on a request, {type(error).__name__}: {error}")
+            lives = ticket != CONTROL and await self._lives()
+            self.finished.put_nowait((ticket, fault if lives else error))
+
+    async def _lives(self) -> bool:
+        with suppress(RuntimeError):
             await self.call("check")
-        except Exception:
-            return error
-        return RejectedRequest(f"the engine failed on a request, {type(error).__name__}: {error}")
+            return True
+        return False

@@ -1,7 +1,7 @@
 """Requests that are at fault: rejected by an engine, or servers die of them.
 
-Requests that were running when two servers died are run again a few at a time, so that one of which servers die is
-found. One runs first, and with each response one more. A server that dies again with only one of them has died of that.
+Requests that were running when two servers died are run again a few at a time, to find one of which servers die. One
+runs first, and with each response one more. A server that dies again with only one of them has died of that.
 """
 
 import logging
@@ -9,19 +9,18 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from hybridrl.core.rollout.lanes import PendingRequest
-from hybridrl.core.rollout.types import FatalRequest, RequestFault
+from hybridrl.core.rollout.types import FatalRequest, PendingRequest, RequestFault
 
 logger = logging.getLogger(__name__)
 
 
 class Suspects:
     """The requests at fault. The `window` is how many suspects may run at a time; None: there are none. Those that are
-    `found` to be fatal fail once a response shows that other requests can be sampled."""
+    `fatal` fail once a response shows that other requests can be sampled."""
 
     def __init__(self) -> None:
         self.window: int | None = None
-        self.found: list[tuple[PendingRequest, str]] = []  # with the reason of the last death
+        self.fatal: list[tuple[PendingRequest, str]] = []  # with the reason of the last death
         self.rejected = False  # a request, which was reported
 
     def lost(self, jobs: Sequence[PendingRequest], reason: str) -> list[PendingRequest]:
@@ -37,7 +36,7 @@ class Suspects:
         # Next to requests that never saw a death, one of which may be as fatal, a third death decides.
         twice = [job for job in running if job.attempts > (1 if all(one.attempts > 1 for one in running) else 2)]
         fatal = twice if len(twice) == 1 else []
-        self.found += [(job, reason) for job in fatal]
+        self.fatal += [(job, reason) for job in fatal]
         return [job for job in running if job not in fatal]
 
     def withhold(self, waiting: deque[PendingRequest], running: Iterable[PendingRequest]) -> list[PendingRequest]:
@@ -47,8 +46,8 @@ class Suspects:
         room = self.window - sum(job.suspect for job in running)
         withheld, others = [], []
         for job in waiting:
-            if job.suspect and (fatal := self._found_with(job.request.prompt_ids)):
-                self.found.append((job, fatal))
+            if job.suspect and (reason := self._fatal_with(job.request.prompt_ids)):
+                self.fatal.append((job, reason))
                 continue
             room -= job.suspect
             (withheld if job.suspect and room < 0 else others).append(job)
@@ -69,21 +68,17 @@ class Suspects:
         """Note a response: servers can sample."""
         if self.window is not None and job.suspect:
             self.window += 1
-        self.exclude_found()
+        self.exclude_fatal()
 
-    def exclude_found(self) -> None:
+    def exclude_fatal(self) -> None:
         """Fail the requests of which servers died."""
-        reasons = [reason for _, reason in self.found]
-        for job, reason in zip(self.take_found(), reasons, strict=True):
+        fatal, self.fatal = self.fatal, []
+        for job, reason in fatal:
             size = len(job.request.prompt_ids)
             message = f"an engine died {job.attempts} times during a request with {size} prompt tokens: {reason}"
             logger.warning("%s; its episode is excluded", message, extra={"code": "request-excluded"})
             if not (job.future.done() or job.future.get_loop().is_closed()):
                 job.future.set_exception(FatalRequest(message))
-
-    def take_found(self) -> list[PendingRequest]:
-        found, self.found = self.found, []
-        return [job for job, _ in found]
 
     def reject(self, job: PendingRequest, fault: RequestFault) -> None:
         """Fail a request that its engine rejected; the first is reported, the others are counted as their episodes'."""
@@ -92,5 +87,5 @@ class Suspects:
         self.rejected = True
         job.future.set_exception(fault)
 
-    def _found_with(self, prompt_ids: list[int]) -> str | None:
-        return next((reason for job, reason in self.found if job.request.prompt_ids == prompt_ids), None)
+    def _fatal_with(self, prompt_ids: list[int]) -> str | None:
+        return next((reason for job, reason in self.fatal if job.request.prompt_ids == prompt_ids), None)

@@ -1,11 +1,14 @@
-"""What a rollout engine is given and what it returns."""
+"""Requests and responses, of a rollout engine and as the client of its server has them in flight."""
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import ClassVar, Protocol
 
 import numpy as np
+
+from hybridrl.core.cluster.dispatch import ActorJob
 
 Key = tuple[int, int, int]  # of a request: prompt, sample, turn
 
@@ -96,7 +99,7 @@ class FatalRequest(RequestFault):
 
 @dataclass(frozen=True)
 class Goal:
-    """When an engine has sampled enough: of each of these sets of prompts, so many have all their responses."""
+    """Condition of having sampled enough: of each of these sets of prompts, so many have all their responses."""
 
     needs: Sequence[tuple[Collection[int], int]]
 
@@ -124,3 +127,36 @@ def continuation(request: Request, part: Completion) -> Request:
         sampling=replace(sampling, **left),
         begun=begun,
     )
+
+
+class ServerState(Enum):
+    """A rollout server as its client knows it; one that has no weights yet gets them with the next weight sync."""
+
+    LIVE = "live"
+    REBUILDING = "rebuilding"
+    WAITING_FOR_WEIGHTS = "waiting for weights"
+
+
+class ServerHandle(Protocol):
+    """A rollout server as the client uses it; awaited calls raise ActorLost."""
+
+    def submit(self, requests: list[tuple[int, Request]], goal: Goal | None = None) -> None: ...
+    def interrupt(self) -> None: ...
+    async def take(self) -> list[tuple[int, Completion | RequestFault]]: ...
+    async def check(self) -> int: ...  # the tokens that its engine has sampled so far
+    async def activity(self) -> str: ...  # where its processes are
+    def kill(self) -> None: ...
+
+
+@dataclass(eq=False)
+class PendingRequest(ActorJob):
+    """A request in flight, and what was sampled before an interruption. One that is `suspect` may have caused the death
+    of a server."""
+
+    request: Request
+    begun: Completion | None = None
+    suspect: bool = field(default=False, init=False)
+
+    def rest(self) -> Request:
+        """Return the request for what is missing."""
+        return self.request if self.begun is None else continuation(self.request, self.begun)

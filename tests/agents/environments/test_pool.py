@@ -155,17 +155,17 @@ def test_a_process_that_dies_once_costs_no_episode(workers, tokenizer):
     assert [one.fault for one in trajectories] == [None] * 4
 
 
-def test_a_replacement_that_starts_slowly_is_not_taken_for_one_that_does_not_respond(workers, tokenizer, monkeypatch):
+def test_a_replacement_that_starts_slowly_is_not_taken_for_one_that_does_not_respond(workers, tokenizer, capsys):
     place = Path(workers.settings.environments.environment_kwargs["place"])
     (place / "died").unlink(missing_ok=True)
     (place / "slowly").touch()
-    monkeypatch.setattr(workers, "limit", 2.0)
-    lost = []
-    monkeypatch.setattr("hybridrl.agents.environments.pool.warn", lambda text, code: lost.append(text))
+    limit, workers.limit = workers.limit, 2.0
     trajectories = run(workers, specs({"turns": 2}, {"turns": 2, "kind": "dies once"}), Sampler(tokenizer))
+    workers.limit = limit
     (place / "slowly").unlink()
     assert [one.fault for one in trajectories] == [None] * 4
-    assert len(lost) == 1 and "died" in lost[0]
+    (lost,) = (line for line in capsys.readouterr().out.splitlines() if "[episode-worker-lost]" in line)
+    assert " died: " in lost
 
 
 def test_an_error_of_the_engines_ends_the_call(workers, tokenizer):
@@ -226,7 +226,7 @@ def test_episodes_are_started_while_others_run(workers, tokenizer):
             assert time.monotonic() - began < HEARTBEAT_SECONDS / 2  # no call that waits for a process is waited for
             gate.opened.set()
             await asyncio.gather(*first)
-            assert not any(lane.episodes or lane.pump for lane in dispatch.lanes)
+            assert not any(lane.jobs or lane.pump for lane in dispatch.lanes)
             (last,) = dispatch.start(specs({"turns": 1}, count=1), gate)
             assert len((await last).turns) == 1
 

@@ -117,7 +117,7 @@ def test_a_cluster_that_is_lost_while_responses_are_interrupted_is_what_a_step_r
     """Not the cancellation of what waits for the engines, at the end of a step or before the next one."""
     experience = build(Lengths({(0, 0): 100}), most=4, overlaps=overlaps)
     client = experience.runner.client
-    engine = client.lanes[0].server
+    engine = client.lanes[0].actor
     if overlaps:
         experience.collect(1)
     engine.interrupt = lambda: None

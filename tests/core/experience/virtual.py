@@ -12,13 +12,13 @@ from typing import Protocol
 
 import numpy as np
 
+from hybridrl.core.cluster.dispatch import ActorLost
 from hybridrl.core.experience.asynchronous import AsynchronousExperience, LoopThread
 from hybridrl.core.experience.collector import SamplingPlan
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Request, RolloutClient, Sampling
-from hybridrl.core.rollout.lanes import ServerFailure
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import FaultGuard, Score
@@ -106,7 +106,7 @@ class Engine:
             self._work()
         if self.takes in self.deaths:
             self.dead = True
-            raise ServerFailure("dead", "the actor died")
+            raise ActorLost("dead", "the actor died")
         finished, self.finished = self.finished, []
         return finished
 
@@ -125,7 +125,7 @@ class Engine:
         return Completion(tokens, np.full(count, -1.0, dtype=np.float32), False, self.version, interrupted)
 
     async def check(self) -> int:
-        raise ServerFailure("dead", "dead")
+        raise ActorLost("dead", "dead")
 
     async def activity(self) -> str:
         return ""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 import pytest
 
+from hybridrl.core.cluster.dispatch import ActorLost
 from hybridrl.core.required import required
 from hybridrl.core.rollout import (
     Completion,
@@ -20,9 +21,7 @@ from hybridrl.core.rollout import (
     RolloutFailure,
     Sampling,
 )
-from hybridrl.core.rollout import client as module
-from hybridrl.core.rollout.lanes import ServerFailure
-from hybridrl.core.rollout.types import RejectedRequest
+from hybridrl.core.rollout.types import RejectedRequest, ServerState
 
 SAMPLING = Sampling(max_tokens=4, stop_ids=(0,))
 
@@ -48,17 +47,17 @@ class FakeServer:
     async def take(self) -> list[tuple[int, Completion]]:
         if self.hangs:
             await self.killed.wait()
-            raise ServerFailure("the actor was killed", "ray.kill")
+            raise ActorLost("the actor was killed", "ray.kill")
         await asyncio.sleep(0)
         if self.dies is not None and self.returned >= self.dies:
-            raise ServerFailure("Traceback ...\nEngineDeadError", "the engine died")
+            raise ActorLost("Traceback ...\nEngineDeadError", "the engine died")
         finished = [self.queue.pop() for _ in range(min(self.per_take, len(self.queue)))]
         self.returned += len(finished)
         return [(ticket, respond(request)) for ticket, request in finished]
 
     async def check(self) -> int:
         if not self.well:
-            raise ServerFailure("dead", "dead")
+            raise ActorLost("dead", "dead")
         return 3 * self.returned
 
     async def activity(self) -> str:
@@ -87,7 +86,7 @@ def client(servers: list[FakeServer], revive: Callable[[int], FakeServer] | None
 
 
 def rebuilt(made: RolloutClient) -> FakeServer:
-    server = made.lanes[0].server
+    server = made.lanes[0].actor
     assert isinstance(server, FakeServer)
     return server
 
@@ -270,7 +269,7 @@ def test_a_server_that_is_not_revived_gets_nothing_until_it_is_replaced():
     made, new = client([FakeServer(dies=0), healthy], lambda index: None), FakeServer()
     assert tokens(made.generate_all(wanted)) == expected(wanted)
     assert sorted(healthy.given) == [(request.prompt, request.sample) for request in wanted]
-    assert made.restarts == 0 and made.lanes[0].lost
+    assert made.restarts == 0 and made.lanes[0].state is ServerState.WAITING_FOR_WEIGHTS
     made.replace(0, new)
     assert tokens(made.generate_all(wanted)) == expected(wanted)
     assert made.restarts == 1 and new.given
@@ -290,7 +289,7 @@ class Particular(FakeServer):
     async def take(self) -> list[tuple[int, Completion | RequestFault]]:
         await asyncio.sleep(0)
         if any((request.prompt, request.sample) in self.fatal for _, request in self.queue):
-            raise ServerFailure("Traceback ...\nEngineDeadError", "the engine died")
+            raise ActorLost("Traceback ...\nEngineDeadError", "the engine died")
         ticket, request = self.queue.pop(0)
         rejected = (request.prompt, request.sample) in self.rejected
         return [(ticket, RejectedRequest("no such id") if rejected else respond(request))]
@@ -399,12 +398,12 @@ class Slow(FakeServer):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.killed.wait(), 0.5)
         if self.killed.is_set():
-            raise ServerFailure("the actor was killed", "ray.kill")
+            raise ActorLost("the actor was killed", "ray.kill")
         return await super().take()
 
     async def check(self) -> int:
         if self.killed.is_set():
-            raise ServerFailure("dead", "dead")
+            raise ActorLost("dead", "dead")
         self.sampled += self.works
         return self.sampled
 
@@ -424,10 +423,9 @@ def test_a_server_that_samples_nothing_for_too_long_is_killed_and_rebuilt(dead, 
     )
 
 
-def test_silence_is_reported_with_the_place_of_the_server_long_before_the_limit(monkeypatch, capsys):
-    monkeypatch.setattr(module, "SILENT_SECONDS", 0.05)
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+def test_silence_is_reported_with_the_place_of_the_server_long_before_the_limit(capsys):
     made, wanted = client([Slow(works=False)], timeout=30.0), requests(4)
+    made.silent_seconds, made.look_seconds = 0.05, 0.01
     assert tokens(made.generate_all(wanted)) == expected(wanted)
     assert made.restarts == 0
     reports = capsys.readouterr().out.splitlines()
@@ -436,10 +434,10 @@ def test_silence_is_reported_with_the_place_of_the_server_long_before_the_limit(
     assert all(line.endswith(place) for line in reports)
 
 
-def test_a_server_that_samples_is_not_reported_however_long_its_responses_take(monkeypatch, capsys):
-    monkeypatch.setattr(module, "SILENT_SECONDS", 0.2)
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
-    client([Slow(works=True)], timeout=30.0).generate_all(requests(4))
+def test_a_server_that_samples_is_not_reported_however_long_its_responses_take(capsys):
+    made = client([Slow(works=True)], timeout=30.0)
+    made.silent_seconds, made.look_seconds = 0.2, 0.01
+    made.generate_all(requests(4))
     assert not capsys.readouterr().out
 
 
@@ -577,7 +575,7 @@ class PatientServer(FakeServer):
         while not required(self.ready).empty():
             finished.append(required(self.ready).get_nowait())
         if None in finished:
-            raise ServerFailure("dead", "the actor died")
+            raise ActorLost("dead", "the actor died")
         return finished
 
 

@@ -6,14 +6,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
+from hybridrl.core.cluster import RemoteFailure
+from hybridrl.core.cluster.failures import Cause
 from hybridrl.core.rollout import fleet as fleets
 from hybridrl.core.rollout.fleet import RolloutFleet
-from hybridrl.core.rollout.ladder import EngineShortOfMemory, MemoryLadder, memory_settings, one_notch_lower, shortage
+from hybridrl.core.rollout.ladder import EngineOutOfMemory, MemoryLadder, memory_settings, one_notch_lower, shortage
 from hybridrl.core.rollout.ladder import with_settings as section_with
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 NO_ROOM = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"
+OUT_OF_MEMORY, TOO_SMALL = (
+    Cause("rollout-0", "EngineOutOfMemory", "its message", lost=False, error=EngineOutOfMemory(reason))
+    for reason in (OOM, NO_ROOM)
+)
+KILLED = Cause("rollout-0", "ActorDiedError", "it ended without a message, as if killed by hand", killed=True)
+LATE = Cause("rollout-1", "TimeoutError", "no response within 30 s")
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ def test_a_lack_of_memory_is_found_in_an_error_or_a_log(text):
 
 def test_another_failure_is_no_lack_of_memory():
     assert shortage(["terminate called after std::bad_alloc"]) == "terminate called after std::bad_alloc"
-    assert shortage(["EngineDeadError: EngineCore encountered an issue.", "KeyError: 'memory'"]) is None
+    assert not shortage(["EngineDeadError: EngineCore encountered an issue.", "KeyError: 'memory'"])
 
 
 def test_settings_replace_those_of_the_section_and_nothing_else():
@@ -120,7 +129,7 @@ def test_after_request_retries_times_the_error_has_all_that_was_tried():
     ladder = MemoryLadder(Section(request_retries=2), "cuda")
     ladder.lower(ladder.settings, "first")
     ladder.lower(ladder.settings, "second")
-    with pytest.raises(EngineShortOfMemory) as error:
+    with pytest.raises(EngineOutOfMemory) as error:
         ladder.lower(ladder.settings, "third")
     assert str(error.value).splitlines()[1:5] == [
         "tried without enough memory:",
@@ -147,7 +156,7 @@ def fleet(monkeypatch, tmp_path) -> Any:
     fleet: Any = RolloutFleet.__new__(RolloutFleet)
     fleet.rollout = Section()
     fleet.ladder = MemoryLadder(fleet.rollout, "cuda")
-    fleet.gone, fleet.started_with = {}, fleet.ladder.settings
+    fleet.dead, fleet.started_with = {}, fleet.ladder.settings
     fleet.built_with, fleet.oom_kills, fleet.kills = dict.fromkeys((0, 1), fleet.ladder.settings), {0: 3, 1: 3}, 3
     fleet.servers = SimpleNamespace(
         actors=["a", "b"], logs=[str(tmp_path / f"rollout-{index}.log") for index in (0, 1)]
@@ -158,13 +167,14 @@ def fleet(monkeypatch, tmp_path) -> Any:
 
 
 def test_two_servers_that_lack_memory_at_the_same_time_lower_the_settings_once(fleet):
-    assert fleet.lost(0, f"EngineShortOfMemory: the engine ran out of memory: {OOM}")
-    assert fleet.lost(1, f"EngineShortOfMemory: the engine ran out of memory: {OOM}")
+    assert fleet.note_death(0, OUT_OF_MEMORY) and fleet.note_death(1, OUT_OF_MEMORY)
     assert (fleet.rollout.max_num_seqs, fleet.rollout.gpu_memory_utilization) == (128, 0.5)
 
 
 def test_the_failure_that_a_client_gets_has_all_that_was_tried(fleet):
-    failure = fleet.handle(0).failure(RuntimeError(f"EngineShortOfMemory: the engine ran out of memory: {OOM}"))
+    lacked = EngineOutOfMemory(OOM)
+    traceback = f'  File "server.py", line 1, in take\nEngineOutOfMemory: {lacked}'
+    failure = fleet.handle(0).failure(RayTaskError("take", traceback, lacked))
     assert (
         "tried without enough memory:\n  max_num_seqs=256  gpu_memory_utilization=0.5  rollout server 0: torch"
         in str(failure)
@@ -187,23 +197,21 @@ def test_a_resumed_run_starts_its_engines_with_what_worked_and_logs_it_once(flee
 
 
 def test_a_server_lost_for_another_reason_is_built_with_the_same_settings(fleet):
-    killed = "it ended without a message, as if killed by hand or by a scheduler"
-    assert not fleet.lost(0, killed) and not fleet.lost(1, "no response within 30 s")
+    assert not fleet.note_death(0, KILLED) and not fleet.note_death(1, LATE)
     assert fleet.rollout == Section()
     fleet.kills = 4  # since these servers were spawned
-    assert fleet.lost(0, killed) and fleet.rollout.max_num_seqs == 128
+    assert fleet.note_death(0, KILLED) and fleet.rollout.max_num_seqs == 128
 
 
 def test_a_server_that_ended_without_a_message_lacked_memory_if_its_log_says_so(fleet):
     before = "RuntimeError: CUDA out of memory, of the server before this one\n"
     Path(fleet.servers.logs[0]).write_text(f"{before}terminate called after throwing an instance of 'std::bad_alloc'\n")
     fleet.log_starts[0] = len(before)
-    killed = "it ended without a message, as if killed by hand or by a scheduler"
-    assert fleet.lost(0, killed)
+    assert fleet.note_death(0, KILLED)
     assert "std::bad_alloc" in fleet.ladder.table() and "before this one" not in fleet.ladder.table()
     Path(fleet.servers.logs[1]).write_text(before)
     fleet.log_starts[1] = len(before)
-    assert not fleet.lost(1, killed)
+    assert not fleet.note_death(1, KILLED)
 
 
 @pytest.fixture
@@ -216,7 +224,9 @@ def starts(fleet, monkeypatch) -> list[int]:
         for _, sequences in pending:
             attempts.append(sequences)
             if sequences > 64:
-                raise fleets.RemoteFailure(f"{what}: {logs[0]}: the engine ran out of memory: {NO_ROOM}\n  File ...")
+                failure = RemoteFailure(f"{what}: {logs[0]}: the engine ran out of memory: {NO_ROOM}\n  File ...")
+                failure.cause = TOO_SMALL
+                raise failure
 
     def start(index):
         fleet.built_with[index] = fleet.ladder.settings
@@ -240,9 +250,9 @@ def test_engines_that_cannot_start_for_lack_of_memory_are_built_again_with_less(
 def test_a_start_that_fails_for_another_reason_is_not_repeated(fleet, starts, monkeypatch):
     def gather(*_, **more):
         starts.append(0)
-        raise fleets.RemoteFailure("rollout server.start: rollout-0 failed: ValueError: no such model")
+        raise RemoteFailure("rollout server.start: rollout-0 failed: ValueError: no such model")
 
     monkeypatch.setattr(fleets, "gather", gather)
-    with pytest.raises(fleets.RemoteFailure, match="no such model"):
+    with pytest.raises(RemoteFailure, match="no such model"):
         fleet.finish_start([(0, 256)])
     assert starts == [0] and fleet.rollout == Section()

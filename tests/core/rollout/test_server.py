@@ -10,7 +10,7 @@ import pytest
 
 from hybridrl.core.rollout import Request, Sampling, server
 from hybridrl.core.rollout.engine import EngineEntry
-from hybridrl.core.rollout.ladder import EngineShortOfMemory
+from hybridrl.core.rollout.ladder import EngineOutOfMemory
 from hybridrl.core.rollout.server import RolloutServer
 from hybridrl.core.rollout.types import RejectedRequest
 
@@ -178,9 +178,7 @@ def test_an_engine_whose_log_says_that_memory_was_lacking_fails_with_that_line_a
             )
         fake(server).broken = True
         for _ in range(2):
-            with pytest.raises(
-                EngineShortOfMemory, match=r"^the engine ran out of memory: torch.OutOf.*memory. Tried$"
-            ):
+            with pytest.raises(EngineOutOfMemory, match=r"^the engine ran out of memory: torch.OutOf.*memory. Tried$"):
                 await server.call("hold")
             fake(server).broken = False  # it lives, but has not all of its memory
 
@@ -195,5 +193,5 @@ def test_an_engine_that_was_killed_by_the_kernel_lacked_memory(monkeypatch):
         monkeypatch.setattr(server, "oom_kills", lambda: 1 + (one.oom_kills or 0))
         await one.take()
 
-    with pytest.raises(EngineShortOfMemory, match="the kernel killed a process of its machine for lack of memory"):
+    with pytest.raises(EngineOutOfMemory, match="the kernel killed a process of its machine for lack of memory"):
         asyncio.run(take())

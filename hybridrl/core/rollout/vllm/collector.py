@@ -37,7 +37,7 @@ class Observer(StatLoggerBase):
         if self.since is None:
             self.since = time.monotonic()
 
-    def idle(self) -> None:
+    def pause(self) -> None:
         """Note that the engine has no request any more."""
         self.running, self.since = 0, None
 

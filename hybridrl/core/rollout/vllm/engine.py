@@ -8,7 +8,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -44,11 +44,11 @@ class Engine(LLMEngine):
     """vLLM's engine, which forgets a request that it cannot add."""
 
     def add_request(self, request_id: str, *args: Any, **options: Any) -> str:
-        try:
-            return super().add_request(request_id, *args, **options)
-        except BaseException:
-            self.engine_core.abort_requests(self.output_processor.forget(request_id))
-            raise
+        with ExitStack() as undo:
+            undo.callback(lambda: self.engine_core.abort_requests(self.output_processor.forget(request_id)))
+            added = super().add_request(request_id, *args, **options)
+            undo.pop_all()
+        return added
 
 
 class VllmEngine:

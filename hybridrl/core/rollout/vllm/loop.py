@@ -1,9 +1,9 @@
 """vLLM's engine in a thread, which runs one iteration after another while there are requests."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,9 +28,8 @@ class EngineLoop:
         self.calls: SimpleQueue[tuple[Callable[[LLMEngine], Any], Future]] = SimpleQueue()
         self.responses: dict[str, Future[EngineResponse]] = {}  # of unfinished requests, by name
         self.held: list[Callable[[LLMEngine], Any]] | None = None  # requests that wait for `release`
-        self.enough: Callable[[EngineResponse], bool] | None = (
-            None  # called with each that finished: whether to interrupt
-        )
+        # Called with each response that finished: whether to interrupt the others.
+        self.enough: Callable[[EngineResponse], bool] | None = None
         self.failure: Exception | None = None
         self.thread = Thread(target=self._run, name="engine", daemon=True)
 
@@ -46,12 +45,11 @@ class EngineLoop:
     async def generate(self, name: str, *request: Any, **options: Any) -> "EngineResponse":
         """Return the response to a request, whose arguments are those of LLMEngine.add_request."""
         self.responses[name] = response = _future()
+        response.add_done_callback(lambda _: self.responses.pop(name, None))
 
         def add(engine: "LLMEngine") -> None:
-            try:
+            with _raised_by(response):
                 engine.add_request(name, *request, **options)
-            except Exception as error:
-                self.responses.pop(name).set_exception(error)
 
         if self.held is None:
             self._submit(add)
@@ -75,9 +73,9 @@ class EngineLoop:
     def _interrupt(self, engine: "LLMEngine") -> None:
         interrupted = engine.output_processor.interrupt()
         engine.engine_core.abort_requests(list(interrupted))
-        engine.logger_manager.idle()
+        engine.logger_manager.pause()
         for response in interrupted.values():
-            self.responses.pop(response.name).set_result(response)
+            self.responses[response.name].set_result(response)
 
     def check(self) -> None:
         """Raise if the engine is dead. Any thread may ask."""
@@ -98,10 +96,10 @@ class EngineLoop:
                 self._make_calls(engine)
                 finished = engine.step() if engine.has_unfinished_requests() else ()
                 for response in finished:
-                    self.responses.pop(response.name).set_result(response)
+                    self.responses[response.name].set_result(response)
                 if self.enough is not None and any([self.enough(response) for response in finished]):
                     self._interrupt(engine)
-        except BaseException as error:
+        except BaseException as error:  # whatever ends the thread, all that waits for it must end
             self.failure = _as_exception(error)
             self._fail(self.failure)
 
@@ -110,12 +108,8 @@ class EngineLoop:
         with suppress(Empty):
             while True:
                 function, result = self.calls.get(block=not engine.has_unfinished_requests())
-                try:
+                with _raised_by(result):
                     result.set_result(function(engine))
-                except BaseException as error:
-                    result.set_exception(_as_exception(error))
-                    if not isinstance(error, Exception):
-                        raise
 
     def _fail(self, error: Exception) -> None:
         """End everything that waits for the engine."""
@@ -130,6 +124,17 @@ class EngineLoop:
 def _as_exception(error: BaseException) -> Exception:
     """Return what ended a thread, such as the panic of a library in Rust, as an error that coroutines catch."""
     return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def _raised_by(result: Future) -> Iterator[None]:
+    """Have a future raise what the block raises; what is no Exception ends the thread as well."""
+    try:
+        yield
+    except BaseException as error:  # vLLM may raise anything, and a library in Rust may panic
+        result.set_exception(_as_exception(error))
+        if not isinstance(error, Exception):
+            raise
 
 
 def _future() -> Future:

@@ -1,0 +1,195 @@
+"""Jobs in flight on actors: given, fetched as they finish, and retried on another actor if theirs is lost.
+
+Each actor has a lane. What its jobs need is sent in one call per turn of the event loop, and a pump fetches their
+results as long as it has any. A subclass of `Dispatcher` decides what a job is, which lane gets it, and what becomes of
+an actor that is lost.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+
+class ActorLost(RuntimeError):
+    """An actor died or does not respond; `cause` is the reason in one line, `kind` how it is counted."""
+
+    def __init__(self, message: str, cause: str = "", kind: str = "died") -> None:
+        super().__init__(message)
+        self.cause, self.kind = cause or message, kind
+
+
+@dataclass(eq=False)
+class ActorJob:
+    """Work for one actor, named by its ticket, with the future that its caller awaits. `attempts` counts the actors
+    that were lost with it."""
+
+    ticket: int
+    future: asyncio.Future
+    attempts: int = field(default=0, init=False)
+
+
+J = TypeVar("J", bound=ActorJob)
+
+
+@dataclass(eq=False)
+class Lane(Generic[J]):
+    """One actor, its unfinished jobs by ticket, and those of them that it is sent next."""
+
+    index: int
+    actor: Any
+    jobs: dict[int, J] = field(default_factory=dict, init=False)
+    new: list[J] = field(default_factory=list, init=False)
+    pump: asyncio.Task | None = field(default=None, init=False)
+
+    @property
+    def due(self) -> bool:
+        """Whether there is something to send."""
+        return bool(self.new)
+
+
+L = TypeVar("L", bound=Lane)
+
+
+class Dispatcher(ABC, Generic[J, L]):
+    """Jobs of one event loop at a time on the actors of `lanes`. `look_seconds` are those between two looks at them."""
+
+    look_seconds = 2.0
+
+    def __init__(self, lanes: Iterable[L]) -> None:
+        self.lanes = list(lanes)
+        self.waiting: deque[J] = deque()  # jobs without a lane
+        self.tickets = count()
+        self.error: Exception | None = None  # the last that ended all jobs in flight
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._flush_due = False
+        self._watch_task: asyncio.Task | None = None
+
+    @abstractmethod
+    def assign(self) -> None:
+        """Give waiting jobs to lanes, by `give`."""
+
+    @abstractmethod
+    def send(self, lane: L) -> None:
+        """Send an actor the new jobs of its lane."""
+
+    @abstractmethod
+    async def take(self, lane: L) -> Sequence[tuple[int, Any]]:
+        """Wait for results of an actor, by ticket. Raises ActorLost."""
+
+    @abstractmethod
+    def receive(self, lane: L, results: Sequence[tuple[int, Any]]) -> None:
+        """Resolve the jobs that have results; some may be of jobs that were abandoned."""
+
+    @abstractmethod
+    async def lost(self, lane: L, failure: ActorLost) -> None:
+        """Replace the actor of a lane, and decide which of its jobs are retried. Raises what ends all jobs."""
+
+    @abstractmethod
+    async def look(self) -> None:
+        """Report what takes long, every `look_seconds` while jobs are in flight. Raises what ends all jobs."""
+
+    @property
+    def load(self) -> int:
+        """The unfinished jobs."""
+        return len(self.waiting) + sum(len(lane.jobs) for lane in self.lanes)
+
+    def submit(self, jobs: Iterable[J]) -> None:
+        """Start jobs, in the event loop of those in flight."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # what an earlier loop left unfinished has no callers any more
+            self._loop, self._flush_due, self._watch_task = loop, False, None
+            self.waiting.clear()
+            for lane in self.lanes:
+                lane.jobs, lane.new, lane.pump = {}, [], None
+        self.waiting.extend(jobs)
+        self.flush_soon()
+
+    def flush_soon(self) -> None:
+        if not self._flush_due:  # once for all that comes in this turn of the loop
+            self._flush_due = True
+            asyncio.get_running_loop().call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Assign waiting jobs, and send each actor what is due."""
+        self._flush_due = False
+        self.assign()
+        for lane in self.lanes:
+            if lane.due:
+                self.send(lane)
+                lane.new = []
+                if lane.pump is None:
+                    lane.pump = asyncio.create_task(self._ending_all(self._pump, lane))
+        if (self._watch_task is None or self._watch_task.done()) and any(lane.pump for lane in self.lanes):
+            self._watch_task = asyncio.create_task(self._ending_all(self._watch))
+
+    def give(self, lane: L, job: J) -> None:
+        lane.jobs[job.ticket] = job
+        lane.new.append(job)
+
+    async def drained(self) -> None:
+        """Wait until no actor has a job. Raises what ended the jobs in flight, if they are ended by then."""
+        pumps = (lane.pump for lane in self.lanes if lane.pump is not None)
+        for ended in await asyncio.gather(*pumps, return_exceptions=True):
+            if isinstance(ended, asyncio.CancelledError):  # by `fail`
+                raise self.error or ended
+
+    def fail(self, error: Exception) -> None:
+        """End every job in flight with the error."""
+        self.error = error
+        jobs = [*self.waiting, *(job for lane in self.lanes for job in lane.jobs.values())]
+        self.waiting.clear()
+        for lane in self.lanes:
+            lane.jobs, lane.new = {}, []
+        self.stop({asyncio.current_task()})
+        for job in jobs:
+            if not job.future.done():
+                job.future.set_exception(error)
+                job.future.exception()  # counts as retrieved: one caller's report is enough
+
+    def stop(self, but: Iterable[asyncio.Task | None] = ()) -> None:
+        """Stop fetching results."""
+        for task in (*(lane.pump for lane in self.lanes), self._watch_task):
+            if task is not None and task not in but:
+                task.cancel()
+
+    async def _pump(self, lane: L) -> None:
+        try:
+            while lane.jobs:
+                try:
+                    results = await self.take(lane)
+                except ActorLost as failure:
+                    await self.lost(lane, failure)
+                else:
+                    self.receive(lane, results)
+        finally:
+            lane.pump = None
+
+    async def _watch(self) -> None:
+        while any(lane.pump for lane in self.lanes):
+            await asyncio.sleep(self.look_seconds)
+            await self.look()
+
+    async def _ending_all(self, work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+        """Do work for all jobs, which end with the error that it raises."""
+        try:
+            await work(*arguments)
+        except Exception as error:  # whatever it is, the callers must get it
+            self.fail(error)
+
+
+async def in_lists(futures: Iterable[asyncio.Future]) -> AsyncIterator[list[tuple[int, asyncio.Future]]]:
+    """Yield futures with their indices as they finish; those that finish together come in one list."""
+    finished: asyncio.Queue[tuple[int, asyncio.Future]] = asyncio.Queue()
+    missing = 0
+    for missing, future in enumerate(futures, start=1):
+        future.add_done_callback(lambda future, index=missing - 1: finished.put_nowait((index, future)))
+    while missing:
+        arrived = [await finished.get()]
+        while not finished.empty():
+            arrived.append(finished.get_nowait())
+        missing -= len(arrived)
+        yield arrived
