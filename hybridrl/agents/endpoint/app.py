@@ -126,10 +126,8 @@ class Api:
     async def health(self) -> Response:
         open_sessions = sum(not session.closed for session in self.sessions.by_id.values())
         about = {"sessions": open_sessions, "unrecorded": self.sessions.unrecorded}
-        try:
-            if self.check is not None:
-                await asyncio.wait_for(self.check(), CHECK_SECONDS)
-        except Exception as error:  # whatever the engine raises
+        checks = [asyncio.wait_for(self.check(), CHECK_SECONDS)] if self.check else []
+        for error in filter(None, await asyncio.gather(*checks, return_exceptions=True)):
             cause = str(error) or type(error).__name__
             return answer({"status": f"the policy cannot be sampled from: {cause}"} | about, 503)
         return answer({"status": "ok"} | about)

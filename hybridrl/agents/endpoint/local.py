@@ -50,7 +50,7 @@ class Local:
         self.unfinished += 1
         try:
             return await self.engine.generate(Request(0, 0, ids, seed, sampling))
-        except Exception as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             await self.engine.check()  # raises if it is dead; else it rejects this request only, such as its schema
             raise rejected(400, f"the engine rejects this request: {error}") from error
         finally:
@@ -62,14 +62,11 @@ class Local:
         if (silence := time.monotonic() - self.moved) > STALLED_SECONDS:
             raise TimeoutError(f"{self.unfinished} requests and no token for {silence:.0f} s")
 
-    async def watch(self) -> str:
-        """Return why the engine is dead, once it is."""
+    async def watch(self) -> None:
+        """Raise once the engine is dead."""
         tokens = -1
         while True:
-            try:
-                before, tokens = tokens, await self.engine.check()
-            except Exception as error:  # whatever the engine died of
-                return str(error)
+            before, tokens = tokens, await self.engine.check()
             if tokens != before or not self.unfinished:
                 self.moved = time.monotonic()
             await asyncio.sleep(CHECK_SECONDS)
@@ -122,4 +119,4 @@ async def serve(
     async with serving(app, listening) as address:
         info(f"serving {source} as {name} at {address}/v1, contexts of {context} tokens; Ctrl-C ends it")
         await asyncio.wait([stopping, dying], return_when=asyncio.FIRST_COMPLETED)
-    return dying.result() if dying.done() else ""
+    return str(dying.exception()) if dying.done() else ""

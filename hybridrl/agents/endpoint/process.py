@@ -8,6 +8,7 @@ import sys
 import traceback
 
 from hybridrl.agents.endpoint.functions import call_agent
+from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.runtime.guard import end_with_parent
 
 
@@ -17,10 +18,11 @@ def main() -> None:
     result = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the agent prints goes to the log
     try:
-        answer = asyncio.run(call_agent(settings.load(), *arguments)), ""
-    except Exception as error:  # whatever the user's function raises
+        with contained(settings.name):
+            answer = asyncio.run(call_agent(settings.load(), *arguments)), ""
+    except UserCodeError as error:
         traceback.print_exc()
-        answer = None, f"{type(error).__name__}: {error}"
+        answer = None, str(error)
     with result:
         pickle.dump(answer, result)
 

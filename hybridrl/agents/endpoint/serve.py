@@ -8,7 +8,6 @@ import difflib
 import os
 import sys
 import tempfile
-import traceback
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,9 +50,6 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REJECTED
-    except Exception:
-        traceback.print_exc()
-        return EXIT_FAILED
     return 0
 
 

@@ -21,8 +21,7 @@ from hybridrl.agents.environments.calls import CallParser, call_parser
 from hybridrl.agents.environments.dialogue import LONG, Dialogue, characters
 from hybridrl.agents.environments.environment import Environment, EpisodeFault, Message, Response, Step, ToolCall
 from hybridrl.agents.environments.held import HeldPolicy
-from hybridrl.agents.environments.returned import metrics_of, reward_of
-from hybridrl.agents.environments.user_code import finished
+from hybridrl.agents.environments.user_code import UserCodeError, contained, finished, metrics_of, reward_of
 from hybridrl.core.experience.trajectory import Policy, Trajectory, Turn
 from hybridrl.rewards.score import OutOfTime
 
@@ -115,17 +114,20 @@ class EpisodeRun:
             async with clock:
                 if self.kit.limits.held:
                     self.policy = HeldPolicy(self.policy, clock)
-                stop = await self._turns(list(messages))
+                with contained(self.environment, EpisodeFault):  # what it returns can be anything
+                    stop = await self._turns(list(messages))
         except EpisodeFault as error:
             stop, fault, detail = "fault", "environment", str(error)
-        except (Exception, SystemExit) as error:  # an environment can raise anything
-            if not clock.expired():
-                logger.exception("an environment failed")
-                stop, fault, detail = "fault", f"raised:{type(error).__name__}", f"{type(error).__name__}: {error}"
+        except UserCodeError as error:
+            logger.exception("an environment failed")
+            stop, fault, detail = "fault", error.fault, str(error)
+        except TimeoutError:  # of the clock
+            pass
         finally:  # also if the episode is abandoned
             try:
-                self.metrics |= metrics_of(await self._call(self.environment.close), self.environment)
-            except Exception:
+                with contained(self.environment):
+                    self.metrics |= metrics_of(await self._call(self.environment.close), self.environment)
+            except UserCodeError:
                 logger.exception("an environment's close failed")
         if not self.turns and fault is None:
             fault, detail = "timeout", "the episode reached its time limit before its first response"

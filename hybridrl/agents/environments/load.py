@@ -20,6 +20,7 @@ from hybridrl.agents.environments.rows import field, interaction_kwargs, mapping
 from hybridrl.agents.environments.settings import ENVIRONMENT, MULTI_TURN, EnvironmentSettings
 from hybridrl.agents.environments.tool_environment import ToolEnvironment
 from hybridrl.agents.environments.tools import FUNCTION_TOOL, FunctionTool, Tool, check_schema
+from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import import_libraries, load_class, load_module, where
 from hybridrl.config.findings import Findings
@@ -259,10 +260,11 @@ def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> list[Environmen
 
 def _try_row(number: int, row: Row, choice: Choice, settings: EnvironmentSettings) -> Environment | AgentLoop | None:
     try:
-        make = environment_of(row, settings)
-        return make if make is None or isinstance(make, AgentLoop) else make()
+        with contained(choice.name, ConfigError):
+            make = environment_of(row, settings)
+            return make if make is None or isinstance(make, AgentLoop) else make()
     except ConfigError as error:
         raise ConfigError(*(f"row {number}: {line}" for line in error.lines)) from error
-    except Exception as error:  # whatever the user's constructor raises
-        path = choice.name.rpartition(":")[0]
-        raise ConfigError(f"row {number}: environment {choice.name} fails: {where(error, path)}") from error
+    except UserCodeError as error:
+        reason = where(error.cause, choice.name.rpartition(":")[0])
+        raise ConfigError(f"row {number}: environment {choice.name} fails: {reason}") from error

@@ -18,10 +18,17 @@ from hybridrl.agents.environments.environment import (
     ToolCall,
     ToolError,
 )
-from hybridrl.agents.environments.returned import ToolResult, metrics_of, to_result, unreachable
 from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.tools import Tool
-from hybridrl.agents.environments.user_code import finished
+from hybridrl.agents.environments.user_code import (
+    ToolResult,
+    UserCodeError,
+    contained,
+    finished,
+    metrics_of,
+    to_result,
+    unreachable,
+)
 from hybridrl.rewards.score import OutOfTime
 
 logger = logging.getLogger(__name__)
@@ -65,9 +72,10 @@ class ToolEnvironment(Environment):
         metrics: dict[str, float] = {}
         for name, state in self._states.items():
             try:
-                ended = await finished(self._tools[name].end, state, seconds=self._settings.tool_timeout)
-            except Exception as error:
-                report(name, error, self.row)
+                with contained(name):
+                    ended = await finished(self._tools[name].end, state, seconds=self._settings.tool_timeout)
+            except UserCodeError as error:
+                report(name, error.cause, self.row)
                 continue
             metrics |= {f"{name}/{key}": value for key, value in metrics_of(ended, f"the tool {name}").items()}
         self._states = {}
@@ -102,17 +110,16 @@ class ToolEnvironment(Environment):
                 await asyncio.sleep(SECONDS_BEFORE_RETRY * 2 ** (attempt - 1))
             try:
                 seconds = None if tool.limited else self._settings.tool_timeout
-                returned = await finished(tool.call, self._states.get(tool.name), arguments, seconds=seconds)
-                return to_result(returned, f"the tool {tool.name}"), "ok"
+                with contained(tool, ToolError, EpisodeFault, OutOfTime):
+                    returned = await finished(tool.call, self._states.get(tool.name), arguments, seconds=seconds)
+                    return to_result(returned, f"the tool {tool.name}"), "ok"
             except ToolError as error:
                 return ToolResult(str(error)), "error"
-            except EpisodeFault:
-                raise
             except OutOfTime as error:
                 cause, outcome, outside = error, "timeout", tool.network
-            except Exception as error:
-                cause, outcome, outside = error, "error", unreachable(error)
-                report(tool.name, error, self.row)
+            except UserCodeError as error:
+                cause, outcome, outside = error.cause, "error", unreachable(error.cause)
+                report(tool.name, cause, self.row)
             if not (tool.network and outside):
                 break
         treatment = tool.on_failure or self._settings.on_tool_failure or ("exclude" if outside else "message")

@@ -11,8 +11,9 @@ from jsonschema.exceptions import best_match
 from transformers.utils import get_json_schema
 
 from hybridrl.agents.environments.environment import Schema
-from hybridrl.agents.environments.returned import ToolResult as ToolResult
-from hybridrl.agents.environments.returned import to_result as to_result
+from hybridrl.agents.environments.user_code import ToolResult as ToolResult
+from hybridrl.agents.environments.user_code import UserCodeError, contained
+from hybridrl.agents.environments.user_code import to_result as to_result
 from hybridrl.config import ConfigError
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -119,12 +120,13 @@ def function_schema(function: Callable[..., Any], name: str | None = None) -> Sc
         faults = [f"there is no docstring{', which describes it and ' + ', '.join(arguments) if arguments else ''}"]
     if not faults:
         try:
-            schema = get_json_schema(function)
+            with contained(function):  # its annotations are evaluated
+                schema = get_json_schema(function)
             schema["function"]["name"] = name or title
             schema["function"].pop("return", None)  # no part of OpenAI's format
             return schema
-        except Exception as error:  # whatever the parser of docstrings and annotations raises
-            faults = [str(error)]
+        except UserCodeError as error:
+            faults = [str(error.cause)]
     code = function.__code__
     raise ConfigError(*(f"{code.co_filename}:{code.co_firstlineno}: tool {title}: {fault}" for fault in faults))
 

@@ -5,7 +5,8 @@ import importlib.util
 import inspect
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,11 @@ import yaml
 
 from hybridrl.agents.environments.environment import Environment, Message, Response, Schema, Step
 from hybridrl.agents.environments.mcp_tools import load_mcp_tools
-from hybridrl.agents.environments.returned import reward_of
 from hybridrl.agents.environments.rows import interaction_kwargs, mapping, tools_kwargs
 from hybridrl.agents.environments.settings import MULTI_TURN
 from hybridrl.agents.environments.tool_environment import ToolEnvironment
 from hybridrl.agents.environments.tools import Tool, ToolResult, check_schema, to_result
-from hybridrl.agents.environments.user_code import finished
+from hybridrl.agents.environments.user_code import UserCodeError, contained, finished, reward_of
 from hybridrl.compat.skyrl.environments import numbers
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_class, where
@@ -111,12 +111,10 @@ def _load_tool(entry: Mapping[str, Any], place: str, path: str, built_in: Mappin
     if schema is not None:
         check_schema(schema, place)
     make = built_in.get(name) or load_verl_class(name, place, path, "verl.tools")
-    try:
+    with constructed(f"{place}: {name}(config, tool_schema)", path):
         if name in built_in or issubclass(make, Tool):
             return make(config) if schema is None else make(config, schema)
         tool: Any = make(config=config, tool_schema=None if schema is None else _schema_class().model_validate(schema))
-    except Exception as error:  # whatever the user's constructor raises
-        raise ConfigError(f"{place}: {name}(config, tool_schema) fails: {where(error, path)}") from error
     missing = [method for method in ("create", "execute", "release", "tool_schema") if not hasattr(tool, method)]
     if missing:
         raise ConfigError(
@@ -124,6 +122,16 @@ def _load_tool(entry: Mapping[str, Any], place: str, path: str, built_in: Mappin
         )
     check_schema(as_schema(tool.tool_schema), place)
     return VerlTool(tool, bool(config.get("network")))
+
+
+@contextmanager
+def constructed(what: str, path: str) -> Iterator[None]:
+    """Raise ConfigError for whatever the user's constructor raises, with its line in the file."""
+    try:
+        with contained(what):
+            yield
+    except UserCodeError as error:
+        raise ConfigError(f"{what} fails: {where(error.cause, path)}") from error
 
 
 def _schema_class() -> Any:
@@ -155,11 +163,13 @@ def load_verl_class(name: str, place: str, path: str, package: str) -> type:
         if directory not in sys.path:
             sys.path.append(directory)
     try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        if "no known parent package" not in str(error):
+        with contained(name):
+            module = importlib.import_module(module_name)
+    except UserCodeError as error:
+        if "no known parent package" not in str(error.cause):
             fix = "write module.Class with a module that can be imported here, or path.py:Class"
-            raise ConfigError(f"{place}: class_name {name} does not import: {where(error, path)}", fix=fix) from error
+            reason = where(error.cause, path)
+            raise ConfigError(f"{place}: class_name {name} does not import: {reason}", fix=fix) from error
         spec = _within(module_name, package)
         module = importlib.util.module_from_spec(spec)
         sys.modules[module.__name__] = sys.modules[module_name] = module
@@ -229,10 +239,8 @@ def load_interactions(path: str) -> dict[str, Any]:
         place = f"{INTERACTIONS}={path}: interaction[{index}]"
         cls = load_verl_class(str(entry.get("class_name") or ""), place, path, "verl.interactions")
         name = str(entry.get("name") or cls.__name__.removesuffix("Interaction").lower())
-        try:
+        with constructed(f"{place}: {cls.__name__}(config)", path):
             interaction = cls(config={"name": name, **(entry.get("config") or {})})
-        except Exception as error:  # whatever the user's constructor raises
-            raise ConfigError(f"{place}: {cls.__name__}(config) fails: {where(error, path)}") from error
         if not hasattr(interaction, "generate_response"):
             raise ConfigError(f"{place}: {cls.__name__} has no generate_response", fix="inherit from BaseInteraction")
         if name in interactions:
