@@ -14,16 +14,14 @@ from functools import cached_property
 from typing import Any
 
 from hybridrl.agents.endpoint.address import bound
-from hybridrl.agents.endpoint.app import Check, create_app
+from hybridrl.agents.endpoint.app import Check, create_app, serving
 from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.fields import AUTO, Rules
 from hybridrl.agents.endpoint.functions import ONLINE, Agent, AgentSettings, call_agent, run_in_process
 from hybridrl.agents.endpoint.messages import rejected
-from hybridrl.agents.endpoint.server import serving
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments.environment import EpisodeFault, Message
-from hybridrl.agents.environments.episode_loop import Kit
-from hybridrl.agents.environments.held import HeldPolicy
+from hybridrl.agents.environments.episode_loop import Kit, PausablePolicy
 from hybridrl.agents.environments.user_code import UserCodeError, contained, reward_of
 from hybridrl.core.experience.trajectory import Policy, Trajectory
 from hybridrl.core.rollout import Completion
@@ -114,7 +112,7 @@ class Agents:
                 await self.waiting.offer(session, data)
             async with asyncio.timeout(self.kit.limits.timeout) as clock:
                 if self.kit.limits.held:
-                    turns.policy = HeldPolicy(policy, clock)
+                    turns.policy = PausablePolicy(policy, clock)
                 with contained(self.settings.name, EpisodeFault):
                     self._take(session, await self._call(session, data, f"{address}/v1", clock))
         except EpisodeFault as error:

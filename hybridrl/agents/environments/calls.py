@@ -13,9 +13,8 @@ from xml.parsers.expat import ExpatError
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.environments.call_json import MOST_CALLS, Parse, bare, harmony, marked, tool_call
-from hybridrl.agents.environments.call_python import pythonic
 from hybridrl.agents.environments.call_tags import TagFormat
+from hybridrl.agents.environments.call_values import MOST_CALLS, Parse, bare, harmony, marked, pythonic, tool_call
 from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.agents.environments.environment import Schema, ToolCall
 from hybridrl.agents.environments.template import RESPONSE, TOOL

@@ -19,8 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.environments.environment import Environment, EpisodeFault, Message, Response, Step
-from hybridrl.agents.environments.episode_loop import AgentLoop, EpisodeRun, Kit, Limits
-from hybridrl.agents.environments.held import HeldPolicy
+from hybridrl.agents.environments.episode_loop import AgentLoop, EpisodeRun, Kit, Limits, PausablePolicy
 from hybridrl.agents.environments.load import environment_of, runs_function
 from hybridrl.agents.environments.settings import MULTI_TURN, EnvironmentSettings
 from hybridrl.agents.environments.user_code import UserCodeError, contained
@@ -261,7 +260,7 @@ class EpisodeWorker:
         clock = asyncio.timeout(limit)
         try:
             async with clock:
-                asked = HeldPolicy(policy, clock) if self.kit.limits.held else policy
+                asked = PausablePolicy(policy, clock) if self.kit.limits.held else policy
                 shared = (tokenizer, configuration, parameters, kit.dialogue, kit.parser)
                 outputs = await loop.run(asked, list(spec.messages), *shared)
         except TimeoutError as error:

@@ -17,12 +17,11 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from hybridrl.agents.environments import episode_loop
-from hybridrl.agents.environments.environment import EpisodeFault, Message
-from hybridrl.agents.environments.rows import mapping
+from hybridrl.agents.environments.environment import EpisodeFault, Message, mapping
 from hybridrl.agents.environments.settings import AGENT
 from hybridrl.agents.environments.template import REJECTIONS
 from hybridrl.agents.environments.user_code import reward_of
-from hybridrl.compat.skyrl.environments import numbers
+from hybridrl.compat.skyrl import numbers
 from hybridrl.compat.verl.names import get_event_loop
 from hybridrl.compat.verl.tools import (
     initialize_tools_from_config,

@@ -13,15 +13,12 @@ from enum import Enum
 from typing import Any
 from uuid import uuid4
 
-from hybridrl.agents.environments.environment import EpisodeFault, Message
-from hybridrl.agents.environments.rows import interaction_kwargs, mapping, tools_kwargs
-from hybridrl.agents.environments.tool_environment import first_line, truncated
-from hybridrl.agents.environments.tools import Tool
+from hybridrl.agents.environments.environment import EpisodeFault, Message, interaction_kwargs, mapping, tools_kwargs
+from hybridrl.agents.environments.tools import Tool, first_line, truncated
 from hybridrl.agents.environments.user_code import UserCodeError, contained, finished, to_result, unreachable
 from hybridrl.compat.verl.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from hybridrl.compat.verl.stand_ins import ToolResponse, simple_timer
-from hybridrl.compat.verl.tool_parsers import FunctionCall, ToolParser
-from hybridrl.compat.verl.tools import VerlTool, accepted, finalize_interaction
+from hybridrl.compat.verl.tools import FunctionCall, ToolParser, VerlTool, accepted, finalize_interaction
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Whatever the user's code raises, an episode's call of it ends with one error, which has the line and the arguments."""
+"""Whatever the user's code raises, an episode's call of it ends with one error, with the line and the arguments."""
 
 import asyncio
 
