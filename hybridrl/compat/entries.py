@@ -1,4 +1,4 @@
-"""Entries of a system's table, each for the keys that its patterns name, and entries that compute from several keys."""
+"""Entries of a system's table, each for the keys that its patterns name, and those that compute from several keys."""
 
 import math
 import re
@@ -63,7 +63,7 @@ class Entry:
 
     @property
     def reason(self) -> str:
-        """Why, or what is set instead."""
+        """The reason, or the keys that are set instead."""
         return self.why or " ".join(f"{name}={show(value)}" for name, value in self.sets.items())
 
 
@@ -99,3 +99,174 @@ class Look:
 
     def size(self, groups: str) -> int:
         return math.prod(int(self._match[group] or 1) for group in groups)
+
+
+MODE, BOUND = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"
+BATCH, MINI = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
+BYPASS = "algorithm.rollout_correction.bypass_mode"
+STEPS, BATCHES = "async_training.trigger_parameter_sync_step", "async_training.require_batches"
+ROLLOUT_STEPS = "actor_rollout_ref.rollout.total_rollout_steps"
+VERL_STALENESS = "async_training.staleness_threshold"
+
+
+def argument_of_reward(key: str) -> str:
+    """The name of a key of the reward manager, which in verl passes further arguments to the reward function."""
+    place = "reward.reward_kwargs."
+    is_argument = key.startswith(place) and "overlong_buffer_cfg" not in key
+    return key.replace(place, "reward.custom_reward_function.reward_kwargs.") if is_argument else key
+
+
+def _batch_of_sync(step: Any, values: Mapping[str, Any]) -> str:
+    """Name the batch with so many updates, unless verl does not read the key or it is the present one."""
+    if values.get(MODE) != "separate_async":
+        return ""
+    try:
+        batch = number(step) * number(values[MINI])
+    except (TypeError, ValueError):
+        return f"set {BATCH} and {MINI} to numbers"
+    return "" if batch == values[BATCH] else f"set {BATCH}={batch}"
+
+
+# A later one wins, and what the command or its file sets by hybridrl's name stays.
+OF_VERL = [
+    combined("async_training.partial_rollout", "", {MODE: "colocate_async"}, when="^(?i:true)$"),
+    # One step off is all that it says by itself; fully_async says more.
+    combined("actor_rollout_ref.hybrid_engine", "", {MODE: "separate_async", BOUND: 1, BYPASS: True}, silent=[True]),
+    combined(
+        f"{STEPS} {BATCHES} {VERL_STALENESS}",
+        f"separate_async with bypass_mode, {BATCH} = trigger_parameter_sync_step x require_batches x "
+        "ppo_mini_batch_size, over_sample_rate = staleness_threshold, max_off_policy_threshold = that rounded up",
+        {
+            MODE: "separate_async",
+            BATCH: lambda of: of(STEPS, 4) * of(BATCHES, 1) * of(MINI),
+            BOUND: lambda of: math.ceil(of(VERL_STALENESS, 0.1)),
+            "actor_rollout_ref.rollout.over_sample_rate": lambda of: of(VERL_STALENESS, 0.1),
+            BYPASS: True,
+        },
+        drops={BATCH: 0, "data.gen_batch_size": 1},
+    ),
+    combined(
+        ROLLOUT_STEPS,
+        "trainer.total_training_steps = its value / (trigger_parameter_sync_step x require_batches x "
+        "ppo_mini_batch_size), rounded down",
+        {"trainer.total_training_steps": lambda of: of(ROLLOUT_STEPS) // (of(STEPS, 4) * of(BATCHES, 1) * of(MINI))},
+    ),
+    combined(
+        "async_training.use_rollout_log_probs actor_rollout_ref.actor.use_rollout_log_probs",
+        f"{BYPASS} = its value",
+        {BYPASS: lambda of: of.value},
+    ),
+    combined("async_training.compute_prox_log_prob", "", {BYPASS: False}, silent=[False]),
+    Entry(
+        "rejected",
+        ["trainer.v1.separate_async.parameter_sync_step"],
+        "weights are sent once per step, after data.train_batch_size / ppo_mini_batch_size updates",
+        fix=_batch_of_sync,
+    ),
+]
+
+
+# SkyRL
+ROLLOUT, ACTOR, CORRECTION = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "algorithm.rollout_correction"
+SKYRL_STALENESS = "trainer.fully_async.max_staleness_steps"
+OFF_POLICY = "trainer.algorithm.off_policy_correction"
+LOW, HIGH = f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"
+
+
+def _mask(metric: str, statistic: str, name: str, low: float, high: float) -> Entry:
+    """A mask whose bounds are of the trainer's probability over the engine's; those of k1 are of the inverse."""
+    least, most = f"{OFF_POLICY}.{name}_mask_low", f"{OFF_POLICY}.{name}_mask_high"
+    return combined(
+        f"{OFF_POLICY}.sequence_mask_metric",
+        f"{CORRECTION}.rollout_rs={statistic}, between 1 / {name}_mask_high and 1 / {name}_mask_low",
+        {
+            f"{CORRECTION}.rollout_rs": statistic,
+            f"{CORRECTION}.rollout_rs_threshold": lambda of: f"{1 / of(most, high):g}_{1 / of(least, low):g}",
+        },
+        when=f"^{metric}$",
+    )
+
+
+OF_SKYRL = [
+    combined(
+        "trainer.placement.colocate_all",
+        "separate_async with a bound of 0, and num_engines x data_parallel_size x tensor_parallel_size devices for "
+        "rollout, divided over the machines",
+        {
+            MODE: "separate_async",
+            BOUND: 0,
+            f"{ROLLOUT}.n_gpus_per_node": lambda of: math.ceil(
+                of("generator.num_engines", 1)
+                * of("generator.data_parallel_size", 1)
+                * of(f"{ROLLOUT}.tensor_model_parallel_size")
+                / of("trainer.nnodes")
+            ),
+        },
+        silent=[True],
+    ),
+    combined(
+        f"trainer.fully_async.enabled {SKYRL_STALENESS}",
+        "separate_async, max_off_policy_threshold = max_staleness_steps",
+        {MODE: "separate_async", BOUND: lambda of: of(SKYRL_STALENESS, 4)},
+        silent=[False],
+    ),
+    # A token's loss is weighted by its ratio to the engine's probability, and 0 outside the clip range.
+    combined(
+        "trainer.algorithm.policy_loss_type",
+        f"{CORRECTION}: bypass_mode, loss_type=reinforce, rollout_is=token, a threshold of the clip range around 1",
+        {
+            BYPASS: True,
+            f"{CORRECTION}.loss_type": "reinforce",
+            f"{CORRECTION}.rollout_is": "token",
+            f"{CORRECTION}.rollout_is_threshold": lambda of: f"{1 - of(LOW, 0.2):g}_{1 + of(HIGH, 0.2):g}",
+        },
+        when="^rollout_is$",
+    ),
+    _mask("geometric", "seq_mean_k1", "geo", 0.99, 1.01),
+    _mask("product", "seq_sum_k1", "product", 0.5, 2),
+]
+
+
+# AReaL
+AREAL_STALENESS, PER_NODE = "rollout.max_head_offpolicyness", "trainer.n_gpus_per_node"
+# An engine's or trainer's devices, such as sglang:d4t2: data, tensor, pipeline and context parallel.
+ENGINES = r"(?:\w+(?:\[\w+\])?[:.])?(?:d(?P<d>\d+)|t(?P<t>\d+)|p(?P<p>\d+)|[ce]\d+)+"
+TRAINER = r"(?:\w+(?:\[\w+\])?[:.])?(?:d(?P<D>\d+)|t(?P<T>\d+)|p(?P<P>\d+)|c(?P<C>\d+)|e\d+)+"
+SEPARATE = {MODE: "separate_async", BOUND: lambda of: of(AREAL_STALENESS, 0)}
+FOR_TRAINING = {
+    "trainer.nnodes": lambda of: math.ceil(of.size("DTPC") / of(PER_NODE, 8)),
+    "trainer.n_gpus_per_node": lambda of: min(of.size("DTPC"), of(PER_NODE, 8)),
+}
+FOR_ROLLOUT = {
+    "actor_rollout_ref.rollout.nnodes": lambda of: math.ceil(of.size("dtp") / of(PER_NODE, 8)),
+    "actor_rollout_ref.rollout.n_gpus_per_node": lambda of: min(of.size("dtp"), of(PER_NODE, 8)),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": lambda of: of.size("t"),
+}
+
+OF_AREAL = [
+    combined(
+        AREAL_STALENESS,
+        "colocate_async, with max_off_policy_threshold at its value",
+        {MODE: "colocate_async", BOUND: lambda of: of(AREAL_STALENESS)},
+        silent=[0],
+    ),
+    combined(
+        "allocation_mode",
+        f"separate_async, with the devices of both parts and max_off_policy_threshold={AREAL_STALENESS}",
+        SEPARATE | FOR_TRAINING | FOR_ROLLOUT,
+        when=rf"^{ENGINES}\+{TRAINER}$",
+    ),
+    combined(
+        "rollout.backend",
+        f"separate_async, with these devices for rollout and max_off_policy_threshold={AREAL_STALENESS}",
+        SEPARATE | FOR_ROLLOUT,
+        when=rf"^{ENGINES}$",
+    ),
+    combined("actor.backend", "the devices for training", FOR_TRAINING, when=rf"^{TRAINER}$"),
+    combined(
+        "rollout.scheduling_strategy.type actor.scheduling_strategy.type",
+        "",
+        {MODE: "colocate_async"},
+        when="^colocation$",
+    ),
+]

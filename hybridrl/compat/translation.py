@@ -1,6 +1,6 @@
 """Translation of arguments and keys that are those of another system.
 
-A system has a table of names and values, keys.yaml in its folder, and entries that compute, in keys.py. `translate`
+A system has a table of names and values, such as verl.yaml, and entries that compute, in entries.py. `translate`
 replaces a command's arguments, or a file's; what is left, `check` reports once all values are known. A run knows verl's
 keys. Those of SkyRL and AReaL, which share names with verl, are translated by `doctor migrate`.
 """
@@ -14,10 +14,17 @@ from typing import Any
 
 import yaml
 
-from hybridrl.compat.areal import keys as areal
-from hybridrl.compat.entries import KINDS, REJECTING, SETTING, Entry, Look
-from hybridrl.compat.skyrl import keys as skyrl
-from hybridrl.compat.verl import keys as verl
+from hybridrl.compat.entries import (
+    KINDS,
+    OF_AREAL,
+    OF_SKYRL,
+    OF_VERL,
+    REJECTING,
+    SETTING,
+    Entry,
+    Look,
+    argument_of_reward,
+)
 from hybridrl.config.compose import Argument, as_override, key_of, usual_value
 from hybridrl.config.findings import Finding, Findings, show
 from hybridrl.config.keys import holds, tree, value_keys
@@ -75,7 +82,7 @@ class Translation:
 
     @cached_property
     def table(self) -> dict[str, Any]:
-        return read_table(f"{self.system.lower()}/keys.yaml")
+        return read_table(f"{self.system.lower()}.yaml")
 
     @cached_property
     def trl_names(self) -> dict[str, str]:
@@ -119,7 +126,7 @@ class Translation:
     def meets(self, key: str, schema: type, value: Any = None) -> tuple[str, Entry | None, bool]:
         """The current name of a key; the entry for it, if it is none of the schema's; whether the schema holds it."""
         new = key
-        for name_of in (self.current_name, verl.argument_of_reward):
+        for name_of in (self.current_name, argument_of_reward):
             new = new if new in tree(schema) else name_of(new)
         return new, None if new in tree(schema) else self.entry_of(new, value), holds(tree(schema), new)
 
@@ -202,8 +209,8 @@ class Translation:
                 command.put(key, as_override(value), text)
 
     def _compute(self, entry: Entry, keys: list[str], command: ForeignCommand) -> dict[str, Any]:
-        """What an entry sets. Further keys that this translates, but those with such an entry of their own, are added
-        to its `keys`, and no longer left."""
+        """Return the keys that an entry sets. Further ones that this translates, but those with such an entry of their
+        own, are added to its `keys`, and no longer left."""
         look, sets, failed = Look(command.find, entry, [command.values[key] for key in keys]), {}, {}
         for key, value in entry.sets.items():
             if not command.stays(key, entry.drops.get(key)):
@@ -225,7 +232,7 @@ class Translation:
     def check(
         self, foreign: Mapping[str, Any], values: Mapping[str, Any], schema: type
     ) -> tuple[list[Finding], list[str]]:
-        """What is to be reported of keys that hybridrl does not have, given the values of all keys, and those of them
+        """Return the findings about keys that hybridrl does not have, given the values of all keys, and those of them
         that are unknown. What was translated, or rejected with the arguments, is left out."""
         shared, findings, unknown = defaultdict[Entry, list[str]](list), Findings(), []
         for key, value in foreign.items():
@@ -279,6 +286,6 @@ def read_table(file: str) -> dict[str, Any]:
     return yaml.load((Path(__file__).parent / file).read_text(encoding="utf-8"), yaml.CSafeLoader)
 
 
-VERL = Translation("verl", verl.COMPUTED)
-VERL.others = [Translation("SkyRL", skyrl.COMPUTED, VERL), Translation("AReaL", areal.COMPUTED, VERL)]
+VERL = Translation("verl", OF_VERL)
+VERL.others = [Translation("SkyRL", OF_SKYRL, VERL), Translation("AReaL", OF_AREAL, VERL)]
 SYSTEMS = {one.system: one for one in (VERL, *VERL.others)}

@@ -25,7 +25,7 @@ PLUGINS = {
     "migrate": "hybridrl.compat.migrate:main",
     "page": "hybridrl.report:write_report",  # at the end of a run
     "preflight": "hybridrl.doctor.start:check_run_start",  # checks before a run
-    "skyrl": "hybridrl.compat.skyrl.environments",
+    "skyrl": "hybridrl.compat.skyrl",
     "verl.agents": "hybridrl.compat.verl.agents",
     "verl.checkpoint": "hybridrl.compat.verl.checkpoint",
     "engine.vllm": "hybridrl.core.rollout.vllm.settings:VLLM",

@@ -14,17 +14,15 @@ from functools import cached_property
 from typing import Any
 
 from hybridrl.agents.endpoint.address import bound
-from hybridrl.agents.endpoint.app import Check, create_app
+from hybridrl.agents.endpoint.app import Check, create_app, serving
 from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.fields import AUTO, Rules
 from hybridrl.agents.endpoint.functions import ONLINE, Agent, AgentSettings, call_agent, run_in_process
 from hybridrl.agents.endpoint.messages import rejected
-from hybridrl.agents.endpoint.server import serving
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments.environment import EpisodeFault, Message
-from hybridrl.agents.environments.episode_loop import Kit
-from hybridrl.agents.environments.held import HeldPolicy
-from hybridrl.agents.environments.returned import reward_of
+from hybridrl.agents.environments.episode_loop import Kit, PausablePolicy
+from hybridrl.agents.environments.user_code import UserCodeError, contained, reward_of
 from hybridrl.core.experience.trajectory import Policy, Trajectory
 from hybridrl.core.rollout import Completion
 
@@ -106,7 +104,7 @@ class Agents:
         """Run one episode."""
         session, turns = self.sessions.start(messages, row=row), OneAtATime(policy)
         self.policies[session.id] = turns
-        stop, fault, detail, clock = "", None, "", None
+        stop, fault, detail = "", None, ""
         data = {**row, "messages": list(messages)}
         try:
             address = await self.start()
@@ -114,16 +112,17 @@ class Agents:
                 await self.waiting.offer(session, data)
             async with asyncio.timeout(self.kit.limits.timeout) as clock:
                 if self.kit.limits.held:
-                    turns.policy = HeldPolicy(policy, clock)
-                self._take(session, await self._call(session, data, f"{address}/v1", clock))
+                    turns.policy = PausablePolicy(policy, clock)
+                with contained(self.settings.name, EpisodeFault):
+                    self._take(session, await self._call(session, data, f"{address}/v1", clock))
         except EpisodeFault as error:
             fault, detail = "environment", str(error)
-        except Exception as error:  # whatever the user's function raises
-            if clock and clock.expired():
-                stop = "timeout"
-            elif not session.stop:  # else it was the end of the conversation that it does not handle
+        except UserCodeError as error:
+            if not session.stop:  # else it was the end of the conversation that it does not handle
                 logger.exception("an agent failed")
-                fault, detail = f"raised:{type(error).__name__}", f"{type(error).__name__}: {error}"
+                fault, detail = error.fault, str(error)
+        except TimeoutError:  # of the clock
+            stop = "timeout"
         finally:
             turns.close()
             del self.policies[session.id]

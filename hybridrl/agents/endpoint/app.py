@@ -2,22 +2,33 @@
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Annotated, Any, TypeVar
 
+import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from pydantic import Field
 from starlette.exceptions import HTTPException as RouteError
 
+from hybridrl.agents.endpoint.address import bound
 from hybridrl.agents.endpoint.core import Core, Generate, Reply
 from hybridrl.agents.endpoint.fields import NONE, SERVED, Rules, Sampled
-from hybridrl.agents.endpoint.formats import ChatRequest, CompletionRequest, chat_body, completion_body, stream_of
+from hybridrl.agents.endpoint.formats import (
+    ChatRequest,
+    CompletionRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    chat_body,
+    completion_body,
+    stream_of,
+)
 from hybridrl.agents.endpoint.messages import Fields, rejected
 from hybridrl.agents.endpoint.requests import Route, answer, body_limit, on_invalid, on_rejection
 from hybridrl.agents.endpoint.sessions import KEY_PREFIX, LOST_SECONDS, AgentSessions, Session
-from hybridrl.agents.endpoint.translations import MessagesRequest, ResponsesRequest
 from hybridrl.rewards.score import LARGEST
 
 T = TypeVar("T")
@@ -126,10 +137,8 @@ class Api:
     async def health(self) -> Response:
         open_sessions = sum(not session.closed for session in self.sessions.by_id.values())
         about = {"sessions": open_sessions, "unrecorded": self.sessions.unrecorded}
-        try:
-            if self.check is not None:
-                await asyncio.wait_for(self.check(), CHECK_SECONDS)
-        except Exception as error:  # whatever the engine raises
+        checks = [asyncio.wait_for(self.check(), CHECK_SECONDS)] if self.check else []
+        for error in filter(None, await asyncio.gather(*checks, return_exceptions=True)):
             cause = str(error) or type(error).__name__
             return answer({"status": f"the policy cannot be sampled from: {cause}"} | about, 503)
         return answer({"status": "ok"} | about)
@@ -270,3 +279,38 @@ def _key(request: Request) -> str:
 def _plain(value: Any) -> Any:
     """Return a value that JSON can hold: rows have arrays and numbers of numpy."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+BACKLOG = 2048
+# Clients close a connection that was idle for 5 s (httpx, and so OpenAI's and Anthropic's): one that the server closes
+# at that moment loses the next request.
+IDLE_SECONDS = 75
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves the signals to the process that it is part of."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def serving(app: FastAPI, listening: socket.socket | None = None) -> AsyncIterator[str]:
+    """Serve an application of endpoint/app.py while the context is open, and return its address; by default on a free
+    port of this machine alone."""
+    listening = listening or bound("127.0.0.1", 0)
+    options = {"log_level": "warning", "access_log": False, "lifespan": "off", "timeout_keep_alive": IDLE_SECONDS}
+    config = uvicorn.Config(app, backlog=BACKLOG, **options)
+    server = _Server(config)
+    task = asyncio.create_task(server.serve([listening]))
+    try:
+        while not server.started and not task.done():
+            await asyncio.sleep(0.01)
+        if task.done():
+            task.result()
+        host, port = app.state.host, listening.getsockname()[1]
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    finally:
+        server.should_exit = server.force_exit = True
+        await task

@@ -20,7 +20,7 @@ ENCODERS = 2
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How a client wants a response sampled; None: as the endpoint does by default. A text of `stop` ends it."""
+    """A client's options of sampling; None: as the endpoint does by default. A text of `stop` ends a response."""
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Reply:
 
     @property
     def finish(self) -> str:
-        """Why it ended, in OpenAI's words: stop, length or tool_calls."""
+        """The reason of its end, as OpenAI names it: stop, length or tool_calls."""
         if "tool_calls" in self.message:
             return "tool_calls"
         return "length" if self.turn.completion.truncated else "stop"

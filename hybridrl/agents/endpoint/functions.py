@@ -11,7 +11,9 @@ import asyncio
 import inspect
 import os
 import pickle
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +22,12 @@ from typing import Any
 import httpx
 
 from hybridrl.agents.environments.settings import AGENT
-from hybridrl.agents.environments.user_code import finished
+from hybridrl.agents.environments.user_code import UserCodeError, contained, finished
 from hybridrl.config.custom_code import load_function
+from hybridrl.runtime.guard import end_with_parent
 
 ONLINE = "online"
-PROCESS = "hybridrl.agents.endpoint.process"
+PROCESS = "from hybridrl.agents.endpoint.functions import main; main()"
 Agent = Callable[..., Any]
 
 
@@ -73,7 +76,7 @@ async def run_in_process(
     """Call an agent in a process of its own, which is killed if this is cancelled."""
     variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_TIMEOUT": f"{timeout:g}"}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", PROCESS),
+        *(sys.executable, "-c", PROCESS),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | variables,
@@ -91,3 +94,19 @@ async def run_in_process(
     if error:
         raise RuntimeError(error)
     return returned
+
+
+def main() -> None:
+    """Be the process of one agent: read its episode from standard input, and write what the agent returned."""
+    end_with_parent(os.getppid(), signal.SIGKILL)
+    settings, *arguments = pickle.load(sys.stdin.buffer)
+    result = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the agent prints goes to the log
+    try:
+        with contained(settings.name):
+            answer = asyncio.run(call_agent(settings.load(), *arguments)), ""
+    except UserCodeError as error:
+        traceback.print_exc()
+        answer = None, str(error)
+    with result:
+        pickle.dump(answer, result)

@@ -8,18 +8,16 @@ import time
 
 from transformers import AutoConfig
 
-from hybridrl.agents.endpoint.app import create_app
+from hybridrl.agents.endpoint.app import create_app, serving
 from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.fields import OF_THE_RUN
 from hybridrl.agents.endpoint.messages import rejected
-from hybridrl.agents.endpoint.server import serving
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments.episode_loop import Kit, Limits
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.rollout import Completion, Request, Sampling
-from hybridrl.core.rollout.engine import RolloutEngine
+from hybridrl.core.rollout.engine import EngineEntry, RolloutEngine
 from hybridrl.data.tokenizer import end_tokens, load_tokenizer
-from hybridrl.runs.plugins import load
 from hybridrl.tracking.console import info
 
 LONGEST = 32768  # tokens of a context, unless rollout.max_model_len is set
@@ -50,7 +48,7 @@ class Local:
         self.unfinished += 1
         try:
             return await self.engine.generate(Request(0, 0, ids, seed, sampling))
-        except Exception as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             await self.engine.check()  # raises if it is dead; else it rejects this request only, such as its schema
             raise rejected(400, f"the engine rejects this request: {error}") from error
         finally:
@@ -62,14 +60,11 @@ class Local:
         if (silence := time.monotonic() - self.moved) > STALLED_SECONDS:
             raise TimeoutError(f"{self.unfinished} requests and no token for {silence:.0f} s")
 
-    async def watch(self) -> str:
-        """Return why the engine is dead, once it is."""
+    async def watch(self) -> None:
+        """Raise once the engine is dead."""
         tokens = -1
         while True:
-            try:
-                before, tokens = tokens, await self.engine.check()
-            except Exception as error:  # whatever the engine died of
-                return str(error)
+            before, tokens = tokens, await self.engine.check()
             if tokens != before or not self.unfinished:
                 self.moved = time.monotonic()
             await asyncio.sleep(CHECK_SECONDS)
@@ -95,6 +90,7 @@ def make_kit(model: ModelConfig, rollout: RolloutConfig, context: int) -> Kit:
 
 
 async def serve(
+    entry: EngineEntry,
     model: ModelConfig,
     rollout: RolloutConfig,
     device: str,
@@ -105,8 +101,8 @@ async def serve(
     source: str,
     admin_key: str | None = None,
 ) -> str:
-    """Serve a Hugging Face model, made from `source`, for requests to `host`, until the process gets a signal to end;
-    returns why it ended otherwise. Who has the `admin_key` starts sessions."""
+    """Serve a Hugging Face model, made from `source`, by an engine of this entry, for requests to `host`, until the
+    process gets a signal to end; returns why it ended otherwise. Who has the `admin_key` starts sessions."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, ended.set)
@@ -114,7 +110,7 @@ async def serve(
     kit = make_kit(model, rollout, context)
     # The engine's own defaults are weights that a trainer sends, and no tokenizer, which schemas of responses need.
     rollout.engine_kwargs.vllm |= {"load_format": "auto", "skip_tokenizer_init": False}
-    engine = load(f"engine.{rollout.name}").build(device, model, rollout, 1)
+    engine = entry.build(device, model, rollout, 1)
     await engine.connect()
     policy = Local(engine, rollout, kit)
     app = create_app(policy, AgentSessions(kit), model=name, admin_key=admin_key, check=policy.check, host=host)
@@ -122,4 +118,4 @@ async def serve(
     async with serving(app, listening) as address:
         info(f"serving {source} as {name} at {address}/v1, contexts of {context} tokens; Ctrl-C ends it")
         await asyncio.wait([stopping, dying], return_when=asyncio.FIRST_COMPLETED)
-    return dying.result() if dying.done() else ""
+    return str(dying.exception()) if dying.done() else ""

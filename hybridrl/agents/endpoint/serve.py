@@ -8,7 +8,6 @@ import difflib
 import os
 import sys
 import tempfile
-import traceback
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,9 +50,6 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REJECTED
-    except Exception:
-        traceback.print_exc()
-        return EXIT_FAILED
     return 0
 
 
@@ -104,10 +100,11 @@ def run(own: dict[str, str], section: ServedConfig) -> str:
     from hybridrl.runtime.environment import worker_environment
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ |= worker_environment(device, 1) | load(f"engine.{rollout.name}").environment(rollout)
+    entry = load(f"engine.{rollout.name}")
+    os.environ |= worker_environment(device, 1) | entry.environment(rollout)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
     from hybridrl.agents.endpoint.local import serve
 
     options = {"host": own["host"], "name": own["served_model_name"], "source": source}
     options |= {"admin_key": os.environ.get(ADMIN_KEY)}
-    return asyncio.run(serve(model, rollout, device, listening=listening, **options))
+    return asyncio.run(serve(entry, model, rollout, device, listening=listening, **options))

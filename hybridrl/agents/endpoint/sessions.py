@@ -1,4 +1,4 @@
-"""What agents do with the policy, recorded as token ids: a session is a tree of the turns that were sampled for it.
+"""Conversations of agents with the policy, as token ids: a session is a tree of the turns that were sampled for it.
 
 A request whose messages begin with a recorded conversation continues its token ids; what was sampled is never encoded
 again. Where the agent changed what the policy wrote, the conversation is rendered as a new one.
@@ -60,7 +60,7 @@ class SampledTurn:
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """What a turn is sampled from: its `ids`, of which `observed` are new after the parent's. `left` is the number of
+    """The prompt of a turn: its `ids`, of which `observed` are new after the parent's. `left` is the number of
     tokens that the response may have."""
 
     ids: list[int]

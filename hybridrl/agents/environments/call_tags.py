@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.agents.environments.call_json import MOST_CALLS, Calls, decoded, tool_call
+from hybridrl.agents.environments.call_values import MOST_CALLS, Calls, decoded, tool_call
 from hybridrl.agents.environments.environment import Schema, ToolCall
 
 NAMES = {"True": True, "False": False, "None": None}  # as templates write Python's values

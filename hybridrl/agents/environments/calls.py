@@ -9,12 +9,12 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from xml.parsers.expat import ExpatError
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.environments.call_json import MOST_CALLS, Parse, bare, harmony, marked, tool_call
-from hybridrl.agents.environments.call_python import pythonic
 from hybridrl.agents.environments.call_tags import TagFormat
+from hybridrl.agents.environments.call_values import MOST_CALLS, Parse, bare, harmony, marked, pythonic, tool_call
 from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.agents.environments.environment import Schema, ToolCall
 from hybridrl.agents.environments.template import RESPONSE, TOOL
@@ -93,6 +93,10 @@ FORMATS: dict[str, Parse] = {
     "json": bare,  # last, as other formats have JSON and lists within their marks
     "pythonic": pythonic,
 }
+
+# What parsers raise at a text that they do not expect; RecursionError is a RuntimeError.
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError, RuntimeError)
+UNREADABLE += (SyntaxError, MemoryError, ExpatError, re.error)
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +181,7 @@ def _from_vllm(name: str, written: str, tokenizer: PreTrainedTokenizerBase) -> C
     def read(text: str, tools: Sequence[Schema]) -> tuple[str, list[ToolCall]]:
         try:
             content, pairs = parse(text, tools)
-        except Exception:  # whatever its parser raises at a text that it does not expect
+        except UNREADABLE:
             logger.warning("vLLM's parser of %s calls failed on %.200r", name, text, exc_info=True)
             content, pairs = text, []
         if pairs or opening is None or opening not in text:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Delta:
-    """What a context grows by after the sampled ids: `ids` are observed (mask 0) and include the generation prompt.
+    """The growth of a context after the sampled ids: `ids` are observed (mask 0) and include the generation prompt.
 
     `dropped` (0 or 1) trailing sampled ids leave the row, because the template has another end token in their place.
     """

@@ -1,4 +1,4 @@
-"""What a user writes to train over several turns: an environment, or tools. Imports nothing heavy.
+"""Environments and tools as a user writes them, to train over several turns. Imports nothing heavy.
 
 An episode is a conversation between the policy and an environment. All methods may be plain functions, which run in
 threads, or coroutines.
@@ -10,6 +10,13 @@ from typing import Any
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as a chat template reads it
 Schema = dict[str, Any]  # of a tool: {"type": "function", "function": {"name", "description", "parameters"}}
+
+
+def schema_of_texts(name: str, description: str, **arguments: str) -> Schema:
+    """Return the schema of a tool whose arguments are texts, all required, each with its description."""
+    properties = {key: {"type": "string", "description": text} for key, text in arguments.items()}
+    parameters = {"type": "object", "properties": properties, "required": [*arguments]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 class ToolError(Exception):
@@ -33,7 +40,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """What became of a tool call, for transcripts and metrics; `outcome` is ok, error, invalid, timeout or skipped."""
+    """A tool call and its result, for transcripts and metrics; `outcome` is ok, error, invalid, timeout or skipped."""
 
     call: ToolCall
     result: str
@@ -61,7 +68,7 @@ class Response:
 
 @dataclass
 class Step:
-    """What an environment does after a response: `messages` continue the conversation, `done` ends it.
+    """An environment's reply to a response: `messages` continue the conversation, `done` ends it.
 
     `reward` is that of the turn; an episode's reward is their sum, unless no turn has one: then the reward function
     scores it. `replace` is a whole new context, such as a summary, in place of the conversation so far.
@@ -97,3 +104,46 @@ class Environment:
     def close(self) -> Mapping[str, float]:
         """Release what the episode holds and return its metrics; called once, also after a failure."""
         return {}
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """The value if it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def column(row: Mapping[str, Any], name: str, default: Any = None, config: Mapping[str, Any] | None = None) -> Any:
+    """A field of the row: one of its columns, of `extra_info`, or of the ground truth if that has fields; then of the
+    configuration."""
+    truth = mapping(ground_truth(row))
+    for place in (row, mapping(row.get("extra_info")), truth, config or {}):
+        if place.get(name) is not None:
+            return place[name]
+    return default
+
+
+def ground_truth(row: Mapping[str, Any]) -> Any:
+    """The ground truth, under `reward_spec` (SkyRL) or `reward_model` (verl)."""
+    for column in ("reward_spec", "reward_model"):
+        if isinstance(row.get(column), Mapping):
+            return row[column].get("ground_truth")
+    return None
+
+
+def needed(row: Mapping[str, Any], name: str) -> Any:
+    """A field as `column` finds it; ValueError names it if there is none."""
+    value = column(row, name)
+    if value is None:
+        columns = ", ".join(row)
+        raise ValueError(f"the row has no {name}: it is a column, or a field of extra_info; its columns are {columns}")
+    return value
+
+
+def tools_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a row for each method of each tool: a column, or a field of extra_info."""
+    found = mapping(row.get("tools_kwargs")) or mapping(mapping(row.get("extra_info")).get("tools_kwargs"))
+    return {name: kwargs for name, kwargs in found.items() if kwargs is not None}  # Parquet has every tool in every row
+
+
+def interaction_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a row for its interaction, `name` among them."""
+    return mapping(mapping(row.get("extra_info")).get("interaction_kwargs")) or mapping(row.get("interaction_kwargs"))

@@ -4,10 +4,11 @@ The order of the checks after each turn is in `_stop`, and nowhere else.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -20,10 +21,9 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.agents.environments.calls import CallParser, call_parser
 from hybridrl.agents.environments.dialogue import LONG, Dialogue, characters
 from hybridrl.agents.environments.environment import Environment, EpisodeFault, Message, Response, Step, ToolCall
-from hybridrl.agents.environments.held import HeldPolicy
-from hybridrl.agents.environments.returned import metrics_of, reward_of
-from hybridrl.agents.environments.user_code import finished
+from hybridrl.agents.environments.user_code import UserCodeError, contained, finished, metrics_of, reward_of
 from hybridrl.core.experience.trajectory import Policy, Trajectory, Turn
+from hybridrl.core.rollout import Completion
 from hybridrl.rewards.score import OutOfTime
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds an episode. Token limits count one row: `prompt` its first prompt, `response` all that follows,
+    """The bounds of an episode. Token limits count one row: `prompt` its first prompt, `response` all that follows,
     sampled or observed, `turn` one response, `context` both together. Times are in seconds; where rollouts outlive a
     step the policy is `held` while the devices train, and `timeout` does not count the time that it takes."""
 
@@ -53,7 +53,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Kit:
-    """What all episodes of a process share; `parser` returns that of tool calls, made once there are tools."""
+    """The parts that all episodes of a process share; `parser` returns that of calls, made once there are tools."""
 
     tokenizer: PreTrainedTokenizerBase
     dialogue: Dialogue
@@ -93,7 +93,7 @@ class Kit:
 
 @dataclass
 class EpisodeRun:
-    """One episode under way."""
+    """One episode in progress."""
 
     kit: Kit
     policy: Policy
@@ -102,8 +102,8 @@ class EpisodeRun:
     messages: list[Message] = field(default_factory=list)
     trusted: Sequence[Message] = ()  # those of the row, which may hold special tokens on purpose
     metrics: dict[str, float] = field(default_factory=dict)
-    context: list[int] = field(default_factory=list)  # of the row under way
-    prompt_length: int = 0  # of the row under way
+    context: list[int] = field(default_factory=list)  # of the current row
+    prompt_length: int = 0  # of the current row
     invalid: int = 0  # responses in a row with calls of which none could be read
     user_turns: int = 0
     reward: float | None = None
@@ -114,18 +114,21 @@ class EpisodeRun:
         try:
             async with clock:
                 if self.kit.limits.held:
-                    self.policy = HeldPolicy(self.policy, clock)
-                stop = await self._turns(list(messages))
+                    self.policy = PausablePolicy(self.policy, clock)
+                with contained(self.environment, EpisodeFault):  # what it returns can be anything
+                    stop = await self._turns(list(messages))
         except EpisodeFault as error:
             stop, fault, detail = "fault", "environment", str(error)
-        except (Exception, SystemExit) as error:  # an environment can raise anything
-            if not clock.expired():
-                logger.exception("an environment failed")
-                stop, fault, detail = "fault", f"raised:{type(error).__name__}", f"{type(error).__name__}: {error}"
+        except UserCodeError as error:
+            logger.exception("an environment failed")
+            stop, fault, detail = "fault", error.fault, str(error)
+        except TimeoutError:  # of the clock
+            pass
         finally:  # also if the episode is abandoned
             try:
-                self.metrics |= metrics_of(await self._call(self.environment.close), self.environment)
-            except Exception:
+                with contained(self.environment):
+                    self.metrics |= metrics_of(await self._call(self.environment.close), self.environment)
+            except UserCodeError:
                 logger.exception("an environment's close failed")
         if not self.turns and fault is None:
             fault, detail = "timeout", "the episode reached its time limit before its first response"
@@ -290,3 +293,33 @@ class AgentLoop(ABC):
     @abstractmethod
     def trajectory(self, rows: Sequence[Any], versions: np.ndarray, tokenizer: Any) -> Trajectory:
         """Return the rows as an episode; `versions` are those of all tokens that were sampled, in order."""
+
+
+@dataclass
+class PausablePolicy:
+    """The policy of an episode whose time limit `clock` stands still while a turn is sampled."""
+
+    policy: Policy
+    clock: asyncio.Timeout
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Completion:
+        with paused(self.clock):
+            return await self.policy.generate(prompt_ids, max_tokens=max_tokens, stop=stop)
+
+
+@contextlib.contextmanager
+def paused(clock: asyncio.Timeout) -> Iterator[None]:
+    """Pause a time limit, and continue it with the time that was left."""
+    now, end = asyncio.get_running_loop().time, clock.when()
+    if end is None or clock.expired():
+        yield
+        return
+    left = end - now()
+    clock.reschedule(None)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(RuntimeError):  # the episode has ended meanwhile
+            clock.reschedule(now() + left)

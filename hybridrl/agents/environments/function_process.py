@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from hybridrl.agents.environments.environment import EpisodeFault, ToolError
-from hybridrl.agents.environments.returned import ToolResult, to_result, unreachable
+from hybridrl.agents.environments.user_code import ToolResult, UserCodeError, contained, to_result, unreachable
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_module
 from hybridrl.rewards.process import Messages
@@ -43,16 +43,14 @@ class FunctionProcesses:
 
     def call(self, name: str, arguments: dict[str, Any], seconds: float | None = None) -> ToolResult:
         """Return what a function of the file returned, or raise what it raised. OutOfTime: its process was killed."""
-        process = self._take()
+        process, reply = self._take(), None
         try:
             process = process or _Process(self._path, self._libraries)
             reply = process.ask((name, arguments), seconds or self._seconds)
-        except BaseException:
-            if process:
-                process.kill()
-            process = None
-            raise
         finally:
+            if process and reply is None:
+                process.kill()
+                process = None
             with self._changed:
                 self._idle += [process] if process else []
                 self._count -= not process
@@ -164,16 +162,16 @@ def _load(path: str, libraries: tuple[str, ...]) -> ModuleType:
 
 def _reply(function: Any, name: str, arguments: dict[str, Any]) -> Any:
     try:
-        returned = function(**arguments)
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_awaited(returned))
-        return to_result(returned, f"the tool {name}")
-    except Exception as error:  # whatever the user's function raises
+        with contained(function):
+            returned = function(**arguments)
+            if inspect.isawaitable(returned):
+                returned = asyncio.run(_awaited(returned))
+            return to_result(returned, f"the tool {name}")
+    except UserCodeError as failure:
+        error = failure.cause
         kinds = [kind.__name__ for kind in (ToolError, EpisodeFault) if isinstance(error, kind)]
         kind, trace = [*kinds, type(error).__name__][0], "".join(traceback.format_exception(error))
         return kind, str(error), trace, unreachable(error)
-    except BaseException as error:  # an exit
-        return RuntimeError.__name__, f"{type(error).__name__}: {error}", "", False
 
 
 async def _awaited(returned: Any) -> Any:

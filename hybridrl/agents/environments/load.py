@@ -8,18 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hybridrl.agents.environments.built_in.calculator import Calculator
-from hybridrl.agents.environments.built_in.games import GuessNumber, Wordle
-from hybridrl.agents.environments.built_in.gsm8k import Gsm8kMultiTurn
+from hybridrl.agents.environments.built_in.games import Gsm8kMultiTurn, GuessNumber, Wordle
 from hybridrl.agents.environments.built_in.python import Python
 from hybridrl.agents.environments.built_in.search import Search, SearchQuestions
 from hybridrl.agents.environments.built_in.sql import Sql, TextToSql
-from hybridrl.agents.environments.environment import Environment
+from hybridrl.agents.environments.environment import Environment, column, interaction_kwargs, mapping, tools_kwargs
 from hybridrl.agents.environments.episode_loop import AgentLoop
 from hybridrl.agents.environments.function_process import FunctionProcesses
-from hybridrl.agents.environments.rows import field, interaction_kwargs, mapping, tools_kwargs
 from hybridrl.agents.environments.settings import ENVIRONMENT, MULTI_TURN, EnvironmentSettings
-from hybridrl.agents.environments.tool_environment import ToolEnvironment
-from hybridrl.agents.environments.tools import FUNCTION_TOOL, FunctionTool, Tool, check_schema
+from hybridrl.agents.environments.tools import FUNCTION_TOOL, FunctionTool, Tool, ToolEnvironment, check_schema
+from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import import_libraries, load_class, load_module, where
 from hybridrl.config.findings import Findings
@@ -144,7 +142,7 @@ def _with_tools(settings: EnvironmentSettings, row: Row) -> Environment:
 
 def _selected(settings: EnvironmentSettings, row: Row) -> Mapping[str, Tool]:
     """The tools that a row selects, by default all; ConfigError if there is none of a name."""
-    tools, selection = load_tools(settings), field(row, "tool_selection")
+    tools, selection = load_tools(settings), column(row, "tool_selection")
     if selection is None:
         return tools
     _check_names(selection, "tool_selection", tools)
@@ -247,7 +245,7 @@ def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> list[Environmen
     for number, row in enumerate(rows):
         choice = choice_of(row, settings)
         interaction = interaction_kwargs(row).get("name")
-        kind = (choice, *tools_kwargs(row), str(field(row, "tool_selection")), interaction)
+        kind = (choice, *tools_kwargs(row), str(column(row, "tool_selection")), interaction)
         if choice is None or kind in seen or (findings.errors and choice.kind == "tools"):
             continue
         seen.add(kind)
@@ -259,10 +257,11 @@ def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> list[Environmen
 
 def _try_row(number: int, row: Row, choice: Choice, settings: EnvironmentSettings) -> Environment | AgentLoop | None:
     try:
-        make = environment_of(row, settings)
-        return make if make is None or isinstance(make, AgentLoop) else make()
+        with contained(choice.name, ConfigError):
+            make = environment_of(row, settings)
+            return make if make is None or isinstance(make, AgentLoop) else make()
     except ConfigError as error:
         raise ConfigError(*(f"row {number}: {line}" for line in error.lines)) from error
-    except Exception as error:  # whatever the user's constructor raises
-        path = choice.name.rpartition(":")[0]
-        raise ConfigError(f"row {number}: environment {choice.name} fails: {where(error, path)}") from error
+    except UserCodeError as error:
+        reason = where(error.cause, choice.name.rpartition(":")[0])
+        raise ConfigError(f"row {number}: environment {choice.name} fails: {reason}") from error

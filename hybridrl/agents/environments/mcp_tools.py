@@ -19,6 +19,7 @@ from typing import Any
 
 from hybridrl.agents.environments.environment import ToolError
 from hybridrl.agents.environments.tools import Tool
+from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config import ConfigError
 
 SECONDS_TO_START = 60.0
@@ -48,24 +49,26 @@ class Connection:
     async def responds(self) -> bool:
         """Return whether the server responds; it is closed if not."""
         try:
-            async with asyncio.timeout(SECONDS_TO_RESPOND):
-                await (await asyncio.shield(self.session)).send_ping()
-        except Exception:  # whatever its transport raises
+            with contained("the transport"):
+                async with asyncio.timeout(SECONDS_TO_RESPOND):
+                    await (await asyncio.shield(self.session)).send_ping()
+        except UserCodeError:
             self.close()
         return not self.over
 
     async def _keep(self) -> None:
         client = importlib.import_module("mcp").ClientSession
         try:
-            async with asyncio.timeout(SECONDS_TO_START) as start:
-                async with _streams(self._settings) as streams, client(*streams) as session:
-                    await session.initialize()
-                    start.reschedule(None)
-                    self.session.set_result(session)
-                    await self._over.wait()
-        except Exception as error:  # whatever its transport raises
+            with contained("the transport"):
+                async with asyncio.timeout(SECONDS_TO_START) as start:
+                    async with _streams(self._settings) as streams, client(*streams) as session:
+                        await session.initialize()
+                        start.reschedule(None)
+                        self.session.set_result(session)
+                        await self._over.wait()
+        except UserCodeError as error:
             if not self.session.done():
-                reason = f"MCP server {self._name} does not start: {_cause(error)}"
+                reason = f"MCP server {self._name} does not start: {_first(error.cause)}"
                 self.session.set_exception(ConnectionError(reason))
         finally:
             self.close()
@@ -98,16 +101,17 @@ class McpServer:
         connection = self._connected()
         session = await asyncio.shield(connection.session)
         try:
-            return (await session.call_tool(name, arguments)).model_dump(by_alias=True)
+            with contained("the transport"):
+                return (await session.call_tool(name, arguments)).model_dump(by_alias=True)
         except asyncio.CancelledError:  # at the time limit: if the server hangs, later calls must not wait for it
             check = asyncio.ensure_future(connection.responds())
             self._checks.add(check)
             check.add_done_callback(self._checks.discard)
             raise
-        except Exception as error:  # an error that the server returned, or whatever its transport raises
+        except UserCodeError as error:  # which the server returned, or its transport raised
             if await connection.responds():
-                raise ToolError(f"Error: {_cause(error)}") from error
-            raise ConnectionError(f"MCP server {self.name}: {_cause(error)}") from error
+                raise ToolError(f"Error: {_first(error.cause)}") from error
+            raise ConnectionError(f"MCP server {self.name}: {_first(error.cause)}") from error
 
     def _connected(self) -> Connection:
         if self._connection is None or self._connection.over:
@@ -185,7 +189,7 @@ async def _streams(spec: Mapping[str, Any]) -> AsyncIterator[tuple[Any, Any]]:
         yield streams[0], streams[1]
 
 
-def _cause(error: BaseException) -> str:
+def _first(error: BaseException) -> str:
     """The first exception within groups of them."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

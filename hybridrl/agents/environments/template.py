@@ -10,25 +10,14 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.environments.environment import Message, Schema
+from hybridrl.agents.environments.environment import Message, Schema, schema_of_texts
 from hybridrl.config.findings import ConfigError
 from hybridrl.data.template_arguments import FIXED, arguments_read
 
 KEY = "actor_rollout_ref.model.custom_chat_template"
 # Stand-ins that no message contains. CUT marks places in a text at which its encoding is split.
 RESPONSE, CONTENT, CUT = "qzresponsezq", "qzcontentzq", "\ufdd0\ufdd1\ufdd0"
-TOOL: Schema = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Look a word up.",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string", "description": "The word."}},
-            "required": ["word"],
-        },
-    },
-}
+TOOL = schema_of_texts("lookup", "Look a word up.", word="The word.")
 # What a template raises on purpose, and by what it does with values that it does not expect.
 REJECTIONS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 

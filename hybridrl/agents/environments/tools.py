@@ -1,19 +1,44 @@
-"""Tools: what the policy calls by name, as classes or as plain functions with a docstring."""
+"""Tools that the policy calls by name, as classes or as plain functions with a docstring, and the environment that runs
+the calls of each response and returns their results as messages."""
 
+import asyncio
 import functools
 import inspect
+import json
+import logging
 import re
-from collections.abc import Callable, Mapping
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jsonschema
 from jsonschema.exceptions import best_match
 from transformers.utils import get_json_schema
 
-from hybridrl.agents.environments.environment import Schema
-from hybridrl.agents.environments.returned import ToolResult as ToolResult
-from hybridrl.agents.environments.returned import to_result as to_result
+from hybridrl.agents.environments.environment import (
+    CallRecord,
+    Environment,
+    EpisodeFault,
+    Message,
+    Response,
+    Schema,
+    Step,
+    ToolCall,
+    ToolError,
+)
+from hybridrl.agents.environments.settings import EnvironmentSettings
+from hybridrl.agents.environments.user_code import ToolResult as ToolResult
+from hybridrl.agents.environments.user_code import (
+    UserCodeError,
+    contained,
+    finished,
+    metrics_of,
+    unreachable,
+)
+from hybridrl.agents.environments.user_code import to_result as to_result
 from hybridrl.config import ConfigError
+from hybridrl.rewards.score import OutOfTime
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 FUNCTION_TOOL = "_function_tool"  # the attribute of a function that is marked as a tool: its name and schema, if given
@@ -51,7 +76,7 @@ class Tool:
         return {}
 
     def invalid(self, arguments: dict[str, Any]) -> str:
-        """Why the arguments do not fit the schema, in words for the policy; empty if they do."""
+        """Return why the arguments do not fit the schema, for the policy; empty if they do."""
         error = best_match(self._validator.iter_errors(arguments))
         if error is None:
             return ""
@@ -119,12 +144,13 @@ def function_schema(function: Callable[..., Any], name: str | None = None) -> Sc
         faults = [f"there is no docstring{', which describes it and ' + ', '.join(arguments) if arguments else ''}"]
     if not faults:
         try:
-            schema = get_json_schema(function)
+            with contained(function):  # its annotations are evaluated
+                schema = get_json_schema(function)
             schema["function"]["name"] = name or title
             schema["function"].pop("return", None)  # no part of OpenAI's format
             return schema
-        except Exception as error:  # whatever the parser of docstrings and annotations raises
-            faults = [str(error)]
+        except UserCodeError as error:
+            faults = [str(error.cause)]
     code = function.__code__
     raise ConfigError(*(f"{code.co_filename}:{code.co_firstlineno}: tool {title}: {fault}" for fault in faults))
 
@@ -144,3 +170,140 @@ def check_schema(schema: Any, place: str) -> None:
     if parameters.get("type", "object") != "object":
         cause = f"{place}: tool_schema of {function['name']}: parameters.type is {parameters['type']}"
         raise ConfigError(cause, fix="write object: arguments have names")
+
+
+logger = logging.getLogger(__name__)
+
+ROW_IN_LOG = 300  # characters
+SECONDS_BEFORE_RETRY = 0.5  # doubled each time
+_reported: set[tuple[str, type, str, int | None]] = set()  # what `report` has logged in this process
+
+
+class ToolEnvironment(Environment):
+    """One episode with tools; done when a response calls none."""
+
+    def __init__(self, tools: Sequence[Tool], settings: EnvironmentSettings, row: Mapping[str, Any]) -> None:
+        super().__init__({}, row)
+        self.tools = [tool.schema for tool in tools]
+        self._tools = {tool.name: tool for tool in tools}
+        self._settings = settings
+        self._states: dict[str, Any] = {}
+
+    async def reset(self, messages: list[Message]) -> list[Message]:
+        for name, tool in self._tools.items():
+            self._states[name] = await finished(tool.start, self.row, seconds=self._settings.tool_timeout)
+        return messages
+
+    async def step(self, response: Response) -> Step:
+        if not response.calls:
+            return Step(done=True)
+        if response.last:  # nobody would read the results
+            return Step(calls=[self._not_run(call, "") for call in response.calls])
+        metrics: dict[str, float] = {}
+        most = max(self._settings.max_parallel_calls, 1)
+        running = [self._run(call, metrics) for call in response.calls[:most]]
+        ended = await asyncio.gather(*running, return_exceptions=True)  # a fault must not leave the others running
+        for fault in (record for record in ended if isinstance(record, BaseException)):
+            raise fault
+        limited = f"Error: not run, only {'1 call' if most == 1 else f'{most} calls'} at a time"
+        records = [*ended, *(self._not_run(call, limited) for call in response.calls[most:])]
+        return Step([_message(record) for record in records], metrics=metrics, calls=records)
+
+    async def close(self) -> Mapping[str, float]:
+        metrics: dict[str, float] = {}
+        for name, state in self._states.items():
+            try:
+                with contained(name):
+                    ended = await finished(self._tools[name].end, state, seconds=self._settings.tool_timeout)
+            except UserCodeError as error:
+                report(name, error.cause, self.row)
+                continue
+            metrics |= {f"{name}/{key}": value for key, value in metrics_of(ended, f"the tool {name}").items()}
+        self._states = {}
+        return metrics
+
+    async def _run(self, call: ToolCall, metrics: dict[str, float]) -> CallRecord:
+        """Run a call to its end; only a failure that is to exclude the episode is raised, as EpisodeFault."""
+        begin = time.monotonic()
+        result, outcome = ToolResult(self._invalid(call)), "invalid"
+        if not result.text:
+            result, outcome = await self._outcome(self._tools[call.name], call.arguments)
+            for key, value in result.metrics.items():
+                name = f"{call.name}/{key}"
+                metrics[name] = metrics.get(name, 0.0) + value
+        text = truncated(
+            result.text, self._settings.max_tool_response_length, self._settings.tool_response_truncate_side
+        )
+        return CallRecord(call, text, time.monotonic() - begin, outcome, result.reward)
+
+    def _invalid(self, call: ToolCall) -> str:
+        if call.error:
+            return f"Error: {call.error}"
+        if call.name not in self._tools:
+            return f"Error: there is no tool {call.name!r}; the tools are {', '.join(self._tools)}"
+        tool = self._tools[call.name]
+        fault = tool.invalid(call.arguments)
+        return f"Error: {fault}; the arguments of {call.name} are {', '.join(tool.argument_names)}" if fault else ""
+
+    async def _outcome(self, tool: Tool, arguments: dict[str, Any]) -> tuple[ToolResult, str]:
+        for attempt in range(self._settings.tool_retries + 1):
+            if attempt:
+                await asyncio.sleep(SECONDS_BEFORE_RETRY * 2 ** (attempt - 1))
+            try:
+                seconds = None if tool.limited else self._settings.tool_timeout
+                with contained(tool, ToolError, EpisodeFault, OutOfTime):
+                    returned = await finished(tool.call, self._states.get(tool.name), arguments, seconds=seconds)
+                    return to_result(returned, f"the tool {tool.name}"), "ok"
+            except ToolError as error:
+                return ToolResult(str(error)), "error"
+            except OutOfTime as error:
+                cause, outcome, outside = error, "timeout", tool.network
+            except UserCodeError as error:
+                cause, outcome, outside = error.cause, "error", unreachable(error.cause)
+                report(tool.name, cause, self.row)
+            if not (tool.network and outside):
+                break
+        treatment = tool.on_failure or self._settings.on_tool_failure or ("exclude" if outside else "message")
+        if treatment == "exclude":
+            raise EpisodeFault(f"tool {tool.name} failed {attempt + 1} times: {first_line(cause)}") from cause
+        return ToolResult(f"Error: {first_line(cause)}"), outcome
+
+    def _not_run(self, call: ToolCall, text: str) -> CallRecord:
+        """Record a call that a limit prevents; one with a name of no tool is not counted as a tool for that."""
+        return CallRecord(call, text, 0.0, "invalid" if self._invalid(call) else "skipped")
+
+
+def truncated(text: str, length: int, side: str) -> str:
+    """Cut a text to `length` characters and mark the cut, with verl's marks: `side` is where it is cut."""
+    if len(text) <= length:
+        return text
+    if side == "left":
+        return "(truncated)..." + text[len(text) - length :]
+    if side == "right":
+        return text[:length] + "...(truncated)"
+    half = length // 2
+    return text[:half] + "...(truncated)..." + text[len(text) - half :]
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an exception and the first line of its text."""
+    if isinstance(error, OutOfTime):
+        return str(error)
+    return f"{type(error).__name__}: {error}".strip(": \n").partition("\n")[0]
+
+
+def report(tool: str, error: BaseException, row: Mapping[str, Any]) -> None:
+    """Log the traceback of a tool's exception, once per tool and place in the code."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = (tool, type(error), frame.filename, frame.lineno)
+    if place not in _reported:
+        _reported.add(place)
+        text = json.dumps(row, default=str)[:ROW_IN_LOG]
+        logger.warning(
+            "tool %s failed on row %s; further failures at this line are counted", tool, text, exc_info=error
+        )
+
+
+def _message(record: CallRecord) -> Message:
+    identity = {"tool_call_id": record.call.id} if record.call.id else {}
+    return {"role": "tool", "name": record.call.name, "content": record.result, **identity}

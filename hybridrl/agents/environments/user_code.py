@@ -1,62 +1,105 @@
-"""Calling the user's functions from an event loop, so that nothing they do can end or hold up other episodes."""
+"""The user's environments, tools and agents: called so that nothing they do can end or hold up other episodes, and what
+they return or raise checked where it arrives. Imports nothing heavy, since the processes of functions import it."""
 
 import asyncio
 import contextlib
 import inspect
+import json
+import logging
+import math
+import reprlib
+import socket
+import sys
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
+from urllib.error import URLError
 
-from hybridrl.rewards.score import OutOfTime
+from hybridrl.agents.environments.environment import EpisodeFault, ToolError
+from hybridrl.config.custom_code import where
+from hybridrl.config.findings import ConfigError
+from hybridrl.rewards.score import OutOfTime, Score, as_number, as_score
+
+logger = logging.getLogger(__name__)
+
+# What clients of HTTP raise if nobody is at the other end; some are no subclass of ConnectionError.
+UNREACHABLE = ("ConnectError", "ConnectionError", "ConnectTimeout", "ReadTimeout", "ReadError", "RemoteProtocolError")
+ENDS_TASKS = (asyncio.CancelledError, GeneratorExit)
+ON_PURPOSE = (ToolError, EpisodeFault, OutOfTime, ConfigError)
+_warned: set[str] = set()  # whose metrics have been reported in this process
+
+
+class UserCodeError(Exception):
+    """An exception of the user's code, which is `cause`: with its line, and what it was called with. An exit, which
+    would end the event loop, is a RuntimeError."""
+
+    def __init__(self, error: BaseException, what: Any, arguments: tuple[Any, ...] = ()) -> None:
+        known = isinstance(error, Exception) and not isinstance(error, StopIteration)
+        self.cause = error if known else RuntimeError(f"{type(error).__name__}: {error}")
+        self.fault = f"raised:{type(self.cause).__name__}"
+        given = f"({', '.join(map(reprlib.repr, arguments))})" if arguments else ""
+        super().__init__(f"{where(self.cause.with_traceback(error.__traceback__), '')} in {name_of(what)}{given}")
+
+
+@contextlib.contextmanager
+def contained(what: Any, *passing: type[Exception], arguments: tuple[Any, ...] = ()) -> Iterator[None]:
+    """Raise UserCodeError in place of whatever the code within raises, except `passing`, one that is raised already,
+    and the end of the task that it runs in."""
+    try:
+        yield
+    except (*passing, UserCodeError, *ENDS_TASKS):
+        raise
+    except BaseException as error:
+        raise UserCodeError(error, what, arguments) from error
 
 
 async def finished(function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
     """Await a coroutine function, or run a plain one in a thread, which is abandoned at the time limit.
 
-    OutOfTime after `seconds`. An exit of the called code is a RuntimeError here.
+    OutOfTime after `seconds`; UserCodeError for whatever the function raises but ON_PURPOSE.
     """
-    task = asyncio.ensure_future(_contained(_called(function, arguments)))
+    task = asyncio.ensure_future(_called(function, arguments))
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
         if not done:
             raise OutOfTime(f"time limit of {seconds:g} s reached")
+        error = asyncio.CancelledError("it cancelled itself") if task.cancelled() else task.exception()
+        if isinstance(error, ENDS_TASKS):  # from the function: this task has not ended
+            raise UserCodeError(error, function, arguments)
         return task.result()
     finally:  # also if this is cancelled
         task.cancel()
 
 
 async def _called(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments)
-    returned = await _in_thread(function, arguments)
-    return await returned if inspect.isawaitable(returned) else returned
-
-
-async def _contained(call: Awaitable[Any]) -> Any:
-    try:
-        return await call
-    except (SystemExit, KeyboardInterrupt, StopIteration) as error:  # they would end the event loop, or hang the task
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    with contained(function, *ON_PURPOSE, arguments=arguments):
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
+        returned = await _in_thread(function, arguments)
+        return await returned if inspect.isawaitable(returned) else returned
 
 
 def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def settle(result: Any, error: Exception | None) -> None:
         if not future.done():
             future.set_result(result) if error is None else future.set_exception(error)
 
     def work() -> None:
         result, fault = None, None
         try:
-            result = function(*arguments)
-        except Exception as error:
-            fault = RuntimeError(f"StopIteration: {error}") if isinstance(error, StopIteration) else error
-        except BaseException as error:
-            fault = RuntimeError(f"{type(error).__name__}: {error}")
+            with contained(function, *ON_PURPOSE, arguments=arguments):
+                result = function(*arguments)
+        except (UserCodeError, *ON_PURPOSE) as error:
+            fault = error
+        except ENDS_TASKS as error:  # from the function: nothing ends a thread
+            fault = UserCodeError(error, function, arguments)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, fault)
 
@@ -78,3 +121,109 @@ def _work_off(work: Callable[[], None]) -> None:
         work()
         _idle.append(queue)
         work = queue.get()
+
+
+def unreachable(error: BaseException) -> bool:
+    """Whether an exception means that something outside cannot be reached or is broken, such as HTTP 5xx."""
+    answer = getattr(error, "response", None)
+    status = getattr(answer, "status_code", None) or getattr(error, "code", None)
+    if isinstance(status, int):
+        return 500 <= status < 600 or status == 429
+    kinds = {cls.__name__ for cls in type(error).__mro__}
+    return isinstance(error, ConnectionError | socket.gaierror | URLError) or not kinds.isdisjoint(UNREACHABLE)
+
+
+def name_of(source: Any) -> str:
+    """Return the name of a class, of that of an object, or of a function, with its file; a text is a name itself."""
+    while isinstance(source, partial):
+        source = source.func
+    if isinstance(source, str):
+        return source
+    source = source if hasattr(source, "__qualname__") else type(source)
+    file = getattr(sys.modules.get(source.__module__), "__file__", None)
+    return f"{source.__qualname__} ({file})" if file else source.__qualname__
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """The result of a call: the text for the policy, a reward of this call for the reward function, and metrics."""
+
+    text: str
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def reward_of(value: Any, source: Any) -> float | None:
+    """Return the reward that an object, class or function gave; None stays None.
+
+    EpisodeFault, by the rules of reward functions: it is no finite number.
+    """
+    if value is None:
+        return None
+    try:
+        with contained(source):  # the value's __float__, such as that of a tensor of several numbers
+            score = as_score(value)
+    except UserCodeError as error:
+        score = Score(None, detail=f"returned a {type(value).__name__} ({error.cause})")
+    if score.value is None:
+        raise EpisodeFault(f"the reward of {name_of(source)} is no finite number: it {score.detail}")
+    return score.value
+
+
+def metrics_of(values: Any, source: Any) -> dict[str, float]:
+    """Return the finite numbers among the metrics that an object, class or function gave, with a warning about the
+    first other one."""
+    if values is None:
+        return {}
+    numbers = {str(name): _finite(value) for name, value in values.items()} if isinstance(values, Mapping) else {}
+    metrics = {name: value for name, value in numbers.items() if value is not None}
+    name, others = name_of(source), [name for name in numbers if name not in metrics]
+    if (others or not isinstance(values, Mapping)) and name not in _warned:
+        _warned.add(name)
+        what = ", ".join(others) if others else f"which are a {type(values).__name__}, not a dict"
+        logger.warning("metrics of %s are left out that are no finite numbers: %s", name, what)
+    return metrics
+
+
+def _finite(value: Any) -> float | None:
+    with contextlib.suppress(UserCodeError), contained("a metric"):  # its __float__
+        number = as_number(value)
+        return number if number is not None and math.isfinite(number) else None
+    return None
+
+
+def to_result(returned: Any, source: Any = "the tool") -> ToolResult:
+    """Read what a tool returned; ToolError if it is not text, EpisodeFault if its reward is no finite number."""
+    if isinstance(returned, ToolResult):
+        reward, metrics = reward_of(returned.reward, source), metrics_of(returned.metrics, source)
+        return ToolResult(_text(returned.text), reward, metrics)
+    reward, metrics = None, {}
+    if isinstance(returned, tuple) and 1 <= len(returned) <= 3:
+        returned, reward, metrics = (*returned, None, None)[:3]
+    if isinstance(returned, ToolResult):  # with a reward next to it
+        returned = returned.text
+    return ToolResult(_text(returned), reward_of(reward, source), metrics_of(metrics, source))
+
+
+def _text(value: Any) -> str:
+    """The text that the policy reads."""
+    if isinstance(value, str):
+        return value
+    if any(getattr(value, kind, None) for kind in ("image", "video")):
+        raise ToolError("the tool returned an image or a video, which this model cannot read")
+    if hasattr(value, "text"):  # verl's ToolResponse
+        return value.text or ""
+    if isinstance(value, bytes | bytearray):
+        try:
+            return bytes(value).decode()
+        except UnicodeDecodeError:
+            raise ToolError(f"the tool returned {len(value)} bytes that are not text") from None
+    if value is None:
+        return ""
+    kind = type(value)
+    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
+        raise ToolError(f"the tool returned a {kind.__name__}, which is not text")
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)

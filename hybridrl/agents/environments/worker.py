@@ -19,10 +19,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.environments.environment import Environment, EpisodeFault, Message, Response, Step
-from hybridrl.agents.environments.episode_loop import AgentLoop, EpisodeRun, Kit, Limits
-from hybridrl.agents.environments.held import HeldPolicy
+from hybridrl.agents.environments.episode_loop import AgentLoop, EpisodeRun, Kit, Limits, PausablePolicy
 from hybridrl.agents.environments.load import environment_of, runs_function
 from hybridrl.agents.environments.settings import MULTI_TURN, EnvironmentSettings
+from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.core.experience.trajectory import Policy, Trajectory
 from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling, request_seed
 from hybridrl.runtime.guard import begin_actor
@@ -223,13 +223,13 @@ class EpisodeWorker:
 
     async def _run(self, call: DispatchCall, ticket: Ticket, spec: EpisodeSpec) -> None:
         try:
-            trajectory = await self._episode(call, ticket, spec)
+            with contained("an episode", EpisodeFault):  # such as an environment that cannot be made, or an agent
+                trajectory = await self._episode(call, ticket, spec)
         except EpisodeFault as error:
             trajectory = Trajectory([], "fault", text="", fault="environment", detail=str(error))
-        except (Exception, SystemExit) as error:  # an environment that cannot be made, or an agent
+        except UserCodeError as error:
             logger.exception("an episode failed")
-            name, detail = type(error).__name__, f"{type(error).__name__}: {error}"
-            trajectory = Trajectory([], "fault", text="", fault=f"raised:{name}", detail=detail)
+            trajectory = Trajectory([], "fault", text="", fault=error.fault, detail=str(error))
         if fault := call.faults.pop(ticket, None):
             trajectory = replace(trajectory, stop="fault", fault=fault.kind, detail=str(fault))
         call.tasks.pop(ticket, None)
@@ -260,7 +260,7 @@ class EpisodeWorker:
         clock = asyncio.timeout(limit)
         try:
             async with clock:
-                asked = HeldPolicy(policy, clock) if self.kit.limits.held else policy
+                asked = PausablePolicy(policy, clock) if self.kit.limits.held else policy
                 shared = (tokenizer, configuration, parameters, kit.dialogue, kit.parser)
                 outputs = await loop.run(asked, list(spec.messages), *shared)
         except TimeoutError as error:

@@ -4,11 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridrl.agents.environments.tools import Tool
-from hybridrl.compat.verl import loops, stand_ins, tool_loop, tool_parsers
+from hybridrl.compat.verl import loops, stand_ins, tool_loop, tools
 from hybridrl.compat.verl.loops import agent_loop
 from hybridrl.compat.verl.names import provide_verl_imports
-from hybridrl.compat.verl.tool_parsers import is_registered
-from hybridrl.compat.verl.tools import InteractionEnvironment, VerlTool, load_interactions, load_verl_tools
+from hybridrl.compat.verl.tools import (
+    InteractionEnvironment,
+    VerlTool,
+    is_registered,
+    load_interactions,
+    load_verl_tools,
+)
 
 __all__ = [
     "InteractionEnvironment",
@@ -23,7 +28,7 @@ __all__ = [
 
 def provide_imports() -> None:
     """Provide what files that are written for verl import from it."""
-    for module in (stand_ins, loops, tool_parsers, tool_loop):
+    for module in (stand_ins, loops, tools, tool_loop):
         provide_verl_imports(module.NAMES)
 
 

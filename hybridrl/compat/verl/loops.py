@@ -17,11 +17,11 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from hybridrl.agents.environments import episode_loop
-from hybridrl.agents.environments.environment import EpisodeFault, Message
-from hybridrl.agents.environments.returned import reward_of
-from hybridrl.agents.environments.rows import mapping
+from hybridrl.agents.environments.environment import EpisodeFault, Message, mapping
 from hybridrl.agents.environments.settings import AGENT
-from hybridrl.compat.skyrl.environments import numbers
+from hybridrl.agents.environments.template import REJECTIONS
+from hybridrl.agents.environments.user_code import reward_of
+from hybridrl.compat.skyrl import numbers
 from hybridrl.compat.verl.names import get_event_loop
 from hybridrl.compat.verl.tools import (
     initialize_tools_from_config,
@@ -147,7 +147,7 @@ class AgentLoopBase:
             return self.tokenizer.apply_chat_template(
                 [], add_generation_prompt=False, **self.apply_chat_template_kwargs
             )
-        except Exception:  # templates that need a message raise errors of their own
+        except REJECTIONS:  # by templates that need a message
             return []
 
     async def process_vision_info(self, messages: list[Message]) -> dict[str, Any]:

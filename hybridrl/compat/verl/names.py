@@ -17,6 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.compat.verl import graders
 from hybridrl.rewards.scorers import texts
 from hybridrl.rewards.scorers.short_answers import normalised
@@ -212,9 +213,10 @@ class _OrReplacement(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         try:
-            self._real.exec_module(module)
-        except Exception as error:
-            cause = f"the verl in {module.__file__} does not import ({type(error).__name__}: {error})"
+            with contained("verl"):
+                self._real.exec_module(module)
+        except UserCodeError as error:
+            cause = f"the verl in {module.__file__} does not import ({type(error.cause).__name__}: {error.cause})"
             logger.warning("%s; replacements are used", cause)
             for name in [name for name in sys.modules if name.startswith("verl.")]:
                 del sys.modules[name]

@@ -7,79 +7,55 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, create_model
 
 from hybridrl.agents.environments.built_in.python import run_python
 from hybridrl.agents.environments.built_in.search import Searcher
-from hybridrl.agents.environments.environment import Message
+from hybridrl.agents.environments.environment import Message, Schema, schema_of_texts
 from hybridrl.agents.environments.tools import function_tool
 from hybridrl.rewards.scorers.short_answers import score_gsm8k
 
 
-class _Open(BaseModel, extra="allow"):
-    """Fields that are not listed are kept."""
+def _open(name: str, /, **fields: Any) -> Any:
+    """Make a class of verl's schemas, each field with its type and default; fields that are not listed are kept."""
+    return create_model(name, __config__=ConfigDict(extra="allow"), __module__=__name__, **fields)
 
 
-class OpenAIFunctionPropertySchema(_Open):
-    """An argument."""
-
-    type: Any = None
-    description: str | None = None
-    enum: list[Any] | None = None
-
-
-class OpenAIFunctionParametersSchema(_Open):
-    """All arguments."""
-
-    type: str = "object"
-    properties: dict[str, OpenAIFunctionPropertySchema] = Field(default_factory=dict)
-    required: list[str] = Field(default_factory=list)
-
-
-class OpenAIFunctionSchema(_Open):
-    """A function."""
-
-    name: str
-    description: str = ""
-    parameters: OpenAIFunctionParametersSchema = Field(default_factory=OpenAIFunctionParametersSchema)
-    strict: bool = False
-
-
-class OpenAIFunctionToolSchema(_Open):
-    """A tool in OpenAI's format."""
-
-    type: str = "function"
-    function: OpenAIFunctionSchema
+OpenAIFunctionPropertySchema = _open(
+    "OpenAIFunctionPropertySchema", type=(Any, None), description=(str | None, None), enum=(list[Any] | None, None)
+)
+OpenAIFunctionParametersSchema = _open(
+    "OpenAIFunctionParametersSchema",
+    type=(str, "object"),
+    properties=(dict[str, OpenAIFunctionPropertySchema], {}),
+    required=(list[str], []),
+)
+OpenAIFunctionSchema = _open(
+    "OpenAIFunctionSchema",
+    name=(str, ...),
+    description=(str, ""),
+    parameters=(OpenAIFunctionParametersSchema, OpenAIFunctionParametersSchema()),
+    strict=(bool, False),
+)
+OpenAIFunctionToolSchema = _open(
+    "OpenAIFunctionToolSchema", type=(str, "function"), function=(OpenAIFunctionSchema, ...)
+)
+OpenAIFunctionParsedSchema = _open("OpenAIFunctionParsedSchema", name=(str, ...), arguments=(str, ...))
+OpenAIFunctionCallSchema = _open("OpenAIFunctionCallSchema", name=(str, ...), arguments=(dict[str, Any], {}))
+OpenAIFunctionToolCall = _open(
+    "OpenAIFunctionToolCall",
+    id=(str, ...),
+    type=(Literal["function"], "function"),
+    function=(OpenAIFunctionCallSchema, ...),
+)
 
 
-class OpenAIFunctionParsedSchema(_Open):
-    """A call whose arguments are JSON text."""
-
-    name: str
-    arguments: str
-
-
-class OpenAIFunctionCallSchema(_Open):
-    """A call with its arguments."""
-
-    name: str
-    arguments: dict[str, Any] = Field(default_factory=dict)
-
-
-class OpenAIFunctionToolCall(_Open):
-    """A call with its id."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: OpenAIFunctionCallSchema
-
-
-class ToolResponse(_Open):
-    """What a tool returns."""
+class ToolResponse(BaseModel, extra="allow"):
+    """The response of a tool."""
 
     text: str | None = None
     image: list[Any] | None = None
@@ -99,14 +75,14 @@ class BaseTool:
 
     tool_schema: Any = None
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         self.config = config
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
         if self.tool_schema is None:
             raise ValueError("the tool has no schema: give tool_schema in the yaml, or define get_openai_tool_schema")
         self.name = self.tool_schema.function.name
 
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
+    def get_openai_tool_schema(self) -> Any:
         """Return the schema, which is that of the yaml by default."""
         return self.tool_schema
 
@@ -132,13 +108,14 @@ class Gsm8kTool(BaseTool):
     A submission that does not improve on the last costs 0.05; `calc_reward` is that of the last one.
     """
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
         self._truths: dict[str, str] = {}
         self._rewards: dict[str, float] = {}
 
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        return _schema("calc_gsm8k_reward", "Check an answer: 1.0 if it is correct, else 0.0.", answer="The answer.")
+    def get_openai_tool_schema(self) -> Any:
+        checks = "Check an answer: 1.0 if it is correct, else 0.0."
+        return as_given(schema_of_texts("calc_gsm8k_reward", checks, answer="The answer."))
 
     async def create(self, instance_id: str | None = None, ground_truth: Any = None, **more: Any) -> Any:
         identity = instance_id or str(uuid.uuid4())
@@ -164,14 +141,15 @@ class Gsm8kTool(BaseTool):
 class SandboxFusionTool(BaseTool):
     """verl's Python tool, which runs in the built-in sandbox: no service is contacted."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
         self.default_timeout = config.get("default_timeout", 30)
         self.default_language = config.get("default_language", "python")
         self.execution_pool = _Pool()
 
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        return _schema("code_interpreter", "Run Python code and read what it prints.", code="The code.")
+    def get_openai_tool_schema(self) -> Any:
+        runs = "Run Python code and read what it prints."
+        return as_given(schema_of_texts("code_interpreter", runs, code="The code."))
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> Any:
         code, timeout = str(parameters.get("code", "")), parameters.get("timeout", self.default_timeout)
@@ -199,16 +177,15 @@ class _Pool:
 class SearchTool(BaseTool):
     """verl's search tool: a client of a retriever in Search-R1's protocol."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
         url = config.get("retrieval_service_url") or "http://127.0.0.1:8000/retrieve"
         self._searcher = Searcher(url, config.get("topk", 3), config.get("timeout", 30))
 
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        schema = _schema("search", "Search passages.", query_list="The queries.")
-        text = OpenAIFunctionPropertySchema(type="array", items={"type": "string"}, description="The queries.")
-        schema.function.parameters.properties["query_list"] = text
-        return schema
+    def get_openai_tool_schema(self) -> Any:
+        schema = schema_of_texts("search", "Search passages.", query_list="The queries.")
+        schema["function"]["parameters"]["properties"]["query_list"] |= {"type": "array", "items": {"type": "string"}}
+        return as_given(schema)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> Any:
         queries = parameters.get("query_list")
@@ -264,17 +241,9 @@ class Gsm8kInteraction(BaseInteraction):
         del self._truths[instance_id]
 
 
-def as_given(schema: Mapping[str, Any] | None) -> OpenAIFunctionToolSchema | None:
-    """A schema of plain values as an object; None stays None."""
+def as_given(schema: Schema | None) -> Any:
+    """Return a schema of plain values as an object; None stays None."""
     return None if schema is None else OpenAIFunctionToolSchema.model_validate(schema)
-
-
-def _schema(name: str, description: str, **arguments: str) -> OpenAIFunctionToolSchema:
-    """A schema whose arguments are texts, all required."""
-    properties = {key: {"type": "string", "description": text} for key, text in arguments.items()}
-    parameters = {"type": "object", "properties": properties, "required": [*arguments]}
-    function = {"name": name, "description": description, "parameters": parameters}
-    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
 
 @contextmanager

@@ -13,16 +13,12 @@ from enum import Enum
 from typing import Any
 from uuid import uuid4
 
-from hybridrl.agents.environments.environment import EpisodeFault, Message
-from hybridrl.agents.environments.returned import to_result, unreachable
-from hybridrl.agents.environments.rows import interaction_kwargs, mapping, tools_kwargs
-from hybridrl.agents.environments.tool_environment import first_line, truncated
-from hybridrl.agents.environments.tools import Tool
-from hybridrl.agents.environments.user_code import finished
+from hybridrl.agents.environments.environment import EpisodeFault, Message, interaction_kwargs, mapping, tools_kwargs
+from hybridrl.agents.environments.tools import Tool, first_line, truncated
+from hybridrl.agents.environments.user_code import UserCodeError, contained, finished, to_result, unreachable
 from hybridrl.compat.verl.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from hybridrl.compat.verl.stand_ins import ToolResponse, simple_timer
-from hybridrl.compat.verl.tool_parsers import FunctionCall, ToolParser
-from hybridrl.compat.verl.tools import VerlTool, accepted, finalize_interaction
+from hybridrl.compat.verl.tools import FunctionCall, ToolParser, VerlTool, accepted, finalize_interaction
 
 logger = logging.getLogger(__name__)
 
@@ -244,17 +240,20 @@ class ToolAgentLoop(AgentLoopBase):
         execute = {**mapping(named.get("execute_kwargs")), "agent_data": agent_data}
         row = {"tools_kwargs": {tool_call.name: {**named, "execute_kwargs": execute}}}
         try:
-            given = self.tools[tool_call.name]
-            tool = given if isinstance(given, Tool) else VerlTool(given)
-            arguments, seconds = json.loads(tool_call.arguments or "{}"), None if tool.limited else self.tool_timeout
-            state = await finished(tool.start, row)
-            try:
-                result = to_result(await finished(tool.call, state, arguments, seconds=seconds), tool.name)
-            finally:
-                await finished(tool.end, state)
-        except EpisodeFault:
-            raise
-        except Exception as error:  # whatever a tool raises, as in verl
+            with contained(tool_call.name, EpisodeFault):
+                given = self.tools[tool_call.name]
+                tool = given if isinstance(given, Tool) else VerlTool(given)
+                arguments, seconds = (
+                    json.loads(tool_call.arguments or "{}"),
+                    None if tool.limited else self.tool_timeout,
+                )
+                state = await finished(tool.start, row)
+                try:
+                    result = to_result(await finished(tool.call, state, arguments, seconds=seconds), tool.name)
+                finally:
+                    await finished(tool.end, state)
+        except UserCodeError as failure:
+            error = failure.cause
             if unreachable(error):
                 raise EpisodeFault(f"tool {tool_call.name} failed: {first_line(error)}") from error
             logger.warning("tool %s failed", tool_call.name, exc_info=error)

@@ -1,26 +1,39 @@
-"""verl's files of tools and interactions: yaml and classes unchanged, whether or not verl is installed."""
+"""verl's files of tools and interactions, yaml and classes unchanged, whether or not verl is installed; and its parsers
+of tool calls, each of which reads a format of calls.py. Files may register their own."""
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
-from hybridrl.agents.environments.environment import Environment, Message, Response, Schema, Step
+from hybridrl.agents.environments.calls import call_parser, named_parser
+from hybridrl.agents.environments.dialogue import Dialogue
+from hybridrl.agents.environments.environment import (
+    Environment,
+    Message,
+    Response,
+    Schema,
+    Step,
+    interaction_kwargs,
+    mapping,
+    tools_kwargs,
+)
 from hybridrl.agents.environments.mcp_tools import load_mcp_tools
-from hybridrl.agents.environments.returned import reward_of
-from hybridrl.agents.environments.rows import interaction_kwargs, mapping, tools_kwargs
 from hybridrl.agents.environments.settings import MULTI_TURN
-from hybridrl.agents.environments.tool_environment import ToolEnvironment
-from hybridrl.agents.environments.tools import Tool, ToolResult, check_schema, to_result
-from hybridrl.agents.environments.user_code import finished
-from hybridrl.compat.skyrl.environments import numbers
+from hybridrl.agents.environments.tools import Tool, ToolEnvironment, ToolResult, check_schema, to_result
+from hybridrl.agents.environments.user_code import UserCodeError, contained, finished, reward_of
+from hybridrl.compat.skyrl import numbers
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_class, where
 from hybridrl.core.required import required
@@ -111,12 +124,10 @@ def _load_tool(entry: Mapping[str, Any], place: str, path: str, built_in: Mappin
     if schema is not None:
         check_schema(schema, place)
     make = built_in.get(name) or load_verl_class(name, place, path, "verl.tools")
-    try:
+    with constructed(f"{place}: {name}(config, tool_schema)", path):
         if name in built_in or issubclass(make, Tool):
             return make(config) if schema is None else make(config, schema)
         tool: Any = make(config=config, tool_schema=None if schema is None else _schema_class().model_validate(schema))
-    except Exception as error:  # whatever the user's constructor raises
-        raise ConfigError(f"{place}: {name}(config, tool_schema) fails: {where(error, path)}") from error
     missing = [method for method in ("create", "execute", "release", "tool_schema") if not hasattr(tool, method)]
     if missing:
         raise ConfigError(
@@ -124,6 +135,16 @@ def _load_tool(entry: Mapping[str, Any], place: str, path: str, built_in: Mappin
         )
     check_schema(as_schema(tool.tool_schema), place)
     return VerlTool(tool, bool(config.get("network")))
+
+
+@contextmanager
+def constructed(what: str, path: str) -> Iterator[None]:
+    """Raise ConfigError for whatever the user's constructor raises, with its line in the file."""
+    try:
+        with contained(what):
+            yield
+    except UserCodeError as error:
+        raise ConfigError(f"{what} fails: {where(error.cause, path)}") from error
 
 
 def _schema_class() -> Any:
@@ -155,11 +176,13 @@ def load_verl_class(name: str, place: str, path: str, package: str) -> type:
         if directory not in sys.path:
             sys.path.append(directory)
     try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        if "no known parent package" not in str(error):
+        with contained(name):
+            module = importlib.import_module(module_name)
+    except UserCodeError as error:
+        if "no known parent package" not in str(error.cause):
             fix = "write module.Class with a module that can be imported here, or path.py:Class"
-            raise ConfigError(f"{place}: class_name {name} does not import: {where(error, path)}", fix=fix) from error
+            reason = where(error.cause, path)
+            raise ConfigError(f"{place}: class_name {name} does not import: {reason}", fix=fix) from error
         spec = _within(module_name, package)
         module = importlib.util.module_from_spec(spec)
         sys.modules[module.__name__] = sys.modules[module_name] = module
@@ -229,13 +252,108 @@ def load_interactions(path: str) -> dict[str, Any]:
         place = f"{INTERACTIONS}={path}: interaction[{index}]"
         cls = load_verl_class(str(entry.get("class_name") or ""), place, path, "verl.interactions")
         name = str(entry.get("name") or cls.__name__.removesuffix("Interaction").lower())
-        try:
+        with constructed(f"{place}: {cls.__name__}(config)", path):
             interaction = cls(config={"name": name, **(entry.get("config") or {})})
-        except Exception as error:  # whatever the user's constructor raises
-            raise ConfigError(f"{place}: {cls.__name__}(config) fails: {where(error, path)}") from error
         if not hasattr(interaction, "generate_response"):
             raise ConfigError(f"{place}: {cls.__name__} has no generate_response", fix="inherit from BaseInteraction")
         if name in interactions:
             raise ConfigError(f"{place}: a second interaction is named {name}", fix="give each its name")
         interactions[name] = interaction
     return interactions
+
+
+class FunctionCall(BaseModel, extra="allow"):
+    """A call whose arguments are JSON text."""
+
+    name: str
+    arguments: str
+    tool_call_id: str | None = None
+
+
+class ToolParser:
+    """The base class of parsers, and that of the formats that are read here; calls that cannot be read are none."""
+
+    format: str | None = None
+    stop_token_ids: Sequence[int] = ()  # these end a response here already
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[type], type]:
+        """Register a class as the parser of this name. Raises TypeError for one that reads no calls."""
+
+        def decorate(parser: type) -> type:
+            reads = getattr(parser, "extract_tool_calls", None) not in (None, ToolParser.extract_tool_calls)
+            if not reads and getattr(parser, "format", None) is None:
+                raise TypeError(f"{parser.__name__}, the parser {name}, defines no extract_tool_calls")
+            _parsers[name] = parser
+            return parser
+
+        return decorate
+
+    @classmethod
+    def get_tool_parser(cls, name: str, tokenizer: Any) -> "ToolParser":
+        """Return a registered parser, else that of a format. Raises ConfigError for a name that is neither."""
+        if name in _parsers:
+            return _parsers[name](tokenizer)
+        parser = ToolParser(tokenizer)
+        if name == "auto":
+            # In an episode the tokenizer has what auto stands for (AgentLoop.run); a script may have one of its own.
+            template = Dialogue(tokenizer, [tokenizer.eos_token_id])
+            configured = getattr(tokenizer, "call_parser", None) or partial(call_parser, name, "", template)
+            name = configured().format
+        parser.format = named_parser(name, tokenizer).format
+        return parser
+
+    async def extract_tool_calls(
+        self, responses_ids: Sequence[int], tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[FunctionCall]]:
+        """Return the content before the first call, and the calls."""
+        ids = [*responses_ids]
+        if ids and ids[-1] == self.tokenizer.eos_token_id:
+            ids.pop()
+        text = await asyncio.to_thread(self.tokenizer.decode, ids, skip_special_tokens=False)
+        content, calls = named_parser(required(self.format), self.tokenizer)(
+            text, [as_schema(tool) for tool in tools or ()]
+        )
+        read = [call for call in calls if not call.error]
+        return content, [
+            FunctionCall(
+                name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False), tool_call_id=call.id or None
+            )
+            for call in read
+        ]
+
+
+_parsers: dict[str, Callable[[Any], ToolParser]] = {}  # by the names that files register
+
+
+class HermesToolParser(ToolParser):
+    """Calls as JSON in <tool_call> tags."""
+
+    format = "hermes"
+
+
+class GptOssToolParser(ToolParser):
+    """Calls in Harmony's format."""
+
+    format = "gpt-oss"
+
+
+class Qwen3XMLToolParser(ToolParser):
+    """Calls in tags of functions and parameters."""
+
+    format = "qwen3_coder"
+
+
+def is_registered(name: str) -> bool:
+    """Whether a file that has been loaded registers a parser of this name."""
+    return name in _parsers
+
+
+NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
+    "verl.experimental.agent_loop.tool_parser": {
+        cls.__name__: cls for cls in (FunctionCall, ToolParser, HermesToolParser, GptOssToolParser, Qwen3XMLToolParser)
+    }
+}

@@ -122,18 +122,17 @@ def _run_child(
         os.write(confined, _READY)
         os.close(confined)
 
-        work()
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
-        status = 0
-    except SystemExit as end:
-        status = 0 if end.code in (None, 0) and job["kind"] == "stdin" else 1
-    finally:
         try:
-            sys.stdout.flush()
-        except BaseException:
-            status = 1
+            work()
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join()
+        except SystemExit as end:
+            if end.code not in (None, 0) or job["kind"] != "stdin":
+                raise
+        sys.stdout.flush()
+        status = 0
+    finally:
         os._exit(status)
 
 

@@ -11,9 +11,8 @@ import pytest
 from openai import AsyncOpenAI
 from transformers import Qwen2Tokenizer
 
-from hybridrl.agents.endpoint.app import create_app
+from hybridrl.agents.endpoint.app import create_app, serving
 from hybridrl.agents.endpoint.core import SamplingOptions
-from hybridrl.agents.endpoint.server import serving
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments.episode_loop import Kit, Limits
 from hybridrl.core.rollout import Completion

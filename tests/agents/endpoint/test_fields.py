@@ -2,6 +2,7 @@
 name, or is one that changes no response anywhere."""
 
 import asyncio
+import copy
 import json
 from typing import Any
 
@@ -178,10 +179,17 @@ class Client:
         return "applied" if seen != without else "no result"
 
 
+@pytest.fixture
+def tokenizer(tokenizer):
+    """A tokenizer whose chat template has an argument."""
+    styled = copy.copy(tokenizer)
+    styled.chat_template += "{{ style }}"
+    return styled
+
+
 @pytest.mark.parametrize("trains", [False, True], ids=["served", "trained"])
 @pytest.mark.parametrize("route", BODIES)
-def test_every_documented_field_is_applied_or_named(endpoint, tokenizer, monkeypatch, route, trains):
-    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + "{{ style }}")
+def test_every_documented_field_is_applied_or_named(endpoint, route, trains):
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 
     async def run() -> dict[str, str]:

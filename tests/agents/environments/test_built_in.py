@@ -10,8 +10,7 @@ import pytest
 
 from hybridrl.agents.environments.built_in import sql
 from hybridrl.agents.environments.built_in.calculator import calculate
-from hybridrl.agents.environments.built_in.games import GuessNumber, Wordle, best_guessing, marks
-from hybridrl.agents.environments.built_in.gsm8k import Gsm8kMultiTurn
+from hybridrl.agents.environments.built_in.games import Gsm8kMultiTurn, GuessNumber, Wordle, best_guessing, marks
 from hybridrl.agents.environments.built_in.python import run_python
 from hybridrl.agents.environments.built_in.search import SearchQuestions
 from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall, ToolError

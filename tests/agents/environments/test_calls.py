@@ -282,7 +282,7 @@ def test_auto_is_rejected_with_the_formats_where_the_template_writes_no_calls(
     dialogue_of: MakeDialogue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = SimpleNamespace(names=lambda: ["mistral"])
-    monkeypatch.setattr(calls.importlib, "import_module", lambda name: vllm)
+    monkeypatch.setitem(sys.modules, calls.VLLM, vllm)
     with pytest.raises(ConfigError, match=r"multi_turn.format=auto .* writes no calls.* one of .*hermes.*mistral"):
         call_parser("auto", "qwen2", dialogue_of(PLAIN))
     with pytest.raises(ConfigError, match=r"multi_turn.format=hermse: unknown; set it to one of auto, .*hermes"):

@@ -9,11 +9,10 @@ import urllib.request
 
 import pytest
 
-from hybridrl.agents.environments import tool_environment as module
+from hybridrl.agents.environments import tools as module
 from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall, ToolError
 from hybridrl.agents.environments.settings import EnvironmentSettings
-from hybridrl.agents.environments.tool_environment import ToolEnvironment, truncated
-from hybridrl.agents.environments.tools import FunctionTool, Tool, ToolResult
+from hybridrl.agents.environments.tools import FunctionTool, Tool, ToolEnvironment, ToolResult, truncated
 
 
 def schema(name: str, **types: str) -> dict:

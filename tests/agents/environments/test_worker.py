@@ -108,7 +108,8 @@ class Once(AgentLoopBase):
 
 @pytest.mark.parametrize("kind", ["environment", "loop of verl"])
 def test_the_column_enable_thinking_of_a_row_holds_for_each_turn_of_its_episode(tokenizer, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + QUIET)
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template += QUIET
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "once.py").write_text(LOOP)
     (tmp_path / "loops.yaml").write_text("- name: once\n  _target_: once.Once\n")

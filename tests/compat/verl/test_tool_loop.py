@@ -16,7 +16,7 @@ from hybridrl.agents.environments.episode_loop import Limits
 from hybridrl.agents.environments.load import check, prepare
 from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker
-from hybridrl.compat.verl.tool_parsers import ToolParser, is_registered
+from hybridrl.compat.verl.tools import ToolParser, is_registered
 from hybridrl.config import ConfigError
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, Sampling

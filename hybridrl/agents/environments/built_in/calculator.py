@@ -6,27 +6,15 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hybridrl.agents.environments.environment import Schema, ToolError
+from hybridrl.agents.environments.environment import Schema, ToolError, schema_of_texts
 from hybridrl.agents.environments.tools import Tool
 
-SCHEMA: Schema = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Evaluate an arithmetic expression, such as (3 + 4) * 2.5.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "expression": {
-                    "type": "string",
-                    "description": "Numbers, + - * / // % ** and parentheses; sqrt, log, exp, sin, cos, tan, floor, "
-                    "ceil, round, abs, min, max; pi, e.",
-                }
-            },
-            "required": ["expression"],
-        },
-    },
-}
+SCHEMA = schema_of_texts(
+    "calculator",
+    "Evaluate an arithmetic expression, such as (3 + 4) * 2.5.",
+    expression="Numbers, + - * / // % ** and parentheses; sqrt, log, exp, sin, cos, tan, floor, ceil, round, abs, min, "
+    "max; pi, e.",
+)
 LONGEST, LARGEST_BITS, DIGITS = 1000, 10_000, 12
 OPERATIONS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,

@@ -4,22 +4,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.agents.environments.environment import Schema, ToolError
+from hybridrl.agents.environments.environment import Schema, ToolError, schema_of_texts
 from hybridrl.agents.environments.tools import Tool
 from hybridrl.rewards.sandbox.run import ProgramLimits, check_sandbox, run
 
-SCHEMA: Schema = {
-    "type": "function",
-    "function": {
-        "name": "python",
-        "description": "Run Python code and return what it prints. The standard library can be imported.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "The code to run."}},
-            "required": ["code"],
-        },
-    },
-}
+SCHEMA = schema_of_texts(
+    "python",
+    "Run Python code and return what it prints. The standard library can be imported.",
+    code="The code to run.",
+)
 LAST_LINES = 3  # of a traceback
 # Runs the earlier cells in silence, then the last one; a last expression is printed, and an exception is printed short.
 _PROGRAM = """

@@ -5,25 +5,21 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.agents.environments.environment import Environment, Response, Schema, Step
-from hybridrl.agents.environments.rows import field, ground_truth
+from hybridrl.agents.environments.environment import (
+    Environment,
+    Response,
+    Schema,
+    Step,
+    column,
+    ground_truth,
+    schema_of_texts,
+)
 from hybridrl.agents.environments.tools import Tool
 from hybridrl.agents.environments.user_code import finished
 from hybridrl.rewards.scorers.short_answers import score_search_qa
 from hybridrl.rewards.scorers.texts import tagged
 
-SCHEMA: Schema = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "description": "Search passages of text.",
-        "parameters": {
-            "type": "object",
-            "properties": {"query": {"type": "string", "description": "What to search for."}},
-            "required": ["query"],
-        },
-    },
-}
+SCHEMA = schema_of_texts("search", "Search passages of text.", query="What to search for.")
 URL = "http://127.0.0.1:8000/retrieve"
 MAX_BYTES = 8 << 20  # of a retriever's answer
 
@@ -70,7 +66,7 @@ class SearchQuestions(Environment):
     def __init__(self, config: Mapping[str, Any], row: Mapping[str, Any]) -> None:
         super().__init__(config, row)
         self._searcher = searcher(config)
-        self._most = int(field(row, "max_turns", 2, config))
+        self._most = int(column(row, "max_turns", 2, config))
         self._texts: list[str] = []
 
     async def step(self, response: Response) -> Step:

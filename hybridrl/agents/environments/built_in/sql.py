@@ -8,25 +8,27 @@ from hybridrl.agents.environments.built_in import sql_query
 from hybridrl.agents.environments.built_in.sql_query import SECONDS
 from hybridrl.agents.environments.built_in.sql_query import as_table as as_table
 from hybridrl.agents.environments.built_in.sql_query import query as query
-from hybridrl.agents.environments.environment import Environment, EpisodeFault, Response, Schema, Step, ToolError
+from hybridrl.agents.environments.environment import (
+    Environment,
+    EpisodeFault,
+    Response,
+    Schema,
+    Step,
+    ToolError,
+    column,
+    ground_truth,
+    schema_of_texts,
+)
 from hybridrl.agents.environments.function_process import FunctionProcesses
-from hybridrl.agents.environments.rows import field, ground_truth
 from hybridrl.agents.environments.tools import Tool, ToolResult
 from hybridrl.rewards.score import OutOfTime
 from hybridrl.rewards.scorers.texts import tagged
 
-SCHEMA: Schema = {
-    "type": "function",
-    "function": {
-        "name": "sql",
-        "description": "Run one SQL query (sqlite, read only) on the database of the question and return its rows.",
-        "parameters": {
-            "type": "object",
-            "properties": {"query": {"type": "string", "description": "The query."}},
-            "required": ["query"],
-        },
-    },
-}
+SCHEMA = schema_of_texts(
+    "sql",
+    "Run one SQL query (sqlite, read only) on the database of the question and return its rows.",
+    query="The query.",
+)
 SECONDS_TO_COMPARE = 2 * SECONDS  # of a solution, and of the true query
 FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird": "bird/train/train_databases"}
 
@@ -36,9 +38,9 @@ _processes = FunctionProcesses(f"pkg://{sql_query.__name__}", (), 4 * SECONDS_TO
 
 def database_of(row: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The file of the row's database: `db_path` of the row, or `db_id` below `db_path` of the configuration."""
-    name = field(row, "db_id")
-    path = Path(str(field(row, "db_path", ".", config)))
-    below = path / FOLDERS.get(str(field(row, "data")), "")
+    name = column(row, "db_id")
+    path = Path(str(column(row, "db_path", ".", config)))
+    below = path / FOLDERS.get(str(column(row, "data")), "")
     places = [path, below / f"{name}/{name}.sqlite", path / f"{name}/{name}.sqlite", path / f"{name}.sqlite"]
     for place in places:
         if place.is_file():
@@ -77,7 +79,7 @@ class TextToSql(Environment):
         super().__init__(config, row)
         self._database = database_of(row, config)
         self._truth = str(ground_truth(row))
-        self._most = int(field(row, "max_turns", 5, config))
+        self._most = int(column(row, "max_turns", 5, config))
         self._texts: list[str] = []
 
     def step(self, response: Response) -> Step:

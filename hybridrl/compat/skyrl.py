@@ -6,11 +6,12 @@ import inspect
 import logging
 import typing
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any
 
 from hybridrl.agents.environments.environment import Environment, Message, Response, Step
-from hybridrl.agents.environments.returned import metrics_of, reward_of
+from hybridrl.agents.environments.user_code import UserCodeError, contained, metrics_of, reward_of
 from hybridrl.config.compose import as_section
 
 logger = logging.getLogger(__name__)
@@ -81,10 +82,9 @@ def _extras(row: Mapping[str, Any], max_turns: int | None) -> dict[str, Any]:
 
 def _section(creator: Any, config: Mapping[str, Any]) -> Any:
     """The configuration of an environment: of its own dataclass, for the defaults, if its constructor names one."""
-    try:
+    hint = None
+    with suppress(UserCodeError), contained(creator):  # annotations may name what cannot be imported here
         hint = typing.get_type_hints(creator.__init__ if inspect.isclass(creator) else creator).get("env_config")
-    except Exception:  # annotations of the user's code may name what cannot be imported here
-        hint = None
     kinds = [kind for kind in (hint, *typing.get_args(hint)) if inspect.isclass(kind) and is_dataclass(kind)]
     return kinds[0](**config) if kinds else as_section(dict(config))
 

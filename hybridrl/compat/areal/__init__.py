@@ -1,1 +1,0 @@
-"""Keys of AReaL."""

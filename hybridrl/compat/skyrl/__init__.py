@@ -1,1 +1,0 @@
-"""Environments and keys of SkyRL."""

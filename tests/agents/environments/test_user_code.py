@@ -1,0 +1,56 @@
+"""Whatever the user's code raises, an episode's call of it ends with one error, with the line and the arguments."""
+
+import asyncio
+
+import pytest
+
+from hybridrl.agents.environments.environment import EpisodeFault, ToolError
+from hybridrl.agents.environments.user_code import UserCodeError, finished
+
+HOSTILE = [
+    ValueError("no"),
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no"),
+    RecursionError("no"),
+    MemoryError("no"),
+    StopIteration("no"),
+    SystemExit("no"),
+    KeyboardInterrupt("no"),
+    GeneratorExit("no"),
+    asyncio.CancelledError("no"),
+    BaseExceptionGroup("no", [SystemExit(3)]),
+]
+
+
+def plain(error: BaseException) -> None:
+    raise error
+
+
+async def coroutine(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("function", [plain, coroutine])
+@pytest.mark.parametrize("error", HOSTILE, ids=lambda error: type(error).__name__)
+def test_whatever_is_raised_is_one_error_and_ends_neither_loop_nor_thread(function, error) -> None:
+    async def run() -> UserCodeError:
+        with pytest.raises(UserCodeError) as caught:
+            await asyncio.wait_for(finished(function, error), 20)
+        return caught.value
+
+    failed = asyncio.run(run())
+    assert isinstance(failed.cause, Exception) and failed.fault == f"raised:{type(failed.cause).__name__}"
+
+
+def test_the_error_has_the_line_and_what_the_function_was_called_with() -> None:
+    with pytest.raises(UserCodeError) as caught:
+        asyncio.run(finished(plain, KeyError("target")))
+    text = str(caught.value)
+    assert text.startswith("KeyError: 'target' (") and "test_user_code.py:" in text
+    assert "in plain (" in text and text.endswith("(KeyError('target'))")
+    assert caught.value.fault == "raised:KeyError"
+
+
+@pytest.mark.parametrize("error", [ToolError("locked"), EpisodeFault("away")])
+def test_what_is_raised_on_purpose_stays_what_it_is(error) -> None:
+    with pytest.raises(type(error), match=str(error)):
+        asyncio.run(finished(plain, error))
