@@ -125,7 +125,7 @@ RUNS = {
         rows=[
             "| 128 rows to 64 ranks, uniform",
             "| 16 rows to micro-batches of 16,384, uniform",
-            "| 16 rows to micro-batches of 16,384, uniform 1..2,048, 100 tokens below full",
+            "| 16 rows to micro-batches of 16,384, uniform 1..2,048, all full",
             "| attention and its gradient, quickstart",
             "| attention and its gradient, 25M",
             "| attention and its gradient, 0.5B",
