@@ -40,11 +40,11 @@ TESTS = {
     "hybridrl/core/algorithms/algorithm.py": "core/algorithms/test_algorithm.py core/algorithms/test_agreement.py",
     "hybridrl/core/algorithms/batch_metrics.py": "core/algorithms/test_batch_metrics.py "
     "core/algorithms/test_agreement.py agents/environments/test_metrics.py",
-    "hybridrl/core/algorithms/estimators.py": "core/algorithms/estimators",
+    "hybridrl/core/algorithms/estimators.py": "core/algorithms/test_estimators.py",
     "hybridrl/core/algorithms/lookup.py": "core/algorithms/test_lookup.py runs/test_algorithm_trial.py",
-    "hybridrl/core/algorithms/objective.py": "core/algorithms/test_aggregation.py core/algorithms/test_kl.py "
-    "core/algorithms/test_value_loss.py core/algorithms/test_algorithm.py core/experience/test_episodes.py",
-    "hybridrl/core/algorithms/policy_losses.py": "core/algorithms/policy_losses",
+    "hybridrl/core/algorithms/objective.py": "core/algorithms/test_objective.py "
+    "core/algorithms/test_algorithm.py core/experience/test_episodes.py",
+    "hybridrl/core/algorithms/policy_losses.py": "core/algorithms/test_policy_losses.py",
     "hybridrl/core/algorithms/rollout_correction.py": "core/algorithms/test_rollout_correction.py",
     "hybridrl/runs/algorithm_trial.py": "runs/test_algorithm_trial.py",
     "hybridrl/checkpoint/store.py": "checkpoint/test_retention.py checkpoint/test_store.py checkpoint/test_damage.py "

@@ -1,4 +1,4 @@
-"""Which differences of log-probs are rounding."""
+"""Differences of log-probs that are rounding."""
 
 import pytest
 import torch

@@ -297,7 +297,7 @@ def geo_mean(row):
         yield loss, loss * inside
 
 
-def policy_gradient(row):
+def reinforce(row):
     for token in row:
         yield -token.advantage * token.new, -token.advantage
 
@@ -348,13 +348,13 @@ REFERENCES = {
     "sapo": sapo,
     "geo_mean": geo_mean,
     "gmpo": geo_mean,
-    "gpg": policy_gradient,
+    "gpg": reinforce,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "dro": dro,
-    "reinforce": policy_gradient,
+    "reinforce": reinforce,
     "likelihood": likelihood,
 }
 

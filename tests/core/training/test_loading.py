@@ -178,6 +178,8 @@ def test_weights_of_another_shape_are_rejected_by_name(directory, tmp_path):
 
 def test_layers_to_shard_are_detected_if_the_model_does_not_name_them_and_wrong_ones_rejected(directory):
     model = load_language_model(model_config(directory), torch.float32).model
+    assert layer_classes(model) == {"Qwen2DecoderLayer"}
+    assert layer_classes(model, ["Qwen2MLP", "Qwen2Attention"]) == {"Qwen2MLP", "Qwen2Attention"}
     model._no_split_modules = None
     assert layer_classes(model, []) == {"Qwen2DecoderLayer"}
     with pytest.raises(

@@ -15,7 +15,6 @@ from transformers import (
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
 from hybridrl.core.training import attention
-from hybridrl.core.training.loading import layer_classes
 from hybridrl.core.training.model import LanguageModel, check_log_probs, packed_rows_interact
 from hybridrl.core.training.packing import lay_out
 from hybridrl.core.training.token_outputs import ReferenceOutputs, TokenOutputs
@@ -244,13 +243,6 @@ def test_log_probs_of_a_half_precision_model_are_float32(directory, rows):
 
 def test_settings_of_the_model_can_be_overridden(directory):
     assert load(directory, override_config={"rms_norm_eps": 0.5}).model.config.rms_norm_eps == 0.5
-
-
-def test_layers_to_shard_are_those_named_or_those_that_the_model_names(directory):
-    model = load(directory).model
-    assert layer_classes(model) == {"Qwen2DecoderLayer"}
-    assert layer_classes(model, ["Qwen2MLP"]) == {"Qwen2MLP"}
-    assert layer_classes(model, ["Qwen2MLP", "Qwen2Attention"]) == {"Qwen2MLP", "Qwen2Attention"}
 
 
 def test_a_directory_that_lacks_weights_is_rejected_by_their_names(directory, tmp_path):
