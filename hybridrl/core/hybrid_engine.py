@@ -37,6 +37,8 @@ class HybridEngine:
     Others call the ranks through `trainers` and the servers through `client`: ModeError if it is not their turn.
     """
 
+    shared = True  # whether ranks and servers take turns on the devices
+
     def __init__(self, trainers: Group, fleet: RolloutFleet, sync: WeightSync, *, timeout: float) -> None:
         self.ranks, self.fleet, self.sync, self.timeout = trainers, fleet, sync, timeout
         self.trainers = TrainingModeGroup(trainers, self)
@@ -94,14 +96,17 @@ class HybridEngine:
             self._enter(Mode.TRAINING)
 
     def _return_devices(self) -> None:
-        self.fleet.sleep(kill_failed=True)
+        if self.shared:
+            self.fleet.sleep(kill_failed=True)
         self._move_trainers(to_host=False)
 
     def _enter(self, mode: Mode) -> None:
-        self.mode, self.client.available = mode, mode is Mode.ROLLOUT
+        self.mode, self.client.available = mode, mode is Mode.ROLLOUT or not self.shared
 
     def _move_trainers(self, *, to_host: bool, policy: bool = True, critic: bool = True) -> None:
         """Move what may leave the devices, and record the memory of the rank with most in use or least free, in GiB."""
+        if to_host and not self.shared:
+            return
         moves = {"to_host": to_host, "policy": policy, "critic": critic}
         memory = self.ranks.broadcast(TrainWorker.offload, timeout=self.timeout, **moves)
         for name in memory[0]:
@@ -125,7 +130,7 @@ class HybridEngine:
         self.fleet.condemn("trainer.on_diagnosis=rebuild")
 
     def _rebuild(self, index: int, *, asleep: bool = False) -> None:
-        self.fleet.rebuild(index, asleep=asleep)
+        self.fleet.rebuild(index, asleep=asleep and self.shared)
         self.client.capacity = self.fleet.rollout.max_num_seqs  # less, if an engine ran out of memory
 
     def _revive(self, index: int) -> RemoteServer | None:
@@ -158,6 +163,8 @@ class SeparateEngine(HybridEngine):
     `pause` interrupts what is generated before the weights change.
     """
 
+    shared = False
+
     def __init__(self, trainers: Group, fleet: RolloutFleet, sync: WeightSync, *, timeout: float) -> None:
         super().__init__(trainers, fleet, sync, timeout=timeout)
         self.pause: Callable[[], None] = lambda: None
@@ -188,20 +195,9 @@ class SeparateEngine(HybridEngine):
                 self._enter(Mode.TRAINING)
             self._return_devices()
 
-    def _return_devices(self) -> None:
-        self._move_trainers(to_host=False)
-
-    def _move_trainers(self, *, to_host: bool, policy: bool = True, critic: bool = True) -> None:
-        if not to_host:  # for its record of memory: nothing has to leave the devices
-            super()._move_trainers(to_host=False)
-
-    def _enter(self, mode: Mode) -> None:
-        super()._enter(mode)
-        self.client.available = True
-
     def _rebuild(self, index: int, *, asleep: bool = False) -> None:
         self.waiting_for_weights.discard(index)
-        super()._rebuild(index)
+        super()._rebuild(index, asleep=asleep)
 
     def _revive(self, index: int) -> RemoteServer | None:
         """Rebuild a server that died while generating; None if it has to wait for weights."""

@@ -150,15 +150,20 @@ def test_responses_are_available_in_rollout_mode_only(engine):
     assert not engine.client.available
 
 
-def test_ranks_are_not_called_in_rollout_mode_but_for_what_needs_no_device(engine, monkeypatch):
+def test_ranks_are_not_called_in_rollout_mode_but_for_what_needs_no_device(engine):
     started = []
-    monkeypatch.setattr(Group, "start_each", lambda group, method, parts: started.append(method.__name__))
+
+    class Rank:
+        def __getattr__(self, name: str) -> SimpleNamespace:
+            return SimpleNamespace(remote=lambda: started.append(name))
+
+    engine.trainers.actors = [Rank()]
     engine.trainers.start(TrainWorker.log_probs)
     engine.to_rollout(0)
     with pytest.raises(ModeError, match="log_probs was called while the devices are in rollout mode; call to_training"):
         engine.trainers.start(TrainWorker.log_probs)
     with pytest.raises(ModeError, match="update_policy was called"):
-        engine.trainers.start_each(TrainWorker.update_policy, [(), ()])
+        engine.trainers.start_each(TrainWorker.update_policy, [()])
     engine.trainers.start(TrainWorker.finished_save)
     assert started == ["log_probs", "finished_save"]
 

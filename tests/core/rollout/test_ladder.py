@@ -14,6 +14,7 @@ from hybridrl.core.rollout import fleet as fleets
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.rollout.ladder import EngineOutOfMemory, MemoryLadder, memory_settings, one_notch_lower, shortage
 from hybridrl.core.rollout.ladder import with_settings as section_with
+from hybridrl.runtime.guard import oom_kills
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 NO_ROOM = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"
@@ -151,18 +152,18 @@ def test_what_worked_is_used_by_a_resumed_run_unless_its_configuration_has_chang
 
 
 @pytest.fixture
-def fleet(monkeypatch, tmp_path) -> Any:
-    """Two servers, as far as they know why they were lost; the kernel has killed `fleet.kills` processes."""
+def fleet(tmp_path) -> Any:
+    """Two servers, as far as they know why they died."""
     fleet: Any = RolloutFleet.__new__(RolloutFleet)
     fleet.rollout = Section()
     fleet.ladder = MemoryLadder(fleet.rollout, "cuda")
     fleet.dead, fleet.started_with = {}, fleet.ladder.settings
-    fleet.built_with, fleet.oom_kills, fleet.kills = dict.fromkeys((0, 1), fleet.ladder.settings), {0: 3, 1: 3}, 3
+    fleet.built_with = dict.fromkeys((0, 1), fleet.ladder.settings)
+    fleet.oom_kills = dict.fromkeys((0, 1), oom_kills())
     fleet.servers = SimpleNamespace(
         actors=["a", "b"], logs=[str(tmp_path / f"rollout-{index}.log") for index in (0, 1)]
     )
     fleet.log_starts = {0: 0, 1: 0}
-    monkeypatch.setattr(fleets, "oom_kills", lambda: fleet.kills)
     return fleet
 
 
@@ -182,24 +183,21 @@ def test_the_failure_that_a_client_gets_has_all_that_was_tried(fleet):
     assert OOM in failure.cause and "\n" not in failure.cause
 
 
-def test_a_resumed_run_starts_its_engines_with_what_worked_and_logs_it_once(fleet, monkeypatch):
-    lines: list[str] = []
-    monkeypatch.setattr(fleets, "info", lines.append)
+def test_a_resumed_run_starts_its_engines_with_what_worked_and_logs_it_once(fleet, capsys):
     worked = {"max_num_seqs": 64, "gpu_memory_utilization": 0.4}
     state = {"engine_memory": {"configured": dict(fleet.ladder.configured), "lowered": worked}}
     fleet.load_state_dict(state)  # before the engines start, and again with all other parts of the run
     fleet.load_state_dict(state)
     assert (fleet.rollout.max_num_seqs, fleet.rollout.gpu_memory_utilization) == (64, 0.4)
-    assert lines == [
-        "engines start with what had enough memory before: actor_rollout_ref.rollout.max_num_seqs=64 "
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4"
-    ]
+    lowered = "actor_rollout_ref.rollout.max_num_seqs=64 actor_rollout_ref.rollout.gpu_memory_utilization=0.4"
+    text = " ".join(capsys.readouterr().out.split())
+    assert text == f"engines start with what had enough memory before: {lowered}"
 
 
 def test_a_server_lost_for_another_reason_is_built_with_the_same_settings(fleet):
     assert not fleet.note_death(0, KILLED) and not fleet.note_death(1, LATE)
     assert fleet.rollout == Section()
-    fleet.kills = 4  # since these servers were spawned
+    fleet.oom_kills[0] = -1  # when it was spawned: the kernel has killed since
     assert fleet.note_death(0, KILLED) and fleet.rollout.max_num_seqs == 128
 
 
@@ -235,8 +233,7 @@ def starts(fleet, monkeypatch) -> list[int]:
     fleet.servers, fleet.startup_timeout = SimpleNamespace(actors=["old", "old"], logs=["a.log", "b.log"]), 60.0
     fleet.session = SimpleNamespace(kept={})
     monkeypatch.setattr(fleets, "gather", gather)
-    for name, method in {"_start": start, "_spawn": lambda *_: "new", "kill": lambda _: None}.items():
-        monkeypatch.setattr(fleet, name, method)
+    vars(fleet).update(_start=start, _spawn=lambda *_: "new", kill=lambda _: None)
     return attempts
 
 
