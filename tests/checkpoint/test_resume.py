@@ -120,8 +120,8 @@ def test_a_key_that_one_configuration_lacks_is_a_change_from_or_to_null(config, 
 
 def test_a_new_key_is_no_change_if_it_is_empty(config, step):
     for empty in ([], None, ""):
-        assert config_changes(config, with_values(config, data__train_weights=empty), step=step, same_rows=True) == []
-    (change,) = config_changes(config, with_values(config, data__train_weights=[2, 1]), step=step, same_rows=True)
+        assert changed_by(config, step, data__train_weights=empty) == []
+    (change,) = changed_by(config, step, data__train_weights=[2, 1])
     assert (change.key, change.verdict) == ("data.train_weights", "needs_allow")
 
 
@@ -172,12 +172,9 @@ def test_reset_optimizer_allows_another_optimizer_and_nothing_else(config, step)
     assert "data.seed" in rejection(changed_by(config, step, data__seed=2), reset_optimizer=True)
 
 
-def test_the_same_rows_under_another_name_are_free(config, step):
+def test_the_same_rows_under_another_name_are_free_and_others_under_the_same_name_must_be_allowed(config, step):
     (change,) = changed_by(config, step, data__train_files=["b.jsonl"])
     assert change.verdict == "free" and str(change) == "data.train_files: [a.jsonl] -> [b.jsonl] (the same rows)"
-
-
-def test_other_rows_must_be_allowed_even_under_the_same_name(config, step):
     (change,) = changed_by(config, step, same_rows=False)
     assert change.verdict == "needs_allow"
     assert "data.train_files=[a.jsonl] (" in rejection([change])
@@ -292,24 +289,17 @@ def test_impossible_changes_and_those_to_allow_are_rejected_together(config, ste
 
 
 def test_data_is_identified_by_content_and_not_by_name(tmp_path):
-    a, b, c = (tmp_path / name for name in "abc")
-    a.write_text("one")
-    b.write_text("two")
-    c.write_text("one")
+    a, b, c, d, e = (tmp_path / name for name in "abcde")
+    for path, text in ((a, "one"), (b, "two"), (c, "one"), (d, "onet"), (e, "wo")):
+        path.write_text(text)
     known = data_fingerprint([a, b], "prompt", 2)
     assert data_fingerprint([c, b], "prompt", 2) == known
     assert data_fingerprint([b, a], "prompt", 2) != known
     assert data_fingerprint([a, b], "question", 2) != known
     assert data_fingerprint([a], "prompt", 2) != known
+    assert data_fingerprint([d, e], "prompt", 2) != known, "a boundary between files counts"
     a.write_text("onE")
     assert data_fingerprint([a, b], "prompt", 2) != known
-
-
-def test_a_boundary_between_files_counts(tmp_path):
-    a, b, c, d = (tmp_path / name for name in "abcd")
-    for path, text in ((a, "12"), (b, "3"), (c, "1"), (d, "23")):
-        path.write_text(text)
-    assert data_fingerprint([a, b]) != data_fingerprint([c, d])
 
 
 def test_a_large_file_is_identified_by_size_and_samples(tmp_path):
@@ -372,12 +362,7 @@ def test_a_run_of_the_same_fingerprint_under_another_name_is_found(tmp_path, pla
     other = save(tmp_path / place, 3, "same")
     assert matching_run(tmp_path / "project" / "mine", "same") == other
     assert matching_run(tmp_path / "project" / "mine", "different") is None
-
-
-def test_a_directory_with_a_checkpoint_has_no_matching_run(tmp_path):
-    save(tmp_path / "project" / "other", 3, "same")
-    mine = save(tmp_path / "project" / "mine", 1, "different")
-    assert matching_run(mine, "same") is None
+    assert matching_run(save(tmp_path / "project" / "mine", 1, "different"), "same") is None, "it has a checkpoint"
 
 
 def test_the_newest_checkpoint_of_a_run_counts_and_the_furthest_run_is_returned(tmp_path):
@@ -408,7 +393,8 @@ def restored(**changed: object) -> str:
     return resume_summary(Path("/runs/a/global_step_12"), 12, **(values | changed))
 
 
-def test_the_summary_is_one_block():
+def test_the_summary_is_one_block_in_which_a_reference_has_neither_optimizer_nor_schedule():
+    assert "not restored" not in restored(weights=["actor", "critic", "reference"])
     assert restored().splitlines() == [
         "resuming after step 12, restored from /runs/a/global_step_12",
         "  weights    actor, critic",
@@ -444,7 +430,3 @@ def test_everything_missing_is_listed():
         "prompts",
         "trackers",
     ]
-
-
-def test_a_reference_has_neither_optimizer_nor_schedule():
-    assert "not restored" not in restored(weights=["actor", "critic", "reference"])

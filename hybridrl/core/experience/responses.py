@@ -119,19 +119,17 @@ class ResponseStore:
     def add(self, request: Request, completion: Completion, score: Future[Score] | None = None) -> None:
         """Keep a response, on disk once it has its score, if it is to be scored; there without a fault of the
         grader."""
-        response, key = (
-            StoredResponse(completion),
-            self._key(request),
-        )  # with these weights: the score may come in a later step
+        response = StoredResponse(completion)
+        key = self._key(request) if self.file else ""  # with these weights: the score may come in a later step
         self._carry(request, response)
 
         def scored(future: Future[Score]) -> None:
             if future.exception() is None:
                 response.score = future.result()
-                self._append(self._record(key, response))
+                self._spool(key, response)
 
         if score is None:
-            self._append(self._record(key, response))
+            self._spool(key, response)
         else:
             score.add_done_callback(scored)
 
@@ -191,7 +189,10 @@ class ResponseStore:
     def _key(self, request: Request) -> str:
         return _hash(f"{self.origin} {request.seed} {request.sampling} {list(request.prompt_ids)}")
 
-    def _record(self, key: str, response: StoredResponse) -> bytes:
+    def _spool(self, key: str, response: StoredResponse) -> None:
+        """Append a response to the file; without a key there was none when it was sampled."""
+        if not key:
+            return
         completion, score = response.completion, response.score
         meta = {
             "key": key,
@@ -200,7 +201,7 @@ class ResponseStore:
             "reward": self.reward,
             "score": vars(score) if score is not None and score.fault is None else None,
         }
-        return _encoded(meta, completion.token_ids.astype("<i4"), completion.log_probs.astype("<f4"))
+        self._append(_encoded(meta, completion.token_ids.astype("<i4"), completion.log_probs.astype("<f4")))
 
     def _append(self, record: bytes) -> None:
         with self.lock:
