@@ -121,18 +121,21 @@ def explain(argv: list[str]) -> int:
             return 0
         if key not in keys:
             parser.error(f"unknown key {key}; {nearest_keys(key, PPOConfig)}")
-    resolved, usual = _resolve(options, offline=True), shipped(NAME)
+    return _explain_key(key, _resolve(options, offline=True), f"the file {options.config_name}.yaml")
+
+
+def _explain_key(key: str, resolved: ResolvedConfig, file: str) -> int:
+    usual = shipped(NAME)
     values, default, follows = resolved.values, value_of(usual.values, key), usual.follows.get(key)
     value = value_of(values.values, key) if values else default
+    source = resolved.written.get(PRESET, file)
     if written := resolved.written.get(key):
         old = written.lstrip("+~").partition("=")[0]
-        source = f"the command line: {written}" + (" (an old name)" if old != key else "")
+        source = f"the command line: {written}" + " (an old name)" * (old != key)
     elif value == default:
         source = "default"
-    elif followed := values.follows.get(key) if values else None:
+    elif values and (followed := values.follows.get(key)):
         source = f"{followed}, which it follows"
-    else:
-        source = resolved.written.get(PRESET, f"the file {options.config_name}.yaml")
     lines = [
         ("key", key),
         ("value", "must be set" if value == MISSING else as_text(value)),

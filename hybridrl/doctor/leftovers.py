@@ -244,15 +244,15 @@ SEGMENT = re.compile(r"torch_(?P<process>\d+)_.+|psm_[0-9a-f]+")
 HIDDEN = re.compile(r"\.global_step_\d+\.(writing|deleting|replaced)")
 
 
-def leftovers(directories: list[Path], *, shared_memory: bool, remove: bool) -> Iterator[str]:
-    """Yield a line for each thing that is left, and remove it if `remove` is set."""
+def leftovers(directories: list[Path], shared_memory: Path | None, *, remove: bool) -> Iterator[str]:
+    """Yield a line for each thing that is left, also in `shared_memory`, and remove it if `remove` is set."""
     for private in keeper.abandoned():
         pids = keeper.working_in(private)
         names = ", ".join(f"{pid} {_name(pid)}" for pid in pids)
         yield f"{private}{f', and its processes: {names}' if names else ''}"
         if remove:
             keeper.clear(private)
-    for segment in _unused_segments() if shared_memory else ():
+    for segment in _unused_segments(shared_memory) if shared_memory else ():
         yield f"{segment} ({segment.stat().st_size / 1e6:.1f} MB of shared memory)"
         if remove:
             segment.unlink(missing_ok=True)
@@ -273,18 +273,18 @@ def _name(pid: int) -> str:
     return "(ended)"
 
 
-def _unused_segments() -> list[Path]:
+def _unused_segments(shared: Path) -> list[Path]:
     """Return this user's shared memory that no process has mapped and whose maker, if it is named, has ended."""
-    found = {}
-    for path in SHARED.iterdir() if SHARED.is_dir() else ():
+    unused = {}
+    for path in shared.iterdir() if shared.is_dir() else ():
         match = SEGMENT.fullmatch(path.name)
         if match and path.stat().st_uid == os.getuid() and not psutil.pid_exists(int(match["process"] or -1)):
-            found[path.name] = path
-    for process in Path("/proc").glob("[0-9]*") if found else ():
+            unused[path.name] = path
+    for process in Path("/proc").glob("[0-9]*") if unused else ():
         with contextlib.suppress(OSError):  # it has ended, or is another user's, who cannot map what is not theirs
-            for name in re.findall(rf"{SHARED}/(\S+)", (process / "maps").read_text()):
-                found.pop(name, None)
-    return sorted(found.values())
+            for name in re.findall(rf"{shared}/(\S+)", (process / "maps").read_text()):
+                unused.pop(name, None)
+    return sorted(unused.values())
 
 
 def clean(argv: list[str]) -> int:
@@ -302,8 +302,8 @@ def clean(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if missing := [directory for directory in arguments.directories if not directory.is_dir()]:
         parser.error(f"there is no directory {missing[0]}")
-    lines = []
-    for line in leftovers(arguments.directories, shared_memory=arguments.shared_memory, remove=arguments.yes):
+    shared, lines = SHARED if arguments.shared_memory else None, []
+    for line in leftovers(arguments.directories, shared, remove=arguments.yes):
         print_text(f"{'removed' if arguments.yes else 'left'}: {line}")
         lines.append(line)
     if not lines:

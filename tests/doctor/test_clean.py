@@ -13,6 +13,7 @@ import pytest
 from hybridrl.checkpoint.store import Store
 from hybridrl.core.required import required
 from hybridrl.doctor import __main__ as doctor
+from hybridrl.doctor.leftovers import leftovers
 from hybridrl.runtime import keeper
 
 TOP = Path(__file__).parents[2]
@@ -30,10 +31,9 @@ sys.stdin.read()
 
 @pytest.fixture
 def own_root(tmp_path, monkeypatch) -> Path:
-    """Places of this test alone instead of /tmp and /dev/shm."""
+    """A place of this test alone instead of /tmp."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(keeper, "ROOT", tmp_path / "tmp")
-    monkeypatch.setattr("hybridrl.doctor.leftovers.SHARED", tmp_path / "no shared memory")
     return tmp_path / "tmp"
 
 
@@ -92,8 +92,7 @@ def test_an_unfinished_checkpoint_is_removed_and_a_complete_one_published_unless
     assert [path.name for path in run.glob("*global_step_*")] == ["global_step_2"]
 
 
-def test_shared_memory_is_removed_if_no_process_has_mapped_it(own_root, monkeypatch, capsys):
-    monkeypatch.setattr("hybridrl.doctor.leftovers.SHARED", Path("/dev/shm"))
+def test_shared_memory_is_removed_if_no_process_has_mapped_it(own_root, capsys):
     segment = shared_memory.SharedMemory(create=True, size=1000)
     resource_tracker.unregister(f"/{segment.name}", "shared_memory")
     path = Path("/dev/shm", segment.name)
@@ -109,7 +108,7 @@ def test_shared_memory_is_removed_if_no_process_has_mapped_it(own_root, monkeypa
         path.unlink()
 
 
-def test_a_process_may_end_while_those_that_use_something_are_searched(own_root, tmp_path, monkeypatch, capsys):
+def test_a_process_may_end_while_those_that_use_something_are_searched(own_root, tmp_path, monkeypatch):
     found = os.stat
 
     def ended(path, *arguments, **options):
@@ -118,10 +117,9 @@ def test_a_process_may_end_while_those_that_use_something_are_searched(own_root,
         return found(path, *arguments, **options)
 
     monkeypatch.setattr(os, "stat", ended)
-    monkeypatch.setattr("hybridrl.doctor.leftovers.SHARED", tmp_path)
     (tmp_path / "psm_12345678").touch()
-    doctor.main(["clean", "--shared-memory"])
-    assert f"left: {tmp_path}/psm_12345678" in capsys.readouterr().out
+    (line,) = leftovers([], tmp_path, remove=False)
+    assert line.startswith(f"{tmp_path}/psm_12345678 (")
     child = subprocess.Popen(["sleep", "60"], env=os.environ | {"TMPDIR": str(own_root)})
     try:
         assert keeper.working_in(own_root) == [child.pid]

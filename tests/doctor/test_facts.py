@@ -4,6 +4,7 @@ import json
 import shutil
 import socket
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -101,9 +102,8 @@ def test_the_facts_of_this_machine_agree_with_themselves(tmp_path: Path):
     assert not [one for one in compare({"a": facts, "b": dict(facts)}).errors if "none" not in one.cause]
 
 
-def test_temporary_space_is_that_of_the_fuller_of_tmp_and_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    free, usage = {"/tmp": 5 << 30, str(tmp_path): 2 << 30}, shutil.disk_usage("/")
-    monkeypatch.setattr("hybridrl.doctor.facts.gettempdir", lambda: str(tmp_path))
+def test_temporary_space_is_that_of_the_fuller_of_tmp_and_tmpdir(monkeypatch: pytest.MonkeyPatch):
+    free, usage = {"/tmp": 5 << 30, gettempdir(): 2 << 30}, shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=free.get(place, 9 << 30)))
     assert (machine_facts("cpu", {})[TEMPORARY], machine_facts("cpu", {})[SHARED_MEMORY]) == (2.0, 9.0)
     free |= {"/tmp": 1 << 30}

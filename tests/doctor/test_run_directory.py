@@ -46,17 +46,15 @@ def test_a_disk_that_cannot_hold_the_steps_is_a_warning(check, monkeypatch: pyte
     assert check("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2")["run.disk"].severity == "info"
 
 
-def test_the_samples_of_all_steps_count_and_so_does_their_bound(check, monkeypatch: pytest.MonkeyPatch):
-    usage = shutil.disk_usage("/")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10**9))
-    many = ["trainer.total_training_steps=1000000", "trainer.save_freq=-1"]
-    found = check(*many)["run.disk"]
-    assert found.severity == "warning" and "the samples of all steps take up to" in found.cause
-    assert "set a lower trainer.max_rollout_data_gb" in found.fix
-    assert check(*many, "trainer.max_rollout_data_gb=0.5")["run.disk"].severity == "info"
-    unsaved = ["trainer.ckpt_freq_secs=-1"]
-    assert check(*many, *unsaved)["run.disk"].severity == "warning"
-    assert "run.disk" not in check(*many, *unsaved, "trainer.rollout_data_dir=null")
+def test_the_samples_of_all_steps_count_and_so_does_their_bound(check):
+    many = ["trainer.total_training_steps=1000000000000", "trainer.save_freq=-1"]  # more than any disk holds
+    unsaved, bound = "trainer.ckpt_freq_secs=-1", "trainer.max_rollout_data_gb"
+    warning = check(*many, f"{bound}=null")["run.disk"]
+    assert warning.severity == "warning" and "the samples of all steps take up to" in warning.cause
+    assert f"set a lower {bound}" in warning.fix
+    assert check(*many, f"{bound}=0.01")["run.disk"].severity == "info"
+    assert check(*many, unsaved, f"{bound}=null")["run.disk"].severity == "warning"
+    assert "run.disk" not in check(*many, unsaved, f"{bound}=null", "trainer.rollout_data_dir=null")
 
 
 def test_another_run_in_the_directory_is_named(check, tmp_path: Path):

@@ -85,13 +85,10 @@ def test_a_supervised_run_needs_no_engine(supervised: SFTConfig, command: list[s
     assert "versions.vllm" not in codes[0] and "versions.vllm" in codes[1]
 
 
-def test_a_supervised_run_is_warned_of_machine_and_disk(
-    supervised: SFTConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    usage = shutil.disk_usage("/")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=70_000))
-    start.check_run_start(supervised)
-    printed = " ".join(capsys.readouterr().out.split())
-    # 4 x 512 tokens of 40 bytes, and 63,872 parameters of 12 bytes
-    assert "a step may have 0.0 GiB of rows, and Ray's store for objects" in printed
-    assert "a checkpoint takes about 1 MiB, and 0 MiB are free" in printed
+def test_rows_and_checkpoints_of_a_supervised_run_are_compared_with_machine_and_disk(supervised: SFTConfig) -> None:
+    supervised.ray_kwargs.ray_init["object_store_memory"], findings = 4 * 512 * 40 - 1, Findings()
+    assert start.check_start(supervised, findings)
+    start.check_space(supervised, findings)
+    texts = {finding.code: finding.cause for finding in findings.items}
+    assert "a step may have 0.0 GiB of rows, and Ray's store for objects" in texts["machine.object-store"]
+    assert texts["run.disk"].startswith("a checkpoint takes about 1 MiB, and ")  # 63,872 parameters of 12 bytes
