@@ -19,7 +19,7 @@ from sympy.core.evalf import PrecisionExhausted
 from sympy.core.relational import Relational
 
 from hybridrl.config import ConfigError
-from hybridrl.rewards.scorers.texts import last_answer_line, last_boxed
+from hybridrl.rewards.scorers.short_answers import last_answer_line, last_boxed
 
 # math-verify warns that no time limit is set.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
