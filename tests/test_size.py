@@ -11,9 +11,9 @@ PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.
 LINES = {
     ".": 300,
-    "agents": 7010,
+    "agents": 7000,
     "checkpoint": 1940,
-    "compat": 2990,
+    "compat": 3070,
     "config": 3820,
     "core": 11620,
     "data": 1670,
@@ -23,12 +23,12 @@ LINES = {
     "health": 1050,
     "model_merger": 720,
     "report": 2530,
-    "rewards": 2990,
+    "rewards": 2890,
     "runs": 2810,
     "runtime": 1530,
     "tracking": 1830,
 }
-FILES = {"core": 73, "hybridrl": 280}
+FILES = {"core": 73, "hybridrl": 278}
 KEYS = 416  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.

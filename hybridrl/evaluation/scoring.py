@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.environments.metrics import transcript
+from hybridrl.agents.environments.conversations import transcript
 from hybridrl.checkpoint.fingerprints import digest
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.core.experience.trajectory import Episode

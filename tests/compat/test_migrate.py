@@ -94,12 +94,9 @@ def test_variables_of_the_environment_count(doctor: Doctor, script: Path, monkey
 
 
 def test_the_reason_is_reported_if_bash_stops(doctor: Doctor, script: Path) -> None:
-    script.write_text(
-        "M=${MODEL_PATH:?must be set}\npython3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=$M\n"
-    )
+    script.write_text("M=${MODEL_PATH:?must be set}\n")
     status, output = doctor("migrate", str(script))
-    assert status == 2
-    assert "MODEL_PATH: must be set" in output
+    assert status == 2 and "MODEL_PATH: must be set" in output
 
 
 def test_no_program_is_started_and_no_file_is_written(
@@ -116,13 +113,6 @@ def test_no_program_is_started_and_no_file_is_written(
     commands, _ = launches.commands_of(script)
     assert commands[-1] == ["last", "word"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.sh", "tool"]
-
-
-def test_a_script_that_does_not_finish_is_stopped(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "SECONDS", 0.5)
-    script.write_text("while true; do :; done\n")
-    with pytest.raises(ValueError, match=r"did not reach the end of .*run\.sh within 0\.5 s"):
-        launches.commands_of(script)
 
 
 HOSTILE = {
@@ -317,7 +307,7 @@ def test_a_program_that_only_probes_has_no_output(doctor: Doctor, script: Path) 
 
 
 @pytest.mark.parametrize(
-    "module", ["verl_tool.trainer.main_ppo", "my_verl.trainer.main_ppo_v2", "search.agents.train", "train_it.py"]
+    "module", ["verl_tool.trainer.main_ppo", "recipe.spin.main_spin", "search.agents.train", "train_it.py"]
 )
 def test_a_fork_s_program_is_read_like_one_with_code_of_its_own(doctor: Doctor, script: Path, module: str) -> None:
     run = module if module.endswith(".py") else f"-m {module}"
@@ -451,7 +441,7 @@ def test_a_script_or_a_command_in_it_that_is_too_large_is_not_read(
 @pytest.mark.parametrize(
     ("end", "why"),
     [
-        ("while :; do :; done", "bash did not reach the end of"),
+        ("while :; do :; done", "run.sh within 1 s"),
         ("x=${NOT_SET:?is required}", "NOT_SET: is required"),
         ("if true; then", "unexpected end of file"),
     ],
@@ -566,11 +556,6 @@ def test_a_rejected_choice_of_a_section_leaves_its_keys_in_the_command(doctor: D
     status, output = doctor("migrate", str(script))
     assert status == 1 and "# error [unsupported] optim=megatron: " in output
     assert printed(output, "main_sft") == ["model.path=m", "data.train_files=a.parquet", "optim.lr=1e-4"]
-
-
-def test_a_program_with_its_own_code_is_reported(doctor: Doctor, script: Path) -> None:
-    script.write_text(f"python3 -m recipe.spin.main_spin {MODEL}\n")
-    assert "# warning [program] recipe.spin.main_spin has code of its own" in doctor("migrate", str(script))[1]
 
 
 def test_a_script_of_skyrl_becomes_a_command_for_hybridrl(doctor: Doctor, script: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hybridrl.agents.environments.metrics import conversation_metrics
+from hybridrl.agents.environments.conversations import conversation_metrics
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.batch_metrics import batch_metrics
 from hybridrl.core.algorithms.estimators import grpo

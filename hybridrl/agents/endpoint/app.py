@@ -37,6 +37,10 @@ Check = Callable[[], Awaitable[Any]]  # raises if the policy cannot be sampled f
 
 CLIENT_GONE = 499  # which nobody reads
 CHECK_SECONDS = 10.0
+BACKLOG = 2048
+# Clients close a connection that was idle for 5 s (httpx, and so OpenAI's and Anthropic's): one that the server closes
+# at that moment loses the next request.
+IDLE_SECONDS = 75
 Discount = Annotated[float, Query(ge=0, le=1)]
 
 
@@ -279,12 +283,6 @@ def _key(request: Request) -> str:
 def _plain(value: Any) -> Any:
     """Return a value that JSON can hold: rows have arrays and numbers of numpy."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-BACKLOG = 2048
-# Clients close a connection that was idle for 5 s (httpx, and so OpenAI's and Anthropic's): one that the server closes
-# at that moment loses the next request.
-IDLE_SECONDS = 75
 
 
 class _Server(uvicorn.Server):

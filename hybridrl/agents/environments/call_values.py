@@ -29,6 +29,19 @@ GIVES_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*[{"]')
 HARMONY = re.compile(r"to=functions\.(?P<name>[\w.-]*)|<\|(?P<part>message|start|end|call|return)\|>")
 WHITE_SPACE = re.compile(r"\s+")
 HARMONY_END = re.compile(r"\s*(?:<\|(?:start|end|call|return)\|>|\Z)")
+OPENING = re.compile(r"(?:^[ \t]*|<\|[a-z_]+\|>\s{0,8})(?=\[\s*([A-Za-z_][\w.]*)\()", re.MULTILINE)
+MOST_LISTS = 8  # that are tried in a response
+NAME, ARGUMENT = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(?=\()"), re.compile(r"\s*([A-Za-z_]\w*)\s*=(?!=)")
+# Texts, brackets and commas; a quotation mark by itself begins a text that does not end.
+TOKENS = re.compile(
+    r'"""(?:[^\\]|\\.)*?"""|'
+    r"'''(?:[^\\]|\\.)*?'''|"
+    r'"(?:[^"\\\n]|\\.)*"|'
+    r"'(?:[^'\\\n]|\\.)*'|"
+    r"(?P<endless>[\"'])|\\.|(?P<open>[(\[{])|(?P<close>[)\]}])|(?P<comma>,)",
+    re.DOTALL,
+)
+JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def decoded(text: str, at: int = 0) -> tuple[Any, int, str]:
@@ -183,21 +196,6 @@ def harmony(text: str, tools: Sequence[Schema]) -> Calls:
             content, name = content if calls else text[: token.start()], token["name"]
     calls += [] if name is None else [ToolCall(name, {}, error="the call has no <|message|>")]
     return content, calls
-
-
-OPENING = re.compile(r"(?:^[ \t]*|<\|[a-z_]+\|>\s{0,8})(?=\[\s*([A-Za-z_][\w.]*)\()", re.MULTILINE)
-MOST_LISTS = 8  # that are tried in a response
-NAME, ARGUMENT = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(?=\()"), re.compile(r"\s*([A-Za-z_]\w*)\s*=(?!=)")
-# Texts, brackets and commas; a quotation mark by itself begins a text that does not end.
-TOKENS = re.compile(
-    r'"""(?:[^\\]|\\.)*?"""|'
-    r"'''(?:[^\\]|\\.)*?'''|"
-    r'"(?:[^"\\\n]|\\.)*"|'
-    r"'(?:[^'\\\n]|\\.)*'|"
-    r"(?P<endless>[\"'])|\\.|(?P<open>[(\[{])|(?P<close>[)\]}])|(?P<comma>,)",
-    re.DOTALL,
-)
-JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def pythonic(text: str, tools: Sequence[Schema]) -> Calls:

@@ -1,6 +1,8 @@
-"""Conversations as the core has them sampled: in processes of their own, every turn by the engines."""
+"""Conversations as the core has them sampled, in processes of their own, every turn by the engines; their metrics under
+verl's names, and transcripts for the files of samples."""
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -8,21 +10,119 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hybridrl.agents.environments import metrics
+import numpy as np
+
+from hybridrl.agents.environments.environment import CallRecord
 from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers
 from hybridrl.agents.environments.worker import EpisodeSpec
 from hybridrl.core.experience.responses import ResponseStore
-from hybridrl.core.experience.trajectory import Ended, EpisodeRequest, Source, Trajectory
+from hybridrl.core.experience.trajectory import STOPS, Ended, Episode, EpisodeRequest, Source, Trajectory
 from hybridrl.core.rollout import Completion, Request, RolloutClient
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.tokenizer import as_chat
 from hybridrl.rewards.score import Score
 
 
+def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return turns, tokens, tools, seconds and reasons of stopping of episodes that ran in environments; empty for
+    single responses. Seconds are those of whole episodes; `slowest` is the episode that took longest."""
+    trajectories = [episode.trajectory for episode in episodes if episode.trajectory.text is not None]
+    if not trajectories:
+        return {}
+    turns = [len(one.turns) for one in trajectories]
+    calls = [call for one in trajectories for turn in one.turns for call in turn.calls]
+    sampled = [one.sampled_tokens for one in trajectories]
+    observed = [sum(len(turn.observed) for turn in one.turns[1:]) for one in trajectories]
+    model, tools = ([_seconds(one, name) for one in trajectories] for name in ("seconds_model", "seconds_tools"))
+    slowest = int(np.argmax(np.add(model, tools)))
+    return (
+        _spread("num_turns", turns)
+        | _spread("tool_call_counts", [sum(len(turn.calls) for turn in one.turns) for one in trajectories])
+        | _spread("agent_loop/generate_sequences", model)
+        | _spread("agent_loop/tool_calls", tools)
+        | {"agent_loop/slowest/generate_sequences": model[slowest], "agent_loop/slowest/tool_calls": tools[slowest]}
+        | {"agent_loop/slowest/response_length": float(sampled[slowest])}
+        | _spread("episode/sampled_tokens", sampled)
+        | _spread("episode/observed_tokens", observed)
+        | _spread("episode/rows", [1 + sum(turn.fresh for turn in one.turns) for one in trajectories])
+        | _spread("tokens_per_turn", [len(turn.sampled) for one in trajectories for turn in one.turns])
+        | _stops(trajectories)
+        | _tools(calls)
+        | _environments(trajectories)
+    )
+
+
+def transcript(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the conversation of an episode for a file of samples: messages and turns; empty for a single response."""
+    if trajectory.text is None:
+        return {}
+    return {
+        "messages": list(trajectory.messages),
+        "turns": [
+            {
+                "observed_tokens": len(turn.observed),
+                "sampled_tokens": len(turn.sampled),
+                "reward": turn.reward,
+                "calls": [_call(call) for call in turn.calls],
+                "stop": turn.stop,
+                "seconds": [round(turn.seconds_model, 3), round(turn.seconds_tools, 3)],
+            }
+            for turn in trajectory.turns
+        ],
+    }
+
+
+def _call(record: CallRecord) -> dict[str, Any]:
+    call = {"name": record.call.name, "arguments": dict(record.call.arguments), "result": record.result}
+    return call | {"outcome": record.outcome, "seconds": round(record.seconds, 3), "reward": record.reward}
+
+
+def _seconds(trajectory: Trajectory, name: str) -> float:
+    return sum(vars(turn)[name] for turn in trajectory.turns)
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    kinds = {"min": min(values), "max": max(values), "mean": sum(values) / len(values)}
+    return {f"{name}/{kind}": float(value) for kind, value in kinds.items()}
+
+
+def _stops(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    counts = Counter(one.stop for one in trajectories)
+    return {f"stop/{reason}": counts[reason] / len(trajectories) for reason in STOPS if counts[reason]}
+
+
+def _tools(calls: Sequence[CallRecord]) -> dict[str, float]:
+    """Return calls, failures by kind, and seconds of each tool. Names of which no call was valid count as one: the
+    policy may invent any number of them."""
+    known = {record.call.name for record in calls if record.outcome != "invalid"}
+    by_name: dict[str, list[CallRecord]] = defaultdict(list)
+    for record in calls:
+        by_name[record.call.name if record.call.name in known else "unknown"].append(record)
+    metrics = {}
+    for name, records in by_name.items():
+        outcomes, seconds = Counter(record.outcome for record in records), [record.seconds for record in records]
+        counted = {"calls": len(records), "errors": outcomes["error"], "invalid": outcomes["invalid"]}
+        counted |= {"timeouts": outcomes["timeout"], "skipped": outcomes["skipped"]}
+        counted |= {f"seconds_p{share}": float(np.percentile(seconds, share)) for share in (50, 90)}
+        metrics |= {f"tools/{name}/{key}": float(value) for key, value in counted.items()}
+    return metrics
+
+
+def _environments(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the mean of each metric that environments gave, over the episodes that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for name, value in trajectory.metrics.items():
+            values[name].append(float(value))
+    return {f"environment/{name}": sum(each) / len(each) for name, each in values.items()}
+
+
 class Conversations:
     """Episodes of the processes `workers`, whose seeds derive from `seed` (see core.experience.trajectory)."""
 
-    metrics, transcript = staticmethod(metrics.conversation_metrics), staticmethod(metrics.transcript)
+    metrics, transcript = staticmethod(conversation_metrics), staticmethod(transcript)
 
     def __init__(self, workers: EpisodeWorkers, client: RolloutClient, seed: int) -> None:
         self.workers, self.client, self.seed = workers, client, seed

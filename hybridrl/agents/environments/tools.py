@@ -28,20 +28,25 @@ from hybridrl.agents.environments.environment import (
     ToolError,
 )
 from hybridrl.agents.environments.settings import EnvironmentSettings
-from hybridrl.agents.environments.user_code import ToolResult as ToolResult
 from hybridrl.agents.environments.user_code import (
+    ToolResult,
     UserCodeError,
     contained,
     finished,
     metrics_of,
+    to_result,
     unreachable,
 )
-from hybridrl.agents.environments.user_code import to_result as to_result
 from hybridrl.config import ConfigError
 from hybridrl.rewards.score import OutOfTime
 
+logger = logging.getLogger(__name__)
+
+ROW_IN_LOG = 300  # characters
+SECONDS_BEFORE_RETRY = 0.5  # doubled each time
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 FUNCTION_TOOL = "_function_tool"  # the attribute of a function that is marked as a tool: its name and schema, if given
+_reported: set[tuple[str, type, str, int | None]] = set()  # what `report` has logged in this process
 
 
 class Tool:
@@ -170,13 +175,6 @@ def check_schema(schema: Any, place: str) -> None:
     if parameters.get("type", "object") != "object":
         cause = f"{place}: tool_schema of {function['name']}: parameters.type is {parameters['type']}"
         raise ConfigError(cause, fix="write object: arguments have names")
-
-
-logger = logging.getLogger(__name__)
-
-ROW_IN_LOG = 300  # characters
-SECONDS_BEFORE_RETRY = 0.5  # doubled each time
-_reported: set[tuple[str, type, str, int | None]] = set()  # what `report` has logged in this process
 
 
 class ToolEnvironment(Environment):

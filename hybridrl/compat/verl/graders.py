@@ -1,6 +1,7 @@
 """verl's graders with their signatures, for reward files that call them by the names in `names.py`.
 
-gsm8k, MATH, DAPO and search questions get verl's verdicts. `math.py` compares what verl compares symbolically, and
+gsm8k, MATH, DAPO and search questions get verl's verdicts: results are compared as spellings, those of MATH and of
+Minerva's protocol, without mathematics (2/4 is not 1/2). `math.py` compares what verl compares symbolically, and
 programs run in the sandbox. A docstring says what is not plain from verl's name.
 """
 
@@ -11,22 +12,33 @@ from typing import Any
 
 from hybridrl.rewards import built_in
 from hybridrl.rewards.scorers import code
-from hybridrl.rewards.scorers.short_answers import normalised, score_search_qa
-from hybridrl.rewards.scorers.texts import (
-    last_box,
-    last_tagged,
-    math_box,
-    math_unboxed,
-    minerva_spelling,
-    same_in_math,
-    unboxed,
-)
+from hybridrl.rewards.scorers.short_answers import last_tagged, normalised, score_search_qa
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _MARKED_NUMBER, _ANY_NUMBER = re.compile(r"#### (-?[0-9.,]+)"), re.compile(r"-?[0-9.,]+")
 _TAIL, _STRICT_TAIL = 300, 100  # characters that verl reads
 _ABSENT = "[INVALID]"
 _THOUGHT_THEN_BOX = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+_BRACE = re.compile(r"[{}]")
+_UNITS = [
+    *("cents", "childrentickets", "cm", "degrees", "digits", "dollars", "edges", "feet", "gm"),
+    *("hours", "inches", "integers", "km", "meals", "meters", "minutes", "mph"),
+    *("multiples", "points", "pounds", "square", "students", "sue", "units", "ways"),
+]
+# Markup left over once the units are removed, and other markup without meaning.
+_MARKUP = [
+    *(r"\text{}^2", r"\text{}^3", r"\text{s}", r"\text{.}", "\\text{\ns}", "\\text{\n}", r"\text{}", r"\mathrm{th}"),
+    *(r"^{\circ}", r"^\circ", r"\ldots", r"\dots", r"\;", r",\!", "{,}", '"'),
+]
+_IGNORED = [re.compile("|".join(map(re.escape, words))) for words in (_UNITS, _MARKUP)]
+_MINERVA_FIRST = [
+    *(("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text")),
+    *((r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")),
+]
+_MATH_FIRST = [
+    *(("\n", ""), (r"\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), (r"\left", ""), (r"\right", "")),
+    *((r"^{\circ}", ""), (r"^\circ", ""), (r"\$", "")),
+]
 
 
 def default_compute_score(
@@ -210,3 +222,71 @@ def _symbolic(solution: str, truth: str) -> dict[str, Any]:
 def _limits(seconds: float, memory_mb: int | None = None) -> code.ProgramLimits:
     limits = code.ProgramLimits(seconds)
     return limits if memory_mb is None else replace(limits, memory_mb=memory_mb)
+
+
+def last_box(text: str, commands: tuple[str, ...] = (r"\boxed{",)) -> str | None:
+    r"""Return the last \boxed{...} with its command; None if there is none or it never closes."""
+    start = next((place for command in commands if (place := text.rfind(command)) >= 0), -1)
+    depth = 0
+    for brace in _BRACE.finditer(text, start) if start >= 0 else ():
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[start : brace.end()]
+    return None
+
+
+def math_box(text: str) -> str | None:
+    r"""Return the last \boxed{...}, else the last \fbox{...}; "\boxed 4" extends to a dollar sign or the end."""
+    _, bare, after = text.rpartition(r"\boxed ")
+    return bare + after.partition("$")[0] if bare else last_box(text, (r"\boxed", r"\fbox"))
+
+
+def unboxed(box: str) -> str:
+    r"""Return the content of a \boxed{...}; AssertionError for any other text, as in verl, whose callers catch it."""
+    assert box.startswith(r"\boxed{") and box.endswith("}"), f"not a box: {box:.80}"
+    return box[len(r"\boxed{") : -1]
+
+
+def math_unboxed(box: str) -> str:
+    r"""Return the content of a \boxed{...} or of "\boxed 4"."""
+    return box.removeprefix(r"\boxed ") if box.startswith(r"\boxed ") else unboxed(box)
+
+
+def same_in_math(first: str | None, second: str | None) -> bool:
+    """Whether both results have the same spelling by MATH's rules; two absent results are the same."""
+    if first is None or second is None:
+        return first is second
+    return math_spelling(first) == math_spelling(second)
+
+
+def math_spelling(result: str) -> str:
+    r"""Return MATH's spelling: \frac{1}{2} for \dfrac12, 1/2 and 0.5; no units, degrees, percent, money, spaces."""
+    for before, after in _MATH_FIRST:
+        result = result.replace(before, after)
+    result = result.partition(r"\text{ ")[0].replace(r"\%", "")
+    result = re.sub(r"(?<=[ {])\.|^\.", "0.", result)
+    name, equals, value = result.partition("=")
+    if equals and len(name) <= 2 and "=" not in value:  # x = 5
+        result = value
+    result = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", result).replace(" ", "")
+    result = re.sub(r"\\frac([^{])([^{])", r"\\frac{\1}{\2}", result)
+    result = re.sub(r"\\frac([^{]){", r"\\frac{\1}{", result)
+    result = r"\frac{1}{2}" if result == "0.5" else result
+    return re.sub(r"^(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)$", r"\\frac{\1}{\2}", result)
+
+
+def minerva_spelling(answer: str) -> str:
+    """Return the spelling of Minerva's protocol: what follows the last "=", without units and markup."""
+    answer = answer.rpartition("=")[2]
+    for before, after in _MINERVA_FIRST:
+        answer = answer.replace(before, after)
+    for ignored in _IGNORED:
+        answer = ignored.sub("", answer)
+    answer = re.sub(r".*?\$(.*?)\$.*", r"$\1$", answer)
+    for command in ("text", "textbf", "overline"):
+        answer = re.sub(rf"\\{command}{{(.*?)}}", r"\1", answer)
+    answer = re.sub(r"\\boxed{(.*)}", r"\1", answer)
+    answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
+    answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer).replace("$", "")
+    digits = answer.replace(",", "")
+    return (digits if digits.isdigit() else answer).strip()

@@ -19,8 +19,7 @@ from typing import Any
 
 from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.compat.verl import graders
-from hybridrl.rewards.scorers import texts
-from hybridrl.rewards.scorers.short_answers import normalised
+from hybridrl.rewards.scorers.short_answers import last_tagged, normalised
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +71,10 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[..., An
 
 _MATH = {
     "compute_score": graders.math_score,
-    "is_equiv": texts.same_in_math,
-    "last_boxed_only_string": texts.math_box,
-    "remove_boxed": texts.math_unboxed,
-    "strip_string": texts.math_spelling,
+    "is_equiv": graders.same_in_math,
+    "last_boxed_only_string": graders.math_box,
+    "remove_boxed": graders.math_unboxed,
+    "strip_string": graders.math_spelling,
 }
 _DEFAULT = dict.fromkeys(["default_compute_score", "_default_compute_score"], graders.default_compute_score)
 _REWARD_MANAGERS = {"register": leaves_unchanged, "RawRewardFn": None}
@@ -92,9 +91,9 @@ NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
         "compute_score": graders.dapo_score,
         "is_correct_minerva": graders.minerva_verdict,
         "is_correct_strict_box": graders.strict_box_verdict,
-        "last_boxed_only_string": texts.last_box,
-        "normalize_final_answer": texts.minerva_spelling,
-        "remove_boxed": texts.unboxed,
+        "last_boxed_only_string": graders.last_box,
+        "normalize_final_answer": graders.minerva_spelling,
+        "remove_boxed": graders.unboxed,
         "verify": graders.dapo_verdict,
     },
     f"{_SCORE}.math_verify": {"compute_score": graders.symbolic_score},
@@ -108,7 +107,7 @@ NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
         "compute_score": graders.search_score,
         "compute_score_subem": graders.search_part_score,
         "em_check": graders.exact_match,
-        "extract_solution": texts.last_tagged,
+        "extract_solution": last_tagged,
         "normalize_answer": normalised,
         "subem_check": graders.part_match,
     },

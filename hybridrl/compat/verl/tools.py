@@ -31,8 +31,8 @@ from hybridrl.agents.environments.environment import (
 )
 from hybridrl.agents.environments.mcp_tools import load_mcp_tools
 from hybridrl.agents.environments.settings import MULTI_TURN
-from hybridrl.agents.environments.tools import Tool, ToolEnvironment, ToolResult, check_schema, to_result
-from hybridrl.agents.environments.user_code import UserCodeError, contained, finished, reward_of
+from hybridrl.agents.environments.tools import Tool, ToolEnvironment, check_schema
+from hybridrl.agents.environments.user_code import ToolResult, UserCodeError, contained, finished, reward_of, to_result
 from hybridrl.compat.skyrl import numbers
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_class, where

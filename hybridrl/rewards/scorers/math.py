@@ -19,7 +19,7 @@ from sympy.core.evalf import PrecisionExhausted
 from sympy.core.relational import Relational
 
 from hybridrl.config import ConfigError
-from hybridrl.rewards.scorers.texts import last_answer_line, last_boxed
+from hybridrl.rewards.scorers.short_answers import last_answer_line, last_boxed
 
 # math-verify warns that no time limit is set.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -53,6 +53,16 @@ _SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9.\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]
 _UPRIGHT = re.compile(r"\\(?:mathrm|text|operatorname)\s*\{\s*([ei])\s*\}")
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
 _LATEX = [LatexExtractionConfig()]
+# Where math-verify's rule does not decide: it rounds decimals to six places and calls exact numbers equal whose
+# difference is about 0, so that all numbers below a millionth are equal to it; and it takes symbols for complex
+# numbers, of which the square root of 1/n is another number than one over the square root of n.
+PLACES, DIGITS = 6, 3  # a decimal is compared in six places, or in three digits where that is more
+EXACT = 1e-12  # the relative difference of two exact numbers from which they differ
+MOST_SYMBOLS = 3
+# Where expressions are compared: numbers without a simple relation to one another or to a coefficient.
+POINTS = (0.7390851332, 2.2360679775, 5.0265482457, 1.3247179572)
+
+Parsed = Sequence[Any]  # what math-verify's parser returns: an expression of sympy first
 
 
 def compute_score(solution_str: str, ground_truth: Any, method: str = "strict") -> dict[str, Any]:
@@ -168,18 +178,6 @@ def notations_differ(result: str, truth: str) -> bool:
         if first and second:
             return first.groups() != second.groups()
     return False
-
-
-# Where math-verify's rule does not decide: it rounds decimals to six places and calls exact numbers equal whose
-# difference is about 0, so that all numbers below a millionth are equal to it; and it takes symbols for complex
-# numbers, of which the square root of 1/n is another number than one over the square root of n.
-PLACES, DIGITS = 6, 3  # a decimal is compared in six places, or in three digits where that is more
-EXACT = 1e-12  # the relative difference of two exact numbers from which they differ
-MOST_SYMBOLS = 3
-# Where expressions are compared: numbers without a simple relation to one another or to a coefficient.
-POINTS = (0.7390851332, 2.2360679775, 5.0265482457, 1.3247179572)
-
-Parsed = Sequence[Any]  # what math-verify's parser returns: an expression of sympy first
 
 
 def same_number(result: Parsed, truth: Parsed) -> bool | None:

@@ -1,4 +1,6 @@
-r"""Short results: GSM8K's number, Countdown's equation, a choice's letter, a search question's words."""
+r"""Short results: GSM8K's number, Countdown's equation, a choice's letter, a search question's words; and where a text
+has any result, in \boxed{...}, in an <answer> tag or on a line "Answer: ...", found in linear time.
+"""
 
 import ast
 import operator
@@ -10,7 +12,6 @@ from fractions import Fraction
 from typing import Any
 
 from hybridrl.config import ConfigError
-from hybridrl.rewards.scorers.texts import last_boxed, last_tagged
 
 # It starts with a digit, so that a run of dots and commas is neither a result nor slow to search.
 _NUMBER = r"-?\.?[0-9][0-9.,]*"
@@ -29,6 +30,12 @@ _SINGLE_LETTER = re.compile(r"\W*([A-Z])\W*")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _MAX_TAGS = 10
+_BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace belongs to its backslash
+_BETWEEN = re.compile(r"(?:[\s$,;]|\\quad|\\[()\[\]]|\\text\s*\{\s*(?:and|or)\s*\}|and\b|or\b)*")
+_MAX_BETWEEN = 60
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox) +([^\s{$][^$\n]*)")
+_ANSWER_MARK = re.compile(r"answer\**\s*:", re.IGNORECASE)
+_WORD_CHARACTER = re.compile(r"[^\W_]")
 
 
 def score_gsm8k(
@@ -139,3 +146,66 @@ def score_search_qa(solution_str: str, ground_truth: Any, format_score: float = 
 def normalised(text: str) -> str:
     """Return a text in lower case without articles, punctuation and repeated spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last \boxed{...} or \fbox{...} that closes, else the line after "\boxed ", or None.
+
+    Boxes with at most a comma or an "and" between them are one result: their contents, separated by commas.
+    """
+    open_braces: list[tuple[int, int] | None] = []  # None: a brace without a box command
+    boxes: list[tuple[int, int, int]] = []  # start, the content's start and end of each, except boxes inside a box
+    for match in _BOX_OR_BRACE.finditer(text):
+        if match[0] == "{":
+            open_braces.append(None)
+        elif match[0] == "}" and open_braces:
+            box = open_braces.pop()
+            if box is not None:
+                while boxes and boxes[-1][0] > box[0]:
+                    boxes.pop()
+                boxes.append((*box, match.end()))
+        elif match[0].endswith("{") and len(match[0]) > 2:
+            open_braces.append((match.start(), match.end()))
+    contents: list[str] = []
+    before = len(text)
+    for start, opening, end in reversed(boxes):
+        between = text[end:before]
+        if contents and (len(between) > _MAX_BETWEEN or not _BETWEEN.fullmatch(between)):
+            break
+        contents.append(text[opening : end - 1])
+        before = start
+    if contents:
+        return ", ".join(reversed(contents))
+    bare = _BARE_BOX.findall(text)
+    return bare[-1].strip() if bare else None
+
+
+def last_answer_line(text: str) -> str | None:
+    """Return the first line with a letter or a digit after the last "Answer:", or None.
+
+    If the line only announces a box, the content of that box is returned.
+    """
+    marks = list(_ANSWER_MARK.finditer(text))
+    if not marks:
+        return None
+    after = text[marks[-1].end() :].strip(" *\n")
+    line = next(filter(_WORD_CHARACTER.search, after.splitlines()), after.partition("\n")[0]).strip(" *")
+    announces = line.endswith(":") or line.startswith(r"\begin")
+    return (last_boxed(after) if announces else None) or line or None
+
+
+def last_tagged(text: str) -> str | None:
+    """Return the content of the last <answer> tag that is closed, or None."""
+    before, closing, _ = text.rpartition("</answer>")
+    _, opening, content = before.rpartition("<answer>")
+    return content.strip() if closing and opening else None
+
+
+def tagged(text: str, tag: str) -> list[str]:
+    """Return the contents of all tags of this name that are closed. A regular expression would search the end of a tag
+    from each beginning."""
+    contents, parts = [], text.split(f"</{tag}>")
+    for part in parts[:-1]:
+        _, opening, content = part.partition(f"<{tag}>")
+        contents += [content] if opening else []
+    return contents

@@ -133,11 +133,15 @@ def test_serving_ends_with_a_sentence_and_a_status_once_the_engine_is_dead(tiny,
         ({"host": "192.0.2.1"}, "host=192.0.2.1 is no address of this machine"),
     ],
 )
-def test_an_address_that_cannot_be_used_is_rejected_before_the_model_is_read(tmp_path, capsys, keys, message):
+def test_an_address_that_cannot_be_used_is_rejected_before_the_model_is_read(tiny, monkeypatch, capsys, keys, message):
+    def read(*_: object) -> str:
+        raise AssertionError("the model was read")
+
+    monkeypatch.setattr(serve, "whole_model", read)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         keys = [f"{key}={value}" for key, value in ({"port": port} | keys).items()]
-        assert serve.main([f"model.path={tmp_path}", *keys]) == serve.EXIT_REJECTED  # there is no model
+        assert serve.main([f"model.path={tiny}", *keys]) == serve.EXIT_REJECTED
     assert f"error: {message.format(port=port)}" in capsys.readouterr().err
 
 

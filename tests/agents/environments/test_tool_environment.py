@@ -12,7 +12,8 @@ import pytest
 from hybridrl.agents.environments import tools as module
 from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall, ToolError
 from hybridrl.agents.environments.settings import EnvironmentSettings
-from hybridrl.agents.environments.tools import FunctionTool, Tool, ToolEnvironment, ToolResult, truncated
+from hybridrl.agents.environments.tools import FunctionTool, Tool, ToolEnvironment, truncated
+from hybridrl.agents.environments.user_code import ToolResult
 
 
 def schema(name: str, **types: str) -> dict:

@@ -9,7 +9,7 @@ import pytest
 from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall
 from hybridrl.agents.environments.load import function_tools
 from hybridrl.agents.environments.settings import EnvironmentSettings
-from hybridrl.agents.environments.tools import to_result
+from hybridrl.agents.environments.user_code import to_result
 from hybridrl.config import ConfigError
 from tests.agents.environments.conftest import made
 

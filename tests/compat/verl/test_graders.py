@@ -4,7 +4,6 @@ verl compares symbolically may be correct here and incorrect there."""
 import pytest
 
 from hybridrl.compat.verl import graders
-from hybridrl.rewards.scorers import texts
 
 TESTS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
@@ -22,19 +21,19 @@ PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
     ],
 )
 def test_boxes_are_found_and_opened_as_in_verl(text, last, inner, math, math_inner):
-    assert (texts.last_box(text), texts.math_box(text)) == (last, math)
+    assert (graders.last_box(text), graders.math_box(text)) == (last, math)
     if last is not None:
-        assert texts.unboxed(last) == inner
+        assert graders.unboxed(last) == inner
     if math_inner == "AssertionError":
         with pytest.raises(AssertionError):
-            texts.math_unboxed(math)
+            graders.math_unboxed(math)
     elif math_inner is not None:
-        assert texts.math_unboxed(math) == math_inner
+        assert graders.math_unboxed(math) == math_inner
 
 
 def test_what_is_no_box_cannot_be_opened():
     with pytest.raises(AssertionError):
-        texts.unboxed("42")
+        graders.unboxed("42")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,7 @@ def test_what_is_no_box_cannot_be_opened():
     ],
 )
 def test_minervas_spelling(answer, spelling):
-    assert texts.minerva_spelling(answer) == spelling
+    assert graders.minerva_spelling(answer) == spelling
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def test_minervas_spelling(answer, spelling):
     ],
 )
 def test_maths_spelling(result, spelling):
-    assert texts.math_spelling(result) == spelling
+    assert graders.math_spelling(result) == spelling
 
 
 @pytest.mark.parametrize(

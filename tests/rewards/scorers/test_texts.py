@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from hybridrl.rewards.scorers.texts import last_answer_line, last_boxed, last_tagged
+from hybridrl.rewards.scorers.short_answers import last_answer_line, last_boxed, last_tagged
 
 
 @pytest.mark.parametrize(

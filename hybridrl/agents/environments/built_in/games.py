@@ -13,6 +13,9 @@ REWARD, COST = 1.0, 0.02
 TEXTS = {"prompt": "?", "low": "low", "high": "high", "invalid": "bad", "question": "guess"}
 NUMBER = re.compile(r"\s*(\d+)\s*")
 WORD = re.compile(r"\s*([a-z]{5})\s*", re.IGNORECASE)
+FORMAT_SCORE = 0.2  # of all turns together
+TRY_AGAIN = "Think step by step, and end with a tentative answer in exactly this format: '#### ANSWER'."
+LAST_TURN = "Now give only the final number, in exactly this format: '#### ANSWER'."
 
 
 class Game(Environment):
@@ -114,11 +117,6 @@ def best_guessing(
         total += found * (reward - cost * move)
         left -= found
     return (total - left * cost * max_turns) / numbers
-
-
-FORMAT_SCORE = 0.2  # of all turns together
-TRY_AGAIN = "Think step by step, and end with a tentative answer in exactly this format: '#### ANSWER'."
-LAST_TURN = "Now give only the final number, in exactly this format: '#### ANSWER'."
 
 
 class Gsm8kMultiTurn(Environment):

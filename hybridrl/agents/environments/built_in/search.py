@@ -16,8 +16,7 @@ from hybridrl.agents.environments.environment import (
 )
 from hybridrl.agents.environments.tools import Tool
 from hybridrl.agents.environments.user_code import finished
-from hybridrl.rewards.scorers.short_answers import score_search_qa
-from hybridrl.rewards.scorers.texts import tagged
+from hybridrl.rewards.scorers.short_answers import score_search_qa, tagged
 
 SCHEMA = schema_of_texts("search", "Search passages of text.", query="What to search for.")
 URL = "http://127.0.0.1:8000/retrieve"

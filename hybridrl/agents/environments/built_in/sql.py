@@ -20,9 +20,10 @@ from hybridrl.agents.environments.environment import (
     schema_of_texts,
 )
 from hybridrl.agents.environments.function_process import FunctionProcesses
-from hybridrl.agents.environments.tools import Tool, ToolResult
+from hybridrl.agents.environments.tools import Tool
+from hybridrl.agents.environments.user_code import ToolResult
 from hybridrl.rewards.score import OutOfTime
-from hybridrl.rewards.scorers.texts import tagged
+from hybridrl.rewards.scorers.short_answers import tagged
 
 SCHEMA = schema_of_texts(
     "sql",

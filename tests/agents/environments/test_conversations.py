@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrl.agents.environments.metrics import conversation_metrics
+from hybridrl.agents.environments.conversations import conversation_metrics
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.batch_metrics import batch_metrics
 from hybridrl.core.algorithms.estimators import grpo
