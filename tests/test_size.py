@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1940,
     "compat": 3070,
     "config": 3820,
-    "core": 11620,
+    "core": 11610,
     "data": 1670,
     "doctor": 4560,
     "environments": 40,
