@@ -21,7 +21,8 @@ def opened(first: EvaluationConfig) -> Iterator[Callable[[EvaluationConfig], int
     """Yield what runs evaluations, one after another on the Ray of the `first`, which starts only if responses are
     missing. Invalid input is rejected before Ray starts."""
     samples = not first.eval.responses and not all(name.startswith("http") for name in first.eval.models)
-    server = fork_server(first, engine=True) if samples else nullcontext()
+    devices = first.trainer, first.ray_kwargs.ray_init, first.devices_per_machine
+    server = fork_server(*devices, engine=True) if samples else nullcontext()
     with server as forks, closing(PrivateDirectory()) as merged:
         with stage("loading torch, transformers and Ray"):  # only for a valid configuration
             from hybridrl.doctor.start import check_evaluation_start

@@ -1,34 +1,17 @@
 """Reinforcement learning: `python -m hybridrl.main_ppo key=value ...`"""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
 
-from hybridrl.config import PPOConfig, load_ppo_config
-from hybridrl.runs.plugins import load
+from hybridrl.config import load_ppo_config
+from hybridrl.runs.command import training
 from hybridrl.runtime.cli import Command, run_command
-from hybridrl.runtime.forks import fork_server
 from hybridrl.runtime.guard import guarded
-from hybridrl.tracking.console import stage
 
 
-@contextmanager
-def opened(first: PPOConfig) -> Iterator[Callable[[PPOConfig], None]]:
-    """Yield what runs trainings, from data to saved model, one after another on the Ray of the `first`.
-    Invalid input is rejected before Ray starts."""
-    with fork_server(first, engine=True) as forks:
-        with stage("loading torch, transformers and Ray"):  # only for a valid configuration
-            from hybridrl.runs.ppo import PPOJob
-            from hybridrl.runs.setup import Sessions, train
+def load_job() -> type:
+    from hybridrl.runs.ppo import PPOJob
 
-            check_start = load("preflight")
-
-        def run(config: PPOConfig) -> None:
-            check_start(config)
-            train(config, PPOJob, sessions)
-
-        with closing(Sessions(forks)) as sessions:
-            yield run
+    return PPOJob
 
 
 COMMAND = Command(
@@ -56,7 +39,7 @@ COMMAND = Command(
         "trainer.default_local_dir",
     ),
     load=load_ppo_config,
-    open=opened,
+    open=training(load_job, engine=True),
 )
 
 

@@ -1,35 +1,17 @@
 """Supervised fine-tuning: `python -m hybridrl.main_sft key=value ...`"""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
 
-from hybridrl.config import SFTConfig, load_sft_config
-from hybridrl.runs.plugins import load
+from hybridrl.config import load_sft_config
+from hybridrl.runs.command import training
 from hybridrl.runtime.cli import Command, run_command
-from hybridrl.runtime.forks import fork_server
 from hybridrl.runtime.guard import guarded
-from hybridrl.tracking.console import stage
 
 
-@contextmanager
-def opened(first: SFTConfig) -> Iterator[Callable[[SFTConfig], None]]:
-    """Yield what runs fine-tunings, from conversations to saved model, one after another on the Ray of the `first`.
-    Invalid input is rejected before Ray starts."""
-    with fork_server(first, engine=False) as forks:
-        # torch and Ray are imported only for a valid configuration
-        with stage("loading torch, transformers and Ray"):
-            from hybridrl.runs.setup import Sessions, train
-            from hybridrl.runs.sft import SFTJob
+def load_job() -> type:
+    from hybridrl.runs.sft import SFTJob
 
-            check_start = load("preflight")
-
-        def run(config: SFTConfig) -> None:
-            check_start(config)
-            train(config, SFTJob, sessions)
-
-        with closing(Sessions(forks)) as sessions:
-            yield run
+    return SFTJob
 
 
 COMMAND = Command(
@@ -50,7 +32,7 @@ COMMAND = Command(
         "trainer.default_local_dir",
     ),
     load=load_sft_config,
-    open=opened,
+    open=training(load_job, engine=False),
 )
 
 

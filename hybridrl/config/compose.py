@@ -22,7 +22,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 
 from hybridrl.config.findings import ConfigError, Finding, Findings, show
 from hybridrl.config.keys import hints, holds, nearest_keys, tree
-from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.schema import EvaluationConfig, PPOConfig, SFTConfig
 from hybridrl.config.values import MISSING, Plain, leaves, value_of
 from hybridrl.runs import plugins
 
@@ -37,28 +37,24 @@ OWN = "own"  # the section of the user's own keys
 PLAIN = re.compile(r"[A-Za-z_/~][\w./~-]*")  # text that needs no quotes, and is not read as a number
 
 
-def save_config(config: PPOConfig | SFTConfig | str, path: Path) -> None:
-    """Write the resolved configuration, or its YAML, as a file that `--config-path` can load, and no other user can
+def save_config(text: str, path: Path) -> None:
+    """Write a resolved configuration, as YAML, to a file that `--config-path` can load, and no other user can
     read: it may hold secrets."""
     written = path.with_name(f".{path.name}.writing")
     written.unlink(missing_ok=True)
     written.touch(mode=0o600)
-    written.write_text(config if isinstance(config, str) else as_yaml(config), encoding="utf-8")
+    written.write_text(text, encoding="utf-8")
     written.replace(path)
 
 
-def as_yaml(config: PPOConfig | SFTConfig, section: str = "") -> str:
+def as_yaml(config: PPOConfig | SFTConfig | EvaluationConfig, section: str = "") -> str:
     """The configuration, or a section or key of it, as YAML. Raises ConfigError if there is none of this name."""
-    values = as_dict(config)
+    values: Any = asdict(config)
     for name in filter(None, section.split(".")):
         if name not in (values if isinstance(values, dict) else ()):
             raise ConfigError(f"--package={section}: there is no such section", fix=nearest_keys(section, type(config)))
         values = values[name]
     return OmegaConf.to_yaml(values) if isinstance(values, dict) else f"{show(values)}\n"
-
-
-def as_dict(config: PPOConfig | SFTConfig) -> dict[str, Any]:
-    return asdict(config)
 
 
 def as_section(values: dict[str, Any]) -> DictConfig:

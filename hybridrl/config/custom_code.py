@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -135,3 +136,12 @@ def where(error: BaseException, path: str) -> str:
     ours = [frame for frame in frames if frame.filename == __file__ or "importlib" in frame.filename]
     lines = [f" ({frame.filename}:{frame.lineno})" for frame in frames if frame not in ours]
     return f"{type(error).__name__}: {error}{lines[-1] if lines else ''}"
+
+
+@contextmanager
+def calling(call: str, path: str) -> Iterator[None]:
+    """Raise ConfigError that names the failing line if the code of a user's file, which can raise anything, fails."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{call} fails: {where(error, path)}") from error

@@ -103,11 +103,11 @@ class Findings:
     def errors(self) -> list[Finding]:
         return [finding for finding in self.items if finding.severity == "error"]
 
-    def close(self, config: Any = None) -> None:
+    def close(self, about: Any = None) -> None:
         """Raise ConfigError with all errors, if there are any, and the configuration that they are about."""
         if self.errors:
             error = ConfigError(*self.errors)
-            error.config = config
+            error.config = about
             raise error
 
 

@@ -11,6 +11,7 @@ from hybridrl.config.compose import CONF, SHIPPED, shipped
 from hybridrl.config.findings import ConfigError, show
 from hybridrl.config.keys import nearest, value_keys
 from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.schema_rollout import RolloutConfig
 from hybridrl.config.values import MISSING, Plain, leaves, value_of
 
 COLUMN = 46  # where meanings begin
@@ -94,10 +95,9 @@ def batch_arithmetic(config: PPOConfig) -> str:
     )
 
 
-def samplings(config: PPOConfig) -> str:
-    """How responses are sampled in training and in validation, side by side; neither follows the other."""
-    rollout, validation = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
-    texts = []
+def samplings(rollout: RolloutConfig) -> str:
+    """The sampling in training and in validation, side by side; neither follows the other."""
+    validation, texts = rollout.val_kwargs, []
     for sampling, greedy in ((rollout, not rollout.do_sample), (validation, False)):
         shown = {"temperature": 0.0 if greedy else sampling.temperature}
         shown |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "n": sampling.n}

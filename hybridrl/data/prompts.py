@@ -10,7 +10,6 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.compose import as_section
-from hybridrl.config.custom_code import load_class, where
+from hybridrl.config.custom_code import calling, load_class
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.rows import DataRow, Faults, Rows, load_rows, report_overlong, with_progress
@@ -394,12 +393,3 @@ def construct(cls: type, arguments: dict[str, Any], key: str, path: str) -> Any:
         accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         names = {parameter.name for parameter in parameters}
         return cls(**{name: value for name, value in arguments.items() if accepts_all or name in names})
-
-
-@contextmanager
-def calling(call: str, path: str) -> Iterator[None]:
-    """Raise ConfigError that names the failing line if the code of a user's file, which can raise anything, fails."""
-    try:
-        yield
-    except Exception as error:
-        raise ConfigError(f"{call} fails: {where(error, path)}") from error

@@ -58,7 +58,7 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
                 known = not uses_built_in(config.reward) or all(map(scorer_of, inputs.data_sources))
                 if with_reward and known:  # others are reported with the rows
                     status.update("checking the reward, on a few rows ...")
-                    try_on_rows(config, inputs.tokenizer, inputs.scored_by(config), findings)
+                    try_on_rows(config, inputs.tokenizer, inputs.scored, findings)
     finally:
         log.removeHandler(handler)
         log.propagate = True

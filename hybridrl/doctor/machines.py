@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hybridrl.config import PPOConfig
-from hybridrl.config.compose import as_dict
 from hybridrl.config.findings import Findings
 from hybridrl.config.load import resolve_config
 from hybridrl.core import device as devices
@@ -251,7 +251,7 @@ def main(argv: list[str]) -> int:
             _check_room(config.trainer.device, pools, findings)
             path = Path(config.trainer.default_local_dir).expanduser().absolute()
             directory = next(parent for parent in (path, *path.parents) if parent.is_dir())
-            paths = shared_paths(as_dict(config))
+            paths = shared_paths(asdict(config))
             findings.add(*probe_machines(read_machines(), config.trainer.device, directory, paths).items)
     return show(findings, as_json=options.json, verdict=True)
 

@@ -101,7 +101,7 @@ class PlannedRun:
             self.reference_offloaded = worker.reference.fsdp_config.param_offload and not self.on_cpu
             self.forwards["log-probs"].append((self.reference, plan.reference_budget, True))
         if (learner := worker.critic) and models.critic:
-            values = build_critic_plan(config)
+            values = build_critic_plan(config.critic)
             critic = Shard(models.critic, learner.fsdp, muon=learner.optimizer.optimizer == "Muon")
             self.learners.append(PlannedModel("critic", critic, learner, config.critic, values.updates.budget))
             self.forwards["critic update"] = [(critic, values.value_budget, False)]

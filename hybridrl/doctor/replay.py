@@ -77,7 +77,7 @@ def replay(directory: Path, step: int | None) -> list[dict[str, object]]:
     if logged is not None:
         info(f"actor/grad_norm of the step was {logged:.4g}")
     info(noise(norms, updates, config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size))
-    return described(again.by_episode(), norms, tokenizer_elsewhere(config))
+    return described(again.by_episode(), norms, tokenizer_elsewhere(config.data, config.actor_rollout_ref.model))
 
 
 def noise(norms: list[float], updates: Sequence[tuple[list[int], float]], prompts: int, of_update: int) -> str:
@@ -138,7 +138,7 @@ def start(config: PPOConfig, directory: Path, stack: ExitStack) -> TrainWorkers:
     place = group.broadcast(TrainWorker.location, timeout=trainer.startup_timeout)[0]
     worker, address = ppo_worker_config(config, algorithm, directory, 1), f"{place['address']}:{place['port']}"
     group.broadcast(TrainWorker.build, worker, address, timeout=trainer.startup_timeout)
-    critic = build_critic_plan(config) if algorithm.uses_critic else None
+    critic = build_critic_plan(config.critic) if algorithm.uses_critic else None
     plans = padded_plans(group, build_policy_plan(config), critic, trainer.step_timeout)
     return TrainWorkers(group, *plans, config.actor_rollout_ref.rollout.dtype, trainer.step_timeout)
 

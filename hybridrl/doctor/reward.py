@@ -212,7 +212,9 @@ def try_on_rows(
     log, limit = directory / "reward.log", config.reward.timeout
     try:
         with findings.gathered("reward.load"):
-            if late := try_reward(config, tokenizer, datasets, findings, log, seconds):
+            if late := try_reward(
+                config.reward, config.data.max_response_length, tokenizer, datasets, findings, log, seconds
+            ):
                 cause = f"{late} responses had no score after {seconds:g} s, and a run ends a call only after "
                 cause += f"reward.timeout={limit:g} seconds"
                 fix = "if scoring takes that long, skip this check: --no-reward"

@@ -196,7 +196,7 @@ def _checkpoint_bytes(config: PPOConfig | SFTConfig) -> int | None:
             section, critic = config.actor_rollout_ref, config.critic
             actor = (section.model, section.actor.fsdp_config.model_dtype)
             models = {"critic": (critic.model, critic.fsdp.model_dtype)}
-            contents = contents_to_save(config, build_algorithm(config))
+            contents = contents_to_save(config.actor_rollout_ref, config.critic, build_algorithm(config))
             saved = [(*models.get(name, actor), names) for name, names in contents.items()]
         for model, dtype, names in saved:
             directory = resolve_model(model.path)

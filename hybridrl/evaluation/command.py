@@ -10,7 +10,7 @@ from typing import Any
 from hybridrl.checkpoint.fingerprints import digest
 from hybridrl.checkpoint.store import step_directories
 from hybridrl.config import ConfigError, EvaluationConfig
-from hybridrl.config.compose import save_config
+from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.custom_code import publish_own_keys
 from hybridrl.config.schema_rollout import EvalConfig
 from hybridrl.core.rollout import Sampling
@@ -121,13 +121,15 @@ def score_stored(config: EvaluationConfig, baseline: Evaluated | None = None) ->
         needed = plan([question], {question.dataset: len(texts)}, STORED, None, 0, Origin(digest(texts), reward))
         wanted += [(one, replace(blank_sample(one), response=text)) for one, text in zip(needed, texts, strict=True)]
     with SampleFile(directory / SAMPLES, resume=settings.resume) as file:
-        save_config(config, directory / "config.yaml")
+        save_config(as_yaml(config), directory / "config.yaml")
         relabel([one for one, _ in wanted], file)
         missing = [
             pair for pair in wanted if pair[0].key not in file.found or file.is_stale(pair[0].key, pair[0].reward)
         ]
         if missing:
-            reject_failing_reward(config, None, datasets, directory / REWARD_LOG)
+            reject_failing_reward(
+                config.reward, config.data.max_response_length, None, datasets, directory / REWARD_LOG
+            )
             sources = {one.prompt.data_source for one in questions}
             with Rescorer(config.reward, sources, directory / REWARD_LOG) as rescorer:
                 rescorer.score_again(missing, file)

@@ -70,7 +70,7 @@ def with_model(config: EvaluationConfig, path: str, key: str = PATH) -> Evaluati
     if device == "cuda" and rollout.gpu_memory_utilization == SHIPPED_SHARE:
         rollout.gpu_memory_utilization = WHOLE_SHARE
     check_served(MODEL, model, rollout, device, check)
-    fix = training.shorten(config, _shorter(config.eval))
+    fix = training.shorten(config.actor_rollout_ref.rollout, config.data, _shorter(config.eval))
     check_model(MODEL, model, rollout.max_model_len or 0, fix, check)
     _close(findings, key)
     return replace(config, actor_rollout_ref=section)
@@ -121,9 +121,11 @@ def _resolve(config: EvaluationConfig, findings: Findings, follows: dict[str, st
     model.lora_rank, model.lora_adapter_path = 0, None  # an adapter is merged before it is served
     check = Checker(findings, asdict(config))
     with findings.gathered("conflict"):
-        training.resolve_devices(config, check, None)
+        training.resolve_devices(config.trainer, config.ray_kwargs.ray_init, check, None)
     config.data.seed = config.trainer.seed if config.data.seed is None else config.data.seed
-    resolve_rollout(config, check.at(ROLLOUT), _shorter(settings))
+    resolve_rollout(
+        config.actor_rollout_ref.rollout, config.trainer, config.data, check.at(ROLLOUT), _shorter(settings)
+    )
     check_ignored(config.data, rollout, check.at(ROLLOUT))
     check_engine(rollout, check.at(ROLLOUT))
     algorithm.check_data(config.data, check)

@@ -9,12 +9,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from hybridrl.agents.endpoint.episodes import check_episodes, episode_processes, episode_settings, runs_episodes
+from hybridrl.agents.endpoint.episodes import check_episodes, runs_episodes
+from hybridrl.agents.endpoint.episodes import start as start_episodes
 from hybridrl.agents.environments.conversations import Conversations
-from hybridrl.agents.environments.pool import EpisodeWorkers
 from hybridrl.checkpoint.fingerprints import code_fingerprint, digest, model_fingerprint
 from hybridrl.config import EvaluationConfig
-from hybridrl.config.compose import save_config
+from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig, TrainerConfig
@@ -47,7 +47,7 @@ from hybridrl.runs.prepare import (
     reject_unknown_tokens,
     tokenizer_elsewhere,
 )
-from hybridrl.runs.resume import sample_fingerprints
+from hybridrl.runs.resume import engine_fingerprint
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.settings import validation_sampling
 from hybridrl.runs.setup import Sessions, open_directory
@@ -94,7 +94,7 @@ class ModelEvaluation:
         self.questions = collect_questions(prompts)
         self.sources = {one.prompt.data_source for one in self.questions}
         environments = {name for one in self.questions for name in one.environments}
-        self.runs_episodes = runs_episodes(self.config, environments)
+        self.runs_episodes = runs_episodes(self.config.actor_rollout_ref.rollout, environments)
         self.function_scores = not (self.runs_episodes and uses_built_in(config.reward))
         if self.runs_episodes:
             self._check_episodes(findings)
@@ -120,7 +120,7 @@ class ModelEvaluation:
             reject_hub_model(model, self.target.key)
             reject_unusable_overrides(model, "actor_rollout_ref.model.override_config")
             reject_damaged_weights(model, self.target.key)
-            self.tokenizer = model_tokenizer(config, model, self.target.key)
+            self.tokenizer = model_tokenizer(data, model, self.target.key)
             options |= {"tokenizer": self.tokenizer, "custom_keys": config.own.get("data")}
             load = partial(load_prompts, config=data, **options)
         self.datasets |= {file: load([file]) for file in config.eval.files}
@@ -143,7 +143,7 @@ class ModelEvaluation:
             return digest(self.endpoint.address, self.endpoint.model, *([arguments] if arguments else []))
         section, path = self.config.actor_rollout_ref, self.target.path
         weights = [model_fingerprint(one) for one in dict.fromkeys((path, section.model.path))]  # an adapter's base too
-        engine, _ = sample_fingerprints(self.config, "")
+        engine = engine_fingerprint(section.model, section.rollout)
         episodes = [asdict(section.rollout.multi_turn), asdict(section.rollout.agent)] if self.runs_episodes else []
         return digest(weights, engine, episodes)
 
@@ -174,7 +174,7 @@ class ModelEvaluation:
         responses = " + ".join(f"{name}: {count} per question" for name, count in self.counts.items())
         info(f"{self.target.name}: {len(self.questions)} questions, {responses}, {len(wanted)} responses")
         with SampleFile(directory / SAMPLES, resume=self.config.eval.resume) as file:
-            save_config(self.config, directory / "config.yaml")
+            save_config(as_yaml(self.config), directory / "config.yaml")
             relabel(wanted, file)
             missing = [one for one in wanted if not file.has(one.key)]
             stored = [one for one in wanted if file.has(one.key)]
@@ -183,7 +183,13 @@ class ModelEvaluation:
                 again = f", {len(stale)} of them to be scored again" * bool(stale)
                 info(f"{len(stored)} responses are stored in {file.path}{again}")
             if self.function_scores and (stale or missing):
-                reject_failing_reward(self.config, self.tokenizer, self.datasets, directory / REWARD_LOG)
+                reject_failing_reward(
+                    self.config.reward,
+                    self.config.data.max_response_length,
+                    self.tokenizer,
+                    self.datasets,
+                    directory / REWARD_LOG,
+                )
             if stale:
                 with self._rescorer(directory) as rescorer:
                     rescorer.score_again(stale, file)
@@ -248,15 +254,14 @@ class ModelEvaluation:
     def runner(self, sessions: Sessions, merge: Merge, directory: Path) -> Iterator[EpisodeRunner]:
         """Start scorers, engines and processes of episodes."""
         config, logs = self.config, directory / "logs"
-        load = partial(tokenizer_elsewhere, config)
+        load = partial(tokenizer_elsewhere, config.data, config.actor_rollout_ref.model)
         with ExitStack() as stack:
-            session = stack.enter_context(sessions.open(config))
+            session = stack.enter_context(sessions.open(config.trainer, config.ray_kwargs.ray_init, config.own))
             scorers = stack.enter_context(open_scorer_pool(session, config.reward, logs, self.sources, load))
             episodes = None
             if self.runs_episodes:
                 ends = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)
-                settings = episode_settings(config, load, ends)
-                episodes = stack.enter_context(EpisodeWorkers(session, settings, *episode_processes(config, logs)))
+                episodes = stack.enter_context(start_episodes(config, session, load, ends, logs))
             section = config.actor_rollout_ref
             model = replace(section.model, path=merge(self.target.path))
             client = stack.enter_context(serving(model, section.rollout, config.trainer, session, logs))

@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.config import PPOConfig
-from hybridrl.config.checks.asynchronous import continues_rollouts, most_under_way
+from hybridrl.config.checks.asynchronous import continues_rollouts, most_in_flight
 from hybridrl.config.help import batch_arithmetic, samplings
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.core.cluster import Group, RaySession, gather
@@ -35,7 +35,7 @@ from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
 from hybridrl.runs.plugins import load as plugin
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
-from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume, sample_fingerprints
+from hybridrl.runs.resume import ResumePlan, contents_to_save, engine_fingerprint, plan_resume, score_fingerprint
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.sample_log import SampleLog
 from hybridrl.runs.settings import (
@@ -62,45 +62,48 @@ class PPOJob:
             info(message)
         algorithm, prompts, order, tokenizer = inputs.algorithm, inputs.prompts, inputs.order, inputs.tokenizer
         assert algorithm is not None and prompts is not None and order is not None and tokenizer is not None
-        self.config, self.inputs = config, inputs
+        self.config, self.inputs, self.user_keys = config, inputs, config.own
+        self.engine_pool = config.rollout_pool if config.separate else None
+        self.kl_in_reward = config.algorithm.use_kl_in_reward
         self.algorithm, self.prompts, self.order, self.tokenizer = algorithm, prompts, order, tokenizer
         self.rows = order.size
-        self.description = f"{batch_arithmetic(config)}\n{samplings(config)}"
-        self.contents = contents_to_save(config, algorithm)
+        self.description = f"{batch_arithmetic(config)}\n{samplings(config.actor_rollout_ref.rollout)}"
+        self.contents = contents_to_save(config.actor_rollout_ref, config.critic, algorithm)
         self.asynchronous_saves = config.actor_rollout_ref.actor.checkpoint.async_save
 
     def plan(self, directory: Path) -> ResumePlan:
         self.resume = plan_resume(self.config, self.algorithm, len(self.prompts), self.order.size, directory)
         # Here, as Ray has not started yet and the directory, where the reward logs, is locked for this run.
-        scored = self.inputs.scored_by(self.config)
-        if scored:
+        if scored := self.inputs.scored:
+            reward, longest = self.config.reward, self.config.data.max_response_length
             with stage("trying the reward on a few rows"):
-                reject_failing_reward(self.config, self.tokenizer, scored, directory / "logs" / "reward.log")
+                reject_failing_reward(reward, longest, self.tokenizer, scored, directory / "logs" / "reward.log")
         return self.resume
 
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
         config, inputs, logs, self.stack = self.config, self.inputs, directory / "logs", stack
-        load = partial(tokenizer_elsewhere, config)
+        section, trainer = config.actor_rollout_ref, config.trainer
+        load = partial(tokenizer_elsewhere, config.data, section.model)
         self.scorers = stack.enter_context(open_scorer_pool(session, config.reward, logs, inputs.data_sources, load))
         worker = ppo_worker_config(config, self.algorithm, directory, plan.steps)
         saved = plan.checkpoint.state if plan.checkpoint else {}
         self.episodes = None
-        if plugin("episodes").runs_episodes(config, inputs.environments):
-            ends = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)
+        if inputs.runs_episodes:
+            ends = end_tokens(section.model.path, self.tokenizer)
             self.episodes = stack.enter_context(plugin("episodes").start(config, session, load, ends, logs))
         group, self.engine = start_devices(config, session, worker, logs, probe_ids(self.prompts[0].ids), saved)
         self.scorers.wait_until_loaded()
         if self.episodes is not None:
-            self.episodes.wait_until_ready(config.trainer.startup_timeout)
+            self.episodes.wait_until_ready(trainer.startup_timeout)
         # With full determinism a response depends on those sampled with it, also on those that a step interrupts.
-        whole, carries = config.actor_rollout_ref.rollout.full_determinism, continues_rollouts(config)
+        whole, carries = section.rollout.full_determinism, continues_rollouts(trainer.v1, section.rollout)
         spool: tuple = ()
-        if config.trainer.spool_samples and not (whole and carries):
-            spool = (directory / "spool", *sample_fingerprints(config, plan.identity.data))
+        if trainer.spool_samples and not (whole and carries):
+            engine = engine_fingerprint(section.model, section.rollout)
+            spool = (directory / "spool", engine, score_fingerprint(config.reward, plan.identity.data))
         self.store = stack.enter_context(ResponseStore(*spool, whole_steps=whole, carries=carries))
-        timeout, export_dtype = config.trainer.step_timeout, config.actor_rollout_ref.rollout.dtype
-        plans = padded_plans(group, inputs.policy, inputs.critic, timeout)
-        return TrainWorkers(group, *plans, export_dtype, timeout)
+        plans = padded_plans(group, inputs.policy, inputs.critic, trainer.step_timeout)
+        return TrainWorkers(group, *plans, section.rollout.dtype, trainer.step_timeout)
 
     def build(self, workers: TrainWorkers, tracker: Tracker) -> tuple[Task, dict[str, Stateful]]:
         config, rollout, trainer = self.config, self.config.actor_rollout_ref.rollout, self.config.trainer
@@ -173,13 +176,13 @@ class PPOJob:
             prompts_in_all=sys.maxsize if total is None else total,
         )
         parts = self.engine, self.prompts, self.order, runner, guard, plan, self.store
-        if not continues_rollouts(config):
+        if not continues_rollouts(config.trainer.v1, rollout):
             return SynchronousExperience(*parts)
         engines = len(self.engine.fleet)
         experience = AsynchronousExperience(
             *parts,
             bound=config.trainer.v1.sampler.max_off_policy_threshold,
-            most=most_under_way(config),
+            most=most_in_flight(config.trainer.v1, rollout, data.train_batch_size),
             slots=engines * rollout.max_num_seqs,
             fixed=engines if rollout.full_determinism else 0,
             overlaps=config.separate and not rollout.full_determinism,

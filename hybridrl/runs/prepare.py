@@ -3,6 +3,7 @@
 `main_ppo` and the doctor call the same function, so that neither accepts what the other rejects.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings
-from hybridrl.config.schema import ModelConfig
+from hybridrl.config.schema import ModelConfig, OptimizerConfig, RowsConfig, SFTTrainerConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.training.lora import check_adapter
 from hybridrl.core.training.schedule import try_schedule
@@ -53,6 +54,8 @@ class RunInputs:
     prompts: PromptDataset | None = None
     order: Order | None = None
     validation: PromptDataset | None = None
+    runs_episodes: bool = False  # of several turns, in processes of their own
+    function_scores: bool = True  # false where environments give the rewards
 
     @property
     def datasets(self) -> dict[str, PromptDataset]:
@@ -60,10 +63,10 @@ class RunInputs:
         both = {"data.train_files": self.prompts, "data.val_files": self.validation}
         return {key: data for key, data in both.items() if data is not None}
 
-    def scored_by(self, config: PPOConfig) -> dict[str, PromptDataset]:
-        """The datasets whose responses the reward function scores: none where environments give the rewards."""
-        environments = uses_built_in(config.reward) and load("episodes").runs_episodes(config, self.environments)
-        return {} if environments else self.datasets
+    @property
+    def scored(self) -> dict[str, PromptDataset]:
+        """The datasets whose responses the reward function scores."""
+        return self.datasets if self.function_scores else {}
 
     @property
     def environments(self) -> set[str]:
@@ -97,53 +100,49 @@ def prepare(config: PPOConfig) -> RunInputs:
             try_policy_loss(name, inputs.policy.loss.parameters)
     if config.critic.enable:
         with inputs.rejections.gathered():
-            inputs.critic = build_critic_plan(config)
-    _try_extensions(config, inputs.rejections)
+            inputs.critic = build_critic_plan(config.critic)
+    optimizers = {"actor_rollout_ref.actor.optim": config.actor_rollout_ref.actor.optim}
+    optimizers |= {"critic.optim": config.critic.optim} if config.critic.enable else {}
+    _try_extensions(config.trainer, optimizers, inputs.rejections)
     with inputs.rejections.gathered():
-        inputs.tokenizer = model_tokenizer(config, config.actor_rollout_ref.model)
+        inputs.tokenizer = model_tokenizer(config.data, config.actor_rollout_ref.model)
     if inputs.tokenizer is not None:
         _check_models(config, inputs)
         _load_data(config, inputs.tokenizer, inputs)
         episodes = load("episodes")
-        episodes.warn_of_unread_fields(config, inputs.datasets)
-        if episodes.runs_episodes(config, inputs.environments):
+        episodes.warn_of_unread_fields(config.actor_rollout_ref.rollout, inputs.datasets)
+        if inputs.runs_episodes:
             episodes.check_episodes(config, inputs.tokenizer, inputs.datasets, inputs.rejections)
     return inputs
 
 
-def _try_extensions(config: PPOConfig | SFTConfig, rejections: Findings) -> None:
-    """Try the custom sinks, health rules and learning-rate schedules of a run."""
-    trainer = config.trainer
+def _try_extensions(trainer: SFTTrainerConfig, optimizers: Mapping[str, OptimizerConfig], rejections: Findings) -> None:
+    """Try the custom sinks, health rules and learning-rate schedules of a run; the optimizers by their keys."""
     with rejections.gathered():
         try_sinks(trainer.logger, trainer.project_name, trainer.experiment_name)
     with rejections.gathered():
         custom_rules(trainer.health_rules)
-    if isinstance(config, SFTConfig):
-        optimizers = {"optim": config.optim}
-    else:
-        optimizers = {"actor_rollout_ref.actor.optim": config.actor_rollout_ref.actor.optim}
-        optimizers |= {"critic.optim": config.critic.optim} if config.critic.enable else {}
     for key, optimizer in optimizers.items():
         with rejections.gathered():
             try_schedule(f"{key}.lr_scheduler_type", optimizer)
 
 
 def model_tokenizer(
-    config: PPOConfig | SFTConfig, model: ModelConfig, key: str = "actor_rollout_ref.model.path"
+    data: RowsConfig, model: ModelConfig, key: str = "actor_rollout_ref.model.path"
 ) -> PreTrainedTokenizerBase:
     return load_tokenizer(
         model.path,
-        tokenizer_path=config.data.tokenizer or model.tokenizer_path,
-        trust_remote_code=config.data.trust_remote_code or model.trust_remote_code,
+        tokenizer_path=data.tokenizer or model.tokenizer_path,
+        trust_remote_code=data.trust_remote_code or model.trust_remote_code,
         custom_chat_template=model.custom_chat_template,
         model_key=key,
     )
 
 
-def tokenizer_elsewhere(config: PPOConfig) -> PreTrainedTokenizerBase:
+def tokenizer_elsewhere(data: RowsConfig, model: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a run, in another process than the driver's, where no library is imported yet."""
-    import_libraries(config.actor_rollout_ref.model.external_lib)
-    return model_tokenizer(config, config.actor_rollout_ref.model)
+    import_libraries(model.external_lib)
+    return model_tokenizer(data, model)
 
 
 def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
@@ -160,15 +159,16 @@ def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
         with inputs.rejections.gathered():
             reject_hub_model(model, key, section.rollout.max_model_len or 0 if model is section.model else 0)
             reject_damaged_weights(model, key)
-    for key, model in adapted_models(config, algorithm).items():
+    for key, model in adapted_models(section.model, config.critic.model if algorithm.uses_critic else None).items():
         with inputs.rejections.gathered():
             inputs.messages.append(check_adapter(model, key))
 
 
 def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: RunInputs) -> None:
     """Load prompts; reject rows with tokens that the model does not have, or that no scorer can score."""
-    data, rejections, own = config.data, inputs.rejections, config.own.get("data")
-    read = partial(load_prompts, config=data, tokenizer=tokenizer, custom_keys=own)
+    data, rejections, user_keys = config.data, inputs.rejections, config.own.get("data")
+    rollout, built_in = config.actor_rollout_ref.rollout, uses_built_in(config.reward)
+    read = partial(load_prompts, config=data, tokenizer=tokenizer, custom_keys=user_keys)
     with rejections.gathered():
         limit, shuffle = data.train_max_samples, data.shuffle
         inputs.prompts = read(data.train_files, max_samples=limit, shuffle=shuffle, key="data.train_files")
@@ -178,7 +178,7 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
             inputs.validation = read(data.val_files, max_samples=limit, shuffle=shuffle, key="data.val_files")
     if inputs.prompts is not None:
         with rejections.gathered():
-            inputs.order = build_order(data, inputs.prompts, own)
+            inputs.order = build_order(data, inputs.prompts, user_keys)
             if data.train_batch_size > inputs.order.size:
                 key, size = "data.train_batch_size", inputs.order.size
                 cause = f"{key}={data.train_batch_size}: data.train_files has {size} prompts"
@@ -188,7 +188,9 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
             reject_unknown_tokens(
                 config.actor_rollout_ref.model, "actor_rollout_ref.model.path", *inputs.datasets.values()
             )
-    if uses_built_in(config.reward) and inputs.scored_by(config):
+    inputs.runs_episodes = load("episodes").runs_episodes(rollout, inputs.environments)
+    inputs.function_scores = not (built_in and inputs.runs_episodes)
+    if built_in and inputs.scored:
         with rejections.gathered():
             check_data_sources(inputs.data_sources)
 
@@ -199,13 +201,13 @@ def load_sft_inputs(
     """Tokenizer, training and validation conversations of a supervised run; raises ConfigError."""
     data, model, rejections = config.data, config.model, Findings()
     import_libraries(model.external_lib)
-    _try_extensions(config, rejections)
+    _try_extensions(config.trainer, {"optim": config.optim}, rejections)
     rejections.close()
-    tokenizer = model_tokenizer(config, model, "model.path")
+    tokenizer = model_tokenizer(data, model, "model.path")
     reject_hub_model(model, "model.path")
     if model.lora_rank:
         info(check_adapter(model, "model"))
-    read = partial(load_conversations, config=data, tokenizer=tokenizer, replay=_replay(config, tokenizer))
+    read = partial(load_conversations, config=data, tokenizer=tokenizer, replay=_replay(model.path, data, tokenizer))
     limit, shuffle = data.train_max_samples, data.shuffle
     training, validation = read(data.train_files, max_samples=limit, shuffle=shuffle, key="data.train_files"), None
     if data.val_files:
@@ -214,13 +216,13 @@ def load_sft_inputs(
     return tokenizer, training, validation
 
 
-def _replay(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Replay:
+def _replay(model: str, data: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> Replay:
     """Return what renders a conversation turn by turn; made when a row needs it, whose fault then names why not."""
 
     @cache
     def dialogue() -> Any:
-        ends = end_tokens(config.model.path, tokenizer)
-        return load("dialogue")(tokenizer, ends, arguments=config.data.apply_chat_template_kwargs)
+        ends = end_tokens(model, tokenizer)
+        return load("dialogue")(tokenizer, ends, arguments=data.apply_chat_template_kwargs)
 
     return lambda *chat: dialogue().replay(*chat)
 

@@ -15,11 +15,12 @@ from hybridrl.checkpoint.resume import check_compatible, flatten, resume_summary
 from hybridrl.checkpoint.saver import Stateful, read_arrays
 from hybridrl.checkpoint.store import Checkpoint, is_verl
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
-from hybridrl.config.compose import as_dict, as_yaml
+from hybridrl.config.compose import as_yaml
 from hybridrl.config.custom_code import script_path
 from hybridrl.config.foreign_files import read_mapping
-from hybridrl.config.schema import ModelConfig
+from hybridrl.config.schema import ActorRolloutRefConfig, CriticConfig, DataConfig, ModelConfig, SFTTrainerConfig
 from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.config.schema_rollout import RolloutConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.required import required
 from hybridrl.core.training.worker_group import TrainWorkers
@@ -79,7 +80,9 @@ def plan_resume(
 
     Writes nothing. Raises ConfigError if a checkpoint and the configuration do not go together.
     """
-    trainer, identity = config.trainer, identify(config, algorithm, rows)
+    trainer, section, critic = config.trainer, config.actor_rollout_ref, config.critic
+    models = adapted_models(section.model, critic.model if algorithm.uses_critic else None)
+    identity = identify(config.data, section.model.path, config.algorithm.adv_estimator, models, rows)
 
     def from_verl(saved: Checkpoint) -> Checkpoint:
         known = {"prompts_per_step": config.data.train_batch_size, "rows": epoch, "data": identity.data}
@@ -89,11 +92,11 @@ def plan_resume(
             state=load("verl.checkpoint").state_from_verl(saved.step, saved.path, **known, kl_weight=weight, log=say),
         )
 
-    saved = find_checkpoint(config, directory, identity, from_verl, say)
-    actor, critic = config.actor_rollout_ref.actor.checkpoint, config.critic.checkpoint
-    wanted = {"actor": actor.load_contents, "critic": critic.load_contents, "reference": ["model"]}
-    wanted = {name: wanted[name] for name in contents_to_save(config, algorithm)}
-    contents = contents_to_load(config, wanted, saved.path, say) if saved else {}
+    saved = find_checkpoint(trainer, asdict(config), directory, identity, from_verl, say)
+    actor = section.actor.checkpoint
+    wanted = {"actor": actor.load_contents, "critic": critic.checkpoint.load_contents, "reference": ["model"]}
+    wanted = {name: wanted[name] for name in contents_to_save(section, critic, algorithm)}
+    contents = contents_to_load(trainer, wanted, saved.path, say) if saved else {}
     plan = ResumePlan(identity, saved, contents, trainer.total_training_steps or 0)
     if plan.steps:
         return plan
@@ -140,20 +143,23 @@ def _changed_values(config: PPOConfig | SFTConfig, file: Path) -> list[str]:
     return [f"{key}={before[key]}, not {now[key]}" for key in changed]
 
 
-def identify(config: PPOConfig, algorithm: Algorithm, rows: int) -> Identity:
-    data, model = config.data, config.actor_rollout_ref.model.path
+def identify(data: DataConfig, model: str, estimator: str, adapted: Mapping[str, ModelConfig], rows: int) -> Identity:
+    """The identity of a reinforcement learning run; `adapted` are the models with an adapter, by their keys."""
     data_print = data_fingerprint(fingerprinted_files(data), rows, data.prompt_key, data.train_max_samples)
-    run = fingerprint(data_print, model, config.algorithm.adv_estimator)
-    bases = {f"{key}.path": model_fingerprint(model.path) for key, model in adapted_models(config, algorithm).items()}
+    run = fingerprint(data_print, model, estimator)
+    bases = {f"{key}.path": model_fingerprint(model.path) for key, model in adapted.items()}
     return Identity(data_print, run, bases)
 
 
-def sample_fingerprints(config: PPOConfig, data: str) -> tuple[str, str]:
-    """Fingerprints of what determines a response besides its request and the weights, and of what determines a score
-    besides the response. Of custom reward functions the files count, not what these import or read."""
-    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    engine = fingerprint(rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha)
-    return engine, fingerprint(asdict(config.reward), reward_code(config.reward), data, code_fingerprint())
+def engine_fingerprint(model: ModelConfig, rollout: RolloutConfig) -> str:
+    """The fingerprint of what determines a response besides its request and the weights."""
+    return fingerprint(rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha)
+
+
+def score_fingerprint(reward: RewardConfig, data: str) -> str:
+    """The fingerprint of what determines a score besides the response. Of custom reward functions the files count, not
+    what these import or read."""
+    return fingerprint(asdict(reward), reward_code(reward), data, code_fingerprint())
 
 
 def reward_code(reward: RewardConfig) -> list[str]:
@@ -162,16 +168,15 @@ def reward_code(reward: RewardConfig) -> list[str]:
     return [hashlib.sha256(script_path(script[1]).read_bytes()).hexdigest() for script in scripts if script]
 
 
-def adapted_models(config: PPOConfig, algorithm: Algorithm) -> dict[str, ModelConfig]:
+def adapted_models(policy: ModelConfig, critic: ModelConfig | None) -> dict[str, ModelConfig]:
     """The models that are trained through an adapter, by their keys."""
-    models = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
-    if algorithm.uses_critic:
-        models["critic.model"] = config.critic.model
-    return {key: model for key, model in models.items() if model.lora_rank}
+    models = {"actor_rollout_ref.model": policy, "critic.model": critic}
+    return {key: model for key, model in models.items() if model is not None and model.lora_rank}
 
 
 def find_checkpoint(
-    config: PPOConfig | SFTConfig,
+    trainer: SFTTrainerConfig,
+    settings: dict[str, Any],
     directory: Path,
     identity: Identity,
     from_verl: Callable[[Checkpoint], Checkpoint] | None = None,
@@ -179,9 +184,8 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint to resume from, if any; `from_verl` gives one of verl's the state that it lacks (None: rejected).
 
-    Raises ConfigError if it and the configuration do not go together.
+    Raises ConfigError if it and the run's `settings`, its configuration, do not go together.
     """
-    trainer = config.trainer
     saved = select_checkpoint(trainer.resume_mode, trainer.resume_from_path, directory, identity.run, say)
     if saved is None:
         return None
@@ -191,25 +195,27 @@ def find_checkpoint(
     if is_verl(saved.path):
         saved = required(from_verl)(saved)
     allowed = trainer.resume_allow, trainer.reset_optimizer
-    check_compatible(saved, as_dict(config), identity.data, *allowed, say, identity.bases)
+    check_compatible(saved, settings, identity.data, *allowed, say, identity.bases)
     return saved
 
 
-def contents_to_save(config: PPOConfig, algorithm: Algorithm) -> dict[str, list[str]]:
+def contents_to_save(
+    section: ActorRolloutRefConfig, critic: CriticConfig, algorithm: Algorithm
+) -> dict[str, list[str]]:
     """The parts saved of each model: a reference has a state of its own only if it is refreshed."""
-    contents = {"actor": config.actor_rollout_ref.actor.checkpoint.save_contents}
+    contents = {"actor": section.actor.checkpoint.save_contents}
     if algorithm.uses_critic:
-        contents["critic"] = config.critic.checkpoint.save_contents
-    if algorithm.uses_reference and config.actor_rollout_ref.ref.refresh_freq > 0:
+        contents["critic"] = critic.checkpoint.save_contents
+    if algorithm.uses_reference and section.ref.refresh_freq > 0:
         contents["reference"] = ["model"]
     return contents
 
 
 def contents_to_load(
-    config: PPOConfig | SFTConfig, wanted: dict[str, list[str]], checkpoint: Path, say: Say = info
+    trainer: SFTTrainerConfig, wanted: dict[str, list[str]], checkpoint: Path, say: Say = info
 ) -> dict[str, list[str]]:
     """The parts read of each model in a checkpoint. Raises ConfigError if one is missing or cannot be read."""
-    kept = {"model"} if resets_optimizer(config) else {"model", "optimizer", "extra"}
+    kept = {"model"} if resets_optimizer(trainer) else {"model", "optimizer", "extra"}
     contents = {}
     for name, parts in wanted.items():
         if name == "reference" and not (checkpoint / name).is_dir():
@@ -221,11 +227,13 @@ def contents_to_load(
 
 
 def restore(
-    config: PPOConfig | SFTConfig,
+    trainer: SFTTrainerConfig,
     plan: ResumePlan,
     workers: TrainWorkers,
     parts: Mapping[str, Stateful],
     rows: int,
+    *,
+    kl_in_reward: bool,
 ) -> None:
     """Load a plan's checkpoint into workers and parts, and log what was restored; an epoch has `rows` prompts."""
     saved, contents = plan.checkpoint, plan.contents
@@ -235,8 +243,7 @@ def restore(
     for part in parts.values():
         part.load_state_dict(state)
     from_verl, missing = is_verl(saved.path), {}
-    kl_in_reward = isinstance(config, PPOConfig) and config.algorithm.use_kl_in_reward
-    if resets_optimizer(config):
+    if resets_optimizer(trainer):
         missing |= {f"{what} of {name}": "trainer.reset_optimizer" for name in updates for what in RESETTABLE}
     if from_verl:
         verl = load("verl.checkpoint")
@@ -257,6 +264,6 @@ def restore(
     )
 
 
-def resets_optimizer(config: PPOConfig | SFTConfig) -> bool:
+def resets_optimizer(trainer: SFTTrainerConfig) -> bool:
     """Whether moments are left behind: those of another type of optimizer are of no use, even if it was allowed."""
-    return config.trainer.reset_optimizer or any(key.endswith("optim.optimizer") for key in config.trainer.resume_allow)
+    return trainer.reset_optimizer or any(key.endswith("optim.optimizer") for key in trainer.resume_allow)

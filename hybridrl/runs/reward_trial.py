@@ -14,8 +14,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.fingerprints import fingerprint
-from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
+from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.core.required import required
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts
 from hybridrl.data.tokenizer import as_chat
@@ -88,11 +88,13 @@ class Trial:
 
 class RewardTrial:
     """Scores responses to a few rows of `datasets`, by key, one row after another in the background, so that it can end
-    after any of them. Without a tokenizer a reward gets texts only."""
+    after any of them. Without a tokenizer a reward gets texts only; a response has up to `longest` tokens."""
 
-    def __init__(self, config: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, datasets: Datasets) -> None:
+    def __init__(
+        self, reward: RewardConfig, longest: int, tokenizer: PreTrainedTokenizerBase | None, datasets: Datasets
+    ) -> None:
         self.trials: list[Trial] = []
-        self._config, self._tokenizer, self._datasets = config, tokenizer, datasets
+        self._reward, self._longest, self._tokenizer, self._datasets = reward, longest, tokenizer, datasets
         self._planned: Counter[tuple[str, str]] = Counter()  # rows of each dataset and data source
         self._end = threading.Event()
 
@@ -109,12 +111,12 @@ class RewardTrial:
             groups.setdefault((trial.key, trial.prompt.data_source), []).append(trial)
         for (key, source), trials in groups.items():
             place, enough = f"{key}, {source}", len(trials) > 1 or self._planned[key, source] == 1
-            rejects = enough and self._config.reward.on_error != "zero"
+            rejects = enough and self._reward.on_error != "zero"
             _report_faults(place, trials, log, findings, rejects=rejects)
             _compare(place, trials, findings)
             _report_wrong(place, [trial for trial in trials if _learns(trial)], findings)
             _report_unstable(place, trials, findings)
-            _report_long(place, trials, self._config.data.max_response_length, findings)
+            _report_long(place, trials, self._longest, findings)
 
     def _score(self, pool: ScorerPool) -> None:
         for trial in self._choose():
@@ -138,7 +140,7 @@ class RewardTrial:
 
     def _choose(self) -> Iterator[Trial]:
         """The rows to try, of all datasets in turn."""
-        built_in, chosen = uses_built_in(self._config.reward), []
+        built_in, chosen = uses_built_in(self._reward), []
         for key, prompts in self._datasets.items():
             some = spread_rows(prompts)
             self._planned.update((key, prompt.data_source) for prompt in some)
@@ -147,7 +149,8 @@ class RewardTrial:
 
 
 def try_reward(
-    config: PPOConfig,
+    reward: RewardConfig,
+    longest: int,
     tokenizer: PreTrainedTokenizerBase | None,
     datasets: Datasets,
     findings: Findings,
@@ -158,10 +161,10 @@ def try_reward(
     only loaded. Returns how many responses had no score by then; raises ConfigError if it does not load."""
     sources = {source for data in datasets.values() for source in data.data_sources}
     try:
-        with ScorerPool(replace(config.reward, num_workers=1, retries=0), log, sources) as pool:
+        with ScorerPool(replace(reward, num_workers=1, retries=0), log, sources) as pool:
             if not seconds:
                 return 0
-            trial = RewardTrial(config, tokenizer, datasets)
+            trial = RewardTrial(reward, longest, tokenizer, datasets)
             trial.start(pool)
             trial.finish(findings, seconds, log)
             return sum(one.score is None for row in trial.trials for one in row.responses)
@@ -171,18 +174,18 @@ def try_reward(
 
 
 def reject_failing_reward(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, datasets: Datasets, log: Path
+    reward: RewardConfig, longest: int, tokenizer: PreTrainedTokenizerBase | None, datasets: Datasets, log: Path
 ) -> None:
     """Try the reward before anything heavy starts. Prints warnings; raises ConfigError if it does not load, or scores
     no row of a data source. One with a limited rate of calls is only loaded; nothing is done with one that is called in
     the driver, where nothing ends a call. What an earlier run has tried is not tried again."""
-    if not config.reward.num_workers:
+    if not reward.num_workers:
         return
-    limited, tried = seconds_between_calls(config.reward), _identity(config, tokenizer, datasets)
+    limited, tried = seconds_between_calls(reward), _identity(reward, longest, tokenizer, datasets)
     findings = _TRIED.get(tried)
     if findings is None:
         findings = Findings()
-        try_reward(config, tokenizer, datasets, findings, log, 0 if limited else SECONDS)
+        try_reward(reward, longest, tokenizer, datasets, findings, log, 0 if limited else SECONDS)
         if not findings.errors:
             _TRIED[tried] = findings
     for finding in findings.items:
@@ -191,12 +194,12 @@ def reject_failing_reward(
     findings.close()
 
 
-def _identity(config: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, datasets: Datasets) -> str:
+def _identity(reward: RewardConfig, longest: int, tokenizer: PreTrainedTokenizerBase | None, datasets: Datasets) -> str:
     """Return a hash of what decides the findings: the reward with its files, the rows, the longest response."""
     rows = {key: (sorted(prompts.data_sources), spread_rows(prompts)) for key, prompts in datasets.items()}
-    limit = config.data.max_response_length
-    reward = asdict(config.reward), reward_code(config.reward)
-    return fingerprint(*reward, rows, limit, tokenizer and tokenizer.name_or_path, default=str)
+    return fingerprint(
+        asdict(reward), reward_code(reward), rows, longest, tokenizer and tokenizer.name_or_path, default=str
+    )
 
 
 def spread_rows(prompts: PromptDataset | Prompts) -> list[Prompt]:

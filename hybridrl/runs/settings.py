@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hybridrl.config import ConfigError, SFTConfig
 from hybridrl.config.catalog import ACTOR_KEYS, BYPASS_LOSSES, ESTIMATOR_KEYS, PARAMETERS, SFT_POLICY_LOSS, disturbances
 from hybridrl.config.compose import OWN
-from hybridrl.config.schema import ActorConfig, CriticConfig, FSDPConfig, ModelConfig, PPOConfig, RolloutConfig
+from hybridrl.config.schema import ActorConfig, ActorRolloutRefConfig, CriticConfig, FSDPConfig, ModelConfig, PPOConfig
 from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
+from hybridrl.config.schema_rollout import RolloutConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement
 from hybridrl.core.algorithms.lookup import bind, find_estimator, find_policy_loss
@@ -28,7 +30,7 @@ def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, 
     # With LoRA the policy without its adapter is the reference, unless another model is named.
     separate = not section.model.lora_rank or ref.model.path != section.model.path
     policy_steps = steps - max(config.trainer.critic_warmup - 1, 0)
-    per_step, critic_per_step = policy_updates(config).updates(prompts), critic_updates(config).updates(prompts)
+    per_step, critic_per_step = policy_updates(section).updates(prompts), critic_updates(critic).updates(prompts)
     policy = LearnerConfig(section.model, actor.fsdp_config, located(actor.optim), policy_steps * per_step, per_step)
     values = LearnerConfig(critic.model, critic.fsdp, located(critic.optim), steps * critic_per_step, critic_per_step)
     return WorkerConfig(
@@ -109,15 +111,15 @@ def build_policy_plan(config: PPOConfig) -> PolicyPlan:
         for forward in (section.rollout, section.ref)
     ]
     return PolicyPlan(
-        policy_loss_config(config),
-        policy_updates(config),
+        policy_loss_config(section, config.algorithm.rollout_correction, config.own),
+        policy_updates(section),
         *budgets,
         with_sum_pi_squared="sum_pi_squared" in find_estimator(config.algorithm.adv_estimator)[0].reads,
         # Activations are dropped at random only if the user configured it.
         disturbed=bool(model.lora_rank and model.lora.dropout) or bool(disturbances(model.override_config)),
         first_update=config.trainer.critic_warmup,
         correction=build_correction(config.algorithm.rollout_correction),
-        agreement=build_agreement(config),
+        agreement=build_agreement(section),
     )
 
 
@@ -129,10 +131,9 @@ def sft_policy_plan(config: SFTConfig) -> PolicyPlan:
     return PolicyPlan(loss, updates, log_prob_budget=size, reference_budget=size)
 
 
-def build_agreement(config: PPOConfig) -> Agreement | None:
+def build_agreement(section: ActorRolloutRefConfig) -> Agreement | None:
     """How far engine and trainer may differ; None if they compute different things: the engine returns the log-probs of
     the distribution that it samples from, which these settings truncate or modify."""
-    section = config.actor_rollout_ref
     rollout, limit = section.rollout, section.rollout.max_log_prob_gap
     types = (section.actor.fsdp_config.dtype or "float32", rollout.dtype or "float32")
     plain = (rollout.top_p, rollout.top_k, rollout.repetition_penalty, rollout.min_tokens) == (1.0, -1, 1.0, 0)
@@ -142,9 +143,10 @@ def build_agreement(config: PPOConfig) -> Agreement | None:
     return Agreement(LIMITS[rounded] if limit is None else limit, rounded)
 
 
-def policy_loss_config(config: PPOConfig) -> LossConfig:
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    correction, name = config.algorithm.rollout_correction, actor.policy_loss.loss_mode
+def policy_loss_config(
+    section: ActorRolloutRefConfig, correction: RolloutCorrectionConfig, user_keys: dict[str, Any]
+) -> LossConfig:
+    actor, rollout, name = section.actor, section.rollout, section.actor.policy_loss.loss_mode
     bypass = build_correction(correction) if correction.bypass_mode else None
     if correction.bypass_mode and BYPASS_LOSSES[correction.loss_type]:
         name = BYPASS_LOSSES[correction.loss_type]
@@ -156,7 +158,7 @@ def policy_loss_config(config: PPOConfig) -> LossConfig:
         policy_loss=str(Path(name).expanduser().absolute()) if ":" in name else name,
         parameters={key: vars(actor)[key] for key in ACTOR_KEYS}
         | {key: vars(actor.policy_loss)[key] for key in PARAMETERS}
-        | {OWN: config.own},
+        | {OWN: user_keys},
         aggregation=actor.loss_agg_mode,
         scale=actor.loss_scale_factor or 1.0,
         temperature=rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0,
@@ -168,13 +170,12 @@ def policy_loss_config(config: PPOConfig) -> LossConfig:
     )
 
 
-def policy_updates(config: PPOConfig) -> UpdatePlan:
-    section = config.actor_rollout_ref
+def policy_updates(section: ActorRolloutRefConfig) -> UpdatePlan:
     return _updates(section.actor, section.model, section.actor.fsdp_config)
 
 
-def critic_updates(config: PPOConfig) -> UpdatePlan:
-    return _updates(config.critic, config.critic.model, config.critic.fsdp)
+def critic_updates(critic: CriticConfig) -> UpdatePlan:
+    return _updates(critic, critic.model, critic.fsdp)
 
 
 def _updates(section: ActorConfig | CriticConfig, model: ModelConfig, fsdp: FSDPConfig) -> UpdatePlan:
@@ -188,12 +189,11 @@ def _updates(section: ActorConfig | CriticConfig, model: ModelConfig, fsdp: FSDP
     )
 
 
-def build_critic_plan(config: PPOConfig) -> CriticPlan:
-    critic = config.critic
+def build_critic_plan(critic: CriticConfig) -> CriticPlan:
     rows, by_tokens = critic.forward_micro_batch_size_per_gpu, critic.use_dynamic_bsz
     return CriticPlan(
         section=critic,
-        updates=critic_updates(config),
+        updates=critic_updates(critic),
         value_budget=budget(critic.model, critic.fsdp, critic.forward_max_token_len_per_gpu, rows, by_tokens),
     )
 

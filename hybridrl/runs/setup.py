@@ -7,9 +7,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import psutil
 from transformers import PreTrainedTokenizerBase
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.checkpoint.saver import SavePlan, Saver, SaveTimes, Stateful
 from hybridrl.checkpoint.store import Store, holder
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
-from hybridrl.config.compose import as_dict, as_yaml, save_config
+from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.help import hyperparameters
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.core import device as devices
@@ -58,6 +58,9 @@ class Job(Protocol):
     description: str  # what a step consists of
     contents: dict[str, list[str]]  # parts saved of each model
     asynchronous_saves: bool
+    user_keys: dict[str, Any]  # for custom code
+    engine_pool: tuple[int, int] | None  # the machines, and devices on each, that only engines use
+    kl_in_reward: bool
 
     def plan(self, directory: Path) -> ResumePlan:
         """What to resume from and how many steps there are; raises ConfigError."""
@@ -81,18 +84,22 @@ class Sessions:
         self.forks = forks
         self._kept: RaySession | None = None
         self._request: tuple = ()
-        self._failed: Config | None = None  # the run whose worker died, and whose servers are left to its next attempt
+        self._failed: SFTTrainerConfig | None = None  # of the run whose worker died, and whose servers are left to it
 
     @contextmanager
-    def open(self, config: Config) -> Iterator[RaySession]:
-        """Yield Ray with the devices of a run, on which no actor is left of another."""
-        trainer, ray_init = config.trainer, config.ray_kwargs.ray_init
+    def open(
+        self,
+        trainer: SFTTrainerConfig,
+        ray_init: dict[str, Any],
+        user_keys: dict[str, Any],
+        rollout: tuple[int, int] | None = None,
+    ) -> Iterator[RaySession]:
+        """Yield Ray with the devices of a run, on which no actor is left of another; `rollout` is its machines and
+        devices on each, if it has devices of its own."""
         # Processes get the keys of custom code from Ray, which has them from its start.
-        own = {} if isinstance(config, SFTConfig) else config.own
-        rollout = config.rollout_pool if isinstance(config, PPOConfig) and config.separate else None
-        request = (trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, own, rollout)
+        request = (trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, user_keys, rollout)
         with stage("starting Ray"):
-            again, self._failed = config is self._failed, None
+            again, self._failed = trainer is self._failed, None
             if self._kept is None or self._request != request or (again and not self._kept.renew_training()):
                 self.close()
                 self._kept, self._request = start_session(trainer, ray_init, self.forks, rollout), request
@@ -103,7 +110,7 @@ class Sessions:
             yield self._kept
         except BaseException as error:
             if rollout and isinstance(error, WorkerDied):
-                self._failed = config
+                self._failed = trainer
             else:
                 self.close()
             raise
@@ -117,7 +124,7 @@ class Sessions:
 
 def train(config: C, job_class: Callable[[C], Job], sessions: Sessions) -> None:
     """Run training, as often as `with_restarts` allows."""
-    directory = open_run_directory(config)
+    directory = open_directory(config.trainer.default_local_dir, "trainer.default_local_dir")
     other = holder(directory)  # whose record and page this run, which will be rejected, leaves alone
     recorder = nullcontext() if other else recording(directory, host_memory)
     began, metrics = time.time(), directory / "metrics.jsonl"
@@ -160,16 +167,18 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
     began = time.monotonic()
     job = job_class(config)
     with ExitStack() as stack:
-        store = stack.enter_context(closing(open_store(config, directory)))
+        store = stack.enter_context(closing(open_store(config.trainer, directory)))
         plan = job.plan(directory)
         saved, schedule = plan.checkpoint, job.schedule(plan.steps)
         info(f"{plan.steps} step{'s' * (plan.steps > 1)}: {job.description}")
         if not schedule.validate_only and check_complete(config, plan, directory):
             return info(f"the run is complete: {plan.done} of {plan.steps} steps are done ({required(saved).path})")
-        save_config(config, directory / "config.yaml")
-        session = stack.enter_context(sessions.open(config))
+        text = as_yaml(config)
+        save_config(text, directory / "config.yaml")
+        request = config.trainer, config.ray_kwargs.ray_init, job.user_keys, job.engine_pool
+        session = stack.enter_context(sessions.open(*request))
         if len(session.first_devices) > 1:
-            plugins.load("machines")(session, directory, as_dict(config))
+            plugins.load("machines")(session, directory, asdict(config))
         workers = job.start(session, stack, plan, directory)
         resume = Resume(plan.done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None
         (directory / "report.html").unlink(missing_ok=True)  # of an earlier run: it says what is not so any more
@@ -177,12 +186,18 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
         task, parts = job.build(workers, tracker)
         start_up = {"timing_s/start_up": time.monotonic() - began}
         if saved:
-            restore(config, plan, workers, parts, job.rows)
+            restore(config.trainer, plan, workers, parts, job.rows, kl_in_reward=job.kl_in_reward)
         else:
             tracker.log(0, start_up)
-        saver = stack.enter_context(
-            closing(Saver(workers, store, save_plan(config, job, plan, adjusted), parts, tracker))
+        saves = SavePlan(
+            contents=job.contents,
+            times=save_times(config.trainer),
+            complete=job.tokenizer.save_pretrained,
+            config=text,
+            fixed=plan.identity.state() | {"adjusted": adjusted},
+            asynchronous=job.asynchronous_saves,
         )
+        saver = stack.enter_context(closing(Saver(workers, store, saves, parts, tracker)))
         earlier = read_metrics(directory) if resume else {}
         rules = [*RULES, *custom_rules(config.trainer.health_rules)]
         health = HealthMonitor(earlier, rules, actions=config.trainer.on_diagnosis)
@@ -194,11 +209,6 @@ def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adj
     info(summary(directory))
     for advice in advise(read_metrics(directory), config):
         info(f"\nadvice: {advice}")
-
-
-def open_run_directory(config: Config) -> Path:
-    """The directory that holds all of a run, with a place for the logs."""
-    return open_directory(config.trainer.default_local_dir, "trainer.default_local_dir")
 
 
 def open_directory(path: str | Path, key: str) -> Path:
@@ -217,25 +227,13 @@ def open_directory(path: str | Path, key: str) -> Path:
     return directory.absolute()
 
 
-def open_store(config: Config, directory: Path) -> Store:
+def open_store(trainer: SFTTrainerConfig, directory: Path) -> Store:
     """The checkpoints of a run, which holds the directory's lock from here on."""
-    trainer = config.trainer
     return Store(directory, keep=trainer.max_actor_ckpt_to_keep, keep_best=trainer.keep_best_ckpt)
 
 
 def save_times(trainer: SFTTrainerConfig) -> SaveTimes:
     return SaveTimes(trainer.save_freq, trainer.save_freq_epochs, trainer.save_freq_secs, trainer.ckpt_freq_secs)
-
-
-def save_plan(config: Config, job: Job, plan: ResumePlan, adjusted: Adjusted) -> SavePlan:
-    return SavePlan(
-        contents=job.contents,
-        times=save_times(config.trainer),
-        complete=job.tokenizer.save_pretrained,
-        config=as_yaml(config),
-        fixed=plan.identity.state() | {"adjusted": adjusted},
-        asynchronous=job.asynchronous_saves,
-    )
 
 
 def open_tracker(
@@ -245,7 +243,7 @@ def open_tracker(
     trainer = config.trainer
     names = (trainer.project_name, trainer.experiment_name)
     more = {"ray": RayMetricsSink(*names)} if exported else {}
-    values = as_dict(config), steps, resume, hyperparameters(config), more
+    values = asdict(config), steps, resume, hyperparameters(config), more
     return Tracker(trainer.logger, directory, *names, *values, custom_sinks(trainer.logger))
 
 

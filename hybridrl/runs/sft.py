@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ class SFTJob:
     """The parts of a supervised run (see `Job`)."""
 
     asynchronous_saves = True
+    user_keys: dict[str, Any] = {}  # noqa: RUF012  # none
+    engine_pool = None
+    kl_in_reward = False
 
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
@@ -44,8 +47,8 @@ class SFTJob:
         data = data_fingerprint(files, self.rows, config.data.train_max_samples)
         bases = {"model.path": model_fingerprint(path)} if config.model.lora_rank else {}
         identity = Identity(data, fingerprint(data, path), bases)
-        saved = find_checkpoint(config, directory, identity)
-        contents = contents_to_load(config, {"actor": config.checkpoint.load_contents}, saved.path) if saved else {}
+        saved = find_checkpoint(trainer, asdict(config), directory, identity)
+        contents = contents_to_load(trainer, {"actor": config.checkpoint.load_contents}, saved.path) if saved else {}
         plan = ResumePlan(identity, saved, contents, trainer.total_training_steps or 0)
         left = (trainer.total_epochs * self.rows - plan.prompts_used) // config.data.train_batch_size
         return plan if plan.steps else replace(plan, steps=plan.done + max(left, 0 if saved else 1))

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.core.required import required
 from hybridrl.runtime import forkserver
 from hybridrl.runtime.environment import WAITING, joins, worker_environment
@@ -61,12 +61,15 @@ class ForkServer:
 
 
 @contextmanager
-def fork_server(config: PPOConfig | SFTConfig, *, engine: bool) -> Iterator[ForkServer | None]:
-    """The fork server of a run on this machine's CPU, for the time of the block; None for any other."""
-    if config.trainer.device != "cpu" or joins(config.ray_kwargs.ray_init) or sys.platform != "linux":
+def fork_server(
+    trainer: SFTTrainerConfig, ray_init: dict, devices: int, *, engine: bool
+) -> Iterator[ForkServer | None]:
+    """The fork server of a run on this machine's CPU with so many devices, for the time of the block; None for any
+    other run."""
+    if trainer.device != "cpu" or joins(ray_init) or sys.platform != "linux":
         yield None
         return
-    environment = worker_environment("cpu", config.devices_per_machine)
+    environment = worker_environment("cpu", devices)
     server = ForkServer(environment, TRAINING + ENGINE * engine)
     try:
         yield server

@@ -23,7 +23,7 @@ from warm_start import TOP
 
 from hybridrl.config import PPOConfig
 from hybridrl.core.experience.asynchronous import QUEUED
-from hybridrl.main_ppo import opened
+from hybridrl.main_ppo import COMMAND
 from hybridrl.tracking import read_metrics
 
 sys.path.insert(0, str(TOP / "scripts"))
@@ -68,7 +68,7 @@ def counted_steps(run: Path) -> list[dict[str, float]]:
 
 def train(config: PPOConfig) -> None:
     run: Callable[[PPOConfig], None]
-    with opened(config) as run:
+    with COMMAND.open(config) as run:
         run(config)
 
 

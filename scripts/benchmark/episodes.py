@@ -25,6 +25,9 @@ from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers, S
 from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec
 from hybridrl.config import load_ppo_config
+from hybridrl.config.compose import shipped
+from hybridrl.config.schema_rollout import AgentConfig, MultiTurnConfig
+from hybridrl.config.values import value_of
 from hybridrl.core.cluster import RaySession
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, Request, RolloutClient, Sampling
@@ -59,9 +62,12 @@ def open_workers(
     (directory / "talk.py").write_text(ENVIRONMENT)
     load = partial(AutoTokenizer.from_pretrained, str(directory / "data" / "model"))
     kwargs = {"turns": turns, "seconds": seconds}
-    environments = EnvironmentSettings(environment=f"{directory}/talk.py:{name}", environment_kwargs=kwargs)
+    values = value_of(shipped("ppo_trainer").values, "actor_rollout_ref.rollout")
+    chosen = {"environment": f"{directory}/talk.py:{name}", "environment_kwargs": kwargs}
+    multi_turn = MultiTurnConfig(**values["multi_turn"] | chosen)
+    environments = EnvironmentSettings(multi_turn, AgentConfig(**values["agent"]))
     settings = EpisodeSettings(load, environments, limits, (end,), formats={"format": "hermes"})
-    workers = EpisodeWorkers(session, settings, 1, [f"{directory}/episodes.log"])
+    workers = EpisodeWorkers(session, settings, [f"{directory}/episodes.log"])
     workers.wait_until_ready(300)
     return workers
 

@@ -88,7 +88,7 @@ def compare(options: argparse.Namespace, place: Path) -> list[Row]:
     wanted, tokens = evaluation.wanted(), {}
 
     with ExitStack() as stack:
-        forks = stack.enter_context(fork_server(config, engine=True))
+        forks = stack.enter_context(fork_server(config.trainer, {}, config.devices_per_machine, engine=True))
         sessions = stack.enter_context(closing(Sessions(forks)))
         runner = stack.enter_context(evaluation.runner(sessions, lambda _: model, directory))
         bare = stack.enter_context(start_bare(evaluation, model, place, options))

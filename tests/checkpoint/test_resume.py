@@ -24,7 +24,7 @@ from hybridrl.checkpoint.fingerprints import (
 from hybridrl.checkpoint.resume import ConfigChange, check_changes, check_compatible, config_changes, resume_summary
 from hybridrl.checkpoint.store import Checkpoint
 from hybridrl.config import ConfigError, load_sft_config
-from hybridrl.config.compose import as_dict, save_config
+from hybridrl.config.compose import as_yaml, save_config
 
 SMALL = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": True}
 
@@ -89,10 +89,10 @@ def test_a_configuration_that_was_written_and_read_again_is_unchanged(tmp_path):
     common = ["trainer.device=cpu", f"model.path={tmp_path}", f"data.train_files={tmp_path / 'rows.jsonl'}"]
     sft = load_sft_config([*common, "optim.lr=1e-7"])
     (tmp_path / "config.yaml").write_text("of an earlier run, readable by everyone")
-    save_config(sft, tmp_path / "config.yaml")
+    save_config(as_yaml(sft), tmp_path / "config.yaml")
     assert (tmp_path / "config.yaml").stat().st_mode & 0o077 == 0
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert config_changes(written, as_dict(sft), step=tmp_path, same_rows=True) == []
+    assert config_changes(written, asdict(sft), step=tmp_path, same_rows=True) == []
     other = load_sft_config([*common, "optim.lr=2e-7", "optim.optimizer=Muon"])
     logged = [
         (change.key, change.verdict) for change in config_changes(written, asdict(other), step=tmp_path, same_rows=True)

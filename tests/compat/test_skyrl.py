@@ -6,8 +6,8 @@ import pytest
 
 from hybridrl.agents.environments.environment import Response
 from hybridrl.agents.environments.load import ENVIRONMENTS, check
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from tests.agents.environments.conftest import made
+from tests.agents.sections import environments_of
 
 skyrl_gym = pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed")
 
@@ -40,7 +40,7 @@ GSM8K = {"env_class": "gsm8k_multi_turn", "reward_spec": {"ground_truth": "72"},
 
 
 def test_an_installed_environment_runs_and_agrees_with_the_built_in_one() -> None:
-    theirs = made(GSM8K, EnvironmentSettings())
+    theirs = made(GSM8K, environments_of())
     assert type(theirs.environment).__module__.startswith("skyrl_gym")
     ours = ENVIRONMENTS["gsm8k_multi_turn"]({}, GSM8K)
     asked = [{"role": "user", "content": "q"}]
@@ -59,7 +59,7 @@ def test_an_installed_environment_runs_and_agrees_with_the_built_in_one() -> Non
 def test_a_class_by_path_and_a_registered_one_run_with_their_configuration(tmp_path) -> None:
     file = tmp_path / "echo.py"
     file.write_text(CUSTOM)
-    settings = EnvironmentSettings(environment=f"{file}:Echo", environment_kwargs={"mark": "?"}, max_turns=2)
+    settings = environments_of(environment=f"{file}:Echo", environment_kwargs={"mark": "?"}, max_assistant_turns=2)
     check(settings, [{}])
     environment = made({}, settings)
     assert environment.reset([])[0]["content"] == "go"
@@ -69,6 +69,8 @@ def test_a_class_by_path_and_a_registered_one_run_with_their_configuration(tmp_p
 
     library = tmp_path / "registers.py"
     library.write_text(f"{CUSTOM}\nimport skyrl_gym\nskyrl_gym.register(id='echo', entry_point=Echo)")
-    settings = EnvironmentSettings(libraries=(str(library),), environment_kwargs={"echo": {"mark": ";"}}, max_turns=2)
+    settings = environments_of(
+        libraries=(str(library),), environment_kwargs={"echo": {"mark": ";"}}, max_assistant_turns=2
+    )
     environment = made({"env_class": "echo"}, settings)
     assert environment.step(Response("a")).messages[0]["content"] == "a;"

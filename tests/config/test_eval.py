@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import ConfigError, EvaluationConfig, load_ppo_config
-from hybridrl.config.compose import save_config
+from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.evaluation.config import describe_sampling, load_eval_config, with_model
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -42,7 +42,7 @@ def test_a_training_command_is_an_evaluation_of_its_model_on_its_validation_rows
 
 def test_a_configuration_that_was_written_can_be_loaded_again(place):
     written = load("eval.files=val.jsonl", "eval.models=model", "data.max_response_length=7")
-    save_config(written, place / "again.yaml")
+    save_config(as_yaml(written), place / "again.yaml")
     again = load_eval_config([], config_name="again", config_dir=place, report=lambda _: None, show=lambda _: None)
     assert again == written
 

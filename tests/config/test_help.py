@@ -84,7 +84,7 @@ def test_only_what_was_changed_is_reported_and_not_what_follows_it(load: Load) -
 def test_the_samplings_of_training_and_validation_stand_side_by_side_and_neither_follows_the_other(load: Load) -> None:
     rollout = "actor_rollout_ref.rollout"
     keys = (f"{rollout}.temperature=0.7", f"{rollout}.n=8", f"{rollout}.top_k=20", f"{rollout}.val_kwargs.top_p=0.9")
-    assert samplings(load(*keys).config) == (
+    assert samplings(load(*keys).config.actor_rollout_ref.rollout) == (
         "sampling in training: temperature=0.7 top_p=1 top_k=20 n=8; "
         "in validation: temperature=0 top_p=0.9 top_k=-1 n=1"
     )

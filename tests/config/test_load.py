@@ -106,7 +106,7 @@ def test_what_is_left_open_follows_the_machine(
 
 def test_the_saved_configuration_loads_again(load: Load, tmp_path: Path) -> None:
     config = load("trainer.experiment_name='1e-6'", ROLLOUT + ".n=4").config
-    save_config(config, tmp_path / "config.yaml")
+    save_config(as_yaml(config), tmp_path / "config.yaml")
     again = load(config_dir=tmp_path, config_name="config").config
     assert again == config
     assert as_yaml(again) == as_yaml(config)

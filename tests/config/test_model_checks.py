@@ -304,7 +304,8 @@ def test_what_transformers_leaves_out_of_a_deepseek_s_settings_is_put_where_an_e
 def test_engine_and_trainer_are_compared_where_they_are_asked_for_the_same(load: Load, keys: list, limit) -> None:
     trainer, engine, *more = keys
     types = [f"actor_rollout_ref.actor.fsdp_config.dtype={trainer}", f"{ROLLOUT}.dtype={engine}"]
-    found = build_agreement(load("trainer.device=cpu", *types, *(f"{ROLLOUT}.{key}" for key in more)).config)
+    config = load("trainer.device=cpu", *types, *(f"{ROLLOUT}.{key}" for key in more)).config
+    found = build_agreement(config.actor_rollout_ref)
     assert (found and found.limit) == limit
 
 

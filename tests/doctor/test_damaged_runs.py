@@ -13,7 +13,7 @@ import pytest
 from hybridrl.checkpoint.files import write_manifest
 from hybridrl.checkpoint.store import Store
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
-from hybridrl.config.compose import save_config
+from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.doctor import __main__ as doctor
 from hybridrl.evaluation.targets import find_targets
 from hybridrl.model_merger import __main__ as merger
@@ -60,7 +60,7 @@ def make_run(directory: Path, config: PPOConfig) -> None:
         recording(directory, lambda: {"oom_kills": 0}),
         closing(Store(directory)) as store,
     ):
-        save_config(config, directory / "config.yaml")
+        save_config(as_yaml(config), directory / "config.yaml")
         with Tracker([], directory, "p", "e", {}, 3) as tracker:
             for step in (1, 2):
                 begin_step(step)
@@ -69,7 +69,7 @@ def make_run(directory: Path, config: PPOConfig) -> None:
         (writing / "actor" / "huggingface").mkdir(parents=True)
         (writing / "actor" / "huggingface" / "config.json").write_text("{}")
         (writing / "actor" / ".metadata").write_bytes(b"optimizer.state")
-        save_config(config, writing / "config.yaml")
+        save_config(as_yaml(config), writing / "config.yaml")
         store.publish(2, state)
         raise RuntimeError("no luck")
     for name in ("rollouts", "samples"):

@@ -338,7 +338,9 @@ def reject(command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path) -> Cal
         (tmp_path / "reward.py").write_text(source)
         config = load_ppo_config([*command, f"reward.custom_reward_function.path={tmp_path}/reward.py"])
         prompts = rows(*[("mine", truth) for truth in truths])
-        reject_failing_reward(config, tokenizer, {"data.train_files": prompts}, tmp_path / "log")
+        reject_failing_reward(
+            config.reward, config.data.max_response_length, tokenizer, {"data.train_files": prompts}, tmp_path / "log"
+        )
 
     return run
 

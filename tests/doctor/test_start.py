@@ -54,7 +54,7 @@ def test_a_run_is_rejected_before_its_data_are_read_with_all_errors_at_once(comm
     (tmp_path / "rows.jsonl").write_text("no rows at all")
     layer = "actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap=GPT2Block"
     config = load_ppo_config([*command, layer, "trainer.logger=[console,swanlab]"])
-    with pytest.raises(ConfigError) as error, main_ppo.opened(config) as run:
+    with pytest.raises(ConfigError) as error, main_ppo.COMMAND.open(config) as run:
         run(config)
     assert len(error.value.lines) == 2
     assert "trainer.logger=swanlab: its package is not installed" in error.value.lines[0]

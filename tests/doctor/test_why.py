@@ -15,7 +15,7 @@ import pytest
 
 from hybridrl.checkpoint.store import Store
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config, load_sft_config
-from hybridrl.config.compose import save_config
+from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.core.cluster import OutOfMemory
 from hybridrl.core.required import required
 from hybridrl.doctor import __main__ as doctor
@@ -57,7 +57,7 @@ def run(config: PPOConfig, work: Work | None = None, *, steps: int = 3, saved: i
     REQUESTS.last = ""
     try:
         with recording(directory), closing(Store(directory)) as store:
-            save_config(config, directory / "config.yaml")
+            save_config(as_yaml(config), directory / "config.yaml")
             with Tracker([], directory, "p", "e", {}, steps) as tracker:
                 for step in range(1, steps + 1):
                     begin_step(step)
@@ -107,7 +107,7 @@ def test_a_supervised_run_without_memory_continues_with_its_optimizer_on_the_hos
     directory = run(config, lambda *_: (_ for _ in ()).throw(OutOfMemory(text, "train worker.update_policy")))
     files = Path(config.data.train_files[0]).parent
     own = [f"data.train_files={config.data.train_files[0]}", f"model.path={files}", "trainer.device=cpu"]
-    save_config(load_sft_config(own), directory / "config.yaml")
+    save_config(as_yaml(load_sft_config(own)), directory / "config.yaml")
     module, *arguments = shlex.split(diagnose(directory).command.removeprefix("python -m "))
     assert module == "hybridrl.main_sft"
     loaded = load_sft_config(arguments[4:], config_name="config", config_dir=directory)

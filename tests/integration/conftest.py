@@ -74,7 +74,7 @@ def parts(config, session, tmp_path_factory):
 def forks(overrides, tmp_path_factory):
     """Where the workers of all modules come from."""
     config = load_ppo_config(overrides(tmp_path_factory.mktemp("forks")))
-    with fork_server(config, engine=True) as server:
+    with fork_server(config.trainer, {}, config.devices_per_machine, engine=True) as server:
         yield server
 
 

@@ -15,11 +15,9 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.agents.endpoint.agent import Agents
-from hybridrl.agents.endpoint.functions import AgentSettings
 from hybridrl.agents.environments.conversations import Conversations
 from hybridrl.agents.environments.episode_loop import Limits
 from hybridrl.agents.environments.pool import EpisodeWorkers
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.worker import EpisodeSettings
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.batching import group_by_prompt, to_batch
@@ -33,6 +31,7 @@ from hybridrl.core.rollout.fleet import EngineGroup
 from hybridrl.core.weights.sync import StaleWeights
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.pool import ScorerPool
+from tests.agents.sections import agent_of, environments_of
 from tests.integration.agents import REWARD, TURNS
 from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, tokens, update
 
@@ -250,11 +249,11 @@ def workers(session, tiny, tmp_path_factory) -> Iterator[EpisodeWorkers]:
     directory = tmp_path_factory.mktemp("episodes")
     loops = [f"{{name: echo, _target_: '{FILE}:EchoLoop'}}", f"{{name: counter, _target_: '{FILE}:Counter', {EIGHT}}}"]
     (directory / "loops.yaml").write_text("".join(f"- {loop}\n" for loop in loops))
-    environments = EnvironmentSettings(agent_path=str(FILE), agent_loop_config_path=str(directory / "loops.yaml"))
+    environments = environments_of(path=str(FILE), agent_loop_config_path=str(directory / "loops.yaml"))
     plain = {"actor_rollout_ref": {"rollout": {}}, "data": {"max_prompt_length": 32, "max_response_length": 416}}
-    agents, load = partial(Agents, AgentSettings(str(FILE), "echo")), partial(tokenizer_of, tiny)
+    agents, load = partial(Agents, agent_of(path=str(FILE), name="echo"), 64, None), partial(tokenizer_of, tiny)
     settings = EpisodeSettings(load, environments, LIMITS, ENDS, configuration=plain, agents=agents)
-    with EpisodeWorkers(session, settings, 1, [str(directory / "episodes.log")]) as workers:
+    with EpisodeWorkers(session, settings, [str(directory / "episodes.log")]) as workers:
         workers.wait_until_ready(120)
         yield workers
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.checkpoint.store import Store
 from hybridrl.config import ConfigError, load_ppo_config
-from hybridrl.config.compose import save_config
+from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.core.required import required
 from hybridrl.doctor.replay import replay, weights_before
 from hybridrl.runs.sample_log import SampleLog
@@ -24,7 +24,7 @@ def directory(overrides, tmp_path):
     batch.rewards = torch.tensor([0.0, 1.0, 0.0, 1.0])
     batch.advantages = batch.advantages * 0.01
     batch.advantages[: batch.response_lengths[0]] = 5.0
-    save_config(settings, tmp_path / "config.yaml")
+    save_config(as_yaml(settings), tmp_path / "config.yaml")
     SampleLog(None, training_dir=None, validation_dir=None, replay_dir=tmp_path / "replay", shown=0).keep(1, batch)
     return tmp_path
 

@@ -17,7 +17,7 @@ import pytest
 
 from hybridrl import main_ppo
 from hybridrl.checkpoint.store import Store
-from hybridrl.runs import setup
+from hybridrl.runs import command, setup
 
 ROOT = Path(__file__).parents[2]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -118,7 +118,7 @@ def answer(
         raise Started
 
     monkeypatch.setattr(setup, "start_session", start)
-    monkeypatch.setattr(main_ppo, "fork_server", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(command, "fork_server", lambda *_, **__: nullcontext())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.chdir(place)

@@ -7,8 +7,15 @@ import pytest
 
 from hybridrl.checkpoint.store import Checkpoint
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
-from hybridrl.config.compose import save_config
-from hybridrl.runs.resume import Identity, ResumePlan, check_complete, plan_resume, sample_fingerprints
+from hybridrl.config.compose import as_yaml, save_config
+from hybridrl.runs.resume import (
+    Identity,
+    ResumePlan,
+    check_complete,
+    engine_fingerprint,
+    plan_resume,
+    score_fingerprint,
+)
 from hybridrl.runs.settings import build_algorithm
 
 BRIEF = '+reward.functions.brief="~/further.py:brief"'
@@ -24,7 +31,9 @@ def config_of(directory: Path, *overrides: str) -> PPOConfig:
 
 
 def fingerprints(directory: Path, *overrides: str, data: str = "rows") -> tuple[str, str]:
-    return sample_fingerprints(config_of(directory, *overrides), data)
+    config = config_of(directory, *overrides)
+    section = config.actor_rollout_ref
+    return engine_fingerprint(section.model, section.rollout), score_fingerprint(config.reward, data)
 
 
 @pytest.fixture
@@ -65,7 +74,7 @@ def plan(directory: Path, done: int) -> ResumePlan:
 
 
 def test_a_run_that_is_complete_is_not_trained_with_other_values(saved, tmp_path):
-    save_config(config_of(tmp_path), tmp_path / "config.yaml")
+    save_config(as_yaml(config_of(tmp_path)), tmp_path / "config.yaml")
     assert check_complete(config_of(tmp_path), plan(tmp_path, 4), tmp_path)
     assert check_complete(config_of(tmp_path, "trainer.test_freq=3"), plan(tmp_path, 4), tmp_path)
     with pytest.raises(ConfigError, match=r"trainer.seed=\d+, not 77"):

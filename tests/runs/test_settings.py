@@ -9,7 +9,7 @@ from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.core.algorithms.lookup import bind, find_policy_loss
 from hybridrl.core.training.schedule import schedule
 from hybridrl.core.training.worker import LearnerConfig, WorkerConfig
-from hybridrl.runs.settings import build_algorithm, policy_loss_config, ppo_worker_config
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 
 ACTOR = "actor_rollout_ref.actor"
 # 4 prompts a step: 2 per update, gone through twice, are 4 updates of the policy; the critic has one.
@@ -51,7 +51,7 @@ def test_own_keys_reach_a_custom_estimator_and_a_custom_loss(tmp_path: Path) -> 
     config = load(tmp_path, *keys, "+own.bonus=0.5", "+my.list=[1,2]")
     own = {"bonus": 0.5, "my": {"list": [1, 2]}}
     assert build_algorithm(config).estimator(None) == own
-    loss = policy_loss_config(config)
+    loss = build_policy_plan(config).loss
     assert bind(find_policy_loss(loss.policy_loss)[1], loss.parameters, rows=2)(None, None) == own
 
 

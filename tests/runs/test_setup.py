@@ -35,9 +35,9 @@ def test_a_second_run_in_a_directory_leaves_the_first_ones_configuration(tmp_pat
         values |= {"trainer.device": "cpu", "trainer.default_local_dir": tmp_path}
         return load_sft_config([f"{key}={value}" for key, value in values.items()])
 
-    first = open_store(config(1), tmp_path)
+    first = open_store(config(1).trainer, tmp_path)
     with pytest.raises(ConfigError, match="another run is using it"):
-        open_store(config(2), tmp_path)
+        open_store(config(2).trainer, tmp_path)
     first.close()
 
 
@@ -70,15 +70,14 @@ class RaySession:
 def test_one_ray_serves_run_after_run_until_one_fails(monkeypatch):
     monkeypatch.setattr(setup, "start_session", RaySession)
     trainer = SimpleNamespace(device="cpu", nnodes=1, n_gpus_per_node=1)
-    config: Any = SimpleNamespace(trainer=trainer, ray_kwargs=SimpleNamespace(ray_init={}), own={})
     sessions: Any = setup.Sessions()
     for _ in range(3):
-        with sessions.open(config) as session:
+        with sessions.open(trainer, {}, {}) as session:
             assert session.kept is None
-    with pytest.raises(RuntimeError), sessions.open(config):
+    with pytest.raises(RuntimeError), sessions.open(trainer, {}, {}):
         raise RuntimeError("the run failed")
     assert session.events == ["renew", "renew", "renew", "close"]
-    with sessions.open(config) as following:
+    with sessions.open(trainer, {}, {}) as following:
         assert following is not session and not following.events
 
 
@@ -90,7 +89,7 @@ def test_servers_on_devices_of_their_own_are_left_to_the_next_attempt_of_a_run_w
     sessions = setup.Sessions()
 
     def attempt(of: PPOConfig) -> RaySession:
-        with pytest.raises(WorkerDied), sessions.open(of) as session:
+        with pytest.raises(WorkerDied), sessions.open(of.trainer, {}, {}, of.rollout_pool) as session:
             assert session.kept == {}
             raise WorkerDied("train worker 0 died")
         return session

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -247,7 +248,6 @@ def test_libraries_read_the_user_s_own_variables_where_they_are_imported(make, w
 @pytest.mark.parametrize(("device", "address"), [("cuda", ""), ("cpu", "10.0.0.1:6379")])
 def test_on_cuda_and_in_a_joined_ray_workers_start_by_themselves(monkeypatch, device, address):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    ray_init = SimpleNamespace(ray_init={"address": address})
-    config = SimpleNamespace(trainer=SimpleNamespace(device=device), ray_kwargs=ray_init)
-    with fork_server(config, engine=True) as forks:
+    trainer: Any = SimpleNamespace(device=device)
+    with fork_server(trainer, {"address": address}, 1, engine=True) as forks:
         assert forks is None

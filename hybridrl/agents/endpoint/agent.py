@@ -17,12 +17,14 @@ from hybridrl.agents.endpoint.address import bound
 from hybridrl.agents.endpoint.app import Check, create_app, serving
 from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.fields import AUTO, Rules
-from hybridrl.agents.endpoint.functions import ONLINE, Agent, AgentSettings, call_agent, run_in_process
+from hybridrl.agents.endpoint.functions import Agent, call_agent, load_agent, run_in_process
 from hybridrl.agents.endpoint.messages import rejected
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments.environment import EpisodeFault, Message
 from hybridrl.agents.environments.episode_loop import Kit, PausablePolicy
+from hybridrl.agents.environments.settings import ONLINE
 from hybridrl.agents.environments.user_code import UserCodeError, contained, reward_of
+from hybridrl.config.schema_rollout import AgentConfig
 from hybridrl.core.experience.trajectory import Policy, Trajectory
 from hybridrl.core.rollout import Completion
 
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 HELD_SECONDS = 7 * 86400.0  # that a request may take where the policy is held while the devices train
 CLAIM_SECONDS = 4.0  # that a request for an episode waits for one; clients may have a time limit of 5 s
+INSIDE = ("127.0.0.1", 0)  # the address for agents of the run itself: a free port for each process
 UNUSED_SECONDS = 120.0  # after which an agent that took an episode and sent no request may be lost
 
 
@@ -89,13 +92,24 @@ class Waiting:
 
 
 class Agents:
-    """The agents of a process that runs episodes, with one endpoint for all of them."""
+    """The agents of a process that runs episodes, with one endpoint for all of them. At most `concurrency` of one call
+    of the driver run at a time (None: all). An episode without a reward is a fault if it `needs_reward`, else the
+    reward function scores it. Agents outside the run get sessions by the `admin_key`."""
 
-    def __init__(self, settings: AgentSettings, kit: Kit, check: Check | None = None) -> None:
+    def __init__(
+        self,
+        settings: AgentConfig,
+        concurrency: int | None,
+        admin_key: str | None,
+        kit: Kit,
+        check: Check | None = None,
+        *,
+        needs_reward: bool = True,
+    ) -> None:
         self.settings, self.kit, self.check = settings, kit, check
+        self.concurrency, self.admin_key, self.needs_reward = concurrency, admin_key, needs_reward
         self.sessions = AgentSessions(kit, timeout=math.inf)  # an episode has a time limit of its own
         self.policies: dict[str, OneAtATime] = {}
-        self.concurrency = settings.concurrency
         self.waiting = Waiting(self.sessions) if settings.mode == ONLINE else None
         self.open = AsyncExitStack()
         self.starting: asyncio.Future[str] | None = None
@@ -133,7 +147,7 @@ class Agents:
         found = session.trajectory(self.settings.turn_discount)
         if fault is None and not session.turns:
             fault, detail = "no turns", "the agent ended before the policy had responded"
-        if fault is None and found.reward is None and self.settings.needs_reward:
+        if fault is None and found.reward is None and self.needs_reward:
             fault = "no reward"
             detail = f"the agent set no reward, and the episode ended with {stop or found.stop}; return one from "
             detail += f"{self.settings.name}, or set reward.custom_reward_function.path"
@@ -141,7 +155,7 @@ class Agents:
 
     def _take(self, session: Session, returned: Any) -> None:
         """Give the session the rewards that the agent returned."""
-        source = f"the agent {self.settings.path}:{self.settings.name}"
+        source = f"the agent {self.function}"
         if isinstance(returned, Mapping):
             for name, reward in returned.items():
                 session.set_reward(reward_of(reward, source), name)
@@ -154,12 +168,11 @@ class Agents:
         """Return the endpoint's address, which is started once."""
         if self.starting is None:
             claim, settings = self.waiting and self.waiting.claim, self.settings
-            rules, host = Rules(trains=True, forced_as_auto=settings.forced_tool_choice == AUTO), settings.host
-            options = {"admin_key": settings.admin_key, "claim": claim, "rules": rules, "host": host}
+            host, port = (settings.host, settings.port) if self.waiting else INSIDE
+            rules = Rules(trains=True, forced_as_auto=settings.forced_tool_choice == AUTO)
+            options = {"admin_key": self.admin_key, "claim": claim, "rules": rules, "host": host}
             app = create_app(self._generate, self.sessions, check=self.check, **options)
-            self.starting = asyncio.ensure_future(
-                self.open.enter_async_context(serving(app, bound(settings.host, settings.port)))
-            )
+            self.starting = asyncio.ensure_future(self.open.enter_async_context(serving(app, bound(host, port))))
         return await asyncio.shield(self.starting)
 
     async def _generate(self, session: Session, ids: list[int], wanted: SamplingOptions) -> Completion:
@@ -189,9 +202,13 @@ class Agents:
         limits = self.kit.limits
         arguments = data, base_url, session.api_key, HELD_SECONDS if limits.held else limits.timeout
         if self.settings.mode == "process":
-            return run_in_process(self.settings, *arguments)
+            return run_in_process(self.function, *arguments)
         return call_agent(self.agent, *arguments)
 
     @cached_property
     def agent(self) -> Agent:
-        return self.settings.load()
+        return load_agent(self.function)
+
+    @property
+    def function(self) -> str:
+        return f"{self.settings.path}:{self.settings.name}"

@@ -4,17 +4,17 @@ before they start."""
 import logging
 import os
 import secrets
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from hybridrl.agents.endpoint.address import ADMIN_KEY, bound
 from hybridrl.agents.endpoint.agent import Agents
-from hybridrl.agents.endpoint.functions import ONLINE, AgentSettings
+from hybridrl.agents.endpoint.functions import load_agent
 from hybridrl.agents.environments.calls import KEY as FORMAT
 from hybridrl.agents.environments.conversations import Conversations
 from hybridrl.agents.environments.dialogue import Dialogue
@@ -31,15 +31,18 @@ from hybridrl.agents.environments.load import (
 )
 from hybridrl.agents.environments.load import check as check_environments
 from hybridrl.agents.environments.pool import EpisodeWorkers
-from hybridrl.agents.environments.settings import AGENT, MULTI_TURN, EnvironmentSettings
+from hybridrl.agents.environments.settings import AGENT, MULTI_TURN, ONLINE, EnvironmentSettings
 from hybridrl.agents.environments.template import KEY as TEMPLATE
 from hybridrl.agents.environments.worker import EpisodeSettings
-from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config import ConfigError
 from hybridrl.config.checks.asynchronous import continues_rollouts
 from hybridrl.config.checks.training import this_machine
 from hybridrl.config.custom_code import script_path
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import Findings
+from hybridrl.config.schema import ActorRolloutRefConfig, DataConfig, ModelConfig, ServedConfig, TrainerConfig
+from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.config.schema_rollout import AgentConfig, MultiTurnConfig, RolloutConfig
 from hybridrl.core.cluster import RaySession
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import as_chat, end_tokens
@@ -55,7 +58,7 @@ CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # of a machine
 __all__ = [
     "Conversations",
     "check_episodes",
-    "episode_processes",
+    "episode_logs",
     "episode_settings",
     "runs_episodes",
     "start",
@@ -65,29 +68,39 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def environment_settings(config: PPOConfig) -> EnvironmentSettings:
-    """What environments and tools the configuration names, as plain values."""
-    multi_turn, agent = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
-    libraries = tuple(config.actor_rollout_ref.model.external_lib)
-    agent_path = ONLINE if agent.mode == ONLINE else agent.path
-    renamed = {"libraries": libraries, "max_turns": multi_turn.max_assistant_turns, "agent_path": agent_path}
-    values = vars(multi_turn) | vars(agent) | renamed
-    names = {item.name for item in fields(EnvironmentSettings)} & values.keys()
-    return EnvironmentSettings(**{name: values[name] for name in names})
+class EpisodesConfig(Protocol):
+    """The sections that decide how episodes run: those of a run, or of an evaluation."""
+
+    @property
+    def data(self) -> DataConfig: ...
+
+    @property
+    def actor_rollout_ref(self) -> ActorRolloutRefConfig | ServedConfig: ...
+
+    @property
+    def reward(self) -> RewardConfig: ...
+
+    @property
+    def trainer(self) -> TrainerConfig: ...
 
 
-def runs_episodes(config: PPOConfig, environments: Collection[str]) -> bool:
+def environment_settings(section: ActorRolloutRefConfig | ServedConfig) -> EnvironmentSettings:
+    rollout = section.rollout
+    return EnvironmentSettings(rollout.multi_turn, rollout.agent, tuple(section.model.external_lib))
+
+
+def runs_episodes(rollout: RolloutConfig, environments: Collection[str]) -> bool:
     """Whether episodes run in processes of their own: if the configuration or a row names more than single responses.
     `environments` are the names in the rows."""
     named = any(name not in (SINGLE_TURN, *SINGLE_RESPONSES) for name in environments)
-    chosen = choice_of({}, environment_settings(config)) is not None
-    return named or chosen or config.actor_rollout_ref.rollout.multi_turn.enable
+    chosen = choice_of({}, EnvironmentSettings(rollout.multi_turn, rollout.agent)) is not None
+    return named or chosen or rollout.multi_turn.enable
 
 
-def episode_limits(config: PPOConfig) -> Limits:
-    """What bounds an episode, from the keys of multi_turn and the lengths of prompt and response."""
-    rollout = config.actor_rollout_ref.rollout
-    multi_turn, prompt, response = rollout.multi_turn, config.data.max_prompt_length, rollout.response_length
+def episode_limits(rollout: RolloutConfig, prompt: int, *, held: bool) -> Limits:
+    """The limits of an episode whose first prompt has up to `prompt` tokens; `held`: the policy may be, while the
+    devices train."""
+    multi_turn, response = rollout.multi_turn, rollout.response_length
     return Limits(
         prompt=prompt,
         response=response,
@@ -98,70 +111,71 @@ def episode_limits(config: PPOConfig) -> Limits:
         invalid_calls=multi_turn.max_consecutive_invalid_tool_calls,
         call_timeout=multi_turn.tool_timeout,
         timeout=multi_turn.episode_timeout,
-        held=continues_rollouts(config),
+        held=held,
     )
 
 
-def episode_settings(config: PPOConfig, load_tokenizer: LoadTokenizer, end_ids: tuple[int, ...]) -> EpisodeSettings:
+def episode_settings(
+    config: EpisodesConfig, load_tokenizer: LoadTokenizer, end_ids: tuple[int, ...]
+) -> EpisodeSettings:
     """What the processes that run episodes are made with; with agents outside the run, says where they find it."""
-    agents = agent_settings(config)
-    if agents and agents.mode == ONLINE:
-        info(invitation(agents))
+    section, data, trainer = config.actor_rollout_ref, config.data, config.trainer
+    rollout, held = section.rollout, continues_rollouts(trainer.v1, section.rollout)
+    key = os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(16)
+    agents = agents_of(rollout, trainer.nnodes, key, needs_reward=uses_built_in(config.reward))
+    if rollout.agent.mode == ONLINE:
+        info(invitation(rollout.agent, key))
     return EpisodeSettings(
         load_tokenizer,
-        environment_settings(config),
-        episode_limits(config),
+        environment_settings(section),
+        episode_limits(rollout, data.max_prompt_length, held=held),
         end_ids,
-        formats=_formats(config),
-        configuration=asdict(config),
-        agents=agents and partial(Agents, agents),
+        formats=_formats(section.model, rollout.multi_turn, data),
+        configuration=asdict(config),  # pyrefly: ignore[bad-argument-type]  # a dataclass
+        agents=agents,
     )
 
 
 def start(
-    config: PPOConfig, session: RaySession, load_tokenizer: LoadTokenizer, end_ids: tuple[int, ...], logs: Path
+    config: EpisodesConfig, session: RaySession, load_tokenizer: LoadTokenizer, end_ids: tuple[int, ...], logs: Path
 ) -> EpisodeWorkers:
     """Start the processes that run episodes, which end with the context."""
     settings = episode_settings(config, load_tokenizer, end_ids)
-    return EpisodeWorkers(session, settings, *episode_processes(config, logs))
+    return EpisodeWorkers(session, settings, episode_logs(config.actor_rollout_ref.rollout, config.trainer, logs))
 
 
-def _formats(config: PPOConfig) -> dict[str, Any]:
+def _formats(model: ModelConfig, multi_turn: MultiTurnConfig, data: DataConfig) -> dict[str, Any]:
     """The arguments of Kit.of that are given by name."""
-    multi_turn, model = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.model
     settings = AutoConfig.from_pretrained(str(resolve_model(model.path)), trust_remote_code=model.trust_remote_code)
     return {
         "format": multi_turn.format,
         "model_type": settings.model_type,
-        "arguments": config.data.apply_chat_template_kwargs,
+        "arguments": data.apply_chat_template_kwargs,
         "history_reasoning": multi_turn.history_reasoning,
     }
 
 
-def agent_settings(config: PPOConfig) -> AgentSettings | None:
-    """Which agents rows run in; ConfigError if there is no function of this name, or they cannot be outside. None: none
-    are configured."""
-    rollout, agent = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.agent
+def agents_of(
+    rollout: RolloutConfig, machines: int, key: str, *, needs_reward: bool
+) -> Callable[[Kit, Callable[[], Awaitable[None]] | None], Agents] | None:
+    """Return what makes the agents that rows run in; ConfigError if there is no function of this name, or they cannot
+    be outside, where they start sessions by the `key`. None: none are configured."""
+    agent = rollout.agent
     # With full_determinism turns are sampled once every episode wants one, so none may wait for another to end.
     concurrency = None if rollout.full_determinism else agent.concurrency
-    shared = {"concurrency": concurrency, "turn_discount": agent.turn_discount}
-    shared |= {"forced_tool_choice": agent.forced_tool_choice}
-    shared |= {"mode": agent.mode, "needs_reward": uses_built_in(config.reward)}
     if agent.mode == ONLINE:
-        _check_online(config)
-        key = os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(16)
-        return AgentSettings(**shared, host=agent.host, port=agent.port, admin_key=key)
+        _check_online(rollout, machines)
+        return partial(Agents, agent, concurrency, key, needs_reward=needs_reward)
     if agent.path is None:
         return None
-    settings = AgentSettings(str(script_path(agent.path)), agent.name, **shared)
-    settings.load()
-    return settings
+    agent = replace(agent, path=str(script_path(agent.path)))
+    load_agent(f"{agent.path}:{agent.name}")
+    return partial(Agents, agent, concurrency, None, needs_reward=needs_reward)
 
 
-def _check_online(config: PPOConfig) -> None:
+def _check_online(rollout: RolloutConfig, machines: int) -> None:
     """Raise ConfigError if agents outside the run cannot take its episodes."""
-    rollout, agent = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.agent
-    findings = Findings()
+    agent, findings = rollout.agent, Findings()
     for is_wrong, name, why, fix in (
         (agent.path, f"path={agent.path}", "agents are outside the run", "leave path out, or set mode=inline"),
         ((agent.num_workers or 1) > 1, f"num_workers={agent.num_workers}", "there is one endpoint", "set it to 1"),
@@ -171,50 +185,57 @@ def _check_online(config: PPOConfig) -> None:
             findings.error(
                 "conflict", f"{AGENT}.{name} does not go with agents that are online: {why}", fix, keys=AGENT
             )
-    if config.trainer.nnodes == 1:
+    if machines == 1:
         with findings.gathered():
             bound(agent.host, agent.port, f"{AGENT}.").close()
     findings.close()
 
 
-def invitation(agents: AgentSettings) -> str:
+def invitation(agent: AgentConfig, key: str) -> str:
     """Say where agents outside the run find its episodes."""
-    place = f"http://{agents.host}:{agents.port}/rl/start_session"
-    return f"agents get episodes by POST {place} with the admin key {agents.admin_key} (docs/endpoint.md)"
+    place = f"http://{agent.host}:{agent.port}/rl/start_session"
+    return f"agents get episodes by POST {place} with the admin key {key} (docs/endpoint.md)"
 
 
-def episode_processes(config: PPOConfig, logs: Path) -> tuple[int, list[str]]:
-    """Return how many processes run episodes, over all machines, and their logs."""
-    machines, wanted = config.trainer.nnodes, config.actor_rollout_ref.rollout.agent.num_workers
+def episode_logs(rollout: RolloutConfig, trainer: TrainerConfig, logs: Path) -> list[str]:
+    """Return the logs of the processes that run episodes, over all machines: one each."""
     per_machine = min(max(this_machine(count_gpus=False).cores // CORES_PER_PROCESS, 1), MOST_PROCESSES)
-    count = 1 if config.actor_rollout_ref.rollout.agent.mode == ONLINE else wanted or machines * per_machine
-    return count, [str(logs / f"episodes-{index}.log") for index in range(count)]
+    online = rollout.agent.mode == ONLINE
+    count = 1 if online else rollout.agent.num_workers or trainer.nnodes * per_machine
+    return [str(logs / f"episodes-{index}.log") for index in range(count)]
 
 
 def check_episodes(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, PromptDataset], findings: Findings
+    config: EpisodesConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    datasets: Mapping[str, PromptDataset],
+    findings: Findings,
 ) -> None:
     """Add what cannot work: a chat template whose turns cannot be continued exactly, files of environments and tools,
     prompts that are too long with the schemas of the tools, and calls that cannot be read."""
-    multi_turn, model = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.model
-    settings = environment_settings(config)
+    section, data, trainer = config.actor_rollout_ref, config.data, config.trainer
+    rollout, model, multi_turn = section.rollout, section.model, section.rollout.multi_turn
+    settings, continued = environment_settings(section), continues_rollouts(trainer.v1, rollout)
     uses_tools = settings.has_tools and choice_of({}, settings) == Choice("tools", TOOL_AGENT)
     with findings.gathered():
-        kit = Kit.of(tokenizer, end_tokens(model.path, tokenizer), episode_limits(config), **_formats(config))
+        limits = episode_limits(rollout, data.max_prompt_length, held=continued)
+        formats = _formats(model, multi_turn, data)
+        kit = Kit.of(tokenizer, end_tokens(model.path, tokenizer), limits, **formats)
         if differences := kit.dialogue.check(multi_turn.tokenization_sanity_check_mode, tools=uses_tools):
             raise ConfigError(
                 f"{MODE}={multi_turn.tokenization_sanity_check_mode}: {'; '.join(differences)}",
                 fix=f"see python -m hybridrl.doctor template {model.path}; set {TEMPLATE}, or {MODE}=disable",
             )
     with findings.gathered():
-        agent_settings(config)
-    check_continued(config, findings)
+        agents_of(rollout, trainer.nnodes, "", needs_reward=uses_built_in(config.reward))
+    if continued:
+        check_continued(rollout, findings)
     with findings.gathered():
-        rows = (data[index].columns for data in datasets.values() for index in range(len(data)))
+        rows = (rows[index].columns for rows in datasets.values() for index in range(len(rows)))
         made = check_environments(settings, rows)
     if uses_tools and not findings.errors:
         with findings.gathered():
-            _check_lengths(config, kit.dialogue, settings, datasets)
+            _check_lengths(data.max_prompt_length, kit.dialogue, settings, datasets)
     if not findings.errors:
         with findings.gathered():
             _check_format(multi_turn.format, kit, made)
@@ -233,24 +254,23 @@ def _check_format(format: str, kit: Kit, made: Sequence[Environment | AgentLoop]
         kit.parser()
 
 
-def warn_of_unread_fields(config: PPOConfig, datasets: Mapping[str, PromptDataset]) -> None:
+def warn_of_unread_fields(rollout: RolloutConfig, datasets: Mapping[str, PromptDataset]) -> None:
     """Name the fields of rows that their episodes do not read."""
-    settings = environment_settings(config)
+    settings = EnvironmentSettings(rollout.multi_turn, rollout.agent)
     for key, data in datasets.items():
         unread, fix = data.fields, f"configure tools or an environment below {MULTI_TURN}, or name one in agent_name"
-        if runs_episodes(config, data.environments):
-            only_tools = choice_of({}, settings) == Choice("tools", TOOL_AGENT) and not settings.interaction_config_path
+        if runs_episodes(rollout, data.environments):
+            only_tools = choice_of({}, settings) == Choice("tools", TOOL_AGENT)
+            only_tools &= not rollout.multi_turn.interaction_config_path
             unread = unread & {"interaction_kwargs"} if only_tools else set()
             fix = f"set {MULTI_TURN}.interaction_config_path"
         if unread:
             logger.warning("%s: rows have %s, which nothing reads; %s", key, ", ".join(sorted(unread)), fix)
 
 
-def check_continued(config: PPOConfig, findings: Findings) -> None:
+def check_continued(rollout: RolloutConfig, findings: Findings) -> None:
     """Reject what episodes that outlive a step do not go with."""
-    rollout, modes = config.actor_rollout_ref.rollout, "set trainer.v1.trainer_mode=sync and over_sample_rate=0"
-    if not continues_rollouts(config):
-        return
+    modes = "set trainer.v1.trainer_mode=sync and over_sample_rate=0"
     if rollout.full_determinism:
         cause = f"{FULL} does not go with episodes of several turns that outlive a step: when environments respond "
         findings.error("conflict", f"{cause}decides what the engines have in a batch", f"set {FULL}=false", keys=FULL)
@@ -262,14 +282,14 @@ def check_continued(config: PPOConfig, findings: Findings) -> None:
 
 
 def _check_lengths(
-    config: PPOConfig, dialogue: Dialogue, settings: EnvironmentSettings, datasets: Mapping[str, PromptDataset]
+    limit: int, dialogue: Dialogue, settings: EnvironmentSettings, datasets: Mapping[str, PromptDataset]
 ) -> None:
     """Reject a chat template that does not show the tools to the model, and prompts that are too long with them."""
-    schemas, limit = [tool.schema for tool in load_tools(settings).values()], config.data.max_prompt_length
+    schemas = [tool.schema for tool in load_tools(settings).values()]
     for key, data in datasets.items():
         chat = as_chat(data[0].messages)
         added = len(dialogue.start(chat, schemas)) - len(dialogue.start(chat))
-        if not added and config.actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode != "disable":
+        if not added and settings.multi_turn.tokenization_sanity_check_mode != "disable":
             raise ConfigError(
                 f"{MULTI_TURN}: the chat template does not show the tools to the model",
                 fix=f"set {TEMPLATE}, or {MODE}=disable if the prompts describe them",

@@ -57,13 +57,13 @@ class Choice:
 def choice_of(row: Row, settings: EnvironmentSettings) -> Choice | None:
     """What a row runs in; None: a single response. Loads nothing."""
     agent, named = row.get("agent_name"), row.get("env_class")
-    if settings.agent_path and not (agent or named):
-        return Choice("function", settings.agent_path)
-    named = named or settings.environment
+    if settings.function and not (agent or named):
+        return Choice("function", settings.function)
+    named = named or settings.multi_turn.environment
     if named and not agent:
         return None if named in SINGLE_RESPONSES else Choice("environment", str(named))
-    default = settings.default_agent_loop
-    if default == SINGLE_TURN and (settings.has_tools or settings.interaction_config_path):
+    default = settings.agent.default_agent_loop
+    if default == SINGLE_TURN and (settings.has_tools or settings.multi_turn.interaction_config_path):
         default = TOOL_AGENT  # as verl does where multi_turn.enable is set
     agent = str(agent or default)
     if agent == TOOL_AGENT:
@@ -90,28 +90,29 @@ def environment_of(row: Row, settings: EnvironmentSettings) -> Make | AgentLoop 
     if choice.kind == "environment":
         return _named(choice.name, row, settings)
     if choice.kind == "agent":
-        loop = replace(load(VERL).agent_loop(choice.name, settings.agent_loop_config_path), row=row)
+        loop = replace(load(VERL).agent_loop(choice.name, settings.agent.agent_loop_config_path), row=row)
         if not loop.needs_tools:
             return loop
         _interaction_of(settings, row)  # raises if there is none of the row's name
-        interactions = _interactions(settings.interaction_config_path)
+        interactions = _interactions(settings.multi_turn.interaction_config_path)
         return replace(loop, tools=_selected(settings, row), interactions=interactions)
     return functools.partial(_with_tools, settings, row)
 
 
 def _named(name: str, row: Row, settings: EnvironmentSettings) -> Make:
     """What makes an environment by its name, or by path.py:Class. Those of an installed skyrl_gym come first."""
-    config = _config(name, settings.environment_kwargs)
+    turns = settings.multi_turn.max_assistant_turns
+    config = _config(name, settings.multi_turn.environment_kwargs)
     if ":" in name:
         cls = environment_class(name)
         if hasattr(cls, "reset"):
             return functools.partial(cls, config, row)
-        return functools.partial(load(SKYRL).of_class, cls, config, row, settings.max_turns)
+        return functools.partial(load(SKYRL).of_class, cls, config, row, turns)
     if name in (skyrl := load(SKYRL)).names():
-        return functools.partial(skyrl.make, name, config, row, settings.max_turns)
+        return functools.partial(skyrl.make, name, config, row, turns)
     if name in ENVIRONMENTS:
-        turns = {} if settings.max_turns is None else {"max_turns": settings.max_turns}
-        return functools.partial(ENVIRONMENTS[name], {**turns, **config}, row)
+        limited = {} if turns is None else {"max_turns": turns}
+        return functools.partial(ENVIRONMENTS[name], {**limited, **config}, row)
     fix = f"choose {', '.join(ENVIRONMENTS)}, write path.py:Class, or install skyrl-gym for SkyRL's"
     raise ConfigError(f"{ENVIRONMENT}={name}: there is no environment of this name", fix=fix, keys=ENVIRONMENT)
 
@@ -135,7 +136,7 @@ def environment_class(name: str) -> type:
 
 def _with_tools(settings: EnvironmentSettings, row: Row) -> Environment:
     _check_names(tools_kwargs(row), "tools_kwargs", load_tools(settings))
-    environment = ToolEnvironment([*_selected(settings, row).values()], settings, row)
+    environment = ToolEnvironment([*_selected(settings, row).values()], settings.multi_turn, row)
     interaction = _interaction_of(settings, row)
     return environment if interaction is None else load(VERL).InteractionEnvironment(interaction, environment, row)
 
@@ -157,11 +158,12 @@ def _check_names(names: Iterable[str], key: str, tools: Mapping[str, Tool]) -> N
 
 def _interaction_of(settings: EnvironmentSettings, row: Row) -> Any:
     """The interaction that a row names, if any are configured; ConfigError if there is none of the name."""
-    name, interactions = interaction_kwargs(row).get("name"), _interactions(settings.interaction_config_path)
-    if not settings.interaction_config_path or name is None:
+    file = settings.multi_turn.interaction_config_path
+    name, interactions = interaction_kwargs(row).get("name"), _interactions(file)
+    if not file or name is None:
         return None
     if name not in interactions:
-        cause = f"interaction_kwargs.name={name}: {settings.interaction_config_path} has no such interaction"
+        cause = f"interaction_kwargs.name={name}: {file} has no such interaction"
         raise ConfigError(cause, fix=f"it has {', '.join(interactions)}")
     return interactions[name]
 
@@ -169,9 +171,10 @@ def _interaction_of(settings: EnvironmentSettings, row: Row) -> Any:
 def load_tools(settings: EnvironmentSettings) -> Mapping[str, Tool]:
     """All tools that the settings name, by name; ConfigError lists all that is wrong with them."""
     prepare(settings.libraries)
-    configs = {name: mapping(settings.environment_kwargs.get(name)) for name in settings.tools}
-    functions = (settings.function_tool_path, settings.libraries, settings.tool_timeout)
-    return _tools(json.dumps(configs), settings.tool_config_path, *functions)
+    multi_turn = settings.multi_turn
+    configs = {name: mapping(multi_turn.environment_kwargs.get(name)) for name in multi_turn.tools}
+    functions = (multi_turn.function_tool_path, settings.libraries, multi_turn.tool_timeout)
+    return _tools(json.dumps(configs), multi_turn.tool_config_path, *functions)
 
 
 @functools.cache
@@ -241,7 +244,7 @@ def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> list[Environmen
     with findings.gathered():
         load_tools(settings)
     with findings.gathered():
-        _interactions(settings.interaction_config_path)
+        _interactions(settings.multi_turn.interaction_config_path)
     for number, row in enumerate(rows):
         choice = choice_of(row, settings)
         interaction = interaction_kwargs(row).get("name")

@@ -43,9 +43,9 @@ Sampler = Callable[[Request], "asyncio.Future[Completion]"]
 class EpisodeWorkers:
     """All processes that run episodes, spread over the machines of a session."""
 
-    def __init__(self, session: RaySession, settings: EpisodeSettings, count: int, logs: Sequence[str]) -> None:
+    def __init__(self, session: RaySession, settings: EpisodeSettings, logs: Sequence[str]) -> None:
         self.session, self.settings, self.logs = session, settings, logs
-        self.actors = [self._spawn(index) for index in range(count)]
+        self.actors = [self._spawn(index) for index in range(len(logs))]
         self.replacing = threading.Lock()  # calls run in event loops of several threads
         self.limit = settings.limits.call_timeout + HEARTBEAT_SECONDS + GRACE_SECONDS
         self.start_limit = 0.0

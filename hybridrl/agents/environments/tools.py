@@ -27,7 +27,6 @@ from hybridrl.agents.environments.environment import (
     ToolCall,
     ToolError,
 )
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.user_code import (
     ToolResult,
     UserCodeError,
@@ -38,6 +37,7 @@ from hybridrl.agents.environments.user_code import (
     unreachable,
 )
 from hybridrl.config import ConfigError
+from hybridrl.config.schema_rollout import MultiTurnConfig
 from hybridrl.rewards.score import OutOfTime
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ def check_schema(schema: Any, place: str) -> None:
 class ToolEnvironment(Environment):
     """One episode with tools; done when a response calls none."""
 
-    def __init__(self, tools: Sequence[Tool], settings: EnvironmentSettings, row: Mapping[str, Any]) -> None:
+    def __init__(self, tools: Sequence[Tool], settings: MultiTurnConfig, row: Mapping[str, Any]) -> None:
         super().__init__({}, row)
         self.tools = [tool.schema for tool in tools]
         self._tools = {tool.name: tool for tool in tools}

@@ -62,7 +62,7 @@ class EpisodeSettings:
     end_ids: tuple[int, ...]
     formats: Mapping[str, Any] = field(default_factory=dict)  # the arguments of Kit.of that are given by name
     configuration: Mapping[str, Any] = field(default_factory=dict)  # the run's or evaluation's, for verl's loops
-    # Makes what runs the function of environments.agent_path, with EpisodeWorker.check.
+    # Makes what runs the user's function, with EpisodeWorker.check.
     agents: Callable[[Kit, Callable[[], Awaitable[None]]], "AgentRunner"] | None = None
 
 

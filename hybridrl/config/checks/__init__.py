@@ -4,6 +4,7 @@ Checks keys against one another and against this machine; each value by itself w
 """
 
 from dataclasses import asdict
+from typing import Any
 
 from hybridrl.config.checks import algorithm, training
 from hybridrl.config.checks.asynchronous import resolve_asynchronous
@@ -11,7 +12,7 @@ from hybridrl.config.checks.engine import check_engine
 from hybridrl.config.checks.model import check_lora_sync, check_served, resolve_recurrence
 from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings
-from hybridrl.config.schema import DataConfig, EvaluationConfig, OptimizerConfig, PPOConfig, RolloutConfig, SFTConfig
+from hybridrl.config.schema import DataConfig, OptimizerConfig, PPOConfig, RolloutConfig, SFTConfig, SFTTrainerConfig
 
 HIGHEST_TEMPERATURE, HIGHEST_LR = 1.5, 1e-3
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -20,9 +21,9 @@ MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None = None) -> None:
     """Fill in derived values; add findings about what cannot work or has no effect."""
     check = Checker(findings, asdict(config))
-    _resolve_run(config, check, machine)
     section, trainer, data = config.actor_rollout_ref, config.trainer, config.data
     actor, model, rollout = section.actor, section.model, section.rollout
+    _resolve_run(trainer, config.ray_kwargs.ray_init, check, machine, rollout if config.separate else None)
     model.tokenizer_path = data.tokenizer or model.tokenizer_path  # for engines, which see no data
     data.seed = trainer.seed if data.seed is None else data.seed
     training.resolve_micro_batches(section, config.critic, trainer.devices, check)
@@ -30,12 +31,12 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     if trainer.device == "cpu":
         resolve_recurrence(ROLLOUT, model, rollout, check)
     rollout.dtype = training.resolve_dtype(rollout.dtype, trainer.device)
-    resolve_rollout(config, check.at(ROLLOUT))
+    resolve_rollout(rollout, trainer, data, check.at(ROLLOUT), separate=config.separate)
     policy = Trained(ACTOR, MODEL, model, f"{ACTOR}.optim", actor.optim, f"{ACTOR}.fsdp_config", actor.fsdp_config)
     training.resolve_updates(policy, trainer, check)
     # The policy's model comes last: the other two are compared with its settings as they were written.
     training.resolve_critic(config, check)
-    hint = training.shorten(config)
+    hint = training.shorten(rollout, data)
     training.resolve_retention(trainer, check, has_critic=bool(config.critic.enable))
     training.resolve_reference(section, hint, check, kl_in_reward=config.algorithm.use_kl_in_reward)
     check_served(MODEL, model, rollout, trainer.device, check)
@@ -65,7 +66,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
 def resolve_sft(config: SFTConfig, findings: Findings, machine: Machine | None = None) -> None:
     """Fill in derived values; add findings about what cannot work or has no effect."""
     check, engine = Checker(findings, asdict(config)), config.engine
-    _resolve_run(config, check, machine)
+    _resolve_run(config.trainer, config.ray_kwargs.ray_init, check, machine)
     model = Trained("engine", "model", config.model, "optim", config.optim, "engine.fsdp_config", engine.fsdp_config)
     training.resolve_updates(model, config.trainer, check)
     resolve_trained(model, config.data.max_length, "lower data.max_length", config.trainer, check)
@@ -73,10 +74,16 @@ def resolve_sft(config: SFTConfig, findings: Findings, machine: Machine | None =
         check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")
 
 
-def _resolve_run(config: PPOConfig | SFTConfig, check: Checker, machine: Machine | None) -> None:
-    trainer = config.trainer
+def _resolve_run(
+    trainer: SFTTrainerConfig,
+    ray_init: dict[str, Any],
+    check: Checker,
+    machine: Machine | None,
+    engines: RolloutConfig | None = None,
+) -> None:
+    """Check what all kinds of runs have; `engines` are those on devices of their own."""
     with check.findings.gathered("conflict"):
-        training.resolve_devices(config, check, machine)
+        training.resolve_devices(trainer, ray_init, check, machine, engines)
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         fix = "set trainer.resume_from_path=.../global_step_N"
         check.error("trainer.resume_mode trainer.resume_from_path", "no checkpoint is named", fix)
@@ -87,12 +94,19 @@ def _resolve_run(config: PPOConfig | SFTConfig, check: Checker, machine: Machine
     algorithm.check_diagnoses(trainer, check)
 
 
-def resolve_rollout(config: PPOConfig | EvaluationConfig, check: Checker, lower: str = LOWER) -> None:
+def resolve_rollout(
+    rollout: RolloutConfig,
+    trainer: SFTTrainerConfig,
+    data: DataConfig,
+    check: Checker,
+    lower: str = LOWER,
+    *,
+    separate: bool = False,
+) -> None:
     """Fill in and check what engines are started with, whatever their model; `lower` is the fix for rows that are too
-    long."""
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    width, (machines, devices) = rollout.tensor_model_parallel_size, config.rollout_pool
-    key = ".n_gpus_per_node" if config.separate else DEVICES
+    long. `separate`: they have devices of their own."""
+    width, pool = rollout.tensor_model_parallel_size, rollout if separate else trainer
+    machines, devices, key = pool.nnodes, pool.n_gpus_per_node or 1, ".n_gpus_per_node" if separate else DEVICES
     keys = f".tensor_model_parallel_size {key}"
     if width > devices and width % devices == 0 and width // devices <= machines:
         check.warn(keys, f"an engine spans the devices of one machine; {devices} is used")
@@ -105,7 +119,7 @@ def resolve_rollout(config: PPOConfig | EvaluationConfig, check: Checker, lower:
     elif trainer.device == "cpu" and 1 < width < devices:
         cause = f"with {key.lstrip('.')}={devices} on CPU only a single engine can span several devices"
         check.error(keys, cause, f"set {key.lstrip('.')}={width}")
-    need = config.data.max_prompt_length + rollout.response_length
+    need = data.max_prompt_length + rollout.response_length
     rollout.max_model_len = rollout.max_model_len or need
     if rollout.max_model_len < need:
         keys = ".max_model_len data.max_prompt_length data.max_response_length .response_length"

@@ -5,39 +5,38 @@ from math import ceil
 from hybridrl.config.catalog import ESTIMATORS
 from hybridrl.config.findings import Checker
 from hybridrl.config.schema import PPOConfig
-from hybridrl.config.schema_rollout import SHIPPED_SHARE, WHOLE_SHARE
+from hybridrl.config.schema_rollout import SHIPPED_SHARE, WHOLE_SHARE, RolloutConfig, V1Config
 
 V1, ROLLOUT = "trainer.v1", "actor_rollout_ref.rollout"
 MODE, BOUND, OVER = f"{V1}.trainer_mode", f"{V1}.sampler.max_off_policy_threshold", f"{ROLLOUT}.over_sample_rate"
 
 
-def continues_rollouts(config: PPOConfig) -> bool:
+def continues_rollouts(v1: V1Config, rollout: RolloutConfig) -> bool:
     """Whether a step leaves responses unfinished that later steps continue."""
-    mode, rollout = config.trainer.v1.trainer_mode, config.actor_rollout_ref.rollout
-    return mode != "sync" or rollout.over_sample_rate > 0
+    return v1.trainer_mode != "sync" or rollout.over_sample_rate > 0
 
 
-def most_under_way(config: PPOConfig) -> int:
-    """Return the most groups that may be started and not trained on yet."""
-    bound, rollout = config.trainer.v1.sampler.max_off_policy_threshold, config.actor_rollout_ref.rollout
+def most_in_flight(v1: V1Config, rollout: RolloutConfig, batch: int) -> int:
+    """The most groups that may be started and not trained on yet; a step trains on `batch`."""
+    bound = v1.sampler.max_off_policy_threshold
     # With full_determinism engines get all at once, however full they are.
     most = min(bound, 1) if rollout.full_determinism else bound
-    return ceil(config.data.train_batch_size * (1 + (rollout.over_sample_rate or most)))
+    return ceil(batch * (1 + (rollout.over_sample_rate or most)))
 
 
 def resolve_asynchronous(config: PPOConfig, check: Checker) -> None:
     """Choose the correction; add findings about what does not go together."""
-    v1, correction = config.trainer.v1, config.algorithm.rollout_correction
-    off_policy = continues_rollouts(config) and v1.sampler.max_off_policy_threshold > 0
+    v1, rollout, correction = config.trainer.v1, config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    continued = continues_rollouts(v1, rollout)
+    off_policy = continued and v1.sampler.max_off_policy_threshold > 0
     chosen = correction.rollout_is
     if chosen == "auto":
         correction.rollout_is = "token" if off_policy and not correction.bypass_mode else None
-    rollout = config.actor_rollout_ref.rollout
     if config.separate and rollout.gpu_memory_utilization == SHIPPED_SHARE:
         rollout.gpu_memory_utilization = WHOLE_SHARE
     if rollout.nnodes and not config.separate:
         check.idle(f"{ROLLOUT}.nnodes {MODE}", f"without {MODE}=separate_async")
-    if not continues_rollouts(config):
+    if not continued:
         return
     _check_continued(config, check)
     if off_policy and chosen is None and not correction.bypass_mode:
@@ -62,16 +61,11 @@ def _check_continued(config: PPOConfig, check: Checker) -> None:
         cause = "the reward would be computed between the requests of the engines"
         check.error(f"reward.num_workers {key}", cause, "leave it at null")
     if rollout.full_determinism:
-        _check_deterministic(config, key, check)
-
-
-def _check_deterministic(config: PPOConfig, key: str, check: Checker) -> None:
-    rollout, name = config.actor_rollout_ref.rollout, f"{ROLLOUT}.full_determinism"
-    machines, devices = config.rollout_pool
-    engines, batch = machines * devices // rollout.tensor_model_parallel_size, config.data.train_batch_size
-    if batch % engines:
-        cause = f"with {name}=true each of the {engines} engines has its share of the prompts"
-        check.error(f"data.train_batch_size {name} {key}", cause, f"set a multiple of {engines}")
-    if config.algorithm.filter_groups.enable:
-        cause = f"the shares of the engines would differ with {name}=true"
-        check.error(f"algorithm.filter_groups.enable {name} {key}", cause, f"set {name}=false")
+        name, (machines, devices) = f"{ROLLOUT}.full_determinism", config.rollout_pool
+        engines = machines * devices // rollout.tensor_model_parallel_size
+        if config.data.train_batch_size % engines:
+            cause = f"with {name}=true each of the {engines} engines has its share of the prompts"
+            check.error(f"data.train_batch_size {name} {key}", cause, f"set a multiple of {engines}")
+        if config.algorithm.filter_groups.enable:
+            cause = f"the shares of the engines would differ with {name}=true"
+            check.error(f"algorithm.filter_groups.enable {name} {key}", cause, f"set {name}=false")

@@ -4,6 +4,7 @@ critic, reference and checkpoints."""
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pynvml
@@ -16,13 +17,11 @@ from hybridrl.config.schema import (
     ActorRolloutRefConfig,
     CriticConfig,
     DataConfig,
-    EvaluationConfig,
     FSDPConfig,
     ModelConfig,
     OptimizerConfig,
     PPOConfig,
     RolloutConfig,
-    SFTConfig,
     SFTTrainerConfig,
     TrainerConfig,
 )
@@ -69,22 +68,28 @@ def this_machine(*, count_gpus: bool = True) -> Machine:
     return Machine(gpus, len(os.sched_getaffinity(0)), psutil.virtual_memory().available, no_gpu=why)
 
 
-def resolve_devices(config: PPOConfig | SFTConfig | EvaluationConfig, check: Checker, machine: Machine | None) -> None:
-    """Fill in `device` and `n_gpus_per_node`; check them, and the directories of the run, against the machine."""
-    trainer = config.trainer
+def resolve_devices(
+    trainer: SFTTrainerConfig,
+    ray_init: dict[str, Any],
+    check: Checker,
+    machine: Machine | None,
+    engines: RolloutConfig | None = None,
+) -> None:
+    """Fill in `device` and `n_gpus_per_node`; check them, and the directories of the run, against the machine.
+    `engines` are those on devices of their own."""
     # A run on CPU does not need a working GPU driver.
     machine = machine or this_machine(count_gpus=trainer.device != "cpu")
     if trainer.device == "auto":
         trainer.device = "cuda" if machine.gpus else "cpu"
-    joined = bool(os.environ.get("RAY_ADDRESS") or config.ray_kwargs.ray_init.get("address"))
+    joined = bool(os.environ.get("RAY_ADDRESS") or ray_init.get("address"))
     whole = max(machine.gpus if trainer.device == "cuda" else min(machine.cores, 2), 1)
     keys, machines = DEVICES, {"trainer.nnodes": trainer.nnodes}
-    if isinstance(config, PPOConfig) and config.separate:
-        rollout = config.actor_rollout_ref.rollout
-        keys, machines[f"{ROLLOUT}.nnodes"] = f"{DEVICES} {ROLLOUT}.n_gpus_per_node", rollout.nnodes
-        _divide_devices(trainer, rollout, whole, joined=joined)
+    if engines:
+        keys, machines[f"{ROLLOUT}.nnodes"] = f"{DEVICES} {ROLLOUT}.n_gpus_per_node", engines.nnodes
+        _divide_devices(trainer, engines, whole, joined=joined)
     trainer.n_gpus_per_node = trainer.n_gpus_per_node or whole
-    wanted, alone = config.devices_per_machine, machine.here and not joined
+    wanted = trainer.n_gpus_per_node + ((engines.n_gpus_per_node or 1) if engines else 0)
+    alone = machine.here and not joined
     if alone and trainer.device == "cuda":
         _check_gpus(machine, wanted, keys, check)
     for key in (key for key, count in machines.items() if alone and count > 1):
@@ -199,10 +204,9 @@ def resolve_trained(
         check.error(f"{size_key} {padding_key}", "only packed rows can be shared", f"set {padding_key}=true")
 
 
-def shorten(config: PPOConfig | EvaluationConfig, lower: str = LOWER) -> str:
+def shorten(rollout: RolloutConfig, data: DataConfig, lower: str = LOWER) -> str:
     """Return the fix for rows that are too long: the key that makes them long."""
-    rollout = config.actor_rollout_ref.rollout
-    beyond = (rollout.max_model_len or 0) > config.data.max_prompt_length + rollout.response_length
+    beyond = (rollout.max_model_len or 0) > data.max_prompt_length + rollout.response_length
     return f"lower {ROLLOUT}.max_model_len" if beyond else lower
 
 
@@ -316,7 +320,7 @@ def resolve_critic(config: PPOConfig, check: Checker) -> None:
         if vars(critic.model)[key] is not None:
             check.warn(f"critic.model.{key}", "has no effect: the critic reads the policy's tokens")
     longest, reported = section.rollout.max_model_len or 0, _is_policy(critic.model, section.model)
-    resolve_trained(part, longest, shorten(config), trainer, check, known=reported)
+    resolve_trained(part, longest, shorten(section.rollout, data), trainer, check, known=reported)
     follows = critic.ppo_mini_batch_size == value_of(check.values, f"{ACTOR}.ppo_mini_batch_size")
     quiet = check.muted() if follows else check
     critic.ppo_mini_batch_size = _of_step("critic", critic.ppo_mini_batch_size, data.train_batch_size, quiet)

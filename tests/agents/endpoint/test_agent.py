@@ -16,15 +16,14 @@ import pytest
 
 from hybridrl.agents.endpoint import agent, app
 from hybridrl.agents.endpoint.agent import Agents
-from hybridrl.agents.endpoint.functions import AgentSettings
 from hybridrl.agents.environments.episode_loop import EpisodeRun
 from hybridrl.agents.environments.pool import EpisodeDispatch
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.worker import DispatchCall, EpisodeSettings, EpisodeSpec, EpisodeWorker, WorkerPolicy
 from hybridrl.compat.verl.loops import AgentLoopOutput, VerlLoop
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, RolloutClient, Sampling, request_seed
 from tests.agents.endpoint.conftest import completion_of
+from tests.agents.sections import agent_of, environments_of
 from tests.core.rollout.test_client import FakeServer
 from tests.integration.agents import Echo, EchoLoop, echo
 
@@ -65,9 +64,10 @@ class Counting:
 def run(tmp_path, tokenizer, kit_of):
     """Run an agent's code on rows; returns the trajectories."""
 
-    def run(code: str, *rows: dict, policy=None, limits=(), **settings: Any) -> list[Trajectory]:
+    def run(code: str, *rows: dict, policy=None, limits=(), needs_reward=True, **settings: Any) -> list[Trajectory]:
         (tmp_path / "agent.py").write_text(textwrap.dedent(HEAD) + textwrap.dedent(code))
-        agents = Agents(AgentSettings(str(tmp_path / "agent.py"), **settings), kit_of(**dict(limits)))
+        agent = agent_of(path=str(tmp_path / "agent.py"), name="run", **settings)
+        agents = Agents(agent, None, None, kit_of(**dict(limits)), needs_reward=needs_reward)
 
         async def all_of_them():
             episodes = (agents.run(policy or Counting(tokenizer), MESSAGES, row) for row in rows)
@@ -255,7 +255,7 @@ def test_an_agent_in_a_process_of_its_own_has_openais_variables(run):
 
 
 def test_agents_outside_the_run_take_its_episodes_and_end_them(tokenizer, kit_of):
-    agents = Agents(AgentSettings(mode="online", admin_key="secret"), kit_of())
+    agents = Agents(agent_of(mode="online", port=0), 64, "secret", kit_of())
     rows = [{"turns": 2, "reward": 0.5, "array": np.arange(3)}, {"turns": 1, "reward": 1.0}]
 
     async def outside(client: httpx.AsyncClient) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def test_agents_outside_the_run_take_its_episodes_and_end_them(tokenizer, kit_of
 
 
 def test_an_episode_whose_agent_never_ends_it_has_a_time_limit_from_when_it_was_taken(tokenizer, kit_of):
-    agents = Agents(AgentSettings(mode="online", admin_key="secret"), kit_of(timeout=0.2))
+    agents = Agents(agent_of(mode="online", port=0), 64, "secret", kit_of(timeout=0.2))
 
     async def scenario() -> Trajectory:
         async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
@@ -302,7 +302,7 @@ def test_an_episode_whose_agent_never_ends_it_has_a_time_limit_from_when_it_was_
 @pytest.mark.parametrize("how", ["disconnects", "is ended by the owner"])
 def test_an_episode_whose_agent_is_lost_does_not_wait_for_its_time_limit(tokenizer, kit_of, monkeypatch, how):
     monkeypatch.setattr(app, "LOST_SECONDS", 0.1)
-    agents = Agents(AgentSettings(mode="online", admin_key="secret"), kit_of(timeout=60))
+    agents = Agents(agent_of(mode="online", port=0), 64, "secret", kit_of(timeout=60))
     policy, owner = Counting(tokenizer, delay=0.5), {"Authorization": "Bearer secret"}
 
     async def scenario() -> Trajectory:
@@ -328,7 +328,7 @@ def test_an_episode_whose_agent_sends_no_request_is_given_to_another(tokenizer, 
     monkeypatch.setattr(agent, "UNUSED_SECONDS", 0.3)
     monkeypatch.setattr(agent, "CLAIM_SECONDS", 1.0)
     agents, owner = (
-        Agents(AgentSettings(mode="online", admin_key="secret"), kit_of()),
+        Agents(agent_of(mode="online", port=0), 64, "secret", kit_of()),
         {"Authorization": "Bearer secret"},
     )
 
@@ -357,7 +357,7 @@ def test_an_episode_whose_agent_sends_no_request_is_given_to_another(tokenizer, 
 
 
 def test_a_request_that_is_open_when_its_episode_ends_is_answered(tokenizer, kit_of):
-    agents = Agents(AgentSettings(mode="online", admin_key="secret"), kit_of())
+    agents = Agents(agent_of(mode="online", port=0), 64, "secret", kit_of())
 
     async def scenario() -> httpx.Response:
         async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False, timeout=30) as client:
@@ -382,8 +382,8 @@ def worker(tmp_path, tokenizer, kit_of) -> EpisodeWorker:
     """What runs episodes in a process, with an agent for rows that name nothing else; two run at a time."""
     (tmp_path / "agent.py").write_text(textwrap.dedent(HEAD) + textwrap.dedent(LOOP))
     path, limits, ends = str(tmp_path / "agent.py"), kit_of().limits, (tokenizer.eos_token_id,)
-    agents = partial(Agents, AgentSettings(path, concurrency=2))
-    settings = EpisodeSettings(lambda: tokenizer, EnvironmentSettings(agent_path=path), limits, ends, agents=agents)
+    agents = partial(Agents, agent_of(path=path), 2, None)
+    settings = EpisodeSettings(lambda: tokenizer, environments_of(path=path), limits, ends, agents=agents)
     worker = object.__new__(EpisodeWorker)  # without what its process needs
     worker.begin(settings)
     return worker

@@ -56,12 +56,13 @@ def rejected(data: Path, *overrides: str) -> str:
     ],
 )
 def test_a_run_has_episodes_if_a_key_or_a_row_names_more_than_single_responses(data, override, rows, expected):
-    assert runs_episodes(load(data, override), set(rows)) is expected
+    assert runs_episodes(load(data, override).actor_rollout_ref.rollout, set(rows)) is expected
 
 
 def test_the_limits_are_those_of_the_keys(data):
     keys = {"max_assistant_turns": 5, "max_user_turns": 4, "max_assistant_response_length": 16, "tool_timeout": 7}
-    limits = episode_limits(load(data, *(f"{MULTI_TURN}.{key}={value}" for key, value in keys.items())))
+    config = load(data, *(f"{MULTI_TURN}.{key}={value}" for key, value in keys.items()))
+    limits = episode_limits(config.actor_rollout_ref.rollout, 32, held=False)
     assert (limits.prompt, limits.response, limits.context) == (32, 64, 96)
     assert (limits.turns, limits.user_turns, limits.turn, limits.call_timeout) == (5, 4, 16, 7)
 
@@ -88,7 +89,7 @@ def test_fields_of_rows_that_their_episodes_do_not_read_are_named(data, tmp_path
 def test_an_environment_that_gives_the_rewards_needs_no_reward_function(data):
     inputs = prepare(load(data, f"{MULTI_TURN}.environment=guess_number"))
     inputs.rejections.close()
-    assert inputs.datasets and inputs.scored_by(load(data, f"{MULTI_TURN}.environment=guess_number")) == {}
+    assert inputs.datasets and inputs.scored == {}
 
 
 def test_all_that_is_wrong_with_environments_is_rejected_with_the_fix(data, tmp_path):

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.agents.endpoint.agent import Agents
 from hybridrl.agents.endpoint.episodes import (
-    agent_settings,
+    agents_of,
     check_continued,
-    episode_limits,
-    episode_processes,
+    episode_logs,
     invitation,
     runs_episodes,
 )
-from hybridrl.agents.endpoint.functions import AgentSettings
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
 from hybridrl.config.findings import Findings
 from hybridrl.core.required import required
@@ -40,67 +39,66 @@ def agent(tmp_path) -> Path:
     return tmp_path / "agent.py"
 
 
-def test_without_a_path_no_row_runs_in_an_agent(config_of):
-    assert agent_settings(config_of()) is None and not runs_episodes(config_of(), [])
+@pytest.fixture
+def agents_in(config_of, kit_of):
+    """The agents of a configuration, as the processes of episodes make them; None: there are none."""
+
+    def make(*overrides: str, needs_reward: bool = True) -> Agents | None:
+        rollout = config_of(*overrides).actor_rollout_ref.rollout
+        made = agents_of(rollout, 1, "secret", needs_reward=needs_reward)
+        assert runs_episodes(rollout, []) == (made is not None)
+        return made and made(kit_of(), None)
+
+    return make
 
 
-def test_an_agent_runs_in_the_processes_of_episodes(config_of, agent):
-    config = config_of(f"{AGENT}.path={agent}", f"{AGENT}.name=solve", f"{AGENT}.turn_discount=0.9")
-    assert agent_settings(config) == AgentSettings(str(agent), "solve", "inline", 64, 0.9, needs_reward=True)
-    assert runs_episodes(config, [])
+def test_without_a_path_no_row_runs_in_an_agent(agents_in):
+    assert agents_in() is None
 
 
-def test_a_reward_function_may_score_instead_of_the_agent(config_of, agent):
-    function = f"reward.custom_reward_function.path={agent}"
-    config = config_of(f"{AGENT}.path={agent}", f"{AGENT}.name=solve", function)
-    assert not required(agent_settings(config)).needs_reward
+def test_an_agent_runs_in_the_processes_of_episodes(agents_in, agent):
+    agents = required(agents_in(f"{AGENT}.path={agent}", f"{AGENT}.name=solve", f"{AGENT}.turn_discount=0.9"))
+    assert (agents.function, agents.concurrency, agents.settings.turn_discount) == (f"{agent}:solve", 64, 0.9)
+    assert agents.needs_reward and agents.waiting is None
 
 
-def test_where_batches_are_fixed_no_agent_waits_for_another(config_of, agent):
-    config = config_of(f"{AGENT}.path={agent}", f"{AGENT}.name=solve", "trainer.deterministic=true")
-    assert required(agent_settings(config)).concurrency is None
+def test_where_batches_are_fixed_no_agent_waits_for_another(agents_in, agent):
+    agents = agents_in(f"{AGENT}.path={agent}", f"{AGENT}.name=solve", "trainer.deterministic=true")
+    assert required(agents).concurrency is None
 
 
-def test_a_function_that_is_missing_is_named_with_those_there_are(config_of, agent):
+def test_a_function_that_is_missing_is_named_with_those_there_are(agents_in, agent):
     with pytest.raises(ConfigError, match=f"{AGENT}.path=.*has no function run; it has solve"):
-        agent_settings(config_of(f"{AGENT}.path={agent}"))
+        agents_in(f"{AGENT}.path={agent}")
 
 
-def test_agents_outside_the_run_find_its_episodes_at_one_address_with_a_key(config_of, monkeypatch):
-    monkeypatch.setenv("HYBRIDRL_ADMIN_KEY", "secret")
+def test_agents_outside_the_run_find_its_episodes_at_one_address_with_a_key(config_of, agents_in):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    config = config_of(f"{AGENT}.mode=online", f"{AGENT}.port={port}")
-    settings = agent_settings(config)
-    assert (required(settings).mode, required(settings).port, required(settings).admin_key) == (
-        "online",
-        port,
-        "secret",
-    )
-    assert runs_episodes(config, []) and episode_processes(config, Path("logs"))[0] == 1
-    assert f"POST http://127.0.0.1:{port}/rl/start_session with the admin key secret" in invitation(settings)
+    online = (f"{AGENT}.mode=online", f"{AGENT}.port={port}")
+    agents, config = required(agents_in(*online)), config_of(*online)
+    assert agents.waiting and (agents.settings.port, agents.admin_key) == (port, "secret")
+    rollout = config.actor_rollout_ref.rollout
+    assert len(episode_logs(rollout, config.trainer, Path("logs"))) == 1
+    assert f"POST http://127.0.0.1:{port}/rl/start_session with the admin key key" in invitation(rollout.agent, "key")
 
 
-def test_what_does_not_go_with_agents_outside_the_run_is_rejected(config_of, agent):
+def test_what_does_not_go_with_agents_outside_the_run_is_rejected(agents_in, agent):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = f"{AGENT}.port={taken.getsockname()[1]}"
         wrong = [f"{AGENT}.path={agent}", f"{AGENT}.num_workers=2", "trainer.deterministic=true", port]
         with pytest.raises(ConfigError) as raised:
-            agent_settings(config_of(f"{AGENT}.mode=online", *wrong))
+            agents_in(f"{AGENT}.mode=online", *wrong)
     for said in ("agents are outside the run", "there is one endpoint", "the order of requests", "cannot be used"):
         assert said in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "mode", ["trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.rollout.over_sample_rate=0.5"]
-)
-def test_what_does_not_go_with_episodes_that_outlive_a_step_is_rejected(config_of, mode):
+def test_what_does_not_go_with_episodes_that_outlive_a_step_is_rejected(config_of):
     def errors(*more: str) -> list[str]:
         findings = Findings()
-        check_continued(config_of(*more), findings)
+        check_continued(config_of(*more).actor_rollout_ref.rollout, findings)
         return [finding.cause for finding in findings.errors]
 
     full, online = "actor_rollout_ref.rollout.full_determinism=true", f"{AGENT}.mode=online"
-    assert errors(full, online) == errors(mode) == []
-    assert [cause.split()[0] for cause in errors(mode, full, online)] == [full.split("=")[0], f"{online}:"]
-    assert (episode_limits(config_of()).held, episode_limits(config_of(mode)).held) == (False, True)
+    assert errors() == []
+    assert [cause.split()[0] for cause in errors(full, online)] == [full.split("=")[0], f"{online}:"]

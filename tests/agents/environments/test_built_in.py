@@ -15,9 +15,9 @@ from hybridrl.agents.environments.built_in.python import run_python
 from hybridrl.agents.environments.built_in.search import SearchQuestions
 from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall, ToolError
 from hybridrl.agents.environments.retriever import Index, serve
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.rewards.score import OutOfTime
 from tests.agents.environments.conftest import made
+from tests.agents.sections import environments_of
 
 
 def play(environment, *texts):
@@ -96,7 +96,7 @@ def test_python_has_no_files_and_ends_at_its_limit() -> None:
 
 
 def test_stateful_python_keeps_names_for_the_episode_only() -> None:
-    settings = EnvironmentSettings(tools=("python",), environment_kwargs={"python": {"stateful": True}})
+    settings = environments_of(tools=("python",), environment_kwargs={"python": {"stateful": True}})
 
     async def episode(*cells):
         environment = made({}, settings)

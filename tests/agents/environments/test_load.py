@@ -7,9 +7,9 @@ import pytest
 
 from hybridrl.agents.environments.built_in.games import GuessNumber
 from hybridrl.agents.environments.load import ENVIRONMENTS, Choice, check, choice_of
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.config import ConfigError
 from tests.agents.environments.conftest import made
+from tests.agents.sections import environments_of
 
 GAME = {"target": 3, "low": 1, "high": 9}
 
@@ -30,17 +30,17 @@ GAME = {"target": 3, "low": 1, "high": 9}
     ],
 )
 def test_columns_of_the_row_choose_before_the_settings(row, settings, expected) -> None:
-    assert choice_of(row, EnvironmentSettings(**settings)) == expected
+    assert choice_of(row, environments_of(**settings)) == expected
 
 
 def test_settings_can_be_sent_to_another_process() -> None:
-    settings = EnvironmentSettings(environment="guess_number", environment_kwargs={"cost": 0.1})
+    settings = environments_of(environment="guess_number", environment_kwargs={"cost": 0.1})
     assert pickle.loads(pickle.dumps(settings)) == settings
 
 
 def test_a_built_in_environment_gets_the_configuration_under_its_name() -> None:
     for kwargs in ({"guess_number": {"cost": 0.5}, "wordle5": {"cost": 7}}, {"cost": 0.5, "wordle5": {"cost": 7}}):
-        environment = made(GAME, EnvironmentSettings(environment="guess_number", environment_kwargs=kwargs))
+        environment = made(GAME, environments_of(environment="guess_number", environment_kwargs=kwargs))
         assert isinstance(environment, GuessNumber)
         assert environment.config == {"cost": 0.5}
 
@@ -65,7 +65,7 @@ class Fails(Environment):
 def test_an_environment_of_a_file_gets_its_configuration_and_the_row(tmp_path) -> None:
     file = tmp_path / "own.py"
     file.write_text(OWN)
-    settings = EnvironmentSettings(environment=f"{file}:Echo", environment_kwargs={"mark": "!"})
+    settings = environments_of(environment=f"{file}:Echo", environment_kwargs={"mark": "!"})
     check(settings, [GAME])
     environment = made(GAME, settings)
     assert (environment.config, environment.row) == ({"mark": "!"}, GAME)
@@ -91,7 +91,7 @@ def test_what_cannot_work_is_rejected_with_its_name_and_a_fix(tmp_path, settings
     file.write_text(OWN)
     settings = {k: v.format(file=file) if isinstance(v, str) else v for k, v in settings.items()}
     with pytest.raises(ConfigError) as raised:
-        check(EnvironmentSettings(**settings), [row])
+        check(environments_of(**settings), [row])
     assert said in str(raised.value)
 
 
@@ -106,14 +106,14 @@ def test_all_faults_are_reported_together_and_a_row_of_each_kind_is_tried_once(m
     rows = [{**GAME, "env_class": "guess_number"}] * 3 + [{"env_class": "wordle5"}, {"env_class": "chess"}]
     monkeypatch.setitem(ENVIRONMENTS, "guess_number", Counted)
     with pytest.raises(ConfigError) as raised:
-        check(EnvironmentSettings(tools=("hammer",)), rows)
+        check(environments_of(tools=("hammer",)), rows)
     assert len(tried) == 1
     assert len(raised.value.findings) == 3
     assert "hammer" in str(raised.value) and "row 3: environment wordle5" in str(raised.value)
 
 
 def test_a_row_selects_among_the_tools() -> None:
-    settings = EnvironmentSettings(tools=("calculator", "python"))
+    settings = environments_of(tools=("calculator", "python"))
     names = [tool["function"]["name"] for tool in made({}, settings).tools]
     assert names == ["calculator", "python"]
     row = {"extra_info": {"tool_selection": np.array(["python"]), "tools_kwargs": {"search": None}}}

@@ -13,10 +13,10 @@ import pytest
 from hybridrl.agents.environments import mcp_tools, tools
 from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall
 from hybridrl.agents.environments.load import load_tools
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.config import ConfigError
 from hybridrl.core.required import required
 from tests.agents.environments.conftest import made
+from tests.agents.sections import environments_of
 
 pytest.importorskip("mcp.server.mcpserver", reason="the package mcp is not installed, or is older than 2")
 
@@ -67,7 +67,7 @@ tools:
     config: {type: mcp, rate_limit: 120}
     mcp: {mcp_servers_config_path: ./servers.json, tool_selected_list: [add, fail, leave, reject, hang]}
 """)
-    return EnvironmentSettings(tool_config_path=str(tmp_path / "tools.yaml"), max_parallel_calls=3)
+    return environments_of(tool_config_path=str(tmp_path / "tools.yaml"), max_parallel_calls=3)
 
 
 def servers(settings) -> list[psutil.Process]:
@@ -113,11 +113,11 @@ def test_after_a_server_has_hung_the_next_call_has_a_new_one_and_the_old_one_is_
 def test_a_server_ends_with_the_process_that_started_it(settings) -> None:
     code = (
         "import sys, time; from hybridrl.agents.environments.load import load_tools; "
-        "from hybridrl.agents.environments.settings import EnvironmentSettings; "
-        "load_tools(EnvironmentSettings(tool_config_path=sys.argv[1])); "
+        "from tests.agents.sections import environments_of; "
+        "load_tools(environments_of(tool_config_path=sys.argv[1])); "
         "print(1, flush=True); time.sleep(60)"
     )
-    command = [sys.executable, "-c", code, settings.tool_config_path]
+    command = [sys.executable, "-c", code, settings.multi_turn.tool_config_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         required(process.stdout).readline()
         (server,) = psutil.Process(process.pid).children()

@@ -14,12 +14,12 @@ from transformers import AutoTokenizer
 
 from hybridrl.agents.environments.episode_loop import Limits
 from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.worker import HEARTBEAT_SECONDS, EpisodeSettings, EpisodeSpec
 from hybridrl.core.cluster import RaySession
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, Request, Sampling, request_seed
 from hybridrl.core.rollout.types import RejectedRequest
+from tests.agents.sections import environments_of
 
 SAMPLING = Sampling(max_tokens=60, stop_ids=(0,))
 LIMITS = Limits(prompt=200, response=400, context=600, turns=6, call_timeout=2, timeout=30)
@@ -76,10 +76,10 @@ def workers(tokenizer, tmp_path_factory) -> Iterator[EpisodeWorkers]:
     (place / "game.py").write_text(ENVIRONMENT)
     tokenizer.save_pretrained(place / "tokenizer")
     load = partial(AutoTokenizer.from_pretrained, str(place / "tokenizer"))
-    environments = EnvironmentSettings(environment=f"{place}/game.py:Game", environment_kwargs={"place": str(place)})
+    environments = environments_of(environment=f"{place}/game.py:Game", environment_kwargs={"place": str(place)})
     settings = EpisodeSettings(load, environments, LIMITS, (tokenizer.eos_token_id,), formats={"format": "hermes"})
     session = RaySession("cpu", 1, 2, {}, 60)
-    with EpisodeWorkers(session, settings, 2, [f"{place}/episodes-{index}.log" for index in range(2)]) as workers:
+    with EpisodeWorkers(session, settings, [f"{place}/episodes-{index}.log" for index in range(2)]) as workers:
         workers.wait_until_ready(120)
         yield workers
     session.close()

@@ -11,9 +11,9 @@ import pytest
 
 from hybridrl.agents.environments import tools as module
 from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall, ToolError
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.tools import FunctionTool, Tool, ToolEnvironment, truncated
 from hybridrl.agents.environments.user_code import ToolResult
+from tests.agents.sections import multi_turn_of
 
 
 def schema(name: str, **types: str) -> dict:
@@ -32,7 +32,7 @@ def step(tools, *calls, **settings):
     """The step of an episode's only response, which has these calls."""
 
     async def run():
-        environment = ToolEnvironment(tools, EnvironmentSettings(**{"max_parallel_calls": 8, **settings}), {"row": 1})
+        environment = ToolEnvironment(tools, multi_turn_of(**{"max_parallel_calls": 8, **settings}), {"row": 1})
         await environment.reset([])
         made = [call if isinstance(call, ToolCall) else ToolCall(*call) for call in calls]
         return await environment.step(Response("", made))
@@ -211,7 +211,7 @@ def test_state_lasts_for_an_episode_and_is_its_own() -> None:
     counter = Counter()
 
     async def episode(first: int):
-        environment = ToolEnvironment([counter], EnvironmentSettings(), {"first": first})
+        environment = ToolEnvironment([counter], multi_turn_of(), {"first": first})
         await environment.reset([])
         steps = [await environment.step(Response("", [ToolCall("count", {})])) for _ in range(2)]
         return [made.messages[0]["content"] for made in steps], steps[0], await environment.close()
@@ -244,7 +244,7 @@ def test_metrics_of_tools_that_are_no_numbers_are_left_out() -> None:
 
 def test_calls_of_the_last_response_are_not_run() -> None:
     async def run():
-        environment = ToolEnvironment([tool(double, x="integer")], EnvironmentSettings(), {})
+        environment = ToolEnvironment([tool(double, x="integer")], multi_turn_of(), {})
         return await environment.step(Response("", [ToolCall("double", {"x": 4})], last=True))
 
     last = asyncio.run(run())
@@ -255,7 +255,7 @@ def test_a_call_that_a_limit_prevents_is_invalid_if_no_tool_could_have_run_it() 
     calls = [ToolCall("double", {"x": 4}), ToolCall("triple", {"x": 4}), ToolCall("", {}, error="it cannot be read")]
 
     async def outcomes(calls, **response):
-        environment = ToolEnvironment([tool(double, x="integer")], EnvironmentSettings(max_parallel_calls=1), {})
+        environment = ToolEnvironment([tool(double, x="integer")], multi_turn_of(max_parallel_calls=1), {})
         await environment.reset([])
         return [record.outcome for record in (await environment.step(Response("", calls, **response))).calls]
 

@@ -8,10 +8,10 @@ import pytest
 
 from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall
 from hybridrl.agents.environments.load import function_tools
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.user_code import to_result
 from hybridrl.config import ConfigError
 from tests.agents.environments.conftest import made
+from tests.agents.sections import environments_of
 
 TWO = '''
 def add(a: int, b: int = 1) -> int:
@@ -146,7 +146,7 @@ def act(tmp_path):
 
     def act(*whats: str, name: str = "act", **settings):
         options = {"tool_timeout": 10, "tool_retries": 0, "max_parallel_calls": 8, **settings}
-        settings = EnvironmentSettings(function_tool_path=str(tmp_path / "functions.py"), **options)
+        settings = environments_of(function_tool_path=str(tmp_path / "functions.py"), **options)
         calls = [ToolCall(name, {"what": what} if what else {}) for what in whats]
 
         async def run():

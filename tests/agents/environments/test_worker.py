@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from hybridrl.agents.environments.episode_loop import Limits
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker, Ticket
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling
 from hybridrl.core.rollout.types import FatalRequest, RejectedRequest
+from tests.agents.sections import environments_of
 
 LIMITS = Limits(prompt=100, response=300, context=400)
 ENVIRONMENT = '''
@@ -44,9 +44,7 @@ def make_worker(tokenizer, tmp_path, limits: Limits = LIMITS, **more: object) ->
     (tmp_path / "reads.py").write_text(ENVIRONMENT)
     (tmp_path / "agent.py").write_text(AGENT)
     kind = {"agent_path": f"{tmp_path}/agent.py:agent"} if more else {"environment": f"{tmp_path}/reads.py:Reads"}
-    settings = EpisodeSettings(
-        lambda: tokenizer, EnvironmentSettings(**kind), limits, (tokenizer.eos_token_id,), **more
-    )
+    settings = EpisodeSettings(lambda: tokenizer, environments_of(**kind), limits, (tokenizer.eos_token_id,), **more)
     worker = EpisodeWorker.__new__(EpisodeWorker)  # without an actor's log
     worker.begin(settings)
     return worker
@@ -115,11 +113,8 @@ def test_the_column_enable_thinking_of_a_row_holds_for_each_turn_of_its_episode(
     (tmp_path / "loops.yaml").write_text("- name: once\n  _target_: once.Once\n")
     environment, loop = f"{tmp_path}/reads.py:Reads", kind != "environment"
     (tmp_path / "reads.py").write_text(ENVIRONMENT)
-    settings = (
-        EnvironmentSettings(agent_loop_config_path=str(tmp_path / "loops.yaml"))
-        if loop
-        else EnvironmentSettings(environment)
-    )
+    named = {"agent_loop_config_path": str(tmp_path / "loops.yaml")} if loop else {"environment": environment}
+    settings = environments_of(**named)
     sections = {"data": {"max_prompt_length": 9, "max_response_length": 9}, "actor_rollout_ref": {"rollout": {}}}
     more = {"configuration": sections}
     worker = EpisodeWorker.__new__(EpisodeWorker)

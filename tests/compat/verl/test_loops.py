@@ -8,9 +8,9 @@ import pytest
 
 from hybridrl.agents.environments.environment import EpisodeFault
 from hybridrl.agents.environments.load import check, environment_of
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.compat.verl.loops import VerlLoop
 from hybridrl.config import ConfigError
+from tests.agents.sections import environments_of
 
 LOOPS = '''
 import logging
@@ -134,7 +134,7 @@ def settings(tmp_path):
     entries = ["early: Early", "two: TwoTurns", "wrong: Wrong", "several: Several"]
     lines = [f"- {{name: {name}, _target_: my_loops.{cls}}}" for name, cls in (one.split(": ") for one in entries)]
     (tmp_path / "agent.yaml").write_text("\n".join(lines).replace("TwoTurns}", "TwoTurns, mark: 7}"))
-    return EnvironmentSettings(agent_loop_config_path=str(tmp_path / "agent.yaml"))
+    return environments_of(agent_loop_config_path=str(tmp_path / "agent.yaml"))
 
 
 def run(name: str, settings, policy=None):
@@ -178,7 +178,7 @@ def test_a_reward_of_a_loop_that_is_no_finite_number_is_a_fault_with_its_class(t
     score = 'float(kwargs["extra_info"]["wanted"] == second.token_ids[0])'
     (tmp_path / f"scored{len(wanted)}.py").write_text(LOOPS.replace(score, wanted))
     (tmp_path / "agent.yaml").write_text(f"- {{name: scored, _target_: scored{len(wanted)}.TwoTurns}}")
-    settings = EnvironmentSettings(agent_loop_config_path=str(tmp_path / "agent.yaml"))
+    settings = environments_of(agent_loop_config_path=str(tmp_path / "agent.yaml"))
     with pytest.raises(EpisodeFault, match=r"the reward of TwoTurns \(.*scored\d+\.py\) is no finite number: it ret"):
         run("scored", settings)
 
@@ -189,4 +189,4 @@ def test_an_unknown_loop_is_rejected_with_those_that_there_are(settings, tmp_pat
         check(settings, [{"agent_name": "mine"}])
     (tmp_path / "bad.yaml").write_text("- {name: bad, _target_: my_loops.NoRun}")
     with pytest.raises(ConfigError, match=r"bad\.yaml: \[0\]: NoRun has no async method run"):
-        check(EnvironmentSettings(agent_loop_config_path=str(tmp_path / "bad.yaml")), [{"agent_name": "bad"}])
+        check(environments_of(agent_loop_config_path=str(tmp_path / "bad.yaml")), [{"agent_name": "bad"}])

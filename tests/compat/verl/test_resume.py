@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -106,9 +107,9 @@ def test_an_explicit_path_is_used_and_damage_logged(tmp_path):
 
 def test_a_supervised_run_rejects_it_with_a_fix(tmp_path):
     path = verl(tmp_path, 10)
-    config = SimpleNamespace(trainer=SimpleNamespace(resume_mode="resume_path", resume_from_path=str(path)))
+    trainer: Any = SimpleNamespace(resume_mode="resume_path", resume_from_path=str(path))
     with pytest.raises(ConfigError, match=rf"trainer\.resume_mode=disable model\.path={path}/actor"):
-        find_checkpoint(config, tmp_path, Identity("data", "run", {}))
+        find_checkpoint(trainer, {}, tmp_path, Identity("data", "run", {}))
 
 
 def test_used_prompts_come_from_the_data_loader_or_are_counted(tmp_path):

@@ -21,6 +21,7 @@ from hybridrl.config import ConfigError
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, Sampling
 from tests.agents.environments.conftest import PLAIN
+from tests.agents.sections import environments_of
 
 TOOLS = """
 from verl.tools.base_tool import BaseTool
@@ -224,7 +225,7 @@ def episodes(tmp_path: Path, tokenizer: Any) -> Episodes:
     lines = [f"- {{name: {name}, _target_: loops_{number}.{name}{more.get(name, '')}}}" for name in NAMES]
     (tmp_path / "agent.yaml").write_text("\n".join(lines))
     paths = {"tool_config_path": str(tmp_path / "tools.yaml"), "agent_loop_config_path": str(tmp_path / "agent.yaml")}
-    return Episodes(tokenizer, EnvironmentSettings(**paths, max_parallel_calls=4, max_tool_response_length=40))
+    return Episodes(tokenizer, environments_of(**paths, max_parallel_calls=4, max_tool_response_length=40))
 
 
 CONVERSATIONS = {
@@ -300,7 +301,7 @@ def test_a_loop_with_its_own_parser_needs_no_template_that_writes_calls(
 
 
 def test_a_row_selects_among_the_tools_of_a_loop(episodes: Episodes) -> None:
-    episodes.settings = replace(episodes.settings, tools=("calculator",))
+    episodes.settings.multi_turn.tools = ["calculator"]
     episodes(["fine"], agent_name="Plain")
     assert '"calculator"' in episodes.prompts[0] and '"add"' in episodes.prompts[0]
     ended = episodes([call(1), "fine"], agent_name="Plain", extra_info={"tool_selection": ["calculator"]})
@@ -318,7 +319,7 @@ def talks(episodes: Episodes, tmp_path: Path) -> Any:
     entries = [f"{{name: {cls.lower()}, class_name: {name}.{cls}}}" for cls in ("Patient", "Careful", "Named")]
     (tmp_path / "talks.yaml").write_text(f"interaction: [{', '.join(entries)}]")
     path = str(tmp_path / "talks.yaml")
-    episodes.settings = replace(episodes.settings, interaction_config_path=path)
+    episodes.settings.multi_turn.interaction_config_path = path
     episodes.limits = {"interaction_config_path": path}
     prepare(())
     check(episodes.settings, [])

@@ -10,6 +10,7 @@ from hybridrl.agents.environments.load import check, load_tools
 from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.config import ConfigError
 from tests.agents.environments.conftest import made
+from tests.agents.sections import environments_of
 
 TOOL = """
 from typing import Any, Optional
@@ -53,7 +54,7 @@ ROW = {"extra_info": {"tools_kwargs": {"remember": {"create_kwargs": {"first": "
 def settings_of(tmp_path, source: str, name: str, entry: str = ENTRY) -> EnvironmentSettings:
     (tmp_path / f"{name}.py").write_text(source)
     (tmp_path / "tools.yaml").write_text(f"tools:{entry.format(name=name)}")
-    return EnvironmentSettings(tool_config_path=str(tmp_path / "tools.yaml"))
+    return environments_of(tool_config_path=str(tmp_path / "tools.yaml"))
 
 
 def episode(settings, row, *turns):
@@ -90,7 +91,7 @@ tools:
     config: {sandbox_fusion_url: "http://nowhere", num_workers: 10}
   - class_name: calculator
 """)
-    settings = EnvironmentSettings(tool_config_path=str(file), max_parallel_calls=4)
+    settings = environments_of(tool_config_path=str(file), max_parallel_calls=4)
     row = {"extra_info": {"tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}}}}
     calls = [
         ToolCall("calc_gsm8k_reward", {"answer": "71"}),
@@ -154,7 +155,7 @@ class Polite(BaseInteraction):
 def test_an_interaction_of_verl_answers_what_calls_no_tool(tmp_path) -> None:
     (tmp_path / "polite.py").write_text(INTERACTION)
     (tmp_path / "user.yaml").write_text("interaction: [{name: p, class_name: polite.Polite, config: {text: wrong}}]")
-    settings = EnvironmentSettings(interaction_config_path=str(tmp_path / "user.yaml"), tools=("calculator",))
+    settings = environments_of(interaction_config_path=str(tmp_path / "user.yaml"), tools=("calculator",))
     row = {"extra_info": {"interaction_kwargs": {"name": "p", "query": "2?", "ground_truth": "2"}}}
     check(settings, [row])
     call = Response("", [ToolCall("calculator", {"expression": "1 + 1"})])
@@ -166,7 +167,7 @@ def test_an_interaction_of_verl_answers_what_calls_no_tool(tmp_path) -> None:
     assert environment.tools[0]["function"]["name"] == "calculator"
     (tmp_path / "nan.py").write_text(INTERACTION.replace("float(right)", "float('nan')"))
     (tmp_path / "nan.yaml").write_text("interaction: [{name: p, class_name: nan.Polite, config: {text: wrong}}]")
-    settings = EnvironmentSettings(interaction_config_path=str(tmp_path / "nan.yaml"))
+    settings = environments_of(interaction_config_path=str(tmp_path / "nan.yaml"))
     with pytest.raises(EpisodeFault, match=r"the reward of Polite \(.*nan\.py\) is no finite number: it returned nan"):
         episode(settings, row, Response("1"))
     with pytest.raises(ConfigError, match=r"row 0: interaction_kwargs\.name=q: .* has no such interaction; it has p"):

@@ -13,7 +13,6 @@ import pytest
 
 from hybridrl.agents.environments.conversations import Conversations
 from hybridrl.agents.environments.episode_loop import Limits
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeWorker
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.responses import ResponseStore
@@ -21,6 +20,7 @@ from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.rollout import Request, RolloutClient, Sampling, request_seed
 from hybridrl.data.prompts import Prompt
 from tests.agents.environments import conftest as environments
+from tests.agents.sections import environments_of
 from tests.core.experience.test_episodes import Scorers
 from tests.core.rollout.test_client import PatientServer
 
@@ -49,7 +49,7 @@ class Workers:
     def __init__(self, tokenizer: Any) -> None:
         worker = object.__new__(EpisodeWorker)  # without what its process needs
         ends = (tokenizer.eos_token_id,)
-        worker.begin(EpisodeSettings(lambda: tokenizer, EnvironmentSettings(environment=ECHO), LIMITS, ends))
+        worker.begin(EpisodeSettings(lambda: tokenizer, environments_of(environment=ECHO), LIMITS, ends))
         self.worker, self.actors, self.logs, self.starting = worker, [Remote(worker)], ["log"], set()
 
     def limit_of(self, actor: Any) -> float:
