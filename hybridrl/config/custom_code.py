@@ -14,10 +14,11 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from hybridrl.config.findings import ConfigError
 
+T = TypeVar("T")
 OWN_KEYS = "HYBRIDRL_OWN"
 PREFIX = "own_"  # of the names of modules that are loaded from files
 # Such a file may fail in verl's own imports, if a copy of verl is in the working directory.
@@ -56,11 +57,8 @@ def call_custom(
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
         raise ConfigError(f"{key}={name} has other parameters: {error}", fix=fix, keys=key) from error
-    try:
+    with calling(f"{key}={name}", name.rpartition(":")[0], f"fails {trial}", fix=fix, keys=key):
         return function(*arguments)
-    except Exception as error:  # whatever the user's code raises
-        cause = f"{key}={name} fails {trial}: {where(error, name.rpartition(':')[0])}"
-        raise ConfigError(cause, fix=fix, keys=key) from error
 
 
 def load_module(path: str, key: str) -> ModuleType:
@@ -139,9 +137,17 @@ def where(error: BaseException, path: str) -> str:
 
 
 @contextmanager
-def calling(call: str, path: str) -> Iterator[None]:
+def calling(call: str, path: str, fails: str = "fails", **details: str) -> Iterator[None]:
     """Raise ConfigError that names the failing line if the code of a user's file, which can raise anything, fails."""
     try:
         yield
     except Exception as error:
-        raise ConfigError(f"{call} fails: {where(error, path)}") from error
+        raise ConfigError(f"{call} {fails}: {where(error, path)}", **details) from error
+
+
+def attempt(call: Callable[[], T]) -> T | Exception:
+    """Return what foreign code returns or raises: a library whose exceptions are of many types, or a user's object."""
+    try:
+        return call()
+    except Exception as error:
+        return error

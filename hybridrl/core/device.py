@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -99,17 +99,20 @@ class BroadcastGroup:
         """Return what a call returns, made in a thread: NCCL also waits where it has no time limit."""
         result: Future[T] = Future()
         Thread(target=_resolve, args=(result, call), daemon=True).start()
-        try:
+        with ExitStack() as if_it_fails:
+            if_it_fails.callback(self._abort)
             while wait([result], CANCEL_SECONDS).not_done:
                 if self._cancelled():
                     raise RuntimeError("the broadcast was cancelled, as one of its processes has failed")
-            return result.result()
-        except BaseException:
-            group, self.group = self.group, None  # on CPU the others, who may wait for this one, notice it
-            with suppress(RuntimeError):  # gloo has no abort, and needs none
-                if group is not None:
-                    group.abort()
-            raise
+            returned = result.result()
+            if_it_fails.pop_all()
+            return returned
+
+    def _abort(self) -> None:
+        group, self.group = self.group, None  # on CPU the others, who may wait for this one, notice it
+        with suppress(RuntimeError):  # gloo has no abort, and needs none
+            if group is not None:
+                group.abort()
 
     def _cancelled(self) -> bool:
         try:

@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow
 from rich.progress import track
 
+from hybridrl.config.custom_code import attempt
 from hybridrl.config.files import (
     LFS_FIX,
     WRITTEN,
@@ -97,11 +98,8 @@ class Rows(Sequence[DataRow]):
         return self.of(indices[:count] if count > 0 else indices)
 
 
-def _pickled(value: Any) -> bytes | Exception:
-    try:
-        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # of a custom dataset, whose values can be anything
-        return error
+def _pickled(value: Any) -> bytes | Exception:  # the value may be any object, of a custom dataset
+    return attempt(lambda: pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
 
 
 class Faults:

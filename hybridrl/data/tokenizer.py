@@ -4,7 +4,7 @@ import json
 import logging
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
+from hybridrl.config.custom_code import attempt
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.foreign_files import fault_in
@@ -89,7 +90,7 @@ def read_tokenizer(place: str, *, trusted: bool, local: bool = False) -> PreTrai
     if change is None and other is None:
         return tokenizer
     special = tokenizer.special_tokens_map  # some are the class's own, which no file has
-    described = _attempt(partial(PreTrainedTokenizerFast.from_pretrained, place, local_files_only=local, **special))
+    described = attempt(partial(PreTrainedTokenizerFast.from_pretrained, place, local_files_only=local, **special))
     if isinstance(described, Exception) or changed_text(described):  # without a tokenizer.json
         return tokenizer
     fault = "turns {!r} into {!r}".format(*change) if change else f"gives {other!r} other tokens"
@@ -132,20 +133,13 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _attempt(load: Callable[[], PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase | Exception:
-    try:
-        return load()
-    except Exception as error:  # the library raises many types for damaged files, the Rust one Exception itself
-        return error
-
-
 def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     local, fix = path.is_dir(), "data.tokenizer can name another"
     if not local and (path.is_absolute() or str(path).startswith(".") or len(path.parts) > 2):
         raise ConfigError(f"{key}={path}: there is no such directory")
     if cause := fault_in(path / "tokenizer_config.json"):
         raise ConfigError(f"{key}={path}: {cause}", fix=fix)
-    tokenizer = _attempt(partial(read_tokenizer, str(path), trusted=trust_remote_code, local=local))
+    tokenizer = attempt(partial(read_tokenizer, str(path), trusted=trust_remote_code, local=local))
     if isinstance(tokenizer, Exception):
         reason = next(iter(str(tokenizer).strip().splitlines()), type(tokenizer).__name__)
         cause = "holds no tokenizer" if local else "is neither a directory nor a tokenizer on the hub"

@@ -5,6 +5,7 @@ import importlib.util
 import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -12,7 +13,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
-from hybridrl.config.custom_code import import_libraries, publish_own_keys
+from hybridrl.config.custom_code import attempt, import_libraries, publish_own_keys
 from hybridrl.config.files import HUB_NAME, is_sharded, resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import DataConfig, ModelConfig
@@ -90,13 +91,12 @@ def check_models(models: Iterable[tuple[str, str]], findings: Findings) -> None:
             continue
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             continue
-        try:
-            HfApi().model_info(name, timeout=HUB_SECONDS)
-        except RepositoryNotFoundError:
+        answer = attempt(partial(HfApi().model_info, name, timeout=HUB_SECONDS))
+        if isinstance(answer, RepositoryNotFoundError):
             cause, fix = "neither a directory nor a model on the hub", "check the name, or log in: hf auth login"
             findings.error("model.hub", f"{key}={name}: {cause}", fix, keys=key, value=name)
-        except Exception as error:  # of the network, whose library's exceptions depend on its version
-            cause = f"neither a directory nor in the hub's cache, and the hub does not respond ({error})"
+        elif isinstance(answer, Exception):  # of the network, whose library's exceptions depend on its version
+            cause = f"neither a directory nor in the hub's cache, and the hub does not respond ({answer})"
             fix = f"name a local directory; where there is a network: hf download {name}"
             findings.error("model.hub", f"{key}={name}: {cause}", fix, keys=key, value=name)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import ConfigError
-from hybridrl.config.custom_code import call_custom, load_function
+from hybridrl.config.custom_code import attempt, call_custom, load_function
 from hybridrl.config.values import rule_code
 from hybridrl.health import judgements
 from hybridrl.health.history import PARTS, SCORE, WINDOW, Diagnosis, History, levels, steady_rise
@@ -238,12 +238,12 @@ def _rule(name: str, function: Callable[[History], Any]) -> Rule:
     def judge(history: History) -> Diagnosis | None:
         if failed:
             return None
-        try:
-            return function(history)
-        except Exception as error:  # whatever the user's code raises
+        diagnosis = attempt(lambda: function(history))
+        if isinstance(diagnosis, Exception):
             failed.append(name)
-            warn(f"{KEY}={name} fails at step {history.step} and is turned off: {error!r}", "rule-off")
+            warn(f"{KEY}={name} fails at step {history.step} and is turned off: {diagnosis!r}", "rule-off")
             return None
+        return diagnosis
 
     facts = {fact: getattr(function, fact) for fact in FACTS if hasattr(function, fact)}
     return Rule(rule_code(name), judge, **facts)

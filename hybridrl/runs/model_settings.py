@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hybridrl.config import ConfigError
 from hybridrl.config.catalog import RANDOM, why_unsupported
 from hybridrl.config.checks.model import IMPLIED, why_not_served
+from hybridrl.config.custom_code import attempt
 from hybridrl.config.files import resolve_model
 from hybridrl.config.keys import nearest
 from hybridrl.config.schema import ModelConfig
@@ -106,15 +107,15 @@ def _nearest(name: str, known: set[str]) -> str:
 
 def _fault(read: Callable[..., PreTrainedConfig], changes: Mapping[str, Any]) -> Exception | None:
     """Return what is raised where the changed settings are read, written and read again, and rotate positions."""
-    try:
+
+    def used() -> None:
         settings = read(**changes)
         settings = type(settings).from_dict(settings.to_dict())  # which validates them
         rope = getattr(settings, ROPE, None) or {}
         if rotary := ROPE_INIT_FUNCTIONS.get(str(rope.get("rope_type"))):
             rotary(settings, torch.device("cpu"))
-    except Exception as error:  # the library raises many types, among them those of a model's own code
-        return error
-    return None
+
+    return attempt(used)
 
 
 def _reason(error: Exception) -> str:

@@ -2,7 +2,7 @@
 NCCL on CUDA and by Gloo on CPU, in a process group that has only it and the engines."""
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from hybridrl.core import device as devices
@@ -24,15 +24,17 @@ class BroadcastSync(WeightSync):
         return self.trainers.only([0])
 
     def send(self, buckets: list[Bucket], indices: Sequence[int], *, adapter: bool) -> None:
-        try:
+        with ExitStack() as if_it_fails:
+            if_it_fails.callback(self._cancel)
             self._form_group(indices)
             super().send(buckets, indices, adapter=adapter)
             self._finish_sending()
-        except Exception:
-            self.members = ()
-            if self.address:  # the members that live wait for the one that failed
-                devices.cancel_broadcasts(self.address)
-            raise
+            if_it_fails.pop_all()
+
+    def _cancel(self) -> None:
+        self.members = ()
+        if self.address:  # the members that live wait for the one that failed
+            devices.cancel_broadcasts(self.address)
 
     def _form_group(self, indices: Sequence[int]) -> None:
         members, servers = [self.servers.actors[index] for index in indices], self.servers.only(indices)
