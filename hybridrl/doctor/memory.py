@@ -5,7 +5,7 @@ It is of a run from its second step on, when every buffer has been allocated. Si
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -269,11 +269,11 @@ def _times(count: int, memory: Bytes) -> Bytes:
     return Bytes({kind: count * size for kind, size in memory.items()})
 
 
-def memory_plan(config: PPOConfig, findings: Findings, gpu: int, free: int) -> None:
-    """Report the estimate, with an error if what is counted exactly does not fit by itself, else with a warning. `gpu`
-    is the memory of the smallest GPU that would be used, `free` that of this machine; 0: unknown."""
+def memory_plan(config: PPOConfig, findings: Findings, gpus: Sequence[int], free: int) -> None:
+    """Report the estimate, with an error if what is counted exactly does not fit by itself, else with a warning. `gpus`
+    is the memory of those that would be used, none if unknown; `free` that of this machine, 0 if unknown."""
     try:
-        run = PlannedRun(config, read_models(config), gpu, free)
+        run = PlannedRun(config, read_models(config), min(gpus, default=0), free)
         plans = make_plans(run)
     except OSError as error:
         findings.info("memory.unknown", f"memory is not estimated: a model's config.json cannot be read ({error})")

@@ -127,7 +127,7 @@ def check_start(config: PPOConfig | SFTConfig, findings: Findings) -> bool:
         check_gpus(gpus, utilization, findings)
     if isinstance(config, PPOConfig):
         publish_own_keys(config.own)
-        memory_plan(config, findings, min((gpu.total for gpu in gpus), default=0), memory_left() * here)
+        memory_plan(config, findings, [gpu.total for gpu in gpus], memory_left() * here)
     return True
 
 

@@ -112,7 +112,7 @@ def run_of(config: PPOConfig, gpu: float = 0, free: float = 0) -> PlannedRun:
 
 def report(config: PPOConfig, gpu: float = 0, free: float = 100 * GIB) -> list[Finding]:
     findings = Findings()
-    memory_plan(config, findings, int(gpu), int(free))
+    memory_plan(config, findings, [int(gpu)] if gpu else [], int(free))
     return findings.items
 
 
@@ -402,6 +402,15 @@ def test_a_gpu_that_is_too_small_is_reported(load: Load) -> None:
     items = report(load("trainer.device=cuda", "trainer.n_gpus_per_node=2"), gpu=40_000)
     (finding,) = (item for item in items if item.code == "memory.lack" and "each GPU" in item.cause)
     assert finding.cause.startswith("memory of each GPU: policy update takes an estimated")
+
+
+def test_the_smallest_gpu_must_hold_what_each_holds(load: Load) -> None:
+    config = load("trainer.device=cuda", "trainer.n_gpus_per_node=2")
+    lacking = []
+    for gpus in ([40_000, 80 * GIB], [80 * GIB, 40_000], [80 * GIB, 80 * GIB]):
+        memory_plan(config, findings := Findings(), gpus, 100 * GIB)
+        lacking.append([finding.cause for finding in findings.items if finding.code == "memory.lack"])
+    assert lacking[0] == lacking[1] != [] and lacking[2] == []
 
 
 def test_an_engine_that_fills_its_gpu_is_offered_a_smaller_share(load: Load) -> None:
