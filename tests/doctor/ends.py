@@ -1,5 +1,6 @@
 """Faults that end a run, each raised by the code that raises it in a run, and what `doctor why` says of it."""
 
+import asyncio
 import errno
 import signal
 from collections.abc import Callable
@@ -88,7 +89,7 @@ def unscored(store: Store, config: PPOConfig) -> None:
 def flat(store: Store, config: PPOConfig) -> None:
     """Dynamic sampling with two groups, in which every response scores the same."""
     draws = Draws(GroupFilter("score", max_batches=1), wanted=2, left=8, data_size=8)
-    groups = [SimpleNamespace(episodes=[SimpleNamespace(score=Score(value))] * 4) for value in (0.0, 1.0)]
+    groups = [[SimpleNamespace(score=Score(value))] * 4 for value in (0.0, 1.0)]
     draws.add(2, groups)
     draws.next_size()
 
@@ -143,9 +144,12 @@ def disagreeing(store: Store, config: PPOConfig) -> None:
 
 
 def out_of_turn(store: Store, config: PPOConfig) -> None:
-    asleep = client([FakeServer()])
-    asleep.available = False
-    asleep.generate(requests(1)[0])
+    async def sample() -> None:
+        asleep = client([FakeServer()])
+        asleep.available = False
+        await asleep.generate(requests(1)[0])
+
+    asyncio.run(sample())
 
 
 def mistaken(store: Store, config: PPOConfig) -> None:

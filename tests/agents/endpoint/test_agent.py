@@ -66,7 +66,7 @@ def run(tmp_path, tokenizer, kit_of):
 
     def run(code: str, *rows: dict, policy=None, limits=(), needs_reward=True, **settings: Any) -> list[Trajectory]:
         (tmp_path / "agent.py").write_text(textwrap.dedent(HEAD) + textwrap.dedent(code))
-        agent = agent_of(path=str(tmp_path / "agent.py"), name="run", **settings)
+        agent = agent_of(**{"path": str(tmp_path / "agent.py"), "name": "run"} | settings)
         agents = Agents(agent, None, None, kit_of(**dict(limits)), needs_reward=needs_reward)
 
         async def all_of_them():

@@ -149,14 +149,14 @@ def test_an_environment_that_ends_its_process_is_excluded_and_the_others_are_run
 
 
 def test_a_process_that_dies_once_costs_no_episode(workers, tokenizer):
-    place = Path(workers.settings.environments.environment_kwargs["place"])
+    place = Path(workers.settings.environments.multi_turn.environment_kwargs["place"])
     (place / "died").unlink(missing_ok=True)
     trajectories = run(workers, specs({"turns": 2}, {"turns": 2, "kind": "dies once"}), Sampler(tokenizer))
     assert [one.fault for one in trajectories] == [None] * 4
 
 
 def test_a_replacement_that_starts_slowly_is_not_taken_for_one_that_does_not_respond(workers, tokenizer, capsys):
-    place = Path(workers.settings.environments.environment_kwargs["place"])
+    place = Path(workers.settings.environments.multi_turn.environment_kwargs["place"])
     (place / "died").unlink(missing_ok=True)
     (place / "slowly").touch()
     limit, workers.limit = workers.limit, 2.0
@@ -246,7 +246,7 @@ def test_episodes_are_abandoned_when_their_dispatch_is_closed(workers, tokenizer
 
 
 def test_a_process_that_two_dispatches_lose_is_replaced_once(workers, tokenizer):
-    place = Path(workers.settings.environments.environment_kwargs["place"])
+    place = Path(workers.settings.environments.multi_turn.environment_kwargs["place"])
     (place / "died").unlink(missing_ok=True)
     gate, before = Gate(tokenizer), list(workers.actors)
 

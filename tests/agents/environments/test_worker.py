@@ -43,7 +43,7 @@ async def agent(*_):
 def make_worker(tokenizer, tmp_path, limits: Limits = LIMITS, **more: object) -> EpisodeWorker:
     (tmp_path / "reads.py").write_text(ENVIRONMENT)
     (tmp_path / "agent.py").write_text(AGENT)
-    kind = {"agent_path": f"{tmp_path}/agent.py:agent"} if more else {"environment": f"{tmp_path}/reads.py:Reads"}
+    kind = {"path": f"{tmp_path}/agent.py", "name": "agent"} if more else {"environment": f"{tmp_path}/reads.py:Reads"}
     settings = EpisodeSettings(lambda: tokenizer, environments_of(**kind), limits, (tokenizer.eos_token_id,), **more)
     worker = EpisodeWorker.__new__(EpisodeWorker)  # without an actor's log
     worker.begin(settings)
