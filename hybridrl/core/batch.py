@@ -1,6 +1,7 @@
 """The batch that travels between driver and workers: packed rows. Knows neither Ray, models nor rewards.
 
-A row is one sampled response to one prompt, of one turn or several. Every field has one of three axes:
+A row is one sampled response to one prompt, of one turn or several; an episode whose context was replaced has several
+rows. Every field has one of three axes:
 
     row        one value per row                                     [B]
     prompt     one value per prompt token, rows concatenated         [sum of prompt_lengths]

@@ -5,8 +5,9 @@
     to_rollout     critic to the host, wake the engines' weights, publish, policy to the host, wake the cache, verify
     to_training    engines sleep, policy to the devices (the critic when it is used, moments while the optimizer steps)
 
-Weights before cache, so that the trainer's parameters and the cache never have to fit together. On CPU the same calls
-are made in the same order; there they free nothing. `SeparateEngine` has other devices for each.
+Weights before cache, so that the trainer's parameters and the cache never have to fit together, except while a server
+that died is built again in the middle of a rollout. On CPU the same calls are made in the same order; there they free
+nothing. `SeparateEngine` has other devices for each.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """The training loop, and the step of reinforcement learning that it runs.
 
-Knows no configuration, no Ray and no rollout engine. Asynchronous training is another `Experience` on other `Devices`,
-supervised fine-tuning another `Task`; neither edits this file.
+Knows no configuration, no Ray and no rollout engine. Asynchronous training is another `Experience`, and where
+rollout has its own, other `Devices`; supervised fine-tuning another `Task`; neither edits this file.
 """
 
 from abc import abstractmethod
@@ -52,7 +52,7 @@ class Task(Protocol):
         return {}
 
     def rebuild(self) -> None:
-        """Replace the processes that have grown before the next step."""
+        """Replace the processes that have grown before the next weight sync."""
         return
 
     def problem(self) -> str:
@@ -65,8 +65,8 @@ class Task(Protocol):
 
 
 class Checkpoints(Protocol):
-    """The saving of a run, `failed` if the last save did. `due` returns how long a step is to be kept, None if it need
-    not be saved; with None `start` saves it to resume from."""
+    """The saving of a run; `failed` is the error of the last save. `due` returns how long a step is to be kept,
+    None if it need not be saved; with None `start` saves it to resume from."""
 
     failed: Exception | None
     store: Any  # the checkpoints in its `directory`, of which `last` returns what to resume from, or None
@@ -219,7 +219,8 @@ class RLTask(Task):
         return self.experience.finished
 
     def train_step(self, step: int) -> dict[str, float]:
-        """One step of the algorithm; every line fills fields of the batch, and none changes what another filled."""
+        """One step of the algorithm; every line fills fields of the batch. Only `advantages` changes what another
+        filled: it masks rejected tokens, and subtracts a KL penalty from rewards."""
         algorithm, workers = self.algorithm, self.workers
         collected = self.experience.collect(step)
         batch = workers.old_log_probs(collected.batch, algorithm, step)  # skipped where the update computes the same

@@ -1,4 +1,4 @@
-"""The mathematics: pure functions of tensors. Imports torch, the batch and the catalog of names.
+"""The mathematics: functions of tensors without state, but for the adaptive weight of the KL.
 
 `Algorithm` states what a step needs and turns scored responses into advantages; a policy loss turns log-probs into a
 loss per token. `lookup` finds the function of a name.

@@ -18,7 +18,7 @@ FORMS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts of a mini-batch over all ranks: tokens the policy wrote, and rows with at least one of them; an episode of
+    """Counts of a mini-batch over all ranks: tokens that are trained, and rows with at least one of them; an episode of
     several rows counts as one."""
 
     tokens: int
@@ -32,7 +32,7 @@ class Totals:
 
 
 def token_weights(batch: Batch, mode: str, totals: Totals, scale: float = 1.0) -> Tensor:
-    """The weight of each response token in the loss [response tokens]; 0 if the policy did not write it.
+    """The weight of each response token in the loss [response tokens]; 0 if it is not trained, such as a tool's.
 
     token-mean                every token of the mini-batch counts the same (DAPO, Yu et al. 2025)
     token-sum                 every token counts 1

@@ -2,7 +2,7 @@
 
 The episodes run in an event loop of a thread of their own, one task for each group, and environments continue while the
 devices train. Only requests to the engines wait: the client holds them between `interrupt` and `resume`. Where rollout
-has devices of its own, that is only during a weight sync.
+has devices of its own, that is only during a weight sync and after a restart, unless batches are fixed.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class Admission:
     """Groups by their positions in the run's order; each step with the weights `version` trains `batch` of them.
 
     A group that is started with version u is trained at version u + `bound` at the latest. At most `most` groups are
-    in flight. 0 is the synchronous loop: all groups of a step are started with its weights.
+    in flight. A `bound` of 0 is the synchronous loop: all groups of a step are started with its weights.
     """
 
     bound: int

@@ -30,7 +30,7 @@ class NothingToLearnFrom(RuntimeError):
 
 @dataclass(frozen=True)
 class Collected:
-    """The experience of a step: the rows to train on, every episode that was run for them, and metrics."""
+    """The experience of a step: the rows to train on, the sampled episodes that were run for them, and metrics."""
 
     batch: Batch
     samples: list[Episode]
@@ -88,7 +88,7 @@ class Experience(ABC):
     @abstractmethod
     def collect(self, step: int) -> Collected:
         """Return what a step trains on, sampled with the policy after `step - 1` steps or a few before; the trainers
-        have the devices then. Metrics have verl's names."""
+        have the devices when it returns. Metrics have verl's names."""
 
     @property
     def finished(self) -> bool:

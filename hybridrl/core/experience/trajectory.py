@@ -146,7 +146,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class EpisodeRequest:
-    """An episode to run: the `sample`-th of a prompt, which is the `number`-th in its call, at a `position` in its
+    """An episode to run: the `sample`-th of a prompt, which has a `number` in its call, and a `position` in its
     stream. Its seed derives from the prompt's seed key and the number of the sample."""
 
     prompt: Prompt

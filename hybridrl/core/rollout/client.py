@@ -2,7 +2,8 @@
 
 A request goes to the least loaded server, samples of one prompt together, as they share the prefix cache. Responses are
 streamed back in coalesced calls, dead servers are rebuilt, retries are bounded. Each request has its own seed, so
-neither the server nor the order in which responses finish changes a result.
+neither the server nor the order in which responses finish changes what is drawn; rounding depends on an engine's
+batches, unless the assignment is `fixed`.
 
 A server that died raises; one that is slow merely takes longer: it counts as hung once it has sampled no token for
 `timeout` seconds while it had requests. Either way it is rebuilt by `revive` and its unfinished requests are retried;

@@ -2,7 +2,8 @@
 passed in.
 
 A loss, ratio or gradient that is not finite never reaches the parameters: the update is skipped on every rank, and the
-rows that caused it are written to a file, with the module whose output was the first that was not finite.
+rows that caused it, as far as they are known, are written to a file, with the module whose output was the first that
+was not finite.
 """
 
 import math

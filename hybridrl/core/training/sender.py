@@ -15,7 +15,7 @@ from hybridrl.core.weights.buckets import Bucket, Handle, SharedBuffer, SyncPlan
 
 class Sender:
     """Sends a sharded model in one type: a model with an adapter as base and adapter, or with `merge` merged. Every
-    rank creates one and makes the same calls; `plan` holds what is sent, in buckets of at most `limit` bytes."""
+    rank creates one and makes the same calls; `plan` holds what is sent, with two buckets of `limit` bytes together."""
 
     def __init__(self, model: LanguageModel, device: torch.device, dtype: torch.dtype, limit: int, merge: bool) -> None:
         self.model, self.device, self.dtype = model, device, dtype

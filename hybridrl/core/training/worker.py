@@ -66,7 +66,7 @@ def training_seed(*keys: int) -> int:
     """Return the seed of the random numbers at a place of a run: of its seed and, for example, a step and a rank.
 
     Python hashes a tuple of integers to the same number in every process and, since 3.8, in every version of CPython
-    on 64 bits. No document promises that, so a test holds three values: others would change what resumed runs sample.
+    on 64 bits. No document promises that, so a test holds three values: others would change how resumed runs shuffle.
     """
     return hash(keys) & 0x7FFFFFFF
 
@@ -229,7 +229,7 @@ class TrainWorker:
         return learner.update(batch, mini_batches, losses.critic_objective(learner, section), section.grad_clip, step)
 
     def _seed(self, step: int) -> None:
-        """Derive dropout's random numbers from the step alone, so that a resumed run repeats them."""
+        """Derive dropout's random numbers from seed, step and rank, so that a resumed run repeats them."""
         torch.manual_seed(training_seed(self.config.seed, step, self.rank))
 
     def gradient_norms(self, batch: Batch, mini_batches: list[MiniBatch], loss: LossConfig) -> list[float]:
@@ -249,7 +249,7 @@ class TrainWorker:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def plan_weights(self, dtype: str, limit: int) -> SyncPlan:
-        """Plan the weight sync in this type, in buckets of at most `limit` bytes."""
+        """Plan the weight sync in this type, with buffers for buckets of `limit` bytes together."""
         merge = self.config.policy.model.lora.merge
         self.sender = Sender(self._language_model, self.device, getattr(torch, dtype), limit, merge)
         return self.sender.plan

@@ -75,9 +75,9 @@ def plan_buckets(parameters: Sequence[tuple[str, torch.Size, torch.dtype]], limi
     """Partition a model's parameters into buckets, two of which take at most `limit` bytes, without splitting layers.
 
     An engine fuses tensors of one layer (q, k, v into one matrix) and reads them when the last one has arrived; a
-    bucket is overwritten by the second one after it, so a layer may not straddle two: a layer above the limit gets a
-    separate bucket. Parameters outside the layers (embedding, last norm, head) come last and together whatever their
-    size, as an engine that pads the vocabulary reads them only at the end.
+    bucket is overwritten by the second one after it, so a layer may not straddle two: a layer above half of
+    it gets a separate bucket. Parameters outside the layers (embedding, last norm, head) come last and together,
+    whatever their size, as an engine that pads the vocabulary reads them only at the end.
     """
     layers: dict[str, list[Tensor]] = {}
     for name, shape, dtype in parameters:

@@ -150,8 +150,8 @@ class WeightSync(ABC):
         self.trainers.scatter(WeightSource.release_buckets, read_by_dead, timeout=self.timeout)
 
     def verify(self, index: int | None = None) -> None:
-        """Raise StaleWeights unless all servers, or this one, compute with the weights of the last `publish`: by the id
-        of the sync, and by log-probs of the probe, since a small update moves them by less than rounding does."""
+        """Raise StaleWeights unless all servers, or this one, compute with the weights of the last `publish`:
+        by log-probs of the probe, and by the id of the sync, as a small update moves those by less than rounding."""
         indices = list(range(len(self.servers))) if index is None else [index]
         servers = self.servers.only(indices)
         held = servers.broadcast(WeightTarget.held_sync, timeout=self.timeout)
