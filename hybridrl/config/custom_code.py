@@ -133,7 +133,13 @@ def where(error: BaseException, path: str) -> str:
     frames = [frame for frame in frames if frame.filename == str(file)] or frames
     ours = [frame for frame in frames if frame.filename == __file__ or "importlib" in frame.filename]
     lines = [f" ({frame.filename}:{frame.lineno})" for frame in frames if frame not in ours]
-    return f"{type(error).__name__}: {error}{lines[-1] if lines else ''}"
+    return f"{type(error).__name__}: {text_of(error)}{lines[-1] if lines else ''}"
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error of any class, which may have none."""
+    text = attempt(lambda: str(error))
+    return text if isinstance(text, str) else "(it has no text)"
 
 
 @contextmanager

@@ -118,7 +118,7 @@ class Agents:
         """Run one episode."""
         session, turns = self.sessions.start(messages, row=row), OneAtATime(policy)
         self.policies[session.id] = turns
-        stop, fault, detail = "", None, ""
+        stop, fault, detail, clock = "", None, "", None
         data = {**row, "messages": list(messages)}
         try:
             address = await self.start()
@@ -135,7 +135,9 @@ class Agents:
             if not session.stop:  # else it was the end of the conversation that it does not handle
                 logger.exception("an agent failed")
                 fault, detail = error.fault, str(error)
-        except TimeoutError:  # of the clock
+        except TimeoutError:
+            if clock is None or not clock.expired():
+                raise
             stop = "timeout"
         finally:
             turns.close()

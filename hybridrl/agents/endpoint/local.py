@@ -14,6 +14,7 @@ from hybridrl.agents.endpoint.fields import OF_THE_RUN
 from hybridrl.agents.endpoint.messages import rejected
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments.episode_loop import Kit, Limits
+from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.rollout import Completion, Request, Sampling
 from hybridrl.core.rollout.engine import EngineEntry, RolloutEngine
@@ -47,10 +48,11 @@ class Local:
         )
         self.unfinished += 1
         try:
-            return await self.engine.generate(Request(0, 0, ids, seed, sampling))
-        except (RuntimeError, ValueError, TypeError) as error:
+            with contained("the engine"):
+                return await self.engine.generate(Request(0, 0, ids, seed, sampling))
+        except UserCodeError as failure:
             await self.engine.check()  # raises if it is dead; else it rejects this request only, such as its schema
-            raise rejected(400, f"the engine rejects this request: {error}") from error
+            raise rejected(400, f"the engine rejects this request: {failure.cause}") from failure
         finally:
             self.unfinished -= 1
 

@@ -9,7 +9,6 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from xml.parsers.expat import ExpatError
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +17,7 @@ from hybridrl.agents.environments.call_values import MOST_CALLS, Parse, bare, ha
 from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.agents.environments.environment import Schema, ToolCall
 from hybridrl.agents.environments.template import RESPONSE, TOOL
+from hybridrl.config.custom_code import attempt
 from hybridrl.config.findings import ConfigError
 
 KEY = "actor_rollout_ref.rollout.multi_turn.format"
@@ -93,10 +93,6 @@ FORMATS: dict[str, Parse] = {
     "json": bare,  # last, as other formats have JSON and lists within their marks
     "pythonic": pythonic,
 }
-
-# What parsers raise at a text that they do not expect; RecursionError is a RuntimeError.
-UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError, RuntimeError)
-UNREADABLE += (SyntaxError, MemoryError, ExpatError, re.error)
 
 logger = logging.getLogger(__name__)
 
@@ -179,11 +175,11 @@ def _from_vllm(name: str, written: str, tokenizer: PreTrainedTokenizerBase) -> C
     opening = tags[-1] if tags else None
 
     def read(text: str, tools: Sequence[Schema]) -> tuple[str, list[ToolCall]]:
-        try:
-            content, pairs = parse(text, tools)
-        except UNREADABLE:
-            logger.warning("vLLM's parser of %s calls failed on %.200r", name, text, exc_info=True)
-            content, pairs = text, []
+        parsed = attempt(lambda: parse(text, tools))
+        if isinstance(parsed, Exception):
+            logger.warning("vLLM's parser of %s calls failed on %.200r", name, text, exc_info=parsed)
+            parsed = text, []
+        content, pairs = parsed
         if pairs or opening is None or opening not in text:
             return content, [tool_call(name, arguments) for name, arguments in pairs[:MOST_CALLS]]
         return text.partition(opening)[0], [ToolCall("", {}, error=f"the call after {opening} cannot be read")]

@@ -162,7 +162,7 @@ def _load(path: str, libraries: tuple[str, ...]) -> ModuleType:
 
 def _reply(function: Any, name: str, arguments: dict[str, Any]) -> Any:
     try:
-        with contained(function):
+        with contained(function, interrupts=True):
             returned = function(**arguments)
             if inspect.isawaitable(returned):
                 returned = asyncio.run(_awaited(returned))

@@ -281,11 +281,11 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
         limit = self.workers.limit_of(actor)
         try:
             result = await asyncio.wait_for(ref, limit)
-        except TimeoutError:
-            raise ActorLost(f"did not respond for {limit:g} s") from None
-        except RayError as error:
+        except RayError as error:  # also if it is a TimeoutError of the process
             if isinstance(root(error), RayTaskError):
                 raise RuntimeError(f"an episode worker failed: {cause(error)}") from error
             raise ActorLost(f"died: {cause(root(error))}") from None
+        except TimeoutError:
+            raise ActorLost(f"did not respond for {limit:g} s") from None
         self.workers.starting.discard(actor)
         return result

@@ -292,8 +292,8 @@ def first_line(error: BaseException) -> str:
 
 def report(tool: str, error: BaseException, row: Mapping[str, Any]) -> None:
     """Log the traceback of a tool's exception, once per tool and place in the code."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = (tool, type(error), frame.filename, frame.lineno)
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    place = (tool, type(error), *((frame.filename, frame.lineno) for frame in frames))
     if place not in _reported:
         _reported.add(place)
         text = json.dumps(row, default=str)[:ROW_IN_LOG]

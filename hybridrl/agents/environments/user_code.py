@@ -20,7 +20,7 @@ from typing import Any
 from urllib.error import URLError
 
 from hybridrl.agents.environments.environment import EpisodeFault, ToolError
-from hybridrl.config.custom_code import where
+from hybridrl.config.custom_code import text_of, where
 from hybridrl.config.findings import ConfigError
 from hybridrl.rewards.score import OutOfTime, Score, as_number, as_score
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # What clients of HTTP raise if nobody is at the other end; some are no subclass of ConnectionError.
 UNREACHABLE = ("ConnectError", "ConnectionError", "ConnectTimeout", "ReadTimeout", "ReadError", "RemoteProtocolError")
-ENDS_TASKS = (asyncio.CancelledError, GeneratorExit)
+ENDS_TASKS, STOPPED = (asyncio.CancelledError, GeneratorExit), KeyboardInterrupt
 ON_PURPOSE = (ToolError, EpisodeFault, OutOfTime, ConfigError)
 _warned: set[str] = set()  # whose metrics have been reported in this process
 
@@ -39,19 +39,22 @@ class UserCodeError(Exception):
 
     def __init__(self, error: BaseException, what: Any, arguments: tuple[Any, ...] = ()) -> None:
         known = isinstance(error, Exception) and not isinstance(error, StopIteration)
-        self.cause = error if known else RuntimeError(f"{type(error).__name__}: {error}")
+        self.cause = error if known else RuntimeError(f"{type(error).__name__}: {text_of(error)}")
         self.fault = f"raised:{type(self.cause).__name__}"
         given = f"({', '.join(map(reprlib.repr, arguments))})" if arguments else ""
         super().__init__(f"{where(self.cause.with_traceback(error.__traceback__), '')} in {name_of(what)}{given}")
 
 
 @contextlib.contextmanager
-def contained(what: Any, *passing: type[Exception], arguments: tuple[Any, ...] = ()) -> Iterator[None]:
+def contained(
+    what: Any, *passing: type[Exception], arguments: tuple[Any, ...] = (), interrupts: bool = False
+) -> Iterator[None]:
     """Raise UserCodeError in place of whatever the code within raises, except `passing`, one that is raised already,
-    and the end of the task that it runs in."""
+    and the end of the task that it runs in. KeyboardInterrupt is the user's, at the terminal, unless `interrupts`."""
+    through = (*passing, UserCodeError, *ENDS_TASKS) if interrupts else (*passing, UserCodeError, *ENDS_TASKS, STOPPED)
     try:
         yield
-    except (*passing, UserCodeError, *ENDS_TASKS):
+    except through:
         raise
     except BaseException as error:
         raise UserCodeError(error, what, arguments) from error
@@ -76,7 +79,7 @@ async def finished(function: Callable[..., Any], *arguments: Any, seconds: float
 
 
 async def _called(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    with contained(function, *ON_PURPOSE, arguments=arguments):
+    with contained(function, *ON_PURPOSE, arguments=arguments, interrupts=True):
         if inspect.iscoroutinefunction(function):
             return await function(*arguments)
         returned = await _in_thread(function, arguments)
@@ -94,7 +97,7 @@ def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> asyn
     def work() -> None:
         result, fault = None, None
         try:
-            with contained(function, *ON_PURPOSE, arguments=arguments):
+            with contained(function, *ON_PURPOSE, arguments=arguments, interrupts=True):
                 result = function(*arguments)
         except (UserCodeError, *ON_PURPOSE) as error:
             fault = error
@@ -140,7 +143,7 @@ def name_of(source: Any) -> str:
     if isinstance(source, str):
         return source
     source = source if hasattr(source, "__qualname__") else type(source)
-    file = getattr(sys.modules.get(source.__module__), "__file__", None)
+    file = getattr(sys.modules.get(getattr(source, "__module__", None) or ""), "__file__", None)
     return f"{source.__qualname__} ({file})" if file else source.__qualname__
 
 

@@ -1,6 +1,6 @@
 """verl's ToolAgentLoop, for classes that inherit from it: its states, its handlers and the data that they change.
 
-Rows that need no such class run in `tool_agent`, which has more limits and metrics (tool_environment.py).
+Rows that need no such class run in `tool_agent`, which has more limits and metrics (`agents/environments/tools.py`).
 """
 
 import asyncio

@@ -92,6 +92,10 @@ class Dispatcher(ABC, Generic[J, L]):
     async def look(self) -> None:
         """Report what takes long, every `look_seconds` while jobs are in flight. Raises what ends all jobs."""
 
+    def emptied(self, lane: L) -> None:
+        """Forget what a lane has finished; it has no jobs, or they have been ended."""
+        return
+
     @property
     def load(self) -> int:
         """The unfinished jobs."""
@@ -167,6 +171,7 @@ class Dispatcher(ABC, Generic[J, L]):
                     self.receive(lane, results)
         finally:
             lane.pump = None
+            self.emptied(lane)
 
     async def _watch(self) -> None:
         while any(lane.pump for lane in self.lanes):

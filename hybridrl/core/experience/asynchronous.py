@@ -94,22 +94,28 @@ class LoopThread:
     """An event loop that runs in a thread, where coroutines outlive the calls that started them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop, self.closed = loop, asyncio.Event()
-        self.thread = threading.Thread(target=self._run, name="episodes", daemon=True)
+        self.loop = loop
+        self.thread = threading.Thread(target=self.loop.run_forever, name="episodes", daemon=True)
         self.thread.start()
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # which cancels at its end what is left
-            runner.run(self.closed.wait())
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return the result of a coroutine that runs in the loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def close(self) -> None:
-        """Cancel everything and end the thread."""
-        self.loop.call_soon_threadsafe(self.closed.set)
-        self.thread.join()
+        """Cancel everything and end the thread; what it runs in further threads, such as a server that is being
+        rebuilt, is not waited for."""
+        if self.thread.is_alive():
+            self.run(self._cancel())
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join()
+            self.loop.close()
+
+    async def _cancel(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -171,7 +171,8 @@ class EpisodeRunner:
                     for index, trajectory, score in self._submit(source, places, sorted(ended, key=lambda one: one[0])):
                         group.create_task(scored(index, trajectory, score))
         except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            first = failures.exceptions[0]
+            raise first from first.__cause__
         seconds = {"timing_s/gen": generated - began, "timing_s/reward": time.monotonic() - generated}
         return [episodes[index] for index in sorted(episodes)], seconds
 

@@ -155,16 +155,15 @@ class ResponseStore:
 
     def state_dict(self, interrupted: Sequence[tuple[Request, Completion]]) -> dict[str, Any]:
         """Return all that is carried, with the responses that are interrupted now, as arrays and plain values."""
-        kept = self.carried | {
-            request.key: StoredResponse(part, None, _check_of(request)) for request, part in interrupted
-        }
+        carried = dict(self.carried)  # episodes that go on in their thread may add to it
+        kept = carried | {request.key: StoredResponse(part, None, _check_of(request)) for request, part in interrupted}
         rows, tokens = [], {name: [np.empty(0)] for name in TOKENS}
         for place, response in kept.items():
             part = response.completion
             rows.append((*place, response.check, len(part.token_ids), part.truncated, part.interrupted))
             for name, values in tokens.items():
                 values.append(np.broadcast_to(getattr(part, name), len(part.token_ids)))
-        scores = {place: response.score for place, response in self.carried.items() if response.score is not None}
+        scores = {place: response.score for place, response in carried.items() if response.score is not None}
         return {
             "carried_responses": np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS)),
             **{f"carried_{name}": np.concatenate(tokens[name]).astype(dtype) for name, dtype in TOKENS.items()},

@@ -151,7 +151,7 @@ class RolloutServer:
             self.finished.put_nowait((ticket, fault if lives else error))
 
     async def _lives(self) -> bool:
-        with suppress(RuntimeError):
+        with suppress(Exception):
             await self.call("check")
             return True
         return False

@@ -5,9 +5,18 @@ import asyncio
 import pytest
 
 from hybridrl.agents.environments.environment import EpisodeFault, ToolError
-from hybridrl.agents.environments.user_code import UserCodeError, finished
+from hybridrl.agents.environments.user_code import UserCodeError, contained, finished
+
+
+class Mute(Exception):
+    """An error without a text."""
+
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
 
 HOSTILE = [
+    Mute("no"),
     ValueError("no"),
     UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no"),
     RecursionError("no"),
@@ -54,3 +63,13 @@ def test_the_error_has_the_line_and_what_the_function_was_called_with() -> None:
 def test_what_is_raised_on_purpose_stays_what_it_is(error) -> None:
     with pytest.raises(type(error), match=str(error)):
         asyncio.run(finished(plain, error))
+
+
+def test_a_function_without_a_module_raises_as_others_do() -> None:
+    with pytest.raises(UserCodeError, match=r"TypeError: .* in str.upper"):
+        asyncio.run(finished(str.upper, 3))
+
+
+def test_ctrl_c_passes_where_the_user_waits_at_the_terminal() -> None:
+    with pytest.raises(KeyboardInterrupt), contained("the environment's constructor"):
+        raise KeyboardInterrupt
