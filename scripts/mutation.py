@@ -39,7 +39,7 @@ KERNELS, FAULTS = "hybridrl/core/training/logit_kernels.py", "scripts/kernel_fau
 TESTS = {
     "hybridrl/core/algorithms/algorithm.py": "core/algorithms/test_algorithm.py core/algorithms/test_agreement.py",
     "hybridrl/core/algorithms/batch_metrics.py": "core/algorithms/test_batch_metrics.py "
-    "core/algorithms/test_agreement.py agents/environments/test_metrics.py",
+    "core/algorithms/test_agreement.py agents/environments/test_conversations.py",
     "hybridrl/core/algorithms/estimators.py": "core/algorithms/test_estimators.py",
     "hybridrl/core/algorithms/lookup.py": "core/algorithms/test_lookup.py runs/test_algorithm_trial.py",
     "hybridrl/core/algorithms/objective.py": "core/algorithms/test_objective.py "
@@ -50,7 +50,7 @@ TESTS = {
     "hybridrl/checkpoint/store.py": "checkpoint/test_retention.py checkpoint/test_store.py checkpoint/test_damage.py "
     "checkpoint/test_saver.py",
     "hybridrl/core/experience/batching.py": "core/experience/test_episodes.py core/experience/test_collector.py "
-    "agents/environments/test_metrics.py core/experience/test_asynchronous.py",
+    "agents/environments/test_conversations.py core/experience/test_asynchronous.py",
     "hybridrl/rewards/score.py": "rewards/test_score.py rewards/test_parts.py rewards/test_shaping.py "
     "rewards/test_fault_guard.py rewards/test_managers.py",
     "hybridrl/core/training/linear_log_probs.py": "core/training/test_linear_log_probs.py",

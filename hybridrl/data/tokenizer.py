@@ -89,9 +89,14 @@ def read_tokenizer(place: str, *, trusted: bool, local: bool = False) -> PreTrai
     other = None if change else _other_tokens(tokenizer, place, local)
     if change is None and other is None:
         return tokenizer
-    special = tokenizer.special_tokens_map  # some are the class's own, which no file has
-    described = attempt(partial(PreTrainedTokenizerFast.from_pretrained, place, local_files_only=local, **special))
-    if isinstance(described, Exception) or changed_text(described):  # without a tokenizer.json
+
+    def read() -> PreTrainedTokenizerBase | None:
+        special = tokenizer.special_tokens_map  # some are the class's own, which no file has
+        described = PreTrainedTokenizerFast.from_pretrained(place, local_files_only=local, **special)
+        return None if changed_text(described) else described
+
+    described = attempt(read)
+    if described is None or isinstance(described, Exception):  # such as without a tokenizer.json
         return tokenizer
     fault = "turns {!r} into {!r}".format(*change) if change else f"gives {other!r} other tokens"
     cause = "the tokenizer is read as tokenizer.json describes it, not as %s, which %s"

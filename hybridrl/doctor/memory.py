@@ -32,6 +32,7 @@ MACHINE_BYTES, DEVICE_BYTES = 1007e6, 1447e6
 # workspaces and NCCL buffers: 0.3 GiB with four captured sizes, while the usual number of them is assumed to take more.
 TRAINER_CONTEXT_BYTES, ENGINE_CONTEXT_BYTES, ASLEEP_BYTES = 1.3 * GIB, 0.7 * GIB, 0.8 * GIB
 
+HOST = "at most"  # the one column of the host's memory
 PHASES = ("start-up", "rollout", "log-probs", "critic update", "policy update", "weight sync")
 # Phases in which offloaded parameters have left the device: policy and critic make room for each other.
 AWAY = {
@@ -179,7 +180,7 @@ def host_memory(run: PlannedRun) -> Bytes:
         parameters, moments = KINDS[name]
         memory[parameters] += shard.parameters * (everything or (config.fsdp.param_offload and not run.on_cpu))
         memory[moments] += shard.moments * (everything or config.fsdp.optimizer_offload)
-        memory["gradients"] += shard.gradients * everything
+        memory["gradients"] = max(memory["gradients"], shard.gradients * everything)  # of one update at a time
         staged = shard.gradients * ("model" in saved) + shard.moments * ("optimizer" in saved)
         memory["checkpoint staging"] += staged * saves
     if run.reference and run.reference_offloaded:
@@ -258,7 +259,7 @@ def make_plans(run: PlannedRun) -> list[Plan]:
         counts, host = (run.devices, run.engine_devices), host_memory(run)
         needs = {phase: _times(counts[0], trainer[phase]) + _times(counts[1], engine[phase]) + host for phase in phases}
         return [Plan("this machine", needs, run.free, ", all processes together")]
-    host = Plan("each machine's host", {"at most": host_memory(run)}, run.free)
+    host = Plan("each machine's host", {HOST: host_memory(run)}, run.free)
     if run.apart:
         engine = {phase: engine[phase] for phase in ("rollout", "weight sync")}
         return [Plan("each GPU", trainer, run.gpu), host, Plan("each GPU of the rollout servers", engine, run.gpu)]
@@ -288,7 +289,8 @@ def memory_plan(config: PPOConfig, findings: Findings, gpus: Sequence[int], free
         if plan.available and plan.peak > plan.available:
             fix = suggest_fix(run, lambda changed, index=index: make_plans(changed)[index].peak, plan.available)
             report = findings.error if plan.certain > plan.available else findings.warn
-            cause = f"memory of {plan.place}: {plan.fullest} takes an estimated {_gib(plan.peak)} GiB, and "
+            phase = "the run" if plan.fullest == HOST else plan.fullest
+            cause = f"memory of {plan.place}: {phase} takes an estimated {_gib(plan.peak)} GiB, and "
             report("memory.lack", f"{cause}{_gib(plan.available)} GiB are free", fix=fix)
     if run.on_cpu or run.gpu:
         _report_cache(run, findings)

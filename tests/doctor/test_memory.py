@@ -287,6 +287,12 @@ def test_under_offload_policy_a_gpu_holds_no_parameters_gradients_or_moments(loa
     assert trainer_memory(run, "start-up")["parameters"] == 4 * PARAMETERS, "on their way from the files"
 
 
+def test_gradients_of_policy_and_critic_do_not_exist_together(load: Load) -> None:
+    keys = [f"{FSDP}.offload_policy=true", "critic.fsdp.offload_policy=true"]
+    run = run_of(load("algorithm.adv_estimator=gae", "trainer.device=cuda", *keys))
+    assert host_memory(run)["gradients"] == 4 * (PARAMETERS + 8 + 1)  # the critic's, which are more
+
+
 def test_offloaded_parameters_leave_a_gpu_while_the_other_model_is_updated(load: Load) -> None:
     keys = [f"{FSDP}.param_offload=true", "critic.fsdp.param_offload=true", *NEVER_SAVED]
     run = run_of(load("algorithm.adv_estimator=gae", "trainer.device=cuda", *keys))

@@ -92,3 +92,13 @@ def test_rows_and_checkpoints_of_a_supervised_run_are_compared_with_machine_and_
     texts = {finding.code: finding.cause for finding in findings.items}
     assert "a step may have 0.0 GiB of rows, and Ray's store for objects" in texts["machine.object-store"]
     assert texts["run.disk"].startswith("a checkpoint takes about 1 MiB, and ")  # 63,872 parameters of 12 bytes
+
+
+def test_a_run_on_an_existing_ray_cluster_is_not_compared_with_this_machine(command: list[str], monkeypatch) -> None:
+    config, lacking = load_ppo_config(command), []
+    config.trainer.n_gpus_per_node = 1000  # 1.35 GiB of processes each
+    for address in ("", "10.0.0.1:6379"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        start.check_start(config, findings := Findings())
+        lacking.append(any(finding.code == "memory.lack" for finding in findings.items))
+    assert lacking == [True, False]
