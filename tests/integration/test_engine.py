@@ -31,7 +31,6 @@ from hybridrl.core.rollout.fleet import EngineGroup
 from hybridrl.core.weights.sync import StaleWeights
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.pool import ScorerPool
-from hybridrl.rewards.score import Shaping
 from tests.agents.sections import agent_of, environments_of
 from tests.integration.agents import REWARD, TURNS
 from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, tokens, update
@@ -271,13 +270,8 @@ def naming(prompts: list[Prompt], **columns: str) -> list[Prompt]:
 def episodes(config, engine, tokenizer, prompts, workers: EpisodeWorkers | None, version: int) -> list[Episode]:
     engine.to_rollout(version)
     with ScorerPool(config.reward) as scorers:
-        runner = EpisodeRunner(
-            engine.client,
-            Decoding(scorers, tokenizer),
-            3,
-            Shaping(),
-            workers and Conversations(workers, engine.client, 3),
-        )
+        conversations = workers and Conversations(workers, engine.client, 3)
+        runner = EpisodeRunner(engine.client, Decoding(scorers, tokenizer), 3, conversations=conversations)
         sampling = Sampling(max_tokens=LIMITS.response, stop_ids=ENDS)
         found, _ = runner.run(prompts, SAMPLES, sampling, range(PROMPTS))
     engine.to_training()
