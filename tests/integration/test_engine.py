@@ -327,10 +327,10 @@ def test_a_server_killed_while_agents_wait_for_it_costs_no_episode(
     engine, _ = parts
     restarts, victims, sample = engine.client.restarts, [server_processes()[0]], engine.client.generate
 
-    def kill_once(request):
+    def kill_once(request, begun=None):
         if request.turn == 1 and victims:
             victims.pop().kill()
-        return sample(request)
+        return sample(request, begun)
 
     undisturbed = batch_of(episodes(config, engine, tokenizer, prompts, workers, 0))
     monkeypatch.setattr(engine.client, "generate", kill_once)

@@ -105,7 +105,7 @@ def test_a_server_that_does_not_finish_a_call_is_replaced_within_its_limit(parts
         engine.to_rollout(3)
         stopped[0].suspend()
     else:
-        name = {"wake": "wake", "load_bucket": "_send"}[call]
+        name = {"wake": "wake", "load_bucket": "send"}[call]
         plain, waiting = getattr(owner, name), list(stopped)
 
         def stop_and_call(*arguments, **options):
