@@ -155,7 +155,7 @@ class ResponseStore:
 
     def state_dict(self, interrupted: Sequence[tuple[Request, Completion]]) -> dict[str, Any]:
         """Return all that is carried, with the responses that are interrupted now, as arrays and plain values."""
-        carried = dict(self.carried)  # episodes that go on in their thread may add to it
+        carried = dict(self.carried)  # episodes that continue in their thread may add to it
         kept = carried | {request.key: StoredResponse(part, None, _check_of(request)) for request, part in interrupted}
         rows, tokens = [], {name: [np.empty(0)] for name in TOKENS}
         for place, response in kept.items():

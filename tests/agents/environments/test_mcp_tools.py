@@ -72,7 +72,7 @@ tools:
 
 def servers(settings) -> list[psutil.Process]:
     """The processes of the server that this process has started."""
-    path = os.path.dirname(settings.tool_config_path)
+    path = os.path.dirname(settings.multi_turn.tool_config_path)
     return [one for one in psutil.Process().children(recursive=True) if any(path in part for part in one.cmdline())]
 
 
@@ -94,8 +94,8 @@ def test_an_error_of_the_protocol_is_read_by_the_policy_and_the_server_stays(set
 
 def test_after_a_server_has_hung_the_next_call_has_a_new_one_and_the_old_one_is_gone(settings, monkeypatch) -> None:
     monkeypatch.setattr(mcp_tools, "SECONDS_TO_RESPOND", 0.2)
-    settings = replace(settings, tool_timeout=2)
-    once = replace(settings, on_tool_failure="message", tool_retries=0)
+    settings = replace(settings, multi_turn=replace(settings.multi_turn, tool_timeout=2))
+    once = replace(settings, multi_turn=replace(settings.multi_turn, on_tool_failure="message", tool_retries=0))
 
     async def both():
         assert await outcomes(settings, ToolCall("add", {"a": 1, "b": 1})) == [("ok", "2")]
