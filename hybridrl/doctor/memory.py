@@ -233,7 +233,7 @@ class Plan(NamedTuple):
 
     @property
     def certain(self) -> float:
-        """What no micro-batch and no setting of an engine changes, in the phase with most of it."""
+        """The bytes that no micro-batch and no setting of an engine changes, in the phase with most of them."""
         return max(sum(needs[kind] for kind in EXACT) for needs in self.needs.values())
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ ONLINE = "online"
 
 @dataclass(frozen=True)
 class EnvironmentSettings:
-    """Which environment rows run in, unless a row names another; `libraries` are imported first, for what they
+    """The environment that rows run in, unless a row names another; `libraries` are imported first, for what they
     register."""
 
     multi_turn: MultiTurnConfig
