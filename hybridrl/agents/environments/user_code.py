@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # What clients of HTTP raise if nobody is at the other end; some are no subclass of ConnectionError.
 UNREACHABLE = ("ConnectError", "ConnectionError", "ConnectTimeout", "ReadTimeout", "ReadError", "RemoteProtocolError")
-ENDS_TASKS, STOPPED = (asyncio.CancelledError, GeneratorExit), KeyboardInterrupt
+ENDS_TASKS = (asyncio.CancelledError, GeneratorExit)
 ON_PURPOSE = (ToolError, EpisodeFault, OutOfTime, ConfigError)
 _warned: set[str] = set()  # whose metrics have been reported in this process
 
@@ -51,12 +51,12 @@ def contained(
 ) -> Iterator[None]:
     """Raise UserCodeError in place of whatever the code within raises, except `passing`, one that is raised already,
     and the end of the task that it runs in. KeyboardInterrupt is the user's, at the terminal, unless `interrupts`."""
-    through = (*passing, UserCodeError, *ENDS_TASKS) if interrupts else (*passing, UserCodeError, *ENDS_TASKS, STOPPED)
     try:
         yield
-    except through:
-        raise
     except BaseException as error:
+        stopped = isinstance(error, KeyboardInterrupt) and not interrupts
+        if stopped or isinstance(error, (*passing, UserCodeError, *ENDS_TASKS)):
+            raise
         raise UserCodeError(error, what, arguments) from error
 
 
