@@ -63,7 +63,7 @@ class Tracker:
         if "tensorboard" in loggers:
             self._open("tensorboard", lambda _: _tensorboard(run_dir / "tensorboard", last_step, hyperparameters))
         names = (run_dir, project_name, experiment_name, config)
-        for name, make in (SINKS | dict(custom)).items():
+        for name, make in ({"wandb": _wandb} | SINKS | dict(custom)).items():
             if name in loggers:
                 self._open(name, partial(make, *names, states.get(name, {})))
         for name, sink in more.items():
@@ -146,7 +146,14 @@ class Tracker:
             return None
 
 
+# The modules of these are imported only if configured: they are heavy.
 def _tensorboard(*arguments: Any) -> Sink:
-    from hybridrl.tracking.tensorboard_sink import TensorBoardSink  # heavy: only if it is configured
+    from hybridrl.tracking.tensorboard_sink import TensorBoardSink
 
     return TensorBoardSink(*arguments)
+
+
+def _wandb(*arguments: Any) -> Sink:
+    from hybridrl.tracking.wandb_sink import WandbSink
+
+    return WandbSink(*arguments)

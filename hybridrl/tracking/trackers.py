@@ -5,20 +5,14 @@ What a tracker already has of steps after the checkpoint that a run resumes from
 
 import importlib
 import os
-import socket
-from netrc import netrc
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
-from urllib.request import getproxies
 
-from hybridrl.tracking.console import info, warn
-from hybridrl.tracking.report import read_metrics
+from hybridrl.tracking.console import warn
 from hybridrl.tracking.sink import SampleRow, Sink
 
 # Of requests to a server; MLflow's own defaults wait for minutes in each step if it is gone.
 MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
-CONNECT_SECONDS = 10.0  # to W&B, which itself would retry for 90 s
 COLUMNS = ("prompt", "response", "ground_truth", "score")
 
 
@@ -163,73 +157,4 @@ class ClearmlSink(Sink):
         self._task.close()
 
 
-class WandbSink(Sink):
-    """A new Weights & Biases run, or the continuation of one; without a key it is recorded offline, and none is
-    prompted for. W&B accepts steps only in order and deletes none: steps after the checkpoint stay as they were logged
-    before the run stopped, and missing earlier steps are logged again from `metrics.jsonl` (all of them offline, since
-    an uploaded offline recording replaces the previous one). The page of the run is uploaded with it."""
-
-    offline = "offline; `wandb sync {run_dir}/wandb/offline-run-*` uploads it"
-
-    def __init__(
-        self, run_dir: Path, project: str, name: str, config: dict[str, Any], saved: dict[str, Any], offline: bool
-    ) -> None:
-        self._wandb = importlib.import_module("wandb")
-        mode, run_id = "offline" if offline else os.environ.get("WANDB_MODE", "online"), saved.get("id")
-        netrc_file = Path(os.environ.get("NETRC") or os.path.expanduser("~/.netrc"))
-        url = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
-        has_key = os.environ.get("WANDB_API_KEY") or (netrc_file.is_file() and url.hostname in netrc(netrc_file).hosts)
-        if mode == "online" and not has_key:
-            mode = "offline"
-            warn_offline("wandb", "no WANDB_API_KEY and no netrc entry", self.offline.format(run_dir=run_dir))
-        if mode == "online" and not getproxies():
-            port = url.port or (443 if url.scheme == "https" else 80)
-            socket.create_connection((url.hostname or "", port), timeout=CONNECT_SECONDS).close()
-        self._page = run_dir / "report.html"
-        self._run = self._wandb.init(
-            project=project,
-            name=name,
-            config=config,
-            dir=run_dir,
-            mode=mode,
-            id=run_id,
-            resume="allow" if run_id else None,
-            # W&B's capture of the console would break the progress bar.
-            settings=self._wandb.Settings(console="off", silent=mode != "online"),
-        )
-        logged = read_metrics(run_dir)
-        next_step, kept = max(logged, default=-1) + 1, self._run.starting_step - 1
-        if next_step <= kept:
-            info(f"W&B keeps steps {next_step} to {kept} as they were logged before the run stopped")
-        for step, metrics in logged.items():
-            self.log(step, metrics)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        if step >= self._run.starting_step:
-            self._run.log(metrics, step=step)
-
-    def samples(self, step: int, rows: list[SampleRow]) -> None:
-        if step < self._run.starting_step:
-            return
-        data = [[row.prompt, row.response, row.ground_truth, row.score] for row in rows]
-        table = self._wandb.Table(columns=["prompt", "response", "ground truth", "score"], data=data)
-        self._run.log({"validation samples": table}, step=step)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"id": self._run.id}
-
-    def close(self) -> None:
-        if self._page.is_file():
-            artifact = self._wandb.Artifact(f"report-{self._run.id}", type="report")
-            artifact.add_file(str(self._page))
-            self._run.log_artifact(artifact)
-        self._run.finish()
-
-
-SINKS = {
-    "wandb": WandbSink,
-    "mlflow": MlflowSink,
-    "swanlab": SwanlabSink,
-    "trackio": TrackioSink,
-    "clearml": ClearmlSink,
-}
+SINKS = {"mlflow": MlflowSink, "swanlab": SwanlabSink, "trackio": TrackioSink, "clearml": ClearmlSink}

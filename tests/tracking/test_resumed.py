@@ -4,6 +4,7 @@ import json
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -228,14 +229,16 @@ class Artifact:
 
 
 @pytest.fixture
-def service(monkeypatch) -> Service:
+def service(monkeypatch) -> Iterator[Service]:
     stand_in = Service()
     module = ModuleType("wandb")
     vars(module).update(init=stand_in.init, Settings=dict, Table=dict, Artifact=Artifact)
     monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delitem(sys.modules, "hybridrl.tracking.wandb_sink", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "a key")
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    return stand_in
+    yield stand_in
+    sys.modules.pop("hybridrl.tracking.wandb_sink", None)
 
 
 def rows(service: Service) -> list[tuple[int, float]]:
