@@ -93,7 +93,7 @@ class Dispatcher(ABC, Generic[J, L]):
         """Report what takes long, every `look_seconds` while jobs are in flight. Raises what ends all jobs."""
 
     def emptied(self, lane: L) -> None:
-        """Forget what a lane has finished; it has no jobs, or they have been ended."""
+        """Forget what a lane has finished; jobs that it still has are ended next."""
         return
 
     @property

@@ -213,7 +213,7 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
         lane.actor.submit([(job.ticket, job.rest()) for job in lane.new], lane.goal)
 
     def emptied(self, lane: ServerLane) -> None:
-        lane.given, lane.jobs = [], {}
+        lane.given = []
 
     async def take(self, lane: ServerLane) -> list[tuple[int, Completion | RequestFault]]:
         return await lane.actor.take()
