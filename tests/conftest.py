@@ -1,8 +1,10 @@
 """Rows to test with, property tests that draw the same examples every time, and which tests go together."""
 
+import os
 import resource
+import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import settings
 from torch import Tensor
 
 from hybridrl.core.batch import Batch
+from hybridrl.runtime import signals
 from hybridrl.tracking.sink import Activity
 
 # Tests send it, and what they start inherits that it is ignored where the suite was started by nohup.
@@ -28,6 +31,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sink that one test leaves open sees nothing of the next one's phases: the watcher is the whole process's."""
     monkeypatch.setattr(Activity, "watcher", None)
+
+
+@pytest.fixture
+def no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request to stop was received, so that a test may send one: two within a second count as one."""
+    monkeypatch.setattr(signals.REQUESTS, "last", "")
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Give this process a number of cores."""
+    return lambda count: monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
+
+
+@pytest.fixture
+def free_space(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have every disk say that so many bytes are free, or what `places` names for its directory."""
+    usage = shutil.disk_usage("/")
+
+    def limit(free: int, places: Mapping[str, int] | None = None) -> None:
+        of = places or {}
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=of.get(str(place), free)))
+
+    return limit
 
 
 MakeBatch = Callable[..., Batch]

@@ -1,4 +1,4 @@
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pynvml
@@ -18,12 +18,17 @@ class Driver:
     broken: bool = False
     missing: bool = False
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pynvml, "nvmlInit", self.init)
-        monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
-        monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: self.gpus)
+    NVMLError, NVMLError_LibraryNotFound = pynvml.NVMLError, pynvml.NVMLError_LibraryNotFound
 
-    def init(self) -> None:
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hybridrl.config.checks.training.pynvml", self)
+
+    def nvmlDeviceGetCount(self) -> int:
+        return self.gpus
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlInit(self) -> None:
         if self.missing:
             raise pynvml.NVMLError_LibraryNotFound
         if self.broken:
@@ -70,8 +75,8 @@ def test_the_reasons_for_a_missing_gpu_are_told_apart(
     assert line.startswith(f"trainer.device=cuda: this machine has no usable GPU: {why}; {fix}")
 
 
-def test_more_devices_than_cores_are_warned_of(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+def test_more_devices_than_cores_are_warned_of(load: Load, cores: Callable[[int], None]) -> None:
+    cores(2)
     (note,) = [note for note in load("trainer.device=cpu", "trainer.n_gpus_per_node=3").notes if "cores" in note]
     assert note.endswith("set trainer.n_gpus_per_node=2")
     assert not [note for note in load("trainer.device=cpu", "trainer.n_gpus_per_node=2").notes if "cores" in note]

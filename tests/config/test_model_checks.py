@@ -1,13 +1,13 @@
 """What is changed of a model's configuration, and what is said of it."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from hybridrl.config import ConfigError
-from hybridrl.config.checks import model as model_checks
 from hybridrl.config.checks.model import CPU_HEAD_SIZES
 from hybridrl.runs.settings import build_agreement, build_policy_plan
 
@@ -263,9 +263,7 @@ def test_an_engine_on_cpu_gets_what_a_recurrence_along_the_text_needs(load: Load
 def test_a_run_that_trains_linear_attention_slowly_says_so(
     load: Load, monkeypatch, device: str, settings: dict, installed: bool, warned: bool
 ) -> None:
-    find = model_checks.find_spec
-    there = {"fla": find("json") if installed else None}
-    monkeypatch.setattr(model_checks, "find_spec", lambda name: there[name] if name in there else find(name))
+    monkeypatch.setitem(sys.modules, "fla", json if installed else None)
     write(**settings)
     notes = [note for note in load(f"trainer.device={device}", CLUSTER).notes if "flash-linear-attention" in note]
     assert bool(notes) == warned

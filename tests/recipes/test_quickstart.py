@@ -1,7 +1,6 @@
 import json
 import runpy
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ from hybridrl.config import load_ppo_config, load_sft_config
 from hybridrl.data.conversations import load_conversations
 from hybridrl.data.prompts import load_prompts
 from hybridrl.data.tokenizer import load_tokenizer
+from tests.scripts import run_script
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
 
 
 def make(out: Path, *arguments: str) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["make_data.py", "--out", str(out), *arguments])
-        runpy.run_path(str(RECIPE / "make_data.py"), run_name="__main__")
+    assert not run_script(RECIPE / "make_data.py", "--out", out, *arguments)
     return out
 
 

@@ -3,7 +3,6 @@
 import json
 import runpy
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from hybridrl.config import load_ppo_config, load_sft_config
 from hybridrl.data.conversations import load_conversations
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.runs.prepare import prepare
+from tests.scripts import run_script
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
 
@@ -24,10 +24,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tool")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(RECIPE))
-        patch.setattr(sys, "argv", ["make_products.py", "--out", str(out)])
-        runpy.run_path(str(RECIPE / "make_products.py"), run_name="__main__")
+    assert not run_script(RECIPE / "make_products.py", "--out", out)
     return out
 
 

@@ -118,16 +118,16 @@ def gpu_runs(each: int) -> SimpleNamespace:
     return SimpleNamespace(trainer=SimpleNamespace(device="cuda"), devices_per_machine=each)
 
 
-def test_gpus_are_divided_among_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+def test_gpus_are_divided_among_runs_at_once(monkeypatch: pytest.MonkeyPatch, cores) -> None:
+    cores(8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     parts = list(parts_of_machine(gpu_runs(2), 2))
     assert [part.environment["CUDA_VISIBLE_DEVICES"] for part in parts] == ["4,5", "6,7"]
     assert [part.cores for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_more_runs_at_once_than_there_are_gpus_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_runs_at_once_than_there_are_gpus_are_rejected(monkeypatch: pytest.MonkeyPatch, cores) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    cores(8)
     with pytest.raises(ConfigError, match="need 3 GPUs, and this machine has 2"):
         list(parts_of_machine(gpu_runs(1), 3))
