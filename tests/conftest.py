@@ -5,10 +5,13 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from io import StringIO
 
 import pytest
 import torch
 from hypothesis import settings
+from rich.console import Console
 from torch import Tensor
 
 from hybridrl.core.batch import Batch
@@ -40,9 +43,35 @@ def no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Look at calls of actors every `poll` seconds, and report those that are silent for longer than `silent`."""
+
+    def set_seconds(*, silent: float, poll: float) -> None:
+        monkeypatch.setattr("hybridrl.core.cluster.watchdog.SILENT_SECONDS", silent)
+        monkeypatch.setattr("hybridrl.core.cluster.group.POLL_SECONDS", poll)
+
+    return set_seconds
+
+
+@pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Give this process a number of cores."""
     return lambda count: monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
+
+
+@pytest.fixture
+def vanishing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have processes end before their files in /proc are looked at: those whose paths end like this."""
+
+    def set_ends(*ends: str) -> None:
+        def ended(stat: Callable, path: object, *arguments: object, **options: object) -> os.stat_result:
+            if str(path).startswith("/proc/") and str(path).endswith(ends):
+                raise ProcessLookupError(path)
+            return stat(path, *arguments, **options)
+
+        monkeypatch.setattr(os, "stat", partial(ended, os.stat))
+
+    return set_ends
 
 
 @pytest.fixture
@@ -55,6 +84,20 @@ def free_space(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=of.get(str(place), free)))
 
     return limit
+
+
+class Screen(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    """What is printed to a terminal in place of this process's output."""
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen()
+    monkeypatch.setattr("hybridrl.tracking.console.console", Console(file=screen, width=100))
+    return screen
 
 
 MakeBatch = Callable[..., Batch]

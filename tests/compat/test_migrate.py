@@ -1,11 +1,10 @@
 """Launch scripts are evaluated as bash does, without any effect."""
 
-import os
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -40,6 +39,12 @@ PYTHONUNBUFFERED=1 /usr/bin/python3 -m verl.trainer.main_ppo \\
 
 
 MODEL = "actor_rollout_ref.model.path=Qwen/Qwen3-8B data.train_files=a.parquet"
+
+
+@pytest.fixture
+def ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script is stopped after a second."""
+    monkeypatch.setattr(launches, "SECONDS", 1)
 
 
 @pytest.fixture
@@ -215,10 +220,7 @@ def test_a_hostile_script_reaches_nothing(
         "read -r line < <(while :; do :; done)",
     ],
 )
-def test_a_script_that_takes_all_it_can_is_stopped(
-    doctor: Doctor, script: Path, monkeypatch: pytest.MonkeyPatch, endless: str
-) -> None:
-    monkeypatch.setattr(launches, "SECONDS", 1)
+def test_a_script_that_takes_all_it_can_is_stopped(doctor: Doctor, script: Path, ends_soon: None, endless: str) -> None:
     script.write_text(f"{endless}\n")
     status, output = doctor("migrate", str(script))
     assert status == 2 and len(output) < 2000
@@ -229,16 +231,9 @@ def test_a_script_that_takes_all_it_can_is_stopped(
 
 
 def test_another_process_may_end_while_the_processes_of_a_script_are_counted(
-    script: Path, monkeypatch: pytest.MonkeyPatch
+    script: Path, vanishing: Callable[..., None]
 ) -> None:
-    found = os.stat
-
-    def ended(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
-        if str(path).startswith("/proc/"):
-            raise ProcessLookupError(path)
-        return found(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "stat", ended)
+    vanishing("")
     script.write_text("program 1\n")
     assert launches.commands_of(script) == ([["program", "1"]], "")
 
@@ -447,9 +442,8 @@ def test_a_script_or_a_command_in_it_that_is_too_large_is_not_read(
     ],
 )
 def test_runs_before_the_place_where_bash_stops_are_read(
-    doctor: Doctor, script: Path, monkeypatch: pytest.MonkeyPatch, end: str, why: str
+    doctor: Doctor, script: Path, ends_soon: None, end: str, why: str
 ) -> None:
-    monkeypatch.setattr(launches, "SECONDS", 1)
     script.write_text(f"python3 -m verl.trainer.main_ppo {MODEL}\n{end}\n")
     output = doctor("migrate", str(script))[1]
     assert "# warning [incomplete] " in output and "so runs after that are missing: " in output and why in output

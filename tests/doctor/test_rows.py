@@ -14,7 +14,6 @@ from hybridrl.config.compose import SHIPPED
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import resolve_config
 from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts
-from hybridrl.doctor import rows as rows_module
 from hybridrl.doctor.rows import check_rows, check_template
 
 from .conftest import CHAT_TEMPLATE
@@ -46,9 +45,11 @@ def load(tmp_path: Path, config: PPOConfig, plain_tokenizer: Qwen2Tokenizer) -> 
     return prompts
 
 
-def check(config: PPOConfig, prompts: PromptDataset, validation: PromptDataset | None = None) -> dict[str, Finding]:
+def check(
+    config: PPOConfig, prompts: PromptDataset, validation: PromptDataset | None = None, **options: int
+) -> dict[str, Finding]:
     findings = Findings()
-    check_rows(prompts, validation, config.data.max_prompt_length, findings)
+    check_rows(prompts, validation, config.data.max_prompt_length, findings, **options)
     return {finding.code: finding for finding in findings.items}
 
 
@@ -108,9 +109,8 @@ def test_a_semicolon_in_a_prompt_does_not_split_the_message(config: PPOConfig, l
     assert check(config, load("a; b", "a; b"))["data.duplicates"].fix == ""
 
 
-def test_a_sample_of_a_large_dataset_is_checked(config: PPOConfig, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "SAMPLE", 2)
-    findings = check(config, load("a", "b", "a", "b"))  # the first and the third
+def test_a_sample_of_a_large_dataset_is_checked(config: PPOConfig, load: Any) -> None:
+    findings = check(config, load("a", "b", "a", "b"), sample=2)  # the first and the third
     assert "1 prompts (of 2 that were checked) repeat" in findings["data.duplicates"].cause
     assert "4 prompts" in findings["data.lengths"].cause
 

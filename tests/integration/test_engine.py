@@ -33,7 +33,7 @@ from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.pool import ScorerPool
 from tests.agents.sections import agent_of, environments_of
 from tests.integration.agents import REWARD, TURNS
-from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, tokens, update
+from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, sending, tokens, update
 
 FILE = Path(__file__).with_name("agents.py")
 LIMITS = Limits(prompt=32, response=416, context=448)
@@ -109,21 +109,20 @@ def test_a_call_in_the_wrong_mode_raises_and_switching_to_the_present_mode_does_
     assert engine.mode is Mode.TRAINING
 
 
-def test_weights_that_were_not_synced_stop_the_run(parts, monkeypatch):
+def test_weights_that_were_not_synced_stop_the_run(parts):
     engine, workers = parts
     wanted = requests(2)
     engine.to_rollout(4)
     responses = generate(engine, wanted)
     engine.to_training()
     update(workers, rows(wanted, responses))
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.sync, "send_all", lambda indices: None)
-        with pytest.raises(StaleWeights, match="computes with the weights of weight sync"):
-            engine.to_rollout(5)
-        finish = partial(EngineGroup.broadcast, engine.fleet.servers, RolloutEngine.finish_sync, timeout=60)
-        patch.setattr(engine.sync, "send_all", lambda indices: finish(engine.sync.sync_id, 5))
-        with pytest.raises(StaleWeights, match="differs from the trainer in the log-probs"):
-            engine.to_rollout(5)
+    stale = pytest.raises(StaleWeights, match="computes with the weights of weight sync")
+    with sending(engine, lambda indices: None), stale:
+        engine.to_rollout(5)
+    finish = partial(EngineGroup.broadcast, engine.fleet.servers, RolloutEngine.finish_sync, timeout=60)
+    stale = pytest.raises(StaleWeights, match="differs from the trainer in the log-probs")
+    with sending(engine, lambda indices: finish(engine.sync.sync_id, 5)), stale:
+        engine.to_rollout(5)
     engine.to_rollout(5)
     engine.to_training()
 
@@ -206,7 +205,7 @@ def test_a_server_killed_asleep_is_rebuilt_when_it_is_needed(parts):
 
 
 @pytest.mark.slow
-def test_a_server_killed_during_a_weight_sync_is_rebuilt_and_gets_all_weights(parts, monkeypatch):
+def test_a_server_killed_during_a_weight_sync_is_rebuilt_and_gets_all_weights(parts):
     engine, workers = parts
     engine.to_training()
     restarts, send_all = engine.client.restarts, engine.sync.send_all
@@ -217,8 +216,8 @@ def test_a_server_killed_during_a_weight_sync_is_rebuilt_and_gets_all_weights(pa
             victims.pop().kill()
         send_all(indices)
 
-    monkeypatch.setattr(engine.sync, "send_all", send_to_the_dead)
-    engine.to_rollout(8)
+    with sending(engine, send_to_the_dead):
+        engine.to_rollout(8)
     wanted = requests(2)
     responses = generate(engine, wanted)
     assert engine.client.restarts == restarts + 1

@@ -108,16 +108,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def answer(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    place: Path, tmp_path: Path, session_start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> Iterator[Callable[..., Answer]]:
     """Give a command to main_ppo; what it prints, its exit status, and whether it would have started."""
     starts = []
 
-    def start(*_: object) -> None:
+    def start(trainer: object, ray_init: dict, *more: object) -> None:
+        if ray_init.get("address"):
+            START_SESSION(trainer, ray_init, *more)
         starts.append(True)
         raise Started
 
-    monkeypatch.setattr(setup, "start_session", start)
+    session_start(start)
     monkeypatch.setattr(command, "fork_server", lambda *_, **__: nullcontext())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -361,8 +363,7 @@ def test_it_is_said_and_the_run_starts(answer: Callable[..., Answer], case: str)
     assert [part for part in expected if part not in found.text] == [], found.text
 
 
-def test_a_cluster_that_does_not_respond_is_rejected(answer: Callable[..., Answer], monkeypatch) -> None:
-    monkeypatch.setattr(setup, "start_session", START_SESSION)
+def test_a_cluster_that_does_not_respond_is_rejected(answer: Callable[..., Answer]) -> None:
     found = answer("ray_kwargs.ray_init.address=127.0.0.1:9")
     assert found.status == 2, found.text
     assert "no Ray responds at 127.0.0.1:9" in found.text and "ray start --head" in found.text

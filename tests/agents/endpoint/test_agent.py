@@ -5,6 +5,7 @@ import pickle
 import textwrap
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -92,10 +93,12 @@ def test_an_agent_gives_the_rows_of_the_same_loop_as_an_environment(run, tokeniz
     assert list(found.messages) == list(expected.messages) and asked.limits == by_agent.limits
 
 
-def test_the_column_enable_thinking_of_a_row_holds_in_its_session(run, tokenizer, monkeypatch):
+def test_the_column_enable_thinking_of_a_row_holds_in_its_session(run, tokenizer):
     quiet = "{% if add_generation_prompt and enable_thinking is false %}{{ '<quiet>' }}{% endif %}"
-    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + quiet)
-    found = run(LOOP, {"turns": 2, "reward": 1.0, "enable_thinking": False}, {"turns": 2, "reward": 1.0})
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.chat_template += quiet
+    rows = {"turns": 2, "reward": 1.0, "enable_thinking": False}, {"turns": 2, "reward": 1.0}
+    found = run(LOOP, *rows, limits={"tokenizer": tokenizer})
     texts = [tokenizer.decode([*one.rows()[0].prompt_ids, *one.rows()[0].response_ids]) for one in found]
     assert [text.count("<quiet>") for text in texts] == [2, 0]
 
@@ -482,16 +485,15 @@ def test_no_more_agents_of_a_call_run_at_a_time_than_are_allowed(worker, tokeniz
     asyncio.run(drive())
 
 
-def test_the_texts_that_end_a_turn_are_those_of_the_run_and_of_the_request(worker, tokenizer, monkeypatch):
+def test_the_texts_that_end_a_turn_are_those_of_the_run_and_of_the_request(worker, tokenizer):
     asked = []
 
-    async def ask(ticket, request):
-        asked.append(request.sampling)
-        return completion_of(tokenizer, "yes")
+    class Call(DispatchCall):
+        async def ask(self, ticket, request):
+            asked.append(request.sampling)
+            return completion_of(tokenizer, "yes")
 
-    call = DispatchCall()
-    monkeypatch.setattr(call, "ask", ask)
     sampling = Sampling(max_tokens=50, stop_ids=(tokenizer.eos_token_id,), stop=("</search>",))
-    policy = WorkerPolicy(worker.kit, call, 7, EpisodeSpec(0, 0, MESSAGES, {}, sampling, 1, "key"), sampling)
+    policy = WorkerPolicy(worker.kit, Call(), 7, EpisodeSpec(0, 0, MESSAGES, {}, sampling, 1, "key"), sampling)
     asyncio.run(policy.generate([1, 2], max_tokens=9, stop=("</answer>",)))
     assert [(one.stop, one.max_tokens) for one in asked] == [(("</search>", "</answer>"), 9)]

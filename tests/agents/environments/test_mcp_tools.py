@@ -10,7 +10,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from hybridrl.agents.environments import mcp_tools, tools
+from hybridrl.agents.environments import mcp_tools
 from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall
 from hybridrl.agents.environments.load import load_tools
 from hybridrl.config import ConfigError
@@ -126,8 +126,7 @@ def test_a_server_ends_with_the_process_that_started_it(settings) -> None:
     assert psutil.wait_procs([server], timeout=20)[1] == []
 
 
-def test_a_server_is_called_its_errors_are_read_and_a_lost_one_is_opened_again(settings, monkeypatch) -> None:
-    monkeypatch.setattr(tools, "SECONDS_BEFORE_RETRY", 0.01)
+def test_a_server_is_called_its_errors_are_read_and_a_lost_one_is_opened_again(settings, retries_soon) -> None:
 
     async def step(*calls):
         environment = made({}, settings)

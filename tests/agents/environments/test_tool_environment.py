@@ -9,7 +9,6 @@ import urllib.request
 
 import pytest
 
-from hybridrl.agents.environments import tools as module
 from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall, ToolError
 from hybridrl.agents.environments.tools import FunctionTool, Tool, ToolEnvironment, truncated
 from hybridrl.agents.environments.user_code import ToolResult
@@ -164,8 +163,7 @@ def unavailable(statuses):
     return f"http://127.0.0.1:{server.server_port}"
 
 
-def test_a_network_tool_is_called_again_and_then_its_episode_is_a_fault(monkeypatch) -> None:
-    monkeypatch.setattr(module, "SECONDS_BEFORE_RETRY", 0.01)
+def test_a_network_tool_is_called_again_and_then_its_episode_is_a_fault(retries_soon) -> None:
 
     def fetch(url):
         return urllib.request.urlopen(url, timeout=5).read()
@@ -182,8 +180,7 @@ def test_a_network_tool_is_called_again_and_then_its_episode_is_a_fault(monkeypa
     )
 
 
-def test_a_network_tool_beyond_its_time_limit_excludes_the_episode_and_a_local_one_does_not(monkeypatch) -> None:
-    monkeypatch.setattr(module, "SECONDS_BEFORE_RETRY", 0.01)
+def test_a_network_tool_beyond_its_time_limit_excludes_the_episode_and_a_local_one_does_not(retries_soon) -> None:
     with pytest.raises(EpisodeFault, match=r"failed 3 times: time limit of 0\.05 s reached"):
         outcome([tool(sleeps, network=True)], ("sleeps", {}), tool_timeout=0.05)
     with pytest.raises(EpisodeFault, match="failed 1 times"):

@@ -1,7 +1,7 @@
 """Calls of a group without Ray: results, deadlines, and which of several failures is raised."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -97,18 +97,12 @@ class Died(RayActorError):
 
 
 @pytest.fixture(autouse=True)
-def ray(monkeypatch) -> FakeRay:
+def ray(monkeypatch, watched) -> FakeRay:
     stand_in = FakeRay()
     replace_ray(monkeypatch, stand_in)
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    watched(silent=watchdog.SILENT_SECONDS, poll=0.01)
     watchdog.durations.clear()
     return stand_in
-
-
-@pytest.fixture
-def silent_after(monkeypatch) -> Callable[[float], None]:
-    """Report silence after so many seconds."""
-    return lambda seconds: monkeypatch.setattr(watchdog, "SILENT_SECONDS", seconds)
 
 
 def test_results_are_in_rank_order():
@@ -245,8 +239,8 @@ def test_a_death_right_after_a_stack_was_requested_by_a_signal_is_named_as_such(
         workers(died, logs=[str(log)]).broadcast(work, timeout=1)
 
 
-def test_silence_is_reported_with_ranks_and_places_at_doubling_intervals(silent_after, capsys):
-    silent_after(0.05)
+def test_silence_is_reported_with_ranks_and_places_at_doubling_intervals(watched, capsys):
+    watched(silent=0.05, poll=0.01)
     group = workers(Call(responds=False), Call(), logs=["/logs/train-0.log", "/logs/train-1.log"])
     with pytest.raises(WorkerDied):
         group.broadcast(work, timeout=0.6)
@@ -258,8 +252,8 @@ def test_silence_is_reported_with_ranks_and_places_at_doubling_intervals(silent_
     assert 2 <= len(later) <= 3, "after 0.05, 0.1, 0.2 and 0.4 s"
 
 
-def test_a_call_that_usually_takes_long_is_reported_after_five_times_its_median(silent_after, capsys):
-    silent_after(0.01)
+def test_a_call_that_usually_takes_long_is_reported_after_five_times_its_median(watched, capsys):
+    watched(silent=0.01, poll=0.01)
     watchdog.durations["train worker.work"] += [0.001, 0.04, 10.0]
     with pytest.raises(WorkerDied):
         workers(Call(responds=False)).broadcast(work, timeout=0.15)
