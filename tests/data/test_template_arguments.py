@@ -153,7 +153,7 @@ def test_the_column_enable_thinking_is_that_of_its_row(write, config, tokenizer)
 def test_rows_with_equal_arguments_and_tools_are_rendered_in_one_call(write, config, tokenizer, tmp_path):
     calls = []
 
-    class Counting(type(tokenizer)):
+    class Counting(Qwen2Tokenizer):
         def apply_chat_template(self, chats, **options):
             calls.append(len(chats))
             return super().apply_chat_template(chats, **options)

@@ -11,7 +11,7 @@ from tests.scripts import run_script
 SCRIPT = Path(__file__).parents[2] / "recipes" / "gsm8k" / "make_data.py"
 
 
-def test_local_problems_become_prompts_for_the_random_model(tmp_path: Path) -> None:
+def test_local_problems_become_prompts_for_the_random_model(tmp_path):
     problem = {"question": "Ann has 600 pens and buys 634. How many?", "answer": "600+634=1234\n#### 1,234"}
     for split in ("train", "test"):
         (tmp_path / f"gsm8k_{split}.jsonl").write_text(json.dumps(problem) + "\n")
@@ -45,9 +45,7 @@ def test_local_problems_become_prompts_for_the_random_model(tmp_path: Path) -> N
         ("calculator_7b_8gpu", "7B", 512, 4096, "calculator-7b"),
     ],
 )
-def test_a_configuration_is_valid_and_as_the_readme_has_it(
-    name: str, model: str, prompts: int, samples: int, directory: str, tmp_path: Path
-) -> None:
+def test_a_configuration_is_valid_and_as_the_readme_has_it(name, model, prompts, samples, directory, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n")
     # Two devices: without GPUs an engine cannot use fewer than all of them.

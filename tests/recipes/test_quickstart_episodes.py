@@ -61,7 +61,7 @@ def show(script: str, run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[in
     return run_script(RECIPE / script, run), capsys.readouterr().out
 
 
-def test_a_response_is_shown_with_its_call_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_response_is_shown_with_its_call_before_and_after(tmp_path, capsys):
     status, text = show("show_products.py", tool_run(tmp_path / "run", 0.9), capsys)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[:3] == [
@@ -73,16 +73,12 @@ def test_a_response_is_shown_with_its_call_before_and_after(tmp_path: Path, caps
     assert status == 0
 
 
-def test_a_run_below_nine_tenths_of_the_best_reward_exits_with_status_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_below_nine_tenths_of_the_best_reward_exits_with_status_1(tmp_path, capsys):
     status, text = show("show_products.py", tool_run(tmp_path / "run", 0.89), capsys)
     assert status == 1 and "did not reach the expected result: 90% of the best" in text
 
 
-def test_the_commands_to_try_next_name_the_run_and_its_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_to_try_next_name_the_run_and_its_model(tmp_path, capsys):
     run = tool_run(tmp_path / "run", 0.9)
     (run / "global_step_2" / "actor").mkdir(parents=True)
     _, text = show("show_products.py", run, capsys)
@@ -96,9 +92,7 @@ def test_the_commands_to_try_next_name_the_run_and_its_model(
     assert samples.main(shown) == 0 and "#### 2848" in capsys.readouterr().out
 
 
-def test_a_game_is_shown_guess_by_guess_and_a_custom_one_needs_no_metric_of_its_wins(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_game_is_shown_guess_by_guess_and_a_custom_one_needs_no_metric_of_its_wins(tmp_path, capsys):
     first, last = record("?", "8", -0.1, LOST), record("?", "8", 0.98, FOUND)
     run = made_up_run(tmp_path / "run", [first], [last], critic__score__mean=[0.3, 0.9])
     status, text = show("show_games.py", run, capsys)

@@ -4,8 +4,6 @@ import shlex
 from pathlib import Path
 from statistics import fmean
 
-import pytest
-
 from hybridrl.report import show as samples
 from hybridrl.report.__main__ import check
 from tests.scripts import run_script
@@ -53,9 +51,7 @@ def show(run: Path, *arguments: str) -> int | str | None:
     return run_script(RECIPE / "show.py", run, *arguments)
 
 
-def test_the_output_shows_a_problem_that_became_right_and_the_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_output_shows_a_problem_that_became_right_and_the_figures(tmp_path, capsys):
     assert show(made_up_run(tmp_path / "run")) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[:3] == [
@@ -70,7 +66,7 @@ def test_the_output_shows_a_problem_that_became_right_and_the_figures(
     assert "accuracy 0.933 0.967" in lines  # 28 and 29 of 30
 
 
-def test_the_next_commands_are_ones_that_work_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_next_commands_are_ones_that_work_without_a_gpu(tmp_path, capsys):
     run = made_up_run(tmp_path / "run")
     for step in (9, 10):
         (run / f"global_step_{step}" / "actor").mkdir(parents=True)
@@ -89,21 +85,17 @@ def test_the_next_commands_are_ones_that_work_without_a_gpu(tmp_path: Path, caps
     assert json.loads(curl[curl.index("-d") + 1])["messages"][0]["content"] == "What is 767+488?"
 
 
-def test_a_run_that_has_not_learned_exits_with_status_1_and_a_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_has_not_learned_exits_with_status_1_and_a_message(tmp_path, capsys):
     assert show(made_up_run(tmp_path / "run", greedy_after=[LAZY, WORKED, LAZY])) == 1
     assert "did not reach the expected result" in capsys.readouterr().out
 
 
-def test_responses_are_scored_by_the_quickstarts_rule_independent_of_the_reward(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_responses_are_scored_by_the_quickstarts_rule_independent_of_the_reward(tmp_path, capsys):
     assert show(made_up_run(tmp_path / "run", scores=[-30.0, *[-3.0] * 9])) == 0
     assert "0.250   -5.700" in capsys.readouterr().out
 
 
-def test_the_shares_of_time_add_up_to_the_total(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shares_of_time_add_up_to_the_total(tmp_path, capsys):
     show(made_up_run(tmp_path / "run"), "--seconds", "100", "--warm-start-seconds", "40")
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     start = lines.index("total seconds 100.0 s")
@@ -115,16 +107,14 @@ def test_the_shares_of_time_add_up_to_the_total(tmp_path: Path, capsys: pytest.C
     assert any("90% of the responses show work now, 50% did before" in line for line in lines)
 
 
-def test_escape_codes_in_a_response_do_not_reach_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_escape_codes_in_a_response_do_not_reach_the_terminal(tmp_path, capsys):
     run = made_up_run(tmp_path / "run")
     dump(run / "samples" / "0.jsonl", [LAZY, "\x1b[2J" + LAZY, *[WORKED] * 28])
     show(run)
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_files_that_were_compressed_for_their_size_are_read(tmp_path: Path) -> None:
+def test_files_that_were_compressed_for_their_size_are_read(tmp_path):
     run = made_up_run(tmp_path / "run")
     for file in [*(run / "samples").iterdir(), *(run / "rollouts").iterdir()]:
         file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
@@ -132,7 +122,7 @@ def test_files_that_were_compressed_for_their_size_are_read(tmp_path: Path) -> N
     assert show(run) == 0
 
 
-def test_a_run_without_two_validations_is_rejected(tmp_path: Path) -> None:
+def test_a_run_without_two_validations_is_rejected(tmp_path):
     run = made_up_run(tmp_path / "run")
     (run / "metrics.jsonl").write_text('{"step": 0, "timing_s/testing": 1.0}\n')
     assert "nothing to compare" in str(show(run))
