@@ -1,5 +1,7 @@
 """Rows to test with, property tests that draw the same examples every time, and which tests go together."""
 
+import asyncio
+import inspect
 import os
 import resource
 import shutil
@@ -28,6 +30,16 @@ torch.set_num_threads(1)  # of tiny tensors, whose threads would only wait for o
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest goes first, where several processes share the files (scripts/test.sh)."""
     items.sort(key=lambda item: "integration" in item.path.parts, reverse=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine has an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @pytest.fixture(autouse=True)

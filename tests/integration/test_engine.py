@@ -127,20 +127,17 @@ def test_weights_that_were_not_synced_stop_the_run(parts):
     engine.to_training()
 
 
-def test_an_engine_tells_how_many_tokens_it_has_sampled_while_it_samples(parts):
+async def test_an_engine_tells_how_many_tokens_it_has_sampled_while_it_samples(parts):
     engine, _ = parts
     engine.to_rollout(5)
     request = Request(0, 0, PROMPT, 1, replace(SAMPLING, ignore_eos=True))
 
-    async def tokens_seen() -> tuple[int, list[int], int]:
-        servers = [lane.actor for lane in engine.client.lanes]
-        before = sum(await asyncio.gather(*(server.check() for server in servers)))
-        response, seen = engine.client.generate(request), []
-        while not response.done():
-            seen.append(sum(await asyncio.gather(*(server.check() for server in servers))) - before)
-        return len(response.result().token_ids), seen, sum([await server.check() for server in servers]) - before
-
-    length, seen, sampled = asyncio.run(tokens_seen())
+    servers = [lane.actor for lane in engine.client.lanes]
+    before = sum(await asyncio.gather(*(server.check() for server in servers)))
+    response, seen = engine.client.generate(request), []
+    while not response.done():
+        seen.append(sum(await asyncio.gather(*(server.check() for server in servers))) - before)
+    length, sampled = len(response.result().token_ids), sum([await server.check() for server in servers]) - before
     assert sampled == length == SAMPLING.max_tokens
     assert seen == sorted(seen) and any(0 < count < length for count in seen)
     engine.to_training()
@@ -164,7 +161,7 @@ def command(process: psutil.Process) -> str:
         pytest.param(signal.SIGSTOP, "killed, as it had sampled no token for", marks=pytest.mark.slow),
     ],
 )
-def test_a_server_lost_while_generating_costs_no_response(parts, monkeypatch, caplog, how, cause):
+async def test_a_server_lost_while_generating_costs_no_response(parts, monkeypatch, caplog, how, cause):
     engine, _ = parts
     wanted = requests(8, 4)
     engine.to_rollout(6)
@@ -175,13 +172,10 @@ def test_a_server_lost_while_generating_costs_no_response(parts, monkeypatch, ca
     target = server_processes()[0]
     disturbed = {}
 
-    async def disturb() -> None:
-        async for finished in engine.client.stream(wanted):
-            if not disturbed:
-                os.kill(target.pid, how)
-            disturbed.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
-
-    asyncio.run(disturb())
+    async for finished in engine.client.stream(wanted):
+        if not disturbed:
+            os.kill(target.pid, how)
+        disturbed.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
     again = tokens(generate(engine, wanted))
     assert tokens(disturbed) == undisturbed == again
     assert engine.client.restarts == restarts + 1

@@ -297,7 +297,7 @@ def test_a_rank_that_is_lost_in_a_save_is_the_cause_of_its_failure(tmp_path, err
 
 
 @every_error
-def test_an_episode_worker_that_is_lost_is_replaced_and_its_episodes_run_again(error):
+async def test_an_episode_worker_that_is_lost_is_replaced_and_its_episodes_run_again(error):
     replaced: list[int] = []
 
     class Workers:
@@ -310,13 +310,10 @@ def test_an_episode_worker_that_is_lost_is_replaced_and_its_episodes_run_again(e
             replaced.append(index)
             return self.actors[0]
 
-    async def run() -> None:
-        dispatch = EpisodeDispatch(Workers())
-        (ended,) = dispatch.start([None], lambda request: None)
-        assert (await ended).fault == "died"  # as it is lost in the same environment a second time
-        dispatch.close()
-
-    asyncio.run(run())
+    dispatch = EpisodeDispatch(Workers())
+    (ended,) = dispatch.start([None], lambda request: None)
+    assert (await ended).fault == "died"  # as it is lost in the same environment a second time
+    dispatch.close()
     assert replaced == [0, 0]
 
 

@@ -204,7 +204,7 @@ class Counter(Tool):
         return {"reward": float(state["count"])}
 
 
-def test_state_lasts_for_an_episode_and_is_its_own() -> None:
+async def test_state_lasts_for_an_episode_and_is_its_own() -> None:
     counter = Counter()
 
     async def episode(first: int):
@@ -213,10 +213,7 @@ def test_state_lasts_for_an_episode_and_is_its_own() -> None:
         steps = [await environment.step(Response("", [ToolCall("count", {})])) for _ in range(2)]
         return [made.messages[0]["content"] for made in steps], steps[0], await environment.close()
 
-    async def both():
-        return await asyncio.gather(episode(10), episode(20))
-
-    (first, made, metrics), (second, _, _) = asyncio.run(both())
+    (first, made, metrics), (second, _, _) = await asyncio.gather(episode(10), episode(20))
     assert (first, second) == (["11", "12"], ["21", "22"])
     assert (made.calls[0].reward, made.metrics) == (0.5, {"count/calls": 1.0})
     assert (metrics, counter.ended) == ({"count/reward": 12.0}, 2)
@@ -239,12 +236,9 @@ def test_metrics_of_tools_that_are_no_numbers_are_left_out() -> None:
     assert made.metrics == {"measured/hits": 4.0}
 
 
-def test_calls_of_the_last_response_are_not_run() -> None:
-    async def run():
-        environment = ToolEnvironment([tool(double, x="integer")], multi_turn_of(), {})
-        return await environment.step(Response("", [ToolCall("double", {"x": 4})], last=True))
-
-    last = asyncio.run(run())
+async def test_calls_of_the_last_response_are_not_run() -> None:
+    environment = ToolEnvironment([tool(double, x="integer")], multi_turn_of(), {})
+    last = await environment.step(Response("", [ToolCall("double", {"x": 4})], last=True))
     assert (last.messages, last.done, last.calls[0].outcome) == ([], False, "skipped")
 
 
