@@ -8,7 +8,7 @@ an actor that is lost.
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Generic, TypeVar
@@ -92,10 +92,6 @@ class Dispatcher(ABC, Generic[J, L]):
     async def look(self) -> None:
         """Report what takes long, every `look_seconds` while jobs are in flight. Raises what ends all jobs."""
 
-    def emptied(self, lane: L) -> None:
-        """Forget what a lane has finished; jobs that it still has are ended next."""
-        return
-
     @property
     def load(self) -> int:
         """The unfinished jobs."""
@@ -126,9 +122,9 @@ class Dispatcher(ABC, Generic[J, L]):
                 self.send(lane)
                 lane.new = []
                 if lane.pump is None:
-                    lane.pump = asyncio.create_task(self._ending_all(self._pump, lane))
+                    lane.pump = asyncio.create_task(self._pump(lane))
         if (self._watch_task is None or self._watch_task.done()) and any(lane.pump for lane in self.lanes):
-            self._watch_task = asyncio.create_task(self._ending_all(self._watch))
+            self._watch_task = asyncio.create_task(self._watch())
 
     def give(self, lane: L, job: J) -> None:
         lane.jobs[job.ticket] = job
@@ -169,20 +165,17 @@ class Dispatcher(ABC, Generic[J, L]):
                     await self.lost(lane, failure)
                 else:
                     self.receive(lane, results)
+        except Exception as error:  # whatever it is, the callers of these jobs must get it, and of all others
+            self.fail(error)
         finally:
-            lane.pump = None
-            self.emptied(lane)
+            lane.pump, lane.jobs = None, {}
 
     async def _watch(self) -> None:
-        while any(lane.pump for lane in self.lanes):
-            await asyncio.sleep(self.look_seconds)
-            await self.look()
-
-    async def _ending_all(self, work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
-        """Do work for all jobs, which end with the error that it raises."""
         try:
-            await work(*arguments)
-        except Exception as error:  # whatever it is, the callers must get it
+            while any(lane.pump for lane in self.lanes):
+                await asyncio.sleep(self.look_seconds)
+                await self.look()
+        except Exception as error:
             self.fail(error)
 
 

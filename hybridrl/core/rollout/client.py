@@ -212,9 +212,6 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
         lane.given += lane.new
         lane.actor.submit([(job.ticket, job.rest()) for job in lane.new], lane.goal)
 
-    def emptied(self, lane: ServerLane) -> None:
-        lane.given = []
-
     async def take(self, lane: ServerLane) -> list[tuple[int, Completion | RequestFault]]:
         return await lane.actor.take()
 

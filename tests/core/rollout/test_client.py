@@ -244,6 +244,14 @@ def test_a_server_lost_too_often_ends_all_requests_with_the_last_reason():
     assert made.restarts == 2
 
 
+@pytest.mark.parametrize("count", [1, 8])
+def test_also_where_the_server_has_all_of_them(count):
+    made = client([FakeServer(dies=0)], retries=0)
+    with pytest.raises(RolloutFailure, match="rollout server 0 was lost 1 times"):
+        made.generate_all(requests(count))
+    assert made.load == 0
+
+
 def test_a_server_that_cannot_be_rebuilt_ends_all_requests():
     def revive(index: int) -> FakeServer:
         raise RuntimeError("no memory left")
