@@ -1,15 +1,23 @@
 """Rows to test with, property tests that draw the same examples every time, and which tests go together."""
 
+import asyncio
+import inspect
+import os
 import resource
+import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from io import StringIO
 
 import pytest
 import torch
 from hypothesis import settings
+from rich.console import Console
 from torch import Tensor
 
 from hybridrl.core.batch import Batch
+from hybridrl.runtime import signals
 from hybridrl.tracking.sink import Activity
 
 # Tests send it, and what they start inherits that it is ignored where the suite was started by nohup.
@@ -24,10 +32,84 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "integration" in item.path.parts, reverse=True)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine has an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
+
+
 @pytest.fixture(autouse=True)
 def nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sink that one test leaves open sees nothing of the next one's phases: the watcher is the whole process's."""
     monkeypatch.setattr(Activity, "watcher", None)
+
+
+@pytest.fixture
+def no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request to stop was received, so that a test may send one: two within a second count as one."""
+    monkeypatch.setattr(signals.REQUESTS, "last", "")
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Look at calls of actors every `poll` seconds, and report those that are silent for longer than `silent`."""
+
+    def set_seconds(*, silent: float, poll: float) -> None:
+        monkeypatch.setattr("hybridrl.core.cluster.watchdog.SILENT_SECONDS", silent)
+        monkeypatch.setattr("hybridrl.core.cluster.group.POLL_SECONDS", poll)
+
+    return set_seconds
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Give this process a number of cores."""
+    return lambda count: monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
+
+
+@pytest.fixture
+def vanishing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have processes end before their files in /proc are looked at: those whose paths end like this."""
+
+    def set_ends(*ends: str) -> None:
+        def ended(stat: Callable, path: object, *arguments: object, **options: object) -> os.stat_result:
+            if str(path).startswith("/proc/") and str(path).endswith(ends):
+                raise ProcessLookupError(path)
+            return stat(path, *arguments, **options)
+
+        monkeypatch.setattr(os, "stat", partial(ended, os.stat))
+
+    return set_ends
+
+
+@pytest.fixture
+def free_space(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have every disk say that so many bytes are free, or what `places` names for its directory."""
+    usage = shutil.disk_usage("/")
+
+    def limit(free: int, places: Mapping[str, int] | None = None) -> None:
+        of = places or {}
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=of.get(str(place), free)))
+
+    return limit
+
+
+class Screen(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    """What is printed to a terminal in place of this process's output."""
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen()
+    monkeypatch.setattr("hybridrl.tracking.console.console", Console(file=screen, width=100))
+    return screen
 
 
 MakeBatch = Callable[..., Batch]

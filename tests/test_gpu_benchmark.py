@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hybridrl.config import PPOConfig
 from hybridrl.core.cluster import Group, RemoteFailure
 from hybridrl.core.rollout.engine import RolloutEngine
 from hybridrl.runs.settings import policy_updates
@@ -34,23 +35,28 @@ def test_an_update_has_a_single_micro_batch_unless_fewer_tokens_are_allowed(tmp_
     assert cuts(workers, bench.load.batch(gpus)) == expected  # 512 tokens per GPU
 
 
-def test_a_variant_that_does_not_fit_in_memory_is_measured_in_smaller_micro_batches(tmp_path, monkeypatch):
+def test_a_variant_that_does_not_fit_in_memory_is_measured_in_smaller_micro_batches(tmp_path):
     from gpu import Bench
     from memory_plan import make_model
     from models import SHAPES
 
     tried, options = [], Namespace(shape="tiny", device="cpu", gpus=1, overrides=[])
-    monkeypatch.setattr(Bench, "end", lambda bench, group: None)
-    monkeypatch.setattr(Bench, "build", lambda bench, config: tried.append(config.actor_rollout_ref))
 
-    def update(bench: Bench, name: str) -> list[str]:
-        if tried[-1].actor.ppo_max_token_len_per_gpu > 128:
-            raise RemoteFailure("train worker.update_policy: rank 0 failed: CUDA out of memory. Tried to allocate")
-        return [name]
+    class Small(Bench):
+        """On a device with room for 128 tokens."""
 
-    monkeypatch.setattr(Bench, "update", update)
+        def end(self, group: object) -> None: ...
+
+        def build(self, config: PPOConfig) -> None:
+            tried.append(config.actor_rollout_ref)
+
+        def update(self, name: str) -> list[str]:
+            if tried[-1].actor.ppo_max_token_len_per_gpu > 128:
+                raise RemoteFailure("train worker.update_policy: rank 0 failed: CUDA out of memory. Tried to allocate")
+            return [name]
+
     make_model(SHAPES["tiny"], tmp_path / "model")
-    bench = Bench(options, tmp_path, ExitStack())
+    bench = Small(options, tmp_path, ExitStack())
     bench.group = None
     assert bench.variant("without recomputation") == ["without recomputation"]
     assert [section.actor.ppo_max_token_len_per_gpu for section in tried] == [512, 256, 128]

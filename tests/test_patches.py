@@ -35,7 +35,7 @@ def bound(node: ast.AST) -> set[str]:
 
 
 def assignments(node: ast.AST, names: Names) -> Iterator[tuple[int, str]]:
-    """Line and full target of what is assigned: `a.b = c` and `monkeypatch.setattr(a, "b", c)` assign to a.b."""
+    """Line and full target of what is assigned: `a.b = c` and `setattr(a, "b", c)` of any owner assign to a.b."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         hidden = bound(node)
         names = {name: full for name, full in names.items() if name not in hidden}
@@ -137,7 +137,7 @@ IMPORTS += "from hybridrl.core.trainer import Schedule\n"
         "hybridrl.core.trainer.{0}, other = 1, 2",
         'monkeypatch.setattr(modules, "{0}", 4)',
         'monkeypatch.setattr("hybridrl.core.trainer.{0}", 4)',
-        'monkeypatch.setattr(modules.Schedule, "{0}", 4)',
+        'setattr(modules.Schedule, "{0}", 4)',
         'patch.object(modules.Schedule, "{0}")',
     ],
 )

@@ -59,13 +59,13 @@ def model_fingerprint(path: str) -> str:
     return fingerprint(path, Path(cached).parent.name if isinstance(cached, str) else None)
 
 
-def code_fingerprint() -> dict[str, str | None]:
+def code_fingerprint(package: Path = PACKAGE) -> dict[str, str | None]:
     """Return the versions of hybridrl and its installed libraries and the commit of a checkout (-dirty if changed)."""
     versions = {"hybridrl": pkgutil.resolve_name("hybridrl:__version__"), "commit": None}
-    if (PACKAGE.parent / ".git").exists():  # an installed package may lie inside an unrelated repository
+    if (package.parent / ".git").exists():  # an installed package may lie inside an unrelated repository
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         with suppress(OSError, subprocess.TimeoutExpired):
-            result = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, timeout=10)
+            result = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=10)
             versions["commit"] = result.stdout.strip() or None
     for library in LIBRARIES:
         with suppress(PackageNotFoundError):

@@ -183,8 +183,8 @@ class EvaluationProgress:
     """Shows how many of `total` samples are finished: a bar on a terminal, a line per minute in a log. Call it with
     each."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.tokens = total, 0, 0
+    def __init__(self, total: int, log_seconds: float = LOG_SECONDS) -> None:
+        self.total, self.log_seconds, self.done, self.tokens = total, log_seconds, 0, 0
         self.sum, self.scored = 0.0, 0
         self.began: float | None = None  # when the first sample finished
         self.bar: Progress | None = None
@@ -210,7 +210,7 @@ class EvaluationProgress:
             self.bar.update(self.task, completed=self.done, now=self._now())
 
     def _log(self) -> None:
-        while not self.ended.wait(LOG_SECONDS):
+        while not self.ended.wait(self.log_seconds):
             info(f"{self.done}/{self.total} samples{self._now()}")
 
     def _now(self) -> str:

@@ -3,20 +3,17 @@
 from typing import Any
 
 from hybridrl.agents.environments.settings import EnvironmentSettings
-from hybridrl.config.compose import shipped
 from hybridrl.config.keys import hints
 from hybridrl.config.schema_rollout import AgentConfig, MultiTurnConfig
-from hybridrl.config.values import value_of
+from tests.sections import section_of
 
 
 def agent_of(**keys: Any) -> AgentConfig:
-    values = value_of(shipped("ppo_trainer").values, "actor_rollout_ref.rollout.agent")
-    return AgentConfig(**values | keys)
+    return section_of(AgentConfig, "actor_rollout_ref.rollout.agent", **keys)
 
 
 def multi_turn_of(**keys: Any) -> MultiTurnConfig:
-    values = value_of(shipped("ppo_trainer").values, "actor_rollout_ref.rollout.multi_turn")
-    return MultiTurnConfig(**values | keys)
+    return section_of(MultiTurnConfig, "actor_rollout_ref.rollout.multi_turn", **keys)
 
 
 def environments_of(*, libraries: tuple[str, ...] = (), **keys: Any) -> EnvironmentSettings:

@@ -12,7 +12,6 @@ import torch
 import yaml
 
 import hybridrl
-from hybridrl.checkpoint import fingerprints
 from hybridrl.checkpoint.files import write_manifest
 from hybridrl.checkpoint.fingerprints import (
     code_fingerprint,
@@ -340,14 +339,13 @@ def test_versions_are_reported_without_importing_the_libraries():
     assert not {"torch", "transformers", "vllm", "ray"} & set(loaded)
 
 
-def test_a_package_outside_a_checkout_has_no_commit(monkeypatch, tmp_path):
+def test_a_package_outside_a_checkout_has_no_commit(tmp_path):
     git = ("git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a")
     for command in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "unrelated")):
         subprocess.run([*git, *command], check=True)
     package = tmp_path / "venv" / "site-packages" / "hybridrl"
     package.mkdir(parents=True)
-    monkeypatch.setattr(fingerprints, "PACKAGE", package)
-    assert code_fingerprint()["commit"] is None
+    assert code_fingerprint(package)["commit"] is None
 
 
 def save(run: Path, step: int, fingerprint: str) -> Path:

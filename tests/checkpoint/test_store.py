@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -247,7 +248,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_deleted_later(tmp_path, monkeypa
     store = Store(tmp_path, keep=1)
     save(store, 5)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", failing(OSError(errno.EBUSY, "in use")))
+        around(patch, "unlink", failing(OSError(errno.EBUSY, "in use")))
         save(store, 10)
     assert steps(store) == [10]
     store.close()
@@ -257,6 +258,11 @@ def test_a_checkpoint_that_cannot_be_deleted_is_deleted_later(tmp_path, monkeypa
 
 
 # Failures and kills
+
+
+def around(patch: pytest.MonkeyPatch, name: str, call: Callable, module: object = os) -> None:
+    """Have a function of the system be called by another one, which gets it as its first argument."""
+    patch.setattr(module, name, partial(call, getattr(module, name)))
 
 
 def failing(error: BaseException) -> Callable:
@@ -270,7 +276,7 @@ def test_a_full_disk_is_reported_and_the_older_checkpoints_are_kept(store, tmp_p
     save(store, 5)
     write(store.begin(10), "weights")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", failing(OSError(errno.ENOSPC, "No space left on device")))
+        around(patch, "fsync", failing(OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(SaveFailed) as caught:
             store.publish(10, GOOD)
     free = shutil.disk_usage(tmp_path).free / 1e9
@@ -296,20 +302,19 @@ def test_a_directory_that_has_disappeared_is_reported_with_the_first_error(store
 
 def test_a_checkpoint_is_flushed_to_disk_before_it_appears(store, tmp_path, monkeypatch):
     flushed: set[int] = set()
-    fsync, replace = os.fsync, os.replace
 
-    def record(descriptor: int) -> None:
+    def record(fsync: Callable, descriptor: int) -> None:
         flushed.add(os.fstat(descriptor).st_ino)
         fsync(descriptor)
 
-    def compare(source: Path, target: Path) -> None:
+    def compare(replace: Callable, source: Path, target: Path) -> None:
         assert {path.stat().st_ino for path in (Path(source), *Path(source).rglob("*"))} <= flushed
         replace(source, target)
         flushed.clear()
 
     write(store.begin(5), "weights")
-    monkeypatch.setattr(os, "fsync", record)
-    monkeypatch.setattr(os, "replace", compare)
+    around(monkeypatch, "fsync", record)
+    around(monkeypatch, "replace", compare)
     store.publish(5, GOOD)
     assert tmp_path.stat().st_ino in flushed
 
@@ -322,27 +327,22 @@ def interrupt(patch: pytest.MonkeyPatch, at: int, error: BaseException, for_good
     """Make call number `at` that changes or opens files raise, and if `for_good` all later ones; return the calls."""
     calls: list[str] = []
 
-    def wrap(module: object, name: str) -> None:
-        function = getattr(module, name)
-
-        def call(*arguments: object, **options: object) -> object:
-            calls.append(name)
-            if len(calls) == at or (for_good and len(calls) > at):
-                raise error
-            return function(*arguments, **options)
-
-        patch.setattr(module, name, call)
+    def call(name: str, function: Callable, *arguments: object, **options: object) -> object:
+        calls.append(name)
+        if len(calls) == at or (for_good and len(calls) > at):
+            raise error
+        return function(*arguments, **options)
 
     for name in ("replace", "fsync", "mkdir", "rmdir", "unlink", "open", "scandir"):
-        wrap(os, name)
-    wrap(io, "open")
+        around(patch, name, partial(call, name))
+    around(patch, "open", partial(call, "open"), io)
     return calls
 
 
 @pytest.fixture
 def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speed up hundreds of saves: what a killed process wrote is kept even if it was not flushed."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    around(monkeypatch, "fsync", lambda fsync, descriptor: None)
 
 
 def before(directory: Path) -> Store:
@@ -452,7 +452,7 @@ def test_a_run_starts_while_a_command_looks_who_uses_its_directory(tmp_path):
 
 
 def test_a_file_system_without_locks_is_supported(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module.fcntl, "flock", failing(OSError(errno.ENOSYS, "Function not implemented")))
+    around(monkeypatch, "flock", failing(OSError(errno.ENOSYS, "Function not implemented")), fcntl)
     store = Store(tmp_path)
     assert save(store, 5) == newest_good(store.directory, pytest.fail)
     store.close()

@@ -1,11 +1,9 @@
 """Launch scripts are evaluated as bash does, without any effect."""
 
-import os
 import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -14,7 +12,6 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import SFTConfig
 from hybridrl.doctor import launches
-from tests.doctor.conftest import Doctor
 
 SCRIPT = """#!/usr/bin/env bash
 set -xeuo pipefail
@@ -43,13 +40,19 @@ MODEL = "actor_rollout_ref.model.path=Qwen/Qwen3-8B data.train_files=a.parquet"
 
 
 @pytest.fixture
+def ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script is stopped after a second."""
+    monkeypatch.setattr(launches, "SECONDS", 1)
+
+
+@pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "run.sh"
     path.write_text(SCRIPT)
     return path
 
 
-def test_a_script_becomes_a_command_for_hybridrl(doctor: Doctor, script: Path) -> None:
+def test_a_script_becomes_a_command_for_hybridrl(doctor, script):
     status, output = doctor("migrate", str(script))
     command = output[output.index("python -m hybridrl.main_ppo") :]
     assert status == 0
@@ -67,7 +70,7 @@ def test_a_script_becomes_a_command_for_hybridrl(doctor: Doctor, script: Path) -
     ]
 
 
-def test_every_difference_is_reported(doctor: Doctor, script: Path) -> None:
+def test_every_difference_is_reported(doctor, script):
     output = doctor("migrate", str(script))[1]
     assert "# warning [old-name] rollout.n is now actor_rollout_ref.rollout.n" in output
     assert "# warning [ignored-key] actor_rollout_ref.rollout.load_format has no effect" in output
@@ -79,7 +82,7 @@ def test_every_difference_is_reported(doctor: Doctor, script: Path) -> None:
     assert "trainer.n_gpus_per_node=null here" not in output  # the script sets it
 
 
-def test_rejected_settings_are_reported_and_left_out(doctor: Doctor, script: Path) -> None:
+def test_rejected_settings_are_reported_and_left_out(doctor, script):
     script.write_text("python -m verl.trainer.main_ppo data.train_files=x distillation.enabled=true model_engine=dp\n")
     status, output = doctor("migrate", str(script))
     assert status == 1
@@ -88,20 +91,18 @@ def test_rejected_settings_are_reported_and_left_out(doctor: Doctor, script: Pat
     assert output.rstrip().endswith("data.train_files=x \\\n    actor_rollout_ref.model.path=path/to/model")
 
 
-def test_variables_of_the_environment_count(doctor: Doctor, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_environment_count(doctor, script, monkeypatch):
     monkeypatch.setenv("TRAIN_BATCH_SIZE", "512")
     assert "data.train_batch_size=512" in doctor("migrate", str(script))[1]
 
 
-def test_the_reason_is_reported_if_bash_stops(doctor: Doctor, script: Path) -> None:
+def test_the_reason_is_reported_if_bash_stops(doctor, script):
     script.write_text("M=${MODEL_PATH:?must be set}\n")
     status, output = doctor("migrate", str(script))
     assert status == 2 and "MODEL_PATH: must be set" in output
 
 
-def test_no_program_is_started_and_no_file_is_written(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_program_is_started_and_no_file_is_written(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tool").write_text("#!/bin/sh\necho x > made\n")
     (tmp_path / "tool").chmod(0o755)
@@ -176,9 +177,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_script_reaches_nothing(
-    doctor: Doctor, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_hostile_script_reaches_nothing(doctor, script, tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MY_API_KEY", "canary-named")
     monkeypatch.setenv("DATABASE", "postgres://me:canary-form@host/x")
@@ -215,10 +214,7 @@ def test_a_hostile_script_reaches_nothing(
         "read -r line < <(while :; do :; done)",
     ],
 )
-def test_a_script_that_takes_all_it_can_is_stopped(
-    doctor: Doctor, script: Path, monkeypatch: pytest.MonkeyPatch, endless: str
-) -> None:
-    monkeypatch.setattr(launches, "SECONDS", 1)
+def test_a_script_that_takes_all_it_can_is_stopped(doctor, script, ends_soon, endless):
     script.write_text(f"{endless}\n")
     status, output = doctor("migrate", str(script))
     assert status == 2 and len(output) < 2000
@@ -228,24 +224,13 @@ def test_a_script_that_takes_all_it_can_is_stopped(
         time.sleep(0.02)
 
 
-def test_another_process_may_end_while_the_processes_of_a_script_are_counted(
-    script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = os.stat
-
-    def ended(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
-        if str(path).startswith("/proc/"):
-            raise ProcessLookupError(path)
-        return found(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "stat", ended)
+def test_another_process_may_end_while_the_processes_of_a_script_are_counted(script, vanishing):
+    vanishing("")
     script.write_text("program 1\n")
     assert launches.commands_of(script) == ([["program", "1"]], "")
 
 
-def test_a_secret_of_the_environment_is_read_when_the_command_runs(
-    doctor: Doctor, script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_of_the_environment_is_read_when_the_command_runs(doctor, script, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "canary")
     script.write_text(f"python3 -m verl.trainer.main_ppo {MODEL} trainer.experiment_name=x-$MY_API_KEY\n")
     output = doctor("migrate", str(script))[1]
@@ -253,7 +238,7 @@ def test_a_secret_of_the_environment_is_read_when_the_command_runs(
     assert "trainer.experiment_name=x-canary" in printed(output)
 
 
-def test_what_a_process_substitution_gives_is_read(doctor: Doctor, script: Path) -> None:
+def test_what_a_process_substitution_gives_is_read(doctor, script):
     script.write_text(
         "mapfile -t A < <(printf '%s\\n' trainer.nnodes=2 \"data.max_prompt_length=$(echo 64)\")\n"
         f'while read -r one; do A+=("$one"); done < <(echo rollout.n=4)\n'
@@ -264,7 +249,7 @@ def test_what_a_process_substitution_gives_is_read(doctor: Doctor, script: Path)
 
 
 @pytest.mark.parametrize("content", [b"\0\1", b"# " + b"x" * 200_000, b"echo \xff\xfe\n"])
-def test_what_is_no_launch_script_is_rejected(doctor: Doctor, script: Path, content: bytes) -> None:
+def test_what_is_no_launch_script_is_rejected(doctor, script, content):
     script.write_bytes(content)
     status, output = doctor("migrate", str(script))
     assert status == 2 and str(script) in output and "Traceback" not in output
@@ -280,7 +265,7 @@ def printed(output: str, module: str = "main_ppo") -> list[str]:
     return words
 
 
-def test_a_name_from_a_program_is_evaluated_when_the_command_runs(doctor: Doctor, script: Path) -> None:
+def test_a_name_from_a_program_is_evaluated_when_the_command_runs(doctor, script):
     script.write_text(
         "NAME=grpo_$(date +%m%d-%H:%M)\nSIZE=$(basename /models/Qwen3-8B)\n"
         f"python3 -m verl.trainer.main_ppo {MODEL} trainer.experiment_name=${{SIZE}}_$NAME "
@@ -295,7 +280,7 @@ def test_a_name_from_a_program_is_evaluated_when_the_command_runs(doctor: Doctor
     assert (status, [word for word in printed(output) if "nnodes" in word]) == (1, [])
 
 
-def test_a_program_that_only_probes_has_no_output(doctor: Doctor, script: Path) -> None:
+def test_a_program_that_only_probes_has_no_output(doctor, script):
     script.write_text(
         "DEVICE=$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo cuda)\n"
         'GPUS="$(nvidia-smi -L | wc -l)"\n'
@@ -309,7 +294,7 @@ def test_a_program_that_only_probes_has_no_output(doctor: Doctor, script: Path) 
 @pytest.mark.parametrize(
     "module", ["verl_tool.trainer.main_ppo", "recipe.spin.main_spin", "search.agents.train", "train_it.py"]
 )
-def test_a_fork_s_program_is_read_like_one_with_code_of_its_own(doctor: Doctor, script: Path, module: str) -> None:
+def test_a_fork_s_program_is_read_like_one_with_code_of_its_own(doctor, script, module):
     run = module if module.endswith(".py") else f"-m {module}"
     script.write_text(f"PYTHONUNBUFFERED=1 python3 {run} {MODEL} rollout.n=4\n")
     status, output = doctor("migrate", str(script))
@@ -317,7 +302,7 @@ def test_a_fork_s_program_is_read_like_one_with_code_of_its_own(doctor: Doctor, 
     assert "actor_rollout_ref.rollout.n=4" in printed(output)
 
 
-def test_the_programs_that_run_are_named_if_none_trains(doctor: Doctor, script: Path) -> None:
+def test_the_programs_that_run_are_named_if_none_trains(doctor, script):
     script.write_text(
         f"python3 -m verl.trainer.main_generation_server {MODEL}\npython3 prepare/gsm8k.py --out x\nbash ./other.sh 1\n"
     )
@@ -326,7 +311,7 @@ def test_the_programs_that_run_are_named_if_none_trains(doctor: Doctor, script: 
     assert "; it runs verl.trainer.main_generation_server, prepare/gsm8k.py, ./other.sh" in " ".join(output.split())
 
 
-def test_what_changes_nothing_is_named_in_one_line(doctor: Doctor, script: Path) -> None:
+def test_what_changes_nothing_is_named_in_one_line(doctor, script):
     script.write_text(
         f"python3 -m verl.trainer.main_ppo {MODEL} trainer.critic_warmup=0 trainer.balance_batch=true "
         "data.return_raw_chat=True distillation.enabled=false "
@@ -341,7 +326,7 @@ def test_what_changes_nothing_is_named_in_one_line(doctor: Doctor, script: Path)
     assert "data.continuous_token.enable=true (responses always stay token ids" in line
 
 
-def test_a_value_that_only_the_shell_quotes_gets_quotes_for_hydra(doctor: Doctor, script: Path) -> None:
+def test_a_value_that_only_the_shell_quotes_gets_quotes_for_hydra(doctor, script):
     script.write_text(
         f'python3 -m verl.trainer.main_ppo {MODEL} trainer.experiment_name="len > 512 run" > a.log 2>&1\n'
     )
@@ -350,7 +335,7 @@ def test_a_value_that_only_the_shell_quotes_gets_quotes_for_hydra(doctor: Doctor
     assert "trainer.experiment_name='len > 512 run'" in printed(output)
 
 
-def test_a_command_that_is_a_text_runs_without_its_redirections(doctor: Doctor, script: Path) -> None:
+def test_a_command_that_is_a_text_runs_without_its_redirections(doctor, script):
     script.write_text(
         f"CMD='python3 -m verl.trainer.main_ppo {MODEL} trainer.project_name=\"a_b\"'\n"
         "CMD+=' \"+own.text=len > 3\" > train.log 2>&1'\n"
@@ -374,7 +359,7 @@ for n in 4 8; do $PY -m verl.trainer.main_ppo {model} rollout.n=$n & sleep 1; do
 """
 
 
-def test_a_script_that_waits_for_its_programs_is_read_to_its_end(doctor: Doctor, script: Path) -> None:
+def test_a_script_that_waits_for_its_programs_is_read_to_its_end(doctor, script):
     script.write_text(WAITING.format(model=MODEL))
     output = doctor("migrate", str(script))[1]
     assert "trainer.experiment_name=first" in output and "incomplete" not in output
@@ -404,7 +389,7 @@ RUN = "python3 -m verl.trainer.main_ppo"
         (f"while true; do {{ program; sleep 5; }}; done; {RUN} trainer.nnodes=1", "1"),
     ],
 )
-def test_a_sleep_is_one_command_that_succeeds(script: Path, loop: str, nodes: str) -> None:
+def test_a_sleep_is_one_command_that_succeeds(script, loop, nodes):
     script.write_text(f"{loop}\n")
     commands, stopped = launches.commands_of(script)
     found = dict.fromkeys(words[-1].partition("=")[2] for words in commands if words[0] == "python3")
@@ -420,16 +405,14 @@ def test_a_sleep_is_one_command_that_succeeds(script: Path, loop: str, nodes: st
         ("run.yaml", f"a: {'[' * 3000}"),
     ],
 )
-def test_what_is_nested_too_deeply_is_refused(doctor: Doctor, tmp_path: Path, name: str, text: str) -> None:
+def test_what_is_nested_too_deeply_is_refused(doctor, tmp_path, name, text):
     (tmp_path / name).write_text(f"{text}\n")
     status, output = doctor("migrate", str(tmp_path / name))
     assert status == 2 and "nested too deeply to be read" in output
 
 
 @pytest.mark.parametrize("text", ["#" * 100_001, "printf -v zeros %0100001d 0; eval $zeros"])
-def test_a_script_or_a_command_in_it_that_is_too_large_is_not_read(
-    script: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_a_script_or_a_command_in_it_that_is_too_large_is_not_read(script, monkeypatch, text):
     read: list[str] = []
     monkeypatch.setattr(launches, "without_files", lambda text: read.append(text) or text)
     script.write_text(f"{text}\n")
@@ -446,17 +429,14 @@ def test_a_script_or_a_command_in_it_that_is_too_large_is_not_read(
         ("if true; then", "unexpected end of file"),
     ],
 )
-def test_runs_before_the_place_where_bash_stops_are_read(
-    doctor: Doctor, script: Path, monkeypatch: pytest.MonkeyPatch, end: str, why: str
-) -> None:
-    monkeypatch.setattr(launches, "SECONDS", 1)
+def test_runs_before_the_place_where_bash_stops_are_read(doctor, script, ends_soon, end, why):
     script.write_text(f"python3 -m verl.trainer.main_ppo {MODEL}\n{end}\n")
     output = doctor("migrate", str(script))[1]
     assert "# warning [incomplete] " in output and "so runs after that are missing: " in output and why in output
     assert printed(output) == MODEL.split()
 
 
-def test_verl_s_switch_to_uv_is_left_out(doctor: Doctor, script: Path) -> None:
+def test_verl_s_switch_to_uv_is_left_out(doctor, script):
     script.write_text(
         "LAUNCH=(uv run --frozen --all-packages --extra vllm python3)\n"
         'RAY=(ray_kwargs.ray_init.runtime_env.py_executable="uv -v run --frozen --all-packages --extra vllm")\n'
@@ -468,7 +448,7 @@ def test_verl_s_switch_to_uv_is_left_out(doctor: Doctor, script: Path) -> None:
     assert not [word for word in printed(output) if "uv" in word]
 
 
-def test_a_settings_file_is_read_and_the_command_wins(doctor: Doctor, script: Path, tmp_path: Path) -> None:
+def test_a_settings_file_is_read_and_the_command_wins(doctor, script, tmp_path):
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "multi.yaml").write_text(
         "defaults: [ppo_trainer, _self_]\n"
@@ -495,7 +475,7 @@ def test_a_settings_file_is_read_and_the_command_wins(doctor: Doctor, script: Pa
     assert "# error [value] actor_rollout_ref.rollout.name=sglang: choose vllm" in output
 
 
-def test_a_missing_settings_file_is_reported(doctor: Doctor, script: Path) -> None:
+def test_a_missing_settings_file_is_reported(doctor, script):
     script.write_text(f"python3 -m verl.trainer.main_ppo --config-name multi {MODEL}\n")
     status, output = doctor("migrate", str(script))
     assert status == 1
@@ -507,7 +487,7 @@ def test_a_missing_settings_file_is_reported(doctor: Doctor, script: Path) -> No
     assert doctor("migrate", str(script))[0] == 0
 
 
-def test_rejected_settings_are_left_out_until_the_command_is_accepted(doctor: Doctor, script: Path) -> None:
+def test_rejected_settings_are_left_out_until_the_command_is_accepted(doctor, script):
     script.write_text(
         f"python3 -m verl.trainer.main_ppo --config-path=c {MODEL} actor_rollout_ref.actor.strategy=megatron "
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 "
@@ -523,14 +503,14 @@ def test_rejected_settings_are_left_out_until_the_command_is_accepted(doctor: Do
 
 
 @pytest.mark.parametrize("module", ["recipe.dapo.main_dapo", "recipe.dapo.src.main_dapo", "dapo.main_dapo"])
-def test_dapo_s_program_is_known(doctor: Doctor, script: Path, module: str) -> None:
+def test_dapo_s_program_is_known(doctor, script, module):
     script.write_text(f"python3 -m {module} {MODEL} +algorithm.filter_groups.enable=True\n")
     status, output = doctor("migrate", str(script))
     assert status == 0
     assert "reward.reward_manager.name=dapo" in printed(output)
 
 
-def test_supervised_training_becomes_a_command_for_main_sft(doctor: Doctor, script: Path) -> None:
+def test_supervised_training_becomes_a_command_for_main_sft(doctor, script):
     script.write_text(
         "torchrun --standalone --nnodes=1 --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer "
         "data.train_files=a.parquet model.partial_pretrain=Qwen/Qwen3-8B optim.clip_grad=0.5 "
@@ -549,7 +529,7 @@ def test_supervised_training_becomes_a_command_for_main_sft(doctor: Doctor, scri
     assert "# info [default] other defaults of keys that the script does not set: " in output
 
 
-def test_a_rejected_choice_of_a_section_leaves_its_keys_in_the_command(doctor: Doctor, script: Path) -> None:
+def test_a_rejected_choice_of_a_section_leaves_its_keys_in_the_command(doctor, script):
     script.write_text(
         "torchrun -m verl.trainer.sft_trainer model.path=m data.train_files=a.parquet optim=megatron optim.lr=1e-4\n"
     )
@@ -558,7 +538,7 @@ def test_a_rejected_choice_of_a_section_leaves_its_keys_in_the_command(doctor: D
     assert printed(output, "main_sft") == ["model.path=m", "data.train_files=a.parquet", "optim.lr=1e-4"]
 
 
-def test_a_script_of_skyrl_becomes_a_command_for_hybridrl(doctor: Doctor, script: Path) -> None:
+def test_a_script_of_skyrl_becomes_a_command_for_hybridrl(doctor, script):
     script.write_text(
         "uv run --isolated --extra fsdp -m skyrl.train.entrypoints.main_base data.train_data=\"['$HOME/a.parquet']\" "
         "trainer.policy.model.path=Qwen/Qwen3-8B trainer.algorithm.use_kl_loss=false generator.max_turns=3 "
@@ -593,7 +573,7 @@ saver: {freq_epochs: 1, freq_steps: null}
 """
 
 
-def test_areal_s_yaml_is_read_with_and_without_its_script(doctor: Doctor, script: Path, tmp_path: Path) -> None:
+def test_areal_s_yaml_is_read_with_and_without_its_script(doctor, script, tmp_path):
     (tmp_path / "grpo.yaml").write_text(AREAL)
     script.write_text(
         "python3 examples/gsm8k_rl.py --config grpo.yaml scheduler.type=local actor.path=Qwen/Qwen3-0.6B\n"
@@ -638,9 +618,7 @@ def test_areal_s_yaml_is_read_with_and_without_its_script(doctor: Doctor, script
         ),
     ],
 )
-def test_an_asynchronous_program_has_devices_of_its_own_for_rollout(
-    doctor: Doctor, script: Path, command: str, set_here: set[str]
-) -> None:
+def test_an_asynchronous_program_has_devices_of_its_own_for_rollout(doctor, script, command, set_here):
     script.write_text(f"python3 -m {command}\n")
     status, output = doctor("migrate", str(script))
     words = printed(output)

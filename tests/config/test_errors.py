@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from hybridrl.config import ConfigError, load_ppo_config, load_sft_config
@@ -108,7 +106,7 @@ NOT_THERE = {
     ],
     ids=lambda wanted: next(iter(wanted)),
 )
-def test_all_that_is_wrong_is_in_one_message_with_key_value_and_fix(load: Load, wanted: dict[str, str]) -> None:
+def test_all_that_is_wrong_is_in_one_message_with_key_value_and_fix(load, wanted):
     assert sorted(errors_of(load, *wanted)) == sorted(wanted.values())
 
 
@@ -158,19 +156,19 @@ def test_all_that_is_wrong_is_in_one_message_with_key_value_and_fix(load: Load, 
         ),
     ],
 )
-def test_keys_that_cannot_go_together_are_rejected(load: Load, tmp_path: Path, override: str, message: str) -> None:
+def test_keys_that_cannot_go_together_are_rejected(load, tmp_path, override, message):
     assert errors_of(load, override) == [message.format(here=tmp_path)]
 
 
 @pytest.mark.parametrize("greedy", ["temperature=0", "do_sample=false"])
-def test_equal_responses_to_a_prompt_are_rejected(load: Load, greedy: str) -> None:
+def test_equal_responses_to_a_prompt_are_rejected(load, greedy):
     assert errors_of(load, f"{ROLLOUT}.{greedy}", f"{ROLLOUT}.n=8") == [
         f"{ROLLOUT}.{greedy}: all n=8 responses to a prompt would be equal; "
         f"set {ROLLOUT}.do_sample=true and {ROLLOUT}.temperature=1.0"
     ]
 
 
-def test_keys_that_must_be_set_are_named(tmp_path: Path) -> None:
+def test_keys_that_must_be_set_are_named(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_ppo_config(["data.train_files=???"])
     assert str(caught.value).splitlines() == [
@@ -179,7 +177,7 @@ def test_keys_that_must_be_set_are_named(tmp_path: Path) -> None:
     ]
 
 
-def test_keys_that_contradict_each_other_are_reported_together(load: Load) -> None:
+def test_keys_that_contradict_each_other_are_reported_together(load):
     lines = errors_of(load, "trainer.val_only=true", "data.max_prompt_length=2000", "trainer.nnodes=3")
     assert [line.split("=")[0] for line in lines] == [
         "trainer.nnodes",
@@ -198,18 +196,18 @@ def test_keys_that_contradict_each_other_are_reported_together(load: Load) -> No
         ),
     ],
 )
-def test_a_model_directory_that_is_not_whole_is_rejected(load: Load, tmp_path: Path, remove: str, message: str) -> None:
+def test_a_model_directory_that_is_not_whole_is_rejected(load, tmp_path, remove, message):
     (tmp_path / "model" / remove).unlink()
     assert errors_of(load) == [f"actor_rollout_ref.model.path=model: {message}"]
 
 
-def test_a_model_configuration_that_is_no_json_is_rejected(load: Load, tmp_path: Path) -> None:
+def test_a_model_configuration_that_is_no_json_is_rejected(load, tmp_path):
     (tmp_path / "model" / "config.json").write_text("{")
     (line,) = errors_of(load)
     assert line.startswith("actor_rollout_ref.model.path=model: its config.json cannot be read (")
 
 
-def test_a_hub_name_is_not_looked_for(load: Load) -> None:
+def test_a_hub_name_is_not_looked_for(load):
     assert (
         load("actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B").config.actor_rollout_ref.model.path
         == "Qwen/Qwen2.5-0.5B"
@@ -236,7 +234,7 @@ ONE_GPU = Machine(gpus=1, cores=8, memory_bytes=16 << 30)
         )
     ]
 )  # fmt: skip
-def test_more_than_the_machine_has_is_rejected(load: Load, device: str, count: int, width: int, message: str) -> None:
+def test_more_than_the_machine_has_is_rejected(load, device, count, width, message):
     config = load().config
     config.trainer.device, config.trainer.n_gpus_per_node = device, count
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = width
@@ -246,15 +244,13 @@ def test_more_than_the_machine_has_is_rejected(load: Load, device: str, count: i
     assert [finding.text for finding in findings.errors] == [message]
 
 
-def test_a_ray_that_is_joined_may_have_more_devices_than_this_machine(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ray_that_is_joined_may_have_more_devices_than_this_machine(load, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     trainer = load("trainer.device=cuda", "trainer.n_gpus_per_node=8", "trainer.nnodes=2").config.trainer
     assert (trainer.n_gpus_per_node, trainer.nnodes) == (8, 2)
 
 
-def test_shards_must_divide_the_devices(load: Load) -> None:
+def test_shards_must_divide_the_devices(load):
     key = f"{ACTOR}.fsdp_config.fsdp_size"
     assert errors_of(load, f"{key}=2", "trainer.n_gpus_per_node=3") == [
         f"{key}=2: must divide the 3 devices; set -1 for all of them"
@@ -276,7 +272,7 @@ def test_shards_must_divide_the_devices(load: Load) -> None:
         ("trainer: [", ["{here}/mine.yaml, or a file it lists, is not YAML"])
     ]
 )  # fmt: skip
-def test_an_own_file_is_checked_like_the_command(load: Load, tmp_path: Path, text: str, messages: list[str]) -> None:
+def test_an_own_file_is_checked_like_the_command(load, tmp_path, text, messages):
     (tmp_path / "mine.yaml").write_text(f"defaults: [ppo_trainer, _self_]\n{text}\n")
     lines = errors_of(load, config_dir=tmp_path, config_name="mine")
     assert len(lines) == len(messages)
@@ -294,13 +290,13 @@ def test_an_own_file_is_checked_like_the_command(load: Load, tmp_path: Path, tex
         ("defaults: [nothing]", "nothing: there is no such configuration file")
     ]
 )  # fmt: skip
-def test_a_file_that_is_no_configuration_is_rejected(load: Load, tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_no_configuration_is_rejected(load, tmp_path, text, message):
     (tmp_path / "mine.yaml").write_text(text)
     (line,) = errors_of(load, config_dir=tmp_path, config_name="mine")
     assert message in line
 
 
-def test_a_configuration_that_is_not_there_is_rejected(load: Load, tmp_path: Path) -> None:
+def test_a_configuration_that_is_not_there_is_rejected(load, tmp_path):
     (tmp_path / "mine.yaml").touch()
     assert errors_of(load, config_dir=tmp_path, config_name="mien") == [
         f"--config-name=mien: there is no {tmp_path}/mien.yaml; files there: mine"
@@ -308,7 +304,7 @@ def test_a_configuration_that_is_not_there_is_rejected(load: Load, tmp_path: Pat
     assert errors_of(load, config_dir=tmp_path / "x") == [f"--config-path={tmp_path}/x: there is no such directory"]
 
 
-def test_supervised_fine_tuning_refuses_as_well(needed: list[str]) -> None:
+def test_supervised_fine_tuning_refuses_as_well(needed):
     with pytest.raises(ConfigError) as caught:
         load_sft_config(["data.train_files=train.jsonl", "model.path=model", "data.max_length=2048"])
     assert str(caught.value) == (
@@ -316,7 +312,7 @@ def test_supervised_fine_tuning_refuses_as_well(needed: list[str]) -> None:
     )
 
 
-def test_arguments_of_the_optimizer_that_change_its_state_are_rejected(load: Load) -> None:
+def test_arguments_of_the_optimizer_that_change_its_state_are_rejected(load):
     key = f"{ACTOR}.optim.override_optimizer_config"
     assert errors_of(load, f"+{key}.amsgrad=true", f"+{key}.eps=1e-6") == [
         f"{key}: only eps, foreach and fused can be set there; leave out amsgrad"
@@ -338,7 +334,7 @@ def test_arguments_of_the_optimizer_that_change_its_state_are_rejected(load: Loa
         "trainer.validation_data_dir",
     ],
 )
-def test_a_name_longer_than_file_systems_take_is_rejected_by_its_key(load: Load, key: str) -> None:
+def test_a_name_longer_than_file_systems_take_is_rejected_by_its_key(load, key):
     long = f"/tmp/{300 * 'x'}"
     assert any(
         line.startswith(f"{key}={long}: File name too long; name another") for line in errors_of(load, f"{key}={long}")

@@ -1,4 +1,3 @@
-import os
 from dataclasses import dataclass
 
 import pynvml
@@ -6,8 +5,6 @@ import pytest
 
 from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.checks.training import this_machine
-
-from .conftest import Load
 
 
 @dataclass
@@ -18,12 +15,17 @@ class Driver:
     broken: bool = False
     missing: bool = False
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pynvml, "nvmlInit", self.init)
-        monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
-        monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: self.gpus)
+    NVMLError, NVMLError_LibraryNotFound = pynvml.NVMLError, pynvml.NVMLError_LibraryNotFound
 
-    def init(self) -> None:
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hybridrl.config.checks.training.pynvml", self)
+
+    def nvmlDeviceGetCount(self) -> int:
+        return self.gpus
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlInit(self) -> None:
         if self.missing:
             raise pynvml.NVMLError_LibraryNotFound
         if self.broken:
@@ -31,9 +33,7 @@ class Driver:
 
 
 @pytest.mark.parametrize(("visible", "gpus"), [(None, 4), ("0,1", 2), ("3", 1), ("", 0), ("-1", 0), ("0,1,2,3,4,5", 4)])
-def test_gpus_are_counted_as_far_as_they_are_visible(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: int
-) -> None:
+def test_gpus_are_counted_as_far_as_they_are_visible(monkeypatch, visible, gpus):
     Driver(gpus=4).install(monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -41,7 +41,7 @@ def test_gpus_are_counted_as_far_as_they_are_visible(
     assert this_machine().gpus == gpus
 
 
-def test_a_broken_driver_is_rejected_unless_no_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_driver_is_rejected_unless_no_gpu_is_asked_for(monkeypatch):
     Driver(broken=True).install(monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(ConfigError, match="is not responding"):
@@ -57,9 +57,7 @@ def test_a_broken_driver_is_rejected_unless_no_gpu_is_asked_for(monkeypatch: pyt
         (None, Driver(missing=True), "there is no NVIDIA driver", "install it (in a container: docker run --gpus all)"),
     ],
 )
-def test_the_reasons_for_a_missing_gpu_are_told_apart(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, driver: Driver, why: str, fix: str
-) -> None:
+def test_the_reasons_for_a_missing_gpu_are_told_apart(monkeypatch, visible, driver, why, fix):
     driver.install(monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -70,8 +68,8 @@ def test_the_reasons_for_a_missing_gpu_are_told_apart(
     assert line.startswith(f"trainer.device=cuda: this machine has no usable GPU: {why}; {fix}")
 
 
-def test_more_devices_than_cores_are_warned_of(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+def test_more_devices_than_cores_are_warned_of(load, cores):
+    cores(2)
     (note,) = [note for note in load("trainer.device=cpu", "trainer.n_gpus_per_node=3").notes if "cores" in note]
     assert note.endswith("set trainer.n_gpus_per_node=2")
     assert not [note for note in load("trainer.device=cpu", "trainer.n_gpus_per_node=2").notes if "cores" in note]

@@ -1,13 +1,13 @@
 """What is changed of a model's configuration, and what is said of it."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from hybridrl.config import ConfigError
-from hybridrl.config.checks import model as model_checks
 from hybridrl.config.checks.model import CPU_HEAD_SIZES
 from hybridrl.runs.settings import build_agreement, build_policy_plan
 
@@ -38,18 +38,18 @@ def overrides(load: Load, *keys: str) -> dict:
         ("attention_dropout=.nan", "a number of at least 0"),
     ],
 )
-def test_a_value_of_another_kind_than_the_models_is_rejected_by_its_key(load: Load, word: str, expected: str) -> None:
+def test_a_value_of_another_kind_than_the_models_is_rejected_by_its_key(load, word, expected):
     (line,) = errors_of(load, f"{KEY}.{word}")
     assert line.startswith(f"{KEY}.{word.partition('=')[0]}=")
     assert line.endswith(f": {expected} is expected")
 
 
-def test_of_a_nested_value_the_rest_stays(load: Load) -> None:
+def test_of_a_nested_value_the_rest_stays(load):
     write(text={"a": 1, "b": 2})
     assert overrides(load, "text.b=3") == {"text": {"a": 1, "b": 3}}
 
 
-def test_verls_form_with_the_values_one_level_below_means_the_same(load: Load) -> None:
+def test_verls_form_with_the_values_one_level_below_means_the_same(load):
     assert overrides(load, "model_config.attention_dropout=0.1") == {"attention_dropout": 0.1}
     assert overrides(load, "model_config=null") == {}
 
@@ -60,7 +60,7 @@ def errors_of(load: Load, *words: str) -> list[str]:
     return list(caught.value.lines)
 
 
-def test_devices_that_share_rows_divide_all_devices_and_the_heads(load: Load) -> None:
+def test_devices_that_share_rows_divide_all_devices_and_the_heads(load):
     write(num_attention_heads=6)
     sizes = ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "critic.ulysses_sequence_parallel_size=3"]
     found = errors_of(load, "trainer.n_gpus_per_node=4", "algorithm.adv_estimator=gae", *sizes)
@@ -72,7 +72,7 @@ def test_devices_that_share_rows_divide_all_devices_and_the_heads(load: Load) ->
     ]
 
 
-def test_only_rows_in_one_line_can_be_shared(load: Load) -> None:
+def test_only_rows_in_one_line_can_be_shared(load):
     size = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
     padding = "actor_rollout_ref.model.use_remove_padding"
     assert errors_of(load, "trainer.n_gpus_per_node=2", "algorithm.adv_estimator=grpo", size, f"{padding}=false") == [
@@ -80,7 +80,7 @@ def test_only_rows_in_one_line_can_be_shared(load: Load) -> None:
     ]
 
 
-def test_either_key_of_an_actor_sets_how_many_devices_share_a_row(load: Load) -> None:
+def test_either_key_of_an_actor_sets_how_many_devices_share_a_row(load):
     for place in ("actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config"):
         config = load("trainer.n_gpus_per_node=2", f"{place}.ulysses_sequence_parallel_size=2").config
         assert config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size == 2
@@ -108,18 +108,18 @@ def test_either_key_of_an_actor_sets_how_many_devices_share_a_row(load: Load) ->
         ),
     ],
 )
-def test_rotary_settings_are_put_where_they_are_read(load: Load, settings: dict, keys: list, rope: dict) -> None:
+def test_rotary_settings_are_put_where_they_are_read(load, settings, keys, rope):
     write(**settings)
     assert overrides(load, *keys) == {"rope_parameters": rope}
 
 
-def test_a_factor_that_is_set_here_stretches_the_limit_too(load: Load) -> None:
+def test_a_factor_that_is_set_here_stretches_the_limit_too(load):
     with pytest.raises(ConfigError, match="takes 1024 positions, a row may have 1512"):
         load("data.max_prompt_length=1000")
     load("data.max_prompt_length=1000", f"{KEY}.rope_scaling.type=yarn", f"{KEY}.rope_scaling.factor=4.0")
 
 
-def test_verls_kinds_of_attention_have_no_effect_and_others_are_rejected(load: Load) -> None:
+def test_verls_kinds_of_attention_have_no_effect_and_others_are_rejected(load):
     loaded = load(f"{KEY}.attn_implementation=flash_attention_2")
     assert loaded.config.actor_rollout_ref.model.override_config == {}
     assert any("attn_implementation=flash_attention_2 has no effect" in note for note in loaded.notes)
@@ -127,19 +127,19 @@ def test_verls_kinds_of_attention_have_no_effect_and_others_are_rejected(load: L
         load(f"{KEY}.attn_implementation=flsh")
 
 
-def test_a_critic_follows_the_policys_changes_and_nothing_is_said_twice(load: Load) -> None:
+def test_a_critic_follows_the_policys_changes_and_nothing_is_said_twice(load):
     loaded = load("algorithm.adv_estimator=gae", f"{KEY}.attn_implementation=eager", f"{KEY}.attention_dropout=0.1")
     assert loaded.config.critic.model.override_config == {"attention_dropout": 0.1}
     assert len([note for note in loaded.notes if "attn_implementation" in note]) == 1
 
 
-def test_a_router_that_is_to_be_frozen_is_rejected_and_one_that_is_not_passes(load: Load) -> None:
+def test_a_router_that_is_to_be_frozen_is_rejected_and_one_that_is_not_passes(load):
     assert overrides(load, "moe_config.freeze_moe_router=false") == {}
     with pytest.raises(ConfigError, match="moe_config: routers cannot be frozen yet"):
         load(f"{KEY}.moe_config.freeze_moe_router=true")
 
 
-def test_an_auxiliary_loss_has_no_effect(load: Load) -> None:
+def test_an_auxiliary_loss_has_no_effect(load):
     loaded = load(f"{KEY}.output_router_logits=true", f"{KEY}.router_aux_loss_coef=0.01")
     assert [note for note in loaded.notes if "router" in note] == [
         f"{KEY}.output_router_logits has no effect: routers are trained by the policy loss only",
@@ -147,13 +147,13 @@ def test_an_auxiliary_loss_has_no_effect(load: Load) -> None:
     ]
 
 
-def test_a_library_in_a_file_is_named_so_that_workers_offline_find_it(load: Load, tmp_path: Path) -> None:
+def test_a_library_in_a_file_is_named_so_that_workers_offline_find_it(load, tmp_path):
     (tmp_path / "mine.py").write_text("")
     model = load("actor_rollout_ref.model.external_lib=[mine.py,my_package.models]").config.actor_rollout_ref.model
     assert model.external_lib == [str(tmp_path / "mine.py"), "my_package.models"]
 
 
-def test_parameters_in_float16_are_rejected_and_a_computation_in_it_is_not(load: Load) -> None:
+def test_parameters_in_float16_are_rejected_and_a_computation_in_it_is_not(load):
     key = "actor_rollout_ref.actor.fsdp_config"
     with pytest.raises(ConfigError, match=r"model_dtype=fp16: small updates vanish .* set model_dtype=fp32"):
         load(f"{key}.model_dtype=fp16")
@@ -163,7 +163,7 @@ def test_parameters_in_float16_are_rejected_and_a_computation_in_it_is_not(load:
 ELSEWHERE = ("trainer.device=cuda", "ray_kwargs.ray_init.address=auto")  # GPUs of other machines
 
 
-def test_recomputation_that_is_selective_is_rejected_for_compiled_layers(load: Load) -> None:
+def test_recomputation_that_is_selective_is_rejected_for_compiled_layers(load):
     key, fsdp = "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config"
     chosen = (f"{key}.selective_checkpointing=true", f"{fsdp}.compile_layers=true", *ELSEWHERE)
     with pytest.raises(ConfigError, match=f"set {key}.enable_gradient_checkpointing=false .* or {fsdp}.compile_layers"):
@@ -175,7 +175,7 @@ def test_recomputation_that_is_selective_is_rejected_for_compiled_layers(load: L
     assert any("compile_layers=true has no effect on CPU" in note for note in on_cpu.notes)
 
 
-def test_parameters_in_bfloat16_are_warned_of_at_a_learning_rate_that_they_lose(load: Load) -> None:
+def test_parameters_in_bfloat16_are_warned_of_at_a_learning_rate_that_they_lose(load):
     actor, critic = "actor_rollout_ref.actor", "critic"
     lost = (f"{actor}.fsdp_config.model_dtype=bf16", f"{critic}.fsdp.model_dtype=bf16")
     of_actor, of_critic = load(*lost, f"{actor}.optim.lr=1e-6", f"{critic}.optim.lr=1e-5").notes
@@ -186,14 +186,14 @@ def test_parameters_in_bfloat16_are_warned_of_at_a_learning_rate_that_they_lose(
 
 
 @pytest.mark.parametrize("lr", [1e-6, 1e-4])
-def test_no_element_above_512_times_its_update_moves_in_bfloat16(lr: float) -> None:
+def test_no_element_above_512_times_its_update_moves_in_bfloat16(lr):
     """The warning's rule, by an update of the size of the learning rate of every positive bfloat16."""
     weights = torch.arange(1, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
     moved = (weights.double() - lr).to(torch.bfloat16) != weights
     assert float(weights[moved].max()) <= 512 * lr < 4 * float(weights[moved].max())
 
 
-def test_the_reference_is_sharded_as_the_policy_unless_it_is_said(load: Load) -> None:
+def test_the_reference_is_sharded_as_the_policy_unless_it_is_said(load):
     key = "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
     section = load(f"actor_rollout_ref.actor.{key}=A").config.actor_rollout_ref
     assert section.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap == ["A"]
@@ -201,7 +201,7 @@ def test_the_reference_is_sharded_as_the_policy_unless_it_is_said(load: Load) ->
     assert section.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap == ["B"]
 
 
-def test_code_of_a_model_that_is_not_trusted_is_reported_before_it_is_wanted(load: Load) -> None:
+def test_code_of_a_model_that_is_not_trusted_is_reported_before_it_is_wanted(load):
     write(model_type="nobodys_model", auto_map={"AutoConfig": "configuration.Nobody"})
     assert errors_of(load) == [
         "actor_rollout_ref.model.path=model: its config.json names Python files of the model (auto_map), which run "
@@ -214,7 +214,7 @@ def test_code_of_a_model_that_is_not_trusted_is_reported_before_it_is_wanted(loa
 
 
 @pytest.mark.parametrize("settings", [{"hidden_size": 64, "num_attention_heads": 4}, {"head_dim": 16}])
-def test_a_head_size_that_the_engine_on_cpu_lacks_is_rejected(load: Load, settings: dict) -> None:
+def test_a_head_size_that_the_engine_on_cpu_lacks_is_rejected(load, settings):
     write(**settings)
     assert errors_of(load, "trainer.device=cpu") == [
         "actor_rollout_ref.model.path=model: its attention heads have size 16, and vLLM on CPU supports 32, 64, "
@@ -223,12 +223,12 @@ def test_a_head_size_that_the_engine_on_cpu_lacks_is_rejected(load: Load, settin
     load("trainer.device=cuda", "ray_kwargs.ray_init.address=auto")
 
 
-def test_head_sizes_on_cpu_are_those_of_vllm() -> None:
+def test_head_sizes_on_cpu_are_those_of_vllm():
     backend = pytest.importorskip("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
     assert list(CPU_HEAD_SIZES) == backend.get_supported_head_sizes()
 
 
-def test_latent_attention_has_no_heads_of_one_size(load: Load) -> None:
+def test_latent_attention_has_no_heads_of_one_size(load):
     write(hidden_size=64, num_attention_heads=4, kv_lora_rank=16)
     load("trainer.device=cpu")
 
@@ -238,7 +238,7 @@ DELTA = {"architectures": ["Qwen3_5ForCausalLM"], "linear_num_value_heads": 4}
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def test_an_engine_on_cpu_gets_what_a_recurrence_along_the_text_needs(load: Load) -> None:
+def test_an_engine_on_cpu_gets_what_a_recurrence_along_the_text_needs(load):
     write(**DELTA)
     loaded = load("trainer.device=cpu", "actor_rollout_ref.model.lora_rank=4")
     section = loaded.config.actor_rollout_ref
@@ -260,25 +260,21 @@ def test_an_engine_on_cpu_gets_what_a_recurrence_along_the_text_needs(load: Load
         ("cuda", {"mamba_d_state": 8}, False, False),
     ],
 )
-def test_a_run_that_trains_linear_attention_slowly_says_so(
-    load: Load, monkeypatch, device: str, settings: dict, installed: bool, warned: bool
-) -> None:
-    find = model_checks.find_spec
-    there = {"fla": find("json") if installed else None}
-    monkeypatch.setattr(model_checks, "find_spec", lambda name: there[name] if name in there else find(name))
+def test_a_run_that_trains_linear_attention_slowly_says_so(load, monkeypatch, device, settings, installed, warned):
+    monkeypatch.setitem(sys.modules, "fla", json if installed else None)
     write(**settings)
     notes = [note for note in load(f"trainer.device={device}", CLUSTER).notes if "flash-linear-attention" in note]
     assert bool(notes) == warned
     assert all("pip install flash-linear-attention" in note for note in notes), notes
 
 
-def test_a_type_that_a_recurrence_on_cpu_does_not_take_is_rejected(load: Load) -> None:
+def test_a_type_that_a_recurrence_on_cpu_does_not_take_is_rejected(load):
     write(**DELTA)
     (line,) = errors_of(load, "trainer.device=cpu", f"{ROLLOUT}.dtype=fp32")
     assert line.startswith(f"{ROLLOUT}.dtype=fp32") and line.endswith("set bf16")
 
 
-def test_what_transformers_leaves_out_of_a_deepseek_s_settings_is_put_where_an_engine_reads_it(load: Load) -> None:
+def test_what_transformers_leaves_out_of_a_deepseek_s_settings_is_put_where_an_engine_reads_it(load):
     write(model_type="deepseek_v3", scoring_func=None)
     assert load().config.actor_rollout_ref.model.override_config == {
         "topk_method": "noaux_tc",
@@ -301,7 +297,7 @@ def test_what_transformers_leaves_out_of_a_deepseek_s_settings_is_put_where_an_e
         (["fp32", "fp32", "do_sample=false"], None),
     ],
 )
-def test_engine_and_trainer_are_compared_where_they_are_asked_for_the_same(load: Load, keys: list, limit) -> None:
+def test_engine_and_trainer_are_compared_where_they_are_asked_for_the_same(load, keys, limit):
     trainer, engine, *more = keys
     types = [f"actor_rollout_ref.actor.fsdp_config.dtype={trainer}", f"{ROLLOUT}.dtype={engine}"]
     config = load("trainer.device=cpu", *types, *(f"{ROLLOUT}.{key}" for key in more)).config
@@ -319,7 +315,7 @@ def test_engine_and_trainer_are_compared_where_they_are_asked_for_the_same(load:
         (["override_config.residual_dropout=0.0"], False),
     ],
 )
-def test_dropout_that_is_asked_for_has_old_log_probs_in_a_pass_of_their_own(load: Load, keys, disturbed) -> None:
+def test_dropout_that_is_asked_for_has_old_log_probs_in_a_pass_of_their_own(load, keys, disturbed):
     write(residual_dropout=0.1)
     loaded = load("trainer.device=cpu", *(f"actor_rollout_ref.model.{key}" for key in keys))
     assert build_policy_plan(loaded.config).disturbed is disturbed
@@ -327,7 +323,7 @@ def test_dropout_that_is_asked_for_has_old_log_probs_in_a_pass_of_their_own(load
     assert len(said) == ("residual_dropout" not in str(keys))
 
 
-def test_a_policy_whose_weights_an_engine_cannot_take_is_rejected(load: Load) -> None:
+def test_a_policy_whose_weights_an_engine_cannot_take_is_rejected(load):
     write(model_type="gpt_oss")
     (line,) = errors_of(load)
     assert "model_type=gpt_oss: vLLM copies its experts past the reload" in line and line.endswith("(main_sft)")
@@ -336,13 +332,13 @@ def test_a_policy_whose_weights_an_engine_cannot_take_is_rejected(load: Load) ->
     assert "beyond sliding_window=512 tokens vLLM computes other log-probs" in line and line.endswith("1024")
 
 
-def test_a_family_that_cannot_be_trained_is_rejected_by_name(load: Load) -> None:
+def test_a_family_that_cannot_be_trained_is_rejected_by_name(load):
     write(model_type="phimoe", router_jitter_noise=0.01)
     (line,) = errors_of(load)
     assert "model_type=phimoe: its routers choose experts at random in training" in line
 
 
-def test_what_an_engine_reads_of_the_router_of_minimax_m2_is_set(load: Load) -> None:
+def test_what_an_engine_reads_of_the_router_of_minimax_m2_is_set(load):
     write(model_type="minimax_m2")
     assert load().config.actor_rollout_ref.model.override_config == {
         "scoring_func": "sigmoid",
@@ -354,7 +350,7 @@ def test_what_an_engine_reads_of_the_router_of_minimax_m2_is_set(load: Load) -> 
     ("heads", "groups", "width", "fitting"),
     [(2, 2, 3, "1 | 2"), (12, 4, 3, "1 | 2 | 4 | 12"), (8, 1, 2, ""), (8, 2, 8, "")],
 )
-def test_an_engine_s_devices_divide_the_attention_heads(load: Load, heads, groups, width, fitting) -> None:
+def test_an_engine_s_devices_divide_the_attention_heads(load, heads, groups, width, fitting):
     write(num_attention_heads=heads, num_key_value_heads=groups, head_dim=64)
     key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
     keys = (f"{key}={width}", f"trainer.n_gpus_per_node={width}")
@@ -368,7 +364,7 @@ def test_an_engine_s_devices_divide_the_attention_heads(load: Load, heads, group
 
 
 @pytest.mark.parametrize("path", ["./models/small", "/models/small", "a/b/small", "models/small"])
-def test_a_mistyped_local_path_is_rejected_without_asking_the_hub(load: Load, tmp_path: Path, path: str) -> None:
+def test_a_mistyped_local_path_is_rejected_without_asking_the_hub(load, tmp_path, path):
     (tmp_path / "models").mkdir()
     with pytest.raises(ConfigError, match="there is no such directory"):
         load(f"actor_rollout_ref.model.path={path}")

@@ -1,18 +1,16 @@
 import pytest
 
-from .conftest import Load
-
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
 
 QUIET = (f"{ROLLOUT}.n=8",)
 
 
-def test_a_sound_configuration_needs_no_words(load: Load) -> None:
+def test_a_sound_configuration_needs_no_words(load):
     assert load(*QUIET).notes == []
 
 
-def test_settings_that_change_nothing_are_warnings(load: Load) -> None:
+def test_settings_that_change_nothing_are_warnings(load):
     wanted = {
         "hydra.run.dir=x": "hydra.run.dir has no effect: Hydra only reads the configuration here",
         "data.train_batch_size=32": f"{ACTOR}.ppo_mini_batch_size=256 is more than data.train_batch_size=32: "
@@ -50,7 +48,7 @@ def test_settings_that_change_nothing_are_warnings(load: Load) -> None:
     assert load(*QUIET, f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", *wanted).notes == list(wanted.values())
 
 
-def test_other_offloads_are_warnings_as_without_effect_under_offload_policy(load: Load) -> None:
+def test_other_offloads_are_warnings_as_without_effect_under_offload_policy(load):
     fsdp = f"{ACTOR}.fsdp_config"
     notes = load(*QUIET, f"{fsdp}.offload_policy=true", f"{fsdp}.optimizer_offload=true").notes
     assert notes == [
@@ -68,7 +66,7 @@ def test_other_offloads_are_warnings_as_without_effect_under_offload_policy(load
         (None, 1, None, "=1 has no effect next to trainer.max_actor_ckpt_to_keep=null"),
     ],
 )
-def test_a_step_is_kept_with_both_models_so_the_larger_count_holds(load: Load, actor, critic, kept, said) -> None:
+def test_a_step_is_kept_with_both_models_so_the_larger_count_holds(load, actor, critic, kept, said):
     counts = {"actor": actor, "critic": critic}
     overrides = [f"trainer.max_{name}_ckpt_to_keep={count}" for name, count in counts.items() if count]
     loaded = load(*QUIET, "critic.enable=true", "algorithm.adv_estimator=gae", *overrides)
@@ -77,22 +75,22 @@ def test_a_step_is_kept_with_both_models_so_the_larger_count_holds(load: Load, a
     assert not texts if said is None else texts[0].startswith(f"trainer.max_critic_ckpt_to_keep{said}")
 
 
-def test_a_count_of_critics_without_a_critic_is_a_warning(load: Load) -> None:
+def test_a_count_of_critics_without_a_critic_is_a_warning(load):
     notes = load(*QUIET, "algorithm.adv_estimator=grpo", "trainer.max_critic_ckpt_to_keep=1").notes
     assert notes == ["trainer.max_critic_ckpt_to_keep=1 has no effect without a critic"]
 
 
-def test_neutral_values_are_no_warnings(load: Load) -> None:
+def test_neutral_values_are_no_warnings(load):
     assert load(*QUIET, "algorithm.kl_ctrl.kl_coef=0", f"{ACTOR}.kl_loss_coef=0.0").notes == []
 
 
-def test_a_kl_that_counts_twice_is_a_warning(load: Load) -> None:
+def test_a_kl_that_counts_twice_is_a_warning(load):
     assert load(*QUIET, f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true").notes == [
         "algorithm.use_kl_in_reward: KL against the reference policy counts twice: in the reward and in the loss"
     ]
 
 
-def test_a_group_of_one_is_a_warning_where_it_has_no_baseline(load: Load) -> None:
+def test_a_group_of_one_is_a_warning_where_it_has_no_baseline(load):
     assert load("algorithm.adv_estimator=rloo").notes == [
         f"{ROLLOUT}.n=1: algorithm.adv_estimator=rloo compares responses to the same prompt; in a group of one every "
         f"advantage is 0, so nothing can be learned; set {ROLLOUT}.n=8"
@@ -101,7 +99,7 @@ def test_a_group_of_one_is_a_warning_where_it_has_no_baseline(load: Load) -> Non
     assert load("algorithm.adv_estimator=remax").notes == []
 
 
-def test_a_critic_that_nothing_reads_is_a_warning_and_not_trained(load: Load) -> None:
+def test_a_critic_that_nothing_reads_is_a_warning_and_not_trained(load):
     loaded = load(*QUIET, "algorithm.adv_estimator=grpo", "critic.enable=true", "trainer.critic_warmup=3")
     assert loaded.notes == [
         "critic.enable=true has no effect: algorithm.adv_estimator=grpo reads no values",
@@ -111,7 +109,7 @@ def test_a_critic_that_nothing_reads_is_a_warning_and_not_trained(load: Load) ->
     assert loaded.config.trainer.critic_warmup == 0
 
 
-def test_the_order_of_the_clip_range_is_checked_only_where_it_is_a_window_of_the_ratio(load: Load) -> None:
+def test_the_order_of_the_clip_range_is_checked_only_where_it_is_a_window_of_the_ratio(load):
     crossed = (f"{ACTOR}.clip_ratio_low=0.3", f"{ACTOR}.clip_ratio_high=0.2")
     assert load(*QUIET, *crossed).notes == [
         f"{ACTOR}.clip_ratio_high=0.2 is less than clip_ratio_low=0.3: the upper side is usually the wider one"
@@ -121,7 +119,7 @@ def test_the_order_of_the_clip_range_is_checked_only_where_it_is_a_window_of_the
         assert load(*QUIET, *crossed, f"{ACTOR}.policy_loss.loss_mode={loss}").notes == []
 
 
-def test_a_lower_side_that_no_ratio_reaches_is_a_warning(load: Load) -> None:
+def test_a_lower_side_that_no_ratio_reaches_is_a_warning(load):
     wide = (f"{ACTOR}.clip_ratio_low=10", f"{ACTOR}.clip_ratio_high=10")
     assert load(*QUIET, *wide).notes == [
         f"{ACTOR}.clip_ratio_low=10: a ratio is never below 0, so that side does not clip"
@@ -129,7 +127,7 @@ def test_a_lower_side_that_no_ratio_reaches_is_a_warning(load: Load) -> None:
     assert load(*QUIET, *wide, f"{ACTOR}.policy_loss.loss_mode=cispo").notes == []
 
 
-def test_validation_at_a_temperature_samples_and_it_is_said_where_do_sample_is_not_set(load: Load) -> None:
+def test_validation_at_a_temperature_samples_and_it_is_said_where_do_sample_is_not_set(load):
     key = f"{ROLLOUT}.val_kwargs"
     assert load(*QUIET, f"{key}.temperature=0.6", f"{key}.n=4").notes == [
         f"{key}.do_sample=false has no effect: at {key}.temperature=0.6 validation samples, as in verl; "
@@ -138,7 +136,7 @@ def test_validation_at_a_temperature_samples_and_it_is_said_where_do_sample_is_n
     assert load(*QUIET, f"{key}.temperature=0.6", f"{key}.do_sample=true").notes == []
 
 
-def test_do_sample_alone_samples_nothing_and_is_a_warning(load: Load) -> None:
+def test_do_sample_alone_samples_nothing_and_is_a_warning(load):
     key = f"{ROLLOUT}.val_kwargs"
     assert load(*QUIET, f"{key}.do_sample=true").notes == [
         f"{key}.do_sample=true has no effect: at {key}.temperature=0 validation is greedy, as in verl; "
@@ -146,14 +144,14 @@ def test_do_sample_alone_samples_nothing_and_is_a_warning(load: Load) -> None:
     ]
 
 
-def test_values_of_what_is_switched_off_are_accepted_without_a_word(load: Load) -> None:
+def test_values_of_what_is_switched_off_are_accepted_without_a_word(load):
     off = ("actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.model.lora_alpha=0")
     loaded = load(*QUIET, *off, "algorithm.rollout_correction.rollout_is_threshold=null")
     assert loaded.notes == []
     assert loaded.config.algorithm.rollout_correction.rollout_is_threshold == "2.0"
 
 
-def test_sinks_of_other_systems_are_left_out_and_never_all_of_them(load: Load) -> None:
+def test_sinks_of_other_systems_are_left_out_and_never_all_of_them(load):
     loaded = load(*QUIET, "trainer.logger=[aim,rl_insight]")
     assert loaded.config.trainer.logger == ["console"]
     assert loaded.notes == [
@@ -163,9 +161,7 @@ def test_sinks_of_other_systems_are_left_out_and_never_all_of_them(load: Load) -
     assert load(*QUIET, "trainer.logger=[aim,file]").config.trainer.logger == ["file"]
 
 
-def test_an_engine_wider_than_a_machine_takes_that_machine_s_devices(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_wider_than_a_machine_takes_that_machine_s_devices(load, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     devices = ("trainer.device=cuda", "trainer.n_gpus_per_node=8", "trainer.nnodes=2")
     loaded = load(*QUIET, *devices, f"{ROLLOUT}.tensor_model_parallel_size=16")
@@ -184,7 +180,7 @@ def test_an_engine_wider_than_a_machine_takes_that_machine_s_devices(
         ((f"{ACTOR}.clip_ratio=0",), f"{ACTOR}.clip_ratio=0: every ratio but 1 is clipped"),
     ],
 )
-def test_values_with_which_nothing_can_be_learned_are_warnings(load: Load, overrides, beginning: str) -> None:
+def test_values_with_which_nothing_can_be_learned_are_warnings(load, overrides, beginning):
     (note,) = load(*QUIET, *overrides).notes
     assert note.startswith(beginning)
 
@@ -192,7 +188,7 @@ def test_values_with_which_nothing_can_be_learned_are_warnings(load: Load, overr
 @pytest.mark.parametrize(
     "override", [f"{ROLLOUT}.temperature=1.5", f"{ACTOR}.optim.lr=1e-3", f"{ACTOR}.clip_ratio=0.01"]
 )
-def test_values_at_the_limits_give_no_warning(load: Load, override: str) -> None:
+def test_values_at_the_limits_give_no_warning(load, override):
     assert load(*QUIET, override).notes == []
 
 
@@ -206,18 +202,18 @@ def test_values_at_the_limits_give_no_warning(load: Load, override: str) -> None
         "algorithm.rollout_correction.bypass_mode=true",
     ],
 )
-def test_ratios_to_log_probs_of_a_truncated_distribution_are_named_as_wrong(load: Load, reads: str, sampling: str):
+def test_ratios_to_log_probs_of_a_truncated_distribution_are_named_as_wrong(load, reads, sampling):
     """The engine's log-probs are then of what is left of the distribution: each ratio lacks the mass that was left."""
     said = [note for note in load(*QUIET, *reads.split(), f"{ROLLOUT}.{sampling}").notes if "truncated" in note]
     assert len(said) == 1 and "every ratio is wrong" in said[0] and "set top_p=1" in said[0]
     assert not [note for note in load(*QUIET, *reads.split()).notes if "truncated" in note]
 
 
-def test_without_such_ratios_sampling_may_truncate(load: Load) -> None:
+def test_without_such_ratios_sampling_may_truncate(load):
     assert load(*QUIET, f"{ROLLOUT}.top_p=0.8").notes == []
 
 
 @pytest.mark.parametrize("other", ["trainer.total_training_steps=4", "algorithm.filter_groups.enable=true"])
-def test_no_prompts_are_left_out_where_steps_are_counted_or_take_what_they_need(load: Load, other: str) -> None:
+def test_no_prompts_are_left_out_where_steps_are_counted_or_take_what_they_need(load, other):
     said = load(*QUIET, "data.drop_last=true", other).notes
     assert [note for note in said if "data.drop_last has no effect with" in note], said

@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,8 +37,7 @@ class Runtime:
 
 def test_page_locked_memory_has_pages_of_its_own_and_is_given_back_before_it_is_freed(monkeypatch):
     runtime = Runtime()
-    monkeypatch.setattr(devices.torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(devices.torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(cudart=lambda: runtime, check_error=lambda code: None))
     for _ in range(20):
         buffers = [devices.host_buffer(size, "cuda") for size in (1, 1000, 5000, 70_000, 4 << 20)]
         assert all(buffer.data_ptr() % mmap.PAGESIZE == 0 for buffer in buffers)

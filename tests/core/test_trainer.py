@@ -18,7 +18,8 @@ from hybridrl.core.trainer import RLTask, Schedule, Trainer
 from hybridrl.core.training.worker_group import BrokenUpdates
 from hybridrl.health import HealthMonitor, Unhealthy
 from hybridrl.health.rules import Diagnosis, Rule
-from hybridrl.runtime import signals
+
+pytestmark = pytest.mark.usefixtures("no_requests")
 
 
 class Silent:
@@ -127,12 +128,6 @@ class RecordingTracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.logged[step] = metrics
-
-
-@pytest.fixture(autouse=True)
-def new_signals(monkeypatch):
-    """Every test may send a signal: two within a second count as one request."""
-    monkeypatch.setattr(signals, "REQUESTS", signals.Requests())
 
 
 def trainer(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import Qwen2Tokenizer
 
-from hybridrl.config.schema import CustomDatasetConfig, DataConfig, SamplerConfig, SFTDataConfig
+from hybridrl.config.schema import DataConfig, SFTDataConfig
+from tests.sections import section_of
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
@@ -47,52 +48,9 @@ def write(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def config() -> DataConfig:
-    return DataConfig(
-        tokenizer=None,
-        train_files=[],
-        val_files=[],
-        train_max_samples=-1,
-        val_max_samples=-1,
-        prompt_key="prompt",
-        tools_key="tools",
-        reward_fn_key="data_source",
-        ground_truth_key=None,
-        max_prompt_length=512,
-        max_response_length=512,
-        train_batch_size=8,
-        gen_batch_size=None,
-        shuffle=True,
-        drop_last=False,
-        validation_shuffle=False,
-        seed=42,
-        filter_overlong_prompts=False,
-        truncation="error",
-        trust_remote_code=False,
-        apply_chat_template_kwargs={},
-        train_weights=[],
-        custom_cls=CustomDatasetConfig(path=None, name=None),
-        sampler=SamplerConfig(class_path=None, class_name=None),
-    )
+    return section_of(DataConfig, "data", train_batch_size=8)
 
 
 @pytest.fixture
 def sft_config() -> SFTDataConfig:
-    return SFTDataConfig(
-        tokenizer=None,
-        train_files=[],
-        val_files=[],
-        train_max_samples=-1,
-        val_max_samples=-1,
-        messages_key="messages",
-        prompt_key="prompt",
-        tools_key="tools",
-        response_key="response",
-        max_length=512,
-        train_batch_size=8,
-        max_token_len_per_gpu=8192,
-        shuffle=True,
-        seed=42,
-        truncation="error",
-        trust_remote_code=False,
-        apply_chat_template_kwargs={},
-    )
+    return section_of(SFTDataConfig, "data", "sft_trainer", max_length=512, train_batch_size=8)

@@ -1,7 +1,6 @@
 """The same rows as JSON lines, as parquet of pyarrow and of datasets, and as a saved data set are the same rows."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,8 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import Qwen2Tokenizer
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.config.schema import DataConfig
 from hybridrl.data.arrow import read_columns
 from hybridrl.data.prompts import load_prompts
 from hybridrl.data.rows import Faults, load_rows
@@ -69,9 +66,7 @@ def as_saved_dataset(directory: Path) -> str:
 
 
 @pytest.mark.parametrize("write", [as_parquet, as_datasets_parquet, as_saved_dataset])
-def test_rows_have_the_same_tokens_and_arguments_in_every_form(
-    write: Callable[[Path], str], tmp_path: Path, config: DataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_rows_have_the_same_tokens_and_arguments_in_every_form(write, tmp_path, config, tokenizer):
     tokenizer.chat_template = WITH_TOOLS
 
     def load(file: str) -> list[Any]:
@@ -87,7 +82,7 @@ def test_rows_have_the_same_tokens_and_arguments_in_every_form(
     assert '"city"' in tokenizer.decode(given[0][0]) and '"a"' not in tokenizer.decode(given[0][0])
 
 
-def test_the_fields_of_a_column_that_is_a_structure_stay(tmp_path: Path) -> None:
+def test_the_fields_of_a_column_that_is_a_structure_stay(tmp_path):
     rows = [{"extra_info": {"a": 1, "nested": {"x": 1}}}, {"extra_info": {"b": 2, "nested": {"y": 2}}}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     assert [one["extra_info"] for one in read_columns(tmp_path / "rows.parquet")] == [
@@ -96,7 +91,7 @@ def test_the_fields_of_a_column_that_is_a_structure_stay(tmp_path: Path) -> None
     ]
 
 
-def test_a_null_in_a_list_a_map_or_json_text_was_written(tmp_path: Path) -> None:
+def test_a_null_in_a_list_a_map_or_json_text_was_written(tmp_path):
     struct = pyarrow.struct([("list", pyarrow.list_(pyarrow.int64())), ("text", pyarrow.string())])
     table = pyarrow.table(
         {
@@ -110,7 +105,7 @@ def test_a_null_in_a_list_a_map_or_json_text_was_written(tmp_path: Path) -> None
     ]
 
 
-def test_json_of_arrow_is_decoded_also_inside_structures(tmp_path: Path) -> None:
+def test_json_of_arrow_is_decoded_also_inside_structures(tmp_path):
     kind = pyarrow.json_(pyarrow.string())
     texts = pyarrow.array(['{"city": "Rome", "note": null}', "[1]"])
     column = pyarrow.ExtensionArray.from_storage(kind, texts)
@@ -125,14 +120,14 @@ def test_json_of_arrow_is_decoded_also_inside_structures(tmp_path: Path) -> None
     ]
 
 
-def test_dictionaries_inside_structures_are_read_over_several_row_groups(tmp_path: Path) -> None:
+def test_dictionaries_inside_structures_are_read_over_several_row_groups(tmp_path):
     words = pyarrow.array(["p", "q", "p"]).dictionary_encode()
     table = pyarrow.table({"a": pyarrow.StructArray.from_arrays([words], ["word"])})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=2)
     assert [one["a"]["word"] for one in read_columns(tmp_path / "rows.parquet")] == ["p", "q", "p"]
 
 
-def test_json_that_cannot_be_decoded_names_the_file(tmp_path: Path) -> None:
+def test_json_that_cannot_be_decoded_names_the_file(tmp_path):
     column = pyarrow.ExtensionArray.from_storage(pyarrow.json_(pyarrow.string()), pyarrow.array(["{no"]))
     pyarrow.parquet.write_table(pyarrow.table({"a": column}), tmp_path / "rows.parquet")
     with pytest.raises(ConfigError, match=r"rows\.parquet: not a readable \.parquet file"):

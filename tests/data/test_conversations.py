@@ -35,16 +35,12 @@ def trained_text(conversation: Conversation, tokenizer: Qwen2Tokenizer) -> str:
     return tokenizer.decode([token for token, mask in pairs if mask])
 
 
-def test_a_conversation_with_an_image_is_rejected(
-    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_a_conversation_with_an_image_is_rejected(write, sft_config, tokenizer):
     message = rejection(write(chat("<image>what is it?", "a cat") | {"images": ["cat.png"]}), sft_config, tokenizer)
     assert "line 1: more than text: the column images; leave such rows out" in message
 
 
-def test_the_loss_is_on_the_response_and_the_end_of_its_turn(
-    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_the_loss_is_on_the_response_and_the_end_of_its_turn(write, sft_config, tokenizer):
     (conversation,) = load(write(chat("2+2?", "4")), sft_config, tokenizer)
     text = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
     assert tokenizer.decode(conversation.ids) == text
@@ -52,16 +48,12 @@ def test_the_loss_is_on_the_response_and_the_end_of_its_turn(
     assert conversation.loss_mask[-3:] == [1, 1, 0]
 
 
-def test_the_loss_is_on_every_response_of_a_conversation(
-    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_the_loss_is_on_every_response_of_a_conversation(write, sft_config, tokenizer):
     dataset = load(write(chat("a", "one", "b", "two"), chat("c", "three")), sft_config, tokenizer)
     assert [trained_text(item, tokenizer) for item in dataset] == ["one<|im_end|>two<|im_end|>", "three<|im_end|>"]
 
 
-def test_prompt_and_response_columns_make_the_same_conversation(
-    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_prompt_and_response_columns_make_the_same_conversation(write, sft_config, tokenizer):
     rows = [
         chat("2+2?", "4"),
         {"prompt": "2+2?", "response": "4"},
@@ -71,17 +63,13 @@ def test_prompt_and_response_columns_make_the_same_conversation(
     assert first == second == third
 
 
-def test_without_a_chat_template_the_response_follows_the_prompt_and_ends(
-    write: Write, sft_config: SFTDataConfig, plain_tokenizer: Qwen2Tokenizer
-) -> None:
+def test_without_a_chat_template_the_response_follows_the_prompt_and_ends(write, sft_config, plain_tokenizer):
     (conversation,) = load(write({"prompt": "2+2=", "response": "4"}), sft_config, plain_tokenizer)
     assert plain_tokenizer.decode(conversation.ids) == "2+2=4<|im_end|>"
     assert trained_text(conversation, plain_tokenizer) == "4<|im_end|>"
 
 
-def test_without_an_end_of_turn_token_the_loss_covers_the_full_turn(
-    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_without_an_end_of_turn_token_the_loss_covers_the_full_turn(write, sft_config, tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -90,9 +78,7 @@ def test_without_an_end_of_turn_token_the_loss_covers_the_full_turn(
     assert trained_text(conversation, tokenizer) == "4\n\n"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_rejected_per_row(
-    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_a_template_that_rewrites_earlier_turns_is_rejected_per_row(write, sft_config, tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content if loop.last else m.content|upper }}{% endfor %}"
     message = rejection(write(chat("1", "2"), chat("1", "two", "3", "four")), sft_config, tokenizer)
     assert "1 bad row\n" in message
@@ -100,9 +86,7 @@ def test_a_template_that_rewrites_earlier_turns_is_rejected_per_row(
     assert "model.custom_chat_template" in message
 
 
-def test_all_rows_that_are_not_conversations_are_in_one_message(
-    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_all_rows_that_are_not_conversations_are_in_one_message(write, sft_config, tokenizer):
     rows = [chat("a", "b"), chat("a"), {"messages": "text"}, {"prompt": "a"}, {"prompt": 1, "response": "b"}]
     message = rejection(write(*rows), sft_config, tokenizer)
     assert "4 bad rows" in message
@@ -112,17 +96,13 @@ def test_all_rows_that_are_not_conversations_are_in_one_message(
     assert "line 5: neither" in message
 
 
-def test_chat_messages_without_a_chat_template_are_rejected_with_the_fix(
-    write: Write, sft_config: SFTDataConfig, plain_tokenizer: Qwen2Tokenizer
-) -> None:
+def test_chat_messages_without_a_chat_template_are_rejected_with_the_fix(write, sft_config, plain_tokenizer):
     message = rejection(write(chat("a", "b")), sft_config, plain_tokenizer)
     assert "line 1: without a chat template a row needs plain text" in message
     assert "model.custom_chat_template" in message
 
 
-def test_overlong_conversations_are_rejected_with_row_length_and_limit(
-    write: Write, sft_config: SFTDataConfig, plain_tokenizer: Qwen2Tokenizer
-) -> None:
+def test_overlong_conversations_are_rejected_with_row_length_and_limit(write, sft_config, plain_tokenizer):
     config = replace(sft_config, max_length=4)
     rows = [{"prompt": "a", "response": "b"}, {"prompt": "abc", "response": "de"}]
     message = rejection(write(*rows), config, plain_tokenizer)
@@ -171,17 +151,13 @@ def test_turns_that_the_template_renders_differently_are_trained_as_they_are_sam
     assert "line 1: the chat template renders the beginning" in rejection(file, sft_config, tokenizer)
 
 
-def test_the_line_break_after_a_turn_is_not_trained_on_where_it_is_a_token_of_its_own(
-    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_the_line_break_after_a_turn_is_not_trained_on_where_it_is_a_token_of_its_own(write, sft_config, tokenizer):
     tokenizer.add_tokens(["\n"])  # as Gemma's tokenizers have it
     (conversation,) = load(write(chat("q1", "one", "q2", "two")), sft_config, tokenizer)
     assert trained_text(conversation, tokenizer) == "one<|im_end|>two<|im_end|>"
 
 
-def test_the_tools_of_a_row_are_in_its_conversation(
-    write: Write, sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_the_tools_of_a_row_are_in_its_conversation(write, sft_config, tokenizer):
     tokenizer.chat_template = "{% for t in tools or [] %}{{ t.name }};{% endfor %}" + tokenizer.chat_template
     file = write(chat("a", "b") | {"tools": [{"name": "add"}]}, chat("a", "b"))
     with_tools, without = load(file, sft_config, tokenizer)

@@ -51,19 +51,19 @@ def load(tmp_path: Path, config: DataConfig, tokenizer: Qwen2Tokenizer) -> Load:
     return run
 
 
-def test_items_are_rows(load: Load, tokenizer: Qwen2Tokenizer) -> None:
+def test_items_are_rows(load, tokenizer):
     prompts = load(SUMS)
     assert [prompt.ground_truth for prompt in prompts] == ["1", "2", "3"]
     assert "1+1?" in tokenizer.decode(prompts[1].ids)
     assert prompts.data_sources == {"any"}
 
 
-def test_it_reads_custom_keys_and_max_samples_applies(load: Load) -> None:
+def test_it_reads_custom_keys_and_max_samples_applies(load):
     assert len(load(SUMS, top=5)) == 5
     assert [prompt.row for prompt in load(SUMS, top=5, max_samples=2)] == [0, 1]
 
 
-def test_bad_items_are_named_with_their_index(load: Load) -> None:
+def test_bad_items_are_named_with_their_index(load):
     bad = SUMS.replace("return {\n", "if number == 1: return 5\n        return {\n")
     with pytest.raises(ConfigError, match=r"1 bad row\n  Sums, row 1: a int, not a mapping of columns"):
         load(bad)
@@ -85,15 +85,13 @@ def test_bad_items_are_named_with_their_index(load: Load) -> None:
         ),
     ],
 )
-def test_an_unusable_class_is_rejected_with_its_failing_line(load: Load, source: str, message: str) -> None:
+def test_an_unusable_class_is_rejected_with_its_failing_line(load, source, message):
     with pytest.raises(ConfigError, match=message) as error:
         load(source)
     assert str(error.value).startswith("data.custom_cls.path=")
 
 
-def test_a_broken_copy_of_verl_does_not_hide_the_hint(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_copy_of_verl_does_not_hide_the_hint(load, tmp_path, monkeypatch):
     (tmp_path / "verl").mkdir()
     (tmp_path / "verl" / "__init__.py").write_text("import tensordict_of_another_version\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -101,13 +99,13 @@ def test_a_broken_copy_of_verl_does_not_hide_the_hint(
         load("from verl.utils.dataset import RLHFDataset\nclass Sums(RLHFDataset): pass")
 
 
-def test_the_file_of_the_class_is_part_of_the_fingerprint(tmp_path: Path, config: DataConfig) -> None:
+def test_the_file_of_the_class_is_part_of_the_fingerprint(tmp_path, config):
     (tmp_path / "custom.py").touch()
     custom = CustomDatasetConfig(f"file://{tmp_path / 'custom.py'}", "Sums")
     assert fingerprinted_files(replace(config, train_files=["any"], custom_cls=custom)) == [tmp_path / "custom.py"]
 
 
-def test_a_field_that_cannot_be_stored_is_named_with_its_row_and_type(load: Load) -> None:
+def test_a_field_that_cannot_be_stored_is_named_with_its_row_and_type(load):
     source = SUMS.replace('"data_source":', '"numbers": (n for n in range(3)), "data_source":')
     with pytest.raises(ConfigError) as error:
         load(source)

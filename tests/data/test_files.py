@@ -36,20 +36,20 @@ def write(path: Path, *values: str) -> Path:
     return path
 
 
-def test_a_pattern_gives_its_files_sorted_by_name(tmp_path: Path) -> None:
+def test_a_pattern_gives_its_files_sorted_by_name(tmp_path):
     for name in ("b", "a", "c"):
         write(tmp_path / f"{name}.jsonl", name)
     (tmp_path / "a.txt").touch()
     assert texts(tmp_path / "*.jsonl") == ["a", "b", "c"]
 
 
-def test_a_directory_without_splits_gives_all_its_files(tmp_path: Path) -> None:
+def test_a_directory_without_splits_gives_all_its_files(tmp_path):
     write(tmp_path / "two.jsonl", "2")
     write(tmp_path / "one.jsonl", "1")
     assert texts(tmp_path) == ["1", "2"]
 
 
-def test_of_several_splits_training_takes_train_and_validation_must_name_one(tmp_path: Path) -> None:
+def test_of_several_splits_training_takes_train_and_validation_must_name_one(tmp_path):
     write(tmp_path / "data" / "train-0.jsonl", "x")
     write(tmp_path / "data" / "test-0.jsonl", "y")
     assert texts(tmp_path) == ["x"]
@@ -60,12 +60,12 @@ def test_of_several_splits_training_takes_train_and_validation_must_name_one(tmp
         texts(f"{tmp_path}:dev")
 
 
-def test_rows_of_a_directory_keep_their_fields_and_types(tmp_path: Path) -> None:
+def test_rows_of_a_directory_keep_their_fields_and_types(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"a": "1"}\n{"a": [1, 2], "b": null}\n{"a": {"c": 1}}\n')
     assert texts(tmp_path) == ["1", [1, 2], {"c": 1}]
 
 
-def test_saved_datasets_are_read_with_and_without_splits(tmp_path: Path) -> None:
+def test_saved_datasets_are_read_with_and_without_splits(tmp_path):
     one, two = (datasets.Dataset.from_list([{"a": text}]) for text in ("x", "y"))
     one.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict(train=one, test=two).save_to_disk(str(tmp_path / "both"))
@@ -109,18 +109,18 @@ def test_an_unknown_name_is_rejected_with_the_reason_from_the_hub() -> None:
         texts("acme/nothing")
 
 
-def test_a_directory_and_its_file_give_the_same_files(tmp_path: Path) -> None:
+def test_a_directory_and_its_file_give_the_same_files(tmp_path):
     file = write(tmp_path / "train.jsonl", "x")
     assert files.row_files([str(tmp_path), str(file)], TRAIN) == [[file], [file]]
 
 
-def test_an_unsupported_file_type_in_a_directory_is_rejected(tmp_path: Path) -> None:
+def test_an_unsupported_file_type_in_a_directory_is_rejected(tmp_path):
     (tmp_path / "train.csv").write_text("a\n1\n")
     with pytest.raises(ConfigError, match=r"train.csv: files of rows end in .parquet"):
         texts(tmp_path)
 
 
-def test_arrow_files_are_read_like_parquet(tmp_path: Path) -> None:
+def test_arrow_files_are_read_like_parquet(tmp_path):
     table = pyarrow.Table.from_pylist([{"a": "x", "b": {"c": [1, None]}}])
     with pyarrow.OSFile(str(tmp_path / "rows.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
         out.write_table(table)
@@ -128,9 +128,7 @@ def test_arrow_files_are_read_like_parquet(tmp_path: Path) -> None:
     assert texts(tmp_path / "rows.arrow") == texts(tmp_path / "rows.parquet") == ["x"]
 
 
-def test_a_warning_names_the_file_types_of_a_directory_that_are_not_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_warning_names_the_file_types_of_a_directory_that_are_not_read(tmp_path, caplog):
     write(tmp_path / "a.jsonl", "x")
     write(tmp_path / "b.jsonl", "y")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"a": "z"}]), tmp_path / "c.parquet")

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from transformers import Qwen2Tokenizer
@@ -35,9 +34,7 @@ def without_ids(prompt: Prompt) -> Prompt:
     return replace(prompt, ids=[])
 
 
-def test_skyrl_rows_are_converted_and_logged(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skyrl_rows_are_converted_and_logged(write, config, tokenizer, caplog):
     nameless = {name: value for name, value in SKYRL.items() if name != "data_source"}
     with caplog.at_level(logging.INFO):
         first, second = load(config, tokenizer, write(SKYRL, nameless))
@@ -46,15 +43,13 @@ def test_skyrl_rows_are_converted_and_logged(
     assert "2 rows (2 in SkyRL format)" in caplog.text
 
 
-def test_the_environments_that_rows_name_are_known(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+def test_the_environments_that_rows_name_are_known(write, config, tokenizer):
     dataset = load(config, tokenizer, write(SKYRL, SKYRL | {"env_class": "search"}, SKYRL | {"agent_name": "mine"}))
     assert dataset.environments == {"gsm8k", "search", "mine"}
     assert dataset[1].columns["env_class"] == "search"
 
 
-def test_areal_rows_are_converted_without_the_turns_of_another_chat_template(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_areal_rows_are_converted_without_the_turns_of_another_chat_template(write, config, tokenizer, caplog):
     code = {
         "prompt": "Print 1.",
         "query_id": "q2",
@@ -79,11 +74,11 @@ def test_areal_rows_are_converted_without_the_turns_of_another_chat_template(
         ([], None),
     ],
 )
-def test_one_solution_is_the_ground_truth_and_several_are_a_list(solutions: Any, truth: Any) -> None:
+def test_one_solution_is_the_ground_truth_and_several_are_a_list(solutions, truth):
     name, row = to_verl_format(AREAL | {"solutions": solutions}, "data_source")
     assert (name, row["reward_model"]["ground_truth"]) == ("AReaL", truth)
 
 
-def test_a_row_in_verl_format_is_unchanged() -> None:
+def test_a_row_in_verl_format_is_unchanged():
     row = {"prompt": "a", "reward_model": {"ground_truth": "1"}, "query_id": "q", "solutions": [], "reward_spec": {}}
     assert to_verl_format(row, "data_source") == ("verl", row)

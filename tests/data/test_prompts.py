@@ -2,7 +2,6 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow
@@ -36,43 +35,37 @@ def rejection(file: str, config: DataConfig, tokenizer: Qwen2Tokenizer) -> str:
     return str(error.value)
 
 
-def test_a_row_becomes_a_prompt_with_the_generation_prompt(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_a_row_becomes_a_prompt_with_the_generation_prompt(write, config, tokenizer):
     dataset = load(write(row(user("2+2?"), extra_info={"index": 7})), config, tokenizer)
     assert tokenizer.decode(dataset[0].ids) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     assert replace(dataset[0], ids=[]) == Prompt(0, [], user("2+2?"), "sums", "4", {"index": 7})
 
 
-def test_a_plain_string_becomes_a_user_message(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+def test_a_plain_string_becomes_a_user_message(write, config, tokenizer):
     text, chat = load(write(row("2+2?"), row(user("2+2?"))), config, tokenizer)
     assert text.ids == chat.ids
 
 
-def test_a_plain_string_is_used_raw_without_a_chat_template(
-    write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
-) -> None:
+def test_a_plain_string_is_used_raw_without_a_chat_template(write, config, plain_tokenizer):
     (prompt,) = load(write(row("2+2?")), config, plain_tokenizer)
     assert plain_tokenizer.decode(prompt.ids) == "2+2?"
 
 
-def test_chat_messages_without_a_chat_template_are_rejected_with_both_fixes(
-    write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
-) -> None:
+def test_chat_messages_without_a_chat_template_are_rejected_with_both_fixes(write, config, plain_tokenizer):
     message = rejection(write(row("2+2?"), row(user("2+2?"))), config, plain_tokenizer)
     assert "1 rows have chat messages" in message
     assert "actor_rollout_ref.model.custom_chat_template" in message
     assert "plain strings" in message
 
 
-def test_template_arguments_reach_the_template(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+def test_template_arguments_reach_the_template(write, config, tokenizer):
     tokenizer.chat_template = "{{ messages[0].content }}{{ ' /think' if think else '' }}"
     config = replace(config, apply_chat_template_kwargs={"think": True})
     (prompt,) = load(write(row("2+2?")), config, tokenizer)
     assert tokenizer.decode(prompt.ids) == "2+2? /think"
 
 
-def test_a_row_may_lack_extra_info_and_data_source(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+def test_a_row_may_lack_extra_info_and_data_source(write, config, tokenizer):
     dataset = load(write(row("a", extra_info=None, data_source=None), row("b", task="t")), config, tokenizer)
     assert (dataset[0].extra_info, dataset[0].data_source) == ({}, "unknown")
     assert dataset.data_sources == {"unknown", "sums"}
@@ -80,7 +73,7 @@ def test_a_row_may_lack_extra_info_and_data_source(write: Write, config: DataCon
     assert load(write(row("b", task="t")), config, tokenizer).data_sources == {"t"}
 
 
-def test_ground_truths_of_any_type_are_unchanged(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+def test_ground_truths_of_any_type_are_unchanged(write, config, tokenizer):
     truths = ["4", 4, ["4", "four"], {"target": 4}, 0, False, ""]
     rows = [row("2+2?", reward_model={"ground_truth": truth}) for truth in truths]
     assert [prompt.ground_truth for prompt in load(write(*rows), config, tokenizer)] == truths
@@ -98,23 +91,19 @@ def test_ground_truths_of_any_type_are_unchanged(write: Write, config: DataConfi
         ("reward_model", "4", "4"),
     ],
 )
-def test_the_ground_truth_may_be_in_any_column(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, key: str, column: Any, truth: Any
-) -> None:
+def test_the_ground_truth_may_be_in_any_column(write, config, tokenizer, key, column, truth):
     config = replace(config, ground_truth_key=key)
     rows = [{"data_source": "s", "prompt": "2+2?", key: column}, row("2+2?", **{key: column})]
     for prompt in load(write(*rows), config, tokenizer):
         assert (prompt.ground_truth, ground_truth(prompt.columns)) == (truth, truth)
 
 
-def test_a_reward_model_that_is_json_text_is_read(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+def test_a_reward_model_that_is_json_text_is_read(write, config, tokenizer):
     (prompt,) = load(write(row("2+2?", reward_model='{"style": "rule", "ground_truth": "4"}')), config, tokenizer)
     assert (prompt.ground_truth, ground_truth(prompt.columns)) == ("4", "4")
 
 
-def test_a_column_that_is_called_like_the_ground_truth_is_none_unless_it_is_named(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_a_column_that_is_called_like_the_ground_truth_is_none_unless_it_is_named(write, config, tokenizer):
     (prompt,) = load(write(row("2+2?", ground_truth="so it is #### 5")), config, tokenizer)
     assert (prompt.ground_truth, ground_truth(prompt.columns)) == ("4", "4")
 
@@ -131,16 +120,12 @@ def test_a_column_of_the_ground_truth_that_is_absent_or_null_is_rejected_with_th
     assert f"line 3: {fault} no column: the row has prompt" in text
 
 
-def test_a_row_without_reward_model_names_the_key_of_its_other_column(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_a_row_without_reward_model_names_the_key_of_its_other_column(write, config, tokenizer):
     text = rejection(write({"prompt": "2+2?", "solution": "4"}), config, tokenizer)
     assert text.endswith("; set data.ground_truth_key=solution?")
 
 
-def test_null_fields_that_parquet_adds_to_messages_do_not_reach_the_template(
-    tmp_path: Path, config: DataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_null_fields_that_parquet_adds_to_messages_do_not_reach_the_template(tmp_path, config, tokenizer):
     rows = [row(user("2+2?")), row([{"role": "user", "content": "x", "name": "Ann"}])]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     tokenizer.chat_template = "{{ 'named' if 'name' in messages[0] else 'nameless' }}"
@@ -148,9 +133,7 @@ def test_null_fields_that_parquet_adds_to_messages_do_not_reach_the_template(
     assert [tokenizer.decode(prompt.ids) for prompt in (nameless, named)] == ["nameless", "named"]
 
 
-def test_all_bad_rows_are_in_one_message_with_line_and_reason(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_all_bad_rows_are_in_one_message_with_line_and_reason(write, config, tokenizer):
     rows = [
         row("fine"),
         {"question": "2+2?", "reward_model": {"ground_truth": "4"}},
@@ -170,9 +153,7 @@ def test_all_bad_rows_are_in_one_message_with_line_and_reason(
     assert "line 6: extra_info is not an object" in message
 
 
-def test_bad_rows_are_listed_in_the_order_of_the_file_however_they_are_shuffled(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_bad_rows_are_listed_in_the_order_of_the_file_however_they_are_shuffled(write, config, tokenizer):
     file = write(*({f"question_{number}": "?"} for number in range(40)))
     with pytest.raises(ConfigError) as error:
         load_prompts([file], config, tokenizer, max_samples=-1, shuffle=True, key="data.train_files")
@@ -192,30 +173,24 @@ def test_bad_rows_are_listed_in_the_order_of_the_file_however_they_are_shuffled(
         ),
     ],
 )
-def test_a_multimodal_row_is_rejected(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, more: dict[str, Any], fault: str
-) -> None:
+def test_a_multimodal_row_is_rejected(write, config, tokenizer, more, fault):
     message = rejection(write(row("fine"), row("<image>what is it?") | more), config, tokenizer)
     assert f"line 2: more than text: {fault}; leave such rows out: only text is supported" in message
 
 
-def test_the_word_image_in_a_text_is_text(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+def test_the_word_image_in_a_text_is_text(write, config, tokenizer):
     (prompt,) = load(write(row("what does <image> mean?") | {"images": [], "videos": None}), config, tokenizer)
     assert "<image>" in tokenizer.decode(prompt.ids)
 
 
-def test_a_conversation_that_the_template_rejects_is_named(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_a_conversation_that_the_template_rejects_is_named(write, config, tokenizer):
     tokenizer.chat_template = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}x"
     message = rejection(write(row("a"), row([{"role": "tool", "content": "b"}]), row("c")), config, tokenizer)
     assert "1 bad row\n" in message
     assert "line 2: the chat template rejects it: no tools here" in message
 
 
-def test_overlong_prompts_are_rejected_with_row_length_limit_and_fixes(
-    write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
-) -> None:
+def test_overlong_prompts_are_rejected_with_row_length_limit_and_fixes(write, config, plain_tokenizer):
     config = replace(config, max_prompt_length=4)
     message = rejection(write(row("1234"), row("12345"), row("123456")), config, plain_tokenizer)
     assert "2 of 3 rows are longer than data.max_prompt_length=4" in message
@@ -225,14 +200,7 @@ def test_overlong_prompts_are_rejected_with_row_length_limit_and_fixes(
 
 
 @pytest.mark.parametrize(("side", "left"), [("left", "34567"), ("right", "12345"), ("middle", "12567")])
-def test_overlong_prompts_are_truncated_on_the_configured_side(
-    write: Write,
-    config: DataConfig,
-    plain_tokenizer: Qwen2Tokenizer,
-    side: str,
-    left: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_overlong_prompts_are_truncated_on_the_configured_side(write, config, plain_tokenizer, side, left, caplog):
     config = replace(config, max_prompt_length=5, truncation=side)
     dataset = load(write(row("1234567"), row("12")), config, plain_tokenizer)
     assert [plain_tokenizer.decode(prompt.ids) for prompt in dataset] == [left, "12"]
@@ -240,9 +208,7 @@ def test_overlong_prompts_are_truncated_on_the_configured_side(
     assert f"truncated (data.truncation={side})" in caplog.text
 
 
-def test_overlong_prompts_are_dropped_and_counted_with_the_filter(
-    write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_overlong_prompts_are_dropped_and_counted_with_the_filter(write, config, plain_tokenizer, caplog):
     config = replace(config, max_prompt_length=4, filter_overlong_prompts=True)
     with caplog.at_level(logging.WARNING):
         dataset = load(write(row("12345"), row("12"), row("1")), config, plain_tokenizer)
@@ -251,9 +217,7 @@ def test_overlong_prompts_are_dropped_and_counted_with_the_filter(
     assert "longer than" in rejection(write(row("12345")), config, plain_tokenizer)
 
 
-def test_a_dataset_is_a_sequence_with_lengths(
-    write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
-) -> None:
+def test_a_dataset_is_a_sequence_with_lengths(write, config, plain_tokenizer):
     dataset = load(write(row("1"), row("12"), row("123")), config, plain_tokenizer)
     assert dataset.ids.lengths.tolist() == [1, 2, 3]
     assert plain_tokenizer.decode(dataset[-1].ids) == "123"
@@ -270,29 +234,23 @@ def test_a_dataset_is_a_sequence_with_lengths(
         (["answer"], "the row has answer, reward_model;"),
     ],
 )
-def test_another_name_of_the_prompt_column_is_proposed(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, columns: list[str], hint: str
-) -> None:
+def test_another_name_of_the_prompt_column_is_proposed(write, config, tokenizer, columns, hint):
     bad = dict.fromkeys(columns, "x") | {"reward_model": {"ground_truth": "4"}}
     assert hint in rejection(write(row("fine"), bad), config, tokenizer) + ";"
 
 
-def test_no_other_column_is_proposed_for_an_invalid_prompt(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_no_other_column_is_proposed_for_an_invalid_prompt(write, config, tokenizer):
     assert "set data.prompt_key" not in rejection(write(row(None, question="x")), config, tokenizer)
 
 
-def test_a_dataset_holds_the_rows_that_were_kept(
-    write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
-) -> None:
+def test_a_dataset_holds_the_rows_that_were_kept(write, config, plain_tokenizer):
     config = replace(config, max_prompt_length=4, filter_overlong_prompts=True)
     dataset = load(write(row("12345"), row("12"), row("1")), config, plain_tokenizer)
     assert [kept.values["prompt"] for kept in dataset.rows] == ["12", "1"]
     assert dataset.over == 1
 
 
-def test_one_bad_row_among_many_is_named(write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer) -> None:
+def test_one_bad_row_among_many_is_named(write, config, plain_tokenizer):
     rows = [row("x")] * 3000
     rows[2345] = {"prompt": "x"}
     assert "1 bad row\n" in (message := rejection(write(*rows), config, plain_tokenizer))
@@ -300,17 +258,13 @@ def test_one_bad_row_among_many_is_named(write: Write, config: DataConfig, plain
 
 
 @pytest.mark.parametrize(("reward", "kind"), [("4", "a text"), ('["4"]', "a text"), (["4"], "a list, ['4']")])
-def test_a_ground_truth_in_a_text_or_a_list_is_named(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, reward: Any, kind: str
-) -> None:
+def test_a_ground_truth_in_a_text_or_a_list_is_named(write, config, tokenizer, reward, kind):
     text = rejection(write(row(user("2+2?")) | {"reward_model": reward}), config, tokenizer)
     assert f"line 1: reward_model holds {kind}" in text
     assert "no ground truth" not in text and text.endswith("convert it")
 
 
-def test_a_role_that_the_template_does_not_know_is_a_warning(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_role_that_the_template_does_not_know_is_a_warning(write, config, tokenizer, caplog):
     rows = [row([*user("2+2?"), {"role": "bot", "content": "?"}]), row(user("3+3?"))]
     load(write(*rows), config, tokenizer)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -321,9 +275,7 @@ def test_a_role_that_the_template_does_not_know_is_a_warning(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_a_template_without_a_system_role_is_rejected_with_a_fix(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_a_template_without_a_system_role_is_rejected_with_a_fix(write, config, tokenizer):
     rule = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     tokenizer.chat_template = rule + "{% for m in messages %}{{ m.content }}{% endfor %}"
     text = rejection(write(row([{"role": "system", "content": "Be brief."}, *user("2+2?")])), config, tokenizer)
@@ -342,9 +294,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}
     ],
     ids=["JSON text", "parts of text", "null fields"],
 )
-def test_messages_in_another_form_are_the_same_prompt(
-    prompt: Any, write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_messages_in_another_form_are_the_same_prompt(prompt, write, config, tokenizer, caplog):
     caplog.set_level(logging.INFO)
     (plain,) = load(write(row(user("2+2?"))), config, tokenizer)
     caplog.clear()
@@ -353,14 +303,12 @@ def test_messages_in_another_form_are_the_same_prompt(
     assert ("1 with chat messages as JSON text" in caplog.text) == isinstance(prompt, str)
 
 
-def test_a_text_that_is_json_but_no_chat_stays_a_text(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_a_text_that_is_json_but_no_chat_stays_a_text(write, config, tokenizer):
     (prompt,) = load(write(row("[1, 2, 3]")), config, tokenizer)
     assert prompt.messages == "[1, 2, 3]"
 
 
-def test_a_message_with_calls_needs_no_content(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+def test_a_message_with_calls_needs_no_content(write, config, tokenizer):
     earlier = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     (prompt,) = load(write(row([*user("2+2?"), earlier, *user("so?")])), config, tokenizer)
     assert prompt.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
@@ -368,20 +316,14 @@ def test_a_message_with_calls_needs_no_content(write: Write, config: DataConfig,
     assert "data.prompt_key=prompt must hold chat messages" in fault
 
 
-def test_a_part_that_is_not_text_is_named(write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer) -> None:
+def test_a_part_that_is_not_text_is_named(write, config, tokenizer):
     parts = [{"type": "input_audio", "input_audio": {}}, {"type": "text", "text": "what?"}]
     message = rejection(write(row([{"role": "user", "content": parts}])), config, tokenizer)
     assert "line 1: more than text: a part of type input_audio" in message
 
 
 @pytest.mark.parametrize("form", [lambda tools: tools, json.dumps], ids=["list", "JSON text"])
-def test_the_tools_of_a_row_reach_the_template(
-    form: Callable[[Any], Any],
-    write: Write,
-    config: DataConfig,
-    tokenizer: Qwen2Tokenizer,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_tools_of_a_row_reach_the_template(form, write, config, tokenizer, caplog):
     caplog.set_level(logging.INFO)
     tokenizer.chat_template = (
         "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -395,9 +337,7 @@ def test_the_tools_of_a_row_reach_the_template(
     assert texts == ["a", "b", "add;c"]
 
 
-def test_tools_that_are_no_list_of_schemas_are_bad_rows(
-    write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_tools_that_are_no_list_of_schemas_are_bad_rows(write, config, tokenizer):
     for tools in ("weather", {"type": "function"}, ["weather"]):
         message = rejection(write(row(user("a"), tools=tools)), config, tokenizer)
         assert "line 1: data.tools_key=tools must hold a list of schemas of tools" in message

@@ -55,22 +55,20 @@ def drawn(
     return rows
 
 
-def test_without_a_sampler_the_order_follows_shuffle(config: DataConfig, prompts: PromptDataset) -> None:
+def test_without_a_sampler_the_order_follows_shuffle(config, prompts):
     assert build_order(config, prompts).rows(0, 16) == PromptOrder(8, config.seed, config.shuffle).rows(0, 16)
 
 
-def test_a_curriculum_follows_the_rows(config: DataConfig, prompts: PromptDataset, tmp_path: Path) -> None:
+def test_a_curriculum_follows_the_rows(config, prompts, tmp_path):
     assert drawn(config, prompts, EASY_FIRST, "EasyFirst", tmp_path) == [1, 2, 0, 4, 3, 7, 6, 5] * 2
 
 
-def test_a_sampler_reads_custom_keys(config: DataConfig, prompts: PromptDataset, tmp_path: Path) -> None:
+def test_a_sampler_reads_custom_keys(config, prompts, tmp_path):
     with pytest.raises(ConfigError, match=r"EasyFirst, epoch 0 fails: KeyError: 'rank' .*sampler.py:6"):
         drawn(config, prompts, EASY_FIRST, "EasyFirst", tmp_path, difficulty_key="rank")
 
 
-def test_an_epoch_aware_sampler_has_another_order_in_each_epoch(
-    config: DataConfig, prompts: PromptDataset, tmp_path: Path
-) -> None:
+def test_an_epoch_aware_sampler_has_another_order_in_each_epoch(config, prompts, tmp_path):
     rows = drawn(config, prompts, SHUFFLED, "Shuffled", tmp_path)
     assert sorted(rows[:8]) == sorted(rows[8:]) == list(range(8))
     assert rows[:8] != rows[8:]
@@ -89,32 +87,24 @@ def test_an_epoch_aware_sampler_has_another_order_in_each_epoch(
         ("return iter(['a'])", "epoch 0 fails: ValueError"),
     ],
 )
-def test_a_sampler_with_invalid_or_random_epochs_is_rejected(
-    config: DataConfig, prompts: PromptDataset, tmp_path: Path, body: str, message: str
-) -> None:
+def test_a_sampler_with_invalid_or_random_epochs_is_rejected(config, prompts, tmp_path, body, message):
     source = f"class Custom:\n def __init__(self, data_source, data_config): pass\n def __iter__(self):\n  {body}\n"
     with pytest.raises(ConfigError, match=message) as error:
         drawn(config, prompts, source, "Custom", tmp_path)
     assert str(error.value).startswith("data.sampler.class_path=")
 
 
-def test_a_sampler_that_adapts_to_batches_is_rejected(
-    config: DataConfig, prompts: PromptDataset, tmp_path: Path
-) -> None:
+def test_a_sampler_that_adapts_to_batches_is_rejected(config, prompts, tmp_path):
     with pytest.raises(ConfigError, match=r"EasyFirst adapts to batches .update., so a resumed run"):
         drawn(config, prompts, EASY_FIRST + "    def update(self, batch): pass\n", "EasyFirst", tmp_path)
 
 
-def test_a_missing_class_is_named_with_the_existing_ones(
-    config: DataConfig, prompts: PromptDataset, tmp_path: Path
-) -> None:
+def test_a_missing_class_is_named_with_the_existing_ones(config, prompts, tmp_path):
     with pytest.raises(ConfigError, match=r"sampler.py: there is no class Easy; it has EasyFirst"):
         drawn(config, prompts, EASY_FIRST, "Easy", tmp_path)
 
 
-def test_weights_divide_an_epoch_among_the_entries(
-    write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
-) -> None:
+def test_weights_divide_an_epoch_among_the_entries(write, config, plain_tokenizer):
     row = {"prompt": "x", "reward_model": {"ground_truth": ""}}
     files = [write(*[row] * 9, name="a.jsonl"), write(*[row] * 3, name="b.jsonl")]
     config = replace(config, train_files=files, train_weights=[1.0, 2.0])
@@ -125,9 +115,7 @@ def test_weights_divide_an_epoch_among_the_entries(
     assert (entries.count(0), entries.count(1)) == (4, 8)
 
 
-def test_an_entry_without_remaining_prompts_is_rejected(
-    write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer
-) -> None:
+def test_an_entry_without_remaining_prompts_is_rejected(write, config, plain_tokenizer):
     short, long = ({"prompt": text, "reward_model": {"ground_truth": ""}} for text in ("x", "x" * 20))
     files = [write(short, name="a.jsonl"), write(long, name="b.jsonl")]
     config = replace(config, train_files=files, train_weights=[1.0, 2.0], max_prompt_length=4)

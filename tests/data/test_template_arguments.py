@@ -150,14 +150,17 @@ def test_the_column_enable_thinking_is_that_of_its_row(write, config, tokenizer)
     assert [text.endswith("<quiet>") for text in texts] == [True, True, False, True]
 
 
-def test_rows_with_equal_arguments_and_tools_are_rendered_in_one_call(write, config, tokenizer, monkeypatch):
+def test_rows_with_equal_arguments_and_tools_are_rendered_in_one_call(write, config, tokenizer, tmp_path):
+    calls = []
+
+    class Counting(Qwen2Tokenizer):
+        def apply_chat_template(self, chats, **options):
+            calls.append(len(chats))
+            return super().apply_chat_template(chats, **options)
+
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer = Counting.from_pretrained(tmp_path)
     tokenizer.chat_template = THINKS + "{{ tools }}"
-    calls, apply = [], tokenizer.apply_chat_template
-    monkeypatch.setattr(
-        type(tokenizer),
-        "apply_chat_template",
-        lambda self, chats, **o: [calls.append(len(chats)), apply(chats, **o)][1],
-    )
     kinds = [{"enable_thinking": False}, {}, {"tools": [{"name": "add"}]}]
     load_prompts([write(*(prompt(str(n), **kinds[n % 3]) for n in range(30)))], config, tokenizer, **OPTIONS)
     assert calls == [10, 10, 10]

@@ -1,12 +1,10 @@
 import json
 import logging
 import socket
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from hybridrl.config.findings import ConfigError
@@ -20,14 +18,14 @@ def directory(tokenizer: Qwen2Tokenizer, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_a_local_directory_is_read_without_the_network(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_directory_is_read_without_the_network(directory, monkeypatch):
     lookups: list[object] = []
     monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **options: lookups.append(address))
     assert load_tokenizer(str(directory)).eos_token == "<|im_end|>"
     assert lookups == []
 
 
-def test_without_a_padding_token_the_end_token_pads(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_padding_token_the_end_token_pads(directory, caplog):
     text = (directory / "tokenizer_config.json").read_text()
     (directory / "tokenizer_config.json").write_text(text.replace('"<|endoftext|>"', "null"))
     with caplog.at_level(logging.INFO, logger="hybridrl"):
@@ -36,13 +34,13 @@ def test_without_a_padding_token_the_end_token_pads(directory: Path, caplog: pyt
     assert "no padding token" in caplog.text
 
 
-def test_an_existing_padding_token_is_kept(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_existing_padding_token_is_kept(directory, caplog):
     with caplog.at_level(logging.INFO, logger="hybridrl"):
         assert load_tokenizer(str(directory)).pad_token == "<|endoftext|>"
     assert caplog.text == ""
 
 
-def test_another_tokenizer_and_another_template_can_be_named(directory: Path) -> None:
+def test_another_tokenizer_and_another_template_can_be_named(directory):
     tokenizer = load_tokenizer(
         "/no/such/model", tokenizer_path=str(directory), custom_chat_template="{{ messages[0].content }}!"
     )
@@ -50,7 +48,7 @@ def test_another_tokenizer_and_another_template_can_be_named(directory: Path) ->
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "hi!"
 
 
-def test_a_template_may_be_a_file_or_a_name(directory: Path, tokenizer: Qwen2Tokenizer, tmp_path: Path) -> None:
+def test_a_template_may_be_a_file_or_a_name(directory, tokenizer, tmp_path):
     chat = [{"role": "user", "content": "hi"}]
     (tmp_path / "loud.jinja").write_text("{{ messages[0].content | upper }}")
     assert (
@@ -78,24 +76,24 @@ def test_a_template_may_be_a_file_or_a_name(directory: Path, tokenizer: Qwen2Tok
         ("{% for %}", r"custom_chat_template={% for %}: line 1 of the template is not Jinja"),
     ],
 )
-def test_an_invalid_template_is_rejected(directory: Path, template: str, message: str) -> None:
+def test_an_invalid_template_is_rejected(directory, template, message):
     with pytest.raises(ConfigError, match=message):
         load_tokenizer(str(directory), custom_chat_template=template)
 
 
-def test_a_template_that_requires_more_than_one_message_is_accepted(directory: Path) -> None:
+def test_a_template_that_requires_more_than_one_message_is_accepted(directory):
     strict = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
     assert load_tokenizer(str(directory), custom_chat_template=strict).chat_template == strict
 
 
-def test_a_custom_template_is_saved_with_the_tokenizer(directory: Path, tmp_path: Path) -> None:
+def test_a_custom_template_is_saved_with_the_tokenizer(directory, tmp_path):
     tokenizer = load_tokenizer(str(directory), custom_chat_template="{{ messages[0].content }}!")
     tokenizer.save_pretrained(tmp_path / "saved")
     chat = [{"role": "user", "content": "hi"}]
     assert load_tokenizer(str(tmp_path / "saved")).apply_chat_template(chat, tokenize=False) == "hi!"
 
 
-def test_a_missing_directory_is_rejected_with_its_key(tmp_path: Path) -> None:
+def test_a_missing_directory_is_rejected_with_its_key(tmp_path):
     with pytest.raises(ConfigError, match=r"actor_rollout_ref.model.path=.*/none: there is no such directory"):
         load_tokenizer(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"data.tokenizer=.*/none: there is no such directory"):
@@ -103,7 +101,7 @@ def test_a_missing_directory_is_rejected_with_its_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", ['{"model_type": "qwen2"}', '{"model_type": "llama"}', "{}"])
-def test_a_directory_without_a_tokenizer_is_rejected(tmp_path: Path, config: str) -> None:
+def test_a_directory_without_a_tokenizer_is_rejected(tmp_path, config):
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ConfigError, match=r"model.path=.*holds no tokenizer.*data.tokenizer can name another"):
         load_tokenizer(str(tmp_path), model_key="model.path")
@@ -147,9 +145,7 @@ def test_a_tokenizer_of_bytes_that_is_named_as_llamas_first_one_is_read_as_its_f
     ],
     ids=["Qwen2.5", "Llama 3", "GPT-2", "Llama 2", "Mistral", "Gemma"],
 )
-def test_a_tokenizer_that_keeps_text_is_read_as_it_is_without_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[], Tokenizer], kind: str, model_type: str
-) -> None:
+def test_a_tokenizer_that_keeps_text_is_read_as_it_is_without_a_word(tmp_path, caplog, make, kind, model_type):
     place = stand_ins.write(tmp_path / "a", make, kind, model_type, pad_token="</s>", unk_token="<unk>")
     with caplog.at_level(logging.INFO, logger="hybridrl"):
         tokenizer = load_tokenizer(str(place))
@@ -157,9 +153,7 @@ def test_a_tokenizer_that_keeps_text_is_read_as_it_is_without_a_word(
     assert caplog.text == ""
 
 
-def test_a_tokenizer_to_which_the_class_gives_other_tokens_is_read_as_its_file_describes_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tokenizer_to_which_the_class_gives_other_tokens_is_read_as_its_file_describes_it(tmp_path, caplog):
     """Qwen's class splits numbers into digits, which its own files do too."""
     place = stand_ins.write(tmp_path / "a", stand_ins.of_bytes, "Qwen2Tokenizer", "qwen2", pad_token="</s>")
     with caplog.at_level(logging.INFO, logger="hybridrl"):
@@ -168,7 +162,7 @@ def test_a_tokenizer_to_which_the_class_gives_other_tokens_is_read_as_its_file_d
     assert tokenizer.tokenize("123") == ["123"]
 
 
-def test_what_is_read_as_its_file_describes_it_keeps_the_special_tokens_of_its_class(tmp_path: Path) -> None:
+def test_what_is_read_as_its_file_describes_it_keeps_the_special_tokens_of_its_class(tmp_path):
     place = stand_ins.write(tmp_path / "a", stand_ins.of_bytes, "Qwen2Tokenizer", "qwen2")
     settings = json.loads((place / "tokenizer_config.json").read_text())
     del settings["eos_token"]
@@ -177,21 +171,19 @@ def test_what_is_read_as_its_file_describes_it_keeps_the_special_tokens_of_its_c
     assert type(tokenizer) is PreTrainedTokenizerFast and tokenizer.eos_token == "<|endoftext|>"
 
 
-def test_a_space_that_the_configuration_adds_stays(tmp_path: Path) -> None:
+def test_a_space_that_the_configuration_adds_stays(tmp_path):
     place = stand_ins.write(tmp_path / "a", stand_ins.of_bytes, "GPT2Tokenizer", "gpt2", add_prefix_space=True)
     assert load_tokenizer(str(place)).decode(load_tokenizer(str(place))("What")["input_ids"]) == " What"
 
 
-def test_a_tokenizer_that_drops_spaces_by_itself_is_rejected(tmp_path: Path) -> None:
+def test_a_tokenizer_that_drops_spaces_by_itself_is_rejected(tmp_path):
     make = stand_ins.of_words_without_spaces
     place = stand_ins.write(tmp_path / "a", make, "PreTrainedTokenizerFast", "llama")
     with pytest.raises(ConfigError, match=r"model.path=.*drops spaces \('What is a mask\?' becomes 'Whatisamask\?'\)"):
         load_tokenizer(str(place))
 
 
-def test_a_tokenizer_that_normalises_text_is_read_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tokenizer_that_normalises_text_is_read_with_a_warning(tmp_path, caplog):
     place = stand_ins.write(tmp_path / "a", stand_ins.of_lower_case_words, "BertTokenizer", "bert")
     load_tokenizer(str(place))
     assert "changes text: 'What is a mask?' becomes 'what is a mask?'" in caplog.text

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen2Tokenizer
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.config.schema import DataConfig, SFTDataConfig
 from hybridrl.data.conversations import load_conversations
 from hybridrl.data.prompts import PromptDataset, load_prompts
 
@@ -60,9 +58,7 @@ def with_column(row: dict[str, Any], column: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("column", RL)
-def test_a_column_of_a_prompt_has_its_effect(
-    column: str, write: Callable[..., str], config: DataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_a_column_of_a_prompt_has_its_effect(column, write, config, tokenizer):
     value, effect, expected = RL[column]
     tokenizer.chat_template = TEMPLATE
     file = write(with_column(ROW, column, value))
@@ -77,9 +73,7 @@ def test_a_column_of_a_prompt_has_its_effect(
 
 
 @pytest.mark.parametrize("column", SFT)
-def test_a_column_of_a_conversation_has_its_effect(
-    column: str, write: Callable[..., str], sft_config: SFTDataConfig, tokenizer: Qwen2Tokenizer
-) -> None:
+def test_a_column_of_a_conversation_has_its_effect(column, write, sft_config, tokenizer):
     value, expected = SFT[column]
     tokenizer.chat_template = TEMPLATE
     row = {"prompt": "p", "response": "r"} if column in ("prompt", "response") else {"messages": [*USER, ANSWER]}
@@ -92,6 +86,6 @@ def test_a_column_of_a_conversation_has_its_effect(
     assert tokenizer.decode(conversation.ids) == expected
 
 
-def test_the_page_has_every_column() -> None:
+def test_the_page_has_every_column():
     documented = PAGE + (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
     assert [column for column in {*RL, *SFT} if f"`{column}`" not in documented] == []

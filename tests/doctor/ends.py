@@ -13,7 +13,6 @@ from hybridrl.checkpoint.resume import select_checkpoint
 from hybridrl.checkpoint.store import Store
 from hybridrl.config import PPOConfig
 from hybridrl.core.algorithms.batch_metrics import Agreement
-from hybridrl.core.cluster import group, watchdog
 from hybridrl.core.cluster.group import OutOfMemory, gather
 from hybridrl.core.experience.collector import NothingToLearnFrom, none_scored
 from hybridrl.core.experience.dynamic_sampling import Draws, GroupFilter
@@ -23,10 +22,10 @@ from hybridrl.core.weights.sync import ColocatedSync
 from hybridrl.health import HealthMonitor
 from hybridrl.rewards.score import FaultGuard, Score
 from hybridrl.runs.restarts import with_restarts
-from hybridrl.runtime import guard
 from hybridrl.runtime.signals import StopRequest
-from tests.core.cluster.test_group import Call, Died, FakeRay, task_error
+from tests.core.cluster.test_group import Call, Died, FakeRay, replace_ray, task_error
 from tests.core.rollout.test_client import FakeServer, client, requests
+from tests.runtime.test_guard import count_kills
 
 Work = Callable[[Store, PPOConfig], object]  # done in step 3 of a run that saved step 2
 DIED = Died("The actor died. connection error code 2. End of file.")
@@ -43,11 +42,8 @@ def remote(
         logs[0].parent.mkdir()
         logs[1].write_text(logged)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(group, "ray", FakeRay())
-            patch.setattr(group, "lost_component", lambda: lost)
-            patch.setattr(watchdog, "activities", lambda logs: dict.fromkeys(logs, "in all_reduce"))
-            patch.setattr(guard, "oom_kills", lambda: kills)
-            patch.setattr(guard, "OOM_KILLS_BEFORE", 0)
+            replace_ray(patch, FakeRay(), lost)
+            count_kills(patch, store.directory / "vmstat", before=0)(f"oom_kill {kills}\n")
             gather([Call(), *calls], what, 0.01, list(map(str, logs)))
 
     return work

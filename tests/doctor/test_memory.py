@@ -116,7 +116,7 @@ def report(config: PPOConfig, gpu: float = 0, free: float = 100 * GIB) -> list[F
     return findings.items
 
 
-def test_devices_that_share_rows_hold_their_part_of_a_micro_batch(load: Load) -> None:
+def test_devices_that_share_rows_hold_their_part_of_a_micro_batch(load):
     """16 rows of 256 tokens per update on each device, and one row per micro-batch: half a row on each of two."""
     keys = ["trainer.n_gpus_per_node=2", f"{ACTOR}.ppo_max_token_len_per_gpu=100"]
     for size, tokens in ((1, 256), (2, 128)):
@@ -124,7 +124,7 @@ def test_devices_that_share_rows_hold_their_part_of_a_micro_batch(load: Load) ->
         assert run.micro_batch(build_policy_plan(run.config).updates.budget, prompts=8) == tokens
 
 
-def test_a_micro_batch_takes_rows_up_to_the_budget_or_a_single_longer_one(load: Load) -> None:
+def test_a_micro_batch_takes_rows_up_to_the_budget_or_a_single_longer_one(load):
     run = run_of(load())  # 2 prompts are 8 rows, of up to 256 tokens
     sizes = {(5000, None): 2048, (1000, None): 1000, (50, None): 256, (50, 3): 768, (50, 9): 2048}
     for (tokens, rows), size in sizes.items():
@@ -134,7 +134,7 @@ def test_a_micro_batch_takes_rows_up_to_the_budget_or_a_single_longer_one(load: 
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-def test_sizes_are_read_from_config_json_alone(load: Load) -> None:
+def test_sizes_are_read_from_config_json_alone(load):
     assert vars(ModelSizes(blank(load().actor_rollout_ref.model, "model"))) == {
         "parameters": PARAMETERS,
         "trained": PARAMETERS,
@@ -152,33 +152,33 @@ def test_sizes_are_read_from_config_json_alone(load: Load) -> None:
     }
 
 
-def test_large_matrices_are_not_copied_by_an_engine_on_cpu(load: Load, model_file: Path) -> None:
+def test_large_matrices_are_not_copied_by_an_engine_on_cpu(load, model_file):
     model_file.write_text(json.dumps(CONFIG | {"hidden_size": 1024, "intermediate_size": 5000}))
     sizes = ModelSizes(blank(load().actor_rollout_ref.model, "model"))
     gate_and_up = 2 * 1024 * 5000  # more than 2**23; the down projection is less
     assert sizes.copied == sizes.parameters - 2 * gate_and_up + 4 * 80 * 1024
 
 
-def test_only_the_adapter_of_a_model_is_trained(load: Load) -> None:
+def test_only_the_adapter_of_a_model_is_trained(load):
     sizes = ModelSizes(blank(load("actor_rollout_ref.model.lora_rank=2").actor_rollout_ref.model, "model"))
     pairs = 2 * ((8 + 64) + 2 * (8 + 32) + (64 + 8) + 3 * (8 + 16))
     assert (sizes.trained, sizes.parameters) == (2 * pairs, PARAMETERS + 2 * pairs)
 
 
-def test_a_critic_has_a_head_of_one_number_in_place_of_the_vocabulary(load: Load) -> None:
+def test_a_critic_has_a_head_of_one_number_in_place_of_the_vocabulary(load):
     sizes = read_models(load("algorithm.adv_estimator=gae")).critic
     assert sizes is not None
     assert sizes.parameters == PARAMETERS + 8 + 1  # the head's weight and bias
 
 
-def test_experts_count_as_many_as_a_token_goes_through(load: Load, model_file: Path) -> None:
+def test_experts_count_as_many_as_a_token_goes_through(load, model_file):
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
     content = CONFIG | experts | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
     model_file.write_text(json.dumps(content))
     assert ModelSizes(blank(load().actor_rollout_ref.model, "model")).intermediate == 2 * 6
 
 
-def test_the_weight_sync_has_memory_for_two_buckets(load: Load) -> None:
+def test_the_weight_sync_has_memory_for_two_buckets(load):
     model = blank(load().actor_rollout_ref.model, "model")
     layer = 64 * sum(-(-2 * size // 64) for size in (512, 64, 256, 32, 256, 32, 512, 128, 128, 128, 8, 8))
     assert sync_buffer(model, "bfloat16", 1) == 2 * layer  # tensors begin at multiples of 64 bytes
@@ -187,7 +187,7 @@ def test_the_weight_sync_has_memory_for_two_buckets(load: Load) -> None:
 # -- phases on CPU -----------------------------------------------------------------------------------------------------
 
 
-def test_an_update_holds_parameters_gradients_moments_and_one_micro_batch(load: Load) -> None:
+def test_an_update_holds_parameters_gradients_moments_and_one_micro_batch(load):
     run = run_of(load(f"{ACTOR}.ppo_max_token_len_per_gpu=512"))
     needs = trainer_memory(run, "policy update")
     token = 2 * 8 + 6 * 8 + 3 * 64 + 2 * 32 + 4 * 16  # checkpointed: both layers' inputs, and one layer
@@ -218,12 +218,12 @@ PRODUCTS = 3 * 8 + 2 * 64 + 2 * 32 + 2 * 16  # results of matrix products, of at
         ),
     ],
 )
-def test_an_update_depends_on_how_the_model_is_trained(load: Load, key: str, kind: str, size: int) -> None:
+def test_an_update_depends_on_how_the_model_is_trained(load, key, kind, size):
     needs = trainer_memory(run_of(load(f"{ACTOR}.ppo_max_token_len_per_gpu=512", key)), "policy update")
     assert needs[kind] == size
 
 
-def test_a_frozen_model_under_an_adapter_has_the_computed_type_and_neither_gradients_nor_moments(load: Load) -> None:
+def test_a_frozen_model_under_an_adapter_has_the_computed_type_and_neither_gradients_nor_moments(load):
     run = run_of(load("trainer.device=cuda", *ADAPTER), 10 * GIB)
     needs, trained = trainer_memory(run, "policy update"), run.models.policy.trained
     assert needs["parameters"] == 4 * trained + 2 * PARAMETERS
@@ -232,12 +232,12 @@ def test_a_frozen_model_under_an_adapter_has_the_computed_type_and_neither_gradi
     assert needs["gathered"] == 2 * gathered, "no gradient of the base is reduced"
 
 
-def test_log_probs_hold_the_largest_tensors_of_one_layer(load: Load) -> None:
+def test_log_probs_hold_the_largest_tensors_of_one_layer(load):
     needs = trainer_memory(run_of(load("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=512")), "log-probs")
     assert needs["activations"] == 512 * 4 * (3 * 16 + 2 * 8)
 
 
-def test_a_machine_holds_all_its_devices_and_processes(load: Load) -> None:
+def test_a_machine_holds_all_its_devices_and_processes(load):
     (plan,) = make_plans(run_of(load("trainer.n_gpus_per_node=2")))
     needs = plan.needs["policy update"]
     assert needs["processes"] == MACHINE_BYTES + 2 * DEVICE_BYTES
@@ -245,7 +245,7 @@ def test_a_machine_holds_all_its_devices_and_processes(load: Load) -> None:
     assert needs["rollout weights"] == 2 * 4 * (2 * PARAMETERS + 4 * EMBEDDING)  # an engine has all
 
 
-def test_checkpoints_keep_a_copy_of_what_they_write(load: Load) -> None:
+def test_checkpoints_keep_a_copy_of_what_they_write(load):
     def staged(*keys: str) -> float:
         return host_memory(run_of(load(*keys)))["checkpoint staging"]
 
@@ -254,7 +254,7 @@ def test_checkpoints_keep_a_copy_of_what_they_write(load: Load) -> None:
     assert staged("trainer.save_freq=1", f"{ACTOR}.checkpoint.save_contents=[model]") == 4 * PARAMETERS
 
 
-def test_a_reference_is_held_only_if_one_is_used(load: Load) -> None:
+def test_a_reference_is_held_only_if_one_is_used(load):
     assert "reference" not in trainer_memory(run_of(load()), "log-probs")
     used = run_of(load(f"{ACTOR}.use_kl_loss=true"))
     assert trainer_memory(used, "log-probs")["reference"] == 4 * PARAMETERS
@@ -263,7 +263,7 @@ def test_a_reference_is_held_only_if_one_is_used(load: Load) -> None:
 # -- phases on CUDA ----------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_has_its_share_during_rollout_and_nothing_during_training(load: Load) -> None:
+def test_an_engine_has_its_share_during_rollout_and_nothing_during_training(load):
     run = run_of(load("trainer.device=cuda", f"{UTILIZATION}=0.6"), 10 * GIB)
     rollout, update = engine_memory(run, "rollout"), engine_memory(run, "policy update")
     assert rollout["rollout weights"] + rollout["KV cache"] == 0.6 * 10 * GIB
@@ -271,7 +271,7 @@ def test_an_engine_has_its_share_during_rollout_and_nothing_during_training(load
     assert update == {"CUDA contexts": 0.7 * GIB, "sleeping engine": 0.8 * GIB}
 
 
-def test_offloaded_parts_are_in_host_memory(load: Load) -> None:
+def test_offloaded_parts_are_in_host_memory(load):
     run = run_of(load("trainer.device=cuda", f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"))
     host, log_probs = host_memory(run), trainer_memory(run, "log-probs")
     assert (host["parameters"], host["optimizer"]) == (4 * PARAMETERS, 8 * PARAMETERS)
@@ -279,7 +279,7 @@ def test_offloaded_parts_are_in_host_memory(load: Load) -> None:
     assert trainer_memory(run, "rollout")["parameters"] == 0
 
 
-def test_under_offload_policy_a_gpu_holds_no_parameters_gradients_or_moments(load: Load) -> None:
+def test_under_offload_policy_a_gpu_holds_no_parameters_gradients_or_moments(load):
     run = run_of(load("trainer.device=cuda", f"{FSDP}.offload_policy=true"))
     host, update = host_memory(run), trainer_memory(run, "policy update")
     assert [host[kind] for kind in TRAINED] == [4 * PARAMETERS, 8 * PARAMETERS, 4 * PARAMETERS]
@@ -287,13 +287,13 @@ def test_under_offload_policy_a_gpu_holds_no_parameters_gradients_or_moments(loa
     assert trainer_memory(run, "start-up")["parameters"] == 4 * PARAMETERS, "on their way from the files"
 
 
-def test_gradients_of_policy_and_critic_do_not_exist_together(load: Load) -> None:
+def test_gradients_of_policy_and_critic_do_not_exist_together(load):
     keys = [f"{FSDP}.offload_policy=true", "critic.fsdp.offload_policy=true"]
     run = run_of(load("algorithm.adv_estimator=gae", "trainer.device=cuda", *keys))
     assert host_memory(run)["gradients"] == 4 * (PARAMETERS + 8 + 1)  # the critic's, which are more
 
 
-def test_offloaded_parameters_leave_a_gpu_while_the_other_model_is_updated(load: Load) -> None:
+def test_offloaded_parameters_leave_a_gpu_while_the_other_model_is_updated(load):
     keys = [f"{FSDP}.param_offload=true", "critic.fsdp.param_offload=true", *NEVER_SAVED]
     run = run_of(load("algorithm.adv_estimator=gae", "trainer.device=cuda", *keys))
     policy, critic = 4 * PARAMETERS, 4 * (PARAMETERS + 8 + 1)
@@ -332,9 +332,7 @@ HALF_B |= {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64}
     ],
     ids=["7B", "0.5B"],
 )
-def test_the_update_of_a_real_model(
-    load: Load, model_file: Path, shape: dict, layer: int, outside: int, parameters: int, gpus: int, total: float
-) -> None:
+def test_the_update_of_a_real_model(load, model_file, shape, layer, outside, parameters, gpus, total):
     """In bfloat16, with 16384 tokens in a micro-batch."""
     model_file.write_text(json.dumps(CONFIG | shape))
     layers, hidden, intermediate, vocabulary = (
@@ -359,7 +357,7 @@ def test_the_update_of_a_real_model(
     assert round(update.total() / GIB, 1) == total
 
 
-def test_the_base_of_an_adapter_waits_in_page_locked_memory_while_its_engine_sleeps(load: Load) -> None:
+def test_the_base_of_an_adapter_waits_in_page_locked_memory_while_its_engine_sleeps(load):
     run = run_of(load("trainer.device=cuda", "trainer.n_gpus_per_node=2", *ADAPTER))
     assert host_memory(run)["sleeping base"] == 2 * 2 * ROUNDED  # two engines, bfloat16
     for other in (
@@ -372,7 +370,7 @@ def test_the_base_of_an_adapter_waits_in_page_locked_memory_while_its_engine_sle
         assert host_memory(run_of(load(*other)))["sleeping base"] == 0
 
 
-def test_gpus_of_rollout_servers_have_a_plan_of_their_own(load: Load) -> None:
+def test_gpus_of_rollout_servers_have_a_plan_of_their_own(load):
     run = run_of(load("trainer.device=cuda", "trainer.n_gpus_per_node=1", *SEPARATE), 10 * GIB)
     *_, plan = make_plans(run)
     assert (plan.place, plan.available) == ("each GPU of the rollout servers", 10 * GIB)
@@ -385,7 +383,7 @@ def test_gpus_of_rollout_servers_have_a_plan_of_their_own(load: Load) -> None:
 # -- findings ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_that_fits_is_reported_as_a_table_and_the_cache_in_rows_of_full_length(load: Load) -> None:
+def test_a_plan_that_fits_is_reported_as_a_table_and_the_cache_in_rows_of_full_length(load):
     items = report(load())
     assert {finding.severity for finding in items} == {"info"}
     lines = items[0].text.splitlines()
@@ -395,7 +393,7 @@ def test_a_plan_that_fits_is_reported_as_a_table_and_the_cache_in_rows_of_full_l
     assert items[1].text == "the KV cache of an engine holds an estimated 2 rows of 256 tokens (max_num_seqs=2)"
 
 
-def test_a_shortage_is_an_error_only_if_what_is_counted_exactly_does_not_fit(load: Load) -> None:
+def test_a_shortage_is_an_error_only_if_what_is_counted_exactly_does_not_fit(load):
     config = load()
     (plan,) = make_plans(run_of(config))
     assert plan.certain == MACHINE_BYTES + DEVICE_BYTES + 16 * PARAMETERS  # gradients and two moments
@@ -404,13 +402,13 @@ def test_a_shortage_is_an_error_only_if_what_is_counted_exactly_does_not_fit(loa
     assert {finding.severity for finding in report(config, free=0)} == {"info"}, "not known, on another machine"
 
 
-def test_a_gpu_that_is_too_small_is_reported(load: Load) -> None:
+def test_a_gpu_that_is_too_small_is_reported(load):
     items = report(load("trainer.device=cuda", "trainer.n_gpus_per_node=2"), gpu=40_000)
     (finding,) = (item for item in items if item.code == "memory.lack" and "each GPU" in item.cause)
     assert finding.cause.startswith("memory of each GPU: policy update takes an estimated")
 
 
-def test_the_smallest_gpu_must_hold_what_each_holds(load: Load) -> None:
+def test_the_smallest_gpu_must_hold_what_each_holds(load):
     config = load("trainer.device=cuda", "trainer.n_gpus_per_node=2")
     lacking = []
     for gpus in ([40_000, 80 * GIB], [80 * GIB, 40_000], [80 * GIB, 80 * GIB]):
@@ -419,26 +417,26 @@ def test_the_smallest_gpu_must_hold_what_each_holds(load: Load) -> None:
     assert lacking[0] == lacking[1] != [] and lacking[2] == []
 
 
-def test_an_engine_that_fills_its_gpu_is_offered_a_smaller_share(load: Load) -> None:
+def test_an_engine_that_fills_its_gpu_is_offered_a_smaller_share(load):
     items = report(load("trainer.device=cuda", "trainer.n_gpus_per_node=1", *SEPARATE), gpu=6 * GIB)
     (finding,) = (item for item in items if "memory of each GPU of the rollout servers: " in item.cause)
     assert (finding.severity, finding.fix) == ("warning", f"set {UTILIZATION}=0.85")
 
 
-def test_an_engine_whose_weights_leave_no_room_for_a_cache_is_offered_more_devices(load: Load) -> None:
+def test_an_engine_whose_weights_leave_no_room_for_a_cache_is_offered_more_devices(load):
     keys = ("trainer.device=cuda", "trainer.n_gpus_per_node=4", f"{UTILIZATION}=0.5")
     items = report(load(*keys), gpu=3.5 * PARAMETERS)  # the weights are in bfloat16: 2 bytes per parameter
     (finding,) = (item for item in items if item.code == "memory.cache")
     assert finding.fix.endswith("or set actor_rollout_ref.rollout.tensor_model_parallel_size=2")
 
 
-def test_a_layer_to_shard_that_the_model_lacks_is_an_error(load: Load) -> None:
+def test_a_layer_to_shard_that_the_model_lacks_is_an_error(load):
     key = f"{FSDP}.wrap_policy.transformer_layer_cls_to_wrap"
     (finding,) = report(load(f"{key}=LlamaDecoderLayer"))
     assert f"{key}=LlamaDecoderLayer: the model has no such layer; it has Qwen2DecoderLayer" in finding.cause
 
 
-def test_a_model_that_cannot_be_read_here_is_reported(load: Load, model_file: Path) -> None:
+def test_a_model_that_cannot_be_read_here_is_reported(load, model_file):
     config = load()
     model_file.write_text("{")
     (finding,) = report(config)
@@ -446,7 +444,7 @@ def test_a_model_that_cannot_be_read_here_is_reported(load: Load, model_file: Pa
     assert finding.cause.startswith("memory is not estimated: a model's config.json cannot be read (")
 
 
-def test_the_suggested_override_makes_the_run_fit(load: Load) -> None:
+def test_the_suggested_override_makes_the_run_fit(load):
     prompts = ("data.train_batch_size=400", f"{ACTOR}.ppo_mini_batch_size=400")
     keys = (*prompts, "data.max_response_length=3000", f"{ACTOR}.ppo_max_token_len_per_gpu=3000000")
     free = 4.1 * GIB
@@ -456,14 +454,14 @@ def test_the_suggested_override_makes_the_run_fit(load: Load) -> None:
     assert plan.peak <= free
 
 
-def test_an_insufficient_set_of_overrides_is_reported_and_no_adapter_to_a_run_that_has_one(load: Load) -> None:
+def test_an_insufficient_set_of_overrides_is_reported_and_no_adapter_to_a_run_that_has_one(load):
     adapter = ", or an adapter (actor_rollout_ref.model.lora_rank=32)"
     for keys, end in (((), adapter), (ADAPTER, "")):
         (finding,) = (item for item in report(load(*keys), free=GIB) if item.fix)
         assert finding.fix.endswith(f"take a smaller model, a machine with more memory{end}")
 
 
-def test_the_number_of_devices_that_would_do_is_named(load: Load) -> None:
+def test_the_number_of_devices_that_would_do_is_named(load):
     run = run_of(load("trainer.device=cuda", "trainer.n_gpus_per_node=2"))
 
     def peak(changed: PlannedRun) -> float:
@@ -477,9 +475,7 @@ def test_the_number_of_devices_that_would_do_is_named(load: Load) -> None:
     ("keys", "fix"),
     [((), f"{FSDP}.optimizer_offload=true"), ((f"{FSDP}.optimizer_offload=true",), f"{FSDP}.offload_policy=true")],
 )
-def test_an_optimizer_on_the_cpu_is_proposed_only_if_nothing_else_helps(
-    load: Load, keys: tuple[str, ...], fix: str
-) -> None:
+def test_an_optimizer_on_the_cpu_is_proposed_only_if_nothing_else_helps(load, keys, fix):
     small = (f"{FSDP}.param_offload=true", f"{ACTOR}.ppo_max_token_len_per_gpu=256")
     run = run_of(load("trainer.device=cuda", *small, *keys))
 
@@ -489,7 +485,7 @@ def test_an_optimizer_on_the_cpu_is_proposed_only_if_nothing_else_helps(
     assert suggest_fix(run, peak, peak(run) - 1) == f"set {fix}"
 
 
-def test_merged_weights_are_proposed_where_a_sleeping_base_does_not_fit(load: Load) -> None:
+def test_merged_weights_are_proposed_where_a_sleeping_base_does_not_fit(load):
     run = run_of(load("trainer.device=cuda", *ADAPTER))
 
     def peak(changed: PlannedRun) -> float:
@@ -499,7 +495,7 @@ def test_merged_weights_are_proposed_where_a_sleeping_base_does_not_fit(load: Lo
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_suggestion_changes_what_is_learned(load: Load, device: str) -> None:
+def test_no_suggestion_changes_what_is_learned(load, device):
     """Every override that can be suggested is, if each of them helps and none suffices."""
     run = run_of(load(f"trainer.device={device}"))
     keys = value_keys(PPOConfig)

@@ -51,7 +51,7 @@ def test_stored_responses_are_scored_and_compared_with_their_stored_scores(files
     assert causes(findings, "reward.differs") == ["line 2: 0 here, 1 stored; ground truth '1'; response ends '#### 2'"]
 
 
-def test_the_page_about_a_first_reward_shows_what_the_command_prints(tmp_path: Path, doctor):
+def test_the_page_about_a_first_reward_shows_what_the_command_prints(tmp_path, doctor):
     """On responses of the same four kinds, as many of each as the page counts."""
     page = (Path(__file__).parents[2] / "docs" / "first_reward.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(# my_reward.py\n.*?)```", page, re.S)
@@ -176,7 +176,7 @@ def tried(command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path, monkeyp
         ("searchR1_nq", {"target": ["Paris", "Paris, France"]}),
     ],
 )
-def test_the_ground_truth_is_stated_as_the_built_in_scorer_reads_it(tried, source: str, truth: object):
+def test_the_ground_truth_is_stated_as_the_built_in_scorer_reads_it(tried, source, truth):
     (one,) = tried(None, (source, truth))
     assert (one.code, one.severity) == ("reward.tried", "info")
     assert one.cause.startswith(f"data.train_files, {source}: the ground truth against an empty response: 1 against ")
@@ -222,7 +222,7 @@ def compute_score(solution_str, ground_truth):
         ),
     ],
 )
-def test_a_reward_that_a_wrong_response_satisfies_is_a_warning(tried, rule: str, satisfied: list[str]):
+def test_a_reward_that_a_wrong_response_satisfies_is_a_warning(tried, rule, satisfied):
     truths = [("mine", digit) for digit in "735"]
     findings = [one for one in tried(LAST_MARK.format(rule=rule), *truths) if one.code != "reward.tried"]
     assert [one.code for one in findings] == ["reward.satisfied"] * bool(satisfied)
@@ -286,7 +286,7 @@ def test_an_exception_is_named_with_its_line_and_what_was_printed_is_kept(tried)
 
 
 @pytest.mark.parametrize(("returned", "kind"), [("float('nan')", "nan"), ("None", "none"), ("'good'", "type")])
-def test_a_value_that_is_no_number_is_named(tried, tmp_path: Path, returned: str, kind: str):
+def test_a_value_that_is_no_number_is_named(tried, tmp_path, returned, kind):
     (one,) = tried(f"def compute_score(solution_str): return {returned}", ("a", "1"))
     assert one.code == f"reward.fault.{kind}"
     assert not list(tmp_path.glob("hybridrl-doctor-*"))  # nothing was printed, so nothing is kept
@@ -345,14 +345,12 @@ def reject(command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path) -> Cal
     return run
 
 
-def test_a_run_warns_of_its_reward(reject, capsys: pytest.CaptureFixture):
+def test_a_run_warns_of_its_reward(reject, capsys):
     reject("def compute_score(solution_str): return 0.5", "1", "2")
     assert "warning: data.train_files, mine: on 2 of 2 rows the ground truth scores no more" in capsys.readouterr().out
 
 
-def test_the_next_run_of_a_sweep_repeats_the_warnings_and_not_the_trial(
-    reject, tmp_path, capsys: pytest.CaptureFixture
-):
+def test_the_next_run_of_a_sweep_repeats_the_warnings_and_not_the_trial(reject, tmp_path, capsys):
     source = "print('loaded')\ndef compute_score(solution_str): return 0.5"
     for _ in range(2):
         reject(source, "1", "2")
@@ -362,7 +360,7 @@ def test_the_next_run_of_a_sweep_repeats_the_warnings_and_not_the_trial(
     assert (tmp_path / "log").read_text() == "loaded\n" * 2, "the file has changed"
 
 
-def test_a_run_waits_a_few_seconds_for_a_slow_reward(reject, capsys: pytest.CaptureFixture):
+def test_a_run_waits_a_few_seconds_for_a_slow_reward(reject, capsys):
     began = time.monotonic()
     reject("import time\ndef compute_score(solution_str): time.sleep(0.2); return 0.5", *map(str, range(8)))
     assert time.monotonic() - began < 30  # all rows would take 16 s, and reward.timeout is longer
@@ -374,7 +372,7 @@ def test_a_run_whose_reward_fails_on_every_row_of_a_source_is_rejected(reject):
         reject("def compute_score(ground_truth): return float(ground_truth + 1)", "1")
 
 
-def test_one_row_of_several_on_which_the_reward_fails_does_not_stop_a_run(reject, capsys: pytest.CaptureFixture):
+def test_one_row_of_several_on_which_the_reward_fails_does_not_stop_a_run(reject, capsys):
     reject(
         "def compute_score(solution_str, ground_truth):\n"
         "    if ground_truth == '1': raise ValueError('no')\n"

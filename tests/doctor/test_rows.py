@@ -14,7 +14,6 @@ from hybridrl.config.compose import SHIPPED
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import resolve_config
 from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts
-from hybridrl.doctor import rows as rows_module
 from hybridrl.doctor.rows import check_rows, check_template
 
 from .conftest import CHAT_TEMPLATE
@@ -46,13 +45,15 @@ def load(tmp_path: Path, config: PPOConfig, plain_tokenizer: Qwen2Tokenizer) -> 
     return prompts
 
 
-def check(config: PPOConfig, prompts: PromptDataset, validation: PromptDataset | None = None) -> dict[str, Finding]:
+def check(
+    config: PPOConfig, prompts: PromptDataset, validation: PromptDataset | None = None, **options: int
+) -> dict[str, Finding]:
     findings = Findings()
-    check_rows(prompts, validation, config.data.max_prompt_length, findings)
+    check_rows(prompts, validation, config.data.max_prompt_length, findings, **options)
     return {finding.code: finding for finding in findings.items}
 
 
-def test_valid_rows_give_only_their_lengths(config: PPOConfig, load: Any) -> None:
+def test_valid_rows_give_only_their_lengths(config, load):
     findings = check(config, load(*("x" * length for length in range(1, 11))))
     assert list(findings) == ["data.lengths"]
     assert findings["data.lengths"].severity == "info"
@@ -62,7 +63,7 @@ def test_valid_rows_give_only_their_lengths(config: PPOConfig, load: Any) -> Non
     )
 
 
-def test_empty_prompts_are_named(config: PPOConfig, load: Any) -> None:
+def test_empty_prompts_are_named(config, load):
     findings = check(config, load("a", " \n", "b", "\t"))["data.empty"]
     assert findings.severity == "warning"
     assert "2 prompts are empty, the first" in findings.cause and "line 2" in findings.cause
@@ -78,20 +79,18 @@ def test_empty_prompts_are_named(config: PPOConfig, load: Any) -> None:
         ({"truncation": "left"}, "1 of 4 prompts (25.0%) are longer than data.max_prompt_length=20 and are cut"),
     ],
 )
-def test_dropped_and_cut_prompts_are_counted(
-    config: PPOConfig, load: Any, settings: dict[str, Any], message: str
-) -> None:
+def test_dropped_and_cut_prompts_are_counted(config, load, settings, message):
     findings = check(config, load("a", "b", "c", "x" * 21, **settings))["data.long"]
     assert (findings.severity, message in findings.cause) == ("warning", True)
 
 
-def test_repeated_prompts_are_counted_and_the_most_frequent_shown(config: PPOConfig, load: Any) -> None:
+def test_repeated_prompts_are_counted_and_the_most_frequent_shown(config, load):
     findings = check(config, load("a", "b", "a", "a", "b", "c"))["data.duplicates"]
     assert findings.severity == "info"
     assert '3 prompts repeat an earlier one ("a" occurs 3 times)' in findings.cause
 
 
-def test_prompts_in_both_datasets_are_counted(config: PPOConfig, load: Any) -> None:
+def test_prompts_in_both_datasets_are_counted(config, load):
     training = load("a", "b", "c")
     findings = check(config, training, load("d", "b", "b"))
     assert '2 validation prompts are training prompts too, such as "b"' in findings["data.overlap"].text
@@ -99,18 +98,17 @@ def test_prompts_in_both_datasets_are_counted(config: PPOConfig, load: Any) -> N
 
 
 @pytest.mark.parametrize("text", ["[INST] b [/INST]", "[{'role': 'user'", '[ {"role" : "u'])
-def test_marks_of_a_template_and_messages_as_text_are_named(config: PPOConfig, load: Any, text: str) -> None:
+def test_marks_of_a_template_and_messages_as_text_are_named(config, load, text):
     findings = check(config, load("a", text))["data.template"]
     assert "1 prompts have marks of a chat template" in findings.cause and "line 2" in findings.cause
 
 
-def test_a_semicolon_in_a_prompt_does_not_split_the_message(config: PPOConfig, load: Any) -> None:
+def test_a_semicolon_in_a_prompt_does_not_split_the_message(config, load):
     assert check(config, load("a; b", "a; b"))["data.duplicates"].fix == ""
 
 
-def test_a_sample_of_a_large_dataset_is_checked(config: PPOConfig, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "SAMPLE", 2)
-    findings = check(config, load("a", "b", "a", "b"))  # the first and the third
+def test_a_sample_of_a_large_dataset_is_checked(config, load):
+    findings = check(config, load("a", "b", "a", "b"), sample=2)  # the first and the third
     assert "1 prompts (of 2 that were checked) repeat" in findings["data.duplicates"].cause
     assert "4 prompts" in findings["data.lengths"].cause
 
@@ -159,32 +157,32 @@ def render(command: list[str], tokenizer: Qwen2Tokenizer) -> Render:
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MISTRAL, THINKING])
-def test_a_valid_template_gives_only_the_row(render: Render, template: str):
+def test_a_valid_template_gives_only_the_row(render, template):
     findings = render(template)
     assert list(findings) == ["template.row"]
     assert findings["template.row"].severity == "info"
 
 
-def test_a_long_row_is_shortened_and_counted(render: Render):
+def test_a_long_row_is_shortened_and_counted(render):
     findings = render(CHAT_TEMPLATE, [USER | {"content": "x" * 1000}])["template.row"].cause
     assert "row 0" in findings and " ... " in findings and len(findings) < 400
     # 1000 bytes; "<|im_start|>user\n" and "<|im_start|>assistant\n": 1 + 5 + 1 + 10; "<|im_end|>\n": 2
     assert "1019 tokens" in findings
 
 
-def test_rows_of_plain_text_need_no_template(render: Render):
+def test_rows_of_plain_text_need_no_template(render):
     findings = render(None, "1 + 1 =")
     assert list(findings) == ["template.row"]
     assert "there is no chat template: 7 tokens, '1 + 1 ='" in findings["template.row"].cause
 
 
-def test_a_duplicate_beginning_is_named(render: Render):
+def test_a_duplicate_beginning_is_named(render):
     twice = render("<|im_start|>" + CHAT_TEMPLATE, bos="<|im_start|>")
     assert "begins with <|im_start|> twice" in twice["template.bos-twice"].cause
     assert "template.bos-twice" not in render(CHAT_TEMPLATE, bos="<|im_start|>")
 
 
-def test_a_missing_beginning_is_named(render: Render, tokenizer: Qwen2Tokenizer):
+def test_a_missing_beginning_is_named(render, tokenizer):
     begins = copy.deepcopy(tokenizer)
     begins.bos_token = "<|endoftext|>"
     special = [("<|endoftext|>", begins.bos_token_id)]
@@ -194,12 +192,12 @@ def test_a_missing_beginning_is_named(render: Render, tokenizer: Qwen2Tokenizer)
     assert "template.no-bos" not in render("<|endoftext|>" + CHAT_TEMPLATE, tokenizer=begins)
 
 
-def test_a_turn_that_is_not_opened_is_named(render: Render):
+def test_a_turn_that_is_not_opened_is_named(render):
     never = CHAT_TEMPLATE.partition("{% if add_generation_prompt")[0]
     assert list(render(never)) == ["template.row", "template.no-opening"]
 
 
-def test_a_system_message_that_is_left_out_is_named_even_if_few_rows_have_one(render: Render):
+def test_a_system_message_that_is_left_out_is_named_even_if_few_rows_have_one(render):
     silent = CHAT_TEMPLATE.replace("in messages %}", "in messages if m.role != 'system' %}")
     findings = render(silent, [USER], [{"role": "system", "content": "Be brief."}, USER], [USER])
     assert "the messages of the role system" in findings["template.drops"].cause
@@ -207,23 +205,23 @@ def test_a_system_message_that_is_left_out_is_named_even_if_few_rows_have_one(re
     assert "template.drops" not in render(silent, [USER])
 
 
-def test_a_response_whose_closing_does_not_end_generation_is_named(render: Render):
+def test_a_response_whose_closing_does_not_end_generation_is_named(render):
     findings = render(CHAT_TEMPLATE.replace("'<|im_end|>\\n'", "'<|im_start|>\\n'"))["template.no-end"]
     assert "closes a response with '<|im_start|>\\n', but generation ends only at <|im_end|>" in findings.cause
     assert findings.fix == "add <|im_start|> to eos_token_id in the model's generation_config.json"
 
 
-def test_a_response_that_is_not_closed_is_named(render: Render):
+def test_a_response_that_is_not_closed_is_named(render):
     findings = render(CHAT_TEMPLATE.replace("'<|im_end|>\\n'", "'\\n'"))["template.no-end"]
     assert findings.fix.startswith("write <|im_end|> there in the template")
 
 
-def test_tokens_that_lose_some_of_the_text_are_named(render: Render, tokenizer: Qwen2Tokenizer):
+def test_tokens_that_lose_some_of_the_text_are_named(render, tokenizer):
     # The tokenizer normalises to NFC: two code points become one character.
     findings = render(CHAT_TEMPLATE, [USER | {"content": "cafe\u0301!"}])["template.lossy"].cause
     assert "becomes 'caf" not in findings and "\u00e9!" in findings
 
 
-def test_a_template_that_rejects_responses_is_not_checked_further(render: Render):
+def test_a_template_that_rejects_responses_is_not_checked_further(render):
     prompts_only = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}" + CHAT_TEMPLATE
     assert list(render(prompts_only)) == ["template.row"]

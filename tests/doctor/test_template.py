@@ -26,7 +26,7 @@ def template(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
-def test_an_exact_template_is_described(doctor: Doctor, model: Path, template: Callable[[str], str]) -> None:
+def test_an_exact_template_is_described(doctor, model, template):
     status, output = doctor("template", str(model), "--template", template(CALLS))
     assert status == 0
     assert "user turns   exact" in output
@@ -38,7 +38,7 @@ def test_an_exact_template_is_described(doctor: Doctor, model: Path, template: C
     assert f"<|im_start|>assistant\n\u27e6{call}\u27e7\n<|im_start|>tool\n0: observed" in output
 
 
-def test_a_tokenizer_that_drops_spaces_is_not_called_exact(doctor: Doctor, tmp_path: Path) -> None:
+def test_a_tokenizer_that_drops_spaces_is_not_called_exact(doctor, tmp_path):
     make = stand_ins.of_words_without_spaces
     place = stand_ins.write(tmp_path / "a", make, "PreTrainedTokenizerFast", "llama", chat_template=CALLS)
     status, output = doctor("template", str(place))
@@ -47,23 +47,19 @@ def test_a_tokenizer_that_drops_spaces_is_not_called_exact(doctor: Doctor, tmp_p
     assert "exact" not in output
 
 
-def test_a_template_that_differs_fails(doctor: Doctor, model: Path, template: Callable[[str], str]) -> None:
+def test_a_template_that_differs_fails(doctor, model, template):
     counting = CALLS.replace("m.role", "m.role + (messages | length) | string")
     status, output = doctor("template", str(model), "--template", template(counting))
     assert status == 1
     assert "user turns   the row has" in output
 
 
-def test_a_format_that_does_not_read_the_templates_calls_is_shown(
-    doctor: Doctor, model: Path, template: Callable[[str], str]
-) -> None:
+def test_a_format_that_does_not_read_the_templates_calls_is_shown(doctor, model, template):
     _, output = doctor("template", str(model), "--format", "pythonic", "--template", template(CALLS))
     assert "tool calls   pythonic, which does not read the template's" in output
 
 
-def test_a_template_without_tools_shows_a_conversation_of_users(
-    doctor: Doctor, model: Path, template: Callable[[str], str]
-) -> None:
+def test_a_template_without_tools_shows_a_conversation_of_users(doctor, model, template):
     plain = CALLS.replace("for m in messages", "for m in messages if m.role != 'tool'")
     status, output = doctor("template", str(model), "--template", template(plain), "--format", "hermes")
     assert status == 1
@@ -72,7 +68,7 @@ def test_a_template_without_tools_shows_a_conversation_of_users(
     assert "\u27e6It marks sampled tokens.<|im_end|>\u27e7\n<|im_start|>user\nThanks.<|im_end|>" in output
 
 
-def test_a_model_that_is_missing_is_named(doctor: Doctor, tmp_path: Path) -> None:
+def test_a_model_that_is_missing_is_named(doctor, tmp_path):
     status, output = doctor("template", str(tmp_path / "none"))
     assert status == 1
     assert "there is no such directory" in output

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from datetime import datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -27,6 +27,7 @@ from hybridrl.runtime.signals import REQUESTS
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.faults import begin_step, read_faults, recording
 from tests.doctor.ends import CAUSES, Work, broken, stopped
+from tests.runtime.test_guard import count_kills
 
 TOP = Path(__file__).parents[2]
 GOOD = {"healthy": True, "recovery": False, "metrics": {}}
@@ -161,15 +162,24 @@ def living(tmp_path):
         process.wait()
 
 
-def test_a_living_run_shows_its_step_and_a_killed_one_that_nothing_recorded_its_end(tmp_path, living, monkeypatch):
+def age(directory: Path, seconds: float) -> None:
+    """Make what a run recorded so much older."""
+    faults, metrics = directory / "faults.jsonl", directory / "metrics.jsonl"
+    records = [json.loads(line) for line in faults.read_text().splitlines()]
+    for record in records:
+        record["time"] = (datetime.fromisoformat(record["time"]) - timedelta(seconds=seconds)).isoformat()
+    faults.write_text("".join(json.dumps(record) + "\n" for record in records))
+    os.utime(metrics, times=(metrics.stat().st_mtime - seconds,) * 2)
+
+
+def test_a_living_run_shows_its_step_and_a_killed_one_that_nothing_recorded_its_end(tmp_path, living):
     process = living()
     verdict = diagnose(tmp_path)
     assert verdict.code == "running"
     assert f"process {process.pid} on " in verdict.cause and "did step 1 0 s ago, and steps take 0.1 s" in verdict.cause
-    with monkeypatch.context() as patch:
-        an_hour_later = time.time() + 3600
-        patch.setattr(why.time, "time", lambda: an_hour_later)
-        assert diagnose(tmp_path).code == "silent" and "did step 1 360" in diagnose(tmp_path).cause
+    age(tmp_path, 120)
+    assert diagnose(tmp_path).code == "silent" and "did step 1 12" in diagnose(tmp_path).cause
+    age(tmp_path, -120)
     process.kill()
     process.wait()
     verdict = diagnose(tmp_path)
@@ -179,25 +189,22 @@ def test_a_living_run_shows_its_step_and_a_killed_one_that_nothing_recorded_its_
     )
 
 
-def test_what_is_known_of_the_machine_explains_a_run_without_an_end(tmp_path, living, monkeypatch):
+def test_what_is_known_of_the_machine_explains_a_run_without_an_end(tmp_path, living, monkeypatch, free_space):
     process = living()
     process.kill()
     process.wait()
     before = read_faults(tmp_path)[0].memory["oom_kills"]
-    with monkeypatch.context() as patch:
-        patch.setattr(why, "oom_kills", lambda: (before or 0) + 2)
-        if before is not None:
-            assert diagnose(tmp_path).code == "host-memory"
-            assert (
-                "for lack of memory the kernel has killed 2 processes since the run began" in diagnose(tmp_path).cause
-            )
-    with monkeypatch.context() as patch:
-        patch.setattr(psutil, "boot_time", lambda: time.time() + 1)
-        assert diagnose(tmp_path).code == "machine-restarted"
-    with monkeypatch.context() as patch:
-        patch.setattr(why.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-        assert diagnose(tmp_path).code == "disk-full"
     assert diagnose(tmp_path).code == "killed"
+    if before is not None:
+        with monkeypatch.context() as patch:
+            count_kills(patch, tmp_path / "vmstat", before)(f"oom_kill {before + 2}\n")
+            verdict = diagnose(tmp_path)
+        assert verdict.code == "host-memory"
+        assert "for lack of memory the kernel has killed 2 processes since the run began" in verdict.cause
+    free_space(0)
+    assert diagnose(tmp_path).code == "disk-full"
+    age(tmp_path, 1 + time.time() - psutil.boot_time())
+    assert diagnose(tmp_path).code == "machine-restarted"
 
 
 def test_a_run_that_was_killed_while_it_stopped_names_the_request(tmp_path, living):

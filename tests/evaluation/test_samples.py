@@ -6,7 +6,6 @@ import time
 import pytest
 
 from hybridrl.config import ConfigError
-from hybridrl.evaluation import samples
 from hybridrl.evaluation.samples import EvaluationProgress, Sample, SampleFile, read_samples
 
 
@@ -107,9 +106,8 @@ def test_hostile_texts_are_kept(tmp_path):
     assert first.response == text and second.key == "b"
 
 
-def test_a_log_gets_a_line_now_and_then_also_before_the_first_sample(monkeypatch, capsys):
-    monkeypatch.setattr(samples, "LOG_SECONDS", 0.1)
-    with EvaluationProgress(4) as shown:
+def test_a_log_gets_a_line_now_and_then_also_before_the_first_sample(capsys):
+    with EvaluationProgress(4, log_seconds=0.1) as shown:
         time.sleep(0.25)
         for score in (1.0, 0.0, None):
             shown(sample("a", score, tokens=50))
@@ -121,8 +119,7 @@ def test_a_log_gets_a_line_now_and_then_also_before_the_first_sample(monkeypatch
     assert capsys.readouterr().out == ""
 
 
-def test_a_terminal_gets_a_bar(monkeypatch, capsys):
-    monkeypatch.setattr(samples, "on_terminal", lambda: True)
+def test_a_terminal_gets_a_bar(terminal, capsys):
     with EvaluationProgress(2) as shown:
         shown(sample("a"))
     assert shown.bar is not None and shown.bar.tasks[0].completed == 1

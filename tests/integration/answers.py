@@ -1,5 +1,10 @@
 """Responses from real engines, and rows to train on, for tests of the switch."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.batching import group_by_prompt, to_batch
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
@@ -45,6 +50,14 @@ def update(workers: TrainWorkers, batch: Batch) -> None:
 def largest_gap(workers: TrainWorkers, batch: Batch) -> float:
     scored = workers.forward_log_probs(batch)
     return float((scored.old_log_probs - batch.rollout_log_probs)[batch.response_mask].abs().max())
+
+
+@contextmanager
+def sending(engine: HybridEngine, send: Callable[[Sequence[int]], None]) -> Iterator[None]:
+    """Have weight syncs in the block send weights to engines in another way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.sync, "send_all", send)
+        yield
 
 
 def tokens(responses: dict[tuple[int, int], Completion]) -> dict[tuple[int, int], list[int]]:

@@ -1,7 +1,5 @@
 """trainer.deterministic: batches always have the same composition, as rounding may depend on it."""
 
-import asyncio
-
 import numpy as np
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -39,18 +37,15 @@ def engine(config, session, tmp_path_factory):
     return engine
 
 
-def test_the_same_requests_get_bitwise_equal_responses_even_if_a_server_dies(engine):
+async def test_the_same_requests_get_bitwise_equal_responses_even_if_a_server_dies(engine):
     wanted = requests(12, 4)
     expected = generate(engine, wanted)
     responses = {}
 
-    async def disturb() -> None:
-        async for finished in engine.client.stream(wanted):
-            if not responses:
-                server_processes()[0].kill()
-            responses.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
-
-    asyncio.run(disturb())
+    async for finished in engine.client.stream(wanted):
+        if not responses:
+            server_processes()[0].kill()
+        responses.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
     assert engine.client.restarts == 1
     assert responses.keys() == expected.keys()
     for key, response in responses.items():

@@ -33,7 +33,7 @@ from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.pool import ScorerPool
 from tests.agents.sections import agent_of, environments_of
 from tests.integration.agents import REWARD, TURNS
-from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, tokens, update
+from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, sending, tokens, update
 
 FILE = Path(__file__).with_name("agents.py")
 LIMITS = Limits(prompt=32, response=416, context=448)
@@ -109,39 +109,35 @@ def test_a_call_in_the_wrong_mode_raises_and_switching_to_the_present_mode_does_
     assert engine.mode is Mode.TRAINING
 
 
-def test_weights_that_were_not_synced_stop_the_run(parts, monkeypatch):
+def test_weights_that_were_not_synced_stop_the_run(parts):
     engine, workers = parts
     wanted = requests(2)
     engine.to_rollout(4)
     responses = generate(engine, wanted)
     engine.to_training()
     update(workers, rows(wanted, responses))
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.sync, "send_all", lambda indices: None)
-        with pytest.raises(StaleWeights, match="computes with the weights of weight sync"):
-            engine.to_rollout(5)
-        finish = partial(EngineGroup.broadcast, engine.fleet.servers, RolloutEngine.finish_sync, timeout=60)
-        patch.setattr(engine.sync, "send_all", lambda indices: finish(engine.sync.sync_id, 5))
-        with pytest.raises(StaleWeights, match="differs from the trainer in the log-probs"):
-            engine.to_rollout(5)
+    stale = pytest.raises(StaleWeights, match="computes with the weights of weight sync")
+    with sending(engine, lambda indices: None), stale:
+        engine.to_rollout(5)
+    finish = partial(EngineGroup.broadcast, engine.fleet.servers, RolloutEngine.finish_sync, timeout=60)
+    stale = pytest.raises(StaleWeights, match="differs from the trainer in the log-probs")
+    with sending(engine, lambda indices: finish(engine.sync.sync_id, 5)), stale:
+        engine.to_rollout(5)
     engine.to_rollout(5)
     engine.to_training()
 
 
-def test_an_engine_tells_how_many_tokens_it_has_sampled_while_it_samples(parts):
+async def test_an_engine_tells_how_many_tokens_it_has_sampled_while_it_samples(parts):
     engine, _ = parts
     engine.to_rollout(5)
     request = Request(0, 0, PROMPT, 1, replace(SAMPLING, ignore_eos=True))
 
-    async def tokens_seen() -> tuple[int, list[int], int]:
-        servers = [lane.actor for lane in engine.client.lanes]
-        before = sum(await asyncio.gather(*(server.check() for server in servers)))
-        response, seen = engine.client.generate(request), []
-        while not response.done():
-            seen.append(sum(await asyncio.gather(*(server.check() for server in servers))) - before)
-        return len(response.result().token_ids), seen, sum([await server.check() for server in servers]) - before
-
-    length, seen, sampled = asyncio.run(tokens_seen())
+    servers = [lane.actor for lane in engine.client.lanes]
+    before = sum(await asyncio.gather(*(server.check() for server in servers)))
+    response, seen = engine.client.generate(request), []
+    while not response.done():
+        seen.append(sum(await asyncio.gather(*(server.check() for server in servers))) - before)
+    length, sampled = len(response.result().token_ids), sum([await server.check() for server in servers]) - before
     assert sampled == length == SAMPLING.max_tokens
     assert seen == sorted(seen) and any(0 < count < length for count in seen)
     engine.to_training()
@@ -165,7 +161,7 @@ def command(process: psutil.Process) -> str:
         pytest.param(signal.SIGSTOP, "killed, as it had sampled no token for", marks=pytest.mark.slow),
     ],
 )
-def test_a_server_lost_while_generating_costs_no_response(parts, monkeypatch, caplog, how, cause):
+async def test_a_server_lost_while_generating_costs_no_response(parts, monkeypatch, caplog, how, cause):
     engine, _ = parts
     wanted = requests(8, 4)
     engine.to_rollout(6)
@@ -176,13 +172,10 @@ def test_a_server_lost_while_generating_costs_no_response(parts, monkeypatch, ca
     target = server_processes()[0]
     disturbed = {}
 
-    async def disturb() -> None:
-        async for finished in engine.client.stream(wanted):
-            if not disturbed:
-                os.kill(target.pid, how)
-            disturbed.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
-
-    asyncio.run(disturb())
+    async for finished in engine.client.stream(wanted):
+        if not disturbed:
+            os.kill(target.pid, how)
+        disturbed.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
     again = tokens(generate(engine, wanted))
     assert tokens(disturbed) == undisturbed == again
     assert engine.client.restarts == restarts + 1
@@ -206,7 +199,7 @@ def test_a_server_killed_asleep_is_rebuilt_when_it_is_needed(parts):
 
 
 @pytest.mark.slow
-def test_a_server_killed_during_a_weight_sync_is_rebuilt_and_gets_all_weights(parts, monkeypatch):
+def test_a_server_killed_during_a_weight_sync_is_rebuilt_and_gets_all_weights(parts):
     engine, workers = parts
     engine.to_training()
     restarts, send_all = engine.client.restarts, engine.sync.send_all
@@ -217,8 +210,8 @@ def test_a_server_killed_during_a_weight_sync_is_rebuilt_and_gets_all_weights(pa
             victims.pop().kill()
         send_all(indices)
 
-    monkeypatch.setattr(engine.sync, "send_all", send_to_the_dead)
-    engine.to_rollout(8)
+    with sending(engine, send_to_the_dead):
+        engine.to_rollout(8)
     wanted = requests(2)
     responses = generate(engine, wanted)
     assert engine.client.restarts == restarts + 1

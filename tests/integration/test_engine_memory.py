@@ -1,6 +1,5 @@
 """Real engines that lack memory, at the start and while they generate: the run continues with less."""
 
-import asyncio
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,7 @@ def config(overrides, tmp_path_factory):
 
 
 @pytest.mark.drill
-def test_engines_without_memory_start_with_fewer_requests_and_one_that_dies_of_it_comes_back_lower(
+async def test_engines_without_memory_start_with_fewer_requests_and_one_that_dies_of_it_comes_back_lower(
     config, session, tmp_path, caplog
 ):
     worker = ppo_worker_config(config, build_algorithm(config), tmp_path, steps=10)
@@ -33,16 +32,13 @@ def test_engines_without_memory_start_with_fewer_requests_and_one_that_dies_of_i
     undisturbed, disturbed = tokens(generate(engine, wanted)), {}
     dying = next(one for one in psutil.Process().children(recursive=True) if "RolloutServer" in " ".join(one.cmdline()))
 
-    async def disturb() -> None:
-        async for finished in engine.client.stream(wanted):
-            if not disturbed:
-                for log in tmp_path.glob("rollout-*.log"):
-                    with log.open("a") as file:
-                        file.write("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
-                dying.kill()
-            disturbed.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
-
-    asyncio.run(disturb())
+    async for finished in engine.client.stream(wanted):
+        if not disturbed:
+            for log in tmp_path.glob("rollout-*.log"):
+                with log.open("a") as file:
+                    file.write("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
+            dying.kill()
+        disturbed.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
     assert tokens(disturbed) == undisturbed
     assert engine.take_metrics()["rollout/engine_restarts"] == 1
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization / 2

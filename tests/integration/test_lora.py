@@ -17,7 +17,7 @@ from hybridrl.core.weights.sync import StaleWeights
 from hybridrl.model_merger.__main__ import main
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
-from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, tokens, update
+from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, sending, tokens, update
 from tests.integration.test_run import finish, metrics, start
 
 pytestmark = pytest.mark.slow
@@ -65,19 +65,18 @@ def test_the_reference_is_the_model_without_its_adapter(parts, config):
     assert float((actual - workers.forward_log_probs(batch).old_log_probs).abs().max()) > 0.1
 
 
-def test_a_missing_weight_sync_stops_the_run_however_small_the_update(parts, monkeypatch):
+def test_a_missing_weight_sync_stops_the_run_however_small_the_update(parts):
     engine, _ = parts
     engine.to_rollout(2)
     engine.to_training()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.sync, "send_all", lambda indices: None)
-        with pytest.raises(StaleWeights, match="computes with the weights of weight sync"):
-            engine.to_rollout(3)
+    stale = pytest.raises(StaleWeights, match="computes with the weights of weight sync")
+    with sending(engine, lambda indices: None), stale:
+        engine.to_rollout(3)
     engine.to_rollout(3)
     engine.to_training()
 
 
-def test_an_old_adapter_that_is_sent_as_the_new_one_stops_the_run(parts, monkeypatch, tmp_path):
+def test_an_old_adapter_that_is_sent_as_the_new_one_stops_the_run(parts, tmp_path):
     engine, workers = parts
     wanted = requests(2)
     engine.to_rollout(3)
@@ -93,10 +92,9 @@ def test_an_old_adapter_that_is_sent_as_the_new_one_stops_the_run(parts, monkeyp
         send_all(indices)
         workers.load(tmp_path / "new", ALL)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.sync, "send_all", send_old)
-        with pytest.raises(StaleWeights, match="differs from the trainer in the log-probs"):
-            engine.to_rollout(4)
+    stale = pytest.raises(StaleWeights, match="differs from the trainer in the log-probs")
+    with sending(engine, send_old), stale:
+        engine.to_rollout(4)
     engine.to_rollout(4)
     engine.to_training()
 

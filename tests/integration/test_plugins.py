@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.runs import plugins
-from hybridrl.runs.plugins import PLUGINS, load, names
+from hybridrl.runs.plugins import PLUGINS, further_commands, load, names
 
 ENTRIES = """[hybridrl.plugins]
 engine.mine = mine.engine:ENTRY
@@ -76,9 +75,9 @@ def test_a_command_is_run_by_its_name(run: Run) -> None:
     assert "greet" in run("-m", "hybridrl", "--help")
 
 
-def test_a_plug_in_takes_the_place_of_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "installed", lambda: {"command.train": "mine.train", "command.greet": "mine.greet"})
-    assert plugins.further_commands(["train", "eval"]) == {"greet": "mine.greet"}
+def test_a_plug_in_takes_the_place_of_no_command(run: Run) -> None:
+    code = "from hybridrl.runs.plugins import further_commands as of; print(of(['train', 'eval']), of(['greet']))"
+    assert run("-c", code) == "{'greet': 'mine.greet'} {}\n" and further_commands([]) == {}
 
 
 @pytest.mark.parametrize("name", PLUGINS)

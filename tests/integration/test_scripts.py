@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import resolve_config
 from tests.report.synthetic import write_run
+from tests.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 BENCHMARK = ROOT / "scripts" / "benchmark"
@@ -243,12 +243,10 @@ def next_to_scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("script", PYTHON)
-def test_a_script_asked_for_help_answers_and_does_nothing_else(script, next_to_scripts, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [script, "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+def test_a_script_asked_for_help_answers_and_does_nothing_else(script, next_to_scripts, capsys):
+    status = run_script(ROOT / script, "--help")
     printed = capsys.readouterr().out
-    assert not ended.value.code and printed.startswith(f"usage: {Path(script).name}"), printed
+    assert not status and printed.startswith(f"usage: {Path(script).name}"), printed
 
 
 @pytest.mark.parametrize("script", SHELL)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridrl.core.cluster import group, watchdog
+from hybridrl.core.cluster import watchdog
 from hybridrl.core.rollout import client
 from tests.integration.answers import generate, largest_gap, requests, rows, tokens
 
@@ -22,10 +22,9 @@ ENDS_SECONDS = 20.0  # Ray kills a process that does not respond after 5 s, when
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch, parts) -> None:
+def soon(monkeypatch, parts, watched) -> None:
     """Report after a second."""
-    monkeypatch.setattr(watchdog, "SILENT_SECONDS", 1.0)
-    monkeypatch.setattr(group, "POLL_SECONDS", 0.2)
+    watched(silent=1.0, poll=0.2)
     parts[0].client.silent_seconds, parts[0].client.look_seconds = 1.0, 0.2
     monkeypatch.setattr(client, "CHECK_SECONDS", 0.5)
 

@@ -407,8 +407,8 @@ def test_a_failed_check_leaves_nothing_behind(saved, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_is_too_small_is_rejected_before_anything_is_written(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 100))
+def test_a_disk_that_is_too_small_is_rejected_before_anything_is_written(saved, tmp_path, free_space):
+    free_space(100)
     with pytest.raises(ConfigError, match=r"has 0\.0 GB free, and the model takes 0\.0; free some space"):
         merge(open_source(saved().directory), tmp_path / "merged")
     assert not list(tmp_path.iterdir())

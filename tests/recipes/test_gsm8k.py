@@ -1,6 +1,4 @@
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,18 +6,18 @@ import pytest
 from hybridrl.config import load_ppo_config
 from hybridrl.data.prompts import load_prompts
 from hybridrl.data.tokenizer import load_tokenizer
+from tests.scripts import run_script
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "gsm8k" / "make_data.py"
 
 
-def test_local_problems_become_prompts_for_the_random_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_problems_become_prompts_for_the_random_model(tmp_path):
     problem = {"question": "Ann has 600 pens and buys 634. How many?", "answer": "600+634=1234\n#### 1,234"}
     for split in ("train", "test"):
         (tmp_path / f"gsm8k_{split}.jsonl").write_text(json.dumps(problem) + "\n")
     model = tmp_path / "model"
     arguments = ["--out", tmp_path / "out", "--local_dir", tmp_path, "--random_model", model]
-    monkeypatch.setattr(sys, "argv", ["make_data.py", *map(str, arguments)])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert not run_script(SCRIPT, *arguments)
 
     files = [
         f"data.{name}_files={tmp_path}/out/{split}.parquet" for name, split in (("train", "train"), ("val", "test"))
@@ -47,9 +45,7 @@ def test_local_problems_become_prompts_for_the_random_model(tmp_path: Path, monk
         ("calculator_7b_8gpu", "7B", 512, 4096, "calculator-7b"),
     ],
 )
-def test_a_configuration_is_valid_and_as_the_readme_has_it(
-    name: str, model: str, prompts: int, samples: int, directory: str, tmp_path: Path
-) -> None:
+def test_a_configuration_is_valid_and_as_the_readme_has_it(name, model, prompts, samples, directory, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n")
     # Two devices: without GPUs an engine cannot use fewer than all of them.

@@ -1,7 +1,6 @@
 import json
 import runpy
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ from hybridrl.config import load_ppo_config, load_sft_config
 from hybridrl.data.conversations import load_conversations
 from hybridrl.data.prompts import load_prompts
 from hybridrl.data.tokenizer import load_tokenizer
+from tests.scripts import run_script
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
 
 
 def make(out: Path, *arguments: str) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["make_data.py", "--out", str(out), *arguments])
-        runpy.run_path(str(RECIPE / "make_data.py"), run_name="__main__")
+    assert not run_script(RECIPE / "make_data.py", "--out", out, *arguments)
     return out
 
 
@@ -36,7 +34,7 @@ def questions(file: Path) -> list[str]:
     return [row.get("messages", row.get("prompt"))[0]["content"] for row in rows(file)]
 
 
-def test_the_seed_determines_the_files_of_the_warm_start(made: Path, tmp_path: Path) -> None:
+def test_the_seed_determines_the_files_of_the_warm_start(made, tmp_path):
     again, other = make(tmp_path / "again"), make(tmp_path / "other", "--seed", "1")
     for file in (file for file in made.rglob("*") if file.is_file()):
         assert (again / file.relative_to(made)).read_bytes() == file.read_bytes(), file
@@ -46,14 +44,14 @@ def test_the_seed_determines_the_files_of_the_warm_start(made: Path, tmp_path: P
     assert (other / weights).read_bytes() != (made / weights).read_bytes()
 
 
-def test_no_validation_problem_is_in_the_training_data(made: Path) -> None:
+def test_no_validation_problem_is_in_the_training_data(made):
     val = questions(made / "val.jsonl")
     assert (len(val), len(set(val))) == (200, 200)
     assert len(set(questions(made / "train.jsonl"))) == 2000
     assert not set(val) & {*questions(made / "train.jsonl"), *questions(made / "warmup.jsonl")}
 
 
-def test_demonstrations_are_mostly_lazy_and_careful_ones_are_right(made: Path) -> None:
+def test_demonstrations_are_mostly_lazy_and_careful_ones_are_right(made):
     kinds: Counter[str] = Counter()
     for row in rows(made / "warmup.jsonl"):
         question, answer = (message["content"] for message in row["messages"])
@@ -67,7 +65,7 @@ def test_demonstrations_are_mostly_lazy_and_careful_ones_are_right(made: Path) -
     assert kinds["right"] / kinds.total() == pytest.approx(0.34 + 0.06 * 0.55 * 0.55, abs=0.02)
 
 
-def test_a_prompt_has_19_tokens_and_a_response_35(made: Path) -> None:
+def test_a_prompt_has_19_tokens_and_a_response_35(made):
     tokenizer = load_tokenizer(str(made / "model"))
     chat = [{"role": "user", "content": "What is 767+488?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
@@ -77,7 +75,7 @@ def test_a_prompt_has_19_tokens_and_a_response_35(made: Path) -> None:
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
-def test_the_three_solvers_respond_as_documented() -> None:
+def test_the_three_solvers_respond_as_documented():
     recipe = runpy.run_path(str(RECIPE / "make_data.py"))
     assert recipe["careful"]((767, 488)) == "7+8+0=15; 6+8+1=15; 7+4+1=12\n#### 1255"
     assert recipe["careless"]((767, 488)) == "7+8+0=15; 6+8+0=14; 7+4+0=11\n#### 1145"
@@ -98,17 +96,13 @@ def test_the_three_solvers_respond_as_documented() -> None:
         ("", 0.0, "", 0.0),
     ],
 )
-def test_the_reward_takes_the_last_answer_after_four_hashes(
-    answer: str, score: float, pred: str, worked: float
-) -> None:
+def test_the_reward_takes_the_last_answer_after_four_hashes(answer, score, pred, worked):
     compute_score = runpy.run_path(str(RECIPE / "reward.py"))["compute_score"]
     result = compute_score(data_source="quickstart/addition", solution_str=answer, ground_truth="1255")
     assert result == {"score": score, "acc": score, "pred": pred, "worked": worked}
 
 
-def test_the_two_configurations_match_each_other_and_the_data(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_two_configurations_match_each_other_and_the_data(made, tmp_path, monkeypatch):
     one_device = ["trainer.n_gpus_per_node=1"]
     (tmp_path / "recipes").symlink_to(RECIPE.parent)
     shutil.copytree(made, tmp_path / "outputs" / "quickstart" / "data")

@@ -1,15 +1,14 @@
 """The results of the agent and of the tool quickstart, from the files of a made-up run."""
 
 import json
-import runpy
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybridrl.report import show as samples
+from tests.scripts import run_script
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
 
@@ -57,21 +56,13 @@ def tool_run(run: Path, reward: float) -> Path:
     return made_up_run(run, [wrong, before], [wrong, right], **metrics)
 
 
-def show(
-    script: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> tuple[int | str | None, str]:
+def show(script: str, run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, str]:
     """Return exit status and output."""
-    monkeypatch.setattr(sys, "argv", [script, str(run)])
-    monkeypatch.syspath_prepend(str(RECIPE))
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(RECIPE / script), run_name="__main__")
-    return ended.value.code, capsys.readouterr().out
+    return run_script(RECIPE / script, run), capsys.readouterr().out
 
 
-def test_a_response_is_shown_with_its_call_before_and_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, text = show("show_products.py", tool_run(tmp_path / "run", 0.9), monkeypatch, capsys)
+def test_a_response_is_shown_with_its_call_before_and_after(tmp_path, capsys):
+    status, text = show("show_products.py", tool_run(tmp_path / "run", 0.9), capsys)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[:3] == [
         "What is 76*48? (It is 3648.)",
@@ -82,19 +73,15 @@ def test_a_response_is_shown_with_its_call_before_and_after(
     assert status == 0
 
 
-def test_a_run_below_nine_tenths_of_the_best_reward_exits_with_status_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, text = show("show_products.py", tool_run(tmp_path / "run", 0.89), monkeypatch, capsys)
+def test_a_run_below_nine_tenths_of_the_best_reward_exits_with_status_1(tmp_path, capsys):
+    status, text = show("show_products.py", tool_run(tmp_path / "run", 0.89), capsys)
     assert status == 1 and "did not reach the expected result: 90% of the best" in text
 
 
-def test_the_commands_to_try_next_name_the_run_and_its_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_to_try_next_name_the_run_and_its_model(tmp_path, capsys):
     run = tool_run(tmp_path / "run", 0.9)
     (run / "global_step_2" / "actor").mkdir(parents=True)
-    _, text = show("show_products.py", run, monkeypatch, capsys)
+    _, text = show("show_products.py", run, capsys)
     lines = [line for line in text.partition("To try next")[2].splitlines() if line.startswith("    ")]
     words = shlex.split("\n".join(lines).replace("\\\n", " "))
     assert f"model.path={run}/global_step_2/actor" in words
@@ -105,12 +92,10 @@ def test_the_commands_to_try_next_name_the_run_and_its_model(
     assert samples.main(shown) == 0 and "#### 2848" in capsys.readouterr().out
 
 
-def test_a_game_is_shown_guess_by_guess_and_a_custom_one_needs_no_metric_of_its_wins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_game_is_shown_guess_by_guess_and_a_custom_one_needs_no_metric_of_its_wins(tmp_path, capsys):
     first, last = record("?", "8", -0.1, LOST), record("?", "8", 0.98, FOUND)
     run = made_up_run(tmp_path / "run", [first], [last], critic__score__mean=[0.3, 0.9])
-    status, text = show("show_games.py", run, monkeypatch, capsys)
+    status, text = show("show_games.py", run, capsys)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[:3] == [
         "The number is 8, of 1 to 31",

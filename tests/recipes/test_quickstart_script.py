@@ -49,7 +49,7 @@ def stages(commands: list[str]) -> list[str]:
     return [next(name for name in names if name in command) for command in commands]
 
 
-def test_a_first_call_installs_warms_up_trains_and_shows(checkout: Path) -> None:
+def test_a_first_call_installs_warms_up_trains_and_shows(checkout):
     status, commands, printed = call(checkout, "--seed", "3", "trainer.total_training_steps=2")
     names = ["install.sh", "hybridrl.doctor", "make_data.py", "main_sft", "main_ppo", "show.py"]
     assert (status, stages(commands)) == (0, names)
@@ -63,7 +63,7 @@ def test_a_first_call_installs_warms_up_trains_and_shows(checkout: Path) -> None
         assert f"$ .venv/bin/python {command}\n" in printed
 
 
-def test_a_second_call_trains_again_from_the_same_warm_start(checkout: Path) -> None:
+def test_a_second_call_trains_again_from_the_same_warm_start(checkout):
     call(checkout)
     status, commands, _ = call(checkout, "actor_rollout_ref.rollout.n=4")
     assert (status, stages(commands)) == (0, ["install.sh", "hybridrl.doctor", "main_ppo", "show.py"])
@@ -76,9 +76,7 @@ def test_a_second_call_trains_again_from_the_same_warm_start(checkout: Path) -> 
         ("--tool", "make_products.py", "tool", "show_products.py"),
     ],
 )
-def test_an_option_selects_another_task_with_its_own_warm_start(
-    checkout: Path, option: str, make: str, train: str, show: str
-) -> None:
+def test_an_option_selects_another_task_with_its_own_warm_start(checkout, option, make, train, show):
     recipe = checkout / "recipes" / "quickstart"
     (recipe / make).write_text(make)
     (recipe / f"{train}_warmup.yaml").write_text(train)
@@ -90,7 +88,7 @@ def test_an_option_selects_another_task_with_its_own_warm_start(
     assert commands[4].startswith(f"recipes/quickstart/{show} outputs/{train} ")
 
 
-def test_values_that_are_rejected_are_known_before_the_warm_start(checkout: Path) -> None:
+def test_values_that_are_rejected_are_known_before_the_warm_start(checkout):
     status, commands, printed = call(checkout, "trainer.total_trainin_steps=2", failing="hybridrl.doctor")
     assert (status, stages(commands)) == (2, ["install.sh", "hybridrl.doctor"])
     assert "quickstart.sh: these values are rejected" in printed
@@ -102,28 +100,26 @@ def test_values_that_are_rejected_are_known_before_the_warm_start(checkout: Path
 @pytest.mark.parametrize(
     "changed", ["recipes/quickstart/warmup.yaml", "hybridrl/core/training/worker.py", "conf/data/sft.yaml"]
 )
-def test_a_change_of_its_dependencies_creates_a_new_warm_start(checkout: Path, changed: str) -> None:
+def test_a_change_of_its_dependencies_creates_a_new_warm_start(checkout, changed):
     call(checkout)
     (checkout / changed).write_text("something else\n")
     assert "main_sft" in stages(call(checkout)[1])
 
 
-def test_another_seed_creates_a_new_warm_start(checkout: Path) -> None:
+def test_another_seed_creates_a_new_warm_start(checkout):
     call(checkout)
     assert "main_sft" in stages(call(checkout, "--seed", "1")[1])
 
 
 @pytest.mark.parametrize("failing", ["hybridrl.main_sft", "hybridrl.main_ppo"])
-def test_a_failure_ends_the_script_with_its_status_and_discards_an_incomplete_warm_start(
-    checkout: Path, failing: str
-) -> None:
+def test_a_failure_ends_the_script_with_its_status_and_discards_an_incomplete_warm_start(checkout, failing):
     status, commands, _ = call(checkout, failing=failing)
     assert (status, stages(commands)[-1]) == (7, failing.removeprefix("hybridrl."))
     assert ("main_sft" in stages(call(checkout)[1])) == (failing == "hybridrl.main_sft")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--seed"], ["--seed", "two"], ["fast"]])
-def test_unknown_arguments_are_rejected_before_anything_runs(checkout: Path, arguments: list[str]) -> None:
+def test_unknown_arguments_are_rejected_before_anything_runs(checkout, arguments):
     status, commands, printed = call(checkout, *arguments)
     assert (status, commands) == (2, [])
     assert "bash scripts/quickstart.sh [--agent | --tool] [--seed N] [key=value ...]" in printed

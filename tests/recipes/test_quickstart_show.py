@@ -1,15 +1,12 @@
 import gzip
 import json
-import runpy
 import shlex
-import sys
 from pathlib import Path
 from statistics import fmean
 
-import pytest
-
 from hybridrl.report import show as samples
 from hybridrl.report.__main__ import check
+from tests.scripts import run_script
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
 
@@ -50,18 +47,12 @@ def made_up_run(run: Path, *, greedy_after: list[str] | None = None, scores: lis
     return run
 
 
-def show(run: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
-    monkeypatch.setattr(sys, "argv", ["show.py", str(run), *arguments])
-    monkeypatch.syspath_prepend(str(RECIPE))
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(RECIPE / "show.py"), run_name="__main__")
-    return ended.value.code
+def show(run: Path, *arguments: str) -> int | str | None:
+    return run_script(RECIPE / "show.py", run, *arguments)
 
 
-def test_the_output_shows_a_problem_that_became_right_and_the_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert show(made_up_run(tmp_path / "run"), monkeypatch) == 0
+def test_the_output_shows_a_problem_that_became_right_and_the_figures(tmp_path, capsys):
+    assert show(made_up_run(tmp_path / "run")) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[:3] == [
         "What is 767+488? (It is 1255.)",
@@ -75,13 +66,11 @@ def test_the_output_shows_a_problem_that_became_right_and_the_figures(
     assert "accuracy 0.933 0.967" in lines  # 28 and 29 of 30
 
 
-def test_the_next_commands_are_ones_that_work_without_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_next_commands_are_ones_that_work_without_a_gpu(tmp_path, capsys):
     run = made_up_run(tmp_path / "run")
     for step in (9, 10):
         (run / f"global_step_{step}" / "actor").mkdir(parents=True)
-    show(run, monkeypatch)
+    show(run)
     text = capsys.readouterr().out.replace("\\\n", " ")
     commands = [shlex.split(line) for line in text.partition("To try next")[2].splitlines() if line.startswith("    ")]
     names = [words[1] for words in commands if words[0] == "hybridrl"]
@@ -96,24 +85,18 @@ def test_the_next_commands_are_ones_that_work_without_a_gpu(
     assert json.loads(curl[curl.index("-d") + 1])["messages"][0]["content"] == "What is 767+488?"
 
 
-def test_a_run_that_has_not_learned_exits_with_status_1_and_a_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert show(made_up_run(tmp_path / "run", greedy_after=[LAZY, WORKED, LAZY]), monkeypatch) == 1
+def test_a_run_that_has_not_learned_exits_with_status_1_and_a_message(tmp_path, capsys):
+    assert show(made_up_run(tmp_path / "run", greedy_after=[LAZY, WORKED, LAZY])) == 1
     assert "did not reach the expected result" in capsys.readouterr().out
 
 
-def test_responses_are_scored_by_the_quickstarts_rule_independent_of_the_reward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert show(made_up_run(tmp_path / "run", scores=[-30.0, *[-3.0] * 9]), monkeypatch) == 0
+def test_responses_are_scored_by_the_quickstarts_rule_independent_of_the_reward(tmp_path, capsys):
+    assert show(made_up_run(tmp_path / "run", scores=[-30.0, *[-3.0] * 9])) == 0
     assert "0.250   -5.700" in capsys.readouterr().out
 
 
-def test_the_shares_of_time_add_up_to_the_total(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    show(made_up_run(tmp_path / "run"), monkeypatch, "--seconds", "100", "--warm-start-seconds", "40")
+def test_the_shares_of_time_add_up_to_the_total(tmp_path, capsys):
+    show(made_up_run(tmp_path / "run"), "--seconds", "100", "--warm-start-seconds", "40")
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     start = lines.index("total seconds 100.0 s")
     assert "warm start 40.0 s 40.0%" in lines[start:]
@@ -124,24 +107,22 @@ def test_the_shares_of_time_add_up_to_the_total(
     assert any("90% of the responses show work now, 50% did before" in line for line in lines)
 
 
-def test_escape_codes_in_a_response_do_not_reach_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_escape_codes_in_a_response_do_not_reach_the_terminal(tmp_path, capsys):
     run = made_up_run(tmp_path / "run")
     dump(run / "samples" / "0.jsonl", [LAZY, "\x1b[2J" + LAZY, *[WORKED] * 28])
-    show(run, monkeypatch)
+    show(run)
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_files_that_were_compressed_for_their_size_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_were_compressed_for_their_size_are_read(tmp_path):
     run = made_up_run(tmp_path / "run")
     for file in [*(run / "samples").iterdir(), *(run / "rollouts").iterdir()]:
         file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
         file.unlink()
-    assert show(run, monkeypatch) == 0
+    assert show(run) == 0
 
 
-def test_a_run_without_two_validations_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_two_validations_is_rejected(tmp_path):
     run = made_up_run(tmp_path / "run")
     (run / "metrics.jsonl").write_text('{"step": 0, "timing_s/testing": 1.0}\n')
-    assert "nothing to compare" in str(show(run, monkeypatch))
+    assert "nothing to compare" in str(show(run))

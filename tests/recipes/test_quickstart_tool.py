@@ -3,7 +3,6 @@
 import json
 import runpy
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from hybridrl.config import load_ppo_config, load_sft_config
 from hybridrl.data.conversations import load_conversations
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.runs.prepare import prepare
+from tests.scripts import run_script
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
 
@@ -24,10 +24,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tool")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(RECIPE))
-        patch.setattr(sys, "argv", ["make_products.py", "--out", str(out)])
-        runpy.run_path(str(RECIPE / "make_products.py"), run_name="__main__")
+    assert not run_script(RECIPE / "make_products.py", "--out", out)
     return out
 
 
@@ -45,7 +42,7 @@ def dialogue_of(made: Path) -> Dialogue:
     return Dialogue(tokenizer, [tokenizer.eos_token_id])
 
 
-def test_a_third_of_the_demonstrations_call_and_the_guesses_are_wrong(made: Path) -> None:
+def test_a_third_of_the_demonstrations_call_and_the_guesses_are_wrong(made):
     kinds: Counter[str] = Counter()
     for row in rows(made / "warmup.jsonl"):
         _, question, *turns = row["messages"]
@@ -64,13 +61,13 @@ def test_a_third_of_the_demonstrations_call_and_the_guesses_are_wrong(made: Path
     assert kinds["right guess"] / kinds.total() < 0.01  # 70*40
 
 
-def test_a_guess_multiplies_the_tens_and_the_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guess_multiplies_the_tens_and_the_ones_alone(monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPE))
     guess = runpy.run_path(str(RECIPE / "make_products.py"))["guess"]
     assert [guess(problem) for problem in ((76, 48), (33, 33), (70, 40))] == [2848, 909, 2800]
 
 
-def test_no_validation_problem_is_in_the_training_data(made: Path) -> None:
+def test_no_validation_problem_is_in_the_training_data(made):
     questions = {
         name: [row.get("messages", row.get("prompt"))[-1 if name != "warmup" else 1]["content"] for row in data]
         for name, data in ((name, rows(made / f"{name}.jsonl")) for name in ("train", "val", "warmup"))
@@ -80,7 +77,7 @@ def test_no_validation_problem_is_in_the_training_data(made: Path) -> None:
 
 
 @pytest.mark.parametrize("calls", [True, False])
-def test_a_demonstration_has_the_tokens_that_a_run_reads_and_samples(made: Path, calls: bool) -> None:
+def test_a_demonstration_has_the_tokens_that_a_run_reads_and_samples(made, calls):
     dialogue, messages = dialogue_of(made), demonstration(made, calls=calls)
     (made / "one.jsonl").write_text(json.dumps({"messages": messages}))
     config = load_sft_config(
@@ -93,7 +90,7 @@ def test_a_demonstration_has_the_tokens_that_a_run_reads_and_samples(made: Path,
     assert [conversation.ids[: len(ids)], conversation.loss_mask[: len(ids)]] == [ids, mask]
 
 
-def test_the_call_of_a_demonstration_is_read_and_short(made: Path) -> None:
+def test_the_call_of_a_demonstration_is_read_and_short(made):
     dialogue, tokenizer = dialogue_of(made), dialogue_of(made).tokenizer
     written = '<tool_call>{"name": "calculator", "arguments": {"expression": "76*48"}}</tool_call>'
     parser = call_parser("auto", "qwen2", dialogue)
@@ -107,9 +104,7 @@ def test_the_call_of_a_demonstration_is_read_and_short(made: Path) -> None:
     assert len(tokenizer(written)["input_ids"]) <= 30
 
 
-def test_its_configurations_are_accepted_with_its_data(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_configurations_are_accepted_with_its_data(made, tmp_path, monkeypatch):
     (tmp_path / "recipes").symlink_to(RECIPE.parent)
     shutil.copytree(made, tmp_path / "outputs" / "tool" / "data")
     monkeypatch.chdir(tmp_path)

@@ -1,18 +1,15 @@
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hybridrl.config.schema_algorithm import (
     CustomRewardConfig,
-    OverlongBufferConfig,
     RewardConfig,
-    RewardKwargsConfig,
     RewardManagerConfig,
     RewardManagerModuleConfig,
-    SandboxConfig,
 )
+from tests.sections import section_of
 
 WriteReward = Callable[..., RewardConfig]
 
@@ -36,28 +33,12 @@ def reward_config(tmp_path: Path) -> WriteReward:
             file = tmp_path / "my_reward.py"
             file.write_text(source)
             path = path or str(file)
-        settings = RewardConfig(
-            num_workers=num_workers,
-            timeout=timeout,
-            memory_mb=None,
-            retries=0,
-            on_error="exclude",
-            max_fault_rate=0.5,
-            max_fault_steps=3,
-            add_environment_reward=False,
-            functions={},
-            weights={},
-            scale=1.0,
-            clip_range=[],
-            max_concurrent=1,
-            max_rpm=None,
-            max_tpm=None,
-            estimated_tokens_per_request=2000,
-            custom_reward_function=CustomRewardConfig(path, name, reward_kwargs),
-            reward_manager=RewardManagerConfig("register", manager, RewardManagerModuleConfig(None, "custom")),
-            sandbox_fusion=SandboxConfig(None, 1024),
-            reward_kwargs=RewardKwargsConfig(512, OverlongBufferConfig(False, 4096, 1.0, False)),
-        )
-        return replace(settings, **(more or {}))
+        values = {
+            "num_workers": num_workers,
+            "timeout": timeout,
+            "custom_reward_function": CustomRewardConfig(path, name, reward_kwargs),
+            "reward_manager": RewardManagerConfig("register", manager, RewardManagerModuleConfig(None, "custom")),
+        }
+        return section_of(RewardConfig, "reward", **values | (more or {}))
 
     return make

@@ -1,4 +1,3 @@
-import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -70,11 +69,8 @@ def test_an_async_function_keeps_its_event_loop_from_call_to_call(reward_config)
     assert main(ANSWER) == main(ANSWER)
 
 
-def test_an_async_function_can_be_called_while_the_caller_runs_a_loop(reward_config):
-    async def main() -> int:
-        return returned(reward_config(ASYNC_SOURCE))
-
-    assert isinstance(asyncio.run(main()), int)
+async def test_an_async_function_can_be_called_while_the_caller_runs_a_loop(reward_config):
+    assert isinstance(returned(reward_config(ASYNC_SOURCE)), int)
 
 
 def test_files_beside_the_reward_file_can_be_imported(reward_config, tmp_path):

@@ -107,17 +107,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def answer(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> Iterator[Callable[..., Answer]]:
+def answer(place, tmp_path, session_start, monkeypatch, capsys) -> Iterator[Callable[..., Answer]]:
     """Give a command to main_ppo; what it prints, its exit status, and whether it would have started."""
     starts = []
 
-    def start(*_: object) -> None:
+    def start(trainer: object, ray_init: dict, *more: object) -> None:
+        if ray_init.get("address"):
+            START_SESSION(trainer, ray_init, *more)
         starts.append(True)
         raise Started
 
-    monkeypatch.setattr(setup, "start_session", start)
+    session_start(start)
     monkeypatch.setattr(command, "fork_server", lambda *_, **__: nullcontext())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -345,7 +345,7 @@ WARNED = {
 
 
 @pytest.mark.parametrize("case", REJECTED)
-def test_it_is_rejected_before_the_start(answer: Callable[..., Answer], case: str) -> None:
+def test_it_is_rejected_before_the_start(answer, case):
     words, expected = REJECTED[case]
     found = answer(*words)
     assert (found.status, found.started) == (2, False), found.text
@@ -354,21 +354,20 @@ def test_it_is_rejected_before_the_start(answer: Callable[..., Answer], case: st
 
 
 @pytest.mark.parametrize("case", WARNED)
-def test_it_is_said_and_the_run_starts(answer: Callable[..., Answer], case: str) -> None:
+def test_it_is_said_and_the_run_starts(answer, case):
     words, expected = WARNED[case]
     found = answer(*words)
     assert found.started, found.text
     assert [part for part in expected if part not in found.text] == [], found.text
 
 
-def test_a_cluster_that_does_not_respond_is_rejected(answer: Callable[..., Answer], monkeypatch) -> None:
-    monkeypatch.setattr(setup, "start_session", START_SESSION)
+def test_a_cluster_that_does_not_respond_is_rejected(answer):
     found = answer("ray_kwargs.ray_init.address=127.0.0.1:9")
     assert found.status == 2, found.text
     assert "no Ray responds at 127.0.0.1:9" in found.text and "ray start --head" in found.text
 
 
-def test_a_directory_in_use_is_rejected(answer: Callable[..., Answer], tmp_path: Path) -> None:
+def test_a_directory_in_use_is_rejected(answer, tmp_path):
     (tmp_path / "run").mkdir()
     store = Store(tmp_path / "run")
     try:
@@ -379,13 +378,13 @@ def test_a_directory_in_use_is_rejected(answer: Callable[..., Answer], tmp_path:
     assert str(os.getpid()) in found.text and "trainer.default_local_dir" in found.text
 
 
-def test_custom_sinks_schedules_and_rules_that_work_are_accepted(answer: Callable[..., Answer]) -> None:
+def test_custom_sinks_schedules_and_rules_that_work_are_accepted(answer):
     keys = {"trainer.logger": "[console,extensions.py:Quiet]", "trainer.health_rules": "[extensions.py:all_well]"}
     keys |= {f"{ACTOR}.optim.lr_scheduler_type": "extensions.py:half", "trainer.on_diagnosis": "{all-well: stop}"}
     found = answer(*(f"{key}={value}" for key, value in keys.items()))
     assert found.started, found.text
 
 
-def test_the_command_without_a_fault_starts(answer: Callable[..., Answer]) -> None:
+def test_the_command_without_a_fault_starts(answer):
     found = answer()
     assert found.started, found.text

@@ -20,7 +20,6 @@ from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import SaveFailed, Store
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.core.cluster import Group, OutOfMemory, WorkerDied, failures, gather
-from hybridrl.core.cluster import group as groups
 from hybridrl.core.cluster.dispatch import ActorLost
 from hybridrl.core.hybrid_engine import HybridEngine
 from hybridrl.core.required import required
@@ -34,7 +33,7 @@ from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import ScoringRequest
 from hybridrl.runs.restarts import with_restarts
 from hybridrl.tracking.faults import code_of
-from tests.core.cluster.test_group import Call, FakeRay
+from tests.core.cluster.test_group import Call, FakeRay, replace_ray
 from tests.core.rollout.test_client import SAMPLING, respond
 from tests.core.rollout.test_ladder import Section
 from tests.core.test_hybrid_engine import Fleet, Ranks, Sync
@@ -100,9 +99,7 @@ class Failing(Call):
 
 @pytest.fixture(autouse=True)
 def ray(monkeypatch) -> None:
-    monkeypatch.setattr(groups, "ray", FakeRay())
-    monkeypatch.setattr(groups, "lost_component", lambda: None)
-    monkeypatch.setattr(groups, "kill", lambda actor: None)
+    replace_ray(monkeypatch, FakeRay())
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +297,7 @@ def test_a_rank_that_is_lost_in_a_save_is_the_cause_of_its_failure(tmp_path, err
 
 
 @every_error
-def test_an_episode_worker_that_is_lost_is_replaced_and_its_episodes_run_again(error):
+async def test_an_episode_worker_that_is_lost_is_replaced_and_its_episodes_run_again(error):
     replaced: list[int] = []
 
     class Workers:
@@ -313,13 +310,10 @@ def test_an_episode_worker_that_is_lost_is_replaced_and_its_episodes_run_again(e
             replaced.append(index)
             return self.actors[0]
 
-    async def run() -> None:
-        dispatch = EpisodeDispatch(Workers())
-        (ended,) = dispatch.start([None], lambda request: None)
-        assert (await ended).fault == "died"  # as it is lost in the same environment a second time
-        dispatch.close()
-
-    asyncio.run(run())
+    dispatch = EpisodeDispatch(Workers())
+    (ended,) = dispatch.start([None], lambda request: None)
+    assert (await ended).fault == "died"  # as it is lost in the same environment a second time
+    dispatch.close()
     assert replaced == [0, 0]
 
 
@@ -328,5 +322,5 @@ def test_sharing_rows_with_a_full_object_store_restarts_the_run(config, monkeypa
         def put(self, value: object) -> None:
             raise exceptions.ObjectStoreFullError("2 GiB")
 
-    monkeypatch.setattr(groups, "ray", FullStore())
+    replace_ray(monkeypatch, FullStore())
     assert attempts(config, lambda: Group.share([1])) == 2

@@ -67,10 +67,14 @@ class RaySession:
         self.events.append("close")
 
 
-def test_one_ray_serves_run_after_run_until_one_fails(monkeypatch):
-    monkeypatch.setattr(setup, "start_session", RaySession)
+@pytest.fixture
+def sessions(session_start) -> Any:
+    session_start(RaySession)
+    return setup.Sessions()
+
+
+def test_one_ray_serves_run_after_run_until_one_fails(sessions):
     trainer = SimpleNamespace(device="cpu", nnodes=1, n_gpus_per_node=1)
-    sessions: Any = setup.Sessions()
     for _ in range(3):
         with sessions.open(trainer, {}, {}) as session:
             assert session.kept is None
@@ -81,12 +85,10 @@ def test_one_ray_serves_run_after_run_until_one_fails(monkeypatch):
         assert following is not session and not following.events
 
 
-def test_servers_on_devices_of_their_own_are_left_to_the_next_attempt_of_a_run_whose_worker_died(monkeypatch):
-    monkeypatch.setattr(setup, "start_session", RaySession)
+def test_servers_on_devices_of_their_own_are_left_to_the_next_attempt_of_a_run_whose_worker_died(sessions):
     found = resolve_config(PPOConfig, SEPARATE, "ppo_trainer", offline=True)
     assert found.config is not None
     config, other = found.config, deepcopy(found.config)
-    sessions = setup.Sessions()
 
     def attempt(of: PPOConfig) -> RaySession:
         with pytest.raises(WorkerDied), sessions.open(of.trainer, {}, {}, of.rollout_pool) as session:

@@ -48,7 +48,7 @@ class Work:
         return Command(**{**vars(main_ppo.COMMAND), "open": lambda first: nullcontext(self)})
 
 
-def test_a_run_gets_the_resolved_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_gets_the_resolved_configuration(capsys):
     work = Work()
     assert run_command(work.command, [*NEEDED, "data.train_batch_size=512"]) == 0
     (config,) = work.configs
@@ -56,14 +56,14 @@ def test_a_run_gets_the_resolved_configuration(capsys: pytest.CaptureFixture[str
     assert "train_batch_size=512" in capsys.readouterr().out
 
 
-def test_help_and_configuration_leave_a_closed_connection_an_error_elsewhere(capsys: pytest.CaptureFixture) -> None:
+def test_help_and_configuration_leave_a_closed_connection_an_error_elsewhere(capsys):
     before = signal.getsignal(signal.SIGPIPE)
     for option in ("--help", "--cfg"):
         assert run_command(Work().command, [*NEEDED, option]) == 0
     assert signal.getsignal(signal.SIGPIPE) == before != signal.SIG_DFL
 
 
-def test_a_command_without_arguments_names_the_missing_keys_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_without_arguments_names_the_missing_keys_and_the_help(capsys):
     assert run_command(Work().command, []) == 2
     output = capsys.readouterr()
     assert output.out == ""
@@ -77,7 +77,7 @@ def test_a_command_without_arguments_names_the_missing_keys_and_the_help(capsys:
     assert lines[-1] == "(--help all lists all keys)"
 
 
-def test_an_error_is_printed_literally_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_printed_literally_to_standard_error(capsys):
     assert run_command(Work().command, [*NEEDED, "trainer.seed=[/red]"]) == 2
     assert capsys.readouterr().err == "error: trainer.seed=[/red]: expected an integer\n"
 
@@ -92,15 +92,13 @@ def test_an_error_is_printed_literally_to_standard_error(capsys: pytest.CaptureF
         (WorkerDied("gone\nits log"), 1, "(docs/errors.md#worker-died)"),
     ],
 )
-def test_each_ending_has_its_status_and_its_message(
-    capsys: pytest.CaptureFixture[str], error: BaseException, status: int, line: str
-) -> None:
+def test_each_ending_has_its_status_and_its_message(capsys, error, status, line):
     assert run_command(Work(error).command, NEEDED) == status
     output = capsys.readouterr()
     assert line in (output.out + output.err).splitlines()
 
 
-def test_only_an_error_from_outside_shows_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_an_error_from_outside_shows_a_traceback(capsys):
     run_command(Work(ValueError("outside")).command, NEEDED)
     assert "Traceback" in capsys.readouterr().err
     ours = type("Ours", (RuntimeError,), {"__module__": "hybridrl.anywhere", "code": "its-code"})
@@ -109,7 +107,7 @@ def test_only_an_error_from_outside_shows_a_traceback(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("number", "name"), NAMES.items())
-def test_a_stopped_run_names_the_signal(capsys: pytest.CaptureFixture[str], number: signal.Signals, name: str) -> None:
+def test_a_stopped_run_names_the_signal(capsys, number, name):
     class Stopped(Work):
         def __call__(self, config: object) -> None:
             try:
@@ -121,7 +119,7 @@ def test_a_stopped_run_names_the_signal(capsys: pytest.CaptureFixture[str], numb
     assert f"stopped ({name})" in capsys.readouterr().out
 
 
-def test_cfg_prints_yaml_that_loads_again_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cfg_prints_yaml_that_loads_again_and_runs_nothing(capsys):
     work = Work()
     assert run_command(work.command, ["--cfg", *NEEDED, "data.train_batch_size=2"]) == 0
     output = capsys.readouterr()
@@ -134,7 +132,7 @@ def test_cfg_prints_yaml_that_loads_again_and_runs_nothing(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("words", [["--cfg", "job"], ["--cfg=job"], ["-c", "job"], ["--cfg", "all", "--resolve"]])
-def test_the_configuration_is_printed_as_hydra_s_users_ask_for_it(capsys: pytest.CaptureFixture[str], words) -> None:
+def test_the_configuration_is_printed_as_hydra_s_users_ask_for_it(capsys, words):
     assert run_command(Work().command, [*words, *NEEDED]) == 0
     whole = capsys.readouterr().out
     assert yaml.safe_load(whole)["trainer"]["resume_mode"] == "auto"
@@ -144,7 +142,7 @@ def test_the_configuration_is_printed_as_hydra_s_users_ask_for_it(capsys: pytest
     assert "--package=trainr: there is no such section" in capsys.readouterr().err
 
 
-def test_cfg_prints_a_configuration_as_far_as_it_can_be_read_and_what_is_wrong_with_it(capsys) -> None:
+def test_cfg_prints_a_configuration_as_far_as_it_can_be_read_and_what_is_wrong_with_it(capsys):
     assert run_command(Work().command, ["--cfg", "job", "data.train_batch_size=7"]) == 2
     output = capsys.readouterr()
     printed = yaml.safe_load(output.out)
@@ -152,7 +150,7 @@ def test_cfg_prints_a_configuration_as_far_as_it_can_be_read_and_what_is_wrong_w
     assert "data.train_files is not set; add data.train_files=..." in output.err
 
 
-def test_cfg_of_a_sweep_prints_every_configuration_and_runs_nothing(capsys) -> None:
+def test_cfg_of_a_sweep_prints_every_configuration_and_runs_nothing(capsys):
     work = Work()
     assert run_command(work.command, ["-m", *NEEDED, "trainer.seed=3,4", "--cfg", "-p", "trainer"]) == 0
     output = capsys.readouterr().out
@@ -161,25 +159,25 @@ def test_cfg_of_a_sweep_prints_every_configuration_and_runs_nothing(capsys) -> N
 
 
 @pytest.mark.parametrize("option", ["--info=all", "-sc", "--config-dir"])
-def test_options_of_hydra_that_there_are_not_are_met_with_what_to_do(capsys, option) -> None:
+def test_options_of_hydra_that_there_are_not_are_met_with_what_to_do(capsys, option):
     with pytest.raises(SystemExit):
         run_command(Work().command, [option, *NEEDED])
     assert "key=value" not in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_help_before_a_value_is_not_a_section(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_before_a_value_is_not_a_section(capsys):
     assert run_command(Work().command, ["--help", *NEEDED]) == 0
     assert "keys to begin with:" in capsys.readouterr().out
 
 
-def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_option_is_a_usage_error(capsys):
     with pytest.raises(SystemExit, match="2"):
         run_command(Work().command, ["--config", "x"])
     assert "unknown option --config; configuration keys are given as key=value" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("module", [main_ppo, main_sft])
-def test_help_shows_an_example_and_lists_the_keys(capsys: pytest.CaptureFixture[str], module) -> None:
+def test_help_shows_an_example_and_lists_the_keys(capsys, module):
     assert module.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert f"usage: python -m {module.__name__} [key=value ...]" in text
@@ -192,13 +190,13 @@ def test_help_shows_an_example_and_lists_the_keys(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("module", [main_ppo, main_sft])
-def test_the_example_of_the_help_is_valid(module) -> None:
+def test_the_example_of_the_help_is_valid(module):
     for file in ("train.parquet", "test.parquet"):
         Path(file).touch()
     module.COMMAND.load(list(module.COMMAND.example))
 
 
-def test_the_module_runs_as_a_command() -> None:
+def test_the_module_runs_as_a_command():
     top = Path(main_ppo.__file__).parent.parent
     command = [
         sys.executable,

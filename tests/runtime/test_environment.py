@@ -5,12 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from hybridrl.runtime import environment as environments
 from hybridrl.runtime.environment import CACHES, worker_environment
 
 FAULTS = """
@@ -52,8 +52,8 @@ def test_an_allocator_whose_path_would_be_split_is_not_used(tmp_path, monkeypatc
     library = tmp_path / place / "core" / "libjemalloc.so"
     library.parent.mkdir(parents=True)
     library.touch()
-    result = SimpleNamespace(origin=str(tmp_path / place / "__init__.py"))
-    monkeypatch.setattr(environments, "find_spec", lambda _: result)
+    found = ModuleSpec("ray", None, origin=str(tmp_path / place / "__init__.py"))
+    monkeypatch.setitem(sys.modules, "ray", module_from_spec(found))
     assert "LD_PRELOAD" not in worker_environment("cpu", slots=1)
 
 
@@ -70,8 +70,8 @@ def test_on_cuda_segments_that_other_processes_cannot_open_are_not_used(monkeypa
     assert name not in worker_environment("cuda", slots=1)
 
 
-def test_slots_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+def test_slots_share_the_cores(cores) -> None:
+    cores(8)
     assert worker_environment("cpu", slots=2)["OMP_NUM_THREADS"] == "4"
     assert worker_environment("cpu", slots=16)["OMP_NUM_THREADS"] == "1"
 

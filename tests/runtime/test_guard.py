@@ -196,12 +196,16 @@ def test_other_users_may_not_enter_the_directory(start):
     assert start().directories[0].stat().st_mode & 0o777 == 0o700
 
 
+def count_kills(patch: pytest.MonkeyPatch, file: Path, before: int) -> Callable[[str], int]:
+    """Set the counts of the kernel by a file; when the run began it had counted so many kills for lack of memory."""
+    patch.setattr(guard, "KERNEL_COUNTS", file)
+    patch.setattr(guard, "OOM_KILLS_BEFORE", before)
+    return file.write_text
+
+
 @pytest.fixture
 def counts(tmp_path, monkeypatch) -> Callable[[str], int]:
-    """Set the counts of the kernel; when the run began it had counted two kills for lack of memory."""
-    monkeypatch.setattr(guard, "KERNEL_COUNTS", tmp_path / "vmstat")
-    monkeypatch.setattr(guard, "OOM_KILLS_BEFORE", 2)
-    return (tmp_path / "vmstat").write_text
+    return count_kills(monkeypatch, tmp_path / "vmstat", before=2)
 
 
 def test_kills_by_the_kernel_since_the_run_began_are_reported(counts):

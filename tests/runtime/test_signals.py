@@ -1,22 +1,20 @@
 import os
 import signal
+import time
 from contextlib import suppress
 
 import pytest
 
 from hybridrl.runtime import signals
 
-
-@pytest.fixture(autouse=True)
-def no_requests(monkeypatch):
-    monkeypatch.setattr(signals, "REQUESTS", signals.Requests())
+pytestmark = pytest.mark.usefixtures("no_requests")
 
 
-def test_the_second_request_stops_at_once(monkeypatch, capsys):
-    monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", 0.0)
+def test_the_second_request_stops_at_once(capsys):
     with signals.StopRequest(wait_for_step=True) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.reason == "SIGTERM"
+        time.sleep(signals.SAME_REQUEST_SECONDS)
         with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
             os.kill(os.getpid(), signal.SIGINT)
     assert "SIGTERM: stopping after this step is saved" in capsys.readouterr().out

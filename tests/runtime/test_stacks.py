@@ -54,11 +54,15 @@ def start(tmp_path, monkeypatch) -> Iterator[Callable[..., int]]:
 
 
 @pytest.fixture
-def soon(monkeypatch) -> None:
-    """Expect replies at once."""
+def soon(monkeypatch) -> Callable[[float], None]:
+    """Expect replies at once, from processes that computed for so many seconds: 0 unless it is called."""
     monkeypatch.setattr(stacks, "REPLY_SECONDS", 0.5)
-    monkeypatch.setattr(stacks, "SIGNAL_SECONDS", 0.3)
-    monkeypatch.setattr(stacks, "STARVED_SECONDS", 0.0)
+
+    def starved(seconds: float) -> None:
+        monkeypatch.setattr(stacks, "STARVED_SECONDS", seconds)
+
+    starved(0.0)
+    return starved
 
 
 def named(log: str, pattern: str) -> re.Match:
@@ -107,8 +111,8 @@ def test_a_process_that_would_die_of_the_signal_gets_none(start, soon, tmp_path)
     os.kill(pid, 0)
 
 
-def test_a_process_that_has_no_time_to_reply_gets_no_signal(start, soon, tmp_path, monkeypatch):
-    monkeypatch.setattr(stacks, "STARVED_SECONDS", 60.0)
+def test_a_process_that_has_no_time_to_reply_gets_no_signal(start, soon, tmp_path):
+    soon(60.0)
     log = str(tmp_path / "train-0.log")
     pid = start(WITH_THE_GIL)
     assert re.search(rf"\(pid {pid}\) no thread has run Python .* running \(state R\)$", activities([log])[log])

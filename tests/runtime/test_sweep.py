@@ -46,7 +46,7 @@ def needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 LR = "actor_rollout_ref.actor.optim.lr"
 
 
-def test_every_combination_runs_in_a_directory_of_its_name_on_one_ray(needed: list[str]) -> None:
+def test_every_combination_runs_in_a_directory_of_its_name_on_one_ray(needed):
     runs = Runs()
     assert run_command(runs.command, [*needed, f"{LR}=1e-3,2e-3", "data.seed=range(1,3)"]) == 0
     assert runs.opened == 1
@@ -58,14 +58,14 @@ def test_every_combination_runs_in_a_directory_of_its_name_on_one_ray(needed: li
     ]
 
 
-def test_a_run_that_fails_does_not_stop_the_others(needed: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_a_run_that_fails_does_not_stop_the_others(needed, capsys):
     runs = Runs(failing="seed-1")
     assert run_command(runs.command, [*needed, "data.seed=0,1,2"]) == 1
     assert [seed for _, _, seed in runs.done] == [0, 2]
     assert "seed-1: failed [unexpected]: no luck" in capsys.readouterr().out
 
 
-def test_a_run_that_returns_an_exit_status_does_not_stop_the_others(needed, capsys) -> None:
+def test_a_run_that_returns_an_exit_status_does_not_stop_the_others(needed, capsys):
     class Faulty(Runs):
         def run(self, config) -> int:
             super().run(config)
@@ -93,9 +93,7 @@ def test_a_run_that_returns_an_exit_status_does_not_stop_the_others(needed, caps
         (["data.seed=0,1", "--at-once=4096"], "--at-once=4096: this machine has"),
     ],
 )
-def test_a_sweep_is_rejected_before_its_first_run(
-    needed: list[str], capsys: pytest.CaptureFixture, arguments: list[str], message: str
-) -> None:
+def test_a_sweep_is_rejected_before_its_first_run(needed, capsys, arguments, message):
     runs = Runs()
     assert run_command(runs.command, [*needed, *arguments]) == 2
     assert runs.done == [] and message in " ".join(capsys.readouterr().err.split())
@@ -110,7 +108,7 @@ def test_a_sweep_is_rejected_before_its_first_run(
         ({"data.train_files": "[/data/x.jsonl]"}, "train_files-_data_x.jsonl_"),
     ],
 )
-def test_names_need_no_quotes(combination: dict[str, str], name: str) -> None:
+def test_names_need_no_quotes(combination, name):
     assert name_of(combination) == name
 
 
@@ -118,16 +116,16 @@ def gpu_runs(each: int) -> SimpleNamespace:
     return SimpleNamespace(trainer=SimpleNamespace(device="cuda"), devices_per_machine=each)
 
 
-def test_gpus_are_divided_among_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+def test_gpus_are_divided_among_runs_at_once(monkeypatch, cores):
+    cores(8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     parts = list(parts_of_machine(gpu_runs(2), 2))
     assert [part.environment["CUDA_VISIBLE_DEVICES"] for part in parts] == ["4,5", "6,7"]
     assert [part.cores for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_more_runs_at_once_than_there_are_gpus_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_runs_at_once_than_there_are_gpus_are_rejected(monkeypatch, cores):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    cores(8)
     with pytest.raises(ConfigError, match="need 3 GPUs, and this machine has 2"):
         list(parts_of_machine(gpu_runs(1), 3))

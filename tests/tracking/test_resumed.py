@@ -6,13 +6,11 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from hybridrl.tracking import Resume, SampleRow, Tracker, draw_curves, read_metrics, summary
 
@@ -118,18 +116,10 @@ def test_curves_and_summary_cover_all_steps(tmp_path):
     assert draw_curves(tmp_path) == tmp_path / "curves.png"
 
 
-class Terminal(StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_progress_bar_starts_at_the_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    screen = Terminal()
-    monkeypatch.setattr("hybridrl.tracking.console.console", Console(file=screen, width=100))
+def test_the_progress_bar_starts_at_the_checkpoint(tmp_path, terminal):
     with tracker(tmp_path, ["console"], Resume(2)):
         pass
-    assert "2/5" in screen.getvalue()
+    assert "2/5" in terminal.getvalue()
 
 
 def scalars(run_dir: Path) -> list[tuple[int, float]]:

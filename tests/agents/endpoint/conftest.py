@@ -55,7 +55,9 @@ class Script:
 def kit_of(tokenizer: Qwen2Tokenizer) -> Callable[..., Kit]:
     """Make what the sessions of an endpoint share, with these limits."""
 
-    def make(prompt: int = 2000, response: int = 4000, context: int = 6000, **limits: Any) -> Kit:
+    def make(
+        prompt: int = 2000, response: int = 4000, context: int = 6000, *, tokenizer: Any = tokenizer, **limits: Any
+    ) -> Kit:
         bounds = Limits(prompt, response, context, **limits)
         return Kit.of(tokenizer, [tokenizer.eos_token_id], bounds, format="hermes")
 

@@ -5,6 +5,7 @@ import pickle
 import textwrap
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -92,10 +93,12 @@ def test_an_agent_gives_the_rows_of_the_same_loop_as_an_environment(run, tokeniz
     assert list(found.messages) == list(expected.messages) and asked.limits == by_agent.limits
 
 
-def test_the_column_enable_thinking_of_a_row_holds_in_its_session(run, tokenizer, monkeypatch):
+def test_the_column_enable_thinking_of_a_row_holds_in_its_session(run, tokenizer):
     quiet = "{% if add_generation_prompt and enable_thinking is false %}{{ '<quiet>' }}{% endif %}"
-    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + quiet)
-    found = run(LOOP, {"turns": 2, "reward": 1.0, "enable_thinking": False}, {"turns": 2, "reward": 1.0})
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.chat_template += quiet
+    rows = {"turns": 2, "reward": 1.0, "enable_thinking": False}, {"turns": 2, "reward": 1.0}
+    found = run(LOOP, *rows, limits={"tokenizer": tokenizer})
     texts = [tokenizer.decode([*one.rows()[0].prompt_ids, *one.rows()[0].response_ids]) for one in found]
     assert [text.count("<quiet>") for text in texts] == [2, 0]
 
@@ -283,48 +286,42 @@ def test_agents_outside_the_run_take_its_episodes_and_end_them(tokenizer, kit_of
     assert (refused.status_code, none_left.status_code, none_left.json()["error"]["code"]) == (401, 429, "no_episode")
 
 
-def test_an_episode_whose_agent_never_ends_it_has_a_time_limit_from_when_it_was_taken(tokenizer, kit_of):
+async def test_an_episode_whose_agent_never_ends_it_has_a_time_limit_from_when_it_was_taken(tokenizer, kit_of):
     agents = Agents(agent_of(mode="online", port=0), 64, "secret", kit_of(timeout=0.2))
 
-    async def scenario() -> Trajectory:
-        async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
-            episode = asyncio.create_task(agents.run(Counting(tokenizer), MESSAGES, {}))
-            await asyncio.sleep(0.5)
-            assert not episode.done()
-            await client.post("/rl/start_session", headers={"Authorization": "Bearer secret"})
-            found = await episode
-        await agents.open.aclose()
-        return found
-
-    assert asyncio.run(scenario()).fault == "no turns"
+    async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
+        episode = asyncio.create_task(agents.run(Counting(tokenizer), MESSAGES, {}))
+        await asyncio.sleep(0.5)
+        assert not episode.done()
+        await client.post("/rl/start_session", headers={"Authorization": "Bearer secret"})
+        found = await episode
+    await agents.open.aclose()
+    assert found.fault == "no turns"
 
 
 @pytest.mark.parametrize("how", ["disconnects", "is ended by the owner"])
-def test_an_episode_whose_agent_is_lost_does_not_wait_for_its_time_limit(tokenizer, kit_of, monkeypatch, how):
+async def test_an_episode_whose_agent_is_lost_does_not_wait_for_its_time_limit(tokenizer, kit_of, monkeypatch, how):
     monkeypatch.setattr(app, "LOST_SECONDS", 0.1)
     agents = Agents(agent_of(mode="online", port=0), 64, "secret", kit_of(timeout=60))
     policy, owner = Counting(tokenizer, delay=0.5), {"Authorization": "Bearer secret"}
 
-    async def scenario() -> Trajectory:
-        async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
-            episode = asyncio.create_task(agents.run(policy, MESSAGES, {}))
-            taken = (await client.post("/rl/start_session", headers=owner)).json()
-            if how == "disconnects":
-                own = {"headers": {"Authorization": f"Bearer {taken['api_key']}"}, "timeout": 0.1}
-                with pytest.raises(httpx.ReadTimeout):
-                    await client.post("/v1/chat/completions", json={"messages": MESSAGES}, **own)
-            else:
-                named = {"session_id": taken["session_id"]}
-                assert (await client.post("/rl/end_session", json=named, headers=owner)).status_code == 200
-            found = await asyncio.wait_for(episode, 30)
-        await agents.open.aclose()
-        return found
-
-    assert asyncio.run(scenario()).fault == "no turns"
+    async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
+        episode = asyncio.create_task(agents.run(policy, MESSAGES, {}))
+        taken = (await client.post("/rl/start_session", headers=owner)).json()
+        if how == "disconnects":
+            own = {"headers": {"Authorization": f"Bearer {taken['api_key']}"}, "timeout": 0.1}
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post("/v1/chat/completions", json={"messages": MESSAGES}, **own)
+        else:
+            named = {"session_id": taken["session_id"]}
+            assert (await client.post("/rl/end_session", json=named, headers=owner)).status_code == 200
+        found = await asyncio.wait_for(episode, 30)
+    await agents.open.aclose()
+    assert found.fault == "no turns"
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_an_episode_whose_agent_sends_no_request_is_given_to_another(tokenizer, kit_of, monkeypatch, late):
+async def test_an_episode_whose_agent_sends_no_request_is_given_to_another(tokenizer, kit_of, monkeypatch, late):
     monkeypatch.setattr(agent, "UNUSED_SECONDS", 0.3)
     monkeypatch.setattr(agent, "CLAIM_SECONDS", 1.0)
     agents, owner = (
@@ -332,48 +329,40 @@ def test_an_episode_whose_agent_sends_no_request_is_given_to_another(tokenizer, 
         {"Authorization": "Bearer secret"},
     )
 
-    async def scenario() -> tuple[list[httpx.Response], list[httpx.Response], Trajectory]:
-        async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
-            episode = asyncio.create_task(agents.run(Counting(tokenizer), MESSAGES, {}))
-            taken = [await client.post("/rl/start_session", headers=owner)]
-            if late:
-                await asyncio.sleep(0.5)  # it may still begin, and keeps the episode
-            else:
-                taken.append(await client.post("/rl/start_session", headers=owner))
-            keys = [{"headers": {"Authorization": f"Bearer {one.json()['api_key']}"}} for one in taken]
-            asked = [await client.post("/v1/chat/completions", json={"messages": MESSAGES}, **key) for key in keys]
+    async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
+        episode = asyncio.create_task(agents.run(Counting(tokenizer), MESSAGES, {}))
+        taken = [await client.post("/rl/start_session", headers=owner)]
+        if late:
+            await asyncio.sleep(0.5)  # it may still begin, and keeps the episode
+        else:
             taken.append(await client.post("/rl/start_session", headers=owner))
-            await client.post("/rl/set_reward", json={"reward": 1}, **keys[-1])
-            await client.post("/rl/end_session", **keys[-1])
-            found = await asyncio.wait_for(episode, 30)
-        await agents.open.aclose()
-        return taken, asked, found
-
-    taken, asked, found = asyncio.run(scenario())
+        keys = [{"headers": {"Authorization": f"Bearer {one.json()['api_key']}"}} for one in taken]
+        asked = [await client.post("/v1/chat/completions", json={"messages": MESSAGES}, **key) for key in keys]
+        taken.append(await client.post("/rl/start_session", headers=owner))
+        await client.post("/rl/set_reward", json={"reward": 1}, **keys[-1])
+        await client.post("/rl/end_session", **keys[-1])
+        found = await asyncio.wait_for(episode, 30)
+    await agents.open.aclose()
     assert [one.status_code for one in taken] == [200, *([] if late else [200]), 429]
     assert [one.status_code for one in asked] == ([200] if late else [401, 200])
     assert (found.reward, found.fault, len(found.turns)) == (1.0, None, 1)
     assert len({one.json().get("session_id") for one in taken[:-1]}) == 1
 
 
-def test_a_request_that_is_open_when_its_episode_ends_is_answered(tokenizer, kit_of):
+async def test_a_request_that_is_open_when_its_episode_ends_is_answered(tokenizer, kit_of):
     agents = Agents(agent_of(mode="online", port=0), 64, "secret", kit_of())
 
-    async def scenario() -> httpx.Response:
-        async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False, timeout=30) as client:
-            episode = asyncio.create_task(agents.run(Counting(tokenizer, delay=60), MESSAGES, {}))
-            taken = (await client.post("/rl/start_session", headers={"Authorization": "Bearer secret"})).json()
-            own = {"headers": {"Authorization": f"Bearer {taken['api_key']}"}}
-            asked = asyncio.create_task(client.post("/v1/chat/completions", json={"messages": MESSAGES}, **own))
-            while not agents.policies[taken["session_id"]].tasks:
-                await asyncio.sleep(0.01)
-            await client.post("/rl/end_session", **own)
-            await episode
-            reply = await asked
-        await agents.open.aclose()
-        return reply
-
-    reply = asyncio.run(scenario())
+    async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False, timeout=30) as client:
+        episode = asyncio.create_task(agents.run(Counting(tokenizer, delay=60), MESSAGES, {}))
+        taken = (await client.post("/rl/start_session", headers={"Authorization": "Bearer secret"})).json()
+        own = {"headers": {"Authorization": f"Bearer {taken['api_key']}"}}
+        asked = asyncio.create_task(client.post("/v1/chat/completions", json={"messages": MESSAGES}, **own))
+        while not agents.policies[taken["session_id"]].tasks:
+            await asyncio.sleep(0.01)
+        await client.post("/rl/end_session", **own)
+        await episode
+        reply = await asked
+    await agents.open.aclose()
     assert (reply.status_code, reply.json()["error"]["code"]) == (409, "session_closed")
 
 
@@ -413,26 +402,22 @@ def driver_of(worker: EpisodeWorker, client: RolloutClient) -> EpisodeDispatch:
 
 
 @pytest.mark.parametrize("well", [True, False])
-def test_the_health_of_a_run_is_that_of_its_engines_and_fine_while_the_policy_is_trained(worker, well):
-    async def run() -> tuple[list[httpx.Response], Trajectory]:
-        server = Holding(well=well)
-        client, sampling = RolloutClient([server], FakeServer, capacity=9, timeout=60, retries=2), Sampling(4, (0,))
-        spec = EpisodeSpec(0, 0, MESSAGES, {"turns": 1, "reward": 1.0}, sampling, 1, "key")
-        async with httpx.AsyncClient(base_url=await worker.agents.start(), trust_env=False) as http:
-            found = [await http.get("/health")]
-            dispatch = driver_of(worker, client)
-            (ended,) = dispatch.start([spec], client.generate)
-            while not server.submitted and not ended.done():
-                await asyncio.sleep(0.01)
-            found += await asyncio.gather(http.get("/health"), http.get("/health"))
-            server.may.set()
-            trajectory = await ended
-            found.append(await http.get("/health"))
-            dispatch.close()
-        await worker.agents.open.aclose()
-        return found, trajectory
-
-    found, trajectory = asyncio.run(run())
+async def test_the_health_of_a_run_is_that_of_its_engines_and_fine_while_the_policy_is_trained(worker, well):
+    server = Holding(well=well)
+    client, sampling = RolloutClient([server], FakeServer, capacity=9, timeout=60, retries=2), Sampling(4, (0,))
+    spec = EpisodeSpec(0, 0, MESSAGES, {"turns": 1, "reward": 1.0}, sampling, 1, "key")
+    async with httpx.AsyncClient(base_url=await worker.agents.start(), trust_env=False) as http:
+        found = [await http.get("/health")]
+        dispatch = driver_of(worker, client)
+        (ended,) = dispatch.start([spec], client.generate)
+        while not server.submitted and not ended.done():
+            await asyncio.sleep(0.01)
+        found += await asyncio.gather(http.get("/health"), http.get("/health"))
+        server.may.set()
+        trajectory = await ended
+        found.append(await http.get("/health"))
+        dispatch.close()
+    await worker.agents.open.aclose()
     assert [one.status_code for one in found] == [200, *[200 if well else 503] * 2, 200] and trajectory.reward == 1.0
     if not well:
         assert found[1].json()["status"].endswith("sampled from: rollout server 0 is dead or does not respond")
@@ -458,40 +443,36 @@ def test_rows_that_name_nothing_else_run_in_the_agent(worker, tokenizer, columns
     assert seeds == [request_seed(1, "key", 0, *([turn] if turn else [])) for turn in range(turns)]
 
 
-def test_no_more_agents_of_a_call_run_at_a_time_than_are_allowed(worker, tokenizer):
+async def test_no_more_agents_of_a_call_run_at_a_time_than_are_allowed(worker, tokenizer):
     sampling = Sampling(max_tokens=50, stop_ids=(tokenizer.eos_token_id,))
     specs = [EpisodeSpec(0, sample, MESSAGES, {"turns": 1}, sampling, 1, "key") for sample in range(4)]
 
     async def asking(name: str) -> list[int]:
         return [ticket for ticket, _ in pickle.loads(await worker.take(name))]
 
-    async def drive() -> None:
-        await worker.give("held", pickle.dumps((list(enumerate(specs)), [])))
-        asked = await asking("held")
-        asked += await asking("held") if len(asked) < 2 else []
-        assert len(asked) == 2
-        await worker.give("other", pickle.dumps(([(0, specs[0])], [])))  # does not wait for those that are held
-        assert await asking("other") == [0]
-        await worker.give("held", pickle.dumps(([], [(asked[0], completion_of(tokenizer, "yes"))])))
-        (ended, *more), seen = await asking("held"), set(asked)
-        seen |= {*more, *([] if more else await asking("held"))}
-        assert ended == asked[0] and len(seen) == 3
-        await worker.end("held")
-        await worker.end("other")
-
-    asyncio.run(drive())
+    await worker.give("held", pickle.dumps((list(enumerate(specs)), [])))
+    asked = await asking("held")
+    asked += await asking("held") if len(asked) < 2 else []
+    assert len(asked) == 2
+    await worker.give("other", pickle.dumps(([(0, specs[0])], [])))  # does not wait for those that are held
+    assert await asking("other") == [0]
+    await worker.give("held", pickle.dumps(([], [(asked[0], completion_of(tokenizer, "yes"))])))
+    (ended, *more), seen = await asking("held"), set(asked)
+    seen |= {*more, *([] if more else await asking("held"))}
+    assert ended == asked[0] and len(seen) == 3
+    await worker.end("held")
+    await worker.end("other")
 
 
-def test_the_texts_that_end_a_turn_are_those_of_the_run_and_of_the_request(worker, tokenizer, monkeypatch):
+def test_the_texts_that_end_a_turn_are_those_of_the_run_and_of_the_request(worker, tokenizer):
     asked = []
 
-    async def ask(ticket, request):
-        asked.append(request.sampling)
-        return completion_of(tokenizer, "yes")
+    class Call(DispatchCall):
+        async def ask(self, ticket, request):
+            asked.append(request.sampling)
+            return completion_of(tokenizer, "yes")
 
-    call = DispatchCall()
-    monkeypatch.setattr(call, "ask", ask)
     sampling = Sampling(max_tokens=50, stop_ids=(tokenizer.eos_token_id,), stop=("</search>",))
-    policy = WorkerPolicy(worker.kit, call, 7, EpisodeSpec(0, 0, MESSAGES, {}, sampling, 1, "key"), sampling)
+    policy = WorkerPolicy(worker.kit, Call(), 7, EpisodeSpec(0, 0, MESSAGES, {}, sampling, 1, "key"), sampling)
     asyncio.run(policy.generate([1, 2], max_tokens=9, stop=("</answer>",)))
     assert [(one.stop, one.max_tokens) for one in asked] == [(("</search>", "</answer>"), 9)]

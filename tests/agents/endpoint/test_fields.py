@@ -204,7 +204,7 @@ def test_every_documented_field_is_applied_or_named(endpoint, route, trains):
     assert asyncio.run(run()) == wanted
 
 
-def test_false_and_0_ask_for_something_unless_they_are_the_documented_default(endpoint):
+async def test_false_and_0_ask_for_something_unless_they_are_the_documented_default(endpoint):
     default = {"echo": False, "priority": 0, "store": False, "best_of": 1, "length_penalty": 1.0, "top_logprobs": 0}
     default |= {
         "separate_reasoning": False,
@@ -215,13 +215,10 @@ def test_false_and_0_ask_for_something_unless_they_are_the_documented_default(en
     }
     asks = {"enable_thinking": False, "prompt_logprobs": 0, "frequency_penality": 0, "include_reasoning": False}
 
-    async def run() -> tuple[dict[str, Any], dict[str, str]]:
-        async with endpoint(lambda prompt: "7") as served, httpx.AsyncClient(base_url=served.address) as http:
-            plain = (await http.post(CHAT, json=BODIES[CHAT] | default)).json()
-            replies = {name: await http.post(CHAT, json=BODIES[CHAT] | {name: value}) for name, value in asks.items()}
-            return plain, {name: reply.json()["error"]["message"] for name, reply in replies.items()}
-
-    plain, messages = asyncio.run(run())
+    async with endpoint(lambda prompt: "7") as served, httpx.AsyncClient(base_url=served.address) as http:
+        plain = (await http.post(CHAT, json=BODIES[CHAT] | default)).json()
+        replies = {name: await http.post(CHAT, json=BODIES[CHAT] | {name: value}) for name, value in asks.items()}
+        messages = {name: reply.json()["error"]["message"] for name, reply in replies.items()}
     assert "warnings" not in plain and plain["choices"][0]["message"]["content"] == "7"
     assert messages["enable_thinking"] == "enable_thinking is not supported: write it in chat_template_kwargs"
     assert messages["prompt_logprobs"].startswith("prompt_logprobs is not supported: only what is sampled")
@@ -229,9 +226,9 @@ def test_false_and_0_ask_for_something_unless_they_are_the_documented_default(en
     assert messages["include_reasoning"].startswith("include_reasoning is not supported")
 
 
-def test_a_stream_has_the_warnings_of_its_request(endpoint):
-    async def run() -> str:
-        async with endpoint(lambda prompt: "7") as served, httpx.AsyncClient(base_url=served.address) as http:
-            return (await http.post(CHAT, json=BODIES[CHAT] | {"stream": True, "verbosity": "low"})).text
-
-    assert '"warnings":["verbosity has no effect"]' in asyncio.run(run())
+async def test_a_stream_has_the_warnings_of_its_request(endpoint):
+    async with endpoint(lambda prompt: "7") as served, httpx.AsyncClient(base_url=served.address) as http:
+        assert (
+            '"warnings":["verbosity has no effect"]'
+            in (await http.post(CHAT, json=BODIES[CHAT] | {"stream": True, "verbosity": "low"})).text
+        )

@@ -188,12 +188,9 @@ def test_a_field_that_is_null_is_absent(path, reply_to):
         (b'{"messages": [{"role": "user", "content": "a"}]}', None, "Content-Type: application/json"),
     ],
 )  # fmt: skip
-def test_a_body_that_is_no_json_is_rejected(endpoint, content, kind, said):
-    async def run():
-        async with endpoint(lambda prompt: "7") as served, client_of(served) as http:
-            return await http.post(CHAT, content=content, headers={"Content-Type": kind} if kind else {})
-
-    reply = asyncio.run(run())
+async def test_a_body_that_is_no_json_is_rejected(endpoint, content, kind, said):
+    async with endpoint(lambda prompt: "7") as served, client_of(served) as http:
+        reply = await http.post(CHAT, content=content, headers={"Content-Type": kind} if kind else {})
     assert reply.status_code == 400 and said in reply.json()["error"]["message"]
 
 
@@ -202,7 +199,7 @@ def test_tools_that_are_nested_deeply_are_rendered_or_rejected(reply_to):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_larger_than_a_full_context_is_rejected_and_the_connection_stays_usable(endpoint, chunked):
+async def test_a_body_larger_than_a_full_context_is_rejected_and_the_connection_stays_usable(endpoint, chunked):
     limit = body_limit(6000)
 
     def talk(address: str):
@@ -215,15 +212,12 @@ def test_a_body_larger_than_a_full_context_is_rejected_and_the_connection_stays_
         connection.request("GET", "/health")
         return reply.status, error["error"]["message"], connection.getresponse().status, connection.sock is socket
 
-    async def run():
-        async with endpoint(lambda prompt: "7") as served:
-            return await asyncio.to_thread(talk, served.address)
-
-    status, message, after, same = asyncio.run(run())
+    async with endpoint(lambda prompt: "7") as served:
+        status, message, after, same = await asyncio.to_thread(talk, served.address)
     assert (status, after, same) == (413, 200, True) and str(limit) in message
 
 
-def test_a_body_that_is_declared_too_large_is_rejected_before_it_is_sent(endpoint):
+async def test_a_body_that_is_declared_too_large_is_rejected_before_it_is_sent(endpoint):
     def talk(address: str) -> int:
         connection = HTTPConnection(urlsplit(address).netloc, timeout=10)
         connection.putrequest("POST", CHAT)
@@ -232,36 +226,30 @@ def test_a_body_that_is_declared_too_large_is_rejected_before_it_is_sent(endpoin
         connection.endheaders()
         return connection.getresponse().status
 
-    async def run():
-        async with endpoint(lambda prompt: "7") as served:
-            return await asyncio.to_thread(talk, served.address)
-
-    assert asyncio.run(run()) == 413
+    async with endpoint(lambda prompt: "7") as served:
+        assert (await asyncio.to_thread(talk, served.address)) == 413
 
 
-def test_other_requests_are_answered_while_a_prompt_is_rendered(endpoint):
-    async def run():
-        async with endpoint(lambda prompt: "7") as served, client_of(served) as http:
-            began, dialogue = asyncio.Event(), served.sessions.kit.dialogue
-            loop, start, release = asyncio.get_running_loop(), dialogue.start, asyncio.Event()
+async def test_other_requests_are_answered_while_a_prompt_is_rendered(endpoint):
+    async with endpoint(lambda prompt: "7") as served, client_of(served) as http:
+        began, dialogue = asyncio.Event(), served.sessions.kit.dialogue
+        loop, start, release = asyncio.get_running_loop(), dialogue.start, asyncio.Event()
 
-            def slow(*arguments, **options):
-                loop.call_soon_threadsafe(began.set)
-                asyncio.run_coroutine_threadsafe(release.wait(), loop).result(20)
-                return start(*arguments, **options)
+        def slow(*arguments, **options):
+            loop.call_soon_threadsafe(began.set)
+            asyncio.run_coroutine_threadsafe(release.wait(), loop).result(20)
+            return start(*arguments, **options)
 
-            dialogue.start = slow
-            asked = asyncio.create_task(http.post(CHAT, json={"messages": [USER]}))
-            await began.wait()
-            health = await http.get("/health")
-            release.set()
-            return health, await asked
-
-    health, asked = asyncio.run(run())
+        dialogue.start = slow
+        asked = asyncio.create_task(http.post(CHAT, json={"messages": [USER]}))
+        await began.wait()
+        health = await http.get("/health")
+        release.set()
+        asked = await asked
     assert (health.status_code, asked.status_code) == (200, 200)
 
 
-def test_after_a_failure_of_the_policy_the_connection_stays_usable(endpoint):
+async def test_after_a_failure_of_the_policy_the_connection_stays_usable(endpoint):
     def talk(address: str):
         connection = HTTPConnection(urlsplit(address).netloc, timeout=30)
         found = []
@@ -278,12 +266,9 @@ def test_after_a_failure_of_the_policy_the_connection_stays_usable(endpoint):
             raise RuntimeError("no device")
         return "7"
 
-    async def run():
-        async with endpoint(respond) as served:
-            return await asyncio.to_thread(talk, served.address)
-
     failed: list[bool] = []
-    (first, socket), (second, same) = asyncio.run(run())
+    async with endpoint(respond) as served:
+        (first, socket), (second, same) = await asyncio.to_thread(talk, served.address)
     assert (first, second) == (500, 200) and socket is same
 
 
@@ -313,48 +298,38 @@ def test_only_requests_to_this_host_are_answered(endpoint, host, status):
         assert asyncio.run(run(host="evil.example")) == [200] * 2 == asyncio.run(run(host="0.0.0.0"))
 
 
-def test_keys_may_have_any_characters(endpoint):
-    async def run():
-        async with endpoint([]) as served, client_of(served) as http:
-            keys = {"Authorization": "Bearer schlüssel".encode("latin-1")}
-            replies = [
-                await http.post(f"/rl/{name}", json={}, headers=keys) for name in ("start_session", "end_session")
-            ]
-            return [*replies, await http.get("/rl/session/%ED%A0%80?turn_discount=nan", headers=keys)]
-
-    assert [reply.status_code for reply in asyncio.run(run())] == [401, 401, 400]
+async def test_keys_may_have_any_characters(endpoint):
+    async with endpoint([]) as served, client_of(served) as http:
+        keys = {"Authorization": "Bearer schlüssel".encode("latin-1")}
+        replies = [await http.post(f"/rl/{name}", json={}, headers=keys) for name in ("start_session", "end_session")]
+        found = [*replies, await http.get("/rl/session/%ED%A0%80?turn_discount=nan", headers=keys)]
+    assert [reply.status_code for reply in found] == [401, 401, 400]
 
 
 @pytest.mark.parametrize("reward", ["NaN", "Infinity", "-1e400", "1e300", '"high"', "null", "[1]", str(10**400)])
-def test_a_reward_that_is_no_finite_number_is_rejected_and_not_kept(endpoint, reward):
-    async def run():
-        async with endpoint(["7"]) as served, client_of(served) as http:
-            session = served.sessions.start()
-            own = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
-            await http.post(CHAT, json={"messages": [USER]}, headers=own)
-            reply = await http.post("/rl/set_reward", content=f'{{"reward": {reward}}}', headers=own)
-            return reply, (await http.get(f"/rl/session/{session.id}", headers=own)).json()
-
-    reply, described = asyncio.run(run())
+async def test_a_reward_that_is_no_finite_number_is_rejected_and_not_kept(endpoint, reward):
+    async with endpoint(["7"]) as served, client_of(served) as http:
+        session = served.sessions.start()
+        own = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
+        await http.post(CHAT, json={"messages": [USER]}, headers=own)
+        reply = await http.post("/rl/set_reward", content=f'{{"reward": {reward}}}', headers=own)
+        described = (await http.get(f"/rl/session/{session.id}", headers=own)).json()
     assert reply.status_code == 400 and "reward" in reply.json()["error"]["message"]
     assert described["reward"] is None and described["turns"][0]["reward"] is None
 
 
-def test_the_owner_may_set_the_reward_of_a_session_and_end_it(endpoint):
-    async def run():
-        async with endpoint(["7"]) as served, client_of(served) as http:
-            session, other = served.sessions.start(), served.sessions.start()
-            admin, keys = ({"Authorization": f"Bearer {key}"} for key in (ADMIN, other.api_key))
-            await http.post(CHAT, json={"messages": [USER]}, headers={"Authorization": f"Bearer {session.api_key}"})
-            named = {"session_id": session.id}
-            stranger = [await http.post("/rl/end_session", json=named, headers=one) for one in (keys, {})]
-            assert [reply.status_code for reply in stranger] == [401, 401] and not session.closed
-            await http.post("/rl/set_reward", json=named | {"reward": 0.5}, headers=admin)
-            ended = await http.post("/rl/end_session", json=named, headers=admin)
-            unknown = await http.post("/rl/end_session", json={"session_id": "x"}, headers=admin)
-            return ended.json(), unknown.status_code, session
-
-    ended, unknown, session = asyncio.run(run())
+async def test_the_owner_may_set_the_reward_of_a_session_and_end_it(endpoint):
+    async with endpoint(["7"]) as served, client_of(served) as http:
+        session, other = served.sessions.start(), served.sessions.start()
+        admin, keys = ({"Authorization": f"Bearer {key}"} for key in (ADMIN, other.api_key))
+        await http.post(CHAT, json={"messages": [USER]}, headers={"Authorization": f"Bearer {session.api_key}"})
+        named = {"session_id": session.id}
+        stranger = [await http.post("/rl/end_session", json=named, headers=one) for one in (keys, {})]
+        assert [reply.status_code for reply in stranger] == [401, 401] and not session.closed
+        await http.post("/rl/set_reward", json=named | {"reward": 0.5}, headers=admin)
+        ended = await http.post("/rl/end_session", json=named, headers=admin)
+        unknown = await http.post("/rl/end_session", json={"session_id": "x"}, headers=admin)
+        ended, unknown = ended.json(), unknown.status_code
     assert ended["turns"] == 1 and unknown == 404 and session.closed and session.trajectory().reward == 0.5
 
 
@@ -423,17 +398,14 @@ INSIDE = [
 ]  # fmt: skip
 
 
-def test_a_field_within_another_without_effect_is_named_in_the_response(endpoint):
-    async def run():
-        async with endpoint(lambda prompt: "7") as served, client_of(served) as http:
-            wrong = []
-            for path, fields, places in INSIDE:
-                reply = (await http.post(path, json=FORMS[path] | fields)).json()
-                if reply.get("warnings", []) != [f"{place} has no effect" for place in places] or reply.get("error"):
-                    wrong.append((path, fields, reply))
-            return wrong
-
-    assert not asyncio.run(run())
+async def test_a_field_within_another_without_effect_is_named_in_the_response(endpoint):
+    async with endpoint(lambda prompt: "7") as served, client_of(served) as http:
+        wrong = []
+        for path, fields, places in INSIDE:
+            reply = (await http.post(path, json=FORMS[path] | fields)).json()
+            if reply.get("warnings", []) != [f"{place} has no effect" for place in places] or reply.get("error"):
+                wrong.append((path, fields, reply))
+        assert not wrong
 
 
 @pytest.mark.parametrize(("name", "value"), [("audio", {"id": "1"}), ("function_call", {"name": "look"})])
@@ -450,14 +422,11 @@ def test_where_a_call_is_enforced_strict_is(reply_to):
     assert hint[0].startswith("tool_choice is read as auto") and hint[1:] == ["tools[0].function.strict has no effect"]
 
 
-def test_what_has_no_effect_is_not_shown_to_the_policy(endpoint):
-    async def run():
-        async with endpoint(lambda prompt: "7") as served, client_of(served) as http:
-            for tools in ([tool(strict=True, title="Look")], [tool()]):
-                await http.post(CHAT, json={"messages": [USER], "tools": tools})
-            return served.script.prompts
-
-    first, second = asyncio.run(run())
+async def test_what_has_no_effect_is_not_shown_to_the_policy(endpoint):
+    async with endpoint(lambda prompt: "7") as served, client_of(served) as http:
+        for tools in ([tool(strict=True, title="Look")], [tool()]):
+            await http.post(CHAT, json={"messages": [USER], "tools": tools})
+        first, second = served.script.prompts
     assert first == second
 
 
@@ -472,16 +441,13 @@ def test_what_has_no_effect_is_not_shown_to_the_policy(endpoint):
         ({"is_error": True}, "Error"),
     ],
 )
-def test_the_result_of_a_tool_that_failed_is_read_as_an_error(endpoint, tokenizer, result, read):
+async def test_the_result_of_a_tool_that_failed_is_read_as_an_error(endpoint, tokenizer, result, read):
     call = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]}
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", **result}]}
 
-    async def run():
-        async with endpoint(["7"]) as served, client_of(served) as http:
-            reply = await http.post(MESSAGES, json={"messages": [USER, call, result], "max_tokens": 9})
-            return reply.json(), tokenizer.decode(served.script.prompts[0])
-
-    reply, prompt = asyncio.run(run())
+    async with endpoint(["7"]) as served, client_of(served) as http:
+        reply = await http.post(MESSAGES, json={"messages": [USER, call, result], "max_tokens": 9})
+        reply, prompt = reply.json(), tokenizer.decode(served.script.prompts[0])
     assert f"<|im_start|>tool\n{read}<|im_end|>" in prompt and "warnings" not in reply
 
 
@@ -540,15 +506,12 @@ def test_where_a_model_is_served_a_forced_call_is_enforced_by_its_schema(endpoin
     assert [one["properties"]["name"] for one in schema["anyOf"]] == [{"const": "look"}]
 
 
-def test_bytes_of_tokens_are_those_of_the_text(endpoint):
+async def test_bytes_of_tokens_are_those_of_the_text(endpoint):
     case = Path(__file__).parents[4] / "shared" / "cases" / "endpoint_bytes.txt"
     text = case.read_text() if case.exists() else "né 🙂 ok"
 
-    async def run():
-        async with endpoint([text]) as served, client_of(served) as http:
-            return (await http.post(CHAT, json={"messages": [USER], "logprobs": True})).json()["choices"][0]
-
-    choice = asyncio.run(run())
+    async with endpoint([text]) as served, client_of(served) as http:
+        choice = (await http.post(CHAT, json={"messages": [USER], "logprobs": True})).json()["choices"][0]
     tokens = choice["logprobs"]["content"]
     assert (
         bytes(byte for token in tokens[:-1] for byte in token["bytes"]).decode() == text == choice["message"]["content"]
@@ -570,37 +533,32 @@ def test_bytes_of_tokens_are_those_of_the_text_with_a_vocabulary_of_pieces_too()
 
 
 @pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud83d"}'])
-def test_calls_with_values_that_json_cannot_hold_are_answered(endpoint, arguments):
+async def test_calls_with_values_that_json_cannot_hold_are_answered(endpoint, arguments):
     text = f'<tool_call>{{"name": "look", "arguments": {arguments}}}</tool_call>'
 
-    async def run():
-        async with endpoint(lambda prompt: text) as served, client_of(served) as http:
-            chat = {"messages": [USER], "tools": [tool()]}
-            tools = [{"name": "look", "input_schema": {"type": "object"}}]
-            return [
-                await http.post(CHAT, json=chat),
-                await http.post(CHAT, json=chat | {"stream": True}),
-                await http.post(MESSAGES, json=FORMS[MESSAGES] | {"tools": tools}),
-            ]
-
-    assert [reply.status_code for reply in asyncio.run(run())] == [200] * 3
+    async with endpoint(lambda prompt: text) as served, client_of(served) as http:
+        chat = {"messages": [USER], "tools": [tool()]}
+        tools = [{"name": "look", "input_schema": {"type": "object"}}]
+        found = [
+            await http.post(CHAT, json=chat),
+            await http.post(CHAT, json=chat | {"stream": True}),
+            await http.post(MESSAGES, json=FORMS[MESSAGES] | {"tools": tools}),
+        ]
+    assert [reply.status_code for reply in found] == [200] * 3
 
 
-def test_requests_of_one_session_are_prepared_in_the_order_in_which_they_arrive(endpoint):
-    async def run():
-        async with endpoint(lambda prompt: "7") as served, client_of(served) as http:
-            session, start, running, most = served.sessions.start(), served.sessions.kit.dialogue.start, [0], [0]
+async def test_requests_of_one_session_are_prepared_in_the_order_in_which_they_arrive(endpoint):
+    async with endpoint(lambda prompt: "7") as served, client_of(served) as http:
+        session, start, running, most = served.sessions.start(), served.sessions.kit.dialogue.start, [0], [0]
 
-            def counted(*arguments, **options):
-                running[0] += 1
-                most[0] = max(most[0], running[0])
-                ids = start(*arguments, **options)
-                running[0] -= 1
-                return ids
+        def counted(*arguments, **options):
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            ids = start(*arguments, **options)
+            running[0] -= 1
+            return ids
 
-            served.sessions.kit.dialogue.start = counted
-            keys = {"Authorization": f"Bearer {session.api_key}"}
-            await asyncio.gather(*(http.post(CHAT, json={"messages": [USER]}, headers=keys) for _ in range(8)))
-            return most[0], len(session.turns)
-
-    assert asyncio.run(run()) == (1, 8) and core.ENCODERS > 1
+        served.sessions.kit.dialogue.start = counted
+        keys = {"Authorization": f"Bearer {session.api_key}"}
+        await asyncio.gather(*(http.post(CHAT, json={"messages": [USER]}, headers=keys) for _ in range(8)))
+        assert (most[0], len(session.turns)) == (1, 8) and core.ENCODERS > 1

@@ -93,31 +93,28 @@ class DyingEngine:
         return 0
 
 
-def test_serving_ends_with_a_sentence_and_a_status_once_the_engine_is_dead(tiny, monkeypatch, capfd):
+async def test_serving_ends_with_a_sentence_and_a_status_once_the_engine_is_dead(tiny, monkeypatch, capfd):
     listening = bound("127.0.0.1", 0)
     port = listening.getsockname()[1]
     _, section = serve.read([f"model.path={tiny}"])
     entry = SimpleNamespace(build=lambda *_: DyingEngine())
 
-    async def scenario() -> str:
-        options = {"host": "127.0.0.1", "listening": listening, "name": "policy", "source": "tiny"}
-        serving = asyncio.create_task(local.serve(entry, section.model, section.rollout, "cpu", **options))
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-            while True:
-                try:
-                    assert (await http.get("/health")).status_code == 200
-                    break
-                except httpx.ConnectError:
-                    await asyncio.sleep(0.1)
-            headers = {"Authorization": "Bearer anything"}
-            assert (await http.post("/rl/start_session", json={"task_id": "1"}, headers=headers)).status_code == 401
-            await asyncio.sleep(3 * local.CHECK_SECONDS)  # without a request it goes on
-            body = {"messages": [{"role": "user", "content": "a"}]}
-            assert (await http.post("/v1/chat/completions", json=body)).status_code == 500
-            assert (await http.get("/health")).status_code == 503
-        return await asyncio.wait_for(serving, 30)
-
-    cause = asyncio.run(scenario())
+    options = {"host": "127.0.0.1", "listening": listening, "name": "policy", "source": "tiny"}
+    serving = asyncio.create_task(local.serve(entry, section.model, section.rollout, "cpu", **options))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        while True:
+            try:
+                assert (await http.get("/health")).status_code == 200
+                break
+            except httpx.ConnectError:
+                await asyncio.sleep(0.1)
+        headers = {"Authorization": "Bearer anything"}
+        assert (await http.post("/rl/start_session", json={"task_id": "1"}, headers=headers)).status_code == 401
+        await asyncio.sleep(3 * local.CHECK_SECONDS)  # without a request it goes on
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 500
+        assert (await http.get("/health")).status_code == 503
+    cause = await asyncio.wait_for(serving, 30)
     monkeypatch.setattr(serve, "run", lambda *_: cause)
     assert serve.main([f"model.path={tiny}"]) == serve.EXIT_FAILED
     printed = capfd.readouterr()

@@ -1,6 +1,5 @@
 """OpenAI's Responses and Anthropic's Messages: the same recorded conversation as a chat's."""
 
-import asyncio
 import json
 
 import anthropic
@@ -25,36 +24,29 @@ async def chat_of(served):
     return session.turns[-1].ids()
 
 
-def test_responses_continue_a_tool_loop_as_a_chat_does(endpoint):
-    async def run():
-        async with endpoint([CALL, "It is a."] * 2) as served:
-            expected, session = await chat_of(served), served.sessions.start()
-            create = served.client(session).responses.create
-            options = {"model": "policy", "tools": [{"type": "function", **TOOL}], "instructions": SYSTEM}
-            first = await create(input=QUESTION, **options)
-            (call,) = first.output
-            result = {"type": "function_call_output", "call_id": call.call_id, "output": "found"}
-            items = [{"role": "user", "content": QUESTION}, call.model_dump(exclude_none=True), result]
-            return expected, session, call, await create(input=items, **options)
-
-    expected, session, call, second = asyncio.run(run())
+async def test_responses_continue_a_tool_loop_as_a_chat_does(endpoint):
+    async with endpoint([CALL, "It is a."] * 2) as served:
+        expected, session = await chat_of(served), served.sessions.start()
+        create = served.client(session).responses.create
+        options = {"model": "policy", "tools": [{"type": "function", **TOOL}], "instructions": SYSTEM}
+        first = await create(input=QUESTION, **options)
+        (call,) = first.output
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "found"}
+        items = [{"role": "user", "content": QUESTION}, call.model_dump(exclude_none=True), result]
+        second = await create(input=items, **options)
     assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "look", {"word": "a", "times": 2})
     assert (second.output_text, second.status) == ("It is a.", "completed")
     assert session.turns[-1].ids() == expected and session.forks == 0
 
 
-def test_a_stream_of_responses_ends_with_the_whole_response(endpoint):
-    async def run():
-        async with endpoint(["one two", "cut"]) as served:
-            client = served.client()
-            stream = await client.responses.create(model="policy", input="x", stream=True)
-            events = [one async for one in stream]
-            cut = await client.responses.create(model="policy", input="x", max_output_tokens=2)
-            with pytest.raises(openai.BadRequestError, match="previous_response_id"):
-                await client.responses.create(model="policy", input="x", previous_response_id="y")
-            return events, cut
-
-    events, cut = asyncio.run(run())
+async def test_a_stream_of_responses_ends_with_the_whole_response(endpoint):
+    async with endpoint(["one two", "cut"]) as served:
+        client = served.client()
+        stream = await client.responses.create(model="policy", input="x", stream=True)
+        events = [one async for one in stream]
+        cut = await client.responses.create(model="policy", input="x", max_output_tokens=2)
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            await client.responses.create(model="policy", input="x", previous_response_id="y")
     assert "".join(one.delta for one in events if one.type == "response.output_text.delta") == "one two"
     assert events[-1].type == "response.completed" and events[-1].response.output_text == "one two"
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
@@ -65,49 +57,40 @@ def anthropic_messages(served, session):
     return client.messages
 
 
-def test_messages_continue_a_tool_loop_as_a_chat_does(endpoint):
+async def test_messages_continue_a_tool_loop_as_a_chat_does(endpoint):
     schema = {"name": TOOL["name"], "description": TOOL["description"], "input_schema": TOOL["parameters"]}
 
-    async def run():
-        async with endpoint([CALL, "It is a."] * 2) as served:
-            expected, session = await chat_of(served), served.sessions.start()
-            create = anthropic_messages(served, session).create
-            options = {"model": "policy", "max_tokens": 500, "system": SYSTEM, "tools": [schema]}
-            messages = [{"role": "user", "content": QUESTION}]
-            first = await create(messages=messages, **options)
-            result = {"type": "tool_result", "tool_use_id": first.content[0].id, "content": "found"}
-            messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
-            return expected, session, first, await create(messages=messages, **options)
-
-    expected, session, first, second = asyncio.run(run())
+    async with endpoint([CALL, "It is a."] * 2) as served:
+        expected, session = await chat_of(served), served.sessions.start()
+        create = anthropic_messages(served, session).create
+        options = {"model": "policy", "max_tokens": 500, "system": SYSTEM, "tools": [schema]}
+        messages = [{"role": "user", "content": QUESTION}]
+        first = await create(messages=messages, **options)
+        result = {"type": "tool_result", "tool_use_id": first.content[0].id, "content": "found"}
+        messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        second = await create(messages=messages, **options)
     assert first.stop_reason == "tool_use" and first.content[0].input == {"word": "a", "times": 2}
     assert second.content[0].text == "It is a." and second.stop_reason == "end_turn"
     assert session.turns[-1].ids() == expected and session.forks == 0
 
 
-def test_a_stream_of_messages_has_the_whole_message(endpoint):
+async def test_a_stream_of_messages_has_the_whole_message(endpoint):
     tools = [{"name": "look", "input_schema": TOOL["parameters"]}]
 
-    async def run():
-        async with endpoint(["one two", CALL]) as served:
-            messages = anthropic_messages(served, served.sessions.start())
-            options = {"model": "policy", "max_tokens": 500, "messages": [{"role": "user", "content": QUESTION}]}
-            async with messages.stream(**options) as stream:
-                text = await stream.get_final_message()
-            async with messages.stream(**options, tools=tools) as stream:
-                return text, await stream.get_final_message()
-
-    text, call = asyncio.run(run())
+    async with endpoint(["one two", CALL]) as served:
+        messages = anthropic_messages(served, served.sessions.start())
+        options = {"model": "policy", "max_tokens": 500, "messages": [{"role": "user", "content": QUESTION}]}
+        async with messages.stream(**options) as stream:
+            text = await stream.get_final_message()
+        async with messages.stream(**options, tools=tools) as stream:
+            call = await stream.get_final_message()
     assert text.content[0].text == "one two" and text.usage.output_tokens == 8
     assert call.content[0].input == {"word": "a", "times": 2} and call.stop_reason == "tool_use"
 
 
-def test_what_messages_cannot_hold_is_rejected_by_name(endpoint):
-    async def run():
-        async with endpoint([]) as served:
-            image = {"role": "user", "content": [{"type": "image", "source": {}}]}
-            messages = anthropic_messages(served, served.sessions.start())
-            with pytest.raises(anthropic.BadRequestError, match="image"):
-                await messages.create(model="policy", max_tokens=9, messages=[image])
-
-    asyncio.run(run())
+async def test_what_messages_cannot_hold_is_rejected_by_name(endpoint):
+    async with endpoint([]) as served:
+        image = {"role": "user", "content": [{"type": "image", "source": {}}]}
+        messages = anthropic_messages(served, served.sessions.start())
+        with pytest.raises(anthropic.BadRequestError, match="image"):
+            await messages.create(model="policy", max_tokens=9, messages=[image])

@@ -13,6 +13,7 @@ import pytest
 from tokenizers import pre_tokenizers
 from transformers import Qwen2Tokenizer
 
+from hybridrl.agents.environments import tools
 from hybridrl.agents.environments.load import environment_of
 from hybridrl.agents.environments.settings import EnvironmentSettings
 
@@ -47,6 +48,12 @@ WHEEL = "HYBRIDRL_TRL_WHEEL"
 PACKAGE = "trl==1.16.0"
 # Texts of a template that are single tokens of its model.
 TOKEN = re.compile(r"""<[|\uff5c][^\s|\uff5c<>{}]+[|\uff5c]>|<\|?[a-z_]+\|?>|</[a-z_]+>|\[/?[A-Z_]+\]|<\|"\|>""")
+
+
+@pytest.fixture
+def retries_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed call of a tool is repeated at once."""
+    monkeypatch.setattr(tools, "SECONDS_BEFORE_RETRY", 0.01)
 
 
 @pytest.fixture(scope="session")

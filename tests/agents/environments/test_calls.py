@@ -107,14 +107,14 @@ def parse(format: str, text: str) -> tuple[str, list]:
 
 
 @pytest.mark.parametrize("format", WRITTEN)
-def test_a_call_is_read_with_the_content_before_it(format: str) -> None:
+def test_a_call_is_read_with_the_content_before_it(format):
     content, (call,) = parse(format, f"I add.\n{WRITTEN[format]}")
     assert content.strip() == "I add."
     assert (call.name, call.arguments, call.error, call.id) == ("add", {"a": 1, "b": "x"}, "", "call00000")
 
 
 @pytest.mark.parametrize("format", TWO)
-def test_further_calls_have_other_ids(format: str) -> None:
+def test_further_calls_have_other_ids(format):
     _, found = parse(format, TWO[format])
     assert [(call.arguments, call.id) for call in found] == [
         ({"a": 1, "b": "x"}, "call00000"),
@@ -123,7 +123,7 @@ def test_further_calls_have_other_ids(format: str) -> None:
 
 
 @pytest.mark.parametrize(("format", "text"), [(format, text) for format, texts in BROKEN.items() for text in texts])
-def test_a_broken_call_is_a_call_with_an_error(format: str, text: str) -> None:
+def test_a_broken_call_is_a_call_with_an_error(format, text):
     _, (call,) = parse(format, text)
     assert call.error
     assert call.arguments == {}
@@ -131,18 +131,18 @@ def test_a_broken_call_is_a_call_with_an_error(format: str, text: str) -> None:
 
 @pytest.mark.parametrize("format", WRITTEN)
 @pytest.mark.parametrize("text", NONE)
-def test_an_answer_has_no_calls(format: str, text: str) -> None:
+def test_an_answer_has_no_calls(format, text):
     assert parse(format, text) == (text, [])
 
 
-def test_a_call_within_the_reasoning_is_none() -> None:
+def test_a_call_within_the_reasoning_is_none():
     text = f"<think>maybe {WRITTEN['hermes']}</think>No."
     assert parse("hermes", text) == (text, [])
 
 
 @pytest.mark.parametrize("format", WRITTEN)
 @pytest.mark.parametrize("before", ["", "<think></think>", "<think>add?</think>I add.\n"])
-def test_an_argument_may_hold_the_end_of_reasoning(format: str, before: str) -> None:
+def test_an_argument_may_hold_the_end_of_reasoning(format, before):
     (call,) = parse(format, before + "a</think>b".join(re.split(r"\bx\b", WRITTEN[format])))[1]
     assert call.arguments == {"a": 1, "b": "a</think>b"}
 
@@ -173,7 +173,7 @@ def test_an_argument_may_hold_the_end_of_reasoning(format: str, before: str) -> 
         ("glm45", "<tool_call>now</tool_call>", {}),
     ],
 )  # fmt: skip
-def test_other_ways_to_write_a_right_call_are_read(format: str, text: str, arguments: dict) -> None:
+def test_other_ways_to_write_a_right_call_are_read(format, text, arguments):
     tools = [{"type": "function", "function": {"name": "now"}}]
     (call,) = call_parser(format, "", SimpleNamespace())(text, tools)[1]
     assert (call.name, call.arguments, call.error) == ("now", arguments, "")
@@ -194,7 +194,7 @@ def test_other_ways_to_write_a_right_call_are_read(format: str, text: str, argum
     ],
 )
 @pytest.mark.parametrize("format", ["qwen3_coder", "glm45"])
-def test_a_value_between_tags_has_the_type_of_its_argument(format: str, kind: dict, written: str, value: Any) -> None:
+def test_a_value_between_tags_has_the_type_of_its_argument(format, kind, written, value):
     function = {"name": "add", "parameters": {"type": "object", "properties": {"a": kind, "b": {"type": "string"}}}}
     text = WRITTEN[format].replace("1", written, 1)
     (call,) = call_parser(format, "", SimpleNamespace())(text, [{"type": "function", "function": function}])[1]
@@ -246,7 +246,7 @@ def schemas_of(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("format", WRITTEN)
 @given(name=NAMES, arguments=st.dictionaries(NAMES, VALUES, max_size=4), before=st.sampled_from(["", "I add.\n"]))
-def test_any_arguments_are_read_as_they_were_written(format, name, arguments, before) -> None:
+def test_any_arguments_are_read_as_they_were_written(format, name, arguments, before):
     tools, text = schemas_of(name, arguments), before + written_as(format, name, arguments)
     calls = call_parser(format, "", SimpleNamespace())(text, tools)[1]
     tags = ("<parameter=", "</parameter>", "<arg_key>", "</arg_value>")
@@ -260,27 +260,25 @@ def test_any_arguments_are_read_as_they_were_written(format, name, arguments, be
 
 @pytest.mark.parametrize("format", WRITTEN)
 @given(text=st.lists(st.sampled_from([*TAGS, *WRITTEN.values()]) | st.text(max_size=4), max_size=12).map("".join))
-def test_no_text_raises(format: str, text: str) -> None:
+def test_no_text_raises(format, text):
     for call in parse(format, text)[1]:
         json.dumps(call.arguments, allow_nan=False).encode()
 
 
 @pytest.mark.parametrize("format", WRITTEN)
-def test_long_texts_are_read_in_a_time_in_proportion(format: str) -> None:
+def test_long_texts_are_read_in_a_time_in_proportion(format):
     for piece in [*TAGS, *BROKEN.get(format, [])[:2], '{"name":', '{"name": "add", "parameters":', "[add(b='", "\n[a(",
                   "<parameter=a>", "<tool_call><function=add>", " to=functions.add ", "<tool_call>[1,"]:  # fmt: skip
         assert len(parse(format, piece * (300_000 // len(piece)))[1]) <= 8 * 128 + 1
 
 
-def test_auto_is_the_format_that_the_template_writes(dialogue_of: MakeDialogue) -> None:
+def test_auto_is_the_format_that_the_template_writes(dialogue_of):
     assert call_parser("auto", "qwen2", dialogue_of(CALLS)).format == "hermes"
     bare = CALLS.replace("<tool_call>", "").replace("'</tool_call>'", "''")
     assert call_parser("auto", "llama", dialogue_of(bare)).format == "json"
 
 
-def test_auto_is_rejected_with_the_formats_where_the_template_writes_no_calls(
-    dialogue_of: MakeDialogue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_rejected_with_the_formats_where_the_template_writes_no_calls(dialogue_of, monkeypatch):
     vllm = SimpleNamespace(names=lambda: ["mistral"])
     monkeypatch.setitem(sys.modules, calls.VLLM, vllm)
     with pytest.raises(ConfigError, match=r"multi_turn.format=auto .* writes no calls.* one of .*hermes.*mistral"):
@@ -289,7 +287,7 @@ def test_auto_is_rejected_with_the_formats_where_the_template_writes_no_calls(
         call_parser("hermse", "qwen2", dialogue_of(CALLS))
 
 
-def test_the_usual_formats_do_not_import_vllm() -> None:
+def test_the_usual_formats_do_not_import_vllm():
     code = (
         "import sys; from hybridrl.agents.environments import calls; "
         "calls.call_parser('json', '', None); print(*sys.modules)"
@@ -300,7 +298,7 @@ def test_the_usual_formats_do_not_import_vllm() -> None:
 
 
 @pytest.mark.slow
-def test_the_formats_of_vllm_are_read_and_their_broken_calls_reported(dialogue_of: MakeDialogue) -> None:
+def test_the_formats_of_vllm_are_read_and_their_broken_calls_reported(dialogue_of):
     glm = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% for c in m.tool_calls or [] %}"
         "{{ '<tool_call>' + c.function.name }}{% for k, v in c.function.arguments.items() %}"

@@ -72,21 +72,21 @@ def result(content: str, number: int = 0) -> dict:
     return {"role": "tool", "content": content, "name": "look_up", "tool_call_id": f"call0000{number}"}
 
 
-def test_a_user_message_adds_what_the_template_writes_after_the_end_token(talk: Talk) -> None:
+def test_a_user_message_adds_what_the_template_writes_after_the_end_token(talk):
     assert talk.delta(user("more")) == ("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n", 0)
 
 
-def test_results_of_tools_are_added_in_their_order(talk: Talk) -> None:
+def test_results_of_tools_are_added_in_their_order(talk):
     results = "\n<|im_start|>tool\n1<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
     assert talk.delta(result("1"), result("2", 1)) == (results, 0)
 
 
-def test_a_turn_that_a_stop_string_ended_gets_the_end_token_as_an_observed_one(talk: Talk) -> None:
+def test_a_turn_that_a_stop_string_ended_gets_the_end_token_as_an_observed_one(talk):
     added = "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
     assert talk.delta(user("more"), sampled="hi</search>", ended=False) == (added, 0)
 
 
-def test_a_sampled_end_token_leaves_the_row_where_the_template_has_another(tokenizer_of: MakeTokenizer) -> None:
+def test_a_sampled_end_token_leaves_the_row_where_the_template_has_another(tokenizer_of):
     tokenizer = tokenizer_of(OPENS)
     tokenizer.add_tokens(["<|tool|>", "<|user|>"], special_tokens=True)
     talk = Talk(tokenizer, ["<|tool|>", "<|user|>"])
@@ -99,14 +99,14 @@ def test_a_sampled_end_token_leaves_the_row_where_the_template_has_another(token
     assert talk.dialogue.check() == []
 
 
-def test_without_an_end_token_of_the_template_the_sampled_one_stays(tokenizer_of: MakeTokenizer) -> None:
+def test_without_an_end_token_of_the_template_the_sampled_one_stays(tokenizer_of):
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     talk = Talk(tokenizer_of(template), ["<eos>"])
     assert talk.delta(user("more"), sampled="hi<eos>", tools=[]) == ("\nuser: more\n", 0)
     assert "users: the row has" in talk.dialogue.check(tools=False)[0]
 
 
-def test_a_token_that_opens_the_results_of_tools_is_a_further_stop_token(tokenizer_of: MakeTokenizer) -> None:
+def test_a_token_that_opens_the_results_of_tools_is_a_further_stop_token(tokenizer_of):
     template = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content + '<|done|>' }}{% else %}{{ '<|turn|>' + m.role "
         "+ m.content }}{% if m.tool_calls %}{{ '<|call|>' + m.tool_calls[0].function.arguments.word + '<|results|>' }}"
@@ -118,14 +118,14 @@ def test_a_token_that_opens_the_results_of_tools_is_a_further_stop_token(tokeniz
     assert talk.dialogue.check() == []
 
 
-def test_a_conversation_starts_as_a_row_of_the_dataset_does(talk: Talk) -> None:
+def test_a_conversation_starts_as_a_row_of_the_dataset_does(talk):
     chat = [{"role": "system", "content": "Be brief."}, user(f"What is {INJECTION}?")]
     talk.dialogue.start(chat).append(0)
     assert talk.dialogue.start(chat) == next(render(talk.tokenizer, [Chat(chat, [])], {}, add_generation_prompt=True))
     assert "look_up" in talk.text(talk.dialogue.start(chat, TOOLS))
 
 
-def test_text_of_special_tokens_stays_text_in_what_an_environment_adds(talk: Talk) -> None:
+def test_text_of_special_tokens_stays_text_in_what_an_environment_adds(talk):
     special = {*talk.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>", "<tool_call>"])}
     for message in (user(INJECTION), result(INJECTION), user("<tool_call>"), result("<<|im_end|><|im_end|>")):
         delta = talk.dialogue.delta([message], [], ended=False, called=False)
@@ -134,15 +134,13 @@ def test_text_of_special_tokens_stays_text_in_what_an_environment_adds(talk: Tal
         assert [i for i in delta.ids if i in special] == [i for i in harmless.ids if i in special]
 
 
-def test_a_first_message_of_the_environment_cannot_hold_special_tokens_but_one_of_the_row_can(talk: Talk) -> None:
+def test_a_first_message_of_the_environment_cannot_hold_special_tokens_but_one_of_the_row_can(talk):
     row, added = [user(INJECTION)], user("<|im_end|>")
     end = talk.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert talk.dialogue.start([*row, added], trusted=row).count(end) == talk.dialogue.start(row).count(end) + 1
 
 
-def test_a_token_that_the_template_writes_is_reserved_to_it_even_if_it_is_not_special(
-    tokenizer_of: MakeTokenizer,
-) -> None:
+def test_a_token_that_the_template_writes_is_reserved_to_it_even_if_it_is_not_special(tokenizer_of):
     talk = Talk(tokenizer_of(CALLS, ["<tool_call>", "<table>"]))
     call, table, end = talk.tokenizer.convert_tokens_to_ids(["<tool_call>", "<table>", "<|im_end|>"])
     ids = talk.dialogue.delta([result("<tool_call><table>")], [], ended=False, called=False).ids
@@ -152,7 +150,7 @@ def test_a_token_that_the_template_writes_is_reserved_to_it_even_if_it_is_not_sp
     assert (ids.count(call), ids.count(end)) == (1, 3)  # a response keeps what the policy writes itself
 
 
-def test_a_result_that_is_no_text_cannot_hold_special_tokens(tokenizer_of: MakeTokenizer) -> None:
+def test_a_result_that_is_no_text_cannot_hold_special_tokens(tokenizer_of):
     talk = Talk(tokenizer_of(CALLS.replace("m.content", "(m.content if m.content is string else m.content | tojson)")))
     content = {"<|im_end|>": ["<|im_end|>"], "type": "<|im_end|>"}
     assert talk.delta(result("1") | {"content": content})[0].count("<|im_end|>") == 4
@@ -160,16 +158,14 @@ def test_a_result_that_is_no_text_cannot_hold_special_tokens(tokenizer_of: MakeT
     assert ids.count(talk.tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
 
 
-def test_a_tools_name_and_id_cannot_hold_special_tokens(talk: Talk) -> None:
+def test_a_tools_name_and_id_cannot_hold_special_tokens(talk):
     end = talk.tokenizer.convert_tokens_to_ids("<|im_end|>")
     message = result("1") | {"name": "x<|im_end|>", "tool_call_id": "<|im_end|>"}
     delta = talk.dialogue.delta([message], [], ended=False, called=True, tools=TOOLS)
     assert delta.ids.count(end) == 2
 
 
-def test_a_template_that_drops_reasoning_is_exact_and_warns(
-    tokenizer_of: MakeTokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_template_that_drops_reasoning_is_exact_and_warns(tokenizer_of, caplog):
     assert Talk(tokenizer_of(CALLS)).dialogue.check() == []
     assert not caplog.records
     talk = Talk(tokenizer_of(STRIPS))
@@ -180,7 +176,7 @@ def test_a_template_that_drops_reasoning_is_exact_and_warns(
     assert len(caplog.records) == 1
 
 
-def test_a_template_that_rewrites_a_conversation_is_reported_with_the_place(tokenizer_of: MakeTokenizer) -> None:
+def test_a_template_that_rewrites_a_conversation_is_reported_with_the_place(tokenizer_of):
     counting = CALLS.replace("m.role + '\n'", "m.role + (messages | length) | string + '\n'")
     difference = Talk(tokenizer_of(counting)).dialogue.check(tools=False)[0]
     assert difference == (
@@ -189,7 +185,7 @@ def test_a_template_that_rewrites_a_conversation_is_reported_with_the_place(toke
     )
 
 
-def test_white_space_before_the_end_token_can_be_ignored(tokenizer_of: MakeTokenizer) -> None:
+def test_white_space_before_the_end_token_can_be_ignored(tokenizer_of):
     spaced = CALLS.replace("{{ '<|im_end|>", "{{ ' ' if m.role == 'assistant' and not loop.last }}{{ '<|im_end|>")
     dialogue = Talk(tokenizer_of(spaced)).dialogue
     assert len(dialogue.check("strict")) == 2
@@ -197,7 +193,7 @@ def test_white_space_before_the_end_token_can_be_ignored(tokenizer_of: MakeToken
     assert dialogue.check("disable") == []
 
 
-def test_a_template_without_system_messages_or_tools_serves_users(tokenizer_of: MakeTokenizer) -> None:
+def test_a_template_without_system_messages_or_tools_serves_users(tokenizer_of):
     talk = Talk(tokenizer_of(PLAIN))
     assert talk.delta(user(" more ")) == ("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n", 0)
     assert talk.dialogue.check(tools=False) == []
@@ -208,7 +204,7 @@ def test_a_template_without_system_messages_or_tools_serves_users(tokenizer_of: 
         talk.dialogue.start([{"role": "system", "content": "x"}])
 
 
-def test_contents_and_arguments_take_the_form_that_the_template_reads(tokenizer_of: MakeTokenizer) -> None:
+def test_contents_and_arguments_take_the_form_that_the_template_reads(tokenizer_of):
     parts = CALLS.replace("m.content", "m.content[0].text").replace(
         "c.function.arguments", "c.function.arguments + '!'"
     )
@@ -218,19 +214,19 @@ def test_contents_and_arguments_take_the_form_that_the_template_reads(tokenizer_
 
 
 @pytest.mark.parametrize("function", [{"arguments": ""}, {"arguments": None}, {}], ids=["empty", "null", "absent"])
-def test_a_call_without_arguments_has_none(tokenizer_of: MakeTokenizer, function: dict) -> None:
+def test_a_call_without_arguments_has_none(tokenizer_of, function):
     talk = Talk(tokenizer_of(CALLS))
     call = {"id": "1", "type": "function", "function": {"name": "now", **function}}
     text = talk.text(talk.dialogue.start([user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]))
     assert '{"name": "now", "arguments": {}}' in text
 
 
-def test_a_model_without_a_template_is_rejected(tokenizer_of: MakeTokenizer) -> None:
+def test_a_model_without_a_template_is_rejected(tokenizer_of):
     with pytest.raises(ConfigError, match="custom_chat_template=chatml"):
         Talk(tokenizer_of(""))
 
 
-def test_a_replay_marks_what_is_sampled(talk: Talk) -> None:
+def test_a_replay_marks_what_is_sampled(talk):
     ids, mask = talk.dialogue.replay([user("a"), {"role": "assistant", "content": "b"}, user("c")])
     sampled = [token for token, one in zip(ids, mask, strict=True) if one]
     assert talk.text(sampled) == "b<|im_end|>"
@@ -294,7 +290,7 @@ def assert_exact(talk: Talk, messages: list[dict], tools: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("template", [CALLS, OPENS, STRIPS, PLAIN], ids=["calls", "opens", "strips", "plain"])
-def test_any_conversation_is_what_the_template_writes(template: str, tokenizer_of: MakeTokenizer) -> None:
+def test_any_conversation_is_what_the_template_writes(template, tokenizer_of):
     tokenizer = tokenizer_of(template)
     tokenizer.add_tokens(["<|tool|>", "<|user|>", "</s>"], special_tokens=True)
     talk = Talk(tokenizer, ["<|tool|>", "<|user|>"] if template is OPENS else ENDS)
@@ -367,9 +363,7 @@ RELEASED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RELEASED)
-def test_any_conversation_is_what_the_template_of_a_released_model_writes(
-    name: str, released_template: Callable[[str], str], tokenizer_of: MakeTokenizer
-) -> None:
+def test_any_conversation_is_what_the_template_of_a_released_model_writes(name, released_template, tokenizer_of):
     ends = next(ends for part, ends in RELEASED_ENDS.items() if part in name)
     form = RELEASED_FORMS.get(name, lambda message: message)
     talk = Talk(tokenizer_of(released_template(name)), ends.split(), form)

@@ -331,7 +331,7 @@ def test_first_messages_beyond_the_prompt_limit_are_a_fault_with_the_key(tokeniz
     assert "data.max_prompt_length=200" in trajectory.detail
 
 
-def test_plain_functions_of_many_environments_wait_at_the_same_time(tokenizer):
+async def test_plain_functions_of_many_environments_wait_at_the_same_time(tokenizer):
     barrier = threading.Barrier(4, timeout=2)
 
     class Meeting(Environment):
@@ -339,9 +339,7 @@ def test_plain_functions_of_many_environments_wait_at_the_same_time(tokenizer):
             barrier.wait()
             return Step(done=True)
 
-    async def all_of_them() -> list[Trajectory]:
-        shared = kit(tokenizer, call_timeout=3)
-        episodes = [EpisodeRun(shared, Policy(tokenizer, ["7"]), Meeting({}, {})) for _ in range(4)]
-        return await asyncio.gather(*(episode.run(QUESTION) for episode in episodes))
-
-    assert [one.stop for one in asyncio.run(all_of_them())] == ["completed"] * 4
+    shared = kit(tokenizer, call_timeout=3)
+    episodes = [EpisodeRun(shared, Policy(tokenizer, ["7"]), Meeting({}, {})) for _ in range(4)]
+    found = await asyncio.gather(*(episode.run(QUESTION) for episode in episodes))
+    assert [one.stop for one in found] == ["completed"] * 4

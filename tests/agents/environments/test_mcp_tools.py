@@ -10,7 +10,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from hybridrl.agents.environments import mcp_tools, tools
+from hybridrl.agents.environments import mcp_tools
 from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall
 from hybridrl.agents.environments.load import load_tools
 from hybridrl.config import ConfigError
@@ -82,29 +82,25 @@ async def outcomes(settings, *calls) -> list[tuple[str, str]]:
     return [(record.outcome, record.result) for record in (await environment.step(Response("", calls))).calls]
 
 
-def test_an_error_of_the_protocol_is_read_by_the_policy_and_the_server_stays(settings) -> None:
+async def test_an_error_of_the_protocol_is_read_by_the_policy_and_the_server_stays(settings) -> None:
     codes = [-32602, -32601, -32000, -32001, 7]
 
-    async def many():
-        return [await outcomes(settings, ToolCall("reject", {"code": code})) for code in codes]
-
-    assert asyncio.run(many()) == [[("error", "Error: MCPError: no such thing")]] * len(codes)
+    found = [await outcomes(settings, ToolCall("reject", {"code": code})) for code in codes]
+    assert found == [[("error", "Error: MCPError: no such thing")]] * len(codes)
     assert len(servers(settings)) == 1
 
 
-def test_after_a_server_has_hung_the_next_call_has_a_new_one_and_the_old_one_is_gone(settings, monkeypatch) -> None:
+async def test_after_a_server_has_hung_the_next_call_has_a_new_one_and_the_old_one_is_gone(
+    settings, monkeypatch
+) -> None:
     monkeypatch.setattr(mcp_tools, "SECONDS_TO_RESPOND", 0.2)
     settings = replace(settings, multi_turn=replace(settings.multi_turn, tool_timeout=2))
     once = replace(settings, multi_turn=replace(settings.multi_turn, on_tool_failure="message", tool_retries=0))
 
-    async def both():
-        assert await outcomes(settings, ToolCall("add", {"a": 1, "b": 1})) == [("ok", "2")]
-        first = servers(settings)
-        assert (await outcomes(once, ToolCall("hang", {})))[0][0] == "timeout"
-        found = await outcomes(settings, ToolCall("add", {"a": 1, "b": 2}))
-        return first, found
-
-    first, found = asyncio.run(both())
+    assert await outcomes(settings, ToolCall("add", {"a": 1, "b": 1})) == [("ok", "2")]
+    first = servers(settings)
+    assert (await outcomes(once, ToolCall("hang", {})))[0][0] == "timeout"
+    found = await outcomes(settings, ToolCall("add", {"a": 1, "b": 2}))
     assert found == [("ok", "3")]
     assert psutil.wait_procs(first, timeout=20)[1] == []
     assert len(servers(settings)) == 1
@@ -126,8 +122,7 @@ def test_a_server_ends_with_the_process_that_started_it(settings) -> None:
     assert psutil.wait_procs([server], timeout=20)[1] == []
 
 
-def test_a_server_is_called_its_errors_are_read_and_a_lost_one_is_opened_again(settings, monkeypatch) -> None:
-    monkeypatch.setattr(tools, "SECONDS_BEFORE_RETRY", 0.01)
+def test_a_server_is_called_its_errors_are_read_and_a_lost_one_is_opened_again(settings, retries_soon) -> None:
 
     async def step(*calls):
         environment = made({}, settings)

@@ -198,70 +198,59 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_call_in_another_thread_does_not_disturb_episodes_that_are_held(workers, tokenizer):
+async def test_a_call_in_another_thread_does_not_disturb_episodes_that_are_held(workers, tokenizer):
     gate = Gate(tokenizer)
 
-    async def drive() -> list[Trajectory]:
-        with closing(EpisodeDispatch(workers)) as dispatch:
-            held = dispatch.start(specs({"turns": 2}, {"turns": 3}), gate)
-            await until(lambda: len(gate.requests) == 8)
-            other = await asyncio.to_thread(run, workers, specs({"turns": 2}), Sampler(tokenizer))
-            assert [len(one.turns) for one in other] == [2, 2] and not any(future.done() for future in held)
-            gate.opened.set()
-            return await asyncio.gather(*held)
-
-    assert [len(one.turns) for one in asyncio.run(drive())] == [2, 2, 3, 3]
+    with closing(EpisodeDispatch(workers)) as dispatch:
+        held = dispatch.start(specs({"turns": 2}, {"turns": 3}), gate)
+        await until(lambda: len(gate.requests) == 8)
+        other = await asyncio.to_thread(run, workers, specs({"turns": 2}), Sampler(tokenizer))
+        assert [len(one.turns) for one in other] == [2, 2] and not any(future.done() for future in held)
+        gate.opened.set()
+        found = await asyncio.gather(*held)
+    assert [len(one.turns) for one in found] == [2, 2, 3, 3]
 
 
-def test_episodes_are_started_while_others_run(workers, tokenizer):
+async def test_episodes_are_started_while_others_run(workers, tokenizer):
     gate = Gate(tokenizer)
 
-    async def drive() -> None:
-        with closing(EpisodeDispatch(workers)) as dispatch:
-            first = dispatch.start(specs({"turns": 2}), gate)
-            await until(lambda: len(gate.requests) == 4)
-            began = time.monotonic()
-            (later,) = dispatch.start(specs({"turns": 1}, count=1), gate)
-            assert len((await later).turns) == 1 and not any(future.done() for future in first)
-            assert time.monotonic() - began < HEARTBEAT_SECONDS / 2  # no call that waits for a process is waited for
-            gate.opened.set()
-            await asyncio.gather(*first)
-            assert not any(lane.jobs or lane.pump for lane in dispatch.lanes)
-            (last,) = dispatch.start(specs({"turns": 1}, count=1), gate)
-            assert len((await last).turns) == 1
-
-    asyncio.run(drive())
+    with closing(EpisodeDispatch(workers)) as dispatch:
+        first = dispatch.start(specs({"turns": 2}), gate)
+        await until(lambda: len(gate.requests) == 4)
+        began = time.monotonic()
+        (later,) = dispatch.start(specs({"turns": 1}, count=1), gate)
+        assert len((await later).turns) == 1 and not any(future.done() for future in first)
+        assert time.monotonic() - began < HEARTBEAT_SECONDS / 2  # no call that waits for a process is waited for
+        gate.opened.set()
+        await asyncio.gather(*first)
+        assert not any(lane.jobs or lane.pump for lane in dispatch.lanes)
+        (last,) = dispatch.start(specs({"turns": 1}, count=1), gate)
+        assert len((await last).turns) == 1
 
 
-def test_episodes_are_abandoned_when_their_dispatch_is_closed(workers, tokenizer, tmp_path):
+async def test_episodes_are_abandoned_when_their_dispatch_is_closed(workers, tokenizer, tmp_path):
     gate = Gate(tokenizer)
 
-    async def drive() -> None:
-        with closing(EpisodeDispatch(workers)) as dispatch:
-            dispatch.start(specs({"turns": 2, "mark": str(tmp_path / "closed")}, count=1), gate)
-            await until(lambda: len(gate.requests) == 2)
-        await until((tmp_path / "closed").exists)
-
-    asyncio.run(drive())
+    with closing(EpisodeDispatch(workers)) as dispatch:
+        dispatch.start(specs({"turns": 2, "mark": str(tmp_path / "closed")}, count=1), gate)
+        await until(lambda: len(gate.requests) == 2)
+    await until((tmp_path / "closed").exists)
 
 
-def test_a_process_that_two_dispatches_lose_is_replaced_once(workers, tokenizer):
+async def test_a_process_that_two_dispatches_lose_is_replaced_once(workers, tokenizer):
     place = Path(workers.settings.environments.multi_turn.environment_kwargs["place"])
     (place / "died").unlink(missing_ok=True)
     gate, before = Gate(tokenizer), list(workers.actors)
 
-    async def drive() -> list[Trajectory]:
-        with closing(EpisodeDispatch(workers)) as dispatch:
-            held = dispatch.start(specs({"turns": 2}), gate)
-            await until(lambda: len(gate.requests) == 4)
-            run_other = partial(run, workers, specs({"turns": 1, "kind": "dies once"}, count=1), Sampler(tokenizer))
-            (other,) = await asyncio.to_thread(run_other)
-            assert other.fault is None
-            await until(lambda: len(gate.requests) == 6)  # of the episode in that process, again
-            after = list(workers.actors)
-            gate.opened.set()
-            trajectories = await asyncio.gather(*held)
-            assert workers.actors == after and after[0] is not before[0] and after[1] is before[1]
-            return trajectories
-
-    assert [(one.fault, len(one.turns)) for one in asyncio.run(drive())] == [(None, 2)] * 2
+    with closing(EpisodeDispatch(workers)) as dispatch:
+        held = dispatch.start(specs({"turns": 2}), gate)
+        await until(lambda: len(gate.requests) == 4)
+        run_other = partial(run, workers, specs({"turns": 1, "kind": "dies once"}, count=1), Sampler(tokenizer))
+        (other,) = await asyncio.to_thread(run_other)
+        assert other.fault is None
+        await until(lambda: len(gate.requests) == 6)  # of the episode in that process, again
+        after = list(workers.actors)
+        gate.opened.set()
+        trajectories = await asyncio.gather(*held)
+        assert workers.actors == after and after[0] is not before[0] and after[1] is before[1]
+        assert [(one.fault, len(one.turns)) for one in trajectories] == [(None, 2)] * 2

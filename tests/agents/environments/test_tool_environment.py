@@ -9,7 +9,6 @@ import urllib.request
 
 import pytest
 
-from hybridrl.agents.environments import tools as module
 from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall, ToolError
 from hybridrl.agents.environments.tools import FunctionTool, Tool, ToolEnvironment, truncated
 from hybridrl.agents.environments.user_code import ToolResult
@@ -164,8 +163,7 @@ def unavailable(statuses):
     return f"http://127.0.0.1:{server.server_port}"
 
 
-def test_a_network_tool_is_called_again_and_then_its_episode_is_a_fault(monkeypatch) -> None:
-    monkeypatch.setattr(module, "SECONDS_BEFORE_RETRY", 0.01)
+def test_a_network_tool_is_called_again_and_then_its_episode_is_a_fault(retries_soon) -> None:
 
     def fetch(url):
         return urllib.request.urlopen(url, timeout=5).read()
@@ -182,8 +180,7 @@ def test_a_network_tool_is_called_again_and_then_its_episode_is_a_fault(monkeypa
     )
 
 
-def test_a_network_tool_beyond_its_time_limit_excludes_the_episode_and_a_local_one_does_not(monkeypatch) -> None:
-    monkeypatch.setattr(module, "SECONDS_BEFORE_RETRY", 0.01)
+def test_a_network_tool_beyond_its_time_limit_excludes_the_episode_and_a_local_one_does_not(retries_soon) -> None:
     with pytest.raises(EpisodeFault, match=r"failed 3 times: time limit of 0\.05 s reached"):
         outcome([tool(sleeps, network=True)], ("sleeps", {}), tool_timeout=0.05)
     with pytest.raises(EpisodeFault, match="failed 1 times"):
@@ -207,7 +204,7 @@ class Counter(Tool):
         return {"reward": float(state["count"])}
 
 
-def test_state_lasts_for_an_episode_and_is_its_own() -> None:
+async def test_state_lasts_for_an_episode_and_is_its_own() -> None:
     counter = Counter()
 
     async def episode(first: int):
@@ -216,10 +213,7 @@ def test_state_lasts_for_an_episode_and_is_its_own() -> None:
         steps = [await environment.step(Response("", [ToolCall("count", {})])) for _ in range(2)]
         return [made.messages[0]["content"] for made in steps], steps[0], await environment.close()
 
-    async def both():
-        return await asyncio.gather(episode(10), episode(20))
-
-    (first, made, metrics), (second, _, _) = asyncio.run(both())
+    (first, made, metrics), (second, _, _) = await asyncio.gather(episode(10), episode(20))
     assert (first, second) == (["11", "12"], ["21", "22"])
     assert (made.calls[0].reward, made.metrics) == (0.5, {"count/calls": 1.0})
     assert (metrics, counter.ended) == ({"count/reward": 12.0}, 2)
@@ -242,12 +236,9 @@ def test_metrics_of_tools_that_are_no_numbers_are_left_out() -> None:
     assert made.metrics == {"measured/hits": 4.0}
 
 
-def test_calls_of_the_last_response_are_not_run() -> None:
-    async def run():
-        environment = ToolEnvironment([tool(double, x="integer")], multi_turn_of(), {})
-        return await environment.step(Response("", [ToolCall("double", {"x": 4})], last=True))
-
-    last = asyncio.run(run())
+async def test_calls_of_the_last_response_are_not_run() -> None:
+    environment = ToolEnvironment([tool(double, x="integer")], multi_turn_of(), {})
+    last = await environment.step(Response("", [ToolCall("double", {"x": 4})], last=True))
     assert (last.messages, last.done, last.calls[0].outcome) == ([], False, "skipped")
 
 

@@ -1,7 +1,6 @@
 """The asynchronous keys of other systems, of which several count together."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +8,6 @@ from hybridrl.compat.translation import SYSTEMS
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import ResolvedConfig, resolve_config
 
-from .conftest import Load
 from .test_verl import SHARED, at_hand, command_lines, errors_of
 
 NEEDED = ("data.train_files=x.jsonl", "actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=8")
@@ -54,7 +52,7 @@ def notes(*overrides: str, system: str = "verl") -> list[str]:
     return [text for text in texts if "=" in text.partition(" is now ")[0] or " is now " not in text]
 
 
-def test_fully_async_becomes_separate_async_with_the_batch_between_two_syncs() -> None:
+def test_fully_async_becomes_separate_async_with_the_batch_between_two_syncs():
     config = accepted(*FULLY_ASYNC)
     assert mode(config) == ("separate_async", 2)
     assert config.actor_rollout_ref.rollout.over_sample_rate == 1.5
@@ -64,7 +62,7 @@ def test_fully_async_becomes_separate_async_with_the_batch_between_two_syncs() -
     assert config.algorithm.rollout_correction.bypass_mode
 
 
-def test_keys_that_count_together_are_reported_in_one_line() -> None:
+def test_keys_that_count_together_are_reported_in_one_line():
     assert notes(*FULLY_ASYNC) == [
         "actor_rollout_ref.hybrid_engine=False is now trainer.v1.trainer_mode=separate_async "
         "algorithm.rollout_correction.bypass_mode=true",
@@ -75,49 +73,49 @@ def test_keys_that_count_together_are_reported_in_one_line() -> None:
     ]
 
 
-def test_a_threshold_of_0_is_a_bound_of_0() -> None:
+def test_a_threshold_of_0_is_a_bound_of_0():
     config = accepted(*FULLY_ASYNC, "async_training.staleness_threshold=0")
     assert mode(config) == ("separate_async", 0)
     assert config.actor_rollout_ref.rollout.over_sample_rate == 0
 
 
-def test_what_fully_async_s_command_leaves_out_is_as_in_its_settings_file() -> None:
+def test_what_fully_async_s_command_leaves_out_is_as_in_its_settings_file():
     config = accepted("actor_rollout_ref.hybrid_engine=False", "async_training.trigger_parameter_sync_step=2")
     assert mode(config) == ("separate_async", 1)
     assert config.actor_rollout_ref.rollout.over_sample_rate == 0.1
     assert config.data.train_batch_size == 2 * config.actor_rollout_ref.actor.ppo_mini_batch_size
 
 
-def test_one_step_off_is_a_bound_of_1_on_devices_of_its_own() -> None:
+def test_one_step_off_is_a_bound_of_1_on_devices_of_its_own():
     config = accepted("data.train_batch_size=512", "actor_rollout_ref.hybrid_engine=False", "rollout.n_gpus_per_node=4")
     assert mode(config) == ("separate_async", 1)
     assert (config.data.train_batch_size, config.rollout_pool) == (512, (1, 4))
 
 
-def test_the_usual_engine_says_nothing() -> None:
+def test_the_usual_engine_says_nothing():
     assert mode(accepted("actor_rollout_ref.hybrid_engine=True")) == ("sync", 8)
     assert notes("actor_rollout_ref.hybrid_engine=True") == []
 
 
-def test_partial_rollouts_alone_are_those_on_shared_devices() -> None:
+def test_partial_rollouts_alone_are_those_on_shared_devices():
     assert mode(accepted("+async_training.partial_rollout=True"))[0] == "colocate_async"
 
 
-def test_waiting_for_open_responses_is_said_to_have_no_effect() -> None:
+def test_waiting_for_open_responses_is_said_to_have_no_effect():
     (note,) = notes("async_training.partial_rollout=False")
     assert note.startswith(
         "async_training.partial_rollout has no effect: responses that are open when weights are sent"
     )
 
 
-def test_what_the_command_sets_by_its_name_here_stays() -> None:
+def test_what_the_command_sets_by_its_name_here_stays():
     kept = ("trainer.v1.sampler.max_off_policy_threshold=4", "algorithm.rollout_correction.bypass_mode=False")
     config = accepted(*kept, *FULLY_ASYNC)
     assert mode(config) == ("separate_async", 4)
     assert not config.algorithm.rollout_correction.bypass_mode
 
 
-def test_a_number_that_is_not_known_yet_is_an_error_that_names_its_key() -> None:
+def test_a_number_that_is_not_known_yet_is_an_error_that_names_its_key():
     found = resolved("async_training.require_batches=2", f"{MINI}='${{oc.env:SIZE}}'").findings.errors
     assert [finding.text for finding in found if finding.code == "unsupported"] == [
         "async_training.require_batches=2: data.train_batch_size is not computed from "
@@ -125,7 +123,7 @@ def test_a_number_that_is_not_known_yet_is_an_error_that_names_its_key() -> None
     ]
 
 
-def test_a_file_s_values_count_with_those_of_the_command(load: Load, tmp_path: Path) -> None:
+def test_a_file_s_values_count_with_those_of_the_command(load, tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "defaults: [ppo_trainer, _self_]\n"
         "data: {train_batch_size: 0, gen_batch_size: 1}\n"
@@ -144,7 +142,7 @@ SEPARATE = ("trainer.v1.trainer_mode=separate_async", "data.train_batch_size=64"
 STEP = "trainer.v1.separate_async.parameter_sync_step"
 
 
-def test_verl_s_sync_step_is_that_of_the_batch_or_an_error_with_the_batch(load: Load) -> None:
+def test_verl_s_sync_step_is_that_of_the_batch_or_an_error_with_the_batch(load):
     assert notes(*SEPARATE, f"{STEP}=4") == []
     assert errors_of(load, *GRPO, *SEPARATE, "trainer.device=cpu", f"{STEP}=8") == [
         f"{STEP}=8: weights are sent once per step, after data.train_batch_size / ppo_mini_batch_size updates; "
@@ -166,13 +164,13 @@ def test_verl_s_sync_step_is_that_of_the_batch_or_an_error_with_the_batch(load: 
         ("trainer.v1.sampler.max_off_policy_strategy=drop", "wait is used for "),
     ],
 )
-def test_a_key_of_verl_s_modes_is_accepted_with_a_line_at_most(override: str, said: str) -> None:
+def test_a_key_of_verl_s_modes_is_accepted_with_a_line_at_most(override, said):
     found = notes(*SEPARATE, override)
     assert len(found) == bool(said)
     assert not found or said in found[0]
 
 
-def test_the_older_places_of_rollout_log_probs_choose_bypass_mode() -> None:
+def test_the_older_places_of_rollout_log_probs_choose_bypass_mode():
     used = accepted("actor_rollout_ref.actor.use_rollout_log_probs=True").algorithm.rollout_correction
     again = accepted(*FULLY_ASYNC, "async_training.compute_prox_log_prob=True").algorithm.rollout_correction
     assert (used.bypass_mode, again.bypass_mode) == (True, False)
@@ -187,14 +185,14 @@ SKYRL = (
 )
 
 
-def test_skyrl_s_separate_devices_are_as_synchronous_as_there() -> None:
+def test_skyrl_s_separate_devices_are_as_synchronous_as_there():
     config = accepted(*SKYRL, system="SkyRL")
     assert mode(config) == ("separate_async", 0)
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 4)
     assert config.rollout_pool == (2, 6)
 
 
-def test_skyrl_s_fully_async_has_its_bound() -> None:
+def test_skyrl_s_fully_async_has_its_bound():
     fully = "trainer.fully_async.enabled=true"
     assert mode(accepted(*SKYRL, fully, system="SkyRL")) == ("separate_async", 4)
     assert mode(accepted(*SKYRL, "trainer.fully_async.max_staleness_steps=2", fully, system="SkyRL")) == (
@@ -208,12 +206,12 @@ def test_skyrl_s_fully_async_has_its_bound() -> None:
     )
 
 
-def test_engines_are_not_counted_on_shared_devices() -> None:
+def test_engines_are_not_counted_on_shared_devices():
     (note,) = notes("generator.num_engines=6", system="SkyRL")
     assert note.startswith("generator.num_engines has no effect")
 
 
-def test_skyrl_s_loss_by_rollout_probabilities_and_its_mask_are_translated() -> None:
+def test_skyrl_s_loss_by_rollout_probabilities_and_its_mask_are_translated():
     place = "trainer.algorithm.off_policy_correction"
     config = accepted(
         "trainer.algorithm.policy_loss_type=rollout_is",
@@ -239,9 +237,7 @@ def test_skyrl_s_loss_by_rollout_probabilities_and_its_mask_are_translated() -> 
         ("sglang[rollout]:d16t2+fsdp[actor]:d4t2c2", (2, 8), (4, 8), 2),
     ],
 )
-def test_areal_s_allocation_divides_the_devices(
-    allocation: str, training: tuple[int, int], rollout: tuple[int, int], engine: int
-) -> None:
+def test_areal_s_allocation_divides_the_devices(allocation, training, rollout, engine):
     config = accepted(
         f'allocation_mode="{allocation}"',
         "cluster.n_gpus_per_node=8",
@@ -254,7 +250,7 @@ def test_areal_s_allocation_divides_the_devices(
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == engine
 
 
-def test_areal_s_backends_divide_the_devices_likewise() -> None:
+def test_areal_s_backends_divide_the_devices_likewise():
     backends = ('rollout.backend="sglang:d2t2"', 'actor.backend="fsdp:d2"', "cluster.n_gpus_per_node=8")
     config = accepted(*backends, system="AReaL")
     assert mode(config) == ("separate_async", 0)
@@ -265,13 +261,13 @@ def test_areal_s_backends_divide_the_devices_likewise() -> None:
 
 
 @pytest.mark.parametrize(("allocation", "engine"), [("vllm:d4t2|fsdp:d8", 2), ("fsdp:d8", 1), ("d8", 1)])
-def test_areal_s_allocation_of_one_part_is_on_shared_devices(allocation: str, engine: int) -> None:
+def test_areal_s_allocation_of_one_part_is_on_shared_devices(allocation, engine):
     config = accepted(f'allocation_mode="{allocation}"', system="AReaL")
     assert mode(config)[0] == "sync"
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == engine
 
 
-def test_areal_s_bound_alone_continues_rollouts_on_shared_devices() -> None:
+def test_areal_s_bound_alone_continues_rollouts_on_shared_devices():
     assert mode(accepted("rollout.max_head_offpolicyness=4", system="AReaL")) == ("colocate_async", 4)
     assert mode(accepted("rollout.max_head_offpolicyness=0", system="AReaL"))[0] == "sync"
     (note,) = notes("rollout.max_concurrent_rollouts=256", system="AReaL")
@@ -279,7 +275,7 @@ def test_areal_s_bound_alone_continues_rollouts_on_shared_devices() -> None:
 
 
 @at_hand
-def test_real_asynchronous_commands_of_verl_and_skyrl_are_accepted() -> None:
+def test_real_asynchronous_commands_of_verl_and_skyrl_are_accepted():
     """Others would generate or serve only, simulate training, score by a reward model, or run another project."""
     words = ("async_training", "trainer_mode", "hybrid_engine=False", "fully_async", "colocate_all=false", "one_step")
     other = ("simulate", "reward_model.enable", "arctic_rl", "harbor_trial_config", "trainer.logger", "train_files")

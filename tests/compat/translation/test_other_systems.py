@@ -10,7 +10,6 @@ from hybridrl.compat.translation import SYSTEMS
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import resolve_config
 
-from .conftest import Load
 from .test_asynchronous import accepted, resolved
 from .test_verl import GRPO, at_hand, command_lines, errors_of
 
@@ -18,7 +17,7 @@ TOP = Path(__file__).parents[3]
 
 
 @at_hand
-def test_skyrl_s_command_lines_are_accepted_unless_they_use_what_is_not_supported() -> None:
+def test_skyrl_s_command_lines_are_accepted_unless_they_use_what_is_not_supported():
     """Others are rejected for functions of their own by a name that is none here, or train on nothing."""
     for line in command_lines("skyrl_cmdlines.jsonl"):
         system = SYSTEMS["SkyRL"]
@@ -52,7 +51,7 @@ SKYRL = (
 )
 
 
-def test_a_command_of_skyrl_is_translated() -> None:
+def test_a_command_of_skyrl_is_translated():
     config = accepted(*SKYRL, system="SkyRL")
     section = config.actor_rollout_ref
     assert config.algorithm.adv_estimator == "reinforce_plus_plus"
@@ -66,7 +65,7 @@ def test_a_command_of_skyrl_is_translated() -> None:
     assert all(" is now " in one.text for one in findings if one.code != "not-here")
 
 
-def test_a_run_rejects_the_keys_of_each_other_system_in_a_sentence_that_names_migrate(load: Load) -> None:
+def test_a_run_rejects_the_keys_of_each_other_system_in_a_sentence_that_names_migrate(load):
     skyrl = ["generator.max_turns", "+trainer.policy.optimizer_config.lr", "data.train_data", "trainer.epochs"]
     assert errors_of(load, *(f"{key}=3" for key in [*skyrl, "generator.x", "actor.path", "gconfig.n_samples"])) == [
         f"{', '.join(skyrl).replace('+', '')} and 1 more are keys of SkyRL, not of a run here; "
@@ -76,7 +75,7 @@ def test_a_run_rejects_the_keys_of_each_other_system_in_a_sentence_that_names_mi
     ]
 
 
-def test_a_file_with_keys_of_another_system_is_rejected_likewise(load: Load, tmp_path: Path) -> None:
+def test_a_file_with_keys_of_another_system_is_rejected_likewise(load, tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "defaults: [ppo_trainer, _self_]\ngenerator: {max_turns: 1}\ndata: {shufle: 1}\n"
     )
@@ -97,22 +96,20 @@ def test_a_file_with_keys_of_another_system_is_rejected_likewise(load: Load, tmp
         ("AReaL", "actor.init_from_scratch=true", "training starts from a model's weights; set false"),
     ],
 )
-def test_what_another_system_has_and_is_not_here_is_rejected_in_a_line(
-    system: str, override: str, message: str
-) -> None:
+def test_what_another_system_has_and_is_not_here_is_rejected_in_a_line(system, override, message):
     (error,) = resolved(override, system=system).findings.errors
     assert error.text.startswith(f"{override}: {message}")
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_no_key_of_another_system_is_rejected_where_null_switches_it_off(system: str) -> None:
+def test_no_key_of_another_system_is_rejected_where_null_switches_it_off(system):
     entries = [entry for entry in SYSTEMS[system].entries if entry.kind in ("translated", "combined")]
     off = [entry for entry in entries if entry.value_of("null") is None]  # for the others, null is a choice
     plain = [f"{key}=null" for entry in off for key in entry.keys if "*" not in key]
     assert plain and accepted(*plain, system=system) == accepted()
 
 
-def test_areal_s_sections_are_not_taken_for_verl_s_of_the_same_name() -> None:
+def test_areal_s_sections_are_not_taken_for_verl_s_of_the_same_name():
     keys = ["actor.path=model", "actor.eps_clip=0.4", "actor.kl_ctl=0.1", "actor.reward_norm.std_level=null"]
     config = accepted(*keys, "rollout.n=2", system="AReaL")
     assert config.actor_rollout_ref.model.path == "model"
@@ -122,12 +119,12 @@ def test_areal_s_sections_are_not_taken_for_verl_s_of_the_same_name() -> None:
     assert config.actor_rollout_ref.rollout.n == 2  # verl's older name
 
 
-def test_an_environment_of_skyrl_is_the_rows_environment() -> None:
+def test_an_environment_of_skyrl_is_the_rows_environment():
     config = accepted("environment.env_class=text2sql", system="SkyRL")
     assert config.actor_rollout_ref.rollout.multi_turn.environment == "text2sql"
 
 
-def test_a_command_with_keys_of_hybridrl_alone_loads_no_translation(tmp_path: Path) -> None:
+def test_a_command_with_keys_of_hybridrl_alone_loads_no_translation(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {shuffle: false}\nown: {bonus: 1}\n")
     words = "['data.train_files=x', 'actor_rollout_ref.model.path=a/b', '+own.x=1', '+preset=grpo', '~trainer.seed']"
     code = (

@@ -1,7 +1,6 @@
 """The table of verl's keys against the schema, against verl's own list where that is at hand, and by what it does."""
 
 import json
-import os
 from pathlib import Path
 from typing import get_origin
 
@@ -181,8 +180,8 @@ def test_a_key_without_effect_is_a_warning_once_with_all_that_share_the_reason(l
     assert note.startswith(f"{ACTOR}.fsdp_config.grad_offload, critic.fsdp.grad_offload have no effect")
 
 
-def test_the_reference_s_sequence_parallel_size_is_the_actor_s(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+def test_the_reference_s_sequence_parallel_size_is_the_actor_s(load: Load, cores) -> None:
+    cores(4)
     size = "ulysses_sequence_parallel_size"
     actor, reference = f"{ACTOR}.{size}=2", f"actor_rollout_ref.ref.{size}"
     assert not load(*GRPO, "trainer.n_gpus_per_node=4", actor, f"{reference}=2").notes

@@ -4,7 +4,7 @@ import asyncio
 import importlib
 import json
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -237,7 +237,7 @@ CONVERSATIONS = {
 
 
 @pytest.mark.parametrize("texts", CONVERSATIONS.values(), ids=CONVERSATIONS)
-def test_a_class_that_changes_nothing_gives_the_ids_of_the_built_in_agent(episodes: Episodes, texts: list[str]) -> None:
+def test_a_class_that_changes_nothing_gives_the_ids_of_the_built_in_agent(episodes, texts):
     built_in = episodes(texts, agent_name="tool_agent")
     prompts = episodes.prompts
     assert len(episodes(texts, agent_name="Few").turns) == len(texts)
@@ -252,7 +252,7 @@ def test_a_class_that_changes_nothing_gives_the_ids_of_the_built_in_agent(episod
         assert list(one.observed) == list(other.observed)
 
 
-def test_what_a_class_overrides_is_used(episodes: Episodes) -> None:
+def test_what_a_class_overrides_is_used(episodes):
     row = {"tools_kwargs": {"add": {"create_kwargs": {"start": 90}}, "other": None}}
     ended = episodes([call(1, 2) + call(5), call(3, 7), "never"], agent_name="Changed", **row)
     assert "[93" in episodes.prompts[1] and "[96" not in episodes.prompts[1]  # one call at a time
@@ -260,13 +260,13 @@ def test_what_a_class_overrides_is_used(episodes: Episodes) -> None:
     assert ended.reward == 2.0  # 0.5 for each of two calls; the tool saw one call
 
 
-def test_a_turn_that_a_class_adds_itself_is_not_trained_on(episodes: Episodes, tokenizer: Any) -> None:
+def test_a_turn_that_a_class_adds_itself_is_not_trained_on(episodes, tokenizer):
     ended = episodes(["hello", "bye"], agent_name="Talks")
     assert tokenizer.decode(ended.turns[1].observed) == "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
     assert [tokenizer.decode(turn.sampled) for turn in ended.turns] == ["hello<|im_end|>", "bye<|im_end|>"]
 
 
-def test_a_row_s_length_and_turns_end_the_episode(episodes: Episodes, tokenizer: Any) -> None:
+def test_a_row_s_length_and_turns_end_the_episode(episodes, tokenizer):
     episodes.limits = {"max_assistant_turns": 1}
     assert len(episodes([call(1), "never"], agent_name="Plain").turns) == 1
     written = len(tokenizer(call(1))["input_ids"]) + 1  # with the end token
@@ -278,21 +278,19 @@ def test_a_row_s_length_and_turns_end_the_episode(episodes: Episodes, tokenizer:
     assert [len(turn.sampled) for turn in ended.turns] == [written - 3]  # the response does not
 
 
-def test_a_registered_parser_and_a_loop_without_tools_read_calls(episodes: Episodes) -> None:
+def test_a_registered_parser_and_a_loop_without_tools_read_calls(episodes):
     assert len(episodes(["add!41", "fine"], agent_name="Own").turns) == 2
     assert "42" in episodes.prompts[1]
     assert episodes([f"I add: {call(7)}"], agent_name="Reads").reward == 7.0
 
 
-def test_a_registered_parser_is_the_configured_format(episodes: Episodes) -> None:
+def test_a_registered_parser_is_the_configured_format(episodes):
     episodes.limits = {"format": "shouted"}
     assert len(episodes(["add!41", "fine"], agent_name="Plain").turns) == 2
     assert "42" in episodes.prompts[1]
 
 
-def test_a_loop_with_its_own_parser_needs_no_template_that_writes_calls(
-    episodes: Episodes, tokenizer_of: Callable[..., Any]
-) -> None:
+def test_a_loop_with_its_own_parser_needs_no_template_that_writes_calls(episodes, tokenizer_of):
     episodes.tokenizer = tokenizer_of(PLAIN)
     episodes.tokenizer.eos_token = "<|im_end|>"
     assert len(episodes(["fine"], agent_name="Own").turns) == 1
@@ -300,7 +298,7 @@ def test_a_loop_with_its_own_parser_needs_no_template_that_writes_calls(
         episodes(["fine"], agent_name="Plain")
 
 
-def test_a_row_selects_among_the_tools_of_a_loop(episodes: Episodes) -> None:
+def test_a_row_selects_among_the_tools_of_a_loop(episodes):
     episodes.settings.multi_turn.tools = ["calculator"]
     episodes(["fine"], agent_name="Plain")
     assert '"calculator"' in episodes.prompts[0] and '"add"' in episodes.prompts[0]
@@ -326,9 +324,7 @@ def talks(episodes: Episodes, tmp_path: Path) -> Any:
     return importlib.import_module(name)
 
 
-def test_an_interaction_of_verl_s_base_class_reads_whole_responses_and_is_made_once(
-    episodes: Episodes, talks: Any
-) -> None:
+def test_an_interaction_of_verl_s_base_class_reads_whole_responses_and_is_made_once(episodes, talks):
     row = {"agent_name": "Plain", "extra_info": {"interaction_kwargs": {"name": "patient"}}}
     ended = episodes([f"so {call(1)}", "2", "yes"], **row)
     assert len(ended.turns) == 3 and "and?" in episodes.prompts[2]
@@ -339,7 +335,7 @@ def test_an_interaction_of_verl_s_base_class_reads_whole_responses_and_is_made_o
     assert (talks.Patient.made, talks.Patient.finished) == (3, 2)  # one for each entry; two episodes
 
 
-def test_the_end_of_an_interaction_gets_what_its_method_takes(episodes: Episodes, talks: Any) -> None:
+def test_the_end_of_an_interaction_gets_what_its_method_takes(episodes, talks):
     for name in ("careful", "named"):
         talks.Patient.read.clear()
         episodes(["hello", "bye"], agent_name="Plain", interaction_kwargs={"name": name})
@@ -348,9 +344,7 @@ def test_the_end_of_an_interaction_gets_what_its_method_takes(episodes: Episodes
     assert talks.Named.ended == ["named"]
 
 
-def test_a_row_without_an_interaction_s_name_has_none_and_an_unknown_name_is_rejected(
-    episodes: Episodes, talks: Any
-) -> None:
+def test_a_row_without_an_interaction_s_name_has_none_and_an_unknown_name_is_rejected(episodes, talks):
     ended = episodes(["hello", "never"], agent_name="Plain", interaction_kwargs={"mood": "calm"})
     assert len(ended.turns) == 1 and not talks.Patient.read
     with pytest.raises(ConfigError, match=r"row 0: interaction_kwargs\.name=rude: .* has no such interaction; it has"):
@@ -364,9 +358,7 @@ def test_a_row_without_an_interaction_s_name_has_none_and_an_unknown_name_is_rej
         ("qwen3_xml", "a<tool_call>\n<function=f>\n<parameter=x>\né\n</parameter>\n</function>\n</tool_call>"),
     ],
 )
-def test_a_parser_of_verl_s_name_reads_calls_and_leaves_out_what_it_cannot_read(
-    tokenizer_of: Callable[..., Any], name: str, text: str
-) -> None:
+def test_a_parser_of_verl_s_name_reads_calls_and_leaves_out_what_it_cannot_read(tokenizer_of, name, text):
     prepare(())
     ToolParser = importlib.import_module("verl.experimental.agent_loop.tool_parser").ToolParser
     tokenizer = tokenizer_of("{{ messages }}")

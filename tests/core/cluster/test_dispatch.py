@@ -114,22 +114,19 @@ def test_an_error_ends_the_jobs_of_all_actors():
     assert asyncio.run(run(Hung(), Hung())) == 4 * ["the cluster is lost"], "a look raised it"
 
 
-def test_whoever_waits_until_nothing_is_in_flight_gets_what_ended_it():
-    async def run() -> tuple[int, int]:
-        dispatcher = doubling(Doubler())
-        futures = dispatcher.double(range(3))
-        await asyncio.sleep(0)
-        before = dispatcher.load
+async def test_whoever_waits_until_nothing_is_in_flight_gets_what_ended_it():
+    dispatcher = doubling(Doubler())
+    futures = dispatcher.double(range(3))
+    await asyncio.sleep(0)
+    before = dispatcher.load
+    await dispatcher.drained()
+    assert all(future.done() for future in futures)
+    dispatcher.double(range(3))
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_soon(dispatcher.fail, ConnectionError("lost"))
+    with pytest.raises(ConnectionError, match="lost"):
         await dispatcher.drained()
-        assert all(future.done() for future in futures)
-        dispatcher.double(range(3))
-        await asyncio.sleep(0)
-        asyncio.get_running_loop().call_soon(dispatcher.fail, ConnectionError("lost"))
-        with pytest.raises(ConnectionError, match="lost"):
-            await dispatcher.drained()
-        return before, dispatcher.load
-
-    assert asyncio.run(run()) == (3, 0)
+    assert (before, dispatcher.load) == (3, 0)
 
 
 def test_what_an_earlier_event_loop_left_is_abandoned():
@@ -142,13 +139,11 @@ def test_what_an_earlier_event_loop_left_is_abandoned():
     assert asyncio.run(doubled(dispatcher, [1, 2])) == [2, 4] and not dispatcher.load
 
 
-def test_futures_that_finish_together_come_in_one_list():
-    async def run() -> list[list[tuple[int, str]]]:
-        first, second, third = (asyncio.get_running_loop().create_future() for _ in range(3))
-        first.set_result("a")
-        third.set_result("c")
-        asyncio.get_running_loop().call_later(0.01, second.set_result, "b")
-        lists = in_lists([first, second, third])
-        return [[(index, future.result()) for index, future in arrived] async for arrived in lists]
-
-    assert asyncio.run(run()) == [[(0, "a"), (2, "c")], [(1, "b")]]
+async def test_futures_that_finish_together_come_in_one_list():
+    first, second, third = (asyncio.get_running_loop().create_future() for _ in range(3))
+    first.set_result("a")
+    third.set_result("c")
+    asyncio.get_running_loop().call_later(0.01, second.set_result, "b")
+    lists = in_lists([first, second, third])
+    found = [[(index, future.result()) for index, future in arrived] async for arrived in lists]
+    assert found == [[(0, "a"), (2, "c")], [(1, "b")]]

@@ -1,7 +1,6 @@
 """Calls of a group without Ray: results, deadlines, and which of several failures is raised."""
 
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -53,6 +52,15 @@ class FakeRay:
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(runtime_env=self.runtime_env)
 
+    def kill(self, actor: object) -> None: ...
+
+
+def replace_ray(patch: pytest.MonkeyPatch, stand_in: FakeRay, lost: str | None = None) -> None:
+    """Have groups call a stand-in for Ray, which has lost a component or none; every process is in a collective."""
+    patch.setattr(module, "ray", stand_in)
+    patch.setattr(module, "lost_component", lambda: lost)
+    patch.setattr(watchdog, "activities", lambda logs: {log: f"in all_reduce ({log})" for log in logs})
+
 
 class Worker:
     """Stands in for an actor: its method returns the call, which results in its own value and the arguments."""
@@ -89,13 +97,11 @@ class Died(RayActorError):
 
 
 @pytest.fixture(autouse=True)
-def ray(monkeypatch) -> FakeRay:
+def ray(monkeypatch, watched) -> FakeRay:
     stand_in = FakeRay()
-    monkeypatch.setattr(module, "ray", stand_in)
-    monkeypatch.setattr(module, "lost_component", lambda: None)
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(watchdog, "activities", lambda logs: {log: f"in sleep ({log})" for log in logs})
-    monkeypatch.setattr(watchdog, "durations", defaultdict(list))
+    replace_ray(monkeypatch, stand_in)
+    watched(silent=watchdog.SILENT_SECONDS, poll=0.01)
+    watchdog.durations.clear()
     return stand_in
 
 
@@ -184,7 +190,7 @@ def test_at_the_limit_the_message_names_key_rank_place_and_log():
         gather([Call(), Call(responds=False)], "start-up", 0.05, logs, key=START_LIMIT, about=" (bucket 3)")
     assert str(failure.value) == (
         "start-up (bucket 3): no response from train-1 within 0.05 s (1 responded; the limit follows from "
-        "trainer.startup_timeout)\n  train-1: in sleep (/logs/train-1.log); its log: /logs/train-1.log"
+        "trainer.startup_timeout)\n  train-1: in all_reduce (/logs/train-1.log); its log: /logs/train-1.log"
     )
     assert failure.value.silent == ("/logs/train-1.log",)
 
@@ -196,7 +202,7 @@ def test_a_rank_that_others_waited_for_until_their_collective_timed_out_counts_a
     last = str(failure.value).splitlines()[-2:]
     assert last == [
         "not responding meanwhile:",
-        "  train-1: in sleep (/logs/train-1.log); its log: /logs/train-1.log",
+        "  train-1: in all_reduce (/logs/train-1.log); its log: /logs/train-1.log",
     ]
 
 
@@ -233,21 +239,21 @@ def test_a_death_right_after_a_stack_was_requested_by_a_signal_is_named_as_such(
         workers(died, logs=[str(log)]).broadcast(work, timeout=1)
 
 
-def test_silence_is_reported_with_ranks_and_places_at_doubling_intervals(monkeypatch, capsys):
-    monkeypatch.setattr(watchdog, "SILENT_SECONDS", 0.05)
+def test_silence_is_reported_with_ranks_and_places_at_doubling_intervals(watched, capsys):
+    watched(silent=0.05, poll=0.01)
     group = workers(Call(responds=False), Call(), logs=["/logs/train-0.log", "/logs/train-1.log"])
     with pytest.raises(WorkerDied):
         group.broadcast(work, timeout=0.6)
     first, *later = reports(capsys)
     assert first == [
         "train worker.work: 1 not done after 0 s (the first such call); still waiting",
-        "  train-0: in sleep (/logs/train-0.log); its log: /logs/train-0.log",
+        "  train-0: in all_reduce (/logs/train-0.log); its log: /logs/train-0.log",
     ]
     assert 2 <= len(later) <= 3, "after 0.05, 0.1, 0.2 and 0.4 s"
 
 
-def test_a_call_that_usually_takes_long_is_reported_after_five_times_its_median(monkeypatch, capsys):
-    monkeypatch.setattr(watchdog, "SILENT_SECONDS", 0.01)
+def test_a_call_that_usually_takes_long_is_reported_after_five_times_its_median(watched, capsys):
+    watched(silent=0.01, poll=0.01)
     watchdog.durations["train worker.work"] += [0.001, 0.04, 10.0]
     with pytest.raises(WorkerDied):
         workers(Call(responds=False)).broadcast(work, timeout=0.15)
@@ -277,7 +283,7 @@ def test_silence_names_the_runtime_environment_that_the_user_set(ray):
 
 
 def test_a_lost_ray_ends_the_wait_before_the_deadline(monkeypatch):
-    monkeypatch.setattr(module, "lost_component", lambda: "raylet")
+    replace_ray(monkeypatch, FakeRay(), lost="raylet")
     with pytest.raises(WorkerDied, match="Ray's raylet ended without a message"):
         wait([Call(responds=False)], 100)
 

@@ -16,7 +16,6 @@ import ray
 
 from hybridrl.core import device as devices
 from hybridrl.core.cluster import Group, RaySession, WorkerDied, spawn
-from hybridrl.core.cluster.session import joined
 from hybridrl.core.required import required
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import begin_actor
@@ -45,11 +44,19 @@ class Worker:
 
 
 @pytest.fixture
-def session():
+def session(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_RUNTIME_ENV_HOOK", "no.such.hook")  # Ray would import it
     session = RaySession("cpu", 1, 2, {}, 60)
     yield session
     session.close()
     assert not Path(required(session.directory).path).exists()
+
+
+def test_a_runtime_environment_hook_is_not_used(session, tmp_path):
+    (worker,) = Group([spawn(Worker, session, 0, {}, str(tmp_path / "log"))], "worker", []).broadcast(
+        Worker.listen, timeout=60
+    )
+    assert psutil.pid_exists(worker) and "RAY_RUNTIME_ENV_HOOK" not in os.environ
 
 
 def test_only_the_owner_can_reach_its_ray_and_a_lost_raylet_ends_all_waiting(session, tmp_path):
@@ -160,12 +167,3 @@ def test_a_driver_killed_next_to_another_run_leaves_no_process_and_no_file(occup
         assert time.monotonic() < deadline
         time.sleep(0.05)
     other.broadcast(Worker.sleep, 0, timeout=20)
-
-
-def test_a_runtime_environment_hook_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str | None] = []
-    monkeypatch.setenv("RAY_RUNTIME_ENV_HOOK", "no.such.hook")
-    monkeypatch.setattr(ray, "init", lambda **options: seen.append(os.environ.get("RAY_RUNTIME_ENV_HOOK")))
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    with joined({"address": "auto"}):
-        assert seen == [None]

@@ -9,12 +9,12 @@ import ray
 import ray._private.utils
 
 from hybridrl.core.cluster.start import start_ray
-from hybridrl.runtime import signals
 from hybridrl.runtime.keeper import PrivateDirectory
+from hybridrl.runtime.signals import StopRequest
 
 
 @pytest.mark.parametrize("caught", [False, True], ids=["raised", "caught by Ray"])
-def test_a_signal_while_ray_starts_is_a_request_to_stop(monkeypatch, caught):
+def test_a_signal_while_ray_starts_is_a_request_to_stop(monkeypatch, no_requests, caught):
     def init(**options: object) -> None:
         ray._private.utils.set_sigterm_handler(lambda *_: sys.exit(15))
         try:
@@ -23,12 +23,10 @@ def test_a_signal_while_ray_starts_is_a_request_to_stop(monkeypatch, caught):
             if not caught:
                 raise
 
-    monkeypatch.setattr(signals.REQUESTS, "last", "")
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(ray._private.utils, "set_sigterm_handler", ray._private.utils.set_sigterm_handler)
     directory = PrivateDirectory()
     try:
-        with signals.StopRequest(wait_for_step=False), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        with StopRequest(wait_for_step=False), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
             start_ray({}, directory)
     finally:
         directory.close()

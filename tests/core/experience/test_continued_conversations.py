@@ -119,85 +119,70 @@ async def stopped_in_the_second_turn(tokenizer: Any) -> dict[str, Any]:
     return state
 
 
-def test_a_resumed_run_uses_finished_turns_again_and_continues_the_interrupted_one(tokenizer):
-    async def drive() -> None:
-        state = await stopped_in_the_second_turn(tokenizer)
-        second = Process(tokenizer, state)
-        second.server.version = 3
-        task = second.start()
-        await second.sample(1, 2)
-        episodes = await task
-        (request,) = second.server.requests
-        assert (request.prompt, request.sample, request.turn, request.begun) == (POSITION, 0, 1, 2)
-        assert request.seed == request_seed(request_seed(SEED, POSITION, 0, 1), 2)
-        assert sampled(episodes) == [[0, 1, 2, 3], [0, 1, 2, 3]]
-        versions = [turn.token_versions.tolist() for turn in episodes[0].trajectory.turns]
-        assert versions == [[0] * 4, [0, 0, 3, 3]]
-        assert (episodes[0].position, episodes[0].score.value) == (POSITION, 0.5)
-
-    asyncio.run(drive())
+async def test_a_resumed_run_uses_finished_turns_again_and_continues_the_interrupted_one(tokenizer):
+    state = await stopped_in_the_second_turn(tokenizer)
+    second = Process(tokenizer, state)
+    second.server.version = 3
+    task = second.start()
+    await second.sample(1, 2)
+    episodes = await task
+    (request,) = second.server.requests
+    assert (request.prompt, request.sample, request.turn, request.begun) == (POSITION, 0, 1, 2)
+    assert request.seed == request_seed(request_seed(SEED, POSITION, 0, 1), 2)
+    assert sampled(episodes) == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    versions = [turn.token_versions.tolist() for turn in episodes[0].trajectory.turns]
+    assert versions == [[0] * 4, [0, 0, 3, 3]]
+    assert (episodes[0].position, episodes[0].score.value) == (POSITION, 0.5)
 
 
-def test_turns_of_another_conversation_at_the_same_place_are_not_used(tokenizer):
-    async def drive() -> None:
-        second = Process(tokenizer, await stopped_in_the_second_turn(tokenizer))
-        task = second.start(text="Play on.")
-        await second.sample(1, 4)
-        await second.sample(2, 4)
-        await task
-        assert [(one.turn, one.begun) for one in second.server.requests] == [(0, 0), (1, 0)]
-        assert second.server.requests[0].seed == request_seed(SEED, POSITION, 0)
-
-    asyncio.run(drive())
+async def test_turns_of_another_conversation_at_the_same_place_are_not_used(tokenizer):
+    second = Process(tokenizer, await stopped_in_the_second_turn(tokenizer))
+    task = second.start(text="Play on.")
+    await second.sample(1, 4)
+    await second.sample(2, 4)
+    await task
+    assert [(one.turn, one.begun) for one in second.server.requests] == [(0, 0), (1, 0)]
+    assert second.server.requests[0].seed == request_seed(SEED, POSITION, 0)
 
 
-def test_a_validation_runs_while_a_conversation_is_held(tokenizer):
-    async def drive() -> None:
-        process = Process(tokenizer)
-        task = process.start()
-        await process.sample(1, 4)
-        await process.sample(2, 2)
-        await process.client.interrupt()
-        conversations = Conversations(process.workers, process.client, SEED)
-        other = EpisodeRunner(process.client, Scorers(), SEED, conversations=conversations)
-        prompt = Prompt(1, [1], [{"role": "user", "content": "Validate."}], "any", "1", {}, columns={"turns": 1})
-        process.server.eager, process.server.ready = True, None  # a queue belongs to one event loop
-        found, _ = await asyncio.to_thread(other.run, [prompt], 1, SAMPLING, [0], None, "validation")
-        assert sampled(found) == [[0, 1, 2, 3]] and not task.done()
-        process.server.eager, process.server.ready = False, None
-        process.client.resume()
-        await process.sample(4, 2)
-        assert sampled(await task) == [[0, 1, 2, 3], [0, 1, 2, 3]]
-
-    asyncio.run(drive())
+async def test_a_validation_runs_while_a_conversation_is_held(tokenizer):
+    process = Process(tokenizer)
+    task = process.start()
+    await process.sample(1, 4)
+    await process.sample(2, 2)
+    await process.client.interrupt()
+    conversations = Conversations(process.workers, process.client, SEED)
+    other = EpisodeRunner(process.client, Scorers(), SEED, conversations=conversations)
+    prompt = Prompt(1, [1], [{"role": "user", "content": "Validate."}], "any", "1", {}, columns={"turns": 1})
+    process.server.eager, process.server.ready = True, None  # a queue belongs to one event loop
+    found, _ = await asyncio.to_thread(other.run, [prompt], 1, SAMPLING, [0], None, "validation")
+    assert sampled(found) == [[0, 1, 2, 3]] and not task.done()
+    process.server.eager, process.server.ready = False, None
+    process.client.resume()
+    await process.sample(4, 2)
+    assert sampled(await task) == [[0, 1, 2, 3], [0, 1, 2, 3]]
 
 
-def test_groups_share_a_dispatch_and_are_abandoned_when_it_is_closed(tokenizer):
-    async def drive() -> None:
-        process = Process(tokenizer)
-        tasks = [process.start(position=position, turns=turns) for position, turns in ((0, 1), (1, 2))]
-        await process.sample(2, 4)
-        await tasks[0]
-        await until(lambda: len(process.server.requests) == 3)
-        assert len(process.workers.worker.calls) == 1
-        await process.runner.close()
-        await until(lambda: not process.workers.worker.calls)
-        assert process.client.held() == {} and not tasks[1].done()
-        tasks[1].cancel()
-
-    asyncio.run(drive())
+async def test_groups_share_a_dispatch_and_are_abandoned_when_it_is_closed(tokenizer):
+    process = Process(tokenizer)
+    tasks = [process.start(position=position, turns=turns) for position, turns in ((0, 1), (1, 2))]
+    await process.sample(2, 4)
+    await tasks[0]
+    await until(lambda: len(process.server.requests) == 3)
+    assert len(process.workers.worker.calls) == 1
+    await process.runner.close()
+    await until(lambda: not process.workers.worker.calls)
+    assert process.client.held() == {} and not tasks[1].done()
+    tasks[1].cancel()
 
 
-def test_an_error_of_the_engines_ends_every_group(tokenizer):
-    async def drive() -> None:
-        process = Process(tokenizer)
-        tasks = [process.start(position=position) for position in range(2)]
-        await process.sample(2, 2)
-        process.client.fail(RuntimeError("no engine is left"))
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert list(map(str, results)) == ["no engine is left"] * 2
-        with pytest.raises(RuntimeError, match="no engine is left"):
-            await process.start(position=2)
-        await process.runner.close()
-
-    asyncio.run(drive())
+async def test_an_error_of_the_engines_ends_every_group(tokenizer):
+    process = Process(tokenizer)
+    tasks = [process.start(position=position) for position in range(2)]
+    await process.sample(2, 2)
+    process.client.fail(RuntimeError("no engine is left"))
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert list(map(str, results)) == ["no engine is left"] * 2
+    with pytest.raises(RuntimeError, match="no engine is left"):
+        await process.start(position=2)
+    await process.runner.close()

@@ -138,7 +138,7 @@ def test_no_server_gets_more_prompts_than_its_capacity():
     assert [server.most for server in servers] == [5, 5]  # 3 and both samples of one prompt more
 
 
-def test_callers_come_and_go_at_any_time():
+async def test_callers_come_and_go_at_any_time():
     made, order = client([FakeServer(), FakeServer()]), []
 
     async def caller(number: int) -> list[int]:
@@ -148,10 +148,8 @@ def test_callers_come_and_go_at_any_time():
         order.append(number)
         return second.token_ids.tolist()
 
-    async def callers() -> list[list[int]]:
-        return await asyncio.gather(*map(caller, range(12)))
-
-    assert asyncio.run(callers()) == [[number, 0, 100 + number] for number in range(12)]
+    found = await asyncio.gather(*map(caller, range(12)))
+    assert found == [[number, 0, 100 + number] for number in range(12)]
     assert sorted(order) == list(range(12))
 
 
@@ -167,14 +165,12 @@ def test_a_caller_that_gives_up_disturbs_nobody():
     assert tokens(made.generate_all(requests(1))) == expected(requests(1))
 
 
-def test_a_stream_yields_what_finished_together():
+async def test_a_stream_yields_what_finished_together():
     server = FakeServer()
     server.per_take = 3
 
-    async def collect() -> list[list[int]]:
-        return [[index for index, _ in finished] async for finished in client([server]).stream(requests(4))]
-
-    assert asyncio.run(collect()) == [[7, 6, 5], [4, 3, 2], [1, 0]]
+    found = [[index for index, _ in finished] async for finished in client([server]).stream(requests(4))]
+    assert found == [[7, 6, 5], [4, 3, 2], [1, 0]]
 
 
 def test_a_round_that_was_abandoned_leaves_nothing_behind():
@@ -382,12 +378,9 @@ def test_after_one_death_all_requests_run_again_and_after_two_more_and_more_of_t
     assert made.restarts == 2
 
 
-def test_a_stream_yields_the_fault_of_a_request_in_place_of_its_response():
-    async def collect() -> dict[int, Completion | RequestFault]:
-        made = client([Particular(rejected=[(0, 1)])])
-        return {index: one async for some in made.stream(requests(2)) for index, one in some}
-
-    found = asyncio.run(collect())
+async def test_a_stream_yields_the_fault_of_a_request_in_place_of_its_response():
+    made = client([Particular(rejected=[(0, 1)])])
+    found = {index: one async for some in made.stream(requests(2)) for index, one in some}
     assert isinstance(found.pop(1), RejectedRequest)
     assert tokens([found[index] for index in (0, 2, 3)]) == [[0, 0, 0], [1, 0, 10], [1, 1, 11]]
 
@@ -592,25 +585,22 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_an_interrupted_response_is_continued_with_the_version_of_each_token():
+async def test_an_interrupted_response_is_continued_with_the_version_of_each_token():
     server = PatientServer()
     made = client([server])
 
-    async def run() -> Completion:
-        future = made.generate(Request(3, 1, [7, 8], 42, SAMPLING))
+    future = made.generate(Request(3, 1, [7, 8], 42, SAMPLING))
+    await settled()
+    for version in (1, 2):  # interrupted after one token, and after another two
+        for _ in range(version):
+            server.step()
+        await made.interrupt()
+        assert not future.done()
+        server.version = version
+        made.resume()
         await settled()
-        for version in (1, 2):  # interrupted after one token, and after another two
-            for _ in range(version):
-                server.step()
-            await made.interrupt()
-            assert not future.done()
-            server.version = version
-            made.resume()
-            await settled()
-        server.step()
-        return await future
-
-    whole = asyncio.run(run())
+    server.step()
+    whole = await future
     assert whole.token_ids.tolist() == [0, 1, 2, 3]
     assert list(np.atleast_1d(whole.versions)) == [0, 1, 1, 2]
     assert np.allclose(whole.log_probs, [0.0, -0.1, -0.2, -0.3])
@@ -644,21 +634,18 @@ def test_a_cluster_that_is_lost_while_requests_are_interrupted_is_the_error_that
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
-def test_a_response_without_a_token_is_requested_again_as_it_was():
+async def test_a_response_without_a_token_is_requested_again_as_it_was():
     server = PatientServer()
     made = client([server])
 
-    async def run() -> None:
-        future = made.generate(Request(0, 0, [7], 42, SAMPLING))
-        await settled()
-        await made.interrupt()
-        made.resume()
-        await settled()
-        for _ in range(4):
-            server.step()
-        await future
-
-    asyncio.run(run())
+    future = made.generate(Request(0, 0, [7], 42, SAMPLING))
+    await settled()
+    await made.interrupt()
+    made.resume()
+    await settled()
+    for _ in range(4):
+        server.step()
+    await future
     assert server.requests[0] == server.requests[1]
     assert made.reprefilled == 0
 
@@ -723,22 +710,19 @@ def test_a_goal_holds_for_one_step_only():
     assert server.goals == [goal, None]
 
 
-def test_a_server_that_dies_as_it_is_interrupted_loses_no_request():
+async def test_a_server_that_dies_as_it_is_interrupted_loses_no_request():
     server, spare = PatientServer(), PatientServer()
     server.interrupt = lambda: required(server.ready).put_nowait(None)
     made = client([server])
 
-    async def run() -> list[int]:
-        future = made.generate(Request(0, 0, [7], 42, SAMPLING))
-        await settled()
-        server.step()
-        await made.interrupt()
-        made.replace(0, spare)
-        made.resume()
-        await settled()
-        for _ in range(4):
-            spare.step()
-        return (await future).token_ids.tolist()
-
-    assert asyncio.run(run()) == [0, 1, 2, 3]
+    future = made.generate(Request(0, 0, [7], 42, SAMPLING))
+    await settled()
+    server.step()
+    await made.interrupt()
+    made.replace(0, spare)
+    made.resume()
+    await settled()
+    for _ in range(4):
+        spare.step()
+    assert (await future).token_ids.tolist() == [0, 1, 2, 3]
     assert [request.begun for request in spare.requests] == [0]

@@ -1,5 +1,6 @@
 """What an engine that ran out of memory is built with next."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,7 +214,13 @@ def test_a_server_that_ended_without_a_message_lacked_memory_if_its_log_says_so(
 
 
 @pytest.fixture
-def starts(fleet, monkeypatch) -> list[int]:
+def gathers(monkeypatch) -> Callable[[Callable], None]:
+    """Have calls that are waited for end as a function says."""
+    return lambda gather: monkeypatch.setattr(fleets, "gather", gather)
+
+
+@pytest.fixture
+def starts(fleet, gathers) -> list[int]:
     """What every engine that is waited for was built with; it starts with at most 64 requests at a time. A call that is
     waited for is the server's number and what it was built with."""
     attempts: list[int] = []
@@ -232,7 +239,7 @@ def starts(fleet, monkeypatch) -> list[int]:
 
     fleet.servers, fleet.startup_timeout = SimpleNamespace(actors=["old", "old"], logs=["a.log", "b.log"]), 60.0
     fleet.session = SimpleNamespace(kept={})
-    monkeypatch.setattr(fleets, "gather", gather)
+    gathers(gather)
     vars(fleet).update(_start=start, _spawn=lambda *_: "new", kill=lambda _: None)
     return attempts
 
@@ -244,12 +251,12 @@ def test_engines_that_cannot_start_for_lack_of_memory_are_built_again_with_less(
     assert fleet.session.kept is None, "another run would get engines with less than it configures"
 
 
-def test_a_start_that_fails_for_another_reason_is_not_repeated(fleet, starts, monkeypatch):
+def test_a_start_that_fails_for_another_reason_is_not_repeated(fleet, starts, gathers):
     def gather(*_, **more):
         starts.append(0)
         raise RemoteFailure("rollout server.start: rollout-0 failed: ValueError: no such model")
 
-    monkeypatch.setattr(fleets, "gather", gather)
+    gathers(gather)
     with pytest.raises(RemoteFailure, match="no such model"):
         fleet.finish_start([(0, 256)])
     assert starts == [0] and fleet.rollout == Section()

@@ -102,43 +102,31 @@ def test_an_engine_sees_only_the_gpus_of_its_ranks(monkeypatch, gpus, visible):
     assert fake(server).visible == visible and fake(server).events == ["connect"]
 
 
-def test_the_next_run_has_the_engine_but_not_the_requests_that_were_abandoned(monkeypatch, tmp_path):
-    async def renewed() -> tuple[list, list]:
-        one = await started(monkeypatch)
-        await one.submit(requests(2))
-        monkeypatch.setattr(server, "begin_actor", lambda log: Path(log).touch())
-        one.renew("next.log")
-        assert await one.start(ENTRY, "cuda", [], None, SimpleNamespace(name="vllm", full_determinism=False), 1)
-        await one.submit(requests(1))
-        return fake(one).events, await one.take()
-
-    events, taken = asyncio.run(renewed())
+async def test_the_next_run_has_the_engine_but_not_the_requests_that_were_abandoned(monkeypatch, tmp_path):
+    one = await started(monkeypatch)
+    await one.submit(requests(2))
+    monkeypatch.setattr(server, "begin_actor", lambda log: Path(log).touch())
+    one.renew("next.log")
+    assert await one.start(ENTRY, "cuda", [], None, SimpleNamespace(name="vllm", full_determinism=False), 1)
+    await one.submit(requests(1))
+    events, taken = fake(one).events, await one.take()
     assert events == ["connect", "interrupt", 0, 1, "renew next.log", 0] and taken == [(100, 0)]
 
 
-def test_calls_reach_the_engine(monkeypatch):
-    async def call() -> str:
-        return await (await started(monkeypatch)).call("wake", "weights")
-
-    assert asyncio.run(call()) == "awake: weights"
+async def test_calls_reach_the_engine(monkeypatch):
+    assert (await (await started(monkeypatch)).call("wake", "weights")) == "awake: weights"
 
 
-def test_responses_that_finish_together_are_taken_together(monkeypatch):
-    async def take() -> list:
-        server = await started(monkeypatch)
-        await server.submit(requests(3))
-        return await server.take()
-
-    assert asyncio.run(take()) == [(100, 0), (101, 10), (102, 20)]
+async def test_responses_that_finish_together_are_taken_together(monkeypatch):
+    server = await started(monkeypatch)
+    await server.submit(requests(3))
+    assert (await server.take()) == [(100, 0), (101, 10), (102, 20)]
 
 
-def test_with_full_determinism_the_engine_starts_once_it_has_all_requests(monkeypatch):
-    async def events() -> list:
-        server = await started(monkeypatch, fixed=True)
-        await server.submit(requests(3))
-        return fake(server).events
-
-    assert asyncio.run(events()) == ["connect", "hold", 0, 1, 2, "release"]
+async def test_with_full_determinism_the_engine_starts_once_it_has_all_requests(monkeypatch):
+    server = await started(monkeypatch, fixed=True)
+    await server.submit(requests(3))
+    assert fake(server).events == ["connect", "hold", 0, 1, 2, "release"]
 
 
 @pytest.mark.parametrize(("fixed", "reason"), [(False, "ValueError: out of order"), (True, "RuntimeError: dead")])
@@ -169,20 +157,15 @@ def test_a_request_that_the_engine_rejects_or_fails_on_has_its_fault_and_the_oth
     assert str(fault) == ("the engine failed on a request, KeyError: -1" if ids else "no prompt")
 
 
-def test_an_engine_whose_log_says_that_memory_was_lacking_fails_with_that_line_and_from_then_on(monkeypatch, log):
-    async def call() -> None:
-        server = await started(monkeypatch)
-        with log.open("a") as file:
-            file.write(
-                " WARNING reduce it to avoid out of memory\n torch.OutOfMemoryError: CUDA out of memory. Tried\n"
-            )
-        fake(server).broken = True
-        for _ in range(2):
-            with pytest.raises(EngineOutOfMemory, match=r"^the engine ran out of memory: torch.OutOf.*memory. Tried$"):
-                await server.call("hold")
-            fake(server).broken = False  # it lives, but has not all of its memory
-
-    asyncio.run(call())
+async def test_an_engine_whose_log_says_that_memory_was_lacking_fails_with_that_line_and_from_then_on(monkeypatch, log):
+    server = await started(monkeypatch)
+    with log.open("a") as file:
+        file.write(" WARNING reduce it to avoid out of memory\n torch.OutOfMemoryError: CUDA out of memory. Tried\n")
+    fake(server).broken = True
+    for _ in range(2):
+        with pytest.raises(EngineOutOfMemory, match=r"^the engine ran out of memory: torch.OutOf.*memory. Tried$"):
+            await server.call("hold")
+        fake(server).broken = False  # it lives, but has not all of its memory
 
 
 def test_an_engine_that_was_killed_by_the_kernel_lacked_memory(monkeypatch):

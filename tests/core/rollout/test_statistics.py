@@ -1,24 +1,30 @@
 """What engines did, added up from what vLLM's scheduler reports, and as metrics: numbers by hand."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
 from hybridrl.core.rollout.statistics import EngineStats, engine_metrics
-from hybridrl.core.rollout.vllm import collector
 from hybridrl.core.rollout.vllm.collector import Observer
 
 
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.fixture
-def clock(monkeypatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(collector, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    return now
+def clock() -> Clock:
+    return Clock()
 
 
 def report(
     engine: Observer,
-    clock: list[float],
+    clock: Clock,
     seconds: float,
     running: int,
     waiting: int = 0,
@@ -26,7 +32,7 @@ def report(
     **more: int,
 ) -> None:
     """One iteration of `seconds`, after which so many requests run and wait."""
-    clock[0] += seconds
+    clock.now += seconds
     prefix = SimpleNamespace(queries=more.get("queries", 0), hits=more.get("hits", 0))
     engine.sampled, engine.prefilled = more.get("tokens", 0), more.get("prompts", 0)
     engine.record(
@@ -41,7 +47,7 @@ def report(
 
 
 def test_a_rollout_is_described_by_its_running_and_waiting_requests_its_cache_and_its_tail(clock):
-    engine = Observer()
+    engine = Observer(clock)
     engine.submitted()
     report(engine, clock, 1.0, running=8, waiting=4, cache=0.5, queries=100, hits=30)
     report(engine, clock, 2.0, running=8, cache=0.9, tokens=8)
@@ -68,12 +74,12 @@ def test_a_rollout_is_described_by_its_running_and_waiting_requests_its_cache_an
     )
 
 
-def speed(iterations: list[tuple[int, int, float]], clock: list[float]) -> list[float]:
+def speed(iterations: list[tuple[int, int, float]], clock: Clock) -> list[float]:
     """What is fitted to iterations by their running requests, prefilled tokens and seconds, split over two engines."""
-    engines = Observer(), Observer()
+    engines = Observer(clock), Observer(clock)
     for number, (running, prefilled, seconds) in enumerate(iterations):
         engine = engines[number % 2]
-        engine.running, engine.since = 0, clock[0]
+        engine.running, engine.since = 0, clock.now
         report(engine, clock, seconds, running, prompts=prefilled + 100, hits=100)
     metrics = engine_metrics([engine.take() for engine in engines], 8)
     return [metrics[f"rollout/iteration_s/{part}"] for part in ("fixed", "running_request", "prefilled_token")]
@@ -95,7 +101,7 @@ def test_nothing_makes_an_iteration_faster(clock):
 
 
 def test_hits_of_a_prompt_that_is_computed_in_parts_count_with_its_end(clock):
-    engine = Observer()
+    engine = Observer(clock)
     engine.submitted()
     report(engine, clock, 0.5, running=1, hits=60)
     report(engine, clock, 1.5, running=1, prompts=100)
@@ -104,11 +110,11 @@ def test_hits_of_a_prompt_that_is_computed_in_parts_count_with_its_end(clock):
 
 
 def test_the_time_between_two_rollouts_and_the_probe_of_a_sync_is_not_counted(clock):
-    engine = Observer()
+    engine = Observer(clock)
     engine.submitted()
     report(engine, clock, 1.0, running=0)
     report(engine, clock, 60.0, running=0)  # the probe, which is not a request of a rollout
-    clock[0] += 60
+    clock.now += 60
     engine.submitted()
     engine.submitted()
     report(engine, clock, 2.0, running=2)

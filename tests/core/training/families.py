@@ -19,7 +19,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from hybridrl.config.schema import FurtherLoRAConfig, ModelConfig
+from hybridrl.config.schema import ModelConfig
 from hybridrl.core.training.loading import fill
 from hybridrl.core.training.model import (
     HOST,
@@ -29,6 +29,7 @@ from hybridrl.core.training.model import (
     blank_value_model,
     new_head,
 )
+from tests.sections import section_of
 
 VOCABULARY = 48
 SMALL = {
@@ -127,24 +128,8 @@ SPECIAL = {
 
 def model_config(path: str, **changes: object) -> ModelConfig:
     """Return a model section with this path, with default values unless changed."""
-    settings = {
-        "path": path,
-        "tokenizer_path": None,
-        "trust_remote_code": False,
-        "external_lib": [],
-        "custom_chat_template": None,
-        "override_config": {},
-        "enable_gradient_checkpointing": False,
-        "selective_checkpointing": False,
-        "use_remove_padding": True,
-        "lora_rank": 0,
-        "lora_alpha": 16,
-        "target_modules": ["all-linear"],
-        "exclude_modules": [],
-        "lora_adapter_path": None,
-        "lora": FurtherLoRAConfig(merge=False, dropout=0.0),
-    }
-    return ModelConfig(**settings | changes)
+    values = {"path": path, "enable_gradient_checkpointing": False}
+    return section_of(ModelConfig, "actor_rollout_ref.model", **values | changes)
 
 
 def load_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:

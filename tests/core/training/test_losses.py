@@ -56,8 +56,11 @@ def small_chunks(patch: pytest.MonkeyPatch) -> None:
     chunks_of(4, patch)
 
 
-def never(*_: object) -> None:
-    raise AssertionError("logits are formed again")
+def form_logits_once(patch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("logits are formed again")
+
+    patch.setattr(linear_log_probs.Chunks, "gradients", never)
 
 
 def update(model: LanguageModel, part: Batch, loss: LossConfig, *, fused: bool) -> tuple[Tensor, dict, list[Tensor]]:
@@ -87,7 +90,7 @@ def sharded(path: str, part: Batch, dtype: str) -> list[tuple[Tensor, Tensor]]:
         model = load_language_model(model_config(path), torch.float32)
         shard(model, fsdp_config(dtype=dtype), mesh("cpu", ranks, ranks))
         _, _, right = update(model, part, LOSS, fused=False)
-        patch.setattr(linear_log_probs.Chunks, "gradients", never)
+        form_logits_once(patch)
         _, _, found = update(model, part, LOSS, fused=True)
     return list(zip(found, right, strict=True))
 
@@ -101,7 +104,7 @@ def test_loss_metrics_and_gradient_are_the_same_and_logits_formed_once(directory
     small_chunks(monkeypatch)
     model = load_language_model(model_config(directory), torch.float32)
     total, shares, gradient = update(model, part, loss, fused=False)
-    monkeypatch.setattr(linear_log_probs.Chunks, "gradients", never)
+    form_logits_once(monkeypatch)
     found = update(model, part, loss, fused=True)
     assert torch.equal(found[0], total)
     assert found[1].keys() == shares.keys() and all(torch.equal(found[1][name], shares[name]) for name in shares)
@@ -169,7 +172,7 @@ def test_a_model_is_given_the_gradient_of_the_loss_but_not_for_rows_that_only_ke
         return TokenOutputs(torch.zeros(15, requires_grad=True))  # certain tokens
 
     learner = SimpleNamespace(model=model, inputs=lambda rows: rows, device=torch.device("cpu"))
-    compute = policy_objective(learner, LOSS, reference=never, outputs=[])
+    compute = policy_objective(learner, LOSS, reference=pytest.fail, outputs=[])
     total, shares = compute(part, None)
     assert total.requires_grad and total.item() == 0 and shares == {}
     assert compute(part, Totals.of(part))[0].item() != 0

@@ -7,26 +7,13 @@ from hybridrl.config import ConfigError
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.core.training.optimizer import Optimizers, build_optimizers
 from hybridrl.core.training.schedule import schedule, try_schedule
+from tests.sections import section_of
+
+OPTIMIZER = "actor_rollout_ref.actor.optim"
 
 
 def config(**changes: object) -> OptimizerConfig:
-    settings = {
-        "optimizer": "AdamW",
-        "lr": 0.1,
-        "betas": [0.9, 0.99],
-        "weight_decay": 0.01,
-        "skip_zero_gradient": False,
-        "lr_scheduler_type": "constant",
-        "lr_warmup_steps": -1,
-        "lr_warmup_steps_ratio": 0.0,
-        "min_lr_ratio": 0.0,
-        "num_cycles": 0.5,
-        "stable_ratio": 0.9,
-        "muon_lr": 0.02,
-        "muon_momentum": 0.95,
-        "override_optimizer_config": {},
-    }
-    return OptimizerConfig(**settings | changes)
+    return section_of(OptimizerConfig, OPTIMIZER, **{"lr": 0.1, "betas": [0.9, 0.99]} | changes)
 
 
 def factors(steps: int, **changes: object) -> list[float]:

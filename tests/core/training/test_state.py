@@ -38,6 +38,7 @@ from hybridrl.core.training.packing import lay_out
 from hybridrl.core.training.state import StateWriter, load_state, state_of
 from tests.core.training.families import VOCABULARY, load_language_model, load_value_model, model_config
 from tests.core.training.on_ranks import on_ranks
+from tests.sections import section_of
 
 ALL = ("model", "optimizer", "extra")
 UPDATES = 4  # of an uninterrupted run; the checkpoint is written after half of them
@@ -53,42 +54,14 @@ class Run(NamedTuple):
 
 
 def fsdp_config(**changes: object) -> FSDPConfig:
-    settings = {
-        "fsdp_size": -1,
-        "ulysses_sequence_parallel_size": 1,
-        "param_offload": False,
-        "optimizer_offload": True,
-        "offload_policy": False,
-        "reshard_after_forward": True,
-        "forward_prefetch": False,
-        "compile_layers": False,
-        "full_determinism": False,
-        "model_dtype": "float32",
-        "dtype": "float32",
-        "wrap_policy": WrapPolicyConfig([]),
-    }
-    return FSDPConfig(**settings | changes)
+    values = {"optimizer_offload": True, "dtype": "float32", "wrap_policy": WrapPolicyConfig([])}
+    return section_of(FSDPConfig, "actor_rollout_ref.actor.fsdp_config", **values | changes)
 
 
 def optimizer_config(**changes: object) -> OptimizerConfig:
     """With a learning rate that differs in every update."""
-    settings = {
-        "optimizer": "AdamW",
-        "lr": 0.01,
-        "betas": [0.9, 0.99],
-        "weight_decay": 0.01,
-        "skip_zero_gradient": False,
-        "lr_scheduler_type": "cosine",
-        "lr_warmup_steps": 0,
-        "lr_warmup_steps_ratio": 0.0,
-        "min_lr_ratio": 0.0,
-        "num_cycles": 0.5,
-        "stable_ratio": 0.9,
-        "muon_lr": 0.02,
-        "muon_momentum": 0.95,
-        "override_optimizer_config": {},
-    }
-    return OptimizerConfig(**settings | changes)
+    values = {"lr": 0.01, "betas": [0.9, 0.99], "lr_scheduler_type": "cosine", "lr_warmup_steps": 0}
+    return section_of(OptimizerConfig, "actor_rollout_ref.actor.optim", **values | changes)
 
 
 def build(path: str, *, critic: bool = False, shards: int | None = None, **optimizer: object) -> Learner:

@@ -5,7 +5,7 @@ A rollout wants ids and log-probs, once per response; of a small model's iterati
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,15 +27,15 @@ FAILED = (FinishReason.ABORT, FinishReason.ERROR)  # ends that neither the polic
 class Observer(StatLoggerBase):
     """One of vLLM's stat loggers, which only adds up."""
 
-    def __init__(self) -> None:
-        self.stats = EngineStats()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.stats, self.clock = EngineStats(), clock
         self.running = self.sampled = self.prefilled = self.hits = 0
         self.since: float | None = None  # the end of the last iteration, or the first request after a pause
 
     def submitted(self) -> None:
         """Note that the engine gets a request."""
         if self.since is None:
-            self.since = time.monotonic()
+            self.since = self.clock()
 
     def pause(self) -> None:
         """Note that the engine has no request any more."""
@@ -51,7 +51,7 @@ class Observer(StatLoggerBase):
         sampled, self.sampled, prefilled, self.prefilled = self.sampled, 0, self.prefilled, 0
         if scheduler_stats is None:
             return
-        now, running = time.monotonic(), scheduler_stats.num_running_reqs
+        now, running = self.clock(), scheduler_stats.num_running_reqs
         waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         hits = scheduler_stats.prefix_cache_stats.hits
         self.hits += hits

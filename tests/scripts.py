@@ -1,0 +1,19 @@
+"""Scripts of the repository as commands, in the process of a test: a process for each would take minutes."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run_script(script: Path, *words: object) -> int | str | None:
+    """Run a script with these arguments; return the status or the message with which it exits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(script.parent))
+        patch.setattr(sys, "argv", [script.name, *map(str, words)])
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as ended:
+            return ended.code
+    return None
