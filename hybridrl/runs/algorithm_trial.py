@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridrl.config.custom_code import call_custom
 from hybridrl.config.findings import ConfigError
-from hybridrl.core.algorithms.lookup import bind, find_estimator, find_policy_loss
+from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy_loss
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
 

@@ -19,7 +19,7 @@ from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig, OptimizerConfig, RowsConfig, SFTTrainerConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.training.lora import check_adapter
-from hybridrl.core.training.schedule import try_schedule
+from hybridrl.core.training.optimizer import try_schedule
 from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan
 from hybridrl.data.conversations import ConversationDataset, Replay, load_conversations
 from hybridrl.data.order import Order, build_order

@@ -11,15 +11,15 @@ from hybridrl.config.schema import ActorConfig, ActorRolloutRefConfig, CriticCon
 from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
 from hybridrl.config.schema_rollout import RolloutConfig
 from hybridrl.core.algorithms import Algorithm
+from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy_loss
 from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement
-from hybridrl.core.algorithms.lookup import bind, find_estimator, find_policy_loss
 from hybridrl.core.algorithms.objective import KLWeight
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection, parse_rejections, parse_threshold
 from hybridrl.core.rollout import Sampling
 from hybridrl.core.rounding import coarser
 from hybridrl.core.training.losses import LossConfig
+from hybridrl.core.training.optimizer import located
 from hybridrl.core.training.packing import MicroBatchBudget
-from hybridrl.core.training.schedule import located
 from hybridrl.core.training.worker import LearnerConfig, WorkerConfig
 from hybridrl.core.training.worker_group import SKIPPED_UPDATES, CriticPlan, PolicyPlan, UpdatePlan
 

@@ -17,16 +17,18 @@ from hybridrl.core.cluster.failures import (
     Cause,
     OutOfMemory,
     RemoteFailure,
+    Watch,
     WorkerDied,
     cause_of,
     describe,
     headline,
     largest_processes,
+    name,
     root,
+    table,
     typed,
 )
 from hybridrl.core.cluster.session import RaySession, lost_component
-from hybridrl.core.cluster.watchdog import Watch, name, table
 from hybridrl.runtime.guard import kill_cause
 from hybridrl.runtime.stacks import death_note
 

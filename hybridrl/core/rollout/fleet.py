@@ -12,15 +12,20 @@ from ray.exceptions import RayError, RayTaskError
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.cluster import Actor, Group, Pending, RaySession, RemoteFailure, gather, kill, spawn
 from hybridrl.core.cluster.dispatch import ActorLost
-from hybridrl.core.cluster.failures import Cause, cause_of, describe, headline, largest_processes, root
+from hybridrl.core.cluster.failures import Cause, cause_of, describe, explain, headline, largest_processes, root
 from hybridrl.core.cluster.group import START_LIMIT, check_ray
-from hybridrl.core.cluster.watchdog import explain
 from hybridrl.core.rollout.client import RolloutClient
-from hybridrl.core.rollout.engine import EngineEntry, RolloutEngine
+from hybridrl.core.rollout.engine import (
+    Completion,
+    EngineEntry,
+    Goal,
+    Request,
+    RequestFault,
+    RolloutEngine,
+    engine_metrics,
+)
 from hybridrl.core.rollout.ladder import EngineOutOfMemory, MemoryLadder, Settings, logged, shortage, with_settings
 from hybridrl.core.rollout.server import RolloutServer
-from hybridrl.core.rollout.statistics import engine_metrics
-from hybridrl.core.rollout.types import Completion, Goal, Request, RequestFault
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.runtime.stacks import death_note, kill_writers

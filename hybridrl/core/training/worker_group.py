@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hybridrl.config.schema import CriticConfig
 from hybridrl.core.algorithms import Algorithm
+from hybridrl.core.algorithms.algorithm import bind, find_policy_loss, imported
 from hybridrl.core.algorithms.batch_metrics import Agreement
-from hybridrl.core.algorithms.lookup import bind, find_policy_loss, imported
 from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans

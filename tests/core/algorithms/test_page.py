@@ -12,7 +12,7 @@ from hybridrl.config.keys import hints, tree
 from hybridrl.config.schema import PPOConfig
 from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
 from hybridrl.config.values import Aggregation, KLForm
-from hybridrl.core.algorithms.lookup import bind, find_estimator, find_policy_loss
+from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy_loss
 from hybridrl.core.algorithms.rollout_correction import OPTIONS
 from hybridrl.core.required import required
 

@@ -13,7 +13,7 @@ from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection, parse_rejections
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
-from hybridrl.core.training import linear_log_probs
+from hybridrl.core.training import token_outputs
 from hybridrl.core.training.fsdp import full_tensor, mesh, shard
 from hybridrl.core.training.losses import LossConfig, gradient_function, policy_loss, policy_objective
 from hybridrl.core.training.model import LanguageModel
@@ -87,7 +87,7 @@ def sharded(path: str, part: Batch, dtype: str) -> list[tuple[Tensor, Tensor]]:
         model = load_language_model(model_config(path), torch.float32)
         shard(model, fsdp_config(dtype=dtype), mesh("cpu", ranks, ranks))
         _, _, right = update(model, part, LOSS, fused=False)
-        patch.setattr(linear_log_probs.Chunks, "gradients", never)
+        patch.setattr(token_outputs.Chunks, "gradients", never)
         _, _, found = update(model, part, LOSS, fused=True)
     return list(zip(found, right, strict=True))
 
@@ -101,7 +101,7 @@ def test_loss_metrics_and_gradient_are_the_same_and_logits_formed_once(directory
     small_chunks(monkeypatch)
     model = load_language_model(model_config(directory), torch.float32)
     total, shares, gradient = update(model, part, loss, fused=False)
-    monkeypatch.setattr(linear_log_probs.Chunks, "gradients", never)
+    monkeypatch.setattr(token_outputs.Chunks, "gradients", never)
     found = update(model, part, loss, fused=True)
     assert torch.equal(found[0], total)
     assert found[1].keys() == shares.keys() and all(torch.equal(found[1][name], shares[name]) for name in shares)

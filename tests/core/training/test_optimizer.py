@@ -5,8 +5,7 @@ from torch.optim import AdamW
 
 from hybridrl.config import ConfigError
 from hybridrl.config.schema import OptimizerConfig
-from hybridrl.core.training.optimizer import Optimizers, build_optimizers
-from hybridrl.core.training.schedule import schedule, try_schedule
+from hybridrl.core.training.optimizer import Optimizers, build_optimizers, schedule, try_schedule
 
 
 def config(**changes: object) -> OptimizerConfig:
