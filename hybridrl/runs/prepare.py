@@ -19,7 +19,6 @@ from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig, OptimizerConfig, RowsConfig, SFTTrainerConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.training.lora import check_adapter
-from hybridrl.core.training.optimizer import try_schedule
 from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan
 from hybridrl.data.conversations import ConversationDataset, Replay, load_conversations
 from hybridrl.data.order import Order, build_order
@@ -28,7 +27,7 @@ from hybridrl.data.tokenizer import end_tokens, load_tokenizer
 from hybridrl.health.rules import custom_rules
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
-from hybridrl.runs.algorithm_trial import try_estimator, try_policy_loss
+from hybridrl.runs.algorithm_trial import try_estimator, try_policy_loss, try_schedule
 from hybridrl.runs.model_settings import reject_hub_model
 from hybridrl.runs.plugins import load
 from hybridrl.runs.resume import adapted_models

@@ -3,17 +3,14 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from hybridrl.config.custom_code import call_custom, load_function
-from hybridrl.config.findings import ConfigError
+from hybridrl.config.custom_code import load_function
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.core.algorithms.algorithm import bind
 from hybridrl.core.training.fsdp import full_tensor, host_copies, local, own_shard
@@ -199,9 +196,6 @@ def _create_moments(optimizer: Optimizer, *, offloaded: bool) -> None:
 
 # -- the learning rate, as a factor of its configured value ------------------------------------------------------------
 
-TRIAL = 10  # made-up updates of a run, with which a custom schedule is tried
-PAGE = "docs/extensions.md"
-
 
 def schedule(update: int, total_updates: int, config: OptimizerConfig, updates_per_step: int = 1) -> float:
     """Return the learning-rate factor at an update, counted from 0: a linear warm-up, then the configured schedule."""
@@ -225,8 +219,8 @@ def schedule(update: int, total_updates: int, config: OptimizerConfig, updates_p
             if after < stable:
                 return 1.0
             share = _wave((after - stable) / max(rest - stable, 1), config.num_cycles)
-        case custom:
-            return _custom(custom, config)(after, rest)
+        case _:
+            return custom_schedule(config)(after, rest)
     return least + (1 - least) * share
 
 
@@ -235,31 +229,11 @@ def _wave(done: float, cycles: float) -> float:
     return 0.5 * (1 + math.cos(2 * math.pi * cycles * min(done, 1.0)))
 
 
-def _custom(name: str, config: OptimizerConfig, key: str = "optim.lr_scheduler_type") -> Callable[[int, int], Any]:
-    return bind(_loaded(name, key), vars(config), rows=2)
+def custom_schedule(config: OptimizerConfig, key: str = "optim.lr_scheduler_type") -> Callable[[int, int], Any]:
+    """Return a custom function of an update and their number, with its parameters bound."""
+    return bind(_loaded(config.lr_scheduler_type, key), vars(config), rows=2)
 
 
 @cache
 def _loaded(name: str, key: str) -> Callable[..., Any]:
     return load_function(name, key)
-
-
-def located(config: OptimizerConfig) -> OptimizerConfig:
-    """Return the configuration with the absolute path of a custom schedule, which workers find from any directory."""
-    name = config.lr_scheduler_type
-    return replace(config, lr_scheduler_type=str(Path(name).expanduser().absolute())) if ":" in name else config
-
-
-def try_schedule(key: str, config: OptimizerConfig) -> None:
-    """Call a custom schedule with each update of a made-up run, and the one after; raises ConfigError if it fails, or
-    returns what no update could use."""
-    name = config.lr_scheduler_type
-    if ":" not in name:
-        return
-    function = _custom(name, config, key)
-    for update in range(TRIAL + 1):
-        factor = call_custom(key, name, function, update, TRIAL, trial=f"at update {update} of {TRIAL}", page=PAGE)
-        number = isinstance(factor, int | float) and not isinstance(factor, bool)
-        if not number or not 0 <= factor < math.inf:
-            cause = f"{key}={name}: at update {update} of {TRIAL} it returns {factor!r:.60}"
-            raise ConfigError(cause, fix="return the factor of the learning rate, a number of at least 0", keys=key)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrl.config.catalog import POLICY_LOSSES
 from hybridrl.core.algorithms.objective import Totals
-from hybridrl.core.algorithms.rollout_correction import RolloutCorrection, parse_rejections
+from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
 from hybridrl.core.training import token_outputs
@@ -19,6 +19,7 @@ from hybridrl.core.training.losses import LossConfig, gradient_function, policy_
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import lay_out
 from hybridrl.core.training.token_outputs import ReferenceOutputs, TokenOutputs
+from hybridrl.runs.settings import parse_rejections
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.families import load_language_model, model_config
 from tests.core.training.head_cases import chunks_of

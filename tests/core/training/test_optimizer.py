@@ -5,7 +5,8 @@ from torch.optim import AdamW
 
 from hybridrl.config import ConfigError
 from hybridrl.config.schema import OptimizerConfig
-from hybridrl.core.training.optimizer import Optimizers, build_optimizers, schedule, try_schedule
+from hybridrl.core.training.optimizer import Optimizers, build_optimizers, schedule
+from hybridrl.runs.algorithm_trial import try_schedule
 
 
 def config(**changes: object) -> OptimizerConfig:
