@@ -114,12 +114,12 @@ def activities(logs: Iterable[str]) -> dict[str, str]:
     """Return what the processes of this machine are doing that write to each of these logs, after requesting their
     stacks. Logs that no process of this machine writes to are left out. Takes seconds for a process that does not
     reply, otherwise less."""
-    found = _writers({os.path.realpath(log): log for log in logs})
+    found = writers({os.path.realpath(log): log for log in logs})
     with ThreadPoolExecutor(max(len(found), 1)) as threads:
         return dict(zip(found, threads.map(_activity, found, found.values()), strict=True))
 
 
-def _writers(logs: dict[str, str]) -> dict[str, list[int]]:
+def writers(logs: dict[str, str]) -> dict[str, list[int]]:
     """Return the processes whose standard error is one of the logs, by its value, the oldest first."""
     writers = defaultdict(list)
     for pid in sorted(psutil.pids()):
@@ -132,7 +132,7 @@ def _writers(logs: dict[str, str]) -> dict[str, list[int]]:
 
 def kill_writers(log: str) -> None:
     """Kill the processes of this machine that write to this log, also those that are stopped."""
-    for pid in _writers({os.path.realpath(log): log}).get(log, []):
+    for pid in writers({os.path.realpath(log): log}).get(log, []):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

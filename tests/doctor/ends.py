@@ -13,7 +13,7 @@ from hybridrl.checkpoint.resume import select_checkpoint
 from hybridrl.checkpoint.store import Store
 from hybridrl.config import PPOConfig
 from hybridrl.core.algorithms.batch_metrics import Agreement
-from hybridrl.core.cluster import failures, group
+from hybridrl.core.cluster import group
 from hybridrl.core.cluster.group import OutOfMemory, gather
 from hybridrl.core.experience.batching import Draws, GroupFilter
 from hybridrl.core.experience.collector import NothingToLearnFrom, none_scored
@@ -45,7 +45,7 @@ def remote(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(group, "ray", FakeRay())
             patch.setattr(group, "lost_component", lambda: lost)
-            patch.setattr(failures, "activities", lambda logs: dict.fromkeys(logs, "in all_reduce"))
+            patch.setattr(group, "activities", lambda logs: dict.fromkeys(logs, "in all_reduce"))
             patch.setattr(guard, "oom_kills", lambda: kills)
             patch.setattr(guard, "OOM_KILLS_BEFORE", 0)
             gather([Call(), *calls], what, 0.01, list(map(str, logs)))

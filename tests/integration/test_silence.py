@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridrl.core.cluster import failures, group
+from hybridrl.core.cluster import group
 from hybridrl.core.rollout import client
 from tests.integration.answers import generate, largest_gap, requests, rows, tokens
 
@@ -24,7 +24,7 @@ ENDS_SECONDS = 20.0  # Ray kills a process that does not respond after 5 s, when
 @pytest.fixture(autouse=True)
 def soon(monkeypatch, parts) -> None:
     """Report after a second."""
-    monkeypatch.setattr(failures, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(group, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(group, "POLL_SECONDS", 0.2)
     parts[0].client.silent_seconds, parts[0].client.look_seconds = 1.0, 0.2
     monkeypatch.setattr(client, "CHECK_SECONDS", 0.5)
@@ -64,7 +64,7 @@ def test_a_stopped_rank_and_the_ranks_that_wait_for_it_are_named(parts, capsys):
     engine.to_rollout(0)
     batch = rows(wanted, generate(engine, wanted))
     engine.to_training()
-    failures.durations.clear()
+    group.durations.clear()
     capsys.readouterr()
     stop_for_some_seconds(process_of(engine.ranks.logs[1]))
     assert largest_gap(workers, batch) < 1e-4, "nothing is lost"

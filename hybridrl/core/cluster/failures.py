@@ -1,18 +1,14 @@
-"""Why a remote call has no result: Ray's errors, of whatever class, as one failure with a typed cause; and of a call
-that lasts, which ranks have not responded for longer than usual, and what they are doing."""
+"""Why a remote call has no result: Ray's errors, of whatever class, as one failure with a typed cause."""
 
 import os
 import re
-import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import psutil
-import ray
 from ray.exceptions import (
     LocalRayletDiedError,
     NodeDiedError,
@@ -22,11 +18,9 @@ from ray.exceptions import (
     RayTaskError,
     WorkerCrashedError,
 )
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hybridrl.runtime.guard import kill_cause
-from hybridrl.runtime.stacks import activities
-from hybridrl.tracking.console import info, warn
+from hybridrl.runtime.stacks import writers
 from hybridrl.tracking.faults import MEMORY, out_of_memory
 
 DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError, NodeDiedError, LocalRayletDiedError)
@@ -38,7 +32,7 @@ LARGEST = 5  # processes that are named when the machine is out of memory
 class Cause:
     """Why a call of an actor has no result: `kind` is the class of the `error` that it raised, else of Ray's error, and
     `text` the reason in one line. `lost`: it has raised nothing, so that a new one may succeed; `killed`: it ended
-    without a message."""
+    without a message. `failure` is Ray's error."""
 
     actor: str
     kind: str
@@ -46,6 +40,7 @@ class Cause:
     lost: bool = True
     killed: bool = False
     error: BaseException | None = None
+    failure: RayError | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -53,6 +48,13 @@ class Cause:
     @property
     def out_of_memory(self) -> bool:
         return getattr(self.error, "code", None) in MEMORY or bool(out_of_memory(self.text))
+
+    @property
+    def headline(self) -> str:
+        """What happened to the actor of a call that Ray has no result of."""
+        if isinstance(self.failure, DEATHS):
+            return f"the process of {self.actor} died: {self.text}"
+        return f"{self.actor} gave no result: {self.kind}: {self.text}"
 
     @property
     def of_host(self) -> bool:
@@ -99,17 +101,13 @@ def root(error: RayError) -> RayError:
 
 
 def cause_of(error: RayError, actor: str) -> Cause:
-    """Return why a call of an actor failed, for its root error."""
-    if isinstance(error, RayTaskError):
-        return Cause(actor, type(error.cause).__name__, cause(error), lost=False, error=error.cause)
-    return Cause(actor, type(error).__name__, cause(error), killed=UNEXPLAINED in str(error))
-
-
-def headline(error: RayError, cause: Cause) -> str:
-    """Return what happened to the actor of a call that Ray has no result of."""
-    if isinstance(error, DEATHS):
-        return f"the process of {cause.actor} died: {cause.text}"
-    return f"{cause.actor} gave no result: {cause.kind}: {cause.text}"
+    """Return why a call of an actor failed, for the root of its error."""
+    failure = root(error)
+    if isinstance(failure, RayTaskError):
+        kind = type(failure.cause).__name__
+        return Cause(actor, kind, cause(failure), lost=False, error=failure.cause, failure=failure)
+    killed = UNEXPLAINED in str(failure)
+    return Cause(actor, type(failure).__name__, cause(failure), killed=killed, failure=failure)
 
 
 @contextmanager
@@ -119,7 +117,7 @@ def typed(what: str) -> Iterator[None]:
         yield
     except RayError as error:
         reason = cause_of(error, "Ray")
-        failure = WorkerDied(f"{what}: {headline(error, reason)}")
+        failure = WorkerDied(f"{what}: {reason.headline}")
         failure.cause = reason
         raise failure from error
 
@@ -140,12 +138,9 @@ def largest_processes(logs: Sequence[str]) -> list[str]:
 
 def named_processes(logs: Sequence[str]) -> dict[int, str]:
     """Return the processes of this machine that write to a log in the directory of `logs`, with the log's name."""
-    named = {}
-    for pid in psutil.pids() if logs else ():
-        with suppress(OSError):  # it has ended, or is another user's
-            log = Path(os.readlink(f"/proc/{pid}/fd/2"))
-            named |= {pid: log.stem} if log.parent == Path(logs[0]).parent else {}
-    return named
+    beside = Path(logs[0]).parent.glob("*") if logs else ()
+    named = writers({str(log.resolve()): log.stem for log in beside})
+    return {pid: name for name, pids in named.items() for pid in pids}
 
 
 def memory_by_role(logs: Sequence[str]) -> dict[str, float]:
@@ -180,68 +175,3 @@ def cause(error: RayError) -> str:
         if "exit detail:" in line:
             return line.split("exit detail:", 1)[1].strip()[:500]
     return " ".join(message.split())[:500] or type(error).__name__
-
-
-# -- silence -----------------------------------------------------------------------------------------------------------
-
-SILENT_SECONDS = 45.0  # without a response or a token, after which it is reported: explained within a minute
-TIMES_USUAL = 5  # of the median duration of the call, if that is longer
-REPLY_SECONDS = 15.0  # of the other machines
-
-durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=100))  # of the calls of this run, by name
-
-
-class Watch:
-    """A call to several ranks that is waited for. Reports those that are silent, each time after twice as long."""
-
-    def __init__(self, call: str, logs: Sequence[str]) -> None:
-        self.call, self.logs = call, logs
-        self.began = time.monotonic()
-        past = list(durations[call])
-        self.usual = median(past) if past else None
-        self.due = max(SILENT_SECONDS, TIMES_USUAL * (self.usual or 0))
-
-    def look(self, silent: Sequence[int]) -> None:
-        """Report these ranks if it is time to."""
-        seconds = time.monotonic() - self.began
-        if seconds < self.due:
-            return
-        self.due = 2 * seconds
-        report, usual = (info, "the first such call") if self.usual is None else (warn, f"usually {self.usual:.3g} s")
-        head = f"{self.call}: {len(silent)} not done after {seconds:.0f} s ({usual}); still waiting"
-        report("\n".join([head, *table(silent, self.logs)]))
-
-    def end(self) -> None:
-        durations[self.call].append(time.monotonic() - self.began)
-
-
-def table(ranks: Sequence[int], logs: Sequence[str]) -> list[str]:
-    """Return a line for each rank that has a log, with what it is doing; its stacks are then in the log."""
-    found = explain([logs[rank] for rank in ranks if rank < len(logs)])
-    return [f"  {name(rank, logs)}: {found[logs[rank]]}; its log: {logs[rank]}" for rank in ranks if rank < len(logs)]
-
-
-def name(rank: int, logs: Sequence[str]) -> str:
-    """Return the name of an actor, which its log file has as well, such as rollout-1."""
-    return Path(logs[rank]).stem if rank < len(logs) else f"rank {rank}"
-
-
-def explain(logs: Sequence[str]) -> dict[str, str]:
-    """Return what the processes that write to each log are doing, on whatever machine of the run they are."""
-    found = activities(logs)
-    if missing := [log for log in logs if log not in found]:
-        with suppress(RayError):  # Ray is lost
-            for reply in _ask_others(missing):
-                with suppress(RayError):  # the machine is lost
-                    found |= ray.get(reply)
-    return {log: found.get(log, "it has no process yet, or its machine does not respond") for log in logs}
-
-
-def _ask_others(missing: Sequence[str]) -> list[ray.ObjectRef]:
-    """Ask all other machines for the activities of the processes that write to these logs; return those that reply."""
-    here = ray.get_runtime_context().get_node_id()
-    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-    asking = ray.remote(num_cpus=0)(activities)
-    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in others]
-    asked = [asking.options(scheduling_strategy=place).remote(missing) for place in places]
-    return ray.wait(asked, num_returns=len(asked), timeout=REPLY_SECONDS)[0] if asked else []

@@ -1,36 +1,36 @@
-"""Groups of actors: one call to all or to each with its own arguments, with a deadline and one clear failure."""
+"""Groups of actors: one call to all or to each with its own arguments, with a deadline and one clear failure; ranks
+that are silent meanwhile are named, with what they are doing."""
 
 import re
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from hybridrl.core.cluster.failures import (
     Cause,
     OutOfMemory,
     RemoteFailure,
-    Watch,
     WorkerDied,
     cause_of,
     describe,
-    headline,
     largest_processes,
-    name,
-    root,
-    table,
     typed,
 )
 from hybridrl.core.cluster.session import RaySession, lost_component
+from hybridrl.core.required import required
 from hybridrl.runtime.guard import kill_cause
-from hybridrl.runtime.stacks import death_note
+from hybridrl.runtime.stacks import activities, death_note
+from hybridrl.tracking.console import info, warn
 
 POLL_SECONDS = 2.0  # between checks that Ray is still running
 SEARCHED_LINES = 300  # of a log, for its first error
@@ -39,7 +39,12 @@ TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
 # A process whose device or connection to another is lost cannot continue; a new one may.
 LOST = re.compile(r"CUDA error|NCCL error|connection (reset|closed)", re.IGNORECASE)
 LOG_LINES = 8  # shown of a dead actor
+SILENT_SECONDS = 45.0  # without a response or a token, after which it is reported: explained within a minute
+TIMES_USUAL = 5  # of the median duration of the call, if that is longer
+REPLY_SECONDS = 15.0  # of the other machines
 STEP_LIMIT, START_LIMIT = "trainer.step_timeout", "trainer.startup_timeout"  # keys of the limits of calls
+
+durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=100))  # of the calls of this run, by name
 
 Actor = ActorHandle
 Pending = ray.ObjectRef  # the result of a call that may still run
@@ -91,8 +96,7 @@ class Group:
         ready = list(_finished(refs, f"{self.role}.{method.__name__}", timeout, self.logs))
         late = "TimeoutError", f"no response within {timeout:g} s"
         silent = {rank: Cause(name(rank, self.logs), *late) for rank, ref in enumerate(refs) if ref not in ready}
-        errors = _errors(refs, ready)
-        return silent | {rank: cause_of(error, name(rank, self.logs)) for rank, error in errors.items()}
+        return silent | _causes(refs, ready, self.logs)
 
     def only(self, ranks: Sequence[int]) -> Self:
         """Some of the actors as a group of the same kind."""
@@ -166,14 +170,26 @@ def gather(
 
 
 def _finished(refs: Sequence[Pending], what: str, timeout: float, logs: Sequence[str]) -> Iterator[Pending]:
-    """Yield each call once it has finished, until none does for `timeout` seconds. Reports silent ranks meanwhile."""
-    waiting, watch = list(refs), Watch(what, logs)
+    """Yield each call once it has finished, until none does for `timeout` seconds. Ranks that are silent for longer
+    than usual are reported meanwhile, each time after twice as long."""
+    waiting, began, past = list(refs), time.monotonic(), durations[what]
+    usual = median(past) if past else None
+    due = max(SILENT_SECONDS, TIMES_USUAL * (usual or 0))
+
+    def look(silent: Sequence[Pending]) -> None:
+        nonlocal due
+        if (seconds := time.monotonic() - began) >= due:
+            due = 2 * seconds
+            report, limit = (info, "the first such call") if usual is None else (warn, f"usually {usual:.3g} s")
+            head = f"{what}: {len(silent)} not done after {seconds:.0f} s ({limit}); still waiting"
+            report("\n".join([head, *table([refs.index(ref) for ref in silent], logs)]))
+
     while waiting:
-        done, waiting = wait(waiting, timeout, lambda rest: watch.look([refs.index(ref) for ref in rest]))
+        done, waiting = wait(waiting, timeout, look)
         if not done:
             return
         yield done[0]
-    watch.end()
+    past.append(time.monotonic() - began)
 
 
 def wait(
@@ -211,25 +227,25 @@ def check_ray() -> None:
         raise WorkerDied(f"{message}; the workers ended with it")
 
 
-def _error(ref: Pending) -> RayError | None:
-    try:
-        ray.get(ref)
-    except RayError as error:
-        return root(error)
-    return None
+def _causes(refs: Sequence[Pending], ready: Sequence[Pending], logs: Sequence[str]) -> dict[int, Cause]:
+    """Return why calls failed among those that are ready, by rank."""
+    causes = {}
+    for rank, ref in enumerate(refs):
+        if ref in ready:
+            try:
+                ray.get(ref)
+            except RayError as error:
+                causes[rank] = cause_of(error, name(rank, logs))
+    return causes
 
 
-def _errors(refs: Sequence[Pending], ready: Sequence[Pending]) -> dict[int, RayError]:
-    return {index: error for index, ref in enumerate(refs) if ref in ready and (error := _error(ref))}
-
-
-def _head(error: RayError, reason: Cause, lines: list[str], log: str) -> str:
+def _head(reason: Cause, lines: list[str], log: str) -> str:
     """Return the sentence that says what became of an actor whose log has these last lines."""
     if reason.lost:
-        return headline(error, reason) + (death_note(log) if log else "")
+        return reason.headline + (death_note(log) if log else "")
     if reason.out_of_memory:
         return f"{reason.actor} ran out of memory: {reason.text}"
-    return f"{reason.actor} failed: {_with_logged(describe(error), lines, log)}"
+    return f"{reason.actor} failed: {_with_logged(describe(required(reason.failure)), lines, log)}"
 
 
 def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[str]) -> RemoteFailure:
@@ -237,15 +253,14 @@ def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[
     that others waited for in a collective until it timed out counts as dead."""
     with typed(what):
         ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=2.0)
-    errors = _errors(refs, ready)
-    causes = {index: cause_of(error, name(index, logs)) for index, error in errors.items()}
+    causes = _causes(refs, ready, logs)
     short = [index for index, reason in causes.items() if reason.out_of_memory]
     lost = [index for index, reason in causes.items() if reason.lost]
     rank = (short or lost or [rank])[0]
-    reason, error, log = causes[rank], errors[rank], "".join(logs[rank : rank + 1])
+    reason, log = causes[rank], "".join(logs[rank : rank + 1])
     lines = _log_end(log) if log else []
     details = []
-    if silent and TIMED_OUT.search("\n".join([str(error), *lines[-LOG_LINES:]])):
+    if silent and TIMED_OUT.search("\n".join([str(reason.failure), *lines[-LOG_LINES:]])):
         details = ["not responding meanwhile:", *table([refs.index(ref) for ref in silent], logs)]
     died = bool(reason.lost or details or LOST.search(reason.text))
     if reason.lost:
@@ -254,7 +269,7 @@ def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[
             details = [f"{log} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:]), *details]
     if reason.of_host:
         details += largest_processes(logs)
-    message = "\n".join([f"{what}: {_head(error, reason, lines, log)}", *details])
+    message = "\n".join([f"{what}: {_head(reason, lines, log)}", *details])
     failure = OutOfMemory(message, what) if reason.out_of_memory else (WorkerDied if died else RemoteFailure)(message)
     failure.cause = reason
     return failure
@@ -274,3 +289,38 @@ def _with_logged(description: str, lines: Sequence[str], log: str) -> str:
     if logged and logged not in description:
         return f"{description}\nthe first error in {log}: {logged[:500]}"
     return description
+
+
+# -- silence explained -------------------------------------------------------------------------------------------------
+
+
+def table(ranks: Sequence[int], logs: Sequence[str]) -> list[str]:
+    """Return a line for each rank that has a log, with what it is doing; its stacks are then in the log."""
+    found = explain([logs[rank] for rank in ranks if rank < len(logs)])
+    return [f"  {name(rank, logs)}: {found[logs[rank]]}; its log: {logs[rank]}" for rank in ranks if rank < len(logs)]
+
+
+def name(rank: int, logs: Sequence[str]) -> str:
+    """Return the name of an actor, which its log file has as well, such as rollout-1."""
+    return Path(logs[rank]).stem if rank < len(logs) else f"rank {rank}"
+
+
+def explain(logs: Sequence[str]) -> dict[str, str]:
+    """Return what the processes that write to each log are doing, on whatever machine of the run they are."""
+    found = activities(logs)
+    if missing := [log for log in logs if log not in found]:
+        with suppress(RayError):  # Ray is lost
+            for reply in _ask_others(missing):
+                with suppress(RayError):  # the machine is lost
+                    found |= ray.get(reply)
+    return {log: found.get(log, "it has no process yet, or its machine does not respond") for log in logs}
+
+
+def _ask_others(missing: Sequence[str]) -> list[ray.ObjectRef]:
+    """Ask all other machines for the activities of the processes that write to these logs; return those that reply."""
+    here = ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    asking = ray.remote(num_cpus=0)(activities)
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in others]
+    asked = [asking.options(scheduling_strategy=place).remote(missing) for place in places]
+    return ray.wait(asked, num_returns=len(asked), timeout=REPLY_SECONDS)[0] if asked else []

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from hybridrl.core.cluster.dispatch import ActorLost, Dispatcher, Lane, in_lists
-from hybridrl.core.cluster.failures import SILENT_SECONDS
+from hybridrl.core.cluster.group import SILENT_SECONDS
 from hybridrl.core.rollout.engine import Completion, Goal, Key, Request, RequestFault
 from hybridrl.core.rollout.suspects import PendingRequest, Suspects
 from hybridrl.tracking.console import warn

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from hybridrl.core.cluster import failures
 from hybridrl.core.cluster import group as module
 from hybridrl.core.cluster.failures import cause
 from hybridrl.core.cluster.group import (
@@ -94,8 +93,8 @@ def ray(monkeypatch) -> FakeRay:
     monkeypatch.setattr(module, "ray", stand_in)
     monkeypatch.setattr(module, "lost_component", lambda: None)
     monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(failures, "activities", lambda logs: {log: f"in sleep ({log})" for log in logs})
-    monkeypatch.setattr(failures, "durations", defaultdict(list))
+    monkeypatch.setattr(module, "activities", lambda logs: {log: f"in sleep ({log})" for log in logs})
+    monkeypatch.setattr(module, "durations", defaultdict(list))
     return stand_in
 
 
@@ -234,7 +233,7 @@ def test_a_death_right_after_a_stack_was_requested_by_a_signal_is_named_as_such(
 
 
 def test_silence_is_reported_with_ranks_and_places_at_doubling_intervals(monkeypatch, capsys):
-    monkeypatch.setattr(failures, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(module, "SILENT_SECONDS", 0.05)
     group = workers(Call(responds=False), Call(), logs=["/logs/train-0.log", "/logs/train-1.log"])
     with pytest.raises(WorkerDied):
         group.broadcast(work, timeout=0.6)
@@ -247,8 +246,8 @@ def test_silence_is_reported_with_ranks_and_places_at_doubling_intervals(monkeyp
 
 
 def test_a_call_that_usually_takes_long_is_reported_after_five_times_its_median(monkeypatch, capsys):
-    monkeypatch.setattr(failures, "SILENT_SECONDS", 0.01)
-    failures.durations["train worker.work"] += [0.001, 0.04, 10.0]
+    monkeypatch.setattr(module, "SILENT_SECONDS", 0.01)
+    module.durations["train worker.work"] += [0.001, 0.04, 10.0]
     with pytest.raises(WorkerDied):
         workers(Call(responds=False)).broadcast(work, timeout=0.15)
     assert not reports(capsys)
@@ -261,7 +260,7 @@ def test_only_calls_that_were_completed_count_as_usual():
     workers(Call(), Call()).broadcast(work, timeout=1)
     with pytest.raises(WorkerDied):
         workers(Call(responds=False)).broadcast(work, timeout=0.01)
-    (duration,) = failures.durations["train worker.work"]
+    (duration,) = module.durations["train worker.work"]
     assert 0 <= duration < 0.1
 
 
