@@ -39,6 +39,7 @@ THREAD = re.compile(r"^(?=(?:Thread|Stack) .*:$)", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 OWN = (f"{Path(__file__).parents[1]}/", "/vllm/")  # where a frame says most, best first
 IDLE = "/ray/_private/worker.py"  # the loop in which an actor waits for calls
+LARGEST = 5  # processes that are named when the machine is out of memory
 WRAPPERS = {"wrapper", "inner", "_fn"}  # torch's decorators
 
 Frame = tuple[str, str, str]  # file, line, function
@@ -114,12 +115,12 @@ def activities(logs: Iterable[str]) -> dict[str, str]:
     """Return what the processes of this machine are doing that write to each of these logs, after requesting their
     stacks. Logs that no process of this machine writes to are left out. Takes seconds for a process that does not
     reply, otherwise less."""
-    found = writers({os.path.realpath(log): log for log in logs})
+    found = _writers({os.path.realpath(log): log for log in logs})
     with ThreadPoolExecutor(max(len(found), 1)) as threads:
         return dict(zip(found, threads.map(_activity, found, found.values()), strict=True))
 
 
-def writers(logs: dict[str, str]) -> dict[str, list[int]]:
+def _writers(logs: dict[str, str]) -> dict[str, list[int]]:
     """Return the processes whose standard error is one of the logs, by its value, the oldest first."""
     writers = defaultdict(list)
     for pid in sorted(psutil.pids()):
@@ -132,7 +133,7 @@ def writers(logs: dict[str, str]) -> dict[str, list[int]]:
 
 def kill_writers(log: str) -> None:
     """Kill the processes of this machine that write to this log, also those that are stopped."""
-    for pid in writers({os.path.realpath(log): log}).get(log, []):
+    for pid in _writers({os.path.realpath(log): log}).get(log, []):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -240,6 +241,41 @@ def _describe(frames: list[Frame], line: Frame) -> str:
     inner = next((name for _, _, name in frames if name not in WRAPPERS), line[2])
     where = f"{Path(line[0]).name}:{line[1]}"
     return f"in {inner} ({where}{f' {line[2]}' * (inner != line[2])})"
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def largest_processes(logs: Sequence[str]) -> list[str]:
+    """Return lines that name the largest processes of this machine, and those among them that are of this run: by the
+    name of their log, where they write to one in the directory of `logs`."""
+    sizes = [(one.info["memory_info"], one) for one in psutil.process_iter(["name", "memory_info"])]
+    largest = sorted(((size.rss, one.pid, one.info["name"]) for size, one in sizes if size), reverse=True)[:LARGEST]
+    own = dict.fromkeys([os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))], "")
+    own |= {pid: f", {name}" for pid, name in named_processes(logs).items()}
+    lines = []
+    for size, pid, program in largest:
+        mark = f"{own[pid]} of this run" if pid in own else ""
+        lines.append(f"  {program}{mark} (pid {pid}): {size / (1 << 30):.2f} GiB")
+    return ["the largest processes of the driver's machine now:", *lines]
+
+
+def named_processes(logs: Sequence[str]) -> dict[int, str]:
+    """Return the processes of this machine that write to a log in the directory of `logs`, with the log's name."""
+    beside = Path(logs[0]).parent.glob("*") if logs else ()
+    named = _writers({str(log.resolve()): log.stem for log in beside})
+    return {pid: name for name, pids in named.items() for pid in pids}
+
+
+def memory_by_role(logs: Sequence[str]) -> dict[str, float]:
+    """Return metrics: the GiB of a run's processes on the driver's machine, of the driver and by what begins the names
+    of their logs."""
+    sizes: defaultdict[str, float] = defaultdict(float)
+    for pid, name in ({os.getpid(): "driver"} | named_processes(logs)).items():
+        with contextlib.suppress(psutil.Error):
+            role = name.partition("-")[0]
+            sizes[f"perf/process_memory_gb/{role}"] += psutil.Process(pid).memory_info().rss / (1 << 30)
+    return dict(sizes)
 
 
 def main() -> None:

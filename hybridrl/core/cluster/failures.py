@@ -1,14 +1,10 @@
 """Why a remote call has no result: Ray's errors, of whatever class, as one failure with a typed cause."""
 
-import os
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 from ray.exceptions import (
     LocalRayletDiedError,
     NodeDiedError,
@@ -20,12 +16,10 @@ from ray.exceptions import (
 )
 
 from hybridrl.runtime.guard import kill_cause
-from hybridrl.runtime.stacks import writers
 from hybridrl.tracking.faults import MEMORY, out_of_memory
 
 DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError, NodeDiedError, LocalRayletDiedError)
 UNEXPLAINED = "connection error code 2"  # in Ray's message about a process that ended without one
-LARGEST = 5  # processes that are named when the machine is out of memory
 
 
 @dataclass(frozen=True)
@@ -120,38 +114,6 @@ def typed(what: str) -> Iterator[None]:
         failure = WorkerDied(f"{what}: {reason.headline}")
         failure.cause = reason
         raise failure from error
-
-
-def largest_processes(logs: Sequence[str]) -> list[str]:
-    """Return lines that name the largest processes of this machine, and those among them that are of this run: by the
-    name of their log, where they write to one in the directory of `logs`."""
-    sizes = [(one.info["memory_info"], one) for one in psutil.process_iter(["name", "memory_info"])]
-    largest = sorted(((size.rss, one.pid, one.info["name"]) for size, one in sizes if size), reverse=True)[:LARGEST]
-    own = dict.fromkeys([os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))], "")
-    own |= {pid: f", {name}" for pid, name in named_processes(logs).items()}
-    lines = []
-    for size, pid, program in largest:
-        mark = f"{own[pid]} of this run" if pid in own else ""
-        lines.append(f"  {program}{mark} (pid {pid}): {size / (1 << 30):.2f} GiB")
-    return ["the largest processes of the driver's machine now:", *lines]
-
-
-def named_processes(logs: Sequence[str]) -> dict[int, str]:
-    """Return the processes of this machine that write to a log in the directory of `logs`, with the log's name."""
-    beside = Path(logs[0]).parent.glob("*") if logs else ()
-    named = writers({str(log.resolve()): log.stem for log in beside})
-    return {pid: name for name, pids in named.items() for pid in pids}
-
-
-def memory_by_role(logs: Sequence[str]) -> dict[str, float]:
-    """Return metrics: the GiB of a run's processes on the driver's machine, of the driver and by what begins the names
-    of their logs."""
-    sizes: defaultdict[str, float] = defaultdict(float)
-    for pid, name in ({os.getpid(): "driver"} | named_processes(logs)).items():
-        with suppress(psutil.Error):
-            role = name.partition("-")[0]
-            sizes[f"perf/process_memory_gb/{role}"] += psutil.Process(pid).memory_info().rss / (1 << 30)
-    return dict(sizes)
 
 
 def describe(error: RayError) -> str:

@@ -23,13 +23,12 @@ from hybridrl.core.cluster.failures import (
     WorkerDied,
     cause_of,
     describe,
-    largest_processes,
     typed,
 )
 from hybridrl.core.cluster.session import RaySession, lost_component
 from hybridrl.core.required import required
 from hybridrl.runtime.guard import kill_cause
-from hybridrl.runtime.stacks import activities, death_note
+from hybridrl.runtime.stacks import activities, death_note, largest_processes
 from hybridrl.tracking.console import info, warn
 
 POLL_SECONDS = 2.0  # between checks that Ray is still running

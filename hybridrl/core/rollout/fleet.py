@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.cluster import Actor, Group, Pending, RaySession, RemoteFailure, gather, kill, spawn
 from hybridrl.core.cluster.dispatch import ActorLost
-from hybridrl.core.cluster.failures import Cause, cause_of, describe, largest_processes
+from hybridrl.core.cluster.failures import Cause, cause_of, describe
 from hybridrl.core.cluster.group import START_LIMIT, check_ray, explain
 from hybridrl.core.required import required
 from hybridrl.core.rollout.client import RolloutClient
@@ -29,7 +29,7 @@ from hybridrl.core.rollout.ladder import EngineOutOfMemory, MemoryLadder, Settin
 from hybridrl.core.rollout.server import RolloutServer
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import oom_kills
-from hybridrl.runtime.stacks import death_note, kill_writers
+from hybridrl.runtime.stacks import death_note, kill_writers, largest_processes
 from hybridrl.tracking.console import info
 
 CHECK_SECONDS = 30.0
