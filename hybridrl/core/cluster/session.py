@@ -7,11 +7,10 @@ import os
 import socket
 import tempfile
 import time
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import accumulate, cycle, islice
+from itertools import cycle, islice
 from typing import Any
 
 import ray
@@ -214,6 +213,10 @@ class RaySession:
         self.pools = [self.training, self.rollout] if rollout else [self.training]
         self.timeout = timeout if self.joined else min(timeout, OWN_RAY_SECONDS)
         self.directory = None if self.joined else PrivateDirectory()
+        self.sizes = [
+            pool.per_machine for pool in self.pools for _ in range(pool.machines)
+        ]  # of the groups, in devices
+        self.places = [(group, bundle) for group, size in enumerate(self.sizes) for bundle in range(size)]  # by device
         self.groups: dict[int, PlacementGroup] = {}  # one for each machine of a pool, in their order
         self.nodes: list[str] = []  # of the groups
         # Actors on devices for rollout alone: those of this attempt, which a next one may take over (None: none may),
@@ -247,16 +250,10 @@ class RaySession:
         for group in groups:
             remove_placement_group(self.groups.pop(group))
 
-    def keep(self, actor: type, rank: int, handle: ActorHandle) -> ActorHandle:
-        """Keep the actor of a device for rollout alone, if its class has `renew`. Returns it."""
-        if self.kept is not None and rank >= self.rollout.first and hasattr(actor, "renew"):
-            self.kept[actor, rank] = handle
-        return handle
-
     @typed("reserving the devices")
     def _reserve(self) -> None:
         """Reserve one group of devices per machine; says at once, and from time to time, what it waits for."""
-        sizes = self._sizes
+        sizes = self.sizes
         began, reported, ready, timeout = time.monotonic(), float("-inf"), [], self.timeout
         there = len(self.groups)
         while True:
@@ -315,38 +312,24 @@ class RaySession:
 
     def bundle(self, device: int) -> tuple[PlacementGroup, int]:
         """Return the placement group and bundle of a device, counted over all machines of all pools."""
-        group = self._group(device)
-        return self.groups[group], device - self._firsts[group]
+        group, bundle = self.places[device]
+        return self.groups[group], bundle
 
-    @property
-    def _sizes(self) -> list[int]:
-        """The number of devices of each group."""
-        return [pool.per_machine for pool in self.pools for _ in range(pool.machines)]
-
-    @property
-    def _firsts(self) -> list[int]:
-        """The first device of each group."""
-        return [*accumulate(self._sizes, initial=0)][:-1]
-
-    def _group(self, device: int) -> int:
-        return bisect_right(self._firsts, device) - 1
+    def node(self, device: int) -> str:
+        """Return Ray's number of the machine of a device."""
+        return self.nodes[self.places[device][0]]
 
     @property
     def first_devices(self) -> list[int]:
         """The first device of each machine, of which several groups may be on one."""
         firsts: dict[str, int] = {}
-        for node, first in zip(self.nodes, self._firsts, strict=True):
-            firsts.setdefault(node, first)
+        for device in range(len(self.places)):
+            firsts.setdefault(self.node(device), device)
         return list(firsts.values())
 
     def sharing(self, device: int) -> int:
         """Return how many devices of the run share the cores of this one's machine."""
-        here = self.node(device)
-        return sum(size for node, size in zip(self.nodes, self._sizes, strict=True) if node == here)
-
-    def node(self, device: int) -> str:
-        """Return Ray's number of the machine of a device."""
-        return self.nodes[self._group(device)]
+        return [self.node(other) for other in range(len(self.places))].count(self.node(device))
 
     def close(self) -> None:
         """Release the devices, ending all actors on them, and stop the Ray that was started here."""
