@@ -262,8 +262,8 @@ def largest_processes(logs: Sequence[str]) -> list[str]:
 
 def named_processes(logs: Sequence[str]) -> dict[int, str]:
     """Return the processes of this machine that write to a log in the directory of `logs`, with the log's name."""
-    beside = Path(logs[0]).parent.glob("*") if logs else ()
-    named = _writers({str(log.resolve()): log.stem for log in beside})
+    found = Path(logs[0]).parent.glob("*") if logs else ()
+    named = _writers({str(log): log.stem for log in found})
     return {pid: name for name, pids in named.items() for pid in pids}
 
 

@@ -12,7 +12,7 @@ softmax of the logits, entropy H, and KL = KL(p || q), the gradients with respec
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -187,13 +187,6 @@ FEWEST_TOKENS = 256
 SAME = 1e-5  # gradients that differ by less, relative to their largest number, differ by rounding
 
 
-class ChunkMemory(Protocol):
-    """The arithmetic of chunks, one after another: see `LogitTables`."""
-
-    def fill(self, hidden: Tensor, targets: Tensor, against: Tensor | None, *, keep: bool) -> TokenOutputs: ...
-    def gradient(self, by: TokenOutputs) -> Tensor: ...
-
-
 def tokens_at_once(device: str, vocabulary: int) -> int:
     """Return how many tokens a chunk has."""
     return max(CHUNK_BYTES[device] // (4 * vocabulary), FEWEST_TOKENS)
@@ -228,7 +221,7 @@ class Chunks:
         zeros = self.hidden.new_zeros(len(wanted), len(self.hidden), dtype=torch.float32)
         return TokenOutputs._make(row if want else None for row, want in zip(zeros, wanted, strict=True))
 
-    def arithmetic(self) -> ChunkMemory:
+    def arithmetic(self) -> LogitTables:
         """Return what computes chunks: torch's operations, or on CUDA kernels that read each logit once."""
         if self.hidden.device.type != "cuda":
             return LogitTables(self.head, self.spec, self.size)
@@ -241,7 +234,7 @@ class Chunks:
         for span in self.spans:
             self.fill(memory, span, keep=False)
 
-    def fill(self, memory: ChunkMemory, span: slice, *, keep: bool) -> None:
+    def fill(self, memory: LogitTables, span: slice, *, keep: bool) -> None:
         """Compute the outputs of a chunk."""
         against = None if self.spec.against is None else self.spec.against.hidden[span]
         chunk = memory.fill(self.hidden[span], self.targets[span], against, keep=keep)
@@ -249,7 +242,7 @@ class Chunks:
             if column is not None:
                 column[span] = required(part)
 
-    def gradients(self, needed: tuple[bool, ...], by: TokenOutputs, filled: ChunkMemory | None) -> _Gradients:
+    def gradients(self, needed: tuple[bool, ...], by: TokenOutputs, filled: LogitTables | None) -> _Gradients:
         """Return the gradients given that of the outputs; `filled` is the memory of the only chunk, if it was kept."""
         memory, into = filled or self.arithmetic(), self._zeros(needed)
         for span in self.spans:
@@ -273,7 +266,7 @@ class Chunks:
         values = (self.hidden, self.head.weight, self.head.bias)
         return [torch.zeros_like(required(v)) if need else None for v, need in zip(values, needed, strict=True)]
 
-    def _add(self, into: _Gradients, span: slice, filled: ChunkMemory, by: TokenOutputs) -> None:
+    def _add(self, into: _Gradients, span: slice, filled: LogitTables, by: TokenOutputs) -> None:
         """Add a chunk's share, which uses up the contents of `filled`."""
         by_logits = filled.gradient(by.map(lambda value: value[span]))
         hidden, weight, bias = into
