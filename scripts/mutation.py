@@ -37,11 +37,11 @@ LIBRARIES = ("torch", "transformers", "ray", "datasets", "peft", "pydantic", "hy
 KERNELS, FAULTS = "hybridrl/core/training/logit_kernels.py", "scripts/kernel_faults.yaml"
 # Each mutated file's tests, those first that are quick and likely to fail.
 TESTS = {
-    "hybridrl/core/algorithms/algorithm.py": "core/algorithms/test_algorithm.py core/algorithms/test_agreement.py",
+    "hybridrl/core/algorithms/algorithm.py": "core/algorithms/test_algorithm.py core/algorithms/test_agreement.py "
+    "core/algorithms/test_lookup.py runs/test_algorithm_trial.py",
     "hybridrl/core/algorithms/batch_metrics.py": "core/algorithms/test_batch_metrics.py "
     "core/algorithms/test_agreement.py agents/environments/test_conversations.py",
     "hybridrl/core/algorithms/estimators.py": "core/algorithms/test_estimators.py",
-    "hybridrl/core/algorithms/lookup.py": "core/algorithms/test_lookup.py runs/test_algorithm_trial.py",
     "hybridrl/core/algorithms/objective.py": "core/algorithms/test_objective.py "
     "core/algorithms/test_algorithm.py core/experience/test_episodes.py",
     "hybridrl/core/algorithms/policy_losses.py": "core/algorithms/test_policy_losses.py",
@@ -53,7 +53,7 @@ TESTS = {
     "agents/environments/test_conversations.py core/experience/test_asynchronous.py",
     "hybridrl/rewards/score.py": "rewards/test_score.py rewards/test_parts.py rewards/test_shaping.py "
     "rewards/test_fault_guard.py rewards/test_managers.py",
-    "hybridrl/core/training/linear_log_probs.py": "core/training/test_linear_log_probs.py",
+    "hybridrl/core/training/token_outputs.py": "core/training/test_linear_log_probs.py",
     KERNELS: "core/training/test_logit_kernels.py::test_outputs_and_gradients_match_full_logits",
     "hybridrl/core/training/losses.py": "core/training/test_losses.py core/training/test_bypass.py "
     "core/training/test_value_model.py",

@@ -59,7 +59,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Look at calls of actors every `poll` seconds, and report those that are silent for longer than `silent`."""
 
     def set_seconds(*, silent: float, poll: float) -> None:
-        monkeypatch.setattr("hybridrl.core.cluster.watchdog.SILENT_SECONDS", silent)
+        monkeypatch.setattr("hybridrl.core.cluster.group.SILENT_SECONDS", silent)
         monkeypatch.setattr("hybridrl.core.cluster.group.POLL_SECONDS", poll)
 
     return set_seconds

@@ -57,7 +57,7 @@ LATE = {
     "runs/command.py": "torch, Ray and transformers come only once the configuration stands",
     "main_ppo.py": "torch, Ray and transformers come only once the configuration stands",
     "main_sft.py": "torch, Ray and transformers come only once the configuration stands",
-    "core/training/linear_log_probs.py": "Triton comes with torch's builds for CUDA, and is used there only",
+    "core/training/token_outputs.py": "Triton comes with torch's builds for CUDA, and is used there only",
     "agents/endpoint/serve.py": "torch, transformers and vLLM come only once the command stands",
     "tracking/report.py": "matplotlib is slow to import, and wanted at the end of a run only",
     "tracking/tracker.py": "sinks whose libraries are heavy, or an extra, come only where they are chosen",

@@ -17,11 +17,11 @@ from enum import Enum
 from typing import Any
 
 from hybridrl.core.cluster import Group, Pending, RemoteFailure
-from hybridrl.core.cluster.failures import memory_by_role
 from hybridrl.core.rollout.client import ModeError
 from hybridrl.core.rollout.fleet import RemoteServer, RolloutFleet
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.weights.sync import WeightSync
+from hybridrl.runtime.stacks import memory_by_role
 from hybridrl.tracking.sink import Stopwatch
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.checks.training import CPU_SLOT_BYTES
 from hybridrl.config.findings import Findings
 from hybridrl.core import device as devices
-from hybridrl.core.cluster.session import Cluster, bundle_of, query_cluster
+from hybridrl.core.cluster.session import RayMachine, joined, read_machines, request_of
 from hybridrl.core.device import cgroup_limits
 from hybridrl.runtime.environment import joins
 
@@ -234,10 +234,16 @@ def _object_store(ray_init: Mapping[str, Any], shared: int) -> int:
 # -- devices -----------------------------------------------------------------------------------------------------------
 
 
+def query_cluster(ray_init: dict[str, Any]) -> list[RayMachine]:
+    """Join the existing Ray, read its machines, and leave. Raises ConfigError if it does not respond."""
+    with joined(ray_init):
+        return read_machines()
+
+
 def check_devices(
-    config: PPOConfig, findings: Findings, query: Callable[[dict[str, Any]], Cluster] = query_cluster
+    config: PPOConfig, findings: Findings, query: Callable[[dict[str, Any]], Sequence[RayMachine]] = query_cluster
 ) -> None:
-    """Report ranks and engines, and check the Ray cluster that the run would join. `query` describes the cluster.
+    """Report ranks and engines, and check the Ray cluster that the run would join. `query` returns its machines.
 
     Devices that this machine lacks have been rejected with the configuration.
     """
@@ -254,17 +260,19 @@ def check_devices(
     if not joins(config.ray_kwargs.ray_init):
         return
     with findings.gathered("devices.ray"):
-        cluster = query(config.ray_kwargs.ray_init)
-        wanted = {name: amount * per_machine for name, amount in bundle_of(device).items()}
-        fit = [had for had in cluster.machines if all(had.get(name, 0) >= amount for name, amount in wanted.items())]
+        cluster, wanted = query(config.ray_kwargs.ray_init), request_of(device, per_machine)
+        fit = sum(machine.has(wanted) for machine in cluster)
         request = f"{DEVICE_KEYS[0]}={machines} x {DEVICE_KEYS[1]}={per_machine} on {device}"
-        has = ", ".join(f"{had.get('GPU', 0):g} GPUs and {had.get('CPU', 0):g} CPUs" for had in cluster.machines)
-        if len(fit) < machines:
+        totals = [machine.total for machine in cluster]
+        has = ", ".join(f"{had.get('GPU', 0):g} GPUs and {had.get('CPU', 0):g} CPUs" for had in totals)
+        if fit < machines:
             needs = " and ".join(f"{amount:g} {name}s" for name, amount in wanted.items())
             cause = f"{request}: {machines} machine(s) with {needs} each are requested of Ray, which has: {has}"
             fix = "lower trainer.nnodes or trainer.n_gpus_per_node, or add machines"
             findings.error("devices.ray", cause, fix, keys=DEVICE_KEYS)
-        elif any(cluster.free.get(name, 0) < machines * amount for name, amount in wanted.items()):
+        elif any(
+            sum(machine.free.get(name, 0) for machine in cluster) < machines * amount for name, amount in wanted.items()
+        ):
             cause = f"{request}: Ray has the devices ({has}), but others are using them now"
             fix = "see ray status: the run waits trainer.startup_timeout seconds for them"
             findings.warn("devices.ray", cause, fix, keys=DEVICE_KEYS)

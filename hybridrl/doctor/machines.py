@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray._private.worker
 import torch
 import torch.distributed as dist
 from ray.exceptions import RayError
+from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hybridrl.config import PPOConfig
@@ -28,8 +30,6 @@ from hybridrl.core.cluster.group import Group, kill, spawn
 from hybridrl.core.cluster.session import (
     RayMachine,
     RaySession,
-    dashboard,
-    describe_reservations,
     describe_room,
     join_command,
     joined,
@@ -256,12 +256,23 @@ def main(argv: list[str]) -> int:
     return show(findings, as_json=options.json, verdict=True)
 
 
+def describe_reservations() -> list[str]:
+    """Return the reservations of running jobs; those of a run name its driver."""
+    groups = placement_group_table().values()
+    return [
+        f"{group['name'] or 'unnamed'}: {group['state'].lower()}, {len(group['bundles'])} device(s)"
+        for group in groups
+        if group["state"] != "REMOVED"
+    ]
+
+
 def _check_room(device: str, pools: Mapping[str, tuple[int, int]], findings: Findings) -> None:
     """Report the machines of the cluster, and what is missing of the machines and devices of each of a run's pools."""
     machines = read_machines()
     room = [line for _, size in pools.values() for line in describe_room(machines, request_of(device, size))]
     lines = [f"{len(machines)} machine(s)", *room, *describe_reservations()]
-    lines += [f"dashboard: {dashboard()}"] if dashboard() else []
+    dashboard = ray._private.worker.get_dashboard_url()
+    lines += [f"dashboard: {dashboard}"] if dashboard else []
     findings.info("cluster.ray", "\n".join([*lines, f"to add a machine: {join_command()}"]))
     for section, (count, size) in pools.items():
         for missing in missing_machines(machines, request_of(device, size), count):

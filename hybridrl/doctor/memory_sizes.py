@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from hybridrl.checkpoint.export import LAYER, parts
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema import FSDPConfig, ModelConfig
-from hybridrl.core.training.linear_log_probs import tokens_at_once
 from hybridrl.core.training.loading import layer_classes
 from hybridrl.core.training.lora import add_adapter
 from hybridrl.core.training.model import blank_language_model, blank_value_model, without_pairs
+from hybridrl.core.training.token_outputs import tokens_at_once
 from hybridrl.core.weights.buckets import buffer_bytes, plan_buckets
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.files import faults
@@ -20,9 +21,11 @@ from hybridrl.checkpoint.store import Checkpoint, list_checkpoints
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import SHIPPED
 from hybridrl.config.load import resolve_config
+from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.batch import Batch, spans
+from hybridrl.core.training.learner import MiniBatch
 from hybridrl.core.training.worker import TrainWorker
-from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.core.training.worker_group import POLICY_FIELDS, TrainWorkers
 from hybridrl.doctor import directory_parser
 from hybridrl.runs.prepare import tokenizer_elsewhere
 from hybridrl.runs.sample_log import read_batch, replays
@@ -72,12 +75,38 @@ def replay(directory: Path, step: int | None) -> list[dict[str, object]]:
         inexact = f" (it had those after step {step - 1})" if saved and saved.step < step - 1 else ""
         info(f"step {step} again, {len(batch)} rows, with {weights}{inexact}")
         again = workers.forward_log_probs(batch)
-        norms, updates = workers.response_norms(again, step)
+        norms, updates = response_norms(workers, again, step)
     logged = read_metrics(directory).get(step, {}).get("actor/grad_norm")
     if logged is not None:
         info(f"actor/grad_norm of the step was {logged:.4g}")
     info(noise(norms, updates, config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size))
     return described(again.by_episode(), norms, tokenizer_elsewhere(config.data, config.actor_rollout_ref.model))
+
+
+def response_norms(workers: TrainWorkers, batch: Batch, step: int) -> tuple[list[float], list[tuple[list[int], float]]]:
+    """Return the norm of each response's share of the policy's gradient, in the mini-batch that has it in the first
+    epoch; and the responses of each of these mini-batches with the norm of its gradient. An episode is one response,
+    whatever the number of its rows (`Batch.by_episode`)."""
+    episode = torch.arange(len(batch)) if batch.episode is None else batch.episode
+    response = episode.unique_consecutive(return_inverse=True)[1]
+    group, plan = workers.group, workers.policy
+    shared, devices = group.share(batch.with_episode_tokens().only(*POLICY_FIELDS)), plan.updates.budget.devices
+    mini_batches = plan.updates.mini_batches(batch.group, step)
+    norms, whole = [0.0] * (int(response.max()) + 1), []
+    for rows in map(list, mini_batches[: len(mini_batches) // plan.updates.epochs]):
+        totals, of_response = Totals.of(batch.select(rows)), dict[int, list[int]]()
+        for row, number in zip(rows, response[rows].tolist(), strict=True):
+            of_response.setdefault(number, []).append(row)
+        numbers, parts = [*of_response], [*of_response.values(), rows]
+        # One row at a time: the ranks of the first sequence-parallel group have it, all others nothing.
+        alone = [MiniBatch([[row] for row in part], totals) for part in parts]
+        nothing = [MiniBatch([[] for _ in part], totals) for part in parts]
+        calls = [(shared, alone if rank < devices else nothing, plan.loss) for rank in range(len(group))]
+        *of_parts, total = group.scatter(TrainWorker.gradient_norms, calls, timeout=workers.timeout)[0]
+        for number, norm in zip(numbers, of_parts, strict=True):
+            norms[number] = norm
+        whole.append((numbers, total))
+    return norms, whole
 
 
 def noise(norms: list[float], updates: Sequence[tuple[list[int], float]], prompts: int, of_update: int) -> str:

@@ -19,7 +19,7 @@ import torch
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import DataConfig
-from hybridrl.core.algorithms.lookup import bind, find_estimator
+from hybridrl.core.algorithms.algorithm import bind, find_estimator
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.trajectory import TRUNCATED
 from hybridrl.data.rows import Faults, Rows, load_rows

@@ -1,5 +1,7 @@
-"""A custom advantage estimator or policy loss, tried on made-up groups before anything heavy starts."""
+"""A custom advantage estimator, policy loss or learning-rate schedule, tried on made-up values before anything heavy
+starts."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,12 +11,15 @@ from torch import Tensor
 
 from hybridrl.config.custom_code import call_custom
 from hybridrl.config.findings import ConfigError
-from hybridrl.core.algorithms.lookup import bind, find_estimator, find_policy_loss
+from hybridrl.config.schema import OptimizerConfig
+from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy_loss
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
+from hybridrl.core.training.optimizer import custom_schedule
 
 ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
 PAGE = "docs/algorithms.md"
+TRIAL = 10  # made-up updates of a run, with which a custom schedule is tried
 GROUPS, LENGTHS, SCORES = 2, (3, 1, 2), (1.0, 0.0, 0.5)  # tokens and scores of the responses, in turn
 
 
@@ -92,6 +97,22 @@ def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tens
         raise _unusable(LOSS, name, "its loss does not depend on the log-probs", "a loss with a gradient")
     _check(LOSS, name, "the gradient", gradient, log_probs.shape, "a loss with a finite gradient")
     return per_token.detach(), gradient
+
+
+def try_schedule(key: str, config: OptimizerConfig) -> None:
+    """Call a custom schedule with each update of a made-up run, and the one after; raises ConfigError if it fails, or
+    returns what no update could use."""
+    name = config.lr_scheduler_type
+    if ":" not in name:
+        return
+    function = custom_schedule(config, key)
+    for update in range(TRIAL + 1):
+        trial = f"at update {update} of {TRIAL}"
+        factor = call_custom(key, name, function, update, TRIAL, trial=trial, page="docs/extensions.md")
+        number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not number or not 0 <= factor < math.inf:
+            cause = f"{key}={name}: {trial} it returns {factor!r:.60}"
+            raise ConfigError(cause, fix="return the factor of the learning rate, a number of at least 0", keys=key)
 
 
 def _check(key: str, name: str, part: str, value: Any, shape: torch.Size, expected: str) -> None:

@@ -17,8 +17,8 @@ from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.core.cluster import Group, RaySession, gather
 from hybridrl.core.cluster.group import START_LIMIT, control_limit
 from hybridrl.core.experience.asynchronous import AsynchronousExperience
+from hybridrl.core.experience.batching import GroupFilter
 from hybridrl.core.experience.collector import Experience, SamplingPlan, SynchronousExperience
-from hybridrl.core.experience.dynamic_sampling import GroupFilter
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.evaluator import Evaluator
 from hybridrl.core.experience.responses import ResponseStore
@@ -27,8 +27,7 @@ from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.trainer import RLTask, Schedule, Task
 from hybridrl.core.training.worker import TrainWorker, WorkerConfig
 from hybridrl.core.training.worker_group import TrainWorkers
-from hybridrl.core.weights.broadcast import BroadcastSync
-from hybridrl.core.weights.sync import ColocatedSync
+from hybridrl.core.weights.sync import BroadcastSync, ColocatedSync
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.rewards.actor import open_scorer_pool
 from hybridrl.rewards.load import uses_built_in

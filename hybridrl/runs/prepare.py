@@ -9,7 +9,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
@@ -18,8 +19,9 @@ from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig, OptimizerConfig, RowsConfig, SFTTrainerConfig
 from hybridrl.core.algorithms import Algorithm
-from hybridrl.core.training.lora import check_adapter
-from hybridrl.core.training.schedule import try_schedule
+from hybridrl.core.training.loading import load_settings
+from hybridrl.core.training.lora import add_adapter
+from hybridrl.core.training.model import pairs
 from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan
 from hybridrl.data.conversations import ConversationDataset, Replay, load_conversations
 from hybridrl.data.order import Order, build_order
@@ -28,7 +30,7 @@ from hybridrl.data.tokenizer import end_tokens, load_tokenizer
 from hybridrl.health.rules import custom_rules
 from hybridrl.rewards.built_in import check_data_sources
 from hybridrl.rewards.load import uses_built_in
-from hybridrl.runs.algorithm_trial import try_estimator, try_policy_loss
+from hybridrl.runs.algorithm_trial import try_estimator, try_policy_loss, try_schedule
 from hybridrl.runs.model_settings import reject_hub_model
 from hybridrl.runs.plugins import load
 from hybridrl.runs.resume import adapted_models
@@ -162,6 +164,22 @@ def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
     for key, model in adapted_models(section.model, config.critic.model if algorithm.uses_critic else None).items():
         with inputs.rejections.gathered():
             inputs.messages.append(check_adapter(model, key))
+
+
+def check_adapter(config: ModelConfig, key: str) -> str:
+    """Return a description of what is trained, from the configuration alone: no weights are read. Raises ConfigError if
+    the model lacks the layers, or if the configured adapter belongs to another model."""
+    settings = load_settings(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    add_adapter(model, config, torch.float32, 0, key)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    layers = ", ".join(sorted({name.rsplit(".", 2)[-2] for name in pairs(model)}))
+    return (
+        f"{key}: an adapter of rank {config.lora_rank} on {layers} is trained, {trained:,} parameters "
+        f"({trained / parameters:.2%} of the model's {parameters:,})"
+    )
 
 
 def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: RunInputs) -> None:

@@ -1,5 +1,6 @@
 """From configuration sections to plain values: a run's algorithm, models, updates and sampling parameters."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,21 +8,36 @@ from typing import Any
 from hybridrl.config import ConfigError, SFTConfig
 from hybridrl.config.catalog import ACTOR_KEYS, BYPASS_LOSSES, ESTIMATOR_KEYS, PARAMETERS, SFT_POLICY_LOSS, disturbances
 from hybridrl.config.compose import OWN
-from hybridrl.config.schema import ActorConfig, ActorRolloutRefConfig, CriticConfig, FSDPConfig, ModelConfig, PPOConfig
+from hybridrl.config.schema import (
+    ActorConfig,
+    ActorRolloutRefConfig,
+    CriticConfig,
+    FSDPConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PPOConfig,
+)
 from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
 from hybridrl.config.schema_rollout import RolloutConfig
 from hybridrl.core.algorithms import Algorithm
+from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy_loss
 from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement
-from hybridrl.core.algorithms.lookup import bind, find_estimator, find_policy_loss
 from hybridrl.core.algorithms.objective import KLWeight
-from hybridrl.core.algorithms.rollout_correction import RolloutCorrection, parse_rejections, parse_threshold
+from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.rollout import Sampling
 from hybridrl.core.rounding import coarser
 from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.packing import MicroBatchBudget
-from hybridrl.core.training.schedule import located
 from hybridrl.core.training.worker import LearnerConfig, WorkerConfig
 from hybridrl.core.training.worker_group import SKIPPED_UPDATES, CriticPlan, PolicyPlan, UpdatePlan
+
+# Estimates of the divergence that may reject tokens or rows: verl's names (August 2026).
+REJECTIONS = (
+    *("token_k1", "token_k2", "token_k3"),
+    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
+    *("seq_max_k2", "seq_max_k3"),
+)
 
 
 def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, steps: int) -> WorkerConfig:
@@ -52,6 +68,12 @@ def sft_worker_config(config: SFTConfig, directory: Path, steps: int) -> WorkerC
         seed=config.trainer.seed,
         skipped_updates=str(directory / SKIPPED_UPDATES),
     )
+
+
+def located(config: OptimizerConfig) -> OptimizerConfig:
+    """Return the configuration with the absolute path of a custom schedule, which workers find from any directory."""
+    name = config.lr_scheduler_type
+    return replace(config, lr_scheduler_type=str(Path(name).expanduser().absolute())) if ":" in name else config
 
 
 def build_algorithm(config: PPOConfig) -> Algorithm:
@@ -95,6 +117,65 @@ def build_correction(config: RolloutCorrectionConfig) -> RolloutCorrection | Non
         keys = f"{key}.rollout_rs={config.rollout_rs} with rollout_rs_threshold={config.rollout_rs_threshold}"
         raise ConfigError(f"{keys}: {error}") from error
     return RolloutCorrection(config.rollout_is, lower, upper, config.rollout_is_batch_normalize, rejections)
+
+
+def parse_rejections(
+    options: str | list[str] | None, thresholds: str | float | list[str] | list[float] | None
+) -> tuple[Rejection, ...]:
+    """Rejections from names and bounds, each a list or text with commas; one bound may apply to all. Raises ValueError,
+    with a message for the user."""
+    names, bounds = list(dict.fromkeys(_parts(options))), _parts(thresholds)
+    if not names:
+        return ()
+    for name in names:
+        if name not in REJECTIONS:
+            raise ValueError(f"rollout_rs names {name!r}, which is not one of {', '.join(REJECTIONS)}")
+    if len(bounds) not in (1, len(names)):
+        example = ",".join("0.5_2.0" if name.endswith("k1") else "0.01" for name in names)
+        raise ValueError(
+            f"rollout_rs_threshold has {len(bounds)} bounds for rollout_rs={','.join(names)}: "
+            f"give one for all or one for each, such as '{example}'"
+        )
+    if len(bounds) == 1:
+        bounds *= len(names)
+    rejections = []
+    for name, bound in zip(names, bounds, strict=True):
+        if name.endswith("k1"):
+            try:
+                lower, upper = parse_threshold(bound)
+            except ValueError as error:
+                raise ValueError(f"rollout_rs_threshold of {name}: {error}") from None
+            rejections.append(Rejection(name, 1 / upper if lower is None else lower, upper))
+        elif 0 < _number(bound) < math.inf:
+            rejections.append(Rejection(name, None, _number(bound)))
+        else:
+            raise ValueError(f"rollout_rs_threshold of {name} is {bound!r}: give one positive number, such as 0.01")
+    return tuple(rejections)
+
+
+def parse_threshold(text: str | float) -> tuple[float | None, float]:
+    """Bounds on a ratio of probabilities, "upper" or "lower_upper", as (lower or None, upper). Raises ValueError, with
+    a message for the user, unless 0 < lower <= 1 <= upper: equal probabilities are never out of bounds."""
+    *lower, upper = (_number(part) for part in str(text).split("_"))
+    if len(lower) > 1 or not all(0 < bound <= 1 for bound in lower) or not 1 <= upper < math.inf:
+        raise ValueError(
+            f"{text!r} does not bound a ratio of probabilities: give an upper bound of at least 1, such as 2.0, or a "
+            f"lower and an upper one around 1, such as '0.5_5.0' (0.5_5 without quotes is read as the number 0.55)"
+        )
+    return (lower[0] if lower else None), upper
+
+
+def _parts(value: str | float | list[str] | list[float] | None) -> list[str]:
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    return [part for item in items for text in str(item).split(",") if (part := text.strip())]
+
+
+def _number(text: str) -> float:
+    """NaN if the text is not a number; Python parses 0.5_2 as 0.52."""
+    try:
+        return math.nan if "_" in text else float(text)
+    except ValueError:
+        return math.nan
 
 
 def build_policy_plan(config: PPOConfig) -> PolicyPlan:

@@ -22,7 +22,7 @@ from hybridrl.config.help import hyperparameters
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.core import device as devices
 from hybridrl.core.cluster import Group, RaySession, WorkerDied, spawn
-from hybridrl.core.cluster.metrics import RayMetricsSink
+from hybridrl.core.cluster.session import RayMetricsSink
 from hybridrl.core.required import required
 from hybridrl.core.trainer import Schedule, Task, Trainer
 from hybridrl.core.training.packing import MicroBatchBudget

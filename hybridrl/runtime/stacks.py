@@ -39,6 +39,7 @@ THREAD = re.compile(r"^(?=(?:Thread|Stack) .*:$)", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 OWN = (f"{Path(__file__).parents[1]}/", "/vllm/")  # where a frame says most, best first
 IDLE = "/ray/_private/worker.py"  # the loop in which an actor waits for calls
+LARGEST = 5  # processes that are named when the machine is out of memory
 WRAPPERS = {"wrapper", "inner", "_fn"}  # torch's decorators
 
 Frame = tuple[str, str, str]  # file, line, function
@@ -240,6 +241,41 @@ def _describe(frames: list[Frame], line: Frame) -> str:
     inner = next((name for _, _, name in frames if name not in WRAPPERS), line[2])
     where = f"{Path(line[0]).name}:{line[1]}"
     return f"in {inner} ({where}{f' {line[2]}' * (inner != line[2])})"
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def largest_processes(logs: Sequence[str]) -> list[str]:
+    """Return lines that name the largest processes of this machine, and those among them that are of this run: by the
+    name of their log, where they write to one in the directory of `logs`."""
+    sizes = [(one.info["memory_info"], one) for one in psutil.process_iter(["name", "memory_info"])]
+    largest = sorted(((size.rss, one.pid, one.info["name"]) for size, one in sizes if size), reverse=True)[:LARGEST]
+    own = dict.fromkeys([os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))], "")
+    own |= {pid: f", {name}" for pid, name in named_processes(logs).items()}
+    lines = []
+    for size, pid, program in largest:
+        mark = f"{own[pid]} of this run" if pid in own else ""
+        lines.append(f"  {program}{mark} (pid {pid}): {size / (1 << 30):.2f} GiB")
+    return ["the largest processes of the driver's machine now:", *lines]
+
+
+def named_processes(logs: Sequence[str]) -> dict[int, str]:
+    """Return the processes of this machine that write to a log in the directory of `logs`, with the log's name."""
+    found = Path(logs[0]).parent.glob("*") if logs else ()
+    named = _writers({str(log): log.stem for log in found})
+    return {pid: name for name, pids in named.items() for pid in pids}
+
+
+def memory_by_role(logs: Sequence[str]) -> dict[str, float]:
+    """Return metrics: the GiB of a run's processes on the driver's machine, of the driver and by what begins the names
+    of their logs."""
+    sizes: defaultdict[str, float] = defaultdict(float)
+    for pid, name in ({os.getpid(): "driver"} | named_processes(logs)).items():
+        with contextlib.suppress(psutil.Error):
+            role = name.partition("-")[0]
+            sizes[f"perf/process_memory_gb/{role}"] += psutil.Process(pid).memory_info().rss / (1 << 30)
+    return dict(sizes)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from warm_start import TOP, make_data
 
 from hybridrl.config import load_ppo_config
 from hybridrl.core.rollout import Request, Sampling, request_seed
-from hybridrl.core.rollout.types import continuation
+from hybridrl.core.rollout.engine import continuation
 from hybridrl.core.rollout.vllm.settings import vllm_environment
 from hybridrl.core.weights.buckets import Bucket, SharedBuffer, buffer_bytes, digest, plan_buckets
 from hybridrl.runtime.environment import worker_environment

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from side_by_side import Row, arguments, formatted, in_turn, report
 
-from hybridrl.core.training.linear_log_probs import token_outputs
-from hybridrl.core.training.token_outputs import Head, OutputSpec, TokenOutputs
+from hybridrl.core.training.token_outputs import Head, OutputSpec, TokenOutputs, token_outputs
 
 HEAD, LONG = (1024, 32_000), (8192, 896, 151_936)  # width and vocabulary; the tokens before them
 

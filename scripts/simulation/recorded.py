@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from simulation.simulate import Cluster
 
-from hybridrl.core.rollout.statistics import ITERATION
+from hybridrl.core.rollout.engine import ITERATION
 from hybridrl.tracking import read_metrics
 from hybridrl.tracking.records import read_records, records_of
 from hybridrl.tracking.sink import STEP_SECONDS

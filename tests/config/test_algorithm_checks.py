@@ -8,7 +8,7 @@ import pytest
 from hybridrl.config import ConfigError
 from hybridrl.config.catalog import ACTOR_KEYS, ESTIMATOR_KEYS, ESTIMATORS, PARAMETERS, POLICY_LOSSES
 from hybridrl.config.compose import shipped
-from hybridrl.core.algorithms.lookup import find_estimator, find_policy_loss, imported
+from hybridrl.core.algorithms.algorithm import find_estimator, find_policy_loss, imported
 
 from .conftest import Load
 

@@ -14,8 +14,8 @@ from hybridrl.checkpoint.store import Store
 from hybridrl.config import PPOConfig
 from hybridrl.core.algorithms.batch_metrics import Agreement
 from hybridrl.core.cluster.group import OutOfMemory, gather
+from hybridrl.core.experience.batching import Draws, GroupFilter
 from hybridrl.core.experience.collector import NothingToLearnFrom, none_scored
-from hybridrl.core.experience.dynamic_sampling import Draws, GroupFilter
 from hybridrl.core.rollout.ladder import MemoryLadder
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.core.weights.sync import ColocatedSync

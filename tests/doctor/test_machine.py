@@ -7,7 +7,7 @@ import pytest
 
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.findings import Finding, Findings
-from hybridrl.core.cluster.session import Cluster
+from hybridrl.core.cluster.session import RayMachine
 from hybridrl.core.device import cgroup_limits
 from hybridrl.doctor.machine import (
     Facts,
@@ -303,7 +303,9 @@ def cluster_config(command: list[str], monkeypatch: pytest.MonkeyPatch) -> PPOCo
 
 def device_findings(config: PPOConfig, *machines: tuple[float, float], free: float) -> list[Finding]:
     findings = Findings()
-    cluster = Cluster([{"GPU": gpus, "CPU": cpus} for gpus, cpus in machines], {"GPU": free, "CPU": free})
+    totals = [{"GPU": gpus, "CPU": cpus} for gpus, cpus in machines]
+    unused = [{"GPU": free, "CPU": free}, *[{}] * (len(totals) - 1)]
+    cluster = [RayMachine("", "", total, rest) for total, rest in zip(totals, unused, strict=True)]
     check_devices(config, findings, lambda _: cluster)
     return findings.items
 

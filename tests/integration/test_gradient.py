@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybridrl.checkpoint.store import Store
 from hybridrl.config.catalog import POLICY_LOSSES
 from hybridrl.core.algorithms.objective import Totals
-from hybridrl.core.algorithms.rollout_correction import RolloutCorrection, parse_rejections
+from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, as_tensor
 from hybridrl.core.cluster import Group, spawn
 from hybridrl.core.required import required
@@ -22,7 +22,8 @@ from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.packing import MicroBatchBudget, plan
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import BrokenUpdates, CriticPlan, TrainWorkers
-from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
+from hybridrl.doctor.replay import response_norms
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, parse_rejections, ppo_worker_config
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.on_ranks import whole_gradient
 
@@ -227,7 +228,7 @@ def test_the_norm_of_each_row_is_that_of_its_gradient_alone(groups, config, shar
     for key, group in groups.items():
         plan_ = replace(build_policy_plan(sharing if key == "sharing" else config), loss=LOSS)
         workers = TrainWorkers(group, plan_, None, "float32", 120)
-        norms, [(rows, total)] = workers.response_norms(batch, step=1)
+        norms, [(rows, total)] = response_norms(workers, batch, step=1)
         assert norms == pytest.approx(expected, rel=1e-4) and sorted(rows) == [0, 1, 2]
         whole = gradient(group, plan_.updates.budget, batch=batch)
         assert total == pytest.approx(math.sqrt(sum(float(value.square().sum()) for value in whole.values())), rel=1e-4)
@@ -246,7 +247,7 @@ def test_the_norm_of_an_episode_is_that_of_all_its_rows_and_it_counts_as_one_res
         gradients = groups[1].scatter(GradientRank.gradient, part, timeout=120)[0]
         expected.append(math.sqrt(sum(float(value.square().sum()) for value in gradients.values())))
     plan_ = replace(build_policy_plan(config), loss=loss)
-    norms, [(responses, _)] = TrainWorkers(groups[1], plan_, None, "float32", 120).response_norms(batch, step=1)
+    norms, [(responses, _)] = response_norms(TrainWorkers(groups[1], plan_, None, "float32", 120), batch, step=1)
     assert norms == pytest.approx(expected, rel=1e-4) and responses == [0, 1]
 
 
@@ -256,7 +257,7 @@ def test_without_advantages_the_gradient_is_exactly_zero(groups, config):
     batch = ragged_batch(3)
     batch.advantages = torch.zeros_like(batch.advantages)
     workers = TrainWorkers(groups[2], plan_, None, "float32", 120)
-    assert workers.response_norms(batch, step=1) == ([0.0] * 3, [([0, 1, 2], 0.0)])
+    assert response_norms(workers, batch, step=1) == ([0.0] * 3, [([0, 1, 2], 0.0)])
 
 
 def test_a_dummy_row_cannot_spoil_an_update(groups):

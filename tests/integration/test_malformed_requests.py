@@ -10,7 +10,7 @@ import pytest
 from hybridrl.config import load_ppo_config
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.rollout import Request, Sampling
-from hybridrl.core.rollout.types import RejectedRequest
+from hybridrl.core.rollout.engine import RejectedRequest
 from hybridrl.core.rollout.vllm.engine import VllmEngine
 from hybridrl.core.rollout.vllm.settings import vllm_environment
 from hybridrl.runtime.environment import worker_environment

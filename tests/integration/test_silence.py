@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridrl.core.cluster import watchdog
+from hybridrl.core.cluster import group
 from hybridrl.core.rollout import client
 from tests.integration.answers import generate, largest_gap, requests, rows, tokens
 
@@ -63,7 +63,7 @@ def test_a_stopped_rank_and_the_ranks_that_wait_for_it_are_named(parts, capsys):
     engine.to_rollout(0)
     batch = rows(wanted, generate(engine, wanted))
     engine.to_training()
-    watchdog.durations.clear()
+    group.durations.clear()
     capsys.readouterr()
     stop_for_some_seconds(process_of(engine.ranks.logs[1]))
     assert largest_gap(workers, batch) < 1e-4, "nothing is lost"

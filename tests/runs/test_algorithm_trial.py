@@ -4,7 +4,7 @@ import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.config.catalog import ESTIMATORS, POLICY_LOSSES
-from hybridrl.core.algorithms.lookup import bind, find_estimator
+from hybridrl.core.algorithms.algorithm import bind, find_estimator
 from hybridrl.runs.algorithm_trial import try_estimator, try_policy_loss
 from tests.core.algorithms.parameters import ESTIMATOR_PARAMETERS, LOSS_PARAMETERS
 

@@ -7,9 +7,10 @@ import pytest
 
 from hybridrl.config.keys import value_keys
 from hybridrl.config.schema import PPOConfig, SFTConfig
-from hybridrl.core.training.schedule import schedule, try_schedule
+from hybridrl.core.training.optimizer import schedule
 from hybridrl.health import History
 from hybridrl.health.rules import custom_rules
+from hybridrl.runs.algorithm_trial import try_schedule
 from hybridrl.runs.sinks import custom_sinks, try_sinks
 from tests.core.training.test_optimizer import config
 

@@ -19,7 +19,7 @@ from hybridrl.agents.environments.pool import EpisodeDispatch
 from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import SaveFailed, Store
 from hybridrl.config import PPOConfig, load_ppo_config
-from hybridrl.core.cluster import Group, OutOfMemory, WorkerDied, failures, gather
+from hybridrl.core.cluster import Group, OutOfMemory, WorkerDied, gather
 from hybridrl.core.cluster.dispatch import ActorLost
 from hybridrl.core.hybrid_engine import HybridEngine
 from hybridrl.core.required import required
@@ -32,6 +32,7 @@ from hybridrl.rewards.actor import RemoteScorer
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import ScoringRequest
 from hybridrl.runs.restarts import with_restarts
+from hybridrl.runtime import stacks
 from hybridrl.tracking.faults import code_of
 from tests.core.cluster.test_group import Call, FakeRay, replace_ray
 from tests.core.rollout.test_client import SAMPLING, respond
@@ -163,7 +164,7 @@ def test_an_end_by_a_full_object_store_and_disk_has_the_code_of_a_full_disk():
 def test_what_the_memory_monitor_kills_lowers_the_micro_batches_and_the_largest_processes_are_named(
     config, capsys, monkeypatch
 ):
-    monkeypatch.setattr(failures, "LARGEST", 10**6)  # this process may not be among the five largest
+    monkeypatch.setattr(stacks, "LARGEST", 10**6)  # this process may not be among the five largest
     group = Group([Actor(made(exceptions.OutOfMemoryError))], "train worker", ["/run/logs/train-0.log"])
 
     def fail() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import PPOConfig, load_ppo_config
-from hybridrl.core.algorithms.lookup import bind, find_policy_loss
-from hybridrl.core.training.schedule import schedule
+from hybridrl.core.algorithms.algorithm import bind, find_policy_loss
+from hybridrl.core.training.optimizer import schedule
 from hybridrl.core.training.worker import LearnerConfig, WorkerConfig
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 

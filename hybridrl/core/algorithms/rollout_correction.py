@@ -14,12 +14,6 @@ from torch import Tensor
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
 
-OPTIONS = (
-    *("token_k1", "token_k2", "token_k3"),
-    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
-    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
-    *("seq_max_k2", "seq_max_k3"),
-)
 SAFE = 20.0  # log-ratios are clamped to [-20, 20] before they are exponentiated
 
 
@@ -211,62 +205,3 @@ def _summary(tokens: Tensor, extremes: Tensor, varied: Tensor, rows: Tensor, ide
         "seq_min": float(rows.min()),
         "seq_max_deviation": float((rows - ideal).abs().max()),
     }
-
-
-def parse_rejections(
-    options: str | list[str] | None, thresholds: str | float | list[str] | list[float] | None
-) -> tuple[Rejection, ...]:
-    """Rejections from names and bounds, each a list or text with commas; one bound may apply to all. Raises ValueError,
-    with a message for the user."""
-    names, bounds = list(dict.fromkeys(_parts(options))), _parts(thresholds)
-    if not names:
-        return ()
-    for name in names:
-        if name not in OPTIONS:
-            raise ValueError(f"rollout_rs names {name!r}, which is not one of {', '.join(OPTIONS)}")
-    if len(bounds) not in (1, len(names)):
-        example = ",".join("0.5_2.0" if name.endswith("k1") else "0.01" for name in names)
-        raise ValueError(
-            f"rollout_rs_threshold has {len(bounds)} bounds for rollout_rs={','.join(names)}: "
-            f"give one for all or one for each, such as '{example}'"
-        )
-    if len(bounds) == 1:
-        bounds *= len(names)
-    rejections = []
-    for name, bound in zip(names, bounds, strict=True):
-        if name.endswith("k1"):
-            try:
-                lower, upper = parse_threshold(bound)
-            except ValueError as error:
-                raise ValueError(f"rollout_rs_threshold of {name}: {error}") from None
-            rejections.append(Rejection(name, 1 / upper if lower is None else lower, upper))
-        elif 0 < _number(bound) < math.inf:
-            rejections.append(Rejection(name, None, _number(bound)))
-        else:
-            raise ValueError(f"rollout_rs_threshold of {name} is {bound!r}: give one positive number, such as 0.01")
-    return tuple(rejections)
-
-
-def parse_threshold(text: str | float) -> tuple[float | None, float]:
-    """Bounds on a ratio of probabilities, "upper" or "lower_upper", as (lower or None, upper). Raises ValueError, with
-    a message for the user, unless 0 < lower <= 1 <= upper: equal probabilities are never out of bounds."""
-    *lower, upper = (_number(part) for part in str(text).split("_"))
-    if len(lower) > 1 or not all(0 < bound <= 1 for bound in lower) or not 1 <= upper < math.inf:
-        raise ValueError(
-            f"{text!r} does not bound a ratio of probabilities: give an upper bound of at least 1, such as 2.0, or a "
-            f"lower and an upper one around 1, such as '0.5_5.0' (0.5_5 without quotes is read as the number 0.55)"
-        )
-    return (lower[0] if lower else None), upper
-
-
-def _parts(value: str | float | list[str] | list[float] | None) -> list[str]:
-    items = value if isinstance(value, list) else [] if value is None else [value]
-    return [part for item in items for text in str(item).split(",") if (part := text.strip())]
-
-
-def _number(text: str) -> float:
-    """NaN if the text is not a number; Python parses 0.5_2 as 0.52."""
-    try:
-        return math.nan if "_" in text else float(text)
-    except ValueError:
-        return math.nan

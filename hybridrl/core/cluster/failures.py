@@ -1,14 +1,10 @@
 """Why a remote call has no result: Ray's errors, of whatever class, as one failure with a typed cause."""
 
-import os
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 from ray.exceptions import (
     LocalRayletDiedError,
     NodeDiedError,
@@ -24,14 +20,13 @@ from hybridrl.tracking.faults import MEMORY, out_of_memory
 
 DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError, NodeDiedError, LocalRayletDiedError)
 UNEXPLAINED = "connection error code 2"  # in Ray's message about a process that ended without one
-LARGEST = 5  # processes that are named when the machine is out of memory
 
 
 @dataclass(frozen=True)
 class Cause:
     """Why a call of an actor has no result: `kind` is the class of the `error` that it raised, else of Ray's error, and
     `text` the reason in one line. `lost`: it has raised nothing, so that a new one may succeed; `killed`: it ended
-    without a message."""
+    without a message. `failure` is Ray's error."""
 
     actor: str
     kind: str
@@ -39,6 +34,7 @@ class Cause:
     lost: bool = True
     killed: bool = False
     error: BaseException | None = None
+    failure: RayError | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -46,6 +42,13 @@ class Cause:
     @property
     def out_of_memory(self) -> bool:
         return getattr(self.error, "code", None) in MEMORY or bool(out_of_memory(self.text))
+
+    @property
+    def headline(self) -> str:
+        """What happened to the actor of a call that Ray has no result of."""
+        if isinstance(self.failure, DEATHS):
+            return f"the process of {self.actor} died: {self.text}"
+        return f"{self.actor} gave no result: {self.kind}: {self.text}"
 
     @property
     def of_host(self) -> bool:
@@ -92,17 +95,13 @@ def root(error: RayError) -> RayError:
 
 
 def cause_of(error: RayError, actor: str) -> Cause:
-    """Return why a call of an actor failed, for its root error."""
-    if isinstance(error, RayTaskError):
-        return Cause(actor, type(error.cause).__name__, cause(error), lost=False, error=error.cause)
-    return Cause(actor, type(error).__name__, cause(error), killed=UNEXPLAINED in str(error))
-
-
-def headline(error: RayError, cause: Cause) -> str:
-    """Return what happened to the actor of a call that Ray has no result of."""
-    if isinstance(error, DEATHS):
-        return f"the process of {cause.actor} died: {cause.text}"
-    return f"{cause.actor} gave no result: {cause.kind}: {cause.text}"
+    """Return why a call of an actor failed, for the root of its error."""
+    failure = root(error)
+    if isinstance(failure, RayTaskError):
+        kind = type(failure.cause).__name__
+        return Cause(actor, kind, cause(failure), lost=False, error=failure.cause, failure=failure)
+    killed = UNEXPLAINED in str(failure)
+    return Cause(actor, type(failure).__name__, cause(failure), killed=killed, failure=failure)
 
 
 @contextmanager
@@ -112,44 +111,9 @@ def typed(what: str) -> Iterator[None]:
         yield
     except RayError as error:
         reason = cause_of(error, "Ray")
-        failure = WorkerDied(f"{what}: {headline(error, reason)}")
+        failure = WorkerDied(f"{what}: {reason.headline}")
         failure.cause = reason
         raise failure from error
-
-
-def largest_processes(logs: Sequence[str]) -> list[str]:
-    """Return lines that name the largest processes of this machine, and those among them that are of this run: by the
-    name of their log, where they write to one in the directory of `logs`."""
-    sizes = [(one.info["memory_info"], one) for one in psutil.process_iter(["name", "memory_info"])]
-    largest = sorted(((size.rss, one.pid, one.info["name"]) for size, one in sizes if size), reverse=True)[:LARGEST]
-    own = dict.fromkeys([os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))], "")
-    own |= {pid: f", {name}" for pid, name in named_processes(logs).items()}
-    lines = []
-    for size, pid, program in largest:
-        mark = f"{own[pid]} of this run" if pid in own else ""
-        lines.append(f"  {program}{mark} (pid {pid}): {size / (1 << 30):.2f} GiB")
-    return ["the largest processes of the driver's machine now:", *lines]
-
-
-def named_processes(logs: Sequence[str]) -> dict[int, str]:
-    """Return the processes of this machine that write to a log in the directory of `logs`, with the log's name."""
-    named = {}
-    for pid in psutil.pids() if logs else ():
-        with suppress(OSError):  # it has ended, or is another user's
-            log = Path(os.readlink(f"/proc/{pid}/fd/2"))
-            named |= {pid: log.stem} if log.parent == Path(logs[0]).parent else {}
-    return named
-
-
-def memory_by_role(logs: Sequence[str]) -> dict[str, float]:
-    """Return metrics: the GiB of a run's processes on the driver's machine, of the driver and by what begins the names
-    of their logs."""
-    sizes: defaultdict[str, float] = defaultdict(float)
-    for pid, name in ({os.getpid(): "driver"} | named_processes(logs)).items():
-        with suppress(psutil.Error):
-            role = name.partition("-")[0]
-            sizes[f"perf/process_memory_gb/{role}"] += psutil.Process(pid).memory_info().rss / (1 << 30)
-    return dict(sizes)
 
 
 def describe(error: RayError) -> str:

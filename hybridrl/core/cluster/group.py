@@ -1,17 +1,20 @@
-"""Groups of actors: one call to all or to each with its own arguments, with a deadline and one clear failure."""
+"""Groups of actors: one call to all or to each with its own arguments, with a deadline and one clear failure; ranks
+that are silent meanwhile are named, with what they are doing."""
 
 import re
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from hybridrl.core.cluster.failures import (
     Cause,
@@ -20,15 +23,13 @@ from hybridrl.core.cluster.failures import (
     WorkerDied,
     cause_of,
     describe,
-    headline,
-    largest_processes,
-    root,
     typed,
 )
 from hybridrl.core.cluster.session import RaySession, lost_component
-from hybridrl.core.cluster.watchdog import Watch, name, table
+from hybridrl.core.required import required
 from hybridrl.runtime.guard import kill_cause
-from hybridrl.runtime.stacks import death_note
+from hybridrl.runtime.stacks import activities, death_note, largest_processes
+from hybridrl.tracking.console import info, warn
 
 POLL_SECONDS = 2.0  # between checks that Ray is still running
 SEARCHED_LINES = 300  # of a log, for its first error
@@ -37,7 +38,12 @@ TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
 # A process whose device or connection to another is lost cannot continue; a new one may.
 LOST = re.compile(r"CUDA error|NCCL error|connection (reset|closed)", re.IGNORECASE)
 LOG_LINES = 8  # shown of a dead actor
+SILENT_SECONDS = 45.0  # without a response or a token, after which it is reported: explained within a minute
+TIMES_USUAL = 5  # of the median duration of the call, if that is longer
+REPLY_SECONDS = 15.0  # of the other machines
 STEP_LIMIT, START_LIMIT = "trainer.step_timeout", "trainer.startup_timeout"  # keys of the limits of calls
+
+durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=100))  # of the calls of this run, by name
 
 Actor = ActorHandle
 Pending = ray.ObjectRef  # the result of a call that may still run
@@ -89,8 +95,7 @@ class Group:
         ready = list(_finished(refs, f"{self.role}.{method.__name__}", timeout, self.logs))
         late = "TimeoutError", f"no response within {timeout:g} s"
         silent = {rank: Cause(name(rank, self.logs), *late) for rank, ref in enumerate(refs) if ref not in ready}
-        errors = _errors(refs, ready)
-        return silent | {rank: cause_of(error, name(rank, self.logs)) for rank, error in errors.items()}
+        return silent | _causes(refs, ready, self.logs)
 
     def only(self, ranks: Sequence[int]) -> Self:
         """Some of the actors as a group of the same kind."""
@@ -111,19 +116,21 @@ def spawn(
     """Start one actor on a device; `gpus=1` makes it the one that Ray counts as the user of the device. One that the
     last attempt of a run has left there is taken instead: its `renew` makes it what a new one would be."""
     check_ray()
-    if left := session.left.pop((actor, rank), None):
-        gather([left.renew.remote(*args)], f"{actor.__name__}.renew", session.timeout, key=START_LIMIT)
-        return session.keep(actor, rank, left)
-    group, bundle = session.bundle(rank)
-    placement = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-    options |= {"num_cpus": 0, "num_gpus": gpus if session.device == "cuda" else 0, "scheduling_strategy": placement}
-    start: dict[str, Any] = {"env_vars": environment}
-    if session.forks and session.forks.serves(environment):
-        start["py_executable"] = session.forks.launch
-    with typed(f"starting {actor.__name__} {rank}"):
-        remote: Any = ray.remote(actor)
-        handle = remote.options(runtime_env=start, **options).remote(*args)
-    return session.keep(actor, rank, handle)
+    if handle := session.left.pop((actor, rank), None):
+        gather([handle.renew.remote(*args)], f"{actor.__name__}.renew", session.timeout, key=START_LIMIT)
+    else:
+        group, bundle = session.bundle(rank)
+        placement = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        options |= {"num_cpus": 0, "num_gpus": gpus * (session.device == "cuda"), "scheduling_strategy": placement}
+        start: dict[str, Any] = {"env_vars": environment}
+        if session.forks and session.forks.serves(environment):
+            start["py_executable"] = session.forks.launch
+        with typed(f"starting {actor.__name__} {rank}"):
+            remote: Any = ray.remote(actor)
+            handle = remote.options(runtime_env=start, **options).remote(*args)
+    if session.kept is not None and rank >= session.rollout.first and hasattr(actor, "renew"):
+        session.kept[actor, rank] = handle  # for the next attempt
+    return handle
 
 
 def kill(actor: Actor) -> None:
@@ -164,14 +171,26 @@ def gather(
 
 
 def _finished(refs: Sequence[Pending], what: str, timeout: float, logs: Sequence[str]) -> Iterator[Pending]:
-    """Yield each call once it has finished, until none does for `timeout` seconds. Reports silent ranks meanwhile."""
-    waiting, watch = list(refs), Watch(what, logs)
+    """Yield each call once it has finished, until none does for `timeout` seconds. Ranks that are silent for longer
+    than usual are reported meanwhile, each time after twice as long."""
+    waiting, began, past = list(refs), time.monotonic(), durations[what]
+    usual = median(past) if past else None
+    due = max(SILENT_SECONDS, TIMES_USUAL * (usual or 0))
+
+    def look(silent: Sequence[Pending]) -> None:
+        nonlocal due
+        if (seconds := time.monotonic() - began) >= due:
+            due = 2 * seconds
+            report, limit = (info, "the first such call") if usual is None else (warn, f"usually {usual:.3g} s")
+            head = f"{what}: {len(silent)} not done after {seconds:.0f} s ({limit}); still waiting"
+            report("\n".join([head, *table([refs.index(ref) for ref in silent], logs)]))
+
     while waiting:
-        done, waiting = wait(waiting, timeout, lambda rest: watch.look([refs.index(ref) for ref in rest]))
+        done, waiting = wait(waiting, timeout, look)
         if not done:
             return
         yield done[0]
-    watch.end()
+    past.append(time.monotonic() - began)
 
 
 def wait(
@@ -209,25 +228,25 @@ def check_ray() -> None:
         raise WorkerDied(f"{message}; the workers ended with it")
 
 
-def _error(ref: Pending) -> RayError | None:
-    try:
-        ray.get(ref)
-    except RayError as error:
-        return root(error)
-    return None
+def _causes(refs: Sequence[Pending], ready: Sequence[Pending], logs: Sequence[str]) -> dict[int, Cause]:
+    """Return why calls failed among those that are ready, by rank."""
+    causes = {}
+    for rank, ref in enumerate(refs):
+        if ref in ready:
+            try:
+                ray.get(ref)
+            except RayError as error:
+                causes[rank] = cause_of(error, name(rank, logs))
+    return causes
 
 
-def _errors(refs: Sequence[Pending], ready: Sequence[Pending]) -> dict[int, RayError]:
-    return {index: error for index, ref in enumerate(refs) if ref in ready and (error := _error(ref))}
-
-
-def _head(error: RayError, reason: Cause, lines: list[str], log: str) -> str:
+def _head(reason: Cause, lines: list[str], log: str) -> str:
     """Return the sentence that says what became of an actor whose log has these last lines."""
     if reason.lost:
-        return headline(error, reason) + (death_note(log) if log else "")
+        return reason.headline + (death_note(log) if log else "")
     if reason.out_of_memory:
         return f"{reason.actor} ran out of memory: {reason.text}"
-    return f"{reason.actor} failed: {_with_logged(describe(error), lines, log)}"
+    return f"{reason.actor} failed: {_with_logged(describe(required(reason.failure)), lines, log)}"
 
 
 def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[str]) -> RemoteFailure:
@@ -235,15 +254,14 @@ def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[
     that others waited for in a collective until it timed out counts as dead."""
     with typed(what):
         ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=2.0)
-    errors = _errors(refs, ready)
-    causes = {index: cause_of(error, name(index, logs)) for index, error in errors.items()}
+    causes = _causes(refs, ready, logs)
     short = [index for index, reason in causes.items() if reason.out_of_memory]
     lost = [index for index, reason in causes.items() if reason.lost]
     rank = (short or lost or [rank])[0]
-    reason, error, log = causes[rank], errors[rank], "".join(logs[rank : rank + 1])
+    reason, log = causes[rank], "".join(logs[rank : rank + 1])
     lines = _log_end(log) if log else []
     details = []
-    if silent and TIMED_OUT.search("\n".join([str(error), *lines[-LOG_LINES:]])):
+    if silent and TIMED_OUT.search("\n".join([str(reason.failure), *lines[-LOG_LINES:]])):
         details = ["not responding meanwhile:", *table([refs.index(ref) for ref in silent], logs)]
     died = bool(reason.lost or details or LOST.search(reason.text))
     if reason.lost:
@@ -252,7 +270,7 @@ def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[
             details = [f"{log} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:]), *details]
     if reason.of_host:
         details += largest_processes(logs)
-    message = "\n".join([f"{what}: {_head(error, reason, lines, log)}", *details])
+    message = "\n".join([f"{what}: {_head(reason, lines, log)}", *details])
     failure = OutOfMemory(message, what) if reason.out_of_memory else (WorkerDied if died else RemoteFailure)(message)
     failure.cause = reason
     return failure
@@ -272,3 +290,38 @@ def _with_logged(description: str, lines: Sequence[str], log: str) -> str:
     if logged and logged not in description:
         return f"{description}\nthe first error in {log}: {logged[:500]}"
     return description
+
+
+# -- silence explained -------------------------------------------------------------------------------------------------
+
+
+def table(ranks: Sequence[int], logs: Sequence[str]) -> list[str]:
+    """Return a line for each rank that has a log, with what it is doing; its stacks are then in the log."""
+    found = explain([logs[rank] for rank in ranks if rank < len(logs)])
+    return [f"  {name(rank, logs)}: {found[logs[rank]]}; its log: {logs[rank]}" for rank in ranks if rank < len(logs)]
+
+
+def name(rank: int, logs: Sequence[str]) -> str:
+    """Return the name of an actor, which its log file has as well, such as rollout-1."""
+    return Path(logs[rank]).stem if rank < len(logs) else f"rank {rank}"
+
+
+def explain(logs: Sequence[str]) -> dict[str, str]:
+    """Return what the processes that write to each log are doing, on whatever machine of the run they are."""
+    found = activities(logs)
+    if missing := [log for log in logs if log not in found]:
+        with suppress(RayError):  # Ray is lost
+            for reply in _ask_others(missing):
+                with suppress(RayError):  # the machine is lost
+                    found |= ray.get(reply)
+    return {log: found.get(log, "it has no process yet, or its machine does not respond") for log in logs}
+
+
+def _ask_others(missing: Sequence[str]) -> list[ray.ObjectRef]:
+    """Ask all other machines for the activities of the processes that write to these logs; return those that reply."""
+    here = ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    asking = ray.remote(num_cpus=0)(activities)
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in others]
+    asked = [asking.options(scheduling_strategy=place).remote(missing) for place in places]
+    return ray.wait(asked, num_returns=len(asked), timeout=REPLY_SECONDS)[0] if asked else []

@@ -1,29 +1,38 @@
-"""The Ray of a run: an existing one is joined and left running, otherwise one is started and stopped at the end."""
+"""The Ray of a run: an existing one is joined and left running, otherwise one is started that only this user can reach,
+and stopped at the end."""
 
+import logging
+import math
 import os
 import socket
+import tempfile
 import time
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import accumulate, cycle, islice
+from itertools import cycle, islice
 from typing import Any
 
 import ray
+import ray._private.ray_constants
 import ray._private.state
+import ray._private.utils
 import ray._private.worker
+import ray._raylet
+from ray._raylet import Config
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
+from ray.util.metrics import Gauge
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from hybridrl.config.findings import ConfigError
 from hybridrl.core.cluster.failures import WorkerDied, typed
-from hybridrl.core.cluster.start import start_ray
-from hybridrl.runtime.environment import joins
+from hybridrl.runtime.environment import joins, ray_token
 from hybridrl.runtime.forks import ForkServer
 from hybridrl.runtime.keeper import PrivateDirectory
+from hybridrl.runtime.signals import REQUESTS
 from hybridrl.tracking.console import info
+from hybridrl.tracking.sink import Sink
 
 OWN_RAY_SECONDS = 60.0  # for a Ray that was started here to reserve its devices
 POLL_SECONDS = 2.0
@@ -31,6 +40,11 @@ READY_SECONDS = 10.0  # for the actors of an earlier attempt to respond
 REPORT_SECONDS = 60.0  # between reports of what is missing
 COMPONENTS = ("raylet", "gcs_server")
 CPU_DEVICE = 0.01  # CPUs that a virtual CPU device requests from Ray: they share cores, which Ray must not ration
+
+CONNECT_SECONDS = 10.0
+METRIC, TAGS = "hybridrl_metric", ("metric", "project", "experiment")
+
+logger = logging.getLogger(__name__)
 
 Place = tuple[type, int]  # an actor's class, and its device
 
@@ -48,18 +62,62 @@ class RayMachine:
         return all(self.total.get(name, 0) >= amount for name, amount in request.items())
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """The resources of each machine of a Ray cluster, and the free resources of the cluster."""
+def start_ray(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> None:
+    """Join the existing Ray, or start one that keeps its files in `directory`."""
+    if hook := os.environ.pop("RAY_RUNTIME_ENV_HOOK", None):  # workers run the driver's interpreter and sources
+        logger.info("RAY_RUNTIME_ENV_HOOK=%s is not used: workers need no other environment", hook)
+    if loader := vars(ray._raylet).get("AuthenticationTokenLoader"):
+        loader.instance().reset_cache()  # this process may have had another Ray, with another token
+    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    if directory:
+        # Ray makes its directory accessible to everyone, so it is placed inside the private one.
+        options |= {"address": "local", "include_dashboard": False, "_temp_dir": f"{directory.path}/ray"}
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        Config.initialize("")  # Ray reads its environment again
+    else:
+        # From 2.60 on `ray start` requires the token it made, and ray.init does not send it by itself.
+        send_token = vars(ray._private.worker).get("maybe_enable_token_auth_if_token_available")
+        if send_token:
+            send_token(warn_if_disabled=False)
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray prints a page per dead actor; RemoteFailure names the actor and the cause if it matters.
+    vars(ray._private.worker)["listen_error_messages"] = lambda *_: None
+    vars(ray._private.utils)["set_sigterm_handler"] = lambda _: None  # a signal stops the run by name, also meanwhile
+    address = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or ""
+    try:
+        host, _, port = address.rpartition("://")[2].rpartition(":")
+        if not directory and port.isdecimal():  # ray.init would retry an address where nothing listens indefinitely
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+            except OSError as error:
+                raise ConnectionError(str(error)) from error
+        with _isolated(directory) if directory else nullcontext():
+            ray.init(**options | ray_init)
+        REQUESTS.raise_again()
+    except ConnectionError as error:
+        raise ConfigError(
+            f"no Ray responds at {address} (RAY_ADDRESS or ray_kwargs.ray_init.address)",
+            fix="start it with ray start --head, or unset the address to have one started here",
+        ) from error
 
-    machines: list[dict[str, float]]
-    free: dict[str, float]
 
-
-def query_cluster(ray_init: dict[str, Any]) -> Cluster:
-    """Join the existing Ray, read its resources, and leave. Raises ConfigError if it does not respond."""
-    with joined(ray_init):
-        return Cluster([dict(machine.total) for machine in read_machines()], dict(ray.available_resources()))
+@contextmanager
+def _isolated(directory: PrivateDirectory) -> Iterator[None]:
+    """Have a Ray that is started here use its private directory and listen on this machine's loopback only."""
+    tempfile.gettempdir()  # cached before TMPDIR changes: this process keeps its directory
+    environment = directory.environment | ray_token(directory.path)
+    constants, before = ray._private.ray_constants, {name: os.environ.get(name) for name in environment}
+    clusters, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = clusters
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -90,21 +148,6 @@ def read_machines() -> list[RayMachine]:
 def join_command() -> str:
     """Return the command by which a further machine joins the Ray that this process is connected to."""
     return f"ray start --address={ray.get_runtime_context().gcs_address}"
-
-
-def dashboard() -> str:
-    """Return the address of Ray's dashboard, or an empty text if it has none."""
-    return ray._private.worker.get_dashboard_url() or ""
-
-
-def describe_reservations() -> list[str]:
-    """Return the reservations of running jobs; those of a run name its driver."""
-    groups = placement_group_table().values()
-    return [
-        f"{group['name'] or 'unnamed'}: {group['state'].lower()}, {len(group['bundles'])} device(s)"
-        for group in groups
-        if group["state"] != "REMOVED"
-    ]
 
 
 def missing_machines(machines: Sequence[RayMachine], request: Mapping[str, float], wanted: int) -> list[str]:
@@ -170,6 +213,10 @@ class RaySession:
         self.pools = [self.training, self.rollout] if rollout else [self.training]
         self.timeout = timeout if self.joined else min(timeout, OWN_RAY_SECONDS)
         self.directory = None if self.joined else PrivateDirectory()
+        self.sizes = [
+            pool.per_machine for pool in self.pools for _ in range(pool.machines)
+        ]  # of the groups, in devices
+        self.places = [(group, bundle) for group, size in enumerate(self.sizes) for bundle in range(size)]  # by device
         self.groups: dict[int, PlacementGroup] = {}  # one for each machine of a pool, in their order
         self.nodes: list[str] = []  # of the groups
         # Actors on devices for rollout alone: those of this attempt, which a next one may take over (None: none may),
@@ -203,16 +250,10 @@ class RaySession:
         for group in groups:
             remove_placement_group(self.groups.pop(group))
 
-    def keep(self, actor: type, rank: int, handle: ActorHandle) -> ActorHandle:
-        """Keep the actor of a device for rollout alone, if its class has `renew`. Returns it."""
-        if self.kept is not None and rank >= self.rollout.first and hasattr(actor, "renew"):
-            self.kept[actor, rank] = handle
-        return handle
-
     @typed("reserving the devices")
     def _reserve(self) -> None:
         """Reserve one group of devices per machine; says at once, and from time to time, what it waits for."""
-        sizes = self._sizes
+        sizes = self.sizes
         began, reported, ready, timeout = time.monotonic(), float("-inf"), [], self.timeout
         there = len(self.groups)
         while True:
@@ -271,38 +312,24 @@ class RaySession:
 
     def bundle(self, device: int) -> tuple[PlacementGroup, int]:
         """Return the placement group and bundle of a device, counted over all machines of all pools."""
-        group = self._group(device)
-        return self.groups[group], device - self._firsts[group]
+        group, bundle = self.places[device]
+        return self.groups[group], bundle
 
-    @property
-    def _sizes(self) -> list[int]:
-        """The number of devices of each group."""
-        return [pool.per_machine for pool in self.pools for _ in range(pool.machines)]
-
-    @property
-    def _firsts(self) -> list[int]:
-        """The first device of each group."""
-        return [*accumulate(self._sizes, initial=0)][:-1]
-
-    def _group(self, device: int) -> int:
-        return bisect_right(self._firsts, device) - 1
+    def node(self, device: int) -> str:
+        """Return Ray's number of the machine of a device."""
+        return self.nodes[self.places[device][0]]
 
     @property
     def first_devices(self) -> list[int]:
         """The first device of each machine, of which several groups may be on one."""
         firsts: dict[str, int] = {}
-        for node, first in zip(self.nodes, self._firsts, strict=True):
-            firsts.setdefault(node, first)
+        for device in range(len(self.places)):
+            firsts.setdefault(self.node(device), device)
         return list(firsts.values())
 
     def sharing(self, device: int) -> int:
         """Return how many devices of the run share the cores of this one's machine."""
-        here = self.node(device)
-        return sum(size for node, size in zip(self.nodes, self._sizes, strict=True) if node == here)
-
-    def node(self, device: int) -> str:
-        """Return Ray's number of the machine of a device."""
-        return self.nodes[self._group(device)]
+        return [self.node(other) for other in range(len(self.places))].count(self.node(device))
 
     def close(self) -> None:
         """Release the devices, ending all actors on them, and stop the Ray that was started here."""
@@ -322,3 +349,17 @@ def bundle_of(device: str) -> dict[str, float]:
 def request_of(device: str, devices: int) -> dict[str, float]:
     """Return the resources that a number of devices of one machine request from Ray."""
     return {name: amount * devices for name, amount in bundle_of(device).items()}
+
+
+class RayMetricsSink(Sink):
+    """A run's metrics among Ray's own, which Prometheus reads where `ray start` was given a `--metrics-export-port`:
+    the gauge `ray_hybridrl_metric{metric="actor/entropy", ...}` has the last value of each."""
+
+    def __init__(self, project: str, experiment: str) -> None:
+        self._gauge = Gauge(METRIC, "the last value of each metric of a run", TAGS)
+        self._gauge.set_default_tags({"project": project, "experiment": experiment})
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in {"training/global_step": step, **metrics}.items():
+            if math.isfinite(value):
+                self._gauge.set(float(value), tags={"metric": name})

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hybridrl.core.algorithms.batch_metrics import off_policy_metrics
-from hybridrl.core.experience.batching import group_by_prompt
+from hybridrl.core.experience.batching import GroupFilter, NoSignal, group_by_prompt
 from hybridrl.core.experience.collector import IN_FLIGHT, Collected, Experience
-from hybridrl.core.experience.dynamic_sampling import GroupFilter, NoSignal
 from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.rollout import Goal
 from hybridrl.tracking.sink import Activity

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from hybridrl.core.batch import Batch
-from hybridrl.core.experience.batching import group_by_prompt, to_batch
-from hybridrl.core.experience.dynamic_sampling import Draws, GroupFilter
+from hybridrl.core.experience.batching import Draws, GroupFilter, group_by_prompt, to_batch
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.experience.trajectory import Episode

@@ -29,7 +29,7 @@ import numpy as np
 
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Request
-from hybridrl.core.rollout.types import Key
+from hybridrl.core.rollout.engine import Key
 from hybridrl.rewards.score import Score
 from hybridrl.tracking.console import info, warn
 

@@ -7,7 +7,7 @@ while it is rebuilt, and holds requests between `interrupt` and `resume`. A serv
 """
 
 from hybridrl.core.rollout.client import ModeError, RolloutClient, RolloutFailure
-from hybridrl.core.rollout.types import Completion, Goal, Request, RequestFault, Sampling, request_seed
+from hybridrl.core.rollout.engine import Completion, Goal, Request, RequestFault, Sampling, request_seed
 
 __all__ = [
     "Completion",

@@ -18,22 +18,15 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import chain
 from types import MappingProxyType
+from typing import Protocol
 
 from hybridrl.core.cluster.dispatch import ActorLost, Dispatcher, Lane, in_lists
-from hybridrl.core.cluster.watchdog import SILENT_SECONDS
-from hybridrl.core.rollout.suspects import Suspects
-from hybridrl.core.rollout.types import (
-    Completion,
-    Goal,
-    Key,
-    PendingRequest,
-    Request,
-    RequestFault,
-    ServerHandle,
-    ServerState,
-)
+from hybridrl.core.cluster.group import SILENT_SECONDS
+from hybridrl.core.rollout.engine import Completion, Goal, Key, Request, RequestFault
+from hybridrl.core.rollout.suspects import PendingRequest, Suspects
 from hybridrl.tracking.console import warn
 
 logger = logging.getLogger(__name__)
@@ -52,6 +45,25 @@ class ModeError(RuntimeError):
     """The call needs the devices in the other mode: rollout or training."""
 
     code = "wrong-mode"
+
+
+class ServerState(Enum):
+    """A rollout server as its client knows it; one that has no weights yet gets them with the next weight sync."""
+
+    LIVE = "live"
+    REBUILDING = "rebuilding"
+    WAITING_FOR_WEIGHTS = "waiting for weights"
+
+
+class ServerHandle(Protocol):
+    """A rollout server as the client uses it; awaited calls raise ActorLost."""
+
+    def submit(self, requests: list[tuple[int, Request]], goal: Goal | None = None) -> None: ...
+    def interrupt(self) -> None: ...
+    async def take(self) -> list[tuple[int, Completion | RequestFault]]: ...
+    async def check(self) -> int: ...  # the tokens that its engine has sampled so far
+    async def activity(self) -> str: ...  # where its processes are
+    def kill(self) -> None: ...
 
 
 @dataclass(eq=False)

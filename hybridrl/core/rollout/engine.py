@@ -1,21 +1,181 @@
-"""The interface of a rollout engine, and where the class of one is found.
+"""What a rollout engine gets and gives: requests, responses, statistics; its interface, and where its class is found.
 
-To add one, write a package whose class has the methods of RolloutEngine, and name its EngineEntry `engine.NAME` in
-runs/plugins.py, or by an entry point of another distribution.
+To add an engine, write a package whose class has the methods of RolloutEngine, and name its EngineEntry `engine.NAME`
+in runs/plugins.py, or by an entry point of another distribution.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Protocol
+from itertools import combinations
+from typing import ClassVar, Protocol
+
+import numpy as np
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
-from hybridrl.core.rollout.statistics import EngineStats
-from hybridrl.core.rollout.types import Completion, Goal, Request
-from hybridrl.core.weights.buckets import Bucket, Handle
+from hybridrl.core.weights.sync import WeightTarget
+
+Key = tuple[int, int, int]  # of a request: prompt, sample, turn
+ITERATION = ("fixed", "running_request", "prefilled_token")  # what takes an iteration's time
 
 
-class RolloutEngine(Protocol):
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are sampled; temperature 0 is greedy. Any of `stop_ids` ends a response, and so does a text of
+    `stop`, with the token that completes it. One with a `json_schema` is constrained to match it."""
+
+    max_tokens: int
+    stop_ids: tuple[int, ...]
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    json_schema: str | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response wanted to one prompt. Requests with the same `prompt` number share a prefix, and `sample` counts
+    them; a later `turn` of an episode continues what a server has cached. The last `begun` tokens of the prompt are the
+    beginning of the response, which was interrupted."""
+
+    prompt: int
+    sample: int
+    prompt_ids: list[int]
+    seed: int
+    sampling: Sampling
+    turn: int = 0
+    begun: int = 0
+
+    @property
+    def key(self) -> "Key":
+        return self.prompt, self.sample, self.turn
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response: its tokens [T] int64, the end token included, and their log-probs [T] float32 as sampled.
+
+    `versions` is the weight version that each token was sampled with: [T] int64, or one number for all of them. One
+    that was `interrupted` is to be continued, and may have no token yet.
+    """
+
+    token_ids: np.ndarray
+    log_probs: np.ndarray
+    truncated: bool
+    versions: np.ndarray | int
+    interrupted: bool = False
+
+    def then(self, later: "Completion") -> "Completion":
+        """Return both parts of a response as one."""
+        if not len(self.token_ids):
+            return later
+        parts = (self, later)
+        return replace(
+            later,
+            token_ids=np.concatenate([part.token_ids for part in parts]),
+            log_probs=np.concatenate([part.log_probs for part in parts]),
+            versions=np.concatenate([np.broadcast_to(part.versions, len(part.token_ids)) for part in parts]),
+        )
+
+
+class RequestFault(RuntimeError):
+    """A request that cannot be sampled, while the engines sample others: a fault of its episode, named by `kind`."""
+
+    kind: ClassVar[str]
+
+
+class RejectedRequest(RequestFault):
+    """A request that the engine rejects."""
+
+    kind = "rejected"
+
+
+class FatalRequest(RequestFault):
+    """A request during which engines died."""
+
+    kind = "engine died"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Condition of having sampled enough: of each of these sets of prompts, so many have all their responses."""
+
+    needs: Sequence[tuple[Collection[int], int]]
+
+    def reached(self, complete: Collection[int]) -> bool:
+        return all(sum(prompt in some for prompt in complete) >= count for some, count in self.needs)
+
+
+def request_seed(run_seed: int, *keys: int | str) -> int:
+    """Derive the seed of one response from the run's seed and its place in the run, such as position and sample."""
+    text = "/".join(map(str, (run_seed, *keys)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") & 0x7FFFFFFF
+
+
+def continuation(request: Request, part: Completion) -> Request:
+    """Return the request for the rest of a response of which a part is sampled. Its seed derives from the number of
+    tokens that there are."""
+    begun, sampling = len(part.token_ids), request.sampling
+    if not begun:
+        return request
+    left = {"max_tokens": sampling.max_tokens - begun, "min_tokens": max(sampling.min_tokens - begun, 0)}
+    return replace(
+        request,
+        prompt_ids=[*request.prompt_ids, *part.token_ids.tolist()],
+        seed=request_seed(request.seed, begun),
+        sampling=replace(sampling, **left),
+        begun=begun,
+    )
+
+
+@dataclass
+class EngineStats:
+    """Counts of one engine. Seconds are those in which it had requests: `seconds` by the number of running requests.
+
+    `products` and `moments` are of the normal equations of ITERATION: sums over iterations of what they had, multiplied
+    with each other and with their seconds.
+    """
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    products: np.ndarray = field(default_factory=lambda: np.zeros((len(ITERATION), len(ITERATION))))
+    moments: np.ndarray = field(default_factory=lambda: np.zeros(len(ITERATION)))
+    cache_seconds: float = 0.0  # the share of the cache in use, over time
+    cache_peak: float = 0.0
+    waiting_peak: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # prompt tokens that were looked up in the prefix cache
+    prefix_hits: int = 0
+    tokens: int = 0  # sampled
+
+    def observe(self, seconds: float, running: int, waiting: int, cache: float, prefilled: int) -> None:
+        """Add an iteration until now, which prefilled so many tokens; the other figures are those of its end."""
+        self.seconds[running] = self.seconds.get(running, 0.0) + seconds
+        had = np.array([1, running, prefilled])
+        self.products += np.outer(had, had)
+        self.moments += had * seconds
+        self.cache_seconds += seconds * cache
+        self.cache_peak = max(self.cache_peak, cache)
+        self.waiting_peak = max(self.waiting_peak, waiting)
+
+    @property
+    def busy(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def tail(self) -> float:
+        """The seconds in which fewer than half as many requests ran as at the peak."""
+        return sum(seconds for running, seconds in self.seconds.items() if 2 * running < max(self.seconds))
+
+
+class RolloutEngine(WeightTarget, Protocol):
     """An engine over one tensor-parallel group of devices, in the process of its rollout server.
 
     It is made with dummy weights: `connect` is called once, and weights come from the trainer at every weight sync.
@@ -32,9 +192,6 @@ class RolloutEngine(Protocol):
         """Sample one response; called for many requests at a time. RequestFault if the engine rejects this one. It is
         queued before this first waits, which `hold` and `release` need."""
 
-    async def score(self, token_ids: list[int]) -> list[float]:
-        """Return the log-probs of the tokens of a sequence after its first one, without sampling."""
-
     async def hold(self) -> None:
         """Queue requests without starting them, with an empty prefix cache."""
 
@@ -49,29 +206,6 @@ class RolloutEngine(Protocol):
 
     async def wake(self, part: str) -> None:
         """Allocate memory for `weights` or `kv_cache`; the engine can generate once it has both."""
-
-    async def begin_weights(self) -> None:
-        """Prepare for the buckets of the whole model."""
-
-    async def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
-        """Form a group with the training rank that will send buckets, which listens at the address; `first_rank` is
-        that of this engine's first device."""
-
-    async def load_bucket(
-        self, bucket: Bucket, handles: list[Handle | None], digests: list[int], adapter: bool
-    ) -> None:
-        """Load one bucket of the model, or of its adapter, from the trainers' memory, or as it is sent to the group if
-        there is no handle; one handle and one digest per device of this engine. RuntimeError if the bytes differ from
-        those that were sent."""
-
-    async def finish_weights(self) -> None:
-        """Finish loading the whole model, also if buckets are missing."""
-
-    async def finish_sync(self, sync_id: int, version: int) -> None:
-        """Use the loaded weights from now on, with an empty prefix cache. Tokens are then sampled with `version`."""
-
-    async def held_sync(self) -> int:
-        """Return the id of the weight sync whose weights the engine uses."""
 
     async def check(self) -> int:
         """Return the tokens that it has sampled so far, which grow while it works; RuntimeError if it is dead."""
@@ -90,3 +224,46 @@ class EngineEntry:
 
     def build(self, device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int) -> RolloutEngine:
         return vars(import_module(self.module))[self.name](device, model, rollout, engines_per_machine)
+
+
+def engine_metrics(engines: Sequence[EngineStats], slots: int) -> dict[str, float]:
+    """Return the metrics of all engines, of which each may run `slots` requests: preemptions, queue and tokens per
+    second added up, means by time, the tail of the engine with the longest. Empty if none had requests."""
+    busy = [one for one in engines if one.busy > 0]
+    if not busy:
+        return {}
+    seconds, queries = sum(one.busy for one in busy), sum(one.prefix_queries for one in busy)
+    requests = sum(count * spent for one in busy for count, spent in one.seconds.items())
+    return {
+        "rollout/preemptions": sum(one.preemptions for one in busy),
+        "rollout/kv_cache_usage/max": max(one.cache_peak for one in busy),
+        "rollout/kv_cache_usage/mean": sum(one.cache_seconds for one in busy) / seconds,
+        "rollout/running_requests/max": max(max(one.seconds) for one in busy),
+        "rollout/running_requests/mean": requests / seconds,
+        "rollout/busy_share": requests / seconds / slots,
+        "rollout/waiting_requests/max": max(one.waiting_peak for one in busy),
+        "rollout/prefix_cache_hit_share": sum(one.prefix_hits for one in busy) / queries if queries else 0.0,
+        "rollout/tokens_per_s": sum(one.tokens / one.busy for one in busy),
+        "rollout/tail_share": max(one.tail / one.busy for one in busy),
+        "rollout/last_request_share": max(_alone(one) / one.busy for one in busy),
+    } | _speed(busy)
+
+
+def _alone(engine: EngineStats) -> float:
+    return engine.seconds.get(1, 0.0) if max(engine.seconds) > 1 else 0.0
+
+
+def _speed(engines: Sequence[EngineStats]) -> dict[str, float]:
+    """Return the seconds of an iteration as a linear function of its running requests and of the tokens it prefills,
+    fitted by least squares without negative seconds: of all choices of parts, the best one that has none."""
+    zero = np.zeros(())
+    products, moments = sum((one.products for one in engines), zero), sum((one.moments for one in engines), zero)
+    best, least = np.zeros(len(ITERATION)), 0.0
+    for size in range(1, len(ITERATION) + 1):
+        for parts in map(list, combinations(range(len(ITERATION)), size)):
+            fitted = np.zeros(len(ITERATION))
+            fitted[parts] = np.linalg.lstsq(products[np.ix_(parts, parts)], moments[parts], rcond=None)[0]
+            error = float(fitted @ products @ fitted - 2 * fitted @ moments)  # less what no choice changes
+            if (fitted >= 0).all() and error < least:
+                best, least = fitted, error
+    return {f"rollout/iteration_s/{name}": seconds for name, seconds in zip(ITERATION, best.tolist(), strict=True)}

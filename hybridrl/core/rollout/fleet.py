@@ -7,23 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.cluster import Actor, Group, Pending, RaySession, RemoteFailure, gather, kill, spawn
 from hybridrl.core.cluster.dispatch import ActorLost
-from hybridrl.core.cluster.failures import Cause, cause_of, describe, headline, largest_processes, root
-from hybridrl.core.cluster.group import START_LIMIT, check_ray
-from hybridrl.core.cluster.watchdog import explain
+from hybridrl.core.cluster.failures import Cause, cause_of, describe
+from hybridrl.core.cluster.group import START_LIMIT, check_ray, explain
+from hybridrl.core.required import required
 from hybridrl.core.rollout.client import RolloutClient
-from hybridrl.core.rollout.engine import EngineEntry, RolloutEngine
+from hybridrl.core.rollout.engine import (
+    Completion,
+    EngineEntry,
+    Goal,
+    Request,
+    RequestFault,
+    RolloutEngine,
+    engine_metrics,
+)
 from hybridrl.core.rollout.ladder import EngineOutOfMemory, MemoryLadder, Settings, logged, shortage, with_settings
 from hybridrl.core.rollout.server import RolloutServer
-from hybridrl.core.rollout.statistics import engine_metrics
-from hybridrl.core.rollout.types import Completion, Goal, Request, RequestFault
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import oom_kills
-from hybridrl.runtime.stacks import death_note, kill_writers
+from hybridrl.runtime.stacks import death_note, kill_writers, largest_processes
 from hybridrl.tracking.console import info
 
 CHECK_SECONDS = 30.0
@@ -163,13 +169,12 @@ class RolloutFleet:
 
     def _failure(self, index: int, error: RayError) -> ActorLost:
         """Return a dead server's failure for the client, with all that was tried to save memory."""
-        error = root(error)
         reason = cause_of(error, f"rollout server {index}")
         if reason.of_host:
             info("\n".join(largest_processes(self.servers.logs)))
         kind = "memory" if self.note_death(index, reason) else "died"
         note = death_note(self.servers.logs[index])
-        text = describe(error) if isinstance(error, RayTaskError) else headline(error, reason)
+        text = reason.headline if reason.lost else describe(required(reason.failure))
         text += f"{note}; its log: {self.servers.logs[index]}"
         return ActorLost("\n".join(filter(None, [text, self.ladder.table()])), reason.text + note, kind)
 

@@ -10,9 +10,16 @@ from typing import Any
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.required import required
-from hybridrl.core.rollout.engine import EngineEntry, RolloutEngine
+from hybridrl.core.rollout.engine import (
+    Completion,
+    EngineEntry,
+    Goal,
+    RejectedRequest,
+    Request,
+    RequestFault,
+    RolloutEngine,
+)
 from hybridrl.core.rollout.ladder import EngineOutOfMemory, logged, shortage
-from hybridrl.core.rollout.types import Completion, Goal, RejectedRequest, Request, RequestFault
 from hybridrl.core.spinning import give_way
 from hybridrl.runtime.guard import begin_actor, oom_kills
 from hybridrl.runtime.keeper import work_in_private

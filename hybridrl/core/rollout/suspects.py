@@ -1,4 +1,4 @@
-"""Requests that are at fault: rejected by an engine, or servers die of them.
+"""Requests in flight, and those at fault: rejected by an engine, or servers die of them.
 
 Requests that were running when two servers died are run again a few at a time, to find one of which servers die. One
 runs first, and with each response one more. A server that dies again with only one of them has died of that.
@@ -7,11 +7,27 @@ runs first, and with each response one more. A server that dies again with only 
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 
-from hybridrl.core.rollout.types import FatalRequest, PendingRequest, RequestFault
+from hybridrl.core.cluster.dispatch import ActorJob
+from hybridrl.core.rollout.engine import Completion, FatalRequest, Request, RequestFault, continuation
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class PendingRequest(ActorJob):
+    """A request in flight, and what was sampled before an interruption. One that is `suspect` may have caused the death
+    of a server."""
+
+    request: Request
+    begun: Completion | None = None
+    suspect: bool = field(default=False, init=False)
+
+    def rest(self) -> Request:
+        """Return the request for what is missing."""
+        return self.request if self.begun is None else continuation(self.request, self.begun)
 
 
 class Suspects:

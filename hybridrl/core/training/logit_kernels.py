@@ -12,14 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrl.core.required import required
-from hybridrl.core.training.token_outputs import Head, OutputSpec, TokenOutputs
+from hybridrl.core.training.token_outputs import Head, LogitTables, OutputSpec, TokenOutputs
 
 BLOCK, WARPS = 4096, 8  # logits that a program reads at once, and its warps
 LEAST = tl.constexpr(-1e30)  # below every logit, but finite: LEAST - LEAST is 0
 
 
-class LogitKernels:
-    """`token_outputs.LogitTables` with kernels; the gradient overwrites the logits."""
+class LogitKernels(LogitTables):
+    """The tables with kernels, in the head's type; the gradient overwrites the logits."""
 
     def __init__(self, head: Head, spec: OutputSpec, tokens: int) -> None:
         self.head, self.spec = head, spec

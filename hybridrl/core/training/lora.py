@@ -12,7 +12,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hybridrl.checkpoint.read import ADAPTER, ADAPTER_WEIGHTS, merge_into, open_adapter
 from hybridrl.config.catalog import ALL_LINEAR
@@ -20,31 +20,15 @@ from hybridrl.config.findings import ConfigError
 from hybridrl.config.keys import nearest
 from hybridrl.config.schema import ModelConfig
 from hybridrl.core.training.fsdp import full_tensor, local, own_shard
-from hybridrl.core.training.loading import load_settings
 from hybridrl.core.training.model import HOST, adapter_parameters, pairs
 
 PATTERN = re.compile(r"[^\w.-]")  # characters of a regular expression that no name has
 
 
-def check_adapter(config: ModelConfig, key: str) -> str:
-    """Return a description of what is trained, from the configuration alone: no weights are read. Raises ConfigError if
-    the model lacks the layers, or if the configured adapter belongs to another model."""
-    settings = load_settings(config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    add_adapter(model, config, torch.float32, 0, key)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    layers = ", ".join(sorted({name.rsplit(".", 2)[-2] for name in pairs(model)}))
-    return (
-        f"{key}: an adapter of rank {config.lora_rank} on {layers} is trained, {trained:,} parameters "
-        f"({trained / parameters:.2%} of the model's {parameters:,})"
-    )
-
-
 def add_adapter(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype, seed: int, key: str) -> None:
     """Freeze a model that is not sharded yet and add a new adapter of this type to it, in host memory: B is zero, A
-    follows from the seed. A value head is trained directly. Raises ConfigError as `check_adapter` does."""
+    follows from the seed. A value head is trained directly. Raises
+    ConfigError if the model lacks the layers, or if the configured adapter belongs to another model."""
     heads = []
     if not model.can_generate():  # a value model
         heads = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.config.schema import CriticConfig
-from hybridrl.core.algorithms.lookup import bind, find_policy_loss
+from hybridrl.core.algorithms.algorithm import bind, find_policy_loss
 from hybridrl.core.algorithms.objective import Totals, kl_estimate, token_weights, value_loss
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans

@@ -24,10 +24,9 @@ from hybridrl.core.batch import token_rows
 from hybridrl.core.rounding import beyond_rounding
 from hybridrl.core.training import attention
 from hybridrl.core.training.attention import gather_slices, slice_of
-from hybridrl.core.training.linear_log_probs import token_outputs
 from hybridrl.core.training.loading import blank_model, load_settings
 from hybridrl.core.training.packing import ModelInputs, lay_out, separate_rows
-from hybridrl.core.training.token_outputs import Head, LogitRule, LossGradient, OutputSpec, TokenOutputs
+from hybridrl.core.training.token_outputs import Head, LogitRule, LossGradient, OutputSpec, TokenOutputs, token_outputs
 
 HOST = torch.device("cpu")
 # Settings of models, and attributes of their layers, for how many tokens back attention reaches.

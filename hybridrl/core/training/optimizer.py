@@ -1,16 +1,19 @@
-"""Optimizers and loss scaling from their configuration."""
+"""Optimizers, loss scaling and learning rates from their configuration."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from hybridrl.config.custom_code import load_function
 from hybridrl.config.schema import OptimizerConfig
+from hybridrl.core.algorithms.algorithm import bind
 from hybridrl.core.training.fsdp import full_tensor, host_copies, local, own_shard
-from hybridrl.core.training.schedule import schedule
 
 # Coefficients of Muon's quintic iteration, from the author's description: steepest at zero, not exact at one.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -189,3 +192,48 @@ def _create_moments(optimizer: Optimizer, *, offloaded: bool) -> None:
         if isinstance(optimizer, AdamW):  # the fused kernel keeps its step count on the parameters' device
             place = parameter.device if optimizer.param_groups[0]["fused"] else "cpu"
             state["step"] = torch.zeros((), device=place)
+
+
+# -- the learning rate, as a factor of its configured value ------------------------------------------------------------
+
+
+def schedule(update: int, total_updates: int, config: OptimizerConfig, updates_per_step: int = 1) -> float:
+    """Return the learning-rate factor at an update, counted from 0: a linear warm-up, then the configured schedule."""
+    # Warm-up is configured in steps of the trainer, as in verl, though the rate rises at every update.
+    steps = config.lr_warmup_steps or 0.0
+    warmup = round(steps * updates_per_step) if steps > 0 else int(config.lr_warmup_steps_ratio * total_updates)
+    if update < warmup:
+        return (update + 1) / warmup
+    after, rest, least = update - warmup, max(total_updates - warmup, 1), config.min_lr_ratio or 0.0
+    match config.lr_scheduler_type:
+        case "constant":
+            return 1.0
+        case "inverse_sqrt":
+            return max(math.sqrt(max(warmup, 1) / (update + 1)), least)
+        case "linear":
+            share = 1 - min(after / rest, 1.0)
+        case "cosine":
+            share = _wave(after / rest, config.num_cycles)
+        case "wsd":
+            stable = int(config.stable_ratio * rest)
+            if after < stable:
+                return 1.0
+            share = _wave((after - stable) / max(rest - stable, 1), config.num_cycles)
+        case _:
+            return custom_schedule(config)(after, rest)
+    return least + (1 - least) * share
+
+
+def _wave(done: float, cycles: float) -> float:
+    """Return the cosine's value between 1 and 0 when this share of its periods is done."""
+    return 0.5 * (1 + math.cos(2 * math.pi * cycles * min(done, 1.0)))
+
+
+def custom_schedule(config: OptimizerConfig, key: str = "optim.lr_scheduler_type") -> Callable[[int, int], Any]:
+    """Return a custom function of an update and their number, with its parameters bound."""
+    return bind(_loaded(config.lr_scheduler_type, key), vars(config), rows=2)
+
+
+@cache
+def _loaded(name: str, key: str) -> Callable[..., Any]:
+    return load_function(name, key)

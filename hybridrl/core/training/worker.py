@@ -33,8 +33,7 @@ from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import MicroBatches, ModelInputs
-from hybridrl.core.training.sender import Sender
-from hybridrl.core.training.state import StateWriter, load_state, state_of
+from hybridrl.core.training.state import Sender, StateWriter, load_state, state_of
 from hybridrl.core.training.token_outputs import Head, ReferenceOutputs, TokenOutputs
 from hybridrl.core.weights.buckets import Bucket, Handle, SyncPlan
 from hybridrl.runtime.guard import begin_actor

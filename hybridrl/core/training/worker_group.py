@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hybridrl.config.schema import CriticConfig
 from hybridrl.core.algorithms import Algorithm
+from hybridrl.core.algorithms.algorithm import bind, find_policy_loss, imported
 from hybridrl.core.algorithms.batch_metrics import Agreement
-from hybridrl.core.algorithms.lookup import bind, find_policy_loss, imported
 from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
@@ -248,35 +248,6 @@ class TrainWorkers:
             return metrics, []
         columns = [columns for _, columns in results]
         return metrics, _in_row_order(columns, shares, batch.response_lengths, budget)
-
-    def response_norms(self, batch: Batch, step: int) -> tuple[list[float], list[tuple[list[int], float]]]:
-        """The norm of each response's share of the policy's gradient, in the mini-batch that has it in the first epoch;
-        and the responses of each of these mini-batches with the norm of its gradient. An episode is one response,
-        whatever the number of its rows (`Batch.by_episode`)."""
-        episode = torch.arange(len(batch)) if batch.episode is None else batch.episode
-        response = episode.unique_consecutive(return_inverse=True)[1]
-        shared, devices = (
-            self.group.share(batch.with_episode_tokens().only(*POLICY_FIELDS)),
-            self.policy.updates.budget.devices,
-        )
-        mini_batches = self.policy.updates.mini_batches(batch.group, step)
-        norms, whole = [0.0] * (int(response.max()) + 1), []
-        for rows in map(list, mini_batches[: len(mini_batches) // self.policy.updates.epochs]):
-            totals, of_response = Totals.of(batch.select(rows)), dict[int, list[int]]()
-            for row, number in zip(rows, response[rows].tolist(), strict=True):
-                of_response.setdefault(number, []).append(row)
-            numbers, parts = [*of_response], [*of_response.values(), rows]
-            # One row at a time: the ranks of the first sequence-parallel group have it, all others nothing.
-            alone = [MiniBatch([[row] for row in part], totals) for part in parts]
-            nothing = [MiniBatch([[] for _ in part], totals) for part in parts]
-            calls = [
-                (shared, alone if rank < devices else nothing, self.policy.loss) for rank in range(len(self.group))
-            ]
-            *of_parts, total = self.group.scatter(TrainWorker.gradient_norms, calls, timeout=self.timeout)[0]
-            for number, norm in zip(numbers, of_parts, strict=True):
-                norms[number] = norm
-            whole.append((numbers, total))
-        return norms, whole
 
     def update_critic(self, batch: Batch, step: int) -> Metrics:
         """The step's updates of the critic. Returns the updates' mean metrics."""

@@ -2,16 +2,19 @@
 compute with them; and what it calls of training ranks and rollout servers.
 
 `ColocatedSync` is for rollout servers on the devices of the training ranks: they open the ranks' memory by handle and
-read it in place. For devices of their own see broadcast.py.
+read it in place. `BroadcastSync` is for servers on devices of their own: the first training rank sends each bucket to
+all at once, by NCCL on CUDA and by Gloo on CPU, in a process group that has only it and the engines.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
 import torch
 
 from hybridrl.config.schema import RolloutConfig
+from hybridrl.core import device as devices
 from hybridrl.core.batch import Batch, token_rows
 from hybridrl.core.cluster import Group
 from hybridrl.core.rounding import beyond_rounding, coarser
@@ -40,17 +43,33 @@ class WeightSource(Protocol):
 
 
 class WeightTarget(Protocol):
-    """A rollout server, as it is called here: see rollout.engine.RolloutEngine."""
+    """A rollout engine, as far as weights are concerned; its server passes the calls on."""
 
-    async def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None: ...
-    async def begin_weights(self) -> None: ...
+    async def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
+        """Form a group with the training rank that will send buckets, which listens at the address; `first_rank` is
+        that of this engine's first device."""
+
+    async def begin_weights(self) -> None:
+        """Prepare for the buckets of the whole model."""
+
     async def load_bucket(
         self, bucket: Bucket, handles: list[Handle | None], digests: list[int], adapter: bool
-    ) -> None: ...
-    async def finish_weights(self) -> None: ...
-    async def finish_sync(self, sync_id: int, version: int) -> None: ...
-    async def held_sync(self) -> int: ...
-    async def score(self, token_ids: list[int]) -> list[float]: ...
+    ) -> None:
+        """Load one bucket of the model, or of its adapter, from the trainers' memory, or as it is sent to the group if
+        there is no handle; one handle and one digest per device of this engine. RuntimeError if the bytes differ from
+        those that were sent."""
+
+    async def finish_weights(self) -> None:
+        """Finish loading the whole model, also if buckets are missing."""
+
+    async def finish_sync(self, sync_id: int, version: int) -> None:
+        """Use the loaded weights from now on, with an empty prefix cache. Tokens are then sampled with `version`."""
+
+    async def held_sync(self) -> int:
+        """Return the id of the weight sync whose weights the engine uses."""
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Return the log-probs of the tokens of a sequence after its first one, without sampling."""
 
 
 class WeightSync(ABC):
@@ -186,3 +205,61 @@ class ColocatedSync(WeightSync):
 
     def _read_by(self, index: int, filled: Sequence[Filled]) -> Sequence[Filled]:
         return filled[index * self.tp_size : (index + 1) * self.tp_size]
+
+
+class BroadcastSync(WeightSync):
+    """The process group is formed at the first sync, and again for other servers than those of the last one: after a
+    server was replaced."""
+
+    members: Sequence[Any] = ()  # the servers of the process group
+    address = ""  # of the process group
+    sending: Sequence[Any] = ()  # calls in flight
+
+    @property
+    def sender(self) -> Group:
+        return self.trainers.only([0])
+
+    def send(self, buckets: list[Bucket], indices: Sequence[int], *, adapter: bool) -> None:
+        with ExitStack() as if_it_fails:
+            if_it_fails.callback(self._cancel)
+            self._form_group(indices)
+            super().send(buckets, indices, adapter=adapter)
+            self._finish_sending()
+            if_it_fails.pop_all()
+
+    def _cancel(self) -> None:
+        self.members = ()
+        if self.address:  # the members that live wait for the one that failed
+            devices.cancel_broadcasts(self.address)
+
+    def _form_group(self, indices: Sequence[int]) -> None:
+        members, servers = [self.servers.actors[index] for index in indices], self.servers.only(indices)
+        if members == self.members:
+            return
+        self.members, self.address, size = (), "", 1 + len(members) * self.tp_size
+        (address,) = self.sender.broadcast(WeightSource.listen, timeout=self.timeout)
+        self.address = address
+        parts = [(address, 1 + place * self.tp_size, size, self.timeout) for place in range(len(members))]
+        joining = servers.start_each(WeightTarget.join_trainer, parts)
+        ours = self.sender.start_each(WeightSource.join_engines, [(address, size, self.timeout)])
+        servers.finish(joining, WeightTarget.join_trainer, timeout=self.timeout)
+        self.sender.finish(ours, WeightSource.join_engines, timeout=self.timeout)
+        self.members = members
+
+    def _read_by(self, index: int, filled: Sequence[Filled]) -> Sequence[Filled]:
+        return [filled[0]] * self.tp_size
+
+    def _start_load(self, servers: Group, parts: Sequence[tuple]) -> list[Any]:
+        self._finish_sending()  # of the bucket before
+        loading, bucket = super()._start_load(servers, parts), parts[0][0]
+        self.sending = self.sender.start_each(WeightSource.send_bucket, [(bucket,)])
+        return loading
+
+    def _finish_sending(self) -> None:
+        sending, self.sending = self.sending, ()
+        self.sender.finish(sending, WeightSource.send_bucket, timeout=self.timeout)
+
+    def abort(self, dead: Sequence[int]) -> None:
+        super().abort(dead)
+        with suppress(RuntimeError):  # it failed with the server that died
+            self._finish_sending()

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from hybridrl.core.rollout.types import RejectedRequest
+from hybridrl.core.rollout.engine import RejectedRequest
 from tests.agents.endpoint.conftest import ADMIN
 
 QUESTION = [{"role": "user", "content": "Guess."}]

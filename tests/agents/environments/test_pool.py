@@ -18,7 +18,7 @@ from hybridrl.agents.environments.worker import HEARTBEAT_SECONDS, EpisodeSettin
 from hybridrl.core.cluster import RaySession
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, Request, Sampling, request_seed
-from hybridrl.core.rollout.types import RejectedRequest
+from hybridrl.core.rollout.engine import RejectedRequest
 from tests.agents.sections import environments_of
 
 SAMPLING = Sampling(max_tokens=60, stop_ids=(0,))

@@ -14,7 +14,7 @@ from hybridrl.agents.environments.episode_loop import Limits
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker, Ticket
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling
-from hybridrl.core.rollout.types import FatalRequest, RejectedRequest
+from hybridrl.core.rollout.engine import FatalRequest, RejectedRequest
 from tests.agents.sections import environments_of
 
 LIMITS = Limits(prompt=100, response=300, context=400)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from hybridrl.core.algorithms.lookup import bind, find_estimator, find_policy_loss
+from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy_loss
 
 ESTIMATOR_PARAMETERS = {"gamma": 1.0, "lam": 1.0, "norm_adv_by_std_in_grpo": True, "gdpo_reward_weights": ()}
 LOSS_PARAMETERS = {

@@ -6,8 +6,9 @@ import torch
 from hybridrl.config.catalog import Estimator
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.objective import KLWeight
-from hybridrl.core.algorithms.rollout_correction import RolloutCorrection, parse_rejections
+from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.required import required
+from hybridrl.runs.settings import parse_rejections
 from tests.core.algorithms.parameters import estimator
 
 grpo, centred = estimator("grpo"), estimator("grpo", norm_adv_by_std_in_grpo=False)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridrl.config import ConfigError
-from hybridrl.core.algorithms.lookup import bind, find_estimator, find_policy_loss
+from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy_loss
 
 VALUES = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "dro_beta": 0.5, "gamma": 0.9}
 

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection, parse_rejections, parse_threshold
+from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.required import required
+from hybridrl.runs.settings import parse_rejections, parse_threshold
 
 LN2 = math.log(2)
 OPTIONS = ["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"]

@@ -10,7 +10,6 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from hybridrl.core.cluster import group as module
-from hybridrl.core.cluster import watchdog
 from hybridrl.core.cluster.failures import cause
 from hybridrl.core.cluster.group import (
     START_LIMIT,
@@ -59,7 +58,7 @@ def replace_ray(patch: pytest.MonkeyPatch, stand_in: FakeRay, lost: str | None =
     """Have groups call a stand-in for Ray, which has lost a component or none; every process is in a collective."""
     patch.setattr(module, "ray", stand_in)
     patch.setattr(module, "lost_component", lambda: lost)
-    patch.setattr(watchdog, "activities", lambda logs: {log: f"in all_reduce ({log})" for log in logs})
+    patch.setattr(module, "activities", lambda logs: {log: f"in all_reduce ({log})" for log in logs})
 
 
 class Worker:
@@ -100,8 +99,8 @@ class Died(RayActorError):
 def ray(monkeypatch, watched) -> FakeRay:
     stand_in = FakeRay()
     replace_ray(monkeypatch, stand_in)
-    watched(silent=watchdog.SILENT_SECONDS, poll=0.01)
-    watchdog.durations.clear()
+    watched(silent=module.SILENT_SECONDS, poll=0.01)
+    module.durations.clear()
     return stand_in
 
 
@@ -254,7 +253,7 @@ def test_silence_is_reported_with_ranks_and_places_at_doubling_intervals(watched
 
 def test_a_call_that_usually_takes_long_is_reported_after_five_times_its_median(watched, capsys):
     watched(silent=0.01, poll=0.01)
-    watchdog.durations["train worker.work"] += [0.001, 0.04, 10.0]
+    module.durations["train worker.work"] += [0.001, 0.04, 10.0]
     with pytest.raises(WorkerDied):
         workers(Call(responds=False)).broadcast(work, timeout=0.15)
     assert not reports(capsys)
@@ -267,7 +266,7 @@ def test_only_calls_that_were_completed_count_as_usual():
     workers(Call(), Call()).broadcast(work, timeout=1)
     with pytest.raises(WorkerDied):
         workers(Call(responds=False)).broadcast(work, timeout=0.01)
-    (duration,) = watchdog.durations["train worker.work"]
+    (duration,) = module.durations["train worker.work"]
     assert 0 <= duration < 0.1
 
 

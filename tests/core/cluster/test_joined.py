@@ -18,17 +18,16 @@ import ray
 from ray.cluster_utils import Cluster
 
 from hybridrl.config import ConfigError
-from hybridrl.core.cluster import RaySession, metrics
+from hybridrl.core.cluster import RaySession, session
 from hybridrl.core.cluster.session import (
     RayMachine,
-    describe_reservations,
     describe_room,
     joined,
     missing_machines,
     request_of,
 )
 from hybridrl.doctor.__main__ import main
-from hybridrl.doctor.machines import probe_run, probe_session
+from hybridrl.doctor.machines import describe_reservations, probe_run, probe_session
 from tests.core.cluster.machines import TOP, two_machines
 
 KILLED = """
@@ -72,8 +71,8 @@ def test_metrics_of_a_run_are_set_among_those_of_ray(monkeypatch):
         def set(self, value, tags):
             self.values[tags["metric"]] = value
 
-    monkeypatch.setattr(metrics, "Gauge", Gauge)
-    sink = metrics.RayMetricsSink("sums", "first")
+    monkeypatch.setattr(session, "Gauge", Gauge)
+    sink = session.RayMetricsSink("sums", "first")
     sink.log(3, {"actor/entropy": 0.25, "undefined": math.nan})
     sink.log(4, {"actor/entropy": 0.125})
     (gauge,) = made

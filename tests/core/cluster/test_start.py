@@ -8,7 +8,7 @@ import pytest
 import ray
 import ray._private.utils
 
-from hybridrl.core.cluster.start import start_ray
+from hybridrl.core.cluster.session import start_ray
 from hybridrl.runtime.keeper import PrivateDirectory
 from hybridrl.runtime.signals import StopRequest
 

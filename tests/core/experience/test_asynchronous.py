@@ -12,8 +12,8 @@ from simulation.simulate import Cluster, Mode, Work, simulate
 
 from hybridrl.core.cluster import WorkerDied
 from hybridrl.core.experience.asynchronous import QUEUED, AsynchronousExperience
+from hybridrl.core.experience.batching import GroupFilter, NoSignal
 from hybridrl.core.experience.collector import Collected, NothingToLearnFrom
-from hybridrl.core.experience.dynamic_sampling import GroupFilter, NoSignal
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.required import required
 from hybridrl.rewards.score import FaultGuard, Score

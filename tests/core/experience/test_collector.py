@@ -8,13 +8,13 @@ import torch
 
 from hybridrl.config import ConfigError
 from hybridrl.core.batch import Batch
+from hybridrl.core.experience.batching import GroupFilter, NoSignal
 from hybridrl.core.experience.collector import Collected, NothingToLearnFrom, SamplingPlan, SynchronousExperience
-from hybridrl.core.experience.dynamic_sampling import GroupFilter, NoSignal
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Sampling, request_seed
-from hybridrl.core.rollout.types import RejectedRequest
+from hybridrl.core.rollout.engine import RejectedRequest
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Score, Shaping
@@ -381,7 +381,7 @@ def test_without_a_limit_a_step_draws_no_more_than_a_pass_over_the_data():
 
 
 def test_each_further_draw_is_a_line_in_the_log(caplog):
-    caplog.set_level(logging.INFO, logger="hybridrl.core.experience.dynamic_sampling")
+    caplog.set_level(logging.INFO, logger="hybridrl.core.experience.batching")
     collect(sampled([FLAT, GOOD, ZERO, ZERO, GOOD, GOOD]))
     assert caplog.messages == [
         "dynamic sampling: 1 of 2 groups after 2 prompts; drawing 2 more",

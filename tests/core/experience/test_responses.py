@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridrl.core.experience.batching import GroupFilter
 from hybridrl.core.experience.collector import SynchronousExperience
-from hybridrl.core.experience.dynamic_sampling import GroupFilter
 from hybridrl.core.experience.responses import HEADER, ResponseStore
 from hybridrl.core.rollout.client import RolloutFailure
 from hybridrl.rewards.score import FaultGuard, Score

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import load_ppo_config
-from hybridrl.core.rollout.types import Completion, Request, Sampling, request_seed
+from hybridrl.core.rollout.engine import Completion, Request, Sampling, request_seed
 from hybridrl.core.rollout.vllm.settings import vllm_environment
 
 REQUESTS, TOKENS = 10, 20

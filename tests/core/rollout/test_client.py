@@ -21,7 +21,8 @@ from hybridrl.core.rollout import (
     RolloutFailure,
     Sampling,
 )
-from hybridrl.core.rollout.types import RejectedRequest, ServerState
+from hybridrl.core.rollout.client import ServerState
+from hybridrl.core.rollout.engine import RejectedRequest
 
 SAMPLING = Sampling(max_tokens=4, stop_ids=(0,))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hybridrl.core.rollout.vllm.loop import EngineLoop
+from hybridrl.core.rollout.vllm.collector import EngineLoop
 
 
 @dataclass

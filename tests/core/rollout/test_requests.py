@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hybridrl.core.rollout.types import FatalRequest, RejectedRequest, Request, Sampling
-from hybridrl.core.rollout.vllm.requests import checked_params
+from hybridrl.core.rollout.engine import FatalRequest, RejectedRequest, Request, Sampling
+from hybridrl.core.rollout.vllm.engine import checked_params
 
 SOUND = Request(0, 0, [1, 2, 3], 7, Sampling(4, (0,)))
 

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from hybridrl.core.rollout import Request, Sampling, server
-from hybridrl.core.rollout.engine import EngineEntry
+from hybridrl.core.rollout.engine import EngineEntry, RejectedRequest
 from hybridrl.core.rollout.ladder import EngineOutOfMemory
 from hybridrl.core.rollout.server import RolloutServer
-from hybridrl.core.rollout.types import RejectedRequest
 
 
 class FakeEngine:

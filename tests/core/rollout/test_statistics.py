@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridrl.core.rollout.statistics import EngineStats, engine_metrics
+from hybridrl.core.rollout.engine import EngineStats, engine_metrics
 from hybridrl.core.rollout.vllm.collector import Observer
 
 

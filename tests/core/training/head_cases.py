@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 from hybridrl.core.required import required
-from hybridrl.core.training import linear_log_probs
-from hybridrl.core.training.linear_log_probs import token_outputs
-from hybridrl.core.training.token_outputs import Head, LogitRule, OutputSpec, ReferenceOutputs, TokenOutputs
+from hybridrl.core.training import token_outputs as module
+from hybridrl.core.training.token_outputs import (
+    Head,
+    LogitRule,
+    OutputSpec,
+    ReferenceOutputs,
+    TokenOutputs,
+    token_outputs,
+)
 
 TOKENS, WIDTH, VOCABULARY = 9, 5, 13
 PLAIN = LogitRule()
@@ -85,8 +91,8 @@ def gradients(of: Case, of_loss: Callable[[TokenOutputs], Tensor] = loss) -> tup
 
 
 def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(linear_log_probs.CHUNK_BYTES, "cpu", 0)
-    monkeypatch.setattr(linear_log_probs, "FEWEST_TOKENS", tokens)
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 0)
+    monkeypatch.setattr(module, "FEWEST_TOKENS", tokens)
 
 
 def check(made: Case) -> None:

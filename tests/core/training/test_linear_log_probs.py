@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.core.required import required
-from hybridrl.core.training.linear_log_probs import tokens_at_once
-from hybridrl.core.training.token_outputs import Head, LogitRule, OutputSpec, TokenOutputs
+from hybridrl.core.training.token_outputs import Head, LogitRule, OutputSpec, TokenOutputs, tokens_at_once
 from tests.core.training.head_cases import (
     TOKENS,
     VOCABULARY,

@@ -21,7 +21,7 @@ ALL = ENTROPIES | {"sum_pi_squared": True, "against": True}
 
 def check_interpreted() -> None:
     """Run in a separate process: Triton decides at import whether kernels are interpreted."""
-    from hybridrl.core.training import linear_log_probs, logit_kernels
+    from hybridrl.core.training import logit_kernels, token_outputs
 
     logit_kernels.BLOCK = 4  # of the cases' 13 logits: several blocks, the last one not full
     made = []
@@ -31,7 +31,7 @@ def check_interpreted() -> None:
             super().__init__(*arguments)
             made.append(self)
 
-    linear_log_probs.LogitTables = Counted
+    token_outputs.LogitTables = Counted
     with pytest.MonkeyPatch.context() as patch:
         chunks_of(4, patch)
         for seed, early in enumerate([None, loss_gradient]):

@@ -10,7 +10,7 @@ from hybridrl.config.schema import FurtherLoRAConfig
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
 from hybridrl.core.training.fsdp import full_tensor, mesh, reshard, shard_and_fill
-from hybridrl.core.training.lora import add_adapter, check_adapter, export_adapter, load_adapter
+from hybridrl.core.training.lora import add_adapter, export_adapter, load_adapter
 from hybridrl.core.training.model import (
     HOST,
     LanguageModel,
@@ -23,9 +23,9 @@ from hybridrl.core.training.model import (
 )
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import lay_out
-from hybridrl.core.training.sender import Sender
-from hybridrl.core.training.state import state_of
+from hybridrl.core.training.state import Sender, state_of
 from hybridrl.core.weights.buckets import buffer_bytes
+from hybridrl.runs.prepare import check_adapter
 from tests.core.training.families import load_language_model, load_value_model, model_config
 from tests.core.training.on_ranks import on_ranks
 from tests.core.training.test_state import fsdp_config, optimizer_config

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from hybridrl.config.catalog import POLICY_LOSSES
 from hybridrl.core.algorithms.objective import Totals
-from hybridrl.core.algorithms.rollout_correction import RolloutCorrection, parse_rejections
+from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
-from hybridrl.core.training import linear_log_probs
+from hybridrl.core.training import token_outputs
 from hybridrl.core.training.fsdp import full_tensor, mesh, shard
 from hybridrl.core.training.losses import LossConfig, gradient_function, policy_loss, policy_objective
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import lay_out
 from hybridrl.core.training.token_outputs import ReferenceOutputs, TokenOutputs
+from hybridrl.runs.settings import parse_rejections
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.families import load_language_model, model_config
 from tests.core.training.head_cases import chunks_of
@@ -60,7 +61,7 @@ def form_logits_once(patch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("logits are formed again")
 
-    patch.setattr(linear_log_probs.Chunks, "gradients", never)
+    patch.setattr(token_outputs.Chunks, "gradients", never)
 
 
 def update(model: LanguageModel, part: Batch, loss: LossConfig, *, fused: bool) -> tuple[Tensor, dict, list[Tensor]]:

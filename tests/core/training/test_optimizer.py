@@ -5,8 +5,8 @@ from torch.optim import AdamW
 
 from hybridrl.config import ConfigError
 from hybridrl.config.schema import OptimizerConfig
-from hybridrl.core.training.optimizer import Optimizers, build_optimizers
-from hybridrl.core.training.schedule import schedule, try_schedule
+from hybridrl.core.training.optimizer import Optimizers, build_optimizers, schedule
+from hybridrl.runs.algorithm_trial import try_schedule
 from tests.sections import section_of
 
 OPTIMIZER = "actor_rollout_ref.actor.optim"

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrl.core.algorithms.rollout_correction import RolloutCorrection, parse_rejections
+from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.worker_group import PolicyPlan, SplitEpisodes, TrainWorkers, UpdatePlan
+from hybridrl.runs.settings import parse_rejections
 
 TOKEN = RolloutCorrection("token", None, 2.0, False, ())
 SEQUENCE = RolloutCorrection("sequence", None, 2.0, False, ())

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.core import device as devices
-from hybridrl.core.weights.broadcast import BroadcastSync
 from hybridrl.core.weights.buckets import Bucket, SyncPlan, digest
+from hybridrl.core.weights.sync import BroadcastSync
 
 PROCESSES = multiprocessing.get_context("fork")
 PLAN = SyncPlan([Bucket([], 64), Bucket([], 128)], [])

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from hybridrl.core.batch import token_rows
-from hybridrl.core.weights.broadcast import BroadcastSync
 from hybridrl.core.weights.buckets import Bucket, SyncPlan, Tensor
-from hybridrl.core.weights.sync import ColocatedSync, StaleWeights, WeightSync
+from hybridrl.core.weights.sync import BroadcastSync, ColocatedSync, StaleWeights, WeightSync
 
 MODEL, ADAPTER = [Bucket([], 64), Bucket([], 128, start=64)], [Bucket([], 8)]
 WHOLE_MODEL = SyncPlan(MODEL, [])
