@@ -24,10 +24,9 @@ from typing import Any
 import psutil
 
 from hybridrl.config import ConfigError
-from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.core.required import required
-from hybridrl.rewards.built_in import CPU_SECONDS
-from hybridrl.rewards.load import calls_at_once, in_one_call, load_reward, seconds_between_calls
+from hybridrl.rewards.load import CPU_SECONDS, calls_at_once, in_one_call, load_reward, seconds_between_calls
 from hybridrl.rewards.score import Score, ScoringRequest, fault_of, score_request
 from hybridrl.runtime.guard import end_with_parent
 

@@ -8,8 +8,7 @@ from hybridrl.config import ConfigError, SFTConfig
 from hybridrl.config.catalog import ACTOR_KEYS, BYPASS_LOSSES, ESTIMATOR_KEYS, PARAMETERS, SFT_POLICY_LOSS, disturbances
 from hybridrl.config.compose import OWN
 from hybridrl.config.schema import ActorConfig, ActorRolloutRefConfig, CriticConfig, FSDPConfig, ModelConfig, PPOConfig
-from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
-from hybridrl.config.schema_rollout import RolloutConfig
+from hybridrl.config.schema_parts import RolloutConfig, RolloutCorrectionConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement
 from hybridrl.core.algorithms.lookup import bind, find_estimator, find_policy_loss

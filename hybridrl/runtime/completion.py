@@ -16,7 +16,7 @@ from hybridrl.config.catalog import ESTIMATORS, POLICY_LOSSES
 from hybridrl.config.compose import CONF, PRESET, SHIPPED, presets
 from hybridrl.config.help import key_meanings
 from hybridrl.config.keys import tree, value_keys
-from hybridrl.config.schema_rollout import PRESETS as EVAL_PRESETS
+from hybridrl.config.schema_parts import PRESETS as EVAL_PRESETS
 from hybridrl.config.values import SCHEDULES
 from hybridrl.runs.plugins import names
 

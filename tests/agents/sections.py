@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from hybridrl.agents.environments.settings import EnvironmentSettings
+from hybridrl.agents.environments.environment import EnvironmentSettings
 from hybridrl.config.compose import shipped
 from hybridrl.config.keys import hints
-from hybridrl.config.schema_rollout import AgentConfig, MultiTurnConfig
+from hybridrl.config.schema_parts import AgentConfig, MultiTurnConfig
 from hybridrl.config.values import value_of
 
 

@@ -13,9 +13,8 @@ from transformers import Qwen2Tokenizer
 
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.arrow import read_columns
 from hybridrl.data.prompts import load_prompts
-from hybridrl.data.rows import Faults, load_rows
+from hybridrl.data.rows import Faults, load_rows, read_columns
 
 WITH_TOOLS = (
     "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}"

@@ -26,8 +26,7 @@ from hybridrl.agents.endpoint.formats import (
     completion_body,
     stream_of,
 )
-from hybridrl.agents.endpoint.messages import Fields, rejected
-from hybridrl.agents.endpoint.requests import Route, answer, body_limit, on_invalid, on_rejection
+from hybridrl.agents.endpoint.requests import Fields, Route, answer, body_limit, on_invalid, on_rejection, rejected
 from hybridrl.agents.endpoint.sessions import KEY_PREFIX, LOST_SECONDS, AgentSessions, Session
 from hybridrl.rewards.score import LARGEST
 

@@ -18,7 +18,7 @@ from hybridrl.agents.endpoint.functions import load_agent
 from hybridrl.agents.environments.calls import KEY as FORMAT
 from hybridrl.agents.environments.conversations import Conversations
 from hybridrl.agents.environments.dialogue import Dialogue
-from hybridrl.agents.environments.environment import Environment
+from hybridrl.agents.environments.environment import AGENT, MULTI_TURN, ONLINE, Environment, EnvironmentSettings
 from hybridrl.agents.environments.episode_loop import AgentLoop, Kit, Limits
 from hybridrl.agents.environments.load import (
     SINGLE_RESPONSES,
@@ -31,23 +31,21 @@ from hybridrl.agents.environments.load import (
 )
 from hybridrl.agents.environments.load import check as check_environments
 from hybridrl.agents.environments.pool import EpisodeWorkers
-from hybridrl.agents.environments.settings import AGENT, MULTI_TURN, ONLINE, EnvironmentSettings
 from hybridrl.agents.environments.template import KEY as TEMPLATE
 from hybridrl.agents.environments.worker import EpisodeSettings
 from hybridrl.config import ConfigError
-from hybridrl.config.checks.asynchronous import continues_rollouts
+from hybridrl.config.checks.engine import continues_rollouts
 from hybridrl.config.checks.training import this_machine
 from hybridrl.config.custom_code import script_path
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ActorRolloutRefConfig, DataConfig, ModelConfig, ServedConfig, TrainerConfig
-from hybridrl.config.schema_algorithm import RewardConfig
-from hybridrl.config.schema_rollout import AgentConfig, MultiTurnConfig, RolloutConfig
+from hybridrl.config.schema_parts import AgentConfig, MultiTurnConfig, RewardConfig, RolloutConfig
 from hybridrl.core.cluster import RaySession
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import as_chat, end_tokens
-from hybridrl.rewards.actor import LoadTokenizer
 from hybridrl.rewards.load import uses_built_in
+from hybridrl.rewards.pool import LoadTokenizer
 from hybridrl.runs.plugins import load
 from hybridrl.tracking.console import info
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from hybridrl.agents.endpoint.app import create_app, serving
 from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.fields import OF_THE_RUN
-from hybridrl.agents.endpoint.messages import rejected
+from hybridrl.agents.endpoint.requests import rejected
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments.episode_loop import Kit, Limits
 from hybridrl.agents.environments.user_code import UserCodeError, contained

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from hybridrl.agents.endpoint.messages import digests, rejected
+from hybridrl.agents.endpoint.requests import digests, rejected
 from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.agents.environments.environment import Message, Schema
 from hybridrl.agents.environments.episode_loop import SHORTEST_TURN, Kit

@@ -8,8 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridrl.config.schema_parts import AgentConfig, MultiTurnConfig
+
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as a chat template reads it
 Schema = dict[str, Any]  # of a tool: {"type": "function", "function": {"name", "description", "parameters"}}
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+AGENT = "actor_rollout_ref.rollout.agent"
+ENVIRONMENT = f"{MULTI_TURN}.environment"
+ONLINE = "online"
 
 
 def schema_of_texts(name: str, description: str, **arguments: str) -> Schema:
@@ -147,3 +153,23 @@ def tools_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
 def interaction_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments of a row for its interaction, `name` among them."""
     return mapping(mapping(row.get("extra_info")).get("interaction_kwargs")) or mapping(row.get("interaction_kwargs"))
+
+
+@dataclass(frozen=True)
+class EnvironmentSettings:
+    """The environment that rows run in, unless a row names another; `libraries` are imported first, for what they
+    register."""
+
+    multi_turn: MultiTurnConfig
+    agent: AgentConfig
+    libraries: tuple[str, ...] = ()
+
+    @property
+    def function(self) -> str | None:
+        """The user's function that rows run in: its file, or online for one outside the run."""
+        return ONLINE if self.agent.mode == ONLINE else self.agent.path
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether there are tools."""
+        return bool(self.multi_turn.tools or self.multi_turn.tool_config_path or self.multi_turn.function_tool_path)

@@ -17,8 +17,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from hybridrl.agents.environments import episode_loop
-from hybridrl.agents.environments.environment import EpisodeFault, Message, mapping
-from hybridrl.agents.environments.settings import AGENT
+from hybridrl.agents.environments.environment import AGENT, EpisodeFault, Message, mapping
 from hybridrl.agents.environments.template import REJECTIONS
 from hybridrl.agents.environments.user_code import reward_of
 from hybridrl.compat.skyrl import numbers

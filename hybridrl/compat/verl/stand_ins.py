@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, create_model
 
-from hybridrl.agents.environments.built_in.python import run_python
+from hybridrl.agents.environments.built_in.computing import run_python
 from hybridrl.agents.environments.built_in.search import Searcher
 from hybridrl.agents.environments.environment import Message, Schema, schema_of_texts
 from hybridrl.agents.environments.tools import function_tool

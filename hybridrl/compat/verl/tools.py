@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from hybridrl.agents.environments.calls import call_parser, named_parser
 from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.agents.environments.environment import (
+    MULTI_TURN,
     Environment,
     Message,
     Response,
@@ -30,7 +31,6 @@ from hybridrl.agents.environments.environment import (
     tools_kwargs,
 )
 from hybridrl.agents.environments.mcp_tools import load_mcp_tools
-from hybridrl.agents.environments.settings import MULTI_TURN
 from hybridrl.agents.environments.tools import Tool, ToolEnvironment, check_schema
 from hybridrl.agents.environments.user_code import ToolResult, UserCodeError, contained, finished, reward_of, to_result
 from hybridrl.compat.skyrl import numbers

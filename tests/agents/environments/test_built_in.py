@@ -9,12 +9,11 @@ import threading
 import pytest
 
 from hybridrl.agents.environments.built_in import sql
-from hybridrl.agents.environments.built_in.calculator import calculate
+from hybridrl.agents.environments.built_in.computing import calculate, run_python
 from hybridrl.agents.environments.built_in.games import Gsm8kMultiTurn, GuessNumber, Wordle, best_guessing, marks
-from hybridrl.agents.environments.built_in.python import run_python
 from hybridrl.agents.environments.built_in.search import SearchQuestions
 from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall, ToolError
-from hybridrl.agents.environments.retriever import Index, serve
+from hybridrl.environments.retriever import Index, serve
 from hybridrl.rewards.score import OutOfTime
 from tests.agents.environments.conftest import made
 from tests.agents.sections import environments_of
