@@ -8,11 +8,10 @@ from typing import Any
 import yaml
 
 from hybridrl.config.compose import CONF, SHIPPED, shipped
-from hybridrl.config.findings import ConfigError, show
-from hybridrl.config.keys import nearest, value_keys
+from hybridrl.config.findings import ConfigError, nearest, show
 from hybridrl.config.schema import PPOConfig, SFTConfig
 from hybridrl.config.schema_parts import RolloutConfig
-from hybridrl.config.values import MISSING, Plain, leaves, value_of
+from hybridrl.config.values import MISSING, Plain, leaves, value_keys, value_of
 
 COLUMN = 46  # where meanings begin
 

@@ -16,15 +16,15 @@ from hybridrl.config.compose import (
     CONF,
     SHIPPED,
     custom_values,
+    nearest_keys,
     parse_overrides,
     plain_values,
     usual_value,
 )
 from hybridrl.config.findings import ConfigError, Findings
 from hybridrl.config.help import changed_values
-from hybridrl.config.keys import holds, nearest_keys, tree
 from hybridrl.config.schema import PPOConfig, SFTConfig
-from hybridrl.config.values import Plain, Reading, leaves
+from hybridrl.config.values import Plain, Reading, holds, leaves, tree
 from hybridrl.runs import plugins
 
 T = TypeVar("T")

@@ -4,9 +4,8 @@ from typing import Any
 
 from hybridrl.agents.environments.environment import EnvironmentSettings
 from hybridrl.config.compose import shipped
-from hybridrl.config.keys import hints
 from hybridrl.config.schema_parts import AgentConfig, MultiTurnConfig
-from hybridrl.config.values import value_of
+from hybridrl.config.values import hints, value_of
 
 
 def agent_of(**keys: Any) -> AgentConfig:

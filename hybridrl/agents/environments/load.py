@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from hybridrl.agents.environments.built_in.computing import Calculator, Python
 from hybridrl.agents.environments.built_in.games import Gsm8kMultiTurn, GuessNumber, Wordle
-from hybridrl.agents.environments.built_in.search import Search, SearchQuestions
-from hybridrl.agents.environments.built_in.sql import Sql, TextToSql
+from hybridrl.agents.environments.built_in.queries import Search, SearchQuestions, Sql, TextToSql
 from hybridrl.agents.environments.environment import (
     ENVIRONMENT,
     MULTI_TURN,

@@ -8,8 +8,7 @@ from math import ceil
 from pathlib import Path
 
 from hybridrl.config.catalog import ESTIMATORS
-from hybridrl.config.findings import Checker, Findings, show
-from hybridrl.config.keys import nearest
+from hybridrl.config.findings import Checker, Findings, nearest, show
 from hybridrl.config.schema import PPOConfig
 from hybridrl.config.schema_parts import SHIPPED_SHARE, WHOLE_SHARE, RolloutConfig, V1Config
 from hybridrl.runs.plugins import names
