@@ -27,10 +27,10 @@ from hybridrl.compat.verl.tools import (
     load_interactions,
     load_verl_class,
     read_entries,
-    taken,
 )
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_section
+from hybridrl.config.custom_code import taken
 from hybridrl.core.experience.trajectory import Policy, Trajectory, Turn
 from hybridrl.core.rollout import Completion
 

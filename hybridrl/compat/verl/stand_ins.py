@@ -19,10 +19,13 @@ from hybridrl.agents.environments.environment import Message, Schema, schema_of_
 from hybridrl.agents.environments.tools import function_tool
 from hybridrl.rewards.scorers.short_answers import score_gsm8k
 
+_SCHEMAS: dict[str, Any] = {}  # by name
+
 
 def _open(name: str, /, **fields: Any) -> Any:
     """Make a class of verl's schemas, each field with its type and default; fields that are not listed are kept."""
-    return create_model(name, __config__=ConfigDict(extra="allow"), __module__=__name__, **fields)
+    _SCHEMAS[name] = create_model(name, __config__=ConfigDict(extra="allow"), __module__=__name__, **fields)
+    return _SCHEMAS[name]
 
 
 OpenAIFunctionPropertySchema = _open(
@@ -44,9 +47,9 @@ OpenAIFunctionSchema = _open(
 OpenAIFunctionToolSchema = _open(
     "OpenAIFunctionToolSchema", type=(str, "function"), function=(OpenAIFunctionSchema, ...)
 )
-OpenAIFunctionParsedSchema = _open("OpenAIFunctionParsedSchema", name=(str, ...), arguments=(str, ...))
+_open("OpenAIFunctionParsedSchema", name=(str, ...), arguments=(str, ...))
 OpenAIFunctionCallSchema = _open("OpenAIFunctionCallSchema", name=(str, ...), arguments=(dict[str, Any], {}))
-OpenAIFunctionToolCall = _open(
+_open(
     "OpenAIFunctionToolCall",
     id=(str, ...),
     type=(Literal["function"], "function"),
@@ -256,26 +259,13 @@ def simple_timer(name: str, timings: dict[str, float]) -> Iterator[None]:
         timings[name] = timings.get(name, 0.0) + time.monotonic() - begin
 
 
-_SCHEMAS: dict[str, Callable[..., Any] | None] = {
-    cls.__name__: cls
-    for cls in (
-        OpenAIFunctionPropertySchema,
-        OpenAIFunctionParametersSchema,
-        OpenAIFunctionSchema,
-        OpenAIFunctionToolSchema,
-        OpenAIFunctionParsedSchema,
-        OpenAIFunctionCallSchema,
-        OpenAIFunctionToolCall,
-        ToolResponse,
-    )
-}
 NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
     "verl.tools.base_tool": {
         "BaseTool": BaseTool,
         "OpenAIFunctionToolSchema": OpenAIFunctionToolSchema,
         "ToolResponse": ToolResponse,
     },
-    "verl.tools.schemas": _SCHEMAS,
+    "verl.tools.schemas": _SCHEMAS | {"ToolResponse": ToolResponse},
     "verl.tools.function_tool": {"function_tool": function_tool},
     "verl.tools.gsm8k_tool": {"Gsm8kTool": Gsm8kTool},
     "verl.tools.sandbox_fusion_tools": {"SandboxFusionTool": SandboxFusionTool},

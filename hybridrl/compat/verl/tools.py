@@ -35,7 +35,7 @@ from hybridrl.agents.environments.tools import Tool, ToolEnvironment, check_sche
 from hybridrl.agents.environments.user_code import ToolResult, UserCodeError, contained, finished, reward_of, to_result
 from hybridrl.compat.skyrl import numbers
 from hybridrl.config import ConfigError
-from hybridrl.config.custom_code import load_class, where
+from hybridrl.config.custom_code import load_class, taken, where
 from hybridrl.core.required import required
 
 TOOLS = f"{MULTI_TURN}.tool_config_path"
@@ -79,13 +79,6 @@ class VerlTool(Tool):
 async def accepted(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call a method with those of the named arguments that it accepts, and await it."""
     return await finished(partial(function, *arguments, **taken(function, named)))
-
-
-def taken(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the named arguments that a function accepts."""
-    parameters = inspect.signature(function).parameters
-    accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: value for name, value in named.items() if accepts_all or name in parameters}
 
 
 def as_schema(schema: Any) -> Schema:
