@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridrl.config.help import key_meanings
+from hybridrl.config.load import key_meanings
 from hybridrl.config.schema import PPOConfig, SFTConfig
 from hybridrl.config.values import value_keys
 

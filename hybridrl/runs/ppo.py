@@ -12,7 +12,7 @@ from typing import Any
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.config import PPOConfig
 from hybridrl.config.checks.engine import continues_rollouts, most_in_flight
-from hybridrl.config.help import batch_arithmetic, samplings
+from hybridrl.config.load import batch_arithmetic, samplings
 from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.core.cluster import Group, RaySession, gather
 from hybridrl.core.cluster.group import START_LIMIT, control_limit

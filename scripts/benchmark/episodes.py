@@ -20,7 +20,7 @@ from side_by_side import ROUNDS, Arguments
 from transformers import AutoTokenizer
 from warm_start import make_data
 
-from hybridrl.agents.environments.environment import EnvironmentSettings
+from hybridrl.agents.environments import EnvironmentSettings
 from hybridrl.agents.environments.episode_loop import Limits
 from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers, Sampler
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec

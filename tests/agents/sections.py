@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hybridrl.agents.environments.environment import EnvironmentSettings
+from hybridrl.agents.environments import EnvironmentSettings
 from hybridrl.config.compose import shipped
 from hybridrl.config.schema_parts import AgentConfig, MultiTurnConfig
 from hybridrl.config.values import hints, value_of

@@ -4,7 +4,7 @@ import pytest
 
 from hybridrl.config.compose import CONF
 from hybridrl.config.findings import ConfigError
-from hybridrl.config.help import explain_keys, hyperparameters, key_meanings, samplings
+from hybridrl.config.load import explain_keys, hyperparameters, key_meanings, samplings
 from hybridrl.config.schema import PPOConfig
 from hybridrl.config.values import value_keys
 

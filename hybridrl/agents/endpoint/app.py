@@ -14,7 +14,7 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import Field
 from starlette.exceptions import HTTPException as RouteError
 
-from hybridrl.agents.endpoint.address import bound
+from hybridrl.agents.endpoint import bound
 from hybridrl.agents.endpoint.core import Core, Generate, Reply
 from hybridrl.agents.endpoint.fields import NONE, SERVED, Rules, Sampled
 from hybridrl.agents.endpoint.formats import (

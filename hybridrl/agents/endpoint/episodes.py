@@ -12,13 +12,13 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from hybridrl.agents.endpoint.address import ADMIN_KEY, bound
+from hybridrl.agents.endpoint import ADMIN_KEY, bound
 from hybridrl.agents.endpoint.agent import Agents
 from hybridrl.agents.endpoint.functions import load_agent
+from hybridrl.agents.environments import AGENT, MULTI_TURN, ONLINE, Environment, EnvironmentSettings
 from hybridrl.agents.environments.calls import KEY as FORMAT
 from hybridrl.agents.environments.conversations import Conversations as Conversations
 from hybridrl.agents.environments.dialogue import Dialogue
-from hybridrl.agents.environments.environment import AGENT, MULTI_TURN, ONLINE, Environment, EnvironmentSettings
 from hybridrl.agents.environments.episode_loop import AgentLoop, Kit, Limits
 from hybridrl.agents.environments.load import (
     SINGLE_RESPONSES,

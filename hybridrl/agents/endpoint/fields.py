@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 
 from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.requests import F, Fields, Name, rejected, unread, validated
-from hybridrl.agents.environments.environment import AGENT, Schema
+from hybridrl.agents.environments import AGENT, Schema
 
 INT64 = 2**63
 # Values of other fields that ask for nothing: what their documentation has as default. Empty ones never ask for

@@ -19,20 +19,12 @@ from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json, to_json
 from starlette.exceptions import HTTPException as RouteError
 
+from hybridrl.agents.environments import Message, Schema
 from hybridrl.agents.environments.calls import REASONING_END
-from hybridrl.agents.environments.environment import Message, Schema
 
 REASONING_START = "<think>"
 TEXT_PARTS = ("text", "input_text", "output_text")

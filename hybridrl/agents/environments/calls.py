@@ -18,6 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.agents.environments import Schema, ToolCall
 from hybridrl.agents.environments.call_values import (
     MOST_CALLS,
     Calls,
@@ -30,7 +31,6 @@ from hybridrl.agents.environments.call_values import (
     tool_call,
 )
 from hybridrl.agents.environments.dialogue import Dialogue
-from hybridrl.agents.environments.environment import Schema, ToolCall
 from hybridrl.agents.environments.template import RESPONSE, TOOL
 from hybridrl.config.custom_code import attempt
 from hybridrl.config.findings import ConfigError

@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from hybridrl.agents.environments.environment import EpisodeFault, ToolError
+from hybridrl.agents.environments import EpisodeFault, ToolError
 from hybridrl.agents.environments.user_code import ToolResult, UserCodeError, contained, to_result, unreachable
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_module

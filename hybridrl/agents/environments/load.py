@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hybridrl.agents.environments.built_in.computing import Calculator, Python
-from hybridrl.agents.environments.built_in.games import Gsm8kMultiTurn, GuessNumber, Wordle
-from hybridrl.agents.environments.built_in.queries import Search, SearchQuestions, Sql, TextToSql
-from hybridrl.agents.environments.environment import (
+from hybridrl.agents.environments import (
     ENVIRONMENT,
     MULTI_TURN,
     Environment,
@@ -20,6 +17,9 @@ from hybridrl.agents.environments.environment import (
     mapping,
     tools_kwargs,
 )
+from hybridrl.agents.environments.built_in.computing import Calculator, Python
+from hybridrl.agents.environments.built_in.games import Gsm8kMultiTurn, GuessNumber, Wordle
+from hybridrl.agents.environments.built_in.queries import Search, SearchQuestions, Sql, TextToSql
 from hybridrl.agents.environments.episode_loop import AgentLoop
 from hybridrl.agents.environments.function_process import FunctionProcesses
 from hybridrl.agents.environments.tools import FUNCTION_TOOL, FunctionTool, Tool, ToolEnvironment, check_schema

@@ -16,7 +16,7 @@ import jsonschema
 from jsonschema.exceptions import best_match
 from transformers.utils import get_json_schema
 
-from hybridrl.agents.environments.environment import (
+from hybridrl.agents.environments import (
     CallRecord,
     Environment,
     EpisodeFault,

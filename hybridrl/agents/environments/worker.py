@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.environments.environment import (
+from hybridrl.agents.environments import (
     MULTI_TURN,
     Environment,
     EnvironmentSettings,

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 from uuid import uuid4
 
-from hybridrl.agents.environments.environment import EpisodeFault, Message, interaction_kwargs, mapping, tools_kwargs
+from hybridrl.agents.environments import EpisodeFault, Message, interaction_kwargs, mapping, tools_kwargs
 from hybridrl.agents.environments.tools import Tool, first_line, truncated
 from hybridrl.agents.environments.user_code import UserCodeError, contained, finished, to_result, unreachable
 from hybridrl.compat.verl import loops, stand_ins, tools

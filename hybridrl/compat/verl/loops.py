@@ -16,18 +16,12 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, Field
 
-from hybridrl.agents.environments import episode_loop
-from hybridrl.agents.environments.environment import AGENT, EpisodeFault, Message, mapping
+from hybridrl.agents.environments import AGENT, EpisodeFault, Message, episode_loop, mapping
 from hybridrl.agents.environments.template import REJECTIONS
 from hybridrl.agents.environments.user_code import reward_of
 from hybridrl.compat.skyrl import numbers
 from hybridrl.compat.verl.names import get_event_loop
-from hybridrl.compat.verl.tools import (
-    initialize_tools_from_config,
-    load_interactions,
-    load_verl_class,
-    read_entries,
-)
+from hybridrl.compat.verl.tools import initialize_tools_from_config, load_interactions, load_verl_class, read_entries
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_section
 from hybridrl.config.custom_code import taken

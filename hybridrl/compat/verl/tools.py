@@ -17,9 +17,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from hybridrl.agents.environments.calls import call_parser, named_parser
-from hybridrl.agents.environments.dialogue import Dialogue
-from hybridrl.agents.environments.environment import (
+from hybridrl.agents.environments import (
     MULTI_TURN,
     Environment,
     Message,
@@ -30,6 +28,8 @@ from hybridrl.agents.environments.environment import (
     mapping,
     tools_kwargs,
 )
+from hybridrl.agents.environments.calls import call_parser, named_parser
+from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.agents.environments.mcp_tools import load_mcp_tools
 from hybridrl.agents.environments.tools import Tool, ToolEnvironment, check_schema
 from hybridrl.agents.environments.user_code import ToolResult, UserCodeError, contained, finished, reward_of, to_result

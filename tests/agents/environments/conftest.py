@@ -13,7 +13,7 @@ import pytest
 from tokenizers import pre_tokenizers
 from transformers import Qwen2Tokenizer
 
-from hybridrl.agents.environments.environment import EnvironmentSettings
+from hybridrl.agents.environments import EnvironmentSettings
 from hybridrl.agents.environments.load import environment_of
 
 GENERATION = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

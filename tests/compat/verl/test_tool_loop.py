@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridrl.agents.environments.environment import EnvironmentSettings
+from hybridrl.agents.environments import EnvironmentSettings
 from hybridrl.agents.environments.episode_loop import Limits
 from hybridrl.agents.environments.load import check, prepare
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker

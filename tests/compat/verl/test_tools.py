@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hybridrl.agents.environments.environment import EnvironmentSettings, EpisodeFault, Response, ToolCall
+from hybridrl.agents.environments import EnvironmentSettings, EpisodeFault, Response, ToolCall
 from hybridrl.agents.environments.load import check, load_tools
 from hybridrl.config import ConfigError
 from tests.agents.environments.conftest import made

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybridrl.agents.environments.environment import Schema, ToolError, schema_of_texts
+from hybridrl.agents.environments import Schema, ToolError, schema_of_texts
 from hybridrl.agents.environments.tools import Tool
 from hybridrl.rewards.sandbox.run import ProgramLimits, check_sandbox, run
 

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridrl.agents.environments.built_in import sql_query
-from hybridrl.agents.environments.built_in.sql_query import SECONDS
-from hybridrl.agents.environments.environment import (
+from hybridrl.agents.environments import (
     Environment,
     EpisodeFault,
     Response,
@@ -20,6 +18,8 @@ from hybridrl.agents.environments.environment import (
     ground_truth,
     schema_of_texts,
 )
+from hybridrl.agents.environments.built_in import sql_query
+from hybridrl.agents.environments.built_in.sql_query import SECONDS
 from hybridrl.agents.environments.function_process import FunctionProcesses
 from hybridrl.agents.environments.tools import Tool
 from hybridrl.agents.environments.user_code import ToolResult, finished
