@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -349,7 +349,7 @@ class RemoteScorer:
         call = self._handle.start.remote(self._index)
         (reply,) = gather([call], "scorer.start", 2 * LOAD_TIMEOUT, [self._log], key="")
         if isinstance(reply, tuple):
-            _raise(*reply)
+            raise reply[0](reply[1])
         return reply
 
     def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
@@ -360,10 +360,6 @@ class RemoteScorer:
         scores, reason = pickle.loads(reply)
         yield from scores
         if reason is not None:
-            _raise(*reason)
+            raise reason[0](reason[1])
 
     def close(self) -> None: ...
-
-
-def _raise(kind: type[Exception], text: str) -> NoReturn:
-    raise kind(text)

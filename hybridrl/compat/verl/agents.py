@@ -9,7 +9,7 @@ import functools
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 from uuid import uuid4
@@ -19,7 +19,7 @@ from hybridrl.agents.environments.tools import Tool, first_line, truncated
 from hybridrl.agents.environments.user_code import UserCodeError, contained, finished, to_result, unreachable
 from hybridrl.compat.verl import loops, stand_ins, tools
 from hybridrl.compat.verl.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, agent_loop
-from hybridrl.compat.verl.names import provide_verl_imports
+from hybridrl.compat.verl.names import by_name, provide_verl_imports
 from hybridrl.compat.verl.stand_ins import ToolResponse, simple_timer
 from hybridrl.compat.verl.tools import (
     FunctionCall,
@@ -292,11 +292,10 @@ class ToolAgentLoop(AgentLoopBase):
         return all(inspect.getattr_static(cls, name) is inspect.getattr_static(ToolAgentLoop, name) for name in names)
 
 
-NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
-    "verl.experimental.agent_loop.tool_agent_loop": {
-        cls.__name__: cls for cls in (AgentData, AgentState, FunctionCall, ToolAgentLoop, ToolParser)
-    },
-    "verl.experimental.agent_loop": {"ToolAgentLoop": ToolAgentLoop},
+_TOOL_LOOP = by_name(AgentData, AgentState, FunctionCall, ToolAgentLoop, ToolParser)
+NAMES = {
+    "verl.experimental.agent_loop.tool_agent_loop": _TOOL_LOOP,
+    "verl.experimental.agent_loop": by_name(ToolAgentLoop),
 }
 
 

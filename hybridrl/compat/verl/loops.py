@@ -20,7 +20,7 @@ from hybridrl.agents.environments import AGENT, EpisodeFault, Message, episode_l
 from hybridrl.agents.environments.template import REJECTIONS
 from hybridrl.agents.environments.user_code import reward_of
 from hybridrl.compat.skyrl import numbers
-from hybridrl.compat.verl.names import get_event_loop
+from hybridrl.compat.verl.names import by_name, get_event_loop
 from hybridrl.compat.verl.tools import initialize_tools_from_config, load_interactions, load_verl_class, read_entries
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_section
@@ -367,25 +367,14 @@ def _checked(output: Any, sampled: Sequence[TokenOutput]) -> AgentLoopOutput:
     return row
 
 
-_AGENT_LOOP: dict[str, Callable[..., Any] | None] = {
-    cls.__name__: cls
-    for cls in (
-        AgentLoopBase,
-        AgentLoopMetrics,
-        AgentLoopOutput,
-        AsyncLLMServerManager,
-        DictConfigWrap,
-        TokenOutput,
-        register,
-    )
-}
-_REGISTRY: dict[str, Callable[..., Any] | None] = {"initialize_tools_from_config": initialize_tools_from_config}
+_AGENT_LOOP = by_name(AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, AsyncLLMServerManager, DictConfigWrap)
+_AGENT_LOOP |= by_name(TokenOutput, register)
 NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
     "verl.experimental.agent_loop": _AGENT_LOOP,
     "verl.experimental.agent_loop.agent_loop": _AGENT_LOOP,
-    "verl.tools.tool_registry": _REGISTRY,
-    "verl.tools.utils.tool_registry": _REGISTRY,
+    "verl.tools.tool_registry": by_name(initialize_tools_from_config),
+    "verl.tools.utils.tool_registry": by_name(initialize_tools_from_config),
     "verl.interactions.utils.interaction_registry": {"initialize_interactions_from_config": load_interactions},
     "verl.workers.rollout.llm_server": {"LLMServerClient": AsyncLLMServerManager},
-    "verl.workers.rollout.replica": {"TokenOutput": TokenOutput},
+    "verl.workers.rollout.replica": by_name(TokenOutput),
 }

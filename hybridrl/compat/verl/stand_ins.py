@@ -17,6 +17,7 @@ from hybridrl.agents.environments import Message, Schema, schema_of_texts
 from hybridrl.agents.environments.built_in.computing import run_python
 from hybridrl.agents.environments.built_in.queries import Searcher
 from hybridrl.agents.environments.tools import function_tool
+from hybridrl.compat.verl.names import by_name
 from hybridrl.rewards.scorers.short_answers import score_gsm8k
 
 _SCHEMAS: dict[str, Any] = {}  # by name
@@ -260,18 +261,14 @@ def simple_timer(name: str, timings: dict[str, float]) -> Iterator[None]:
 
 
 NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
-    "verl.tools.base_tool": {
-        "BaseTool": BaseTool,
-        "OpenAIFunctionToolSchema": OpenAIFunctionToolSchema,
-        "ToolResponse": ToolResponse,
-    },
-    "verl.tools.schemas": _SCHEMAS | {"ToolResponse": ToolResponse},
-    "verl.tools.function_tool": {"function_tool": function_tool},
-    "verl.tools.gsm8k_tool": {"Gsm8kTool": Gsm8kTool},
-    "verl.tools.sandbox_fusion_tools": {"SandboxFusionTool": SandboxFusionTool},
-    "verl.tools.search_tool": {"SearchTool": SearchTool},
-    "verl.interactions.base": {"BaseInteraction": BaseInteraction},
-    "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": Gsm8kInteraction},
+    "verl.tools.base_tool": by_name(BaseTool, OpenAIFunctionToolSchema, ToolResponse),
+    "verl.tools.schemas": _SCHEMAS | by_name(ToolResponse),
+    "verl.tools.function_tool": by_name(function_tool),
+    "verl.tools.gsm8k_tool": by_name(Gsm8kTool),
+    "verl.tools.sandbox_fusion_tools": by_name(SandboxFusionTool),
+    "verl.tools.search_tool": by_name(SearchTool),
+    "verl.interactions.base": by_name(BaseInteraction),
+    "verl.interactions.gsm8k_interaction": by_name(Gsm8kInteraction),
     "verl.utils.profiler": {"simple_timer": simple_timer, "marked_timer": simple_timer},
     "verl.utils.debug": {"simple_timer": simple_timer, "marked_timer": simple_timer},
 }

@@ -34,6 +34,7 @@ from hybridrl.agents.environments.mcp_tools import load_mcp_tools
 from hybridrl.agents.environments.tools import Tool, ToolEnvironment, check_schema
 from hybridrl.agents.environments.user_code import ToolResult, UserCodeError, contained, finished, reward_of, to_result
 from hybridrl.compat.skyrl import numbers
+from hybridrl.compat.verl.names import by_name
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_class, taken, where
 from hybridrl.core.required import required
@@ -345,8 +346,5 @@ def is_registered(name: str) -> bool:
     return name in _parsers
 
 
-NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
-    "verl.experimental.agent_loop.tool_parser": {
-        cls.__name__: cls for cls in (FunctionCall, ToolParser, HermesToolParser, GptOssToolParser, Qwen3XMLToolParser)
-    }
-}
+_PARSERS = by_name(FunctionCall, ToolParser, HermesToolParser, GptOssToolParser, Qwen3XMLToolParser)
+NAMES = {"verl.experimental.agent_loop.tool_parser": _PARSERS}
