@@ -201,10 +201,8 @@ class ScoringProcess:
         except (EOFError, OSError):
             ended = self._kill(_END_TIMEOUT)
             by_signal = {signal.SIGPROF: "overran", signal.SIGKILL: "killed", signal.SIGTERM: "killed"}
-            fault, detail = (
-                by_signal.get(-required(self._program).process.returncode, "died"),
-                f"the scoring process {ended}",
-            )
+            code, detail = required(self._program).process.returncode, f"the scoring process {ended}"
+            fault = by_signal.get(-code, "died")
         self._kill()
         return Score(None, fault=fault, detail=detail)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybridrl.agents.environments.built_in.computing import CALCULATOR, calculate
+from hybridrl.agents.environments.built_in.tools import CALCULATOR, calculate
 from hybridrl.agents.environments.calls import call_parser
 from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.config import load_ppo_config, load_sft_config

@@ -17,9 +17,8 @@ from hybridrl.agents.environments import (
     mapping,
     tools_kwargs,
 )
-from hybridrl.agents.environments.built_in.computing import Calculator, Python
 from hybridrl.agents.environments.built_in.games import Gsm8kMultiTurn, GuessNumber, Wordle
-from hybridrl.agents.environments.built_in.queries import Search, SearchQuestions, Sql, TextToSql
+from hybridrl.agents.environments.built_in.tools import Calculator, Python, Search, SearchQuestions, Sql, TextToSql
 from hybridrl.agents.environments.episode_loop import AgentLoop
 from hybridrl.agents.environments.function_process import FunctionProcesses
 from hybridrl.agents.environments.tools import FUNCTION_TOOL, FunctionTool, Tool, ToolEnvironment, check_schema

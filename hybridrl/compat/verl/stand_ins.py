@@ -14,8 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, create_model
 
 from hybridrl.agents.environments import Message, Schema, schema_of_texts
-from hybridrl.agents.environments.built_in.computing import run_python
-from hybridrl.agents.environments.built_in.queries import Searcher
+from hybridrl.agents.environments.built_in.tools import Searcher, run_python
 from hybridrl.agents.environments.tools import function_tool
 from hybridrl.compat.verl.names import by_name
 from hybridrl.rewards.scorers.short_answers import score_gsm8k

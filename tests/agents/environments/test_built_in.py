@@ -10,9 +10,8 @@ import pytest
 
 from hybridrl.agents.environments import EpisodeFault, Response, ToolCall, ToolError
 from hybridrl.agents.environments.built_in import sql_query
-from hybridrl.agents.environments.built_in.computing import calculate, run_python
 from hybridrl.agents.environments.built_in.games import Gsm8kMultiTurn, GuessNumber, Wordle, best_guessing, marks
-from hybridrl.agents.environments.built_in.queries import SearchQuestions, TextToSql, table
+from hybridrl.agents.environments.built_in.tools import SearchQuestions, TextToSql, calculate, run_python, table
 from hybridrl.environments.retriever import Index, serve
 from hybridrl.rewards.score import OutOfTime
 from tests.agents.environments.conftest import made

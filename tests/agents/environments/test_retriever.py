@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from hybridrl.agents.environments.built_in.queries import Searcher
+from hybridrl.agents.environments.built_in.tools import Searcher
 from hybridrl.environments.retriever import Index, read_passages, serve
 
 TEXTS = [
