@@ -1,6 +1,7 @@
 """From a command line to a typed configuration, with all findings at once.
 
-`resolve_config` collects them; `load_config`, with which a run starts, raises.
+`resolve_config` collects them; `load_config`, with which a run starts, raises. In addition the keys as `--help` prints
+them, from the comments in conf/*.yaml, what a configuration changes, and its batch sizes.
 """
 
 import functools
@@ -33,6 +34,7 @@ from hybridrl.runs import plugins
 
 T = TypeVar("T")
 Report = Callable[[str], None]
+COLUMN = 46  # where meanings begin
 
 
 @dataclass
@@ -161,9 +163,6 @@ def _gpus(config: object) -> int:
     assert isinstance(config, PPOConfig | SFTConfig)
     width = config.actor_rollout_ref.rollout.tensor_model_parallel_size if isinstance(config, PPOConfig) else 1
     return config.trainer.n_gpus_per_node or (width if width > 1 else 0)
-
-
-COLUMN = 46  # where meanings begin
 
 
 def explain_keys(config_name: str, wanted: str, first: tuple[str, ...], width: int) -> str:
