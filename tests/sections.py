@@ -5,8 +5,7 @@ from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
 from hybridrl.config.compose import shipped
-from hybridrl.config.keys import hints
-from hybridrl.config.values import value_of
+from hybridrl.config.values import hints, value_of
 
 S = TypeVar("S")
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridrl.config.help import key_meanings
-from hybridrl.config.keys import value_keys
+from hybridrl.config.load import key_meanings
 from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.values import value_keys
 
 TOP = Path(__file__).parent.parent
 FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(TOP.glob("hybridrl/**/*.py"))}
 
 # What the core (hybridrl/core: what a step computes) may import besides itself; the list may only shrink.
 GROUND = """
-    config.catalog  config.custom_code  config.files  config.findings  config.keys  config.schema  config.values
+    config.catalog  config.custom_code  config.files  config.findings  config.schema  config.values
     checkpoint.export  checkpoint.read  checkpoint.tensors  data.order  data.prompts  data.tokenizer  rewards.score
     runtime.environment  runtime.forks  runtime.guard  runtime.keeper  runtime.signals  runtime.stacks
     tracking.console  tracking.faults  tracking.sink

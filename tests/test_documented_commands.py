@@ -13,9 +13,9 @@ import pytest
 from hybridrl.__main__ import COMMANDS
 from hybridrl.compat.translation import VERL
 from hybridrl.config.compose import CONF, SHIPPED
-from hybridrl.config.keys import holds, tree
 from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig, SFTConfig
+from hybridrl.config.values import holds, tree
 from hybridrl.doctor.__main__ import COMMANDS as DOCTOR
 from hybridrl.evaluation.config import VERL_NAMES
 from hybridrl.runs.plugins import PLUGINS

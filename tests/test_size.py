@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hybridrl.config.keys import value_keys
 from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.values import value_keys
 
 PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.

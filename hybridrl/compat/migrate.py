@@ -14,9 +14,8 @@ from hybridrl.compat.translation import SYSTEMS, VERL
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import SHIPPED, Overrides, as_override, key_of, parse_overrides, read_argument, shipped
 from hybridrl.config.findings import ConfigError, Finding, Findings, show
-from hybridrl.config.keys import holds, tree
 from hybridrl.config.load import resolve_config
-from hybridrl.config.values import value_of
+from hybridrl.config.values import holds, tree, value_of
 from hybridrl.doctor.launches import TrainingLaunch, launches_of, quoted, readable
 from hybridrl.tracking.console import print_text
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any
 
-from hybridrl.agents.environments.environment import Environment, Message, Response, Step
+from hybridrl.agents.environments import Environment, Message, Response, Step
 from hybridrl.agents.environments.user_code import UserCodeError, contained, metrics_of, reward_of
 from hybridrl.config.compose import as_section
 

@@ -27,7 +27,7 @@ from hybridrl.compat.entries import (
 )
 from hybridrl.config.compose import Argument, as_override, key_of, usual_value
 from hybridrl.config.findings import Finding, Findings, show
-from hybridrl.config.keys import holds, tree, value_keys
+from hybridrl.config.values import holds, tree, value_keys
 
 SHOWN = 4  # keys that are named if more share a reason
 CLASS = "._target_"  # how verl's files name the class of a section

@@ -20,10 +20,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from hybridrl.config.findings import ConfigError, Finding, Findings, show
-from hybridrl.config.keys import hints, holds, nearest_keys, tree
+from hybridrl.config.findings import ConfigError, Finding, Findings, nearest, show
 from hybridrl.config.schema import EvaluationConfig, PPOConfig, SFTConfig
-from hybridrl.config.values import MISSING, Plain, leaves, value_of
+from hybridrl.config.values import MISSING, Plain, hints, holds, leaves, tree, value_keys, value_of
 from hybridrl.runs import plugins
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -55,6 +54,15 @@ def as_yaml(config: PPOConfig | SFTConfig | EvaluationConfig, section: str = "")
             raise ConfigError(f"--package={section}: there is no such section", fix=nearest_keys(section, type(config)))
         values = values[name]
     return OmegaConf.to_yaml(values) if isinstance(values, dict) else f"{show(values)}\n"
+
+
+def nearest_keys(key: str, schema: type) -> str:
+    """The fix for an unknown key: the valid keys that may have been meant."""
+    known, translation = value_keys(schema), plugins.load("translation")
+    if (meant := translation.trl_names.get(key)) in known:
+        return f"TRL's {key} is {meant} here"
+    names = nearest(translation.current_name(key), known)
+    return f"nearest: {', '.join(names)}" if names else "--help all lists all keys"
 
 
 def as_section(values: dict[str, Any]) -> DictConfig:

@@ -47,6 +47,13 @@ def bind_named(function: Callable[..., Any], values: Mapping[str, Any]) -> Calla
     return functools.partial(function, **{name: values[name] for name in names})
 
 
+def taken(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the named arguments that a function or class accepts."""
+    parameters = inspect.signature(function).parameters
+    accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in named.items() if accepts_all or name in parameters}
+
+
 def call_custom(
     key: str, name: str, function: Callable[..., Any], *arguments: Any, trial: str = "on made-up groups", page: str
 ) -> Any:

@@ -12,6 +12,7 @@
 Messages are never taken apart again: programs read the fields.
 """
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -164,6 +165,26 @@ def show(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(show, value))}]"
     return {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | None) else str(value)
+
+
+def nearest(key: str, known: list[str], count: int = 3) -> list[str]:
+    """The valid keys most like a mistyped one, best first; none if nothing is similar.
+
+    Half of the likeness is that of the last part, half that of as many last parts as were written (or all); long
+    beginnings count little.
+    """
+
+    def ratio(one: str, other: str) -> float:
+        return difflib.SequenceMatcher(None, one, other).ratio()
+
+    score: dict[str, float] = {}
+    for name in known:
+        last, wanted = name.rsplit(".", 1)[-1], key.rsplit(".", 1)[-1]
+        tail = ".".join(name.split(".")[-(key.count(".") + 1) :])
+        alike = 0.5 * ratio(wanted, last) + 0.5 * max(ratio(key, name), ratio(key, tail))
+        score[name] = max(alike, 0.7 if len(wanted) > 2 and wanted in last else 0)
+    least = max(0.6, max(score.values()) - 0.15)
+    return sorted((name for name in known if score[name] > least), key=lambda name: -score[name])[:count]
 
 
 def _finding(code: str, severity: Severity, cause: str, fix: str, keys: Keys, value: object) -> Finding:

@@ -8,8 +8,14 @@ from typing import Annotated, Any, Literal
 
 from hybridrl.config import values
 from hybridrl.config.files import Adapter, Model, ModelOrTokenizer, RowNames, Script, TrainFiles
-from hybridrl.config.schema_algorithm import AlgorithmConfig, PolicyLossConfig, RewardConfig
-from hybridrl.config.schema_rollout import EvalConfig, RolloutConfig, V1Config
+from hybridrl.config.schema_parts import (
+    AlgorithmConfig,
+    EvalConfig,
+    PolicyLossConfig,
+    RewardConfig,
+    RolloutConfig,
+    V1Config,
+)
 from hybridrl.config.values import Section
 
 

@@ -24,7 +24,6 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, Union,
 from pydantic_core import SchemaValidator, ValidationError, core_schema
 
 from hybridrl.config.findings import Finding, Findings, show
-from hybridrl.config.keys import hints, tree
 
 T = TypeVar("T")
 
@@ -179,6 +178,35 @@ KLForm = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full",
 ]  # fmt: skip
+
+
+@functools.cache
+def hints(section: type) -> dict[str, Any]:
+    """The types of a section's keys, with their rules."""
+    return typing.get_type_hints(section, include_extras=True)
+
+
+@functools.cache
+def tree(section: type) -> dict[str, Any]:
+    """Every key with its full name and its type: the sections, and the keys in them."""
+    keys: dict[str, Any] = {}
+    for name, hint in hints(section).items():
+        keys[name] = hint
+        if dataclasses.is_dataclass(hint):
+            keys |= {f"{name}.{inner}": inner_hint for inner, inner_hint in tree(typing.cast(type, hint)).items()}
+    return keys
+
+
+def value_keys(section: type) -> list[str]:
+    """Every key that takes a value."""
+    return [key for key, hint in tree(section).items() if not dataclasses.is_dataclass(hint)]
+
+
+def holds(known: dict[str, Any], key: str) -> bool:
+    """Whether a key is in the schema, or in a mapping of it, which takes any names; `known` as `tree` returns it."""
+    parts = key.split(".")
+    above = (known.get(".".join(parts[:count])) for count in range(1, len(parts)))
+    return key in known or any(typing.get_origin(hint) is dict for hint in above)
 
 
 def value_of(values: Mapping[str, Any], key: str) -> Any:

@@ -5,7 +5,6 @@ Knows neither models nor scorers; the order of the prompts is in order.py.
 """
 
 import difflib
-import inspect
 import logging
 import re
 from collections import Counter
@@ -17,7 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.compose import as_section
-from hybridrl.config.custom_code import calling, load_class
+from hybridrl.config.custom_code import calling, load_class, taken
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.rows import DataRow, Faults, Rows, load_rows, report_overlong, with_progress
@@ -389,7 +388,4 @@ def _custom_rows(config: DataConfig, arguments: dict[str, Any], faults: Faults) 
 def construct(cls: type, arguments: dict[str, Any], key: str, path: str) -> Any:
     """Create an instance with those of the arguments that the class accepts; ConfigError names the failing line."""
     with calling(f"{key}={path}: {cls.__name__}({', '.join(arguments)})", path):
-        parameters = inspect.signature(cls).parameters.values()
-        accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        names = {parameter.name for parameter in parameters}
-        return cls(**{name: value for name, value in arguments.items() if accepts_all or name in names})
+        return cls(**taken(cls, arguments))

@@ -4,7 +4,10 @@ Directories and Hugging Face datasets are resolved by the library `datasets`: sp
 files that `save_to_disk` wrote, the hub's cache. It is slow to import and therefore imported only for these.
 
 JSON is read by the standard library on purpose: a reader that builds columns gives every row the fields of
-all others, and turns the text "1" into the number 1 if another row of the column holds a list.
+all others, and turns the text "1" into the number 1 if another row of the column holds a list. So does Arrow, with null
+where a row had none: such a null would be rendered into prompts, trained on in the arguments of calls, and passed to
+tools, so fields that are null are left out. Only a structure that is itself a column keeps all its fields, such as
+`extra_info`: reward functions read them by name. A null inside a list, a map or a JSON text was written and stays.
 """
 
 import difflib
@@ -16,13 +19,16 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+from pyarrow import types
 from rich.progress import track
 
 from hybridrl.config.custom_code import attempt
@@ -37,7 +43,6 @@ from hybridrl.config.files import (
 )
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.arrow import read_columns
 
 T = TypeVar("T")
 
@@ -45,6 +50,7 @@ TRAINING = "data.train_files"
 SAVED = ("dataset_info.json", "dataset_dict.json")  # save_to_disk writes one of these
 SHOWN_FAULTS = 5
 MAX_FAULTS = 1000
+BATCH = 1000  # rows of a columnar file that are converted to Python values at a time
 PROGRESS_BAR_ROWS = 20_000  # from this number of rows on, a progress bar is shown
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PLACE = re.compile(r"(.*?(?:line|row)) (\d+)$")
@@ -336,3 +342,59 @@ def _split(splits: Iterable[str], named: DatasetName, key: str) -> str:
     cause = "has several splits" if named.split is None else f"has no split {named.split}"
     choices = ", ".join(f"{named.name}:{name}" for name in names) or "none"
     raise ConfigError(f"{key}={named.name}: {cause}", fix=f"name one: {choices}")
+
+
+# -- columnar files -> rows --------------------------------------------------------------------------------------------
+
+
+def read_columns(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file, which is memory-mapped instead of read at once. Raises what pyarrow does."""
+    with ExitStack() as stack:
+        if path.suffix.lower() == ".arrow":
+            batches = stack.enter_context(pyarrow.ipc.open_stream(stack.enter_context(pyarrow.memory_map(str(path)))))
+        else:
+            batches = _batches(stack.enter_context(pyarrow.parquet.ParquetFile(path, memory_map=True)))
+        for batch in batches:
+            kinds = {field.name: field.type for field in batch.schema}
+            for row in batch.to_pylist(maps_as_pydicts="strict"):
+                yield {name: _plain(value, kinds[name], whole=True) for name, value in row.items()}
+
+
+def _batches(file: pyarrow.parquet.ParquetFile) -> Iterator[pyarrow.RecordBatch]:
+    """Yield a file batch by batch, or by row group where a dictionary inside a structure prevents that."""
+    batches = file.iter_batches(BATCH)
+    try:
+        first = next(batches, None)
+    except pyarrow.ArrowNotImplementedError:
+        for group in range(file.num_row_groups):
+            yield from file.read_row_group(group).to_batches(BATCH)
+        return
+    if first is not None:
+        yield first
+        yield from batches
+
+
+def _plain(value: Any, kind: pyarrow.DataType, *, whole: bool = False) -> Any:
+    """Return a value of a type without the fields that Arrow added, and JSON texts decoded; the fields of a `whole`
+    column stay."""
+    if value is None or not _is_nested(kind):
+        return value
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return json.loads(value) if kind.extension_name == "arrow.json" else _plain(value, kind.storage_type)
+    if types.is_struct(kind):
+        fields = ((field.name, _plain(value[field.name], field.type)) for field in kind)
+        return {name: item for name, item in fields if whole or item is not None}
+    if types.is_map(kind):
+        return {key: _plain(item, kind.item_type) for key, item in value.items()}
+    return [_plain(item, kind.value_type) for item in value]
+
+
+@functools.cache
+def _is_nested(kind: pyarrow.DataType) -> bool:
+    """Whether a type holds structures or JSON texts."""
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return kind.extension_name == "arrow.json" or _is_nested(kind.storage_type)
+    if types.is_map(kind):
+        return _is_nested(kind.item_type)
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    return types.is_struct(kind) or (any(is_list(kind) for is_list in lists) and _is_nested(kind.value_type))

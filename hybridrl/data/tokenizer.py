@@ -18,9 +18,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from transformers.utils import cached_file
 
 from hybridrl.config.custom_code import attempt
-from hybridrl.config.files import resolve_model
+from hybridrl.config.files import fault_in, resolve_model
 from hybridrl.config.findings import ConfigError
-from hybridrl.config.foreign_files import fault_in
 
 Message = dict[str, Any]
 

@@ -16,12 +16,10 @@ from contextlib import nullcontext
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from hybridrl.config import PPOConfig
-from hybridrl.config.compose import CONF, PRESET, SHIPPED, shipped
+from hybridrl.config.compose import CONF, PRESET, SHIPPED, nearest_keys, shipped
 from hybridrl.config.findings import show as as_text
-from hybridrl.config.help import batch_arithmetic, key_meanings
-from hybridrl.config.keys import nearest_keys, tree, value_keys
-from hybridrl.config.load import ResolvedConfig, resolve_config
-from hybridrl.config.values import EXPECTED, MISSING, Range, value_of
+from hybridrl.config.load import ResolvedConfig, batch_arithmetic, key_meanings, resolve_config
+from hybridrl.config.values import EXPECTED, MISSING, Range, tree, value_keys, value_of
 from hybridrl.doctor import add_run_arguments, show
 from hybridrl.runs.plugins import load
 from hybridrl.runtime.guard import guarded

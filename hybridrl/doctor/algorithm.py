@@ -16,7 +16,7 @@ from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import CONF, SHIPPED
 from hybridrl.config.custom_code import load_function
 from hybridrl.config.load import resolve_config
-from hybridrl.config.schema_algorithm import AlgorithmConfig
+from hybridrl.config.schema_parts import AlgorithmConfig
 from hybridrl.core.algorithms.algorithm import bind, find_estimator
 from hybridrl.core.batch import Batch
 from hybridrl.runs.algorithm_trial import LOSS, toy_batch, toy_update, try_estimator, try_policy_loss

@@ -16,8 +16,7 @@ from hybridrl.doctor.machine import check_devices, check_extensions
 from hybridrl.doctor.reward import try_on_rows
 from hybridrl.doctor.rows import check_rows, check_template
 from hybridrl.doctor.start import KEY, check_space, check_start
-from hybridrl.rewards.built_in import scorer_of
-from hybridrl.rewards.load import uses_built_in
+from hybridrl.rewards.load import scorer_of, uses_built_in
 from hybridrl.runs.prepare import RunInputs, prepare
 from hybridrl.runs.resume import check_complete, plan_resume
 from hybridrl.tracking.console import Terminal

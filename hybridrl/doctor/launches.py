@@ -27,9 +27,8 @@ from typing import Any
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import as_override, file_values
 from hybridrl.config.findings import Findings
-from hybridrl.config.keys import tree
 from hybridrl.config.schema import SFTConfig
-from hybridrl.config.values import MISSING, leaves
+from hybridrl.config.values import MISSING, leaves, tree
 from hybridrl.doctor.shell_text import without_files
 from hybridrl.rewards.sandbox.confinement import supported
 from hybridrl.tracking.secrets import is_secret, mask_text

@@ -21,13 +21,12 @@ from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.checks.algorithm import resolve_reward
 from hybridrl.config.findings import Checker, Findings
 from hybridrl.config.load import read_config
-from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.config.values import Section
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.rows import DataRow, Faults, load_rows
 from hybridrl.doctor import show
-from hybridrl.rewards.built_in import check_data_sources
-from hybridrl.rewards.load import uses_built_in
+from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.score import WRITTEN, Score, ScoringRequest

@@ -20,10 +20,10 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from hybridrl.agents.environments import Message
 from hybridrl.agents.environments.calls import KEY as FORMAT
 from hybridrl.agents.environments.calls import call_parser
 from hybridrl.agents.environments.dialogue import Dialogue
-from hybridrl.agents.environments.environment import Message
 from hybridrl.agents.environments.template import TOOL
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import ConfigError, Findings

@@ -1,6 +1,6 @@
 """The names that environments and tools of a user are written with (see `hybridrl.agents.environments`)."""
 
-from hybridrl.agents.environments.environment import (
+from hybridrl.agents.environments import (
     CallRecord,
     Environment,
     EpisodeFault,

@@ -12,7 +12,7 @@ from hybridrl.checkpoint.store import step_directories
 from hybridrl.config import ConfigError, EvaluationConfig
 from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.custom_code import publish_own_keys
-from hybridrl.config.schema_rollout import EvalConfig
+from hybridrl.config.schema_parts import EvalConfig
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import read_responses
 from hybridrl.evaluation.config import describe_sampling
@@ -42,8 +42,7 @@ from hybridrl.evaluation.results import (
 from hybridrl.evaluation.samples import Sample, SampleFile, by_dataset
 from hybridrl.evaluation.scoring import REWARD_LOG, Rescorer, blank_sample, reward_digest
 from hybridrl.evaluation.targets import KEY, find_targets, with_unique_names
-from hybridrl.rewards.built_in import check_data_sources
-from hybridrl.rewards.load import uses_built_in
+from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.setup import Sessions, open_directory
 from hybridrl.tracking.console import Terminal, console, info, on_terminal, warn

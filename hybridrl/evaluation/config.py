@@ -15,7 +15,7 @@ from hybridrl.config.compose import CONF, usual_value
 from hybridrl.config.findings import Checker, Findings
 from hybridrl.config.load import Report, read_config
 from hybridrl.config.schema import EvaluationConfig, PPOConfig, ServingConfig
-from hybridrl.config.schema_rollout import PRESETS, SHIPPED_SHARE, WHOLE_SHARE, EvalConfig, RolloutConfig
+from hybridrl.config.schema_parts import PRESETS, SHIPPED_SHARE, WHOLE_SHARE, EvalConfig, RolloutConfig
 from hybridrl.config.values import Plain, Reading
 from hybridrl.tracking.console import warn
 

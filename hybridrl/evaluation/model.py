@@ -18,7 +18,7 @@ from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig, TrainerConfig
-from hybridrl.config.schema_rollout import RolloutConfig
+from hybridrl.config.schema_parts import RolloutConfig
 from hybridrl.core.cluster import RaySession
 from hybridrl.core.cluster.group import control_limit
 from hybridrl.core.experience.episodes import EpisodeRunner
@@ -35,9 +35,8 @@ from hybridrl.evaluation.results import SAMPLES, write_results
 from hybridrl.evaluation.samples import EvaluationProgress, Sample, SampleFile
 from hybridrl.evaluation.scoring import REWARD_LOG, Rescorer, episode_sample, reward_digest, write_responses
 from hybridrl.evaluation.targets import Target
-from hybridrl.rewards.actor import open_scorer_pool
-from hybridrl.rewards.built_in import check_data_sources
-from hybridrl.rewards.load import uses_built_in
+from hybridrl.rewards.load import check_data_sources, uses_built_in
+from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.runs import plugins
 from hybridrl.runs.model_settings import reject_hub_model, reject_unusable_overrides
 from hybridrl.runs.ppo import build_shaping

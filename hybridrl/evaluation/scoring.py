@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.environments.conversations import transcript
 from hybridrl.checkpoint.fingerprints import digest
-from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.core.experience.trajectory import Episode
 from hybridrl.data.prompts import Prompt
 from hybridrl.evaluation.plan import PlannedResponse, Question

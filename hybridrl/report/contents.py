@@ -14,7 +14,7 @@ import yaml
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import CONF, shipped
 from hybridrl.config.findings import show
-from hybridrl.config.help import key_meanings
+from hybridrl.config.load import key_meanings
 from hybridrl.config.values import MISSING, leaves
 from hybridrl.runs.directory import CONFIG, UNREADABLE, RunDirectory
 from hybridrl.tracking.faults import BEGUN, Fault, last_lines, read_end

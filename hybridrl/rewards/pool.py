@@ -2,24 +2,44 @@
 
 A library's process pool would run the driver's main module again in each process, is lost as a whole when an idle
 process is killed from outside, and does not kill what a hung scorer has started.
+
+Of a run one Ray actor per machine decodes responses and supervises scoring processes. These actors take no CPU from
+Ray's accounting. Limits and faults are those of `process.py`.
 """
 
+import contextlib
+import functools
+import gc
+import os
+import pickle
+import socket
+import sys
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import ConfigError
-from hybridrl.config.schema_algorithm import RewardConfig
-from hybridrl.rewards.load import in_one_call, processes
-from hybridrl.rewards.process import CallerScorer, ScoringProcess
-from hybridrl.rewards.score import Score, ScoringRequest
+from hybridrl.config.schema_parts import RewardConfig
+from hybridrl.core.cluster import Actor, RaySession, gather, kill, spawn
+from hybridrl.rewards.load import in_one_call, processes, seconds_between_calls
+from hybridrl.rewards.process import LOAD_TIMEOUT, CallerScorer, Launch, ScorerDied, ScoringProcess
+from hybridrl.rewards.score import WRITTEN, WRITTEN_IDS, Score, ScoringRequest
+from hybridrl.runtime.guard import begin_actor
 
 _MOST_AT_ONCE = 256  # requests sent to a scorer together: enough that sending is cheap compared with scoring
+_RESTARTS = 3  # of an actor that dies; Ray repeats the calls that were in progress
+_STOP_TIMEOUT = 10.0
+
+LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
+Reason = tuple[type[Exception], str]  # why scoring ends: ConfigError or ScorerDied, and its message
+Setup = tuple[RewardConfig, frozenset[str], LoadTokenizer, Launch, str]  # the last two: the driver's, and its host
 
 
 class Scorer(Protocol):
@@ -81,7 +101,7 @@ class ScorerPool:
 
     def wait_until_loaded(self) -> None:
         """Wait until every scorer has loaded the reward; if one cannot, close the pool and raise ConfigError."""
-        with ExitStack() as undo:
+        with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             with self._changed:
                 self._changed.wait_for(lambda: self._end is not None or len(self._loaded) == len(self._scorers))
@@ -176,3 +196,170 @@ class ScorerPool:
                 job.future.set_exception(reason)
             else:
                 job.future.set_result(Score(None, fault="died", detail=f"not scored: {reason}"))
+
+
+def open_scorer_pool(
+    session: RaySession, config: RewardConfig, logs: Path, data_sources: Collection[str], load_tokenizer: LoadTokenizer
+) -> ScorerPool:
+    """Return a pool whose `reward.num_workers` processes are spread over the machines of the session.
+
+    Requests may hold token ids instead of text: `load_tokenizer` is pickled and called once per actor. What a reward
+    prints goes to reward.log in `logs`, on further machines to reward-1.log and so on. The actors load in parallel with
+    what else starts: call `wait_until_loaded` before the first step.
+    """
+    if config.num_workers == 0:
+        return ScorerPool(config, scorers=[DecodingScorer(CallerScorer(config, data_sources), load_tokenizer())])
+    total, machines = processes(config), len(session.first_devices)
+    shares = [total // machines + (machine < total % machines) for machine in range(machines)]
+    setup = config, frozenset(data_sources), load_tokenizer, Launch.here(), socket.gethostname()
+    scorers: list[Scorer] = []
+    for machine, share in enumerate(shares):
+        scorers += _start_actor(session, machine, share, logs, setup) if share else []
+    return ScorerPool(config, scorers=scorers, wait=False)
+
+
+def _start_actor(session: RaySession, machine: int, share: int, logs: Path, setup: Setup) -> list["RemoteScorer"]:
+    """Start the ScoringActor of a machine; return a scorer for each of its processes."""
+    log, reward_log = f"{logs}/scoring-{machine}.log", f"{logs}/reward{f'-{machine}' * bool(machine)}.log"
+    handle = spawn(
+        ScoringActor,
+        session,
+        session.first_devices[machine],
+        {},
+        *(log, reward_log, share, setup),
+        max_concurrency=share + 1,  # one call per process, and `stop`
+        max_restarts=_RESTARTS,
+        max_task_retries=_RESTARTS,
+    )
+
+    @functools.cache  # each of the scorers is stopped
+    def stop() -> None:
+        with contextlib.suppress(Exception):  # it or Ray may have ended, and nothing needs its result
+            gather([handle.stop.remote()], "scorer.stop", _STOP_TIMEOUT)
+        kill(handle)
+
+    return [RemoteScorer(handle, index, log, setup[0], stop) for index in range(share)]
+
+
+class DecodingScorer:
+    """Decodes responses given as token ids only, passes them to `scorer`, and adds the text to the Score."""
+
+    def __init__(self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._scorer, self._tokenizer = scorer, tokenizer
+        self._takes_tokens: bool | None = None  # None: not started
+        self.stop, self.close = scorer.stop, scorer.close
+
+    def start(self) -> bool:
+        self._takes_tokens = self._scorer.start()
+        return self._takes_tokens
+
+    def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
+        if self._takes_tokens is None:  # in an actor that Ray has restarted
+            self.start()
+        encoded = [one.response_ids for one in requests if one.solution is None]
+        decoded = iter(self._tokenizer.batch_decode(encoded, skip_special_tokens=True) if encoded else ())
+        texts, ready = [], []
+        for one in requests:
+            texts.append(next(decoded) if one.solution is None else None)
+            text = one.solution if texts[-1] is None else texts[-1]
+            ids = one.response_ids if self._takes_tokens else None
+            ids = None if ids is None else np.asarray(ids).tolist()
+            ready.append(ScoringRequest(one.data_source, text, one.ground_truth, self._decoded(one.extra_info), ids))
+        for text, score in zip(texts, self._scorer.score(ready), strict=True):
+            yield score if text is None else replace(score, text=text)
+
+    def _decoded(self, extra_info: dict[str, Any]) -> dict[str, Any]:
+        if WRITTEN_IDS not in extra_info:
+            return extra_info
+        texts = self._tokenizer.batch_decode(extra_info[WRITTEN_IDS], skip_special_tokens=True)
+        return {name: value for name, value in extra_info.items() if name != WRITTEN_IDS} | {WRITTEN: "\n".join(texts)}
+
+
+class ScoringActor:
+    """The Ray actor of one machine: `share` scoring processes and a tokenizer, with a thread per process."""
+
+    def __init__(self, log: str, reward_log: str, share: int, setup: Setup) -> None:
+        Path(log).parent.mkdir(parents=True, exist_ok=True)
+        begin_actor(log)
+        config, data_sources, load_tokenizer, driver, driver_host = setup
+        # Rewards see what they would see as children of the driver; a further machine adds what is its own.
+        if socket.gethostname() == driver_host:
+            environment = driver.environment
+        else:
+            environment = driver.environment | dict(os.environ)
+        directory = driver.directory if os.path.isdir(driver.directory) else None
+        launch = Launch([*driver.path, *sys.path], directory, environment)
+        tokenizer = load_tokenizer()
+        gc.freeze()  # the many objects of the libraries need not be visited by every full collection
+        self._scorers = [
+            DecodingScorer(ScoringProcess(config, data_sources, Path(reward_log), launch), tokenizer)
+            for _ in range(share)
+        ]
+
+    def start(self, index: int) -> bool | Reason:
+        """Start a process; return whether the reward reads token ids, or why it could not be loaded."""
+        try:
+            return self._scorers[index].start()
+        except (ConfigError, ScorerDied) as error:
+            return type(error), str(error)
+
+    def score(self, index: int, content: bytes) -> bytes:
+        """Score packed requests with one process; return the pickled scores, and why they end early if they do."""
+        scores: list[Score] = []
+        reason: Reason | None = None
+        try:
+            scores.extend(self._scorers[index].score(unpacked(content)))
+        except (ConfigError, ScorerDied) as error:
+            reason = type(error), str(error)
+        return pickle.dumps((scores, reason), pickle.HIGHEST_PROTOCOL)
+
+    def stop(self) -> None:
+        """Kill the processes with all that they have started."""
+        for scorer in self._scorers:
+            scorer.stop()
+
+
+def packed(requests: Sequence[ScoringRequest]) -> bytes:
+    """Return requests as bytes, which Ray passes through: its own pickling visits every dataclass in Python. Pickling
+    an array takes several times as long as the rest of its request, so that token ids become bytes first."""
+    rows = []
+    for one in requests:
+        ids = None if one.response_ids is None else np.asarray(one.response_ids, np.int32).tobytes()
+        rows.append((one.data_source, one.solution, one.ground_truth, one.extra_info, ids))
+    return pickle.dumps(rows, pickle.HIGHEST_PROTOCOL)
+
+
+def unpacked(content: bytes) -> list[ScoringRequest]:
+    """Return the requests of `packed`."""
+    return [
+        ScoringRequest(source, solution, truth, extra, None if ids is None else np.frombuffer(ids, np.int32))
+        for source, solution, truth, extra, ids in pickle.loads(content)
+    ]
+
+
+class RemoteScorer:
+    """One process of a ScoringActor, as the pool sees it; `stop` ends the actor."""
+
+    def __init__(self, handle: Actor, index: int, log: str, config: RewardConfig, stop: Callable[[], None]) -> None:
+        self._handle, self._index, self._log, self.stop = handle, index, log, stop
+        # Bounds a call: the limits within the actor end it long before.
+        self._seconds = LOAD_TIMEOUT + 2 * (config.timeout + seconds_between_calls(config))
+
+    def start(self) -> bool:
+        call = self._handle.start.remote(self._index)
+        (reply,) = gather([call], "scorer.start", 2 * LOAD_TIMEOUT, [self._log], key="")
+        if isinstance(reply, tuple):
+            raise reply[0](reply[1])
+        return reply
+
+    def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
+        call = self._handle.score.remote(self._index, packed(requests))
+        (reply,) = gather(
+            [call], "scorer.score", self._seconds * (1 + len(requests)), [self._log], key="reward.timeout"
+        )
+        scores, reason = pickle.loads(reply)
+        yield from scores
+        if reason is not None:
+            raise reason[0](reason[1])
+
+    def close(self) -> None: ...

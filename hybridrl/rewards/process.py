@@ -24,10 +24,9 @@ from typing import Any
 import psutil
 
 from hybridrl.config import ConfigError
-from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.core.required import required
-from hybridrl.rewards.built_in import CPU_SECONDS
-from hybridrl.rewards.load import calls_at_once, in_one_call, load_reward, seconds_between_calls
+from hybridrl.rewards.load import CPU_SECONDS, calls_at_once, in_one_call, load_reward, seconds_between_calls
 from hybridrl.rewards.score import Score, ScoringRequest, fault_of, score_request
 from hybridrl.runtime.guard import end_with_parent
 
@@ -90,10 +89,9 @@ class ScoringProcess:
         default_memory = max(psutil.virtual_memory().total // _MIB // _DEFAULT_SHARE, _MIN_DEFAULT_MEMORY)
         self._memory_mb = config.memory_mb or default_memory
         self._next_check = 0.0
-        self._messages: Messages | None = None
         self._may_start = True
         self._launching = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._program: Program | None = None
 
     def start(self) -> bool:
         """Start or replace the process and load the reward; return whether it reads token ids.
@@ -112,15 +110,15 @@ class ScoringProcess:
     def _load(self) -> bool | str | None:
         """Start a process; return its reply, why it could not load the reward, or None if it was killed."""
         self.close()
-        ours, theirs = socket.socketpair()
-        self._messages = Messages(ours)
-        with theirs, self._launching:
+        launch, log = self._launch or Launch.here(), self._log_path
+        with self._launching, contextlib.nullcontext() if log is None else open(log, "ab") as output:
             if not self._may_start:
                 raise RuntimeError("the scoring process was stopped")
-            self._process = self._popen(theirs.fileno())
+            options = {"stdout": output, "stderr": output, "cwd": launch.directory, "env": launch.environment}
+            program = self._program = Program(__name__, launch.path, **options)
         see_log = "" if self._log_path is None else f"; its output is in {self._log_path}"
         try:
-            self._messages.send((self._config, self._data_sources), LOAD_TIMEOUT)
+            program.messages.send((self._config, self._data_sources), LOAD_TIMEOUT)
             return self._reply(LOAD_TIMEOUT)
         except TimeoutError:
             return f"the reward did not load within {LOAD_TIMEOUT} s"
@@ -130,7 +128,7 @@ class ScoringProcess:
             return f"the reward wrote to the connection of its scoring process while it was loaded{see_log}"
         except (EOFError, OSError):
             ended = self._kill(_END_TIMEOUT)
-            killed = self._process.returncode < 0 and self._may_start
+            killed = program.process.returncode < 0 and self._may_start
             return None if killed else f"a scoring process {ended} while it loaded the reward{see_log}"
 
     def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
@@ -169,22 +167,22 @@ class ScoringProcess:
         """Kill the process and do not start another."""
         with self._launching:
             self._may_start = False
-            if self._process is not None:
+            if self._program is not None:
                 self._kill()
 
     def close(self) -> None:
         """Close the socket."""
-        if self._messages is not None:
-            self._messages.close()
+        if self._program is not None:
+            self._program.messages.close()
 
     def _send(self, requests: Collection[ScoringRequest]) -> None:
         """Send requests; one `_receive` per request must follow."""
         try:
-            required(self._messages).send(list(requests), self._limit)
+            required(self._program).messages.send(list(requests), self._limit)
         except OSError:  # killed or stopped from outside while it was idle
             self._kill()
             self.start()
-            required(self._messages).send(list(requests), self._limit)
+            required(self._program).messages.send(list(requests), self._limit)
 
     def _receive(self) -> Score:
         """Return the next score; if it is a fault that cost the process its life, the process is lost.
@@ -203,49 +201,30 @@ class ScoringProcess:
         except (EOFError, OSError):
             ended = self._kill(_END_TIMEOUT)
             by_signal = {signal.SIGPROF: "overran", signal.SIGKILL: "killed", signal.SIGTERM: "killed"}
-            fault, detail = by_signal.get(-required(self._process).returncode, "died"), f"the scoring process {ended}"
+            code, detail = required(self._program).process.returncode, f"the scoring process {ended}"
+            fault = by_signal.get(-code, "died")
         self._kill()
         return Score(None, fault=fault, detail=detail)
 
     def _reply(self, seconds: float) -> Any:
         """Return the next message, checking the memory of the process now and then."""
-        deadline = time.monotonic() + seconds
+        program, deadline = required(self._program), time.monotonic() + seconds
         while True:
             now = time.monotonic()
             if now >= self._next_check:
                 self._next_check = now + _SECONDS_BETWEEN_CHECKS
-                if _max_memory(required(self._process).pid) > self._memory_mb * _MIB:
+                if _max_memory(program.process.pid) > self._memory_mb * _MIB:
                     raise _MemoryExceeded(f"more than {self._memory_mb:,} MiB of memory (reward.memory_mb)")
             try:
-                return required(self._messages).receive(min(_SECONDS_BETWEEN_CHECKS, max(deadline - now, 0)))
+                return program.messages.receive(min(_SECONDS_BETWEEN_CHECKS, max(deadline - now, 0)))
             except TimeoutError:
                 if time.monotonic() >= deadline:
                     raise
 
     def _kill(self, seconds_to_end: float = 0.0) -> str:
         """Kill the process, unless it ends in time, and all that it started; return how it ended."""
-        process = required(self._process)
-        if process.returncode is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(seconds_to_end)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()  # in case it has left its group
-        self._lost = True
-        code = process.wait()
+        code, self._lost = required(self._program).kill(seconds_to_end), True
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-    def _popen(self, descriptor: int) -> subprocess.Popen[bytes]:
-        """Start a bare interpreter with the driver's `sys.path`, which does not import the driver's main module."""
-        launch = self._launch or Launch.here()
-        code = f"import sys; sys.path[:] = {list(launch.path)}; from hybridrl.rewards.process import main; "
-        code += f"main({descriptor}, {os.getpid()})"
-        with contextlib.nullcontext() if self._log_path is None else open(self._log_path, "ab") as log:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            place = {"cwd": launch.directory, "env": launch.environment}
-            # In a group of its own: not reached by the terminal's Ctrl-C, and killed with its own children.
-            command = [sys.executable, "-u", "-c", code]
-            return subprocess.Popen(command, pass_fds=[descriptor], process_group=0, **streams, **place)
 
 
 def _max_memory(process: int) -> int:
@@ -301,16 +280,47 @@ class Messages:
             self._received += received
 
 
+class Program:
+    """A bare interpreter that runs `main(descriptor, parent)` of a module with this `sys.path`, and the messages to it.
+
+    It does not import the driver's main module. In a group of its own it is not reached by the terminal's Ctrl-C, and
+    is killed with its own children. `options` are those of Popen.
+    """
+
+    def __init__(self, module: str, path: Sequence[str], **options: Any) -> None:
+        ours, theirs = socket.socketpair()
+        self.messages, descriptor = Messages(ours), theirs.fileno()
+        code = f"import sys; sys.path[:] = {list(path)}; from {module} import main; main({descriptor}, {os.getpid()})"
+        options |= {"pass_fds": [descriptor], "process_group": 0, "stdin": subprocess.DEVNULL}
+        with theirs:
+            self.process = subprocess.Popen([sys.executable, "-u", "-c", code], **options)
+
+    def kill(self, seconds_to_end: float) -> int:
+        """Kill the process, unless it ends in time, and all that it started; return its exit code."""
+        if self.process.returncode is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds_to_end)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()  # in case it has left its group
+        return self.process.wait()
+
+
+def messages_of(descriptor: int, parent: int) -> Messages:
+    """Return the messages to the parent, in a Program, which ends with it."""
+    end_with_parent(parent, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the driver, which ends this process
+    os.set_inheritable(descriptor, False)  # processes that this one starts must not keep the socket open
+    return Messages(socket.socket(fileno=descriptor))
+
+
 def main(descriptor: int, supervisor: int) -> None:
     """Receive a RewardConfig and data sources; send whether token ids are required, or why loading failed as a string.
 
     Then receive lists of ScoringRequest, and send the fields of one Score per request, in their order.
     """
-    end_with_parent(supervisor, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this process
+    messages = messages_of(descriptor, supervisor)
     logging.basicConfig(format="%(asctime)s %(message)s")
-    os.set_inheritable(descriptor, False)  # processes that the reward starts must not keep the socket open
-    messages = Messages(socket.socket(fileno=descriptor))
     config, data_sources = messages.receive()
     scorer = CallerScorer(config, data_sources, cpu_limited=True)
     try:

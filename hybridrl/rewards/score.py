@@ -235,8 +235,8 @@ class Shaping:
         """Return the shaped score of a response of `length` tokens; a fault is unchanged."""
         if score.value is None:
             return score
-        value, rewards, extras = self.scale * score.value, score.token_rewards, dict(score.extras)
-        scaled = value
+        value = scaled = self.scale * score.value
+        rewards, extras = score.token_rewards, dict(score.extras)
         if self.clip is not None:
             value = min(max(scaled, self.clip[0]), self.clip[1])
             extras["clipped"] = value != scaled
@@ -245,10 +245,8 @@ class Shaping:
             value += penalty
             if self.overlong.log:
                 extras |= {"overlong_reward": penalty, "overlong": penalty < 0}
-        if rewards is not None:  # the difference goes to the last token
-            *others, last = (self.scale * reward for reward in rewards)
-            rewards = [*others, last + value - scaled]
-        return replace(score, value=value, token_rewards=rewards, extras=extras)
+        rewards = rewards and [self.scale * reward for reward in rewards]
+        return replace(score, value=scaled, token_rewards=rewards, extras=extras).with_value(value)
 
 
 class RewardFaults(RuntimeError):

@@ -26,8 +26,7 @@ from hybridrl.checkpoint.store import (
     step_directories,
     step_number,
 )
-from hybridrl.config.files import SHARDS
-from hybridrl.config.foreign_files import read_mapping
+from hybridrl.config.files import SHARDS, read_mapping
 from hybridrl.runs.plugins import load
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import FINISHED, STOPPED, Fault, last_run, read_faults

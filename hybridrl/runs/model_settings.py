@@ -16,7 +16,7 @@ from hybridrl.config.catalog import RANDOM, why_unsupported
 from hybridrl.config.checks.model import IMPLIED, why_not_served
 from hybridrl.config.custom_code import attempt
 from hybridrl.config.files import resolve_model
-from hybridrl.config.keys import nearest
+from hybridrl.config.findings import nearest
 from hybridrl.config.schema import ModelConfig
 
 ROPE = "rope_parameters"

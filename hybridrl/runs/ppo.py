@@ -11,9 +11,9 @@ from typing import Any
 
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.config import PPOConfig
-from hybridrl.config.checks.asynchronous import continues_rollouts, most_in_flight
-from hybridrl.config.help import batch_arithmetic, samplings
-from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.config.checks.engine import continues_rollouts, most_in_flight
+from hybridrl.config.load import batch_arithmetic, samplings
+from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.core.cluster import Group, RaySession, gather
 from hybridrl.core.cluster.group import START_LIMIT, control_limit
 from hybridrl.core.experience.asynchronous import AsynchronousExperience
@@ -29,8 +29,8 @@ from hybridrl.core.training.worker import TrainWorker, WorkerConfig
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.core.weights.sync import BroadcastSync, ColocatedSync
 from hybridrl.data.tokenizer import end_tokens
-from hybridrl.rewards.actor import open_scorer_pool
 from hybridrl.rewards.load import uses_built_in
+from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
 from hybridrl.runs.plugins import load as plugin
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere

@@ -28,8 +28,7 @@ from hybridrl.data.order import Order, build_order
 from hybridrl.data.prompts import PromptDataset, load_prompts
 from hybridrl.data.tokenizer import end_tokens, load_tokenizer
 from hybridrl.health.rules import custom_rules
-from hybridrl.rewards.built_in import check_data_sources
-from hybridrl.rewards.load import uses_built_in
+from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.runs.algorithm_trial import try_estimator, try_policy_loss, try_schedule
 from hybridrl.runs.model_settings import reject_hub_model
 from hybridrl.runs.plugins import load

@@ -17,10 +17,9 @@ from hybridrl.checkpoint.store import Checkpoint, is_verl
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_yaml
 from hybridrl.config.custom_code import script_path
-from hybridrl.config.foreign_files import read_mapping
+from hybridrl.config.files import read_mapping
 from hybridrl.config.schema import ActorRolloutRefConfig, CriticConfig, DataConfig, ModelConfig, SFTTrainerConfig
-from hybridrl.config.schema_algorithm import RewardConfig
-from hybridrl.config.schema_rollout import RolloutConfig
+from hybridrl.config.schema_parts import RewardConfig, RolloutConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.required import required
 from hybridrl.core.training.worker_group import TrainWorkers

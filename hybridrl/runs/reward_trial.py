@@ -15,12 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.fingerprints import fingerprint
 from hybridrl.config.findings import Findings
-from hybridrl.config.schema_algorithm import RewardConfig
+from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.core.required import required
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts
 from hybridrl.data.tokenizer import as_chat
-from hybridrl.rewards.built_in import scorer_of
-from hybridrl.rewards.load import seconds_between_calls, uses_built_in
+from hybridrl.rewards.load import scorer_of, seconds_between_calls, uses_built_in
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.score import Score, ScoringRequest

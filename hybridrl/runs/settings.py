@@ -17,8 +17,7 @@ from hybridrl.config.schema import (
     OptimizerConfig,
     PPOConfig,
 )
-from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
-from hybridrl.config.schema_rollout import RolloutConfig
+from hybridrl.config.schema_parts import RolloutConfig, RolloutCorrectionConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy_loss
 from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement

@@ -18,7 +18,7 @@ from hybridrl.checkpoint.saver import SavePlan, Saver, SaveTimes, Stateful
 from hybridrl.checkpoint.store import Store, holder
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_yaml, save_config
-from hybridrl.config.help import hyperparameters
+from hybridrl.config.load import hyperparameters
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.core import device as devices
 from hybridrl.core.cluster import Group, RaySession, WorkerDied, spawn

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import CONF, as_yaml
-from hybridrl.config.help import explain_keys
+from hybridrl.config.load import explain_keys
 from hybridrl.runtime import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REJECTED
 from hybridrl.runtime.signals import REQUESTS, ended_by_closed_pipe, stop_at_once
 from hybridrl.runtime.sweep import SWEEP_HELP, print_points, run_sweep

@@ -14,10 +14,9 @@ from argcomplete.completers import FilesCompleter
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.catalog import ESTIMATORS, POLICY_LOSSES
 from hybridrl.config.compose import CONF, PRESET, SHIPPED, presets
-from hybridrl.config.help import key_meanings
-from hybridrl.config.keys import tree, value_keys
-from hybridrl.config.schema_rollout import PRESETS as EVAL_PRESETS
-from hybridrl.config.values import SCHEDULES
+from hybridrl.config.load import key_meanings
+from hybridrl.config.schema_parts import PRESETS as EVAL_PRESETS
+from hybridrl.config.values import SCHEDULES, tree, value_keys
 from hybridrl.runs.plugins import names
 
 SCHEMAS = {"train": PPOConfig, "eval": PPOConfig, "sweep": PPOConfig, "doctor": PPOConfig, "sft": SFTConfig}

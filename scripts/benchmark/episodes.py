@@ -20,13 +20,13 @@ from side_by_side import ROUNDS, Arguments
 from transformers import AutoTokenizer
 from warm_start import make_data
 
+from hybridrl.agents.environments import EnvironmentSettings
 from hybridrl.agents.environments.episode_loop import Limits
 from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers, Sampler
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec
 from hybridrl.config import load_ppo_config
 from hybridrl.config.compose import shipped
-from hybridrl.config.schema_rollout import AgentConfig, MultiTurnConfig
+from hybridrl.config.schema_parts import AgentConfig, MultiTurnConfig
 from hybridrl.config.values import value_of
 from hybridrl.core.cluster import RaySession
 from hybridrl.core.experience.trajectory import Trajectory

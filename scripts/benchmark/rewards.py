@@ -19,8 +19,7 @@ from transformers import AutoTokenizer
 from hybridrl.core.cluster import RaySession
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.doctor.reward import reward_config
-from hybridrl.rewards.actor import open_scorer_pool
-from hybridrl.rewards.pool import ScorerPool
+from hybridrl.rewards.pool import ScorerPool, open_scorer_pool
 from hybridrl.rewards.score import ScoringRequest
 
 CONFIG = reward_config(None, ["reward.num_workers=2"])

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from hybridrl.agents.environments.settings import EnvironmentSettings
-from hybridrl.config.keys import hints
-from hybridrl.config.schema_rollout import AgentConfig, MultiTurnConfig
+from hybridrl.agents.environments import EnvironmentSettings
+from hybridrl.config.schema_parts import AgentConfig, MultiTurnConfig
+from hybridrl.config.values import hints
 from tests.sections import section_of
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hybridrl.agents.environments.environment import Response
+from hybridrl.agents.environments import Response
 from hybridrl.agents.environments.load import ENVIRONMENTS, check
 from tests.agents.environments.conftest import made
 from tests.agents.sections import environments_of

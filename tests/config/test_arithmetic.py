@@ -1,6 +1,6 @@
 import pytest
 
-from hybridrl.config.help import batch_arithmetic
+from hybridrl.config.load import batch_arithmetic
 
 from .conftest import Load
 

@@ -4,9 +4,9 @@ import pytest
 
 from hybridrl.config.compose import CONF
 from hybridrl.config.findings import ConfigError
-from hybridrl.config.help import explain_keys, hyperparameters, key_meanings, samplings
-from hybridrl.config.keys import value_keys
+from hybridrl.config.load import explain_keys, hyperparameters, key_meanings, samplings
 from hybridrl.config.schema import PPOConfig
+from hybridrl.config.values import value_keys
 
 from .conftest import Load
 

@@ -1,8 +1,10 @@
 import pytest
 
 from hybridrl.compat.translation import VERL
-from hybridrl.config.keys import nearest, nearest_keys, value_keys
+from hybridrl.config.compose import nearest_keys
+from hybridrl.config.findings import nearest
 from hybridrl.config.schema import PPOConfig
+from hybridrl.config.values import value_keys
 
 KEYS = value_keys(PPOConfig)
 

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import CONF, shipped
 from hybridrl.config.findings import show
-from hybridrl.config.help import key_meanings
-from hybridrl.config.keys import tree
-from hybridrl.config.load import resolve_config
-from hybridrl.config.values import Means, leaves, value_of
+from hybridrl.config.load import key_meanings, resolve_config
+from hybridrl.config.values import Means, leaves, tree, value_of
 from tests.fuzz import EXAMPLES
 
 KEYS = [key for key in leaves(shipped("ppo_trainer").values) if not key.startswith(("eval.", "ray_kwargs."))]

@@ -10,9 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.data.arrow import read_columns
 from hybridrl.data.prompts import load_prompts
-from hybridrl.data.rows import Faults, load_rows
+from hybridrl.data.rows import Faults, load_rows, read_columns
 
 WITH_TOOLS = (
     "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}"

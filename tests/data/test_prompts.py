@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from transformers import Qwen2Tokenizer
 
-from hybridrl.agents.environments.environment import ground_truth
+from hybridrl.agents.environments import ground_truth
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts

@@ -10,8 +10,8 @@ import pytest
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Finding, Findings
-from hybridrl.config.keys import value_keys
 from hybridrl.config.load import resolve_config
+from hybridrl.config.values import value_keys
 from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.doctor.memory import (
     DEVICE_BYTES,

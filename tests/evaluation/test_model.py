@@ -27,8 +27,7 @@ from hybridrl.evaluation.model import ModelEvaluation
 from hybridrl.evaluation.results import write_results
 from hybridrl.evaluation.samples import GREEDY, read_samples
 from hybridrl.evaluation.targets import Target
-from hybridrl.rewards.actor import DecodingScorer
-from hybridrl.rewards.pool import ScorerPool
+from hybridrl.rewards.pool import DecodingScorer, ScorerPool
 from hybridrl.rewards.process import CallerScorer
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from hybridrl.rewards.built_in import compute_score
+from hybridrl.rewards.load import compute_score
 from tests.scripts import run_script
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "eval" / "make_data.py"

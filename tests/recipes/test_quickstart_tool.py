@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridrl.agents.environments.built_in.calculator import SCHEMA, calculate
+from hybridrl.agents.environments.built_in.tools import CALCULATOR, calculate
 from hybridrl.agents.environments.calls import call_parser
 from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.config import load_ppo_config, load_sft_config
@@ -86,7 +86,7 @@ def test_a_demonstration_has_the_tokens_that_a_run_reads_and_samples(made, calls
     (conversation,) = load_conversations(
         config.data.train_files, config.data, dialogue.tokenizer, max_samples=-1, shuffle=False, key="data.train_files"
     )
-    ids, mask = dialogue.replay(messages[1:], [SCHEMA])  # a run's rows have no system message
+    ids, mask = dialogue.replay(messages[1:], [CALCULATOR])  # a run's rows have no system message
     assert [conversation.ids[: len(ids)], conversation.loss_mask[: len(ids)]] == [ids, mask]
 
 
@@ -94,7 +94,7 @@ def test_the_call_of_a_demonstration_is_read_and_short(made):
     dialogue, tokenizer = dialogue_of(made), dialogue_of(made).tokenizer
     written = '<tool_call>{"name": "calculator", "arguments": {"expression": "76*48"}}</tool_call>'
     parser = call_parser("auto", "qwen2", dialogue)
-    content, (call,) = parser(written, [SCHEMA])
+    content, (call,) = parser(written, [CALCULATOR])
     assert (parser.format, content, call.name, call.arguments) == (
         "hermes",
         "",

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.schema_algorithm import (
+from hybridrl.config.schema_parts import (
     CustomRewardConfig,
     RewardConfig,
     RewardManagerConfig,

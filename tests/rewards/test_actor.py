@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridrl.config import ConfigError
 from hybridrl.core.cluster import RaySession
-from hybridrl.rewards.actor import DecodingScorer, open_scorer_pool
+from hybridrl.rewards.pool import DecodingScorer, open_scorer_pool
 from hybridrl.rewards.process import CallerScorer
 from hybridrl.rewards.score import Score, ScoringRequest
 from tests.rewards.test_pool import OBEDIENT, exists, results, values, wait_until

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.doctor.reward import reward_config
-from hybridrl.rewards.built_in import CPU_SECONDS
+from hybridrl.rewards.load import CPU_SECONDS
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Score, ScoringRequest
 

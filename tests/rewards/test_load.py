@@ -7,8 +7,7 @@ import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.core.required import required
-from hybridrl.rewards.built_in import check_data_sources
-from hybridrl.rewards.load import load_reward
+from hybridrl.rewards.load import check_data_sources, load_reward
 from hybridrl.rewards.score import ScoringRequest
 
 ANSWER = ScoringRequest("gsm8k", "so #### 42", "42", {"index": 3})
@@ -160,9 +159,9 @@ def test_unknown_data_sources_are_rejected_with_the_known_ones_and_the_way_out()
         assert part in str(raised.value)
 
 
-def test_the_rewards_import_no_heavy_library():
+def test_a_scoring_process_imports_no_heavy_library():
     code = (
-        "import sys, hybridrl.rewards.pool, hybridrl.rewards.process, hybridrl.rewards.score;"
+        "import sys, hybridrl.rewards.load, hybridrl.rewards.process, hybridrl.rewards.score;"
         "print({'torch', 'transformers', 'ray', 'vllm', 'numpy'} & set(sys.modules))"
     )
     root = Path(__file__).parents[2]

@@ -3,7 +3,7 @@ import time
 import pytest
 
 from hybridrl.config import ConfigError
-from hybridrl.config.schema_algorithm import RewardManagerConfig, RewardManagerModuleConfig
+from hybridrl.config.schema_parts import RewardManagerConfig, RewardManagerModuleConfig
 from hybridrl.rewards.load import calls_at_once, load_reward, processes, seconds_between_calls
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Score, ScoringRequest

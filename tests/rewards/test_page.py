@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl.compat.verl.names import NAMES
-from hybridrl.config.schema_algorithm import RewardManagerConfig, RewardManagerModuleConfig
+from hybridrl.config.schema_parts import RewardManagerConfig, RewardManagerModuleConfig
 from hybridrl.config.values import REWARD_MANAGERS
-from hybridrl.rewards.built_in import CPU_SECONDS, FAMILIES, SCORERS
+from hybridrl.rewards.load import CPU_SECONDS, FAMILIES, SCORERS
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import ScoringRequest
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.keys import value_keys
 from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.values import value_keys
 from hybridrl.core.training.optimizer import schedule
 from hybridrl.health import History
 from hybridrl.health.rules import custom_rules

@@ -28,8 +28,7 @@ from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.rollout.ladder import MemoryLadder
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import TrainWorkers
-from hybridrl.rewards.actor import RemoteScorer
-from hybridrl.rewards.pool import ScorerPool
+from hybridrl.rewards.pool import RemoteScorer, ScorerPool
 from hybridrl.rewards.score import ScoringRequest
 from hybridrl.runs.restarts import with_restarts
 from hybridrl.runtime import stacks

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import PPOConfig
-from hybridrl.config.keys import value_keys
+from hybridrl.config.values import value_keys
 from hybridrl.health.rules import RULES
 from hybridrl.tracking.glossary import entries, entry_of
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hybridrl.config import PPOConfig, SFTConfig
-from hybridrl.config.keys import value_keys
+from hybridrl.config.values import value_keys
 from hybridrl.tracking.secrets import is_secret, mask_text, mask_values
 
 C = "cAnArY7x9Q"

@@ -13,18 +13,17 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from hybridrl.agents.endpoint.address import bound
+from hybridrl.agents.endpoint import bound
 from hybridrl.agents.endpoint.app import Check, create_app, serving
 from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.fields import AUTO, Rules
 from hybridrl.agents.endpoint.functions import Agent, call_agent, load_agent, run_in_process
-from hybridrl.agents.endpoint.messages import rejected
+from hybridrl.agents.endpoint.requests import rejected
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
-from hybridrl.agents.environments.environment import EpisodeFault, Message
+from hybridrl.agents.environments import ONLINE, EpisodeFault, Message
 from hybridrl.agents.environments.episode_loop import Kit, PausablePolicy
-from hybridrl.agents.environments.settings import ONLINE
 from hybridrl.agents.environments.user_code import UserCodeError, contained, reward_of
-from hybridrl.config.schema_rollout import AgentConfig
+from hybridrl.config.schema_parts import AgentConfig
 from hybridrl.core.experience.trajectory import Policy, Trajectory
 from hybridrl.core.rollout import Completion
 

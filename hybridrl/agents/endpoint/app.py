@@ -14,7 +14,7 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import Field
 from starlette.exceptions import HTTPException as RouteError
 
-from hybridrl.agents.endpoint.address import bound
+from hybridrl.agents.endpoint import bound
 from hybridrl.agents.endpoint.core import Core, Generate, Reply
 from hybridrl.agents.endpoint.fields import NONE, SERVED, Rules, Sampled
 from hybridrl.agents.endpoint.formats import (
@@ -26,8 +26,7 @@ from hybridrl.agents.endpoint.formats import (
     completion_body,
     stream_of,
 )
-from hybridrl.agents.endpoint.messages import Fields, rejected
-from hybridrl.agents.endpoint.requests import Route, answer, body_limit, on_invalid, on_rejection
+from hybridrl.agents.endpoint.requests import Fields, Route, answer, body_limit, on_invalid, on_rejection, rejected
 from hybridrl.agents.endpoint.sessions import KEY_PREFIX, LOST_SECONDS, AgentSessions, Session
 from hybridrl.rewards.score import LARGEST
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from hybridrl.agents.endpoint.messages import encodable, rejected, split_reasoning
+from hybridrl.agents.endpoint.requests import encodable, rejected, split_reasoning
 from hybridrl.agents.endpoint.sessions import AgentSessions, RenderedPrompt, SampledTurn, Session
-from hybridrl.agents.environments.environment import Message, Schema, ToolCall
+from hybridrl.agents.environments import Message, Schema, ToolCall
 from hybridrl.config.findings import ConfigError
 from hybridrl.core.rollout import Completion, RequestFault
 

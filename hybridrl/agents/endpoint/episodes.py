@@ -8,17 +8,17 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from hybridrl.agents.endpoint.address import ADMIN_KEY, bound
+from hybridrl.agents.endpoint import ADMIN_KEY, bound
 from hybridrl.agents.endpoint.agent import Agents
 from hybridrl.agents.endpoint.functions import load_agent
+from hybridrl.agents.environments import AGENT, MULTI_TURN, ONLINE, Environment, EnvironmentSettings
 from hybridrl.agents.environments.calls import KEY as FORMAT
-from hybridrl.agents.environments.conversations import Conversations
+from hybridrl.agents.environments.conversations import Conversations as Conversations
 from hybridrl.agents.environments.dialogue import Dialogue
-from hybridrl.agents.environments.environment import Environment
 from hybridrl.agents.environments.episode_loop import AgentLoop, Kit, Limits
 from hybridrl.agents.environments.load import (
     SINGLE_RESPONSES,
@@ -31,23 +31,20 @@ from hybridrl.agents.environments.load import (
 )
 from hybridrl.agents.environments.load import check as check_environments
 from hybridrl.agents.environments.pool import EpisodeWorkers
-from hybridrl.agents.environments.settings import AGENT, MULTI_TURN, ONLINE, EnvironmentSettings
 from hybridrl.agents.environments.template import KEY as TEMPLATE
 from hybridrl.agents.environments.worker import EpisodeSettings
-from hybridrl.config import ConfigError
-from hybridrl.config.checks.asynchronous import continues_rollouts
+from hybridrl.config import ConfigError, schema
+from hybridrl.config.checks.engine import continues_rollouts
 from hybridrl.config.checks.training import this_machine
 from hybridrl.config.custom_code import script_path
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import Findings
-from hybridrl.config.schema import ActorRolloutRefConfig, DataConfig, ModelConfig, ServedConfig, TrainerConfig
-from hybridrl.config.schema_algorithm import RewardConfig
-from hybridrl.config.schema_rollout import AgentConfig, MultiTurnConfig, RolloutConfig
+from hybridrl.config.schema_parts import AgentConfig, MultiTurnConfig, RolloutConfig
 from hybridrl.core.cluster import RaySession
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import as_chat, end_tokens
-from hybridrl.rewards.actor import LoadTokenizer
 from hybridrl.rewards.load import uses_built_in
+from hybridrl.rewards.pool import LoadTokenizer
 from hybridrl.runs.plugins import load
 from hybridrl.tracking.console import info
 
@@ -55,36 +52,12 @@ MODE = f"{MULTI_TURN}.tokenization_sanity_check_mode"
 FULL = "actor_rollout_ref.rollout.full_determinism"
 CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # of a machine
 
-__all__ = [
-    "Conversations",
-    "check_episodes",
-    "episode_logs",
-    "episode_settings",
-    "runs_episodes",
-    "start",
-    "warn_of_unread_fields",
-]
+EpisodesConfig = schema.PPOConfig | schema.EvaluationConfig
 
 logger = logging.getLogger(__name__)
 
 
-class EpisodesConfig(Protocol):
-    """The sections that decide how episodes run: those of a run, or of an evaluation."""
-
-    @property
-    def data(self) -> DataConfig: ...
-
-    @property
-    def actor_rollout_ref(self) -> ActorRolloutRefConfig | ServedConfig: ...
-
-    @property
-    def reward(self) -> RewardConfig: ...
-
-    @property
-    def trainer(self) -> TrainerConfig: ...
-
-
-def environment_settings(section: ActorRolloutRefConfig | ServedConfig) -> EnvironmentSettings:
+def environment_settings(section: schema.ActorRolloutRefConfig | schema.ServedConfig) -> EnvironmentSettings:
     rollout = section.rollout
     return EnvironmentSettings(rollout.multi_turn, rollout.agent, tuple(section.model.external_lib))
 
@@ -131,7 +104,7 @@ def episode_settings(
         episode_limits(rollout, data.max_prompt_length, held=held),
         end_ids,
         formats=_formats(section.model, rollout.multi_turn, data),
-        configuration=asdict(config),  # pyrefly: ignore[bad-argument-type]  # a dataclass
+        configuration=asdict(config),
         agents=agents,
     )
 
@@ -144,7 +117,7 @@ def start(
     return EpisodeWorkers(session, settings, episode_logs(config.actor_rollout_ref.rollout, config.trainer, logs))
 
 
-def _formats(model: ModelConfig, multi_turn: MultiTurnConfig, data: DataConfig) -> dict[str, Any]:
+def _formats(model: schema.ModelConfig, multi_turn: MultiTurnConfig, data: schema.DataConfig) -> dict[str, Any]:
     """The arguments of Kit.of that are given by name."""
     settings = AutoConfig.from_pretrained(str(resolve_model(model.path)), trust_remote_code=model.trust_remote_code)
     return {
@@ -197,7 +170,7 @@ def invitation(agent: AgentConfig, key: str) -> str:
     return f"agents get episodes by POST {place} with the admin key {key} (docs/endpoint.md)"
 
 
-def episode_logs(rollout: RolloutConfig, trainer: TrainerConfig, logs: Path) -> list[str]:
+def episode_logs(rollout: RolloutConfig, trainer: schema.TrainerConfig, logs: Path) -> list[str]:
     """Return the logs of the processes that run episodes, over all machines: one each."""
     per_machine = min(max(this_machine(count_gpus=False).cores // CORES_PER_PROCESS, 1), MOST_PROCESSES)
     online = rollout.agent.mode == ONLINE

@@ -15,9 +15,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from hybridrl.agents.endpoint.core import SamplingOptions
-from hybridrl.agents.endpoint.messages import F, Fields, Name, rejected, unread, validated
-from hybridrl.agents.environments.environment import Schema
-from hybridrl.agents.environments.settings import AGENT
+from hybridrl.agents.endpoint.requests import F, Fields, Name, rejected, unread, validated
+from hybridrl.agents.environments import AGENT, Schema
 
 INT64 = 2**63
 # Values of other fields that ask for nothing: what their documentation has as default. Empty ones never ask for

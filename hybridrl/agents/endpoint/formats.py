@@ -16,8 +16,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hybridrl.agents.endpoint.core import Reply, SamplingOptions
 from hybridrl.agents.endpoint.fields import COMMON_HINTS, DEFAULTS, Format, Rules, Sampled, Stops, tool_schema
-from hybridrl.agents.endpoint.messages import Fields, Name, Text, as_rendered, rejected
-from hybridrl.agents.environments.environment import Message, Schema
+from hybridrl.agents.endpoint.requests import Fields, Name, Text, as_rendered, rejected
+from hybridrl.agents.environments import Message, Schema
 
 STREAM_END = "data: [DONE]\n\n"
 Json = dict[str, Any]

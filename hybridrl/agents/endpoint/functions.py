@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from hybridrl.agents.environments.settings import AGENT
+from hybridrl.agents.environments import AGENT
 from hybridrl.agents.environments.user_code import UserCodeError, contained, finished
 from hybridrl.config.custom_code import load_function
 from hybridrl.runtime.guard import end_with_parent

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from hybridrl.agents.endpoint.app import create_app, serving
 from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.fields import OF_THE_RUN
-from hybridrl.agents.endpoint.messages import rejected
+from hybridrl.agents.endpoint.requests import rejected
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments.episode_loop import Kit, Limits
 from hybridrl.agents.environments.user_code import UserCodeError, contained
@@ -72,23 +72,20 @@ class Local:
             await asyncio.sleep(CHECK_SECONDS)
 
 
-def longest_context(model: ModelConfig) -> int:
-    """Return the tokens that the model's contexts may have, at most LONGEST."""
-    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
-    return min(getattr(config, "max_position_embeddings", None) or LONGEST, LONGEST)
-
-
-def make_kit(model: ModelConfig, rollout: RolloutConfig, context: int) -> Kit:
-    """Return the chat template of a model, and its formats."""
+def make_kit(model: ModelConfig, rollout: RolloutConfig) -> Kit:
+    """Return the chat template of a model, and its formats. Contexts have at most LONGEST tokens, unless it is set."""
+    settings = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    positions = getattr(settings.get_text_config(), "max_position_embeddings", None) or LONGEST
+    context = rollout.max_model_len = rollout.max_model_len or min(positions, LONGEST)
     tokenizer = load_tokenizer(
         model.path,
         tokenizer_path=model.tokenizer_path,
         trust_remote_code=model.trust_remote_code,
         custom_chat_template=model.custom_chat_template,
     )
-    model_type = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).model_type
-    limits, format = Limits(context, context, context), rollout.multi_turn.format
-    return Kit.of(tokenizer, end_tokens(model.path, tokenizer), limits, format=format, model_type=model_type)
+    limits, formats = Limits(context, context, context), {"format": rollout.multi_turn.format}
+    formats |= {"model_type": settings.model_type}
+    return Kit.of(tokenizer, end_tokens(model.path, tokenizer), limits, **formats)
 
 
 async def serve(
@@ -108,8 +105,7 @@ async def serve(
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, ended.set)
-    context = rollout.max_model_len = rollout.max_model_len or longest_context(model)
-    kit = make_kit(model, rollout, context)
+    kit = make_kit(model, rollout)
     # The engine's own defaults are weights that a trainer sends, and no tokenizer, which schemas of responses need.
     rollout.engine_kwargs.vllm |= {"load_format": "auto", "skip_tokenizer_init": False}
     engine = entry.build(device, model, rollout, 1)
@@ -118,6 +114,6 @@ async def serve(
     app = create_app(policy, AgentSessions(kit), model=name, admin_key=admin_key, check=policy.check, host=host)
     stopping, dying = asyncio.create_task(ended.wait()), asyncio.create_task(policy.watch())
     async with serving(app, listening) as address:
-        info(f"serving {source} as {name} at {address}/v1, contexts of {context} tokens; Ctrl-C ends it")
+        info(f"serving {source} as {name} at {address}/v1, contexts of {kit.limits.context} tokens; Ctrl-C ends it")
         await asyncio.wait([stopping, dying], return_when=asyncio.FIRST_COMPLETED)
     return str(dying.exception()) if dying.done() else ""

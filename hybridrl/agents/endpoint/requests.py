@@ -1,30 +1,218 @@
-"""Requests from anyone: who may send them, how large they are, what their JSON may hold, and how errors are answered.
+"""Requests from anyone: who may send them, how large they are, what their JSON may hold, and how errors are answered;
+and their messages in the form that chat templates read, with a digest that is the same for the same message.
 
 Whatever a client sends, a route reads a body of bounded size that is valid JSON, and the connection stays usable.
+Frameworks send a response back in their own form: with arguments in another order, a null for an empty text, or without
+the reasoning. It is still the message that was sampled.
 """
 
+import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from ipaddress import ip_address
-from typing import Any
+from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json, to_json
 from starlette.exceptions import HTTPException as RouteError
 
-from hybridrl.agents.endpoint.messages import encodable, place, rejected
+from hybridrl.agents.environments import Message, Schema
+from hybridrl.agents.environments.calls import REASONING_END
 
+REASONING_START = "<think>"
+TEXT_PARTS = ("text", "input_text", "output_text")
+ROLES = {"developer": "system", "function": "tool"}  # newer and older names of the API -> those of templates
 logger = logging.getLogger(__name__)
 
 # A token of text has 1 to 12 bytes in JSON; tools and ids come on top of it.
 BYTES_PER_TOKEN, FURTHER_BYTES = 32, 2**16
 EVERY_ADDRESS = ("", "0.0.0.0", "::")
+
+
+def rejected(status: int, message: str, *, code: str | None = None, param: str | None = None) -> HTTPException:
+    """Make the error of a request, which the client reads in OpenAI's form."""
+    return HTTPException(status, {"message": message, "param": param, "code": code})
+
+
+class Fields(BaseModel):
+    """An object of a request. A field that is null is absent; numbers are finite. What is neither among its fields nor
+    read as text is in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        present = {name: item for name, item in values.items() if item is not None}
+        texts = [name for name, field in cls.model_fields.items() if field.annotation is str]
+        return present | {at: item for name in texts for at, item in _further_fields(name, present.get(name))}
+
+
+def _further_fields(name: str, content: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of the parts of a text that are not its text, which alone is read."""
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        others = part.items() if _is_text(part) else ()
+        yield from ((f"{name}[{number}].{one}", item) for one, item in others if one not in ("type", "text"))
+
+
+def unread(fields: Fields, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of an object, and of those in it, that nothing reads, by their places."""
+    yield from ((f"{where}{name}", value) for name, value in (fields.model_extra or {}).items())
+    for name in type(fields).model_fields:
+        found = getattr(fields, name)
+        inner = [(f"{name}[{n}]", one) for n, one in enumerate(found)] if isinstance(found, list) else [(name, found)]
+        for at, one in inner:
+            yield from unread(one, f"{where}{at}.") if isinstance(one, Fields) else ()
+
+
+F = TypeVar("F", bound=Fields)
+
+
+def place(path: Sequence[str | int]) -> str:
+    """Return the name of a field: messages[0].content."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+def validated(kind: type[F], value: Any, where: str) -> F:
+    """Return an object of a request that is at `where`; rejects one with other fields, by their names."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        param, value = place((where, *first["loc"])), first["input"]
+        given = f", not {value!r:.80}" if first["type"] == "literal_error" else ""
+        raise rejected(400, f"{param}: {first['msg']}{given}", param=param) from error
+
+
+def encodable(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair, which JSON can hold and no tokenizer can read."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def joined(content: Any) -> str:
+    """Return the text of a content, which is a string or a list of parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [(part.get("text") or "") if _is_text(part) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("the policy reads text only: a string, or a list of {type: text, text}")
+    return "".join(texts)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in TEXT_PARTS
+
+
+def _arguments(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        raise ValueError("the arguments of a call are JSON text")
+    if isinstance(value, str) and "\\u" in value:  # half of a surrogate pair, which templates would write
+        from_json(value)
+    return value or "{}"
+
+
+Text = Annotated[str, BeforeValidator(joined)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Function(Fields):
+    """The function of a call, with its arguments as text or as an object."""
+
+    name: Name
+    arguments: Annotated[Any, AfterValidator(_arguments)] = "{}"
+
+
+class Call(Fields):
+    """A call of a tool in a response."""
+
+    id: str = ""
+    function: Function
+
+
+class ChatMessage(Fields):
+    """A message of a chat; fields that no template reads are left out."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text = ""
+    reasoning_content: str = ""
+    tool_calls: list[Call] = Field([])
+    tool_call_id: str = ""
+    name: str = ""
+
+    @model_validator(mode="after")
+    def _without_name(self) -> Self:
+        if self.name and self.role not in ("tool", "function"):  # no template reads it
+            self.__pydantic_extra__ = {"name": self.name} | (self.model_extra or {})
+        return self
+
+
+def as_rendered(
+    messages: Sequence[Any], places: Sequence[str] = (), read: Callable[..., Any] = validated
+) -> list[Message]:
+    """Return messages as a chat template reads them: texts as strings, results of tools with the name of the tool.
+
+    Rejects content that is not text; `places` are the names of the fields that the messages come from.
+    """
+    names: dict[str, str] = {}  # of tools, by the id of the call
+    rendered = []
+    for number, item in enumerate(messages):
+        given = read(ChatMessage, item, places[number] if places else f"messages[{number}]")
+        message: Message = {"role": ROLES.get(given.role, given.role), "content": given.content}
+        if given.reasoning_content:
+            message["reasoning_content"] = given.reasoning_content
+        if given.tool_calls:
+            message["tool_calls"] = [_call(call) for call in given.tool_calls]
+            names |= {call.id: call.function.name for call in given.tool_calls}
+        if message["role"] == "tool":
+            message |= {"tool_call_id": given.tool_call_id, "name": given.name or names.get(given.tool_call_id, "")}
+        rendered.append(message)
+    return rendered
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """Return the reasoning of a response, empty if it has none, and its content."""
+    reasoning, end, content = text.partition(REASONING_END)
+    return (reasoning.removeprefix(REASONING_START).strip("\n"), content.lstrip("\n")) if end else ("", text)
+
+
+def digests(messages: Sequence[Message], tools: Sequence[Schema]) -> list[bytes]:
+    """Return what identifies the conversation up to and with each message; equal for messages that are the same."""
+    state, found = hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16), []
+    for message in messages:
+        state.update(json.dumps(_identity(message), sort_keys=True).encode())
+        found.append(state.digest())
+    return found
+
+
+def _identity(message: Message) -> list[Any]:
+    """Return what makes a message another one: neither its reasoning nor the ids of calls."""
+    content = message["content"]
+    if message["role"] == "assistant":
+        content = split_reasoning(content)[1].strip()
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return [message["role"], content, [[function["name"], _parsed(function["arguments"])] for function in functions]]
+
+
+def _parsed(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
 
 
 def body_limit(context: int) -> int:

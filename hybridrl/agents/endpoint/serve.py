@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from hybridrl.agents.endpoint.address import ADMIN_KEY, bound
+from hybridrl.agents.endpoint import ADMIN_KEY, bound
 from hybridrl.config import ConfigError
 from hybridrl.config.checks.engine import check_engine_name
 from hybridrl.config.checks.training import resolve_dtype, this_machine

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from hybridrl.agents.endpoint.messages import digests, rejected
+from hybridrl.agents.endpoint.requests import digests, rejected
+from hybridrl.agents.environments import Message, Schema
 from hybridrl.agents.environments.dialogue import Dialogue
-from hybridrl.agents.environments.environment import Message, Schema
 from hybridrl.agents.environments.episode_loop import SHORTEST_TURN, Kit
 from hybridrl.config.findings import ConfigError
 from hybridrl.core.experience.trajectory import Trajectory, Turn

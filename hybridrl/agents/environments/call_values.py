@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hybridrl.agents.environments.environment import Schema, ToolCall
+from hybridrl.agents.environments import Schema, ToolCall
 
 Calls = tuple[str, list[ToolCall]]  # the content before the first call, and the calls
 Parse = Callable[[str, Sequence[Schema]], Calls]

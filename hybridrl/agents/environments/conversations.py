@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.agents.environments.environment import CallRecord
+from hybridrl.agents.environments import CallRecord
 from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers
 from hybridrl.agents.environments.worker import EpisodeSpec
 from hybridrl.core.experience.responses import ResponseStore

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.environments.environment import Message, Schema
+from hybridrl.agents.environments import Message, Schema
 from hybridrl.agents.environments.template import CONTENT, KEY, RESPONSE, TOOL, ChatTemplate, response, user, with_calls
 from hybridrl.config.findings import ConfigError
 from hybridrl.data.template_arguments import row_arguments

@@ -18,9 +18,9 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.agents.environments import Environment, EpisodeFault, Message, Response, Step, ToolCall
 from hybridrl.agents.environments.calls import CallParser, call_parser
 from hybridrl.agents.environments.dialogue import LONG, Dialogue, characters
-from hybridrl.agents.environments.environment import Environment, EpisodeFault, Message, Response, Step, ToolCall
 from hybridrl.agents.environments.user_code import UserCodeError, contained, finished, metrics_of, reward_of
 from hybridrl.core.experience.trajectory import Policy, Trajectory, Turn
 from hybridrl.core.rollout import Completion

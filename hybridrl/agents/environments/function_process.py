@@ -7,10 +7,6 @@ imports the file of the functions and runs one call at a time; it is used again,
 import asyncio
 import importlib
 import inspect
-import os
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import traceback
@@ -19,13 +15,12 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from hybridrl.agents.environments.environment import EpisodeFault, ToolError
+from hybridrl.agents.environments import EpisodeFault, ToolError
 from hybridrl.agents.environments.user_code import ToolResult, UserCodeError, contained, to_result, unreachable
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_module
-from hybridrl.rewards.process import Messages
+from hybridrl.rewards.process import Program, messages_of
 from hybridrl.rewards.score import OutOfTime
-from hybridrl.runtime.guard import end_with_parent
 
 KEY = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
 SECONDS_TO_LOAD = 300.0  # that the file may take to be imported
@@ -84,17 +79,12 @@ class _Process:
     """One process; it ends when its socket is closed."""
 
     def __init__(self, path: str, libraries: Sequence[str]) -> None:
-        ours, theirs = socket.socketpair()
-        self._messages, self._setup = Messages(ours), (path, libraries)  # until the file is imported
-        descriptor = theirs.fileno()
-        code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import main; main({descriptor}, {os.getpid()})"
-        options = {"pass_fds": [descriptor], "process_group": 0, "stdin": subprocess.DEVNULL}
-        with theirs:
-            self._process = subprocess.Popen([sys.executable, "-u", "-c", code], **options)
+        self._program, self._setup = Program(__name__, sys.path), (path, libraries)  # until the file is imported
+        self._messages = self._program.messages
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._program.process.poll() is None
 
     def ask(self, call: tuple[str, dict[str, Any]], seconds: float) -> Any:
         """Return the reply to a call, whose time begins once the file is imported."""
@@ -123,21 +113,13 @@ class _Process:
     def kill(self) -> str:
         """Kill the process with all that it started; return how it ended."""
         self._messages.close()
-        if self._process.returncode is None:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.1)  # if it has ended by itself
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
+        code = self._program.kill(0.1)  # that it may take to end by itself
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
 def main(descriptor: int, parent: int) -> None:
     """Import the file that the first message names, and run the function of each further message."""
-    end_with_parent(parent, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the driver
-    os.set_inheritable(descriptor, False)
-    messages = Messages(socket.socket(fileno=descriptor))
+    messages = messages_of(descriptor, parent)
     path, libraries = messages.receive()
     try:
         members = vars(_load(path, libraries))

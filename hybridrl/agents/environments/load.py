@@ -7,15 +7,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hybridrl.agents.environments.built_in.calculator import Calculator
+from hybridrl.agents.environments import (
+    ENVIRONMENT,
+    MULTI_TURN,
+    Environment,
+    EnvironmentSettings,
+    column,
+    interaction_kwargs,
+    mapping,
+    tools_kwargs,
+)
 from hybridrl.agents.environments.built_in.games import Gsm8kMultiTurn, GuessNumber, Wordle
-from hybridrl.agents.environments.built_in.python import Python
-from hybridrl.agents.environments.built_in.search import Search, SearchQuestions
-from hybridrl.agents.environments.built_in.sql import Sql, TextToSql
-from hybridrl.agents.environments.environment import Environment, column, interaction_kwargs, mapping, tools_kwargs
+from hybridrl.agents.environments.built_in.tools import Calculator, Python, Search, SearchQuestions, Sql, TextToSql
 from hybridrl.agents.environments.episode_loop import AgentLoop
 from hybridrl.agents.environments.function_process import FunctionProcesses
-from hybridrl.agents.environments.settings import ENVIRONMENT, MULTI_TURN, EnvironmentSettings
 from hybridrl.agents.environments.tools import FUNCTION_TOOL, FunctionTool, Tool, ToolEnvironment, check_schema
 from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config import ConfigError

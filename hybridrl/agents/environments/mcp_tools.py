@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrl.agents.environments.environment import ToolError
+from hybridrl.agents.environments import ToolError
 from hybridrl.agents.environments.tools import Tool
 from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config import ConfigError

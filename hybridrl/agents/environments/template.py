@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.environments.environment import Message, Schema, schema_of_texts
+from hybridrl.agents.environments import Message, Schema, schema_of_texts
 from hybridrl.config.findings import ConfigError
 from hybridrl.data.template_arguments import FIXED, arguments_read
 

@@ -16,7 +16,7 @@ import jsonschema
 from jsonschema.exceptions import best_match
 from transformers.utils import get_json_schema
 
-from hybridrl.agents.environments.environment import (
+from hybridrl.agents.environments import (
     CallRecord,
     Environment,
     EpisodeFault,
@@ -37,7 +37,7 @@ from hybridrl.agents.environments.user_code import (
     unreachable,
 )
 from hybridrl.config import ConfigError
-from hybridrl.config.schema_rollout import MultiTurnConfig
+from hybridrl.config.schema_parts import MultiTurnConfig
 from hybridrl.rewards.score import OutOfTime
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 from urllib.error import URLError
 
-from hybridrl.agents.environments.environment import EpisodeFault, ToolError
+from hybridrl.agents.environments import EpisodeFault, ToolError
 from hybridrl.config.custom_code import text_of, where
 from hybridrl.config.findings import ConfigError
 from hybridrl.rewards.score import OutOfTime, Score, as_number, as_score

@@ -18,10 +18,17 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.environments.environment import Environment, EpisodeFault, Message, Response, Step
+from hybridrl.agents.environments import (
+    MULTI_TURN,
+    Environment,
+    EnvironmentSettings,
+    EpisodeFault,
+    Message,
+    Response,
+    Step,
+)
 from hybridrl.agents.environments.episode_loop import AgentLoop, EpisodeRun, Kit, Limits, PausablePolicy
 from hybridrl.agents.environments.load import environment_of, runs_function
-from hybridrl.agents.environments.settings import MULTI_TURN, EnvironmentSettings
 from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.core.experience.trajectory import Policy, Trajectory
 from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling, request_seed

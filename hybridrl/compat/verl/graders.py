@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.rewards import built_in
+from hybridrl.rewards.load import FAMILIES, compute_score, scorer_of
 from hybridrl.rewards.scorers import code
 from hybridrl.rewards.scorers.short_answers import last_tagged, normalised, score_search_qa
 
@@ -45,18 +45,18 @@ def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *_: Any, **options: Any
 ) -> float | dict[str, Any]:
     """Score by data_source: a dict for DAPO's data, else a number. NotImplementedError if there is no grader."""
-    scorer = "geo3k" if data_source == "hiyouga/geometry3k" else built_in.scorer_of(data_source)
+    scorer = "geo3k" if data_source == "hiyouga/geometry3k" else scorer_of(data_source)
     if scorer is None:
         raise NotImplementedError(f"no reward is built in for data_source {data_source}")
     own = {"gsm8k": gsm8k_score, "math_dapo": dapo_score, "geo3k": geo3k_score}
     if scorer in own:
         return own[scorer](solution_str, ground_truth)
     if scorer == "math":
-        symbolic = data_source.startswith(tuple(built_in.FAMILIES))
+        symbolic = data_source.startswith(tuple(FAMILIES))
         return float((symbolic_score if symbolic else math_score)(solution_str, ground_truth))
     if scorer == "code":
         return float(code_score(solution_str, ground_truth, True, memory_mb=options.get("memory_limit_mb"))[0])
-    returned = built_in.compute_score(data_source, solution_str, ground_truth)
+    returned = compute_score(data_source, solution_str, ground_truth)
     return returned if isinstance(returned, dict) else float(returned)
 
 
@@ -152,7 +152,7 @@ def geo3k_format(predict_str: str) -> float:
 
 def geo3k_accuracy(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
     result = predict_str if use_boxed else f"\\boxed{{{predict_str}}}"
-    return built_in.compute_score("lighteval/MATH", result, ground_truth)["acc"]
+    return compute_score("lighteval/MATH", result, ground_truth)["acc"]
 
 
 def code_score(
@@ -216,7 +216,7 @@ def part_match(prediction: str, golden_answers: str | Sequence[str]) -> int:
 
 
 def _symbolic(solution: str, truth: str) -> dict[str, Any]:
-    return built_in.compute_score("numina_", solution, truth, method="flexible")
+    return compute_score("numina_", solution, truth, method="flexible")
 
 
 def _limits(seconds: float, memory_mb: int | None = None) -> code.ProgramLimits:

@@ -16,22 +16,15 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, Field
 
-from hybridrl.agents.environments import episode_loop
-from hybridrl.agents.environments.environment import EpisodeFault, Message, mapping
-from hybridrl.agents.environments.settings import AGENT
+from hybridrl.agents.environments import AGENT, EpisodeFault, Message, episode_loop, mapping
 from hybridrl.agents.environments.template import REJECTIONS
 from hybridrl.agents.environments.user_code import reward_of
 from hybridrl.compat.skyrl import numbers
-from hybridrl.compat.verl.names import get_event_loop
-from hybridrl.compat.verl.tools import (
-    initialize_tools_from_config,
-    load_interactions,
-    load_verl_class,
-    read_entries,
-    taken,
-)
+from hybridrl.compat.verl.names import by_name, get_event_loop
+from hybridrl.compat.verl.tools import initialize_tools_from_config, load_interactions, load_verl_class, read_entries
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_section
+from hybridrl.config.custom_code import taken
 from hybridrl.core.experience.trajectory import Policy, Trajectory, Turn
 from hybridrl.core.rollout import Completion
 
@@ -374,25 +367,14 @@ def _checked(output: Any, sampled: Sequence[TokenOutput]) -> AgentLoopOutput:
     return row
 
 
-_AGENT_LOOP: dict[str, Callable[..., Any] | None] = {
-    cls.__name__: cls
-    for cls in (
-        AgentLoopBase,
-        AgentLoopMetrics,
-        AgentLoopOutput,
-        AsyncLLMServerManager,
-        DictConfigWrap,
-        TokenOutput,
-        register,
-    )
-}
-_REGISTRY: dict[str, Callable[..., Any] | None] = {"initialize_tools_from_config": initialize_tools_from_config}
+_AGENT_LOOP = by_name(AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, AsyncLLMServerManager, DictConfigWrap)
+_AGENT_LOOP |= by_name(TokenOutput, register)
 NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
     "verl.experimental.agent_loop": _AGENT_LOOP,
     "verl.experimental.agent_loop.agent_loop": _AGENT_LOOP,
-    "verl.tools.tool_registry": _REGISTRY,
-    "verl.tools.utils.tool_registry": _REGISTRY,
+    "verl.tools.tool_registry": by_name(initialize_tools_from_config),
+    "verl.tools.utils.tool_registry": by_name(initialize_tools_from_config),
     "verl.interactions.utils.interaction_registry": {"initialize_interactions_from_config": load_interactions},
     "verl.workers.rollout.llm_server": {"LLMServerClient": AsyncLLMServerManager},
-    "verl.workers.rollout.replica": {"TokenOutput": TokenOutput},
+    "verl.workers.rollout.replica": by_name(TokenOutput),
 }

@@ -69,6 +69,11 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[..., An
     return decorate
 
 
+def by_name(*members: Any) -> dict[str, Callable[..., Any] | None]:
+    """Return classes and functions by the names that they have in verl too."""
+    return {member.__name__: member for member in members}
+
+
 _MATH = {
     "compute_score": graders.math_score,
     "is_equiv": graders.same_in_math,

@@ -13,16 +13,19 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, create_model
 
-from hybridrl.agents.environments.built_in.python import run_python
-from hybridrl.agents.environments.built_in.search import Searcher
-from hybridrl.agents.environments.environment import Message, Schema, schema_of_texts
+from hybridrl.agents.environments import Message, Schema, schema_of_texts
+from hybridrl.agents.environments.built_in.tools import Searcher, run_python
 from hybridrl.agents.environments.tools import function_tool
+from hybridrl.compat.verl.names import by_name
 from hybridrl.rewards.scorers.short_answers import score_gsm8k
+
+_SCHEMAS: dict[str, Any] = {}  # by name
 
 
 def _open(name: str, /, **fields: Any) -> Any:
     """Make a class of verl's schemas, each field with its type and default; fields that are not listed are kept."""
-    return create_model(name, __config__=ConfigDict(extra="allow"), __module__=__name__, **fields)
+    _SCHEMAS[name] = create_model(name, __config__=ConfigDict(extra="allow"), __module__=__name__, **fields)
+    return _SCHEMAS[name]
 
 
 OpenAIFunctionPropertySchema = _open(
@@ -44,9 +47,9 @@ OpenAIFunctionSchema = _open(
 OpenAIFunctionToolSchema = _open(
     "OpenAIFunctionToolSchema", type=(str, "function"), function=(OpenAIFunctionSchema, ...)
 )
-OpenAIFunctionParsedSchema = _open("OpenAIFunctionParsedSchema", name=(str, ...), arguments=(str, ...))
+_open("OpenAIFunctionParsedSchema", name=(str, ...), arguments=(str, ...))
 OpenAIFunctionCallSchema = _open("OpenAIFunctionCallSchema", name=(str, ...), arguments=(dict[str, Any], {}))
-OpenAIFunctionToolCall = _open(
+_open(
     "OpenAIFunctionToolCall",
     id=(str, ...),
     type=(Literal["function"], "function"),
@@ -256,32 +259,15 @@ def simple_timer(name: str, timings: dict[str, float]) -> Iterator[None]:
         timings[name] = timings.get(name, 0.0) + time.monotonic() - begin
 
 
-_SCHEMAS: dict[str, Callable[..., Any] | None] = {
-    cls.__name__: cls
-    for cls in (
-        OpenAIFunctionPropertySchema,
-        OpenAIFunctionParametersSchema,
-        OpenAIFunctionSchema,
-        OpenAIFunctionToolSchema,
-        OpenAIFunctionParsedSchema,
-        OpenAIFunctionCallSchema,
-        OpenAIFunctionToolCall,
-        ToolResponse,
-    )
-}
 NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
-    "verl.tools.base_tool": {
-        "BaseTool": BaseTool,
-        "OpenAIFunctionToolSchema": OpenAIFunctionToolSchema,
-        "ToolResponse": ToolResponse,
-    },
-    "verl.tools.schemas": _SCHEMAS,
-    "verl.tools.function_tool": {"function_tool": function_tool},
-    "verl.tools.gsm8k_tool": {"Gsm8kTool": Gsm8kTool},
-    "verl.tools.sandbox_fusion_tools": {"SandboxFusionTool": SandboxFusionTool},
-    "verl.tools.search_tool": {"SearchTool": SearchTool},
-    "verl.interactions.base": {"BaseInteraction": BaseInteraction},
-    "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": Gsm8kInteraction},
+    "verl.tools.base_tool": by_name(BaseTool, OpenAIFunctionToolSchema, ToolResponse),
+    "verl.tools.schemas": _SCHEMAS | by_name(ToolResponse),
+    "verl.tools.function_tool": by_name(function_tool),
+    "verl.tools.gsm8k_tool": by_name(Gsm8kTool),
+    "verl.tools.sandbox_fusion_tools": by_name(SandboxFusionTool),
+    "verl.tools.search_tool": by_name(SearchTool),
+    "verl.interactions.base": by_name(BaseInteraction),
+    "verl.interactions.gsm8k_interaction": by_name(Gsm8kInteraction),
     "verl.utils.profiler": {"simple_timer": simple_timer, "marked_timer": simple_timer},
     "verl.utils.debug": {"simple_timer": simple_timer, "marked_timer": simple_timer},
 }

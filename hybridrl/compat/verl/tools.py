@@ -17,9 +17,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from hybridrl.agents.environments.calls import call_parser, named_parser
-from hybridrl.agents.environments.dialogue import Dialogue
-from hybridrl.agents.environments.environment import (
+from hybridrl.agents.environments import (
+    MULTI_TURN,
     Environment,
     Message,
     Response,
@@ -29,13 +28,15 @@ from hybridrl.agents.environments.environment import (
     mapping,
     tools_kwargs,
 )
+from hybridrl.agents.environments.calls import call_parser, named_parser
+from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.agents.environments.mcp_tools import load_mcp_tools
-from hybridrl.agents.environments.settings import MULTI_TURN
 from hybridrl.agents.environments.tools import Tool, ToolEnvironment, check_schema
 from hybridrl.agents.environments.user_code import ToolResult, UserCodeError, contained, finished, reward_of, to_result
 from hybridrl.compat.skyrl import numbers
+from hybridrl.compat.verl.names import by_name
 from hybridrl.config import ConfigError
-from hybridrl.config.custom_code import load_class, where
+from hybridrl.config.custom_code import load_class, taken, where
 from hybridrl.core.required import required
 
 TOOLS = f"{MULTI_TURN}.tool_config_path"
@@ -79,13 +80,6 @@ class VerlTool(Tool):
 async def accepted(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call a method with those of the named arguments that it accepts, and await it."""
     return await finished(partial(function, *arguments, **taken(function, named)))
-
-
-def taken(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the named arguments that a function accepts."""
-    parameters = inspect.signature(function).parameters
-    accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: value for name, value in named.items() if accepts_all or name in parameters}
 
 
 def as_schema(schema: Any) -> Schema:
@@ -352,8 +346,5 @@ def is_registered(name: str) -> bool:
     return name in _parsers
 
 
-NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
-    "verl.experimental.agent_loop.tool_parser": {
-        cls.__name__: cls for cls in (FunctionCall, ToolParser, HermesToolParser, GptOssToolParser, Qwen3XMLToolParser)
-    }
-}
+_PARSERS = by_name(FunctionCall, ToolParser, HermesToolParser, GptOssToolParser, Qwen3XMLToolParser)
+NAMES = {"verl.experimental.agent_loop.tool_parser": _PARSERS}

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hybridrl.config.checks import algorithm, training
-from hybridrl.config.checks.asynchronous import resolve_asynchronous
-from hybridrl.config.checks.engine import check_engine
+from hybridrl.config.checks.engine import check_engine, resolve_asynchronous
 from hybridrl.config.checks.model import check_lora_sync, check_served, resolve_recurrence
 from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings

@@ -2,11 +2,10 @@
 the others. The contents of files are checked when they are read."""
 
 from hybridrl.config.catalog import BYPASS_LOSSES, DEFAULT_POLICY_LOSS, ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
-from hybridrl.config.checks.asynchronous import MODE
-from hybridrl.config.findings import Checker
-from hybridrl.config.keys import nearest
+from hybridrl.config.checks.engine import MODE
+from hybridrl.config.findings import Checker, nearest
 from hybridrl.config.schema import ActorConfig, ActorRolloutRefConfig, DataConfig, SFTTrainerConfig
-from hybridrl.config.schema_algorithm import AlgorithmConfig, FilterGroupsConfig, RewardConfig, RolloutCorrectionConfig
+from hybridrl.config.schema_parts import AlgorithmConfig, FilterGroupsConfig, RewardConfig, RolloutCorrectionConfig
 from hybridrl.config.values import DIAGNOSES, LOGGERS, REWARD_MANAGERS, rule_code
 from hybridrl.runs.plugins import names
 

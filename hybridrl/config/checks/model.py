@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.catalog import ALL_LINEAR, ENGINE_RANKS, disturbances, why_unsupported
-from hybridrl.config.files import adapter_settings, resolve_model
+from hybridrl.config.files import adapter_settings, expected_kind, resolve_model
 from hybridrl.config.findings import Checker, show
-from hybridrl.config.foreign_files import expected_kind
 from hybridrl.config.schema import ActorRolloutRefConfig, ModelConfig, RolloutConfig
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")

@@ -23,7 +23,7 @@ STOPS = ("completed", "max_turns", *TRUNCATED, "invalid_calls", "timeout", "faul
 
 
 class ScoredCall(Protocol):
-    """The outcome of a tool call, as far as it is read here (see agents.environments.environment)."""
+    """The outcome of a tool call, as far as it is read here (see agents.environments)."""
 
     @property
     def reward(self) -> float | None: ...

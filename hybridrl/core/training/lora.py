@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from hybridrl.checkpoint.read import ADAPTER, ADAPTER_WEIGHTS, merge_into, open_adapter
 from hybridrl.config.catalog import ALL_LINEAR
-from hybridrl.config.findings import ConfigError
-from hybridrl.config.keys import nearest
+from hybridrl.config.findings import ConfigError, nearest
 from hybridrl.config.schema import ModelConfig
 from hybridrl.core.training.fsdp import full_tensor, local, own_shard
 from hybridrl.core.training.model import HOST, adapter_parameters, pairs

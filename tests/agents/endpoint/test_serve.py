@@ -17,8 +17,7 @@ import openai
 import psutil
 import pytest
 
-from hybridrl.agents.endpoint import local, serve
-from hybridrl.agents.endpoint.address import bound
+from hybridrl.agents.endpoint import bound, local, serve
 from hybridrl.config import ConfigError
 from hybridrl.core.rollout import Completion, Request
 

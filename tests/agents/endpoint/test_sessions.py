@@ -3,7 +3,7 @@
 import pytest
 from fastapi import HTTPException
 
-from hybridrl.agents.endpoint.messages import as_rendered
+from hybridrl.agents.endpoint.requests import as_rendered
 from hybridrl.agents.endpoint.sessions import Session
 from tests.agents.endpoint.conftest import completion_of
 

@@ -13,9 +13,8 @@ import pytest
 from tokenizers import pre_tokenizers
 from transformers import Qwen2Tokenizer
 
-from hybridrl.agents.environments import tools
+from hybridrl.agents.environments import EnvironmentSettings, tools
 from hybridrl.agents.environments.load import environment_of
-from hybridrl.agents.environments.settings import EnvironmentSettings
 
 GENERATION = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 # Calls as <tool_call>{...}</tool_call>, results as messages of the role tool; nothing is rewritten later.

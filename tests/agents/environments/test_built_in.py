@@ -8,13 +8,11 @@ import threading
 
 import pytest
 
-from hybridrl.agents.environments.built_in import sql
-from hybridrl.agents.environments.built_in.calculator import calculate
+from hybridrl.agents.environments import EpisodeFault, Response, ToolCall, ToolError
+from hybridrl.agents.environments.built_in import sql_query
 from hybridrl.agents.environments.built_in.games import Gsm8kMultiTurn, GuessNumber, Wordle, best_guessing, marks
-from hybridrl.agents.environments.built_in.python import run_python
-from hybridrl.agents.environments.built_in.search import SearchQuestions
-from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall, ToolError
-from hybridrl.agents.environments.retriever import Index, serve
+from hybridrl.agents.environments.built_in.tools import SearchQuestions, TextToSql, calculate, run_python, table
+from hybridrl.environments.retriever import Index, serve
 from hybridrl.rewards.score import OutOfTime
 from tests.agents.environments.conftest import made
 from tests.agents.sections import environments_of
@@ -120,7 +118,7 @@ def database(tmp_path):
 
 def test_a_query_reads_and_can_change_nothing(database) -> None:
     file = str(database / "spider/database/d/d.sqlite")
-    assert sql.as_table(*sql.query(file, "select * from t")) == "a | b\n1 | x\n2 | y\n2 | y"
+    assert sql_query.as_table(*sql_query.query(file, "select * from t")) == "a | b\n1 | x\n2 | y\n2 | y"
     for statement in (
         "delete from t",
         "create table u (a)",
@@ -143,37 +141,37 @@ def test_a_query_reads_and_can_change_nothing(database) -> None:
         "select randomblob(1000000) from t, t x, t y, t z, t u",  # 243 MB
     ):
         with pytest.raises(ToolError, match="Error: "):
-            sql.query(file, statement)
-    assert len(sql.query(file, "select * from t")[1]) == 3
+            sql_query.query(file, statement)
+    assert len(sql_query.query(file, "select * from t")[1]) == 3
     assert not (database / "new.db").exists()
     with pytest.raises(ToolError, match=r"time limit of 0\.2 s reached"):
-        sql.query(file, "with recursive c(n) as (select 1 union all select n + 1 from c) select max(n) from c", 0.2)
+        sql_query.query(file, "with recursive c(n) as (select 1 union all select n+1 from c) select max(n) from c", 0.2)
 
 
 @pytest.mark.slow
 def test_a_query_has_a_limit_of_memory(database) -> None:
     file = str(database / "spider/database/d/d.sqlite")
     with pytest.raises(ToolError, match="more than 256 MiB of memory"):
-        sql.table(
+        table(
             file, "select max(a) from (select randomblob(1000000) a from t, t x, t y, t z, t u, t v order by random())"
         )
 
 
 def test_a_query_may_read_the_schema(database) -> None:
     file = str(database / "spider/database/d/d.sqlite")
-    assert [row[1] for row in sql.query(file, "pragma table_info(t)")[1]] == ["a", "b"]
-    assert sql.query(file, "select name from pragma_table_info('t')")[1] == [("a",), ("b",)]
-    assert sql.query(file, "explain query plan select * from t join t u on t.a = u.a")[1]
+    assert [row[1] for row in sql_query.query(file, "pragma table_info(t)")[1]] == ["a", "b"]
+    assert sql_query.query(file, "select name from pragma_table_info('t')")[1] == [("a",), ("b",)]
+    assert sql_query.query(file, "explain query plan select * from t join t u on t.a = u.a")[1]
     recursive = "with recursive c(n) as (select 1 union all select n + 1 from c where n < 3) select * from c"
-    assert sql.query(file, recursive)[1] == [(1,), (2,), (3,)]
+    assert sql_query.query(file, recursive)[1] == [(1,), (2,), (3,)]
 
 
 def test_a_query_that_sqlite_cannot_interrupt_ends_at_the_time_limit(database) -> None:
     file = str(database / "spider/database/d/d.sqlite")
     with pytest.raises(OutOfTime, match=r"time limit of 1 s reached"):
-        sql.table(file, "select printf('%.*c', 2000000000, 'x')", 0.5)
-    assert sql.table(file, "select 1 as n").text == "n\n1"
-    environment = sql.TextToSql({"db_path": file}, {"db_path": file, "reward_spec": {"ground_truth": "select nothing"}})
+        table(file, "select printf('%.*c', 2000000000, 'x')", 0.5)
+    assert table(file, "select 1 as n").text == "n\n1"
+    environment = TextToSql({"db_path": file}, {"db_path": file, "reward_spec": {"ground_truth": "select nothing"}})
     with pytest.raises(EpisodeFault, match="the query of the row's ground truth fails: Error: near"):
         environment.step(Response("<think></think><solution>select 1</solution>"))
 
@@ -182,13 +180,13 @@ def test_a_query_that_sqlite_cannot_interrupt_ends_at_the_time_limit(database) -
 def test_many_open_tags_are_searched_once(tag, database) -> None:
     text, file = f"<{tag}>" * 100_000, str(database / "spider/database/d/d.sqlite")
     question = SearchQuestions({}, {"reward_spec": {"ground_truth": {"target": ["Rome"]}}})
-    for environment in (question, sql.TextToSql({"db_path": file}, {"reward_spec": {"ground_truth": ""}})):
+    for environment in (question, TextToSql({"db_path": file}, {"reward_spec": {"ground_truth": ""}})):
         (step,) = play(environment, text)
         assert (step.done, step.reward) == (False, 0.0)
 
 
 def test_a_table_has_at_most_50_rows(database) -> None:
-    text = sql.as_table(["n"], [(n,) for n in range(60)])
+    text = sql_query.as_table(["n"], [(n,) for n in range(60)])
     assert len(text.splitlines()) == 1 + 50 + 1
     assert text.endswith("... (more rows)")
 
@@ -210,7 +208,7 @@ def test_text2sql_answers_queries_and_compares_results_as_multisets(database, so
         "data": "spider",
         "reward_spec": {"ground_truth": "select a, b from t"},
     }
-    environment = sql.TextToSql({"db_path": str(database)}, row)
+    environment = TextToSql({"db_path": str(database)}, row)
     first, bad, last = play(environment, "<sql>select a from t</sql>", "<sql>select c from t</sql>", solution)
     assert "<observation>a\n1\n2\n2\n<reminder>You have 4 turns left" in first.messages[0]["content"]
     assert "no such column: c" in bad.messages[0]["content"]

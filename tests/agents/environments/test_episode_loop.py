@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from hybridrl.agents.environments.environment import Environment, EpisodeFault, Message, Response, Step
+from hybridrl.agents.environments import Environment, EpisodeFault, Message, Response, Step
 from hybridrl.agents.environments.episode_loop import EpisodeRun, Kit, Limits
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion

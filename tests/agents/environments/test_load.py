@@ -46,7 +46,7 @@ def test_a_built_in_environment_gets_the_configuration_under_its_name() -> None:
 
 
 OWN = """
-from hybridrl.agents.environments.environment import Environment, Step
+from hybridrl.agents.environments import Environment, Step
 
 class Echo(Environment):
     def step(self, response):

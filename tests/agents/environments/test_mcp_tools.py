@@ -10,8 +10,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from hybridrl.agents.environments import mcp_tools
-from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall
+from hybridrl.agents.environments import EpisodeFault, Response, ToolCall, mcp_tools
 from hybridrl.agents.environments.load import load_tools
 from hybridrl.config import ConfigError
 from hybridrl.core.required import required

@@ -26,7 +26,7 @@ LIMITS = Limits(prompt=200, response=400, context=600, turns=6, call_timeout=2, 
 ENVIRONMENT = '''
 import os, time
 from pathlib import Path
-from hybridrl.agents.environments.environment import Environment, Step
+from hybridrl.agents.environments import Environment, Step
 
 if Path(__file__).with_name("slowly").exists():
     time.sleep(4)

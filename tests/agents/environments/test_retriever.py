@@ -10,8 +10,8 @@ from collections import Counter
 
 import pytest
 
-from hybridrl.agents.environments.built_in.search import Searcher
-from hybridrl.agents.environments.retriever import Index, read_passages, serve
+from hybridrl.agents.environments.built_in.tools import Searcher
+from hybridrl.environments.retriever import Index, read_passages, serve
 
 TEXTS = [
     "Paris\nParis is the capital of France. France!",

@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall, ToolError
+from hybridrl.agents.environments import EpisodeFault, Response, ToolCall, ToolError
 from hybridrl.agents.environments.tools import FunctionTool, Tool, ToolEnvironment, truncated
 from hybridrl.agents.environments.user_code import ToolResult
 from tests.agents.sections import multi_turn_of

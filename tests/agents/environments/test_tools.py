@@ -6,7 +6,7 @@ import os
 import psutil
 import pytest
 
-from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall
+from hybridrl.agents.environments import EpisodeFault, Response, ToolCall
 from hybridrl.agents.environments.load import function_tools
 from hybridrl.agents.environments.user_code import to_result
 from hybridrl.config import ConfigError

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hybridrl.agents.environments.environment import EpisodeFault, ToolError
+from hybridrl.agents.environments import EpisodeFault, ToolError
 from hybridrl.agents.environments.user_code import UserCodeError, contained, finished
 
 

@@ -19,7 +19,7 @@ from tests.agents.sections import environments_of
 
 LIMITS = Limits(prompt=100, response=300, context=400)
 ENVIRONMENT = '''
-from hybridrl.agents.environments.environment import Environment, Step
+from hybridrl.agents.environments import Environment, Step
 
 
 class Reads(Environment):

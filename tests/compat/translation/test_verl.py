@@ -8,9 +8,9 @@ import pytest
 
 from hybridrl.compat.translation import SYSTEMS, VERL
 from hybridrl.config import ConfigError, PPOConfig
-from hybridrl.config.keys import tree, value_keys
 from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import SFTConfig
+from hybridrl.config.values import tree, value_keys
 
 from .conftest import Load
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hybridrl.agents.environments.environment import EpisodeFault
+from hybridrl.agents.environments import EpisodeFault
 from hybridrl.agents.environments.load import check, environment_of
 from hybridrl.compat.verl.loops import VerlLoop
 from hybridrl.config import ConfigError

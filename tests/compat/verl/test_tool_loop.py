@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hybridrl.agents.environments import EnvironmentSettings
 from hybridrl.agents.environments.episode_loop import Limits
 from hybridrl.agents.environments.load import check, prepare
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker
 from hybridrl.compat.verl.tools import ToolParser, is_registered
 from hybridrl.config import ConfigError

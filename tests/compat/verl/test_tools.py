@@ -5,9 +5,8 @@ import sys
 
 import pytest
 
-from hybridrl.agents.environments.environment import EpisodeFault, Response, ToolCall
+from hybridrl.agents.environments import EnvironmentSettings, EpisodeFault, Response, ToolCall
 from hybridrl.agents.environments.load import check, load_tools
-from hybridrl.agents.environments.settings import EnvironmentSettings
 from hybridrl.config import ConfigError
 from tests.agents.environments.conftest import made
 from tests.agents.sections import environments_of

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from hybridrl.config.catalog import ESTIMATOR_NAMES, ESTIMATORS, POLICY_LOSS_NAMES, POLICY_LOSSES
-from hybridrl.config.keys import hints, tree
 from hybridrl.config.schema import PPOConfig
-from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
-from hybridrl.config.values import Aggregation, KLForm
+from hybridrl.config.schema_parts import RolloutCorrectionConfig
+from hybridrl.config.values import Aggregation, KLForm, hints, tree
 from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy_loss
 from hybridrl.core.required import required
 from hybridrl.runs.settings import REJECTIONS

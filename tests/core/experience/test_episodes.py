@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from hybridrl.agents.environments import CallRecord, ToolCall
 from hybridrl.agents.environments.conversations import conversation_metrics, transcript
-from hybridrl.agents.environments.environment import CallRecord, ToolCall
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.estimators import gae, grpo
 from hybridrl.core.algorithms.objective import Totals, token_weights

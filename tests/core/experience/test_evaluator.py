@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hybridrl.config.schema_rollout import ValidationSamplingConfig
+from hybridrl.config.schema_parts import ValidationSamplingConfig
 from hybridrl.core.experience.evaluator import Evaluator, validation_metrics
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.core.rollout import Sampling

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from hybridrl.rewards import built_in
+from hybridrl.rewards import load
 from hybridrl.rewards.scorers.short_answers import score_gsm8k as compute_score
 
 
@@ -79,9 +79,9 @@ def test_agrees_with_the_cases_of_other_frameworks(graded):
 
 def test_what_a_tool_said_earns_nothing():
     read = "#### 522\nSearch result: the answer is #### 4242."
-    assert built_in.compute_score("openai/gsm8k", read, "4242") == 1.0
-    assert built_in.compute_score("openai/gsm8k", read, "4242", {"written": "#### 522"}) == 0.0
-    assert built_in.compute_score("openai/gsm8k", read, "4242", {"written": "#### 522\n#### 4242"}) == 1.0
+    assert load.compute_score("openai/gsm8k", read, "4242") == 1.0
+    assert load.compute_score("openai/gsm8k", read, "4242", {"written": "#### 522"}) == 0.0
+    assert load.compute_score("openai/gsm8k", read, "4242", {"written": "#### 522\n#### 4242"}) == 1.0
 
 
 @pytest.mark.parametrize(("response", "score"), [("so #### 1,072", 1.0), ("#### 24", 0.0), ("1072", 0.0)])

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.agents.environments.environment import Environment, Message, Response, Step, column, ground_truth, needed
+from hybridrl.agents.environments import Environment, Message, Response, Step, column, ground_truth, needed
 from hybridrl.rewards.scorers.short_answers import score_gsm8k
 
 REWARD, COST = 1.0, 0.02

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from hybridrl.agents.environments.environment import ToolError
+from hybridrl.agents.environments import ToolError
 
 SECONDS, MAX_ROWS, MAX_CHARACTERS = 5.0, 50, 9000
 MAX_FETCHED = 100_000  # rows of a result that is compared

@@ -1,12 +1,116 @@
-"""The sections `rollout` and `eval` of the configuration, and what continues rollouts over steps; see schema.py."""
+"""The sections `algorithm`, `reward`, `rollout` and `eval` of the configuration, the policy loss, and what continues
+rollouts over steps; see schema.py."""
 
+from dataclasses import make_dataclass
 from typing import Annotated, Any, Literal
 
 from hybridrl.config import values
-from hybridrl.config.files import RowNames
+from hybridrl.config.catalog import BYPASS_LOSSES, ESTIMATOR_NAMES, POLICY_LOSS_NAMES, parameter_types
+from hybridrl.config.files import RowNames, Script
 from hybridrl.config.values import Section
 
 SHIPPED_SHARE, WHOLE_SHARE = 0.5, 0.9  # of a GPU's memory for an engine: by default, and if no trainer needs the rest
+
+PolicyLossConfig = make_dataclass(
+    "PolicyLossConfig",
+    [("loss_mode", Annotated[str, values.name_or_function(POLICY_LOSS_NAMES)]), *parameter_types()],
+    namespace={"__module__": __name__},
+)
+
+
+class KLControlConfig(Section):
+    type: Literal["fixed", "adaptive"]
+    kl_coef: values.NonNegative
+    horizon: values.Positive
+    target_kl: values.AboveZero
+
+
+class FilterGroupsConfig(Section):
+    enable: bool
+    metric: str | None
+    max_num_gen_batches: int
+
+
+class RolloutCorrectionConfig(Section):
+    rollout_is: Literal["auto", "token", "sequence", "geometric"] | None
+    rollout_is_threshold: str | None
+    rollout_is_batch_normalize: bool
+    rollout_rs: list[str]
+    rollout_rs_threshold: list[str]
+    bypass_mode: bool
+    loss_type: Literal[tuple(BYPASS_LOSSES)]  # pyrefly: ignore[invalid-literal]  # known in one place
+
+
+class AlgorithmConfig(Section):
+    adv_estimator: Annotated[str, values.name_or_function(ESTIMATOR_NAMES)]
+    gamma: values.Share
+    lam: values.Share
+    norm_adv_by_std_in_grpo: bool
+    gdpo_reward_keys: list[str]
+    gdpo_reward_weights: list[float]
+    filter_groups: FilterGroupsConfig
+    mask_truncated: bool
+    rollout_correction: RolloutCorrectionConfig
+    use_kl_in_reward: bool
+    kl_penalty: values.KLForm
+    kl_ctrl: KLControlConfig
+
+
+class CustomRewardConfig(Section):
+    path: Script | None
+    name: str | None
+    reward_kwargs: dict[str, Any]
+
+
+class RewardManagerModuleConfig(Section):
+    path: Script | None
+    name: str
+
+
+class RewardManagerConfig(Section):
+    source: Literal["register", "importlib"]
+    name: str
+    module: RewardManagerModuleConfig
+
+
+class SandboxConfig(Section):
+    url: str | None
+    memory_limit_mb: values.Positive
+
+
+class OverlongBufferConfig(Section):
+    enable: bool
+    len: values.Natural
+    penalty_factor: values.NonNegative
+    log: bool
+
+
+class RewardKwargsConfig(Section):
+    max_resp_len: values.Positive
+    overlong_buffer_cfg: OverlongBufferConfig
+
+
+class RewardConfig(Section):
+    num_workers: values.Natural
+    timeout: values.Seconds
+    memory_mb: values.Positive | None
+    retries: values.Natural
+    on_error: Literal["exclude", "zero", "stop"]
+    max_fault_rate: values.Share
+    max_fault_steps: values.Positive
+    functions: dict[str, Any]
+    weights: dict[str, Any]
+    add_environment_reward: bool
+    scale: float
+    clip_range: list[Annotated[float, values.Infinite()]]
+    max_concurrent: values.Positive
+    max_rpm: values.AboveZero | None
+    max_tpm: values.AboveZero | None
+    estimated_tokens_per_request: values.Positive
+    custom_reward_function: CustomRewardConfig
+    reward_manager: RewardManagerConfig
+    sandbox_fusion: SandboxConfig
+    reward_kwargs: RewardKwargsConfig
 
 
 class ValidationSamplingConfig(Section):
