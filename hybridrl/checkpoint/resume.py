@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridrl.checkpoint import store
-from hybridrl.checkpoint.files import is_intact
-from hybridrl.checkpoint.fingerprints import matching_run
+from hybridrl.checkpoint.files import is_intact, matching_run
 from hybridrl.checkpoint.store import Checkpoint
 from hybridrl.config import ConfigError
 from hybridrl.config.files import SHARDS

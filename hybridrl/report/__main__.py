@@ -15,9 +15,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from hybridrl.config import ConfigError
 from hybridrl.report.contents import Contents, is_run
+from hybridrl.report.markup import SamplePool
 from hybridrl.report.page import MOST_RUNS, render, write_report
 from hybridrl.report.samples import Shown, grouped
-from hybridrl.report.texts import SamplePool
 from hybridrl.runs.directory import UNREADABLE
 from hybridrl.runtime import EXIT_FAILED, EXIT_REJECTED
 from hybridrl.tracking.console import print_text

@@ -18,7 +18,7 @@ from rich.text import Text
 from hybridrl.config import ConfigError
 from hybridrl.runs.directory import RunDirectory
 from hybridrl.runtime import EXIT_REJECTED
-from hybridrl.runtime.signals import ended_by_closed_pipe
+from hybridrl.runtime.guard import ended_by_closed_pipe
 from hybridrl.tracking.console import Terminal, print_text, printable, printable_json
 from hybridrl.tracking.records import SampleRecord, read_records, record_files
 

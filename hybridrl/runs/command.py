@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
 from hybridrl.runs.plugins import load
-from hybridrl.runtime.forks import fork_server
+from hybridrl.runtime.environment import fork_server
 from hybridrl.tracking.console import stage
 
 Run = Callable[[Any], None]
@@ -20,7 +20,9 @@ def training(load_job: Callable[[], Any], *, engine: bool) -> Callable[[Any], Ab
 
     @contextmanager
     def opened(first: Any) -> Iterator[Run]:
-        with fork_server(first.trainer, first.ray_kwargs.ray_init, first.devices_per_machine, engine=engine) as forks:
+        with fork_server(
+            first.trainer.device, first.ray_kwargs.ray_init, first.devices_per_machine, engine=engine
+        ) as forks:
             with stage("loading torch, transformers and Ray"):  # only for a valid configuration
                 from hybridrl.runs import setup
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from hybridrl.checkpoint.fingerprints import code_fingerprint, data_fingerprint, fingerprint, model_fingerprint
+from hybridrl.checkpoint.files import code_fingerprint, data_fingerprint, fingerprint, model_fingerprint
 from hybridrl.checkpoint.read import check_parts
 from hybridrl.checkpoint.resume import check_compatible, flatten, resume_summary, select_checkpoint
 from hybridrl.checkpoint.saver import Stateful, read_arrays

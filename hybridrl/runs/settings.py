@@ -8,7 +8,7 @@ from hybridrl.config import ConfigError, SFTConfig
 from hybridrl.config.catalog import ACTOR_KEYS, BYPASS_LOSSES, ESTIMATOR_KEYS, PARAMETERS, SFT_POLICY_LOSS, disturbances
 from hybridrl.config.compose import OWN
 from hybridrl.config.schema import ActorConfig, ActorRolloutRefConfig, CriticConfig, FSDPConfig, ModelConfig, PPOConfig
-from hybridrl.config.schema_algorithm import RolloutCorrectionConfig
+from hybridrl.config.schema_algorithm import RewardConfig, RolloutCorrectionConfig
 from hybridrl.config.schema_rollout import RolloutConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement
@@ -22,6 +22,7 @@ from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.schedule import located
 from hybridrl.core.training.worker import LearnerConfig, WorkerConfig
 from hybridrl.core.training.worker_group import SKIPPED_UPDATES, CriticPlan, PolicyPlan, UpdatePlan
+from hybridrl.rewards.score import OverlongPenalty, Shaping
 
 
 def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, steps: int) -> WorkerConfig:
@@ -204,6 +205,14 @@ def budget(model: ModelConfig, fsdp: FSDPConfig, tokens: int, rows: int | None, 
     return MicroBatchBudget(
         tokens * devices, None if by_tokens else rows, padded=not model.use_remove_padding, devices=devices
     )
+
+
+def build_shaping(reward: RewardConfig) -> Shaping:
+    buffer, clip = reward.reward_kwargs.overlong_buffer_cfg, reward.clip_range
+    overlong = None
+    if reward.reward_manager.name == "dapo" and buffer.enable:
+        overlong = OverlongPenalty(reward.reward_kwargs.max_resp_len, buffer.len, buffer.penalty_factor, buffer.log)
+    return Shaping(reward.scale, (clip[0], clip[1]) if clip else None, overlong)
 
 
 def training_sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:

@@ -18,7 +18,7 @@ from hybridrl.core.trainer import RLTask, Schedule, Trainer
 from hybridrl.core.training.worker_group import BrokenUpdates
 from hybridrl.health import HealthMonitor, Unhealthy
 from hybridrl.health.rules import Diagnosis, Rule
-from hybridrl.runtime import signals
+from hybridrl.runtime import guard
 
 
 class Silent:
@@ -132,7 +132,7 @@ class RecordingTracker:
 @pytest.fixture(autouse=True)
 def new_signals(monkeypatch):
     """Every test may send a signal: two within a second count as one request."""
-    monkeypatch.setattr(signals, "REQUESTS", signals.Requests())
+    monkeypatch.setattr(guard, "REQUESTS", guard.Requests())
 
 
 def trainer(

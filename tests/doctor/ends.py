@@ -24,7 +24,7 @@ from hybridrl.health import HealthMonitor
 from hybridrl.rewards.score import FaultGuard, Score
 from hybridrl.runs.restarts import with_restarts
 from hybridrl.runtime import guard
-from hybridrl.runtime.signals import StopRequest
+from hybridrl.runtime.guard import StopRequest
 from tests.core.cluster.test_group import Call, Died, FakeRay, task_error
 from tests.core.rollout.test_client import FakeServer, client, requests
 

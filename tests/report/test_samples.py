@@ -5,8 +5,8 @@ import json
 import pytest
 
 from hybridrl.report.contents import Contents
+from hybridrl.report.markup import TEXT_BUDGET, finite, limit_of, shortened
 from hybridrl.report.samples import advantage_of, choose_samples, correlation, evenly, grouped, length_of
-from hybridrl.report.texts import TEXT_BUDGET, finite, limit_of, shortened
 from hybridrl.tracking.records import SampleRecord
 from tests.report.synthetic import verl_sample, write_run
 

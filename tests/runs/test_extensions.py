@@ -10,7 +10,7 @@ from hybridrl.config.schema import PPOConfig, SFTConfig
 from hybridrl.core.training.schedule import schedule, try_schedule
 from hybridrl.health import History
 from hybridrl.health.rules import custom_rules
-from hybridrl.runs.sinks import custom_sinks, try_sinks
+from hybridrl.runs.setup import custom_sinks, try_sinks
 from tests.core.training.test_optimizer import config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extensions.md").read_text(encoding="utf-8")

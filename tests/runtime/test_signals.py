@@ -4,17 +4,17 @@ from contextlib import suppress
 
 import pytest
 
-from hybridrl.runtime import signals
+from hybridrl.runtime import guard
 
 
 @pytest.fixture(autouse=True)
 def no_requests(monkeypatch):
-    monkeypatch.setattr(signals, "REQUESTS", signals.Requests())
+    monkeypatch.setattr(guard, "REQUESTS", guard.Requests())
 
 
 def test_the_second_request_stops_at_once(monkeypatch, capsys):
-    monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", 0.0)
-    with signals.StopRequest(wait_for_step=True) as stop:
+    monkeypatch.setattr(guard, "SAME_REQUEST_SECONDS", 0.0)
+    with guard.StopRequest(wait_for_step=True) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.reason == "SIGTERM"
         with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
@@ -23,19 +23,19 @@ def test_the_second_request_stops_at_once(monkeypatch, capsys):
 
 
 def test_two_signals_in_quick_succession_are_one_request():
-    with signals.StopRequest(wait_for_step=True) as stop:
+    with guard.StopRequest(wait_for_step=True) as stop:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
         assert stop.reason == "SIGTERM"
 
 
 def test_without_a_step_to_wait_for_a_request_stops_at_once():
-    with signals.StopRequest(wait_for_step=False), pytest.raises(KeyboardInterrupt, match="SIGHUP"):
+    with guard.StopRequest(wait_for_step=False), pytest.raises(KeyboardInterrupt, match="SIGHUP"):
         os.kill(os.getpid(), signal.SIGHUP)
 
 
 def test_a_request_that_a_library_has_caught_is_raised_where_training_begins(monkeypatch):
-    with signals.StopRequest(wait_for_step=False), suppress(KeyboardInterrupt):  # as ray.init does at some places
+    with guard.StopRequest(wait_for_step=False), suppress(KeyboardInterrupt):  # as ray.init does at some places
         os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt, match="SIGTERM"), signals.StopRequest(wait_for_step=True):
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"), guard.StopRequest(wait_for_step=True):
         pass

@@ -20,8 +20,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from hybridrl.config.findings import ConfigError
 from hybridrl.core.cluster.failures import WorkerDied, typed
 from hybridrl.core.cluster.start import start_ray
-from hybridrl.runtime.environment import joins
-from hybridrl.runtime.forks import ForkServer
+from hybridrl.runtime.environment import ForkServer, joins
 from hybridrl.runtime.keeper import PrivateDirectory
 from hybridrl.tracking.console import info
 

@@ -17,8 +17,8 @@ from ray._raylet import Config
 
 from hybridrl.config.findings import ConfigError
 from hybridrl.runtime.environment import ray_token
+from hybridrl.runtime.guard import REQUESTS
 from hybridrl.runtime.keeper import PrivateDirectory
-from hybridrl.runtime.signals import REQUESTS
 
 CONNECT_SECONDS = 10.0
 

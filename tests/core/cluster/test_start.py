@@ -9,7 +9,7 @@ import ray
 import ray._private.utils
 
 from hybridrl.core.cluster.start import start_ray
-from hybridrl.runtime import signals
+from hybridrl.runtime import guard
 from hybridrl.runtime.keeper import PrivateDirectory
 
 
@@ -23,12 +23,12 @@ def test_a_signal_while_ray_starts_is_a_request_to_stop(monkeypatch, caught):
             if not caught:
                 raise
 
-    monkeypatch.setattr(signals.REQUESTS, "last", "")
+    monkeypatch.setattr(guard.REQUESTS, "last", "")
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray._private.utils, "set_sigterm_handler", ray._private.utils.set_sigterm_handler)
     directory = PrivateDirectory()
     try:
-        with signals.StopRequest(wait_for_step=False), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        with guard.StopRequest(wait_for_step=False), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
             start_ray({}, directory)
     finally:
         directory.close()
