@@ -55,8 +55,6 @@ LATE = {
     "evaluation/statistics.py": "scipy is slow to import, and a run writes its page at its end only",
     "main_eval.py": "torch, Ray and transformers come only once the configuration stands",
     "runs/command.py": "torch, Ray and transformers come only once the configuration stands",
-    "main_ppo.py": "torch, Ray and transformers come only once the configuration stands",
-    "main_sft.py": "torch, Ray and transformers come only once the configuration stands",
     "core/training/linear_log_probs.py": "Triton comes with torch's builds for CUDA, and is used there only",
     "agents/endpoint/serve.py": "torch, transformers and vLLM come only once the command stands",
     "tracking/report.py": "matplotlib is slow to import, and wanted at the end of a run only",

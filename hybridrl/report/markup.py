@@ -1,14 +1,14 @@
 """What a page is made of: small pieces of HTML, in which every text that comes from a run goes through `text`, and the
 chosen samples as data for its script: texts shortened to a budget, everything plain JSON."""
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from statistics import fmean, stdev
 from typing import Any
 
-from hybridrl.report.samples import Shown, fault_of, is_number, key_across_steps, length_of, scores_of, tokens_of
+from hybridrl.report.samples import Shown, fault_of, is_number, length_of, scores_of, tokens_of
+from hybridrl.tracking.records import as_text
 from hybridrl.tracking.secrets import mask_text
 
 CONTROLS = {number: chr(0x2400 + number) for number in range(32) if chr(number) not in "\n\t"} | {127: "\u2421"}
@@ -74,7 +74,6 @@ class SamplePool:
 
     def __init__(self) -> None:
         self.prompts: dict[str, int] = {}
-        self.keys: list[str] = []
         self.groups: dict[int, int] = {}  # identity of a group -> its number
         self.group_data: list[dict[str, Any]] = []
         self.samples: list[dict[str, Any]] = []
@@ -82,8 +81,7 @@ class SamplePool:
         self._with_tokens = 0
 
     def add(self, run: int, shown: Iterable[Shown]) -> None:
-        for one in shown:
-            self.samples.append(self._sample(run, one))
+        self.samples += [self._sample(run, one) for one in shown]
 
     def _sample(self, run: int, shown: Shown) -> dict[str, Any]:
         record, episode = shown.record, shown.record.episode
@@ -93,23 +91,23 @@ class SamplePool:
             "run": run,
             "kind": shown.kind,
             "step": record.step,
-            "prompt": self._prompt(key_across_steps(record)),
-            "group": self._group(run, shown),
-            "source": text_of(episode.get("data_source", "")),
+            "prompt": self.prompts.setdefault(record.prompt, len(self.prompts)),
+            "group": self._group(shown),
+            "source": as_text(episode.get("data_source", "")),
             "score": finite(record.score),
             "advantage": finite(shown.advantage),
             "stored": isinstance(episode.get("advantage"), int | float),
             "trained": episode.get("trained") is not False,
             "length": length_of(record),
             "unit": "tokens" if isinstance(episode.get("sampled_tokens"), int) else "characters",
-            "stop": text_of(episode.get("stop", "")),
+            "stop": as_text(episode.get("stop", "")),
             "fault": fault_of(record),
-            "detail": mask_text(text_of(episode.get("detail", "")))[:TRUTH],
+            "detail": mask_text(as_text(episode.get("detail", "")))[:TRUTH],
             "row": finite(episode.get("row")),
             "number": finite(episode.get("sample")),
             "why": shown.why,
             "output": record.response,
-            "truth": text_of(record.truth)[:TRUTH],
+            "truth": as_text(record.truth)[:TRUTH],
             "parts": {str(name): plain(value) for name, value in list(record.components.items())[:40]},
             "messages": [message_of(one) for one in listed(episode.get("messages"))],
             "turns": [turn_of(one) for one in listed(episode.get("turns"))],
@@ -117,10 +115,7 @@ class SamplePool:
         }
         return {name: value for name, value in sample.items() if value not in (None, "", [], {})}
 
-    def _prompt(self, text: str) -> int:
-        return self.prompts.setdefault(text, len(self.prompts))
-
-    def _group(self, run: int, shown: Shown) -> int:
+    def _group(self, shown: Shown) -> int:
         number = self.groups.get(id(shown.group))
         if number is None:
             number = self.groups[id(shown.group)] = len(self.group_data)
@@ -169,11 +164,11 @@ def shortened(text: str, limit: int) -> str:
 def message_of(message: Any) -> dict[str, Any]:
     """Return role, text, reasoning and calls of a message of a conversation."""
     if not isinstance(message, dict):
-        return {"role": "", "text": text_of(message)}
+        return {"role": "", "text": as_text(message)}
     content = message.get("content")
-    known = {"role": text_of(message.get("role", "")), "text": text_of("" if content is None else content)}
+    known = {"role": as_text(message.get("role", "")), "text": as_text("" if content is None else content)}
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
-        known["reasoning"] = text_of(reasoning)[:RESULT]
+        known["reasoning"] = as_text(reasoning)[:RESULT]
     if calls := [_called(call) for call in listed(message.get("tool_calls"))]:
         known["calls"] = calls
     return known
@@ -182,7 +177,7 @@ def message_of(message: Any) -> dict[str, Any]:
 def _called(call: Any) -> list[str]:
     inner = call.get("function", call) if isinstance(call, dict) else {}
     inner = inner if isinstance(inner, dict) else {}
-    return [text_of(inner.get("name", "")), text_of(inner.get("arguments", ""))[:RESULT]]
+    return [as_text(inner.get("name", "")), as_text(inner.get("arguments", ""))[:RESULT]]
 
 
 def turn_of(turn: Any) -> dict[str, Any]:
@@ -190,14 +185,14 @@ def turn_of(turn: Any) -> dict[str, Any]:
     if not isinstance(turn, dict):
         return {}
     calls = [
-        {name: text_of(call.get(name, ""))[:RESULT] for name in ("name", "arguments", "result", "outcome")}
+        {name: as_text(call.get(name, ""))[:RESULT] for name in ("name", "arguments", "result", "outcome")}
         | {"seconds": finite(call.get("seconds")), "reward": finite(call.get("reward"))}
         for call in listed(turn.get("calls"))
         if isinstance(call, dict)
     ]
     seconds = [finite(value) for value in listed(turn.get("seconds"))]
     known = {name: finite(turn.get(name)) for name in ("observed_tokens", "sampled_tokens", "reward")}
-    return known | {"stop": text_of(turn.get("stop") or ""), "calls": calls, "seconds": seconds}
+    return known | {"stop": as_text(turn.get("stop") or ""), "calls": calls, "seconds": seconds}
 
 
 def token_data(tokens: dict[str, Any]) -> dict[str, Any]:
@@ -205,7 +200,7 @@ def token_data(tokens: dict[str, Any]) -> dict[str, Any]:
     count = len(tokens["ids"])
     texts = tokens.get("texts") if isinstance(tokens.get("texts"), list) else []
     data: dict[str, Any] = {"count": count, "ids": [finite(one) for one in tokens["ids"][:TOKENS]]}
-    data["texts"] = [text_of(text) for text in texts[:TOKENS]] if len(texts) == count else [""] * len(data["ids"])
+    data["texts"] = [as_text(text) for text in texts[:TOKENS]] if len(texts) == count else [""] * len(data["ids"])
     for name in TOKEN_KEYS:
         values = tokens.get(name)
         if isinstance(values, list) and len(values) == count:
@@ -213,15 +208,11 @@ def token_data(tokens: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def text_of(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
 def plain(value: Any) -> Any:
     """A reward component: a number as it is, anything else as a short text."""
     if isinstance(value, bool):
         return value
-    return finite(value) if isinstance(value, int | float) else text_of(value)[:TRUTH]
+    return finite(value) if isinstance(value, int | float) else as_text(value)[:TRUTH]
 
 
 def finite(value: Any) -> float | int | None:

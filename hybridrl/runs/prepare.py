@@ -36,11 +36,7 @@ from hybridrl.rewards.load import uses_built_in
 from hybridrl.runs.algorithm_trial import try_estimator, try_policy_loss
 from hybridrl.runs.plugins import load
 from hybridrl.runs.resume import adapted_models
-from hybridrl.runs.settings import (
-    build_algorithm,
-    build_critic_plan,
-    build_policy_plan,
-)
+from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan
 from hybridrl.runs.setup import try_sinks
 from hybridrl.tracking.console import info
 

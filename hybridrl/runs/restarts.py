@@ -37,41 +37,24 @@ class Sizes(NamedTuple):
     switches: tuple[str, ...]
 
 
+def _sizes(section: str, micro_batch: str, by_tokens: str, *switches: str) -> Sizes:
+    """Return the keys of a section for a kind of micro-batch: ppo_max_token_len_per_gpu and so on."""
+    tokens, rows = f"{micro_batch}_max_token_len_per_gpu", f"{micro_batch}_micro_batch_size_per_gpu"
+    return Sizes(f"{section}.{tokens}", f"{section}.{rows}", f"{section}.{by_tokens}", switches)
+
+
 POLICY = (f"{ACTOR}.fsdp_config.optimizer_offload", f"{ACTOR}.fsdp_config.param_offload")
-CRITIC = ("critic.fsdp.optimizer_offload", "critic.fsdp.param_offload")
+CRITIC = ("critic.fsdp.optimizer_offload", "critic.fsdp.param_offload", *POLICY)
+CHECKPOINTING = "model.enable_gradient_checkpointing"
+DYNAMIC = "log_prob_use_dynamic_bsz"
 PPO_SIZES = {
-    "update_policy": Sizes(
-        f"{ACTOR}.ppo_max_token_len_per_gpu",
-        f"{ACTOR}.ppo_micro_batch_size_per_gpu",
-        f"{ACTOR}.use_dynamic_bsz",
-        ("actor_rollout_ref.model.enable_gradient_checkpointing", *POLICY),
-    ),
-    "log_probs": Sizes(
-        f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
-        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-        f"{ROLLOUT}.log_prob_use_dynamic_bsz",
-        POLICY,
-    ),
-    "reference_log_probs": Sizes(
-        f"{REF}.log_prob_max_token_len_per_gpu",
-        f"{REF}.log_prob_micro_batch_size_per_gpu",
-        f"{REF}.log_prob_use_dynamic_bsz",
-        (f"{REF}.fsdp_config.param_offload", *POLICY),
-    ),
-    "values": Sizes(
-        "critic.forward_max_token_len_per_gpu",
-        "critic.forward_micro_batch_size_per_gpu",
-        "critic.use_dynamic_bsz",
-        (*CRITIC, *POLICY),
-    ),
-    "update_critic": Sizes(
-        "critic.ppo_max_token_len_per_gpu",
-        "critic.ppo_micro_batch_size_per_gpu",
-        "critic.use_dynamic_bsz",
-        ("critic.model.enable_gradient_checkpointing", *CRITIC, *POLICY),
-    ),
+    "update_policy": _sizes(ACTOR, "ppo", "use_dynamic_bsz", f"actor_rollout_ref.{CHECKPOINTING}", *POLICY),
+    "log_probs": _sizes(ROLLOUT, "log_prob", DYNAMIC, *POLICY),
+    "reference_log_probs": _sizes(REF, "log_prob", DYNAMIC, f"{REF}.fsdp_config.param_offload", *POLICY),
+    "update_critic": _sizes("critic", "ppo", "use_dynamic_bsz", f"critic.{CHECKPOINTING}", *CRITIC),
+    "values": _sizes("critic", "forward", "use_dynamic_bsz", *CRITIC),
 }
-SFT_SWITCHES = ("model.enable_gradient_checkpointing", "engine.fsdp_config.optimizer_offload")
+SFT_SWITCHES = (CHECKPOINTING, "engine.fsdp_config.optimizer_offload")
 SFT_SIZES = {"update_policy": Sizes("data.max_token_len_per_gpu", None, None, SFT_SWITCHES)}
 
 

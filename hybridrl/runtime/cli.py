@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import IO, Any, Generic, Protocol, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 from rich.text import Text
 
@@ -200,14 +200,6 @@ hybridrl train --help lists the keys."""
 Config = PPOConfig | SFTConfig
 
 
-class Sweepable(Protocol):
-    """An entry point, as `Command` is one."""
-
-    module: str
-    load: Callable[..., Any]
-    open: Callable[[Any], Any]
-
-
 @dataclass(frozen=True)
 class Point:
     """One combination of the values of a sweep; its name is that of its directory."""
@@ -222,7 +214,7 @@ class Point:
 
 
 def run_sweep(
-    command: Sweepable, argv: Sequence[str], overrides: list[str], place: dict[str, Any], at_once: int, only: list[str]
+    command: Command, argv: Sequence[str], overrides: list[str], place: dict[str, Any], at_once: int, only: list[str]
 ) -> int:
     """Run every combination (of those in `only`, if any), and print what came of them. Returns the exit status: 1 if a
     run failed. Raises ConfigError before the first run if any of them is invalid."""
@@ -241,13 +233,13 @@ def run_sweep(
             info(f"\nthe curves of all runs: {draw_runs(base, found)}")
 
 
-def print_points(command: Sweepable, overrides: list[str], place: dict[str, Any], section: str) -> None:
+def print_points(command: Command, overrides: list[str], place: dict[str, Any], section: str) -> None:
     """Print the configuration of every combination, a YAML document each, and run nothing."""
     for point in load_points(command, overrides, place)[1]:
         print(f"--- # {point.name}\n{as_yaml(point.config, section)}", end="")
 
 
-def load_points(command: Sweepable, overrides: list[str], place: dict[str, Any]) -> tuple[Path, list[Point]]:
+def load_points(command: Command, overrides: list[str], place: dict[str, Any]) -> tuple[Path, list[Point]]:
     """Load the configuration of every combination."""
     fixed, swept = split_sweep(overrides)
     if DIRECTORY in swept:
@@ -296,7 +288,7 @@ def name_of(combination: dict[str, str]) -> str:
     return re.sub(r"[^\w.+-]+", "_", name)[:LONGEST_NAME]
 
 
-def run_points(command: Sweepable, points: Sequence[Point]) -> int:
+def run_points(command: Command, points: Sequence[Point]) -> int:
     """Run one after another on the same Ray; one that fails does not stop the others."""
     failed = []
     with command.open(points[0].config) as run:
@@ -319,7 +311,7 @@ def run_points(command: Sweepable, points: Sequence[Point]) -> int:
     return 1 if failed else 0
 
 
-def run_at_once(command: Sweepable, argv: Sequence[str], points: Sequence[Point], at_once: int, base: Path) -> int:
+def run_at_once(command: Command, argv: Sequence[str], points: Sequence[Point], at_once: int, base: Path) -> int:
     """Share the runs among `at_once` processes, each with its part of the machine's cores or GPUs."""
     shares = [share for share in (points[number::at_once] for number in range(at_once)) if share]
     base.mkdir(parents=True, exist_ok=True)
