@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 from huggingface_hub import try_to_load_from_cache
 
 from hybridrl.config.files import resolve_model
-from hybridrl.config.foreign_files import read_mapping
 
 MANIFEST = "manifest.json"
 CHUNK = 1 << 20
@@ -215,27 +214,3 @@ def code_fingerprint() -> dict[str, str | None]:
         with suppress(PackageNotFoundError):
             versions[library] = version(library)
     return versions
-
-
-def matching_run(directory: Path, wanted: str) -> Path | None:
-    """Return the furthest run in the directories next to this one, and in those next to its parent, whose newest
-    checkpoint has the fingerprint `wanted`; None if this directory has a checkpoint."""
-    own = directory.expanduser().absolute()
-    parent, grandparent = own.parent, own.parent.parent
-    if any(own.glob("global_step_*/state.json")):
-        return None
-    states = {*parent.glob("*/global_step_*/state.json")}
-    if grandparent != Path(grandparent.anchor):  # the root directory has no runs
-        states |= {*grandparent.glob("*/*/global_step_*/state.json")}
-    newest = {state.parent.parent: state for state in sorted(states, key=_step)}
-    same = []
-    for state in newest.values():
-        with suppress(ValueError):  # a damaged one must not stop another run
-            if read_mapping(state).get("fingerprint") == wanted:
-                same.append(state)
-    return max(same, key=_step).parent.parent if same else None
-
-
-def _step(state: Path) -> int:
-    number = state.parent.name.removeprefix("global_step_")
-    return int(number) if number.isdecimal() else -1

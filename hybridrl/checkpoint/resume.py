@@ -4,13 +4,14 @@ Almost every key may change. Changes that make it a different run must be allowe
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
 from hybridrl.checkpoint import store
-from hybridrl.checkpoint.files import is_intact, matching_run
+from hybridrl.checkpoint.files import is_intact
 from hybridrl.checkpoint.store import Checkpoint
 from hybridrl.config import ConfigError
 from hybridrl.config.files import SHARDS
@@ -95,6 +96,30 @@ def select_checkpoint(mode: str, path: str | None, directory: Path, fingerprint:
     if other := matching_run(directory, fingerprint):
         log(f"{other} has checkpoints of the same data, model and estimator; starting from scratch")
     return None
+
+
+def matching_run(directory: Path, wanted: str) -> Path | None:
+    """Return the furthest run in the directories next to this one, and in those next to its parent, whose newest
+    checkpoint has the fingerprint `wanted`; None if this directory has a checkpoint."""
+    own = directory.expanduser().absolute()
+    parent, grandparent = own.parent, own.parent.parent
+    if any(own.glob("global_step_*/state.json")):
+        return None
+    states = {*parent.glob("*/global_step_*/state.json")}
+    if grandparent != Path(grandparent.anchor):  # the root directory has no runs
+        states |= {*grandparent.glob("*/*/global_step_*/state.json")}
+    newest = {state.parent.parent: state for state in sorted(states, key=_step)}
+    same = []
+    for state in newest.values():
+        with suppress(ValueError):  # a damaged one must not stop another run
+            if read_mapping(state).get("fingerprint") == wanted:
+                same.append(state)
+    return max(same, key=_step).parent.parent if same else None
+
+
+def _step(state: Path) -> int:
+    number = state.parent.name.removeprefix("global_step_")
+    return int(number) if number.isdecimal() else -1
 
 
 def _from_path(path: str, log: Log) -> Checkpoint:

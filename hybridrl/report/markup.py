@@ -45,8 +45,8 @@ def command(line: str) -> str:
     return f'<div class="command"><code>{text(line)}</code><button class="copy" type="button">Copy</button></div>'
 
 
-def folded(title: str, inside: str, *, opened: bool = False) -> str:
-    return f"<details{' open' * opened}><summary>{title}</summary>{inside}</details>"
+def folded(title: str, inside: str) -> str:
+    return f"<details><summary>{title}</summary>{inside}</details>"
 
 
 def section(name: str, title: str, inside: str, about: str = "") -> str:

@@ -2,7 +2,7 @@
 
 A sweep is several runs from one command: one for each combination of the values given, one after another or some at
 once. Each run has its own directory and is the same run as by its own command. Runs share the driver's imports, Ray and
-the fork server, and on CPU the processes of models, as long as these would be started with the same settings.
+the fork server.
 """
 
 import argparse

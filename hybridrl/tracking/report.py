@@ -197,10 +197,10 @@ def _read_lines(path: Path, warn: Warn = warn) -> list[tuple[str, dict[str, floa
     return lines
 
 
-def draw_curves(run_dir: Path, title: str | None = None) -> Path | None:
-    """Draw `curves.png`, by default titled with the directory's name. Returns None if there is nothing to draw."""
+def draw_curves(run_dir: Path) -> Path | None:
+    """Draw `curves.png`, titled with the directory's name. Returns None if there is nothing to draw."""
     panels = _panels(read_metrics(run_dir))
-    return _draw(panels, title or run_dir.name, run_dir / CURVES) if panels else None
+    return _draw(panels, run_dir.name, run_dir / CURVES) if panels else None
 
 
 def draw_runs(directory: Path, runs: Mapping[str, Path]) -> Path:

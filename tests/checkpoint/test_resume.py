@@ -17,11 +17,17 @@ from hybridrl.checkpoint.files import (
     code_fingerprint,
     data_fingerprint,
     fingerprint,
-    matching_run,
     model_fingerprint,
     write_manifest,
 )
-from hybridrl.checkpoint.resume import ConfigChange, check_changes, check_compatible, config_changes, resume_summary
+from hybridrl.checkpoint.resume import (
+    ConfigChange,
+    check_changes,
+    check_compatible,
+    config_changes,
+    matching_run,
+    resume_summary,
+)
 from hybridrl.checkpoint.store import Checkpoint
 from hybridrl.config import ConfigError, load_sft_config
 from hybridrl.config.compose import as_yaml, save_config
