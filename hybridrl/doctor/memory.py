@@ -19,7 +19,7 @@ from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.worker import LearnerConfig
 from hybridrl.doctor.machine import GIB, UTILIZATION
 from hybridrl.doctor.memory_sizes import FULL, ITEMSIZE, Models, ModelSizes, Shard, read_models
-from hybridrl.runs.restarts import ACTOR, PPO_SIZES, REF, ROLLOUT
+from hybridrl.runs.resume import ACTOR, PPO_SIZES, REF, ROLLOUT
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import save_times
 

@@ -54,9 +54,8 @@ from hybridrl.runs.prepare import (
     reject_unusable_overrides,
     tokenizer_elsewhere,
 )
-from hybridrl.runs.resume import engine_fingerprint
 from hybridrl.runs.reward_trial import reject_failing_reward
-from hybridrl.runs.settings import build_shaping, validation_sampling
+from hybridrl.runs.settings import build_shaping, engine_fingerprint, validation_sampling
 from hybridrl.runs.setup import Sessions, open_directory
 from hybridrl.tracking.console import info, stage
 

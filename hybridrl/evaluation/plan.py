@@ -167,6 +167,7 @@ def reject_large_k(ks: Sequence[int], most: int, fix: str = "set eval.n={}") -> 
 
 CHOICES = ("best", "last", "all")
 KEY = "eval.models"
+ADDRESS = ("http://", "https://")  # beginnings of one
 FOLDER = "actor"  # the policy in a checkpoint
 
 
@@ -180,17 +181,13 @@ class Target:
 
     @property
     def is_address(self) -> bool:
-        return is_address(self.path)
+        return self.path.startswith(ADDRESS)
 
     @property
     def whole_path(self) -> str:
         """The model whose settings are checked: of an adapter its base, with which it is merged later."""
         base = adapter_settings(self.path).get("base_model_name_or_path") if holds_adapter(self.path) else None
         return base or self.path
-
-
-def is_address(name: str) -> bool:
-    return name.startswith(("http://", "https://"))
 
 
 def find_targets(names: list[str], keep_best: str | None = None, key: str = KEY) -> list[Target]:
@@ -205,7 +202,7 @@ def find_targets(names: list[str], keep_best: str | None = None, key: str = KEY)
 
 
 def _find(name: str, keep_best: str | None, key: str) -> list[Target]:
-    if is_address(name):
+    if name.startswith(ADDRESS):
         return [Target(re.sub(r"\W+", "-", name.partition("://")[2]).strip("-"), name.rstrip("/"))]
     path, _, choice = name.rpartition(":")
     if choice not in CHOICES or not Path(path).expanduser().is_dir():

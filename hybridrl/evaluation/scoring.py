@@ -28,8 +28,7 @@ from hybridrl.evaluation.plan import PlannedResponse, Question
 from hybridrl.evaluation.samples import Sample, SampleFile
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Score, ScoringRequest
-from hybridrl.runs.resume import reward_code
-from hybridrl.runs.settings import build_shaping
+from hybridrl.runs.settings import build_shaping, reward_code
 
 REWARD_LOG = Path("logs", "reward.log")  # what the reward printed
 RESPONSES = "responses.parquet"  # as verl's generation writes it

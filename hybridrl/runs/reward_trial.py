@@ -24,7 +24,7 @@ from hybridrl.rewards.load import seconds_between_calls, uses_built_in
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.score import Score, ScoringRequest
-from hybridrl.runs.resume import reward_code
+from hybridrl.runs.settings import reward_code
 from hybridrl.tracking.console import warn
 
 ROWS, MOST_ROWS = 8, 64  # rows of each data source, and of a dataset with many of them

@@ -1,12 +1,18 @@
-"""From configuration sections to plain values: a run's algorithm, models, updates and sampling parameters."""
+"""From configuration sections to plain values: a run's algorithm, models, updates, sampling parameters, and the
+fingerprints of what determines responses and scores."""
 
-from dataclasses import replace
+import hashlib
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from hybridrl.checkpoint.files import code_fingerprint, fingerprint
+from hybridrl.checkpoint.resume import flatten
 from hybridrl.config import ConfigError, SFTConfig
 from hybridrl.config.catalog import ACTOR_KEYS, BYPASS_LOSSES, ESTIMATOR_KEYS, PARAMETERS, SFT_POLICY_LOSS, disturbances
 from hybridrl.config.compose import OWN
+from hybridrl.config.custom_code import script_path
 from hybridrl.config.schema import ActorConfig, ActorRolloutRefConfig, CriticConfig, FSDPConfig, ModelConfig, PPOConfig
 from hybridrl.config.schema_algorithm import RewardConfig, RolloutCorrectionConfig
 from hybridrl.config.schema_rollout import RolloutConfig
@@ -23,6 +29,8 @@ from hybridrl.core.training.schedule import located
 from hybridrl.core.training.worker import LearnerConfig, WorkerConfig
 from hybridrl.core.training.worker_group import SKIPPED_UPDATES, CriticPlan, PolicyPlan, UpdatePlan
 from hybridrl.rewards.score import OverlongPenalty, Shaping
+
+SCRIPT = re.compile(r"(.+\.py)(?::\w+)?")  # with the name of a function or without
 
 
 def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, steps: int) -> WorkerConfig:
@@ -213,6 +221,23 @@ def build_shaping(reward: RewardConfig) -> Shaping:
     if reward.reward_manager.name == "dapo" and buffer.enable:
         overlong = OverlongPenalty(reward.reward_kwargs.max_resp_len, buffer.len, buffer.penalty_factor, buffer.log)
     return Shaping(reward.scale, (clip[0], clip[1]) if clip else None, overlong)
+
+
+def engine_fingerprint(model: ModelConfig, rollout: RolloutConfig) -> str:
+    """The fingerprint of what determines a response besides its request and the weights."""
+    return fingerprint(rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha)
+
+
+def score_fingerprint(reward: RewardConfig, data: str) -> str:
+    """The fingerprint of what determines a score besides the response. Of custom reward functions the files count, not
+    what these import or read."""
+    return fingerprint(asdict(reward), reward_code(reward), data, code_fingerprint())
+
+
+def reward_code(reward: RewardConfig) -> list[str]:
+    """The hashes of the files that custom reward functions are in."""
+    scripts = (SCRIPT.fullmatch(str(value)) for value in flatten(asdict(reward)).values())
+    return [hashlib.sha256(script_path(script[1]).read_bytes()).hexdigest() for script in scripts if script]
 
 
 def training_sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:

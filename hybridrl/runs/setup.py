@@ -33,8 +33,7 @@ from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
 from hybridrl.health.rules import RULES, custom_rules
 from hybridrl.runs import plugins
-from hybridrl.runs.restarts import Adjusted, with_restarts
-from hybridrl.runs.resume import ResumePlan, check_complete, restore
+from hybridrl.runs.resume import Adjusted, ResumePlan, check_complete, restore, with_restarts
 from hybridrl.runtime.environment import ForkServer, without_expandable_segments, worker_environment
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking import Resume, SampleRow, Sink, Tracker, draw_curves, summary

@@ -22,7 +22,7 @@ from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.core.weights.sync import ColocatedSync
 from hybridrl.health import HealthMonitor
 from hybridrl.rewards.score import FaultGuard, Score
-from hybridrl.runs.restarts import with_restarts
+from hybridrl.runs.resume import with_restarts
 from hybridrl.runtime import guard
 from hybridrl.runtime.guard import StopRequest
 from tests.core.cluster.test_group import Call, Died, FakeRay, task_error

@@ -32,7 +32,7 @@ from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.rewards.actor import RemoteScorer
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import ScoringRequest
-from hybridrl.runs.restarts import with_restarts
+from hybridrl.runs.resume import with_restarts
 from hybridrl.tracking.faults import code_of
 from tests.core.cluster.test_group import Call, FakeRay
 from tests.core.rollout.test_client import SAMPLING, respond

@@ -9,7 +9,7 @@ from hybridrl.checkpoint.store import Store
 from hybridrl.config import load_ppo_config, load_sft_config
 from hybridrl.core.cluster import OutOfMemory, WorkerDied
 from hybridrl.health import Unhealthy
-from hybridrl.runs.restarts import CRITIC, POLICY, with_restarts
+from hybridrl.runs.resume import CRITIC, POLICY, with_restarts
 
 ACTOR = "actor_rollout_ref.actor"
 GOOD = {"healthy": True, "recovery": False, "metrics": {}}
