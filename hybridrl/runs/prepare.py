@@ -311,7 +311,8 @@ def _unknown(
             yield from _unknown_rope(value, written.get(ROPE) or written.get("rope_scaling") or {}, f"{key}.{name}")
         elif isinstance(own, PreTrainedConfig) and isinstance(value, Mapping):
             yield from _unknown(value, own, written.get(name) or {}, f"{key}.{name}")
-        elif not (hasattr(plain, name) or name in written or name in implied or _is_no_noise(name, value)):
+        # Dropout is turned off, of whatever kind, also of one that the family does not have.
+        elif not (hasattr(plain, name) or name in written or name in implied or (RANDOM.search(name) and not value)):
             known = {*plain.to_dict(), *written, "rope_scaling", "rope_theta"}
             cause = f"{key}.{name}: neither models of type {plain.model_type} nor its config.json have such a setting"
             yield f"{cause}; {_nearest(name, known)}"
@@ -325,11 +326,6 @@ def _unknown_rope(values: Mapping[str, Any], written: Mapping[str, Any], key: st
             yield f"{key}.{name}: no type of rotary embeddings has such a setting; {_nearest(name, ROPE_SETTINGS)}"
         elif name in ("rope_type", "type") and value not in (*ROPE_TYPES, written.get(name)):
             yield f"{key}.{name}={value}: there is no such type; {_nearest(str(value), set(ROPE_TYPES))}"
-
-
-def _is_no_noise(name: str, value: Any) -> bool:
-    """Whether it turns off dropout, of a kind that the family may not have."""
-    return bool(RANDOM.search(name)) and not value
 
 
 def _nearest(name: str, known: set[str]) -> str:
