@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint.files import digest
+from hybridrl.checkpoint.resume import digest
 from hybridrl.checkpoint.store import step_directories
 from hybridrl.config import ConfigError, EvaluationConfig
 from hybridrl.config.compose import as_yaml, save_config

@@ -12,7 +12,7 @@ from typing import Any
 from hybridrl.agents.endpoint.episodes import check_episodes, runs_episodes
 from hybridrl.agents.endpoint.episodes import start as start_episodes
 from hybridrl.agents.environments.conversations import Conversations
-from hybridrl.checkpoint.files import code_fingerprint, digest, model_fingerprint
+from hybridrl.checkpoint.resume import code_fingerprint, digest, model_fingerprint
 from hybridrl.config import EvaluationConfig
 from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hybridrl.checkpoint.files import digest
+from hybridrl.checkpoint.resume import digest
 from hybridrl.config import ConfigError
 from hybridrl.config.files import adapter_settings, holds_adapter
 from hybridrl.config.findings import Findings

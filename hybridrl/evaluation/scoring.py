@@ -17,7 +17,7 @@ import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.environments.conversations import transcript
-from hybridrl.checkpoint.files import digest
+from hybridrl.checkpoint.resume import digest
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.core.experience.trajectory import Episode

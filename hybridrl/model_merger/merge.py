@@ -22,8 +22,9 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, logging
 
 from hybridrl.checkpoint.export import SHARD_BYTES, write_shards
-from hybridrl.checkpoint.files import code_fingerprint, forget_missing_code, publish
+from hybridrl.checkpoint.files import forget_missing_code, publish
 from hybridrl.checkpoint.read import ADAPTER_WEIGHTS, Adapter, read_safetensors
+from hybridrl.checkpoint.resume import code_fingerprint
 from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.config import ConfigError
 from hybridrl.config.files import ADAPTER_CONFIG, resolve_model

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridrl.checkpoint.export import as_published, one_thread, parts
-from hybridrl.checkpoint.files import MANIFEST, faults, model_fingerprint
+from hybridrl.checkpoint.files import MANIFEST, faults
 from hybridrl.checkpoint.read import PAIR, Adapter, merged, open_adapter, open_tensors, read_safetensors, stored_tensors
+from hybridrl.checkpoint.resume import model_fingerprint
 from hybridrl.checkpoint.store import STATE
 from hybridrl.checkpoint.tensors import UNREADABLE, Tensors
 from hybridrl.config import ConfigError

@@ -14,9 +14,17 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from hybridrl.checkpoint.files import code_fingerprint, data_fingerprint, fingerprint, model_fingerprint
 from hybridrl.checkpoint.read import check_parts
-from hybridrl.checkpoint.resume import check_compatible, flatten, resume_summary, select_checkpoint
+from hybridrl.checkpoint.resume import (
+    check_compatible,
+    code_fingerprint,
+    data_fingerprint,
+    fingerprint,
+    flatten,
+    model_fingerprint,
+    resume_summary,
+    select_checkpoint,
+)
 from hybridrl.checkpoint.saver import Stateful, read_arrays
 from hybridrl.checkpoint.store import Checkpoint, is_verl, list_checkpoints, read_checkpoint
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.checkpoint.files import fingerprint
+from hybridrl.checkpoint.resume import fingerprint
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema_algorithm import RewardConfig
 from hybridrl.core.required import required

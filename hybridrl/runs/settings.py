@@ -7,8 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint.files import code_fingerprint, fingerprint
-from hybridrl.checkpoint.resume import flatten
+from hybridrl.checkpoint.resume import code_fingerprint, fingerprint, flatten
 from hybridrl.config import ConfigError, SFTConfig
 from hybridrl.config.catalog import ACTOR_KEYS, BYPASS_LOSSES, ESTIMATOR_KEYS, PARAMETERS, SFT_POLICY_LOSS, disturbances
 from hybridrl.config.compose import OWN

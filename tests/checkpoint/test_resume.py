@@ -12,20 +12,18 @@ import torch
 import yaml
 
 import hybridrl
-from hybridrl.checkpoint import files
-from hybridrl.checkpoint.files import (
-    code_fingerprint,
-    data_fingerprint,
-    fingerprint,
-    model_fingerprint,
-    write_manifest,
-)
+from hybridrl.checkpoint import resume
+from hybridrl.checkpoint.files import write_manifest
 from hybridrl.checkpoint.resume import (
     ConfigChange,
     check_changes,
     check_compatible,
+    code_fingerprint,
     config_changes,
+    data_fingerprint,
+    fingerprint,
     matching_run,
+    model_fingerprint,
     resume_summary,
 )
 from hybridrl.checkpoint.store import Checkpoint
@@ -330,7 +328,7 @@ def test_a_large_file_is_identified_by_size_and_samples(tmp_path):
 
 
 def test_a_fingerprint_is_the_same_in_every_process():
-    code = "import hybridrl.checkpoint.files as f; print(f.fingerprint({'b': 1, 'a': [2.5, None]}, 'x'))"
+    code = "import hybridrl.checkpoint.resume as f; print(f.fingerprint({'b': 1, 'a': [2.5, None]}, 'x'))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert other == fingerprint({"a": [2.5, None], "b": 1}, "x")
 
@@ -341,7 +339,7 @@ def test_versions_are_reported_without_importing_the_libraries():
     assert code["torch"] == torch.__version__
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert code["commit"] is None or code["commit"].removesuffix("-dirty") == head.stdout.strip()
-    quick = "import sys, hybridrl.checkpoint.files as f; f.code_fingerprint(); print(*sys.modules)"
+    quick = "import sys, hybridrl.checkpoint.resume as f; f.code_fingerprint(); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", quick], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "vllm", "ray"} & set(loaded)
 
@@ -352,7 +350,7 @@ def test_a_package_outside_a_checkout_has_no_commit(monkeypatch, tmp_path):
         subprocess.run([*git, *command], check=True)
     package = tmp_path / "venv" / "site-packages" / "hybridrl"
     package.mkdir(parents=True)
-    monkeypatch.setattr(files, "PACKAGE", package)
+    monkeypatch.setattr(resume, "PACKAGE", package)
     assert code_fingerprint()["commit"] is None
 
 
