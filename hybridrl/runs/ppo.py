@@ -34,11 +34,12 @@ from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.score import FaultGuard
 from hybridrl.runs.plugins import load as plugin
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
-from hybridrl.runs.resume import ResumePlan, contents_to_save, plan_resume
+from hybridrl.runs.resume import ResumePlan, plan_resume
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.sample_log import SampleLog
 from hybridrl.runs.settings import (
     build_shaping,
+    contents_to_save,
     engine_fingerprint,
     ppo_worker_config,
     score_fingerprint,

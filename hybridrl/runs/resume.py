@@ -30,7 +30,7 @@ from hybridrl.checkpoint.store import Checkpoint, is_verl, list_checkpoints, rea
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_yaml
 from hybridrl.config.foreign_files import read_mapping
-from hybridrl.config.schema import ActorRolloutRefConfig, CriticConfig, ModelConfig, SFTTrainerConfig
+from hybridrl.config.schema import ModelConfig, SFTTrainerConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.cluster import OutOfMemory, WorkerDied
 from hybridrl.core.training.worker_group import TrainWorkers
@@ -38,6 +38,7 @@ from hybridrl.data.rows import fingerprinted_files
 from hybridrl.health import Unhealthy
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.runs.plugins import load
+from hybridrl.runs.settings import contents_to_save
 from hybridrl.runtime import guard
 from hybridrl.tracking.console import info, warn
 from hybridrl.tracking.faults import RESTART, record
@@ -187,18 +188,6 @@ def find_checkpoint(
     allowed = trainer.resume_allow, trainer.reset_optimizer
     check_compatible(saved, settings, identity.data, *allowed, say, identity.bases)
     return saved
-
-
-def contents_to_save(
-    section: ActorRolloutRefConfig, critic: CriticConfig, algorithm: Algorithm
-) -> dict[str, list[str]]:
-    """The parts saved of each model: a reference has a state of its own only if it is refreshed."""
-    contents = {"actor": section.actor.checkpoint.save_contents}
-    if algorithm.uses_critic:
-        contents["critic"] = critic.checkpoint.save_contents
-    if algorithm.uses_reference and section.ref.refresh_freq > 0:
-        contents["reference"] = ["model"]
-    return contents
 
 
 def contents_to_load(

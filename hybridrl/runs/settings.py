@@ -239,6 +239,18 @@ def reward_code(reward: RewardConfig) -> list[str]:
     return [hashlib.sha256(script_path(script[1]).read_bytes()).hexdigest() for script in scripts if script]
 
 
+def contents_to_save(
+    section: ActorRolloutRefConfig, critic: CriticConfig, algorithm: Algorithm
+) -> dict[str, list[str]]:
+    """The parts saved of each model: a reference has a state of its own only if it is refreshed."""
+    contents = {"actor": section.actor.checkpoint.save_contents}
+    if algorithm.uses_critic:
+        contents["critic"] = critic.checkpoint.save_contents
+    if algorithm.uses_reference and section.ref.refresh_freq > 0:
+        contents["reference"] = ["model"]
+    return contents
+
+
 def training_sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:
     return Sampling(
         max_tokens=rollout.response_length,
