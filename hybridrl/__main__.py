@@ -40,7 +40,7 @@ def main() -> int:
         print("hybridrl", pkgutil.resolve_name("hybridrl:__version__"))
         return 0
     if first in ("-h", "--help", "help"):
-        with pkgutil.resolve_name("hybridrl.runtime.signals:ended_by_closed_pipe")():
+        with pkgutil.resolve_name("hybridrl.runtime.guard:ended_by_closed_pipe")():
             print(usage)
         return 0
     if first not in (*COMMANDS, *further):

@@ -10,7 +10,7 @@ from hybridrl.config import ConfigError, EvaluationConfig
 from hybridrl.evaluation.config import load_eval_config
 from hybridrl.runtime import EXIT_FAULTS
 from hybridrl.runtime.cli import Command, run_command
-from hybridrl.runtime.forks import fork_server
+from hybridrl.runtime.environment import fork_server
 from hybridrl.runtime.guard import guarded
 from hybridrl.runtime.keeper import PrivateDirectory
 from hybridrl.tracking.console import stage, warn
@@ -21,7 +21,7 @@ def opened(first: EvaluationConfig) -> Iterator[Callable[[EvaluationConfig], int
     """Yield what runs evaluations, one after another on the Ray of the `first`, which starts only if responses are
     missing. Invalid input is rejected before Ray starts."""
     samples = not first.eval.responses and not all(name.startswith("http") for name in first.eval.models)
-    devices = first.trainer, first.ray_kwargs.ray_init, first.devices_per_machine
+    devices = first.trainer.device, first.ray_kwargs.ray_init, first.devices_per_machine
     server = fork_server(*devices, engine=True) if samples else nullcontext()
     with server as forks, closing(PrivateDirectory()) as merged:
         with stage("loading torch, transformers and Ray"):  # only for a valid configuration

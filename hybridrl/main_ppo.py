@@ -7,13 +7,6 @@ from hybridrl.runs.command import training
 from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.guard import guarded
 
-
-def load_job() -> type:
-    from hybridrl.runs.ppo import PPOJob
-
-    return PPOJob
-
-
 COMMAND = Command(
     module="hybridrl.main_ppo",
     purpose="Train a language model by reinforcement learning, with FSDP2 and vLLM on the same devices.",
@@ -39,7 +32,7 @@ COMMAND = Command(
         "trainer.default_local_dir",
     ),
     load=load_ppo_config,
-    open=training(load_job, engine=True),
+    open=training("hybridrl.runs.ppo:PPOJob", engine=True),
 )
 
 

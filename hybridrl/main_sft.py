@@ -7,13 +7,6 @@ from hybridrl.runs.command import training
 from hybridrl.runtime.cli import Command, run_command
 from hybridrl.runtime.guard import guarded
 
-
-def load_job() -> type:
-    from hybridrl.runs.sft import SFTJob
-
-    return SFTJob
-
-
 COMMAND = Command(
     module="hybridrl.main_sft",
     purpose="Fine-tune a language model on conversations, with the loss on the assistant's messages.",
@@ -32,7 +25,7 @@ COMMAND = Command(
         "trainer.default_local_dir",
     ),
     load=load_sft_config,
-    open=training(load_job, engine=False),
+    open=training("hybridrl.runs.sft:SFTJob", engine=False),
 )
 
 

@@ -7,7 +7,7 @@ from hybridrl.compat.translation import VERL
 from hybridrl.config.compose import shipped
 from hybridrl.config.findings import show
 from hybridrl.config.values import MISSING, value_of
-from hybridrl.tracking.glossary import MetricEntry, MetricSection, sections
+from hybridrl.tracking.sink import MetricEntry, MetricSection, sections
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARK = "<!-- from here on: scripts/generated_pages.py -->\n"

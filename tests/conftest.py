@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from hybridrl.core.batch import Batch
-from hybridrl.runtime import signals
+from hybridrl.runtime import guard
 from hybridrl.tracking.sink import Activity
 
 # Tests send it, and what they start inherits that it is ignored where the suite was started by nohup.
@@ -51,7 +51,7 @@ def nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """No request to stop was received, so that a test may send one: two within a second count as one."""
-    monkeypatch.setattr(signals.REQUESTS, "last", "")
+    monkeypatch.setattr(guard.REQUESTS, "last", "")
 
 
 @pytest.fixture

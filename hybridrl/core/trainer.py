@@ -17,7 +17,7 @@ from hybridrl.core.experience.collector import Collected, Devices, Experience
 from hybridrl.core.experience.evaluator import Evaluator
 from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.training.worker_group import TrainWorkers
-from hybridrl.runtime.signals import StopRequest
+from hybridrl.runtime.guard import StopRequest
 from hybridrl.tracking.faults import begin_step
 from hybridrl.tracking.sink import Sink, Stopwatch
 

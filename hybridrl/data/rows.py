@@ -236,7 +236,7 @@ def _parse(text: bytes) -> Any:
     return values
 
 
-# -- entries -> files -------------------------------------------------------------------------------------------------
+# -- entries -> files --------------------------------------------------------------------------------------------------
 
 
 def row_files(entries: Iterable[str], key: str = TRAINING) -> list[list[Path]]:

@@ -6,6 +6,7 @@ what they share.
 
 import argparse
 import json
+import tempfile
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +14,10 @@ from pathlib import Path
 from rich.padding import Padding
 from rich.text import Text
 
-from hybridrl.config import PPOConfig
+from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import CONF, SHIPPED
 from hybridrl.config.findings import Finding, Findings, Severity
+from hybridrl.config.load import resolve_config
 from hybridrl.tracking.console import Terminal
 from hybridrl.tracking.secrets import mask_text, mask_values
 
@@ -45,6 +47,21 @@ def _directory(text: str) -> Path:
         cause = f"{text}: there is no such directory (a run whose configuration is rejected makes none)"
         raise argparse.ArgumentTypeError(f"{cause}; name a run's trainer.default_local_dir")
     return path
+
+
+def load_config(directory: Path, *, offline: bool = False) -> PPOConfig:
+    """Return a run's configuration; keys that are newer than the run have their defaults. `offline`: whether or not
+    this machine could run it."""
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            text = (directory / "config.yaml").read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{directory / 'config.yaml'} cannot be read: {error}") from error
+        Path(place, "config.yaml").write_text(f"defaults: [{SHIPPED[PPOConfig]}, _self_]\n{text}", encoding="utf-8")
+        resolved = resolve_config(PPOConfig, [], "config", Path(place), offline=offline)
+    resolved.findings.close()
+    assert resolved.config is not None
+    return resolved.config
 
 
 def show(findings: Findings, *, as_json: bool, verdict: bool = False) -> int:

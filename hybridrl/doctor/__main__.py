@@ -22,10 +22,9 @@ from hybridrl.config.load import ResolvedConfig, batch_arithmetic, key_meanings,
 from hybridrl.config.values import EXPECTED, MISSING, Range, tree, value_keys, value_of
 from hybridrl.doctor import add_run_arguments, show
 from hybridrl.runs.plugins import load
-from hybridrl.runtime.guard import guarded
-from hybridrl.runtime.signals import ended_by_closed_pipe
-from hybridrl.tracking.glossary import entry_of as metric_entry
-from hybridrl.tracking.glossary import nearest_metrics
+from hybridrl.runtime.guard import ended_by_closed_pipe, guarded
+from hybridrl.tracking.sink import entry_of as metric_entry
+from hybridrl.tracking.sink import nearest_metrics
 
 INTERRUPTED = 130
 FULL = "hybridrl.doctor.full:examine"
@@ -194,11 +193,11 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
         "--rows FILE [--reward FILE.py] [--against OTHER.py]: scores stored responses and compares two rewards",
     ),
     "rescore": (
-        "rescore:main",
+        "reward:rescore_main",
         "DIR --reward FILE.py: a run's stored samples under another reward, and their advantages",
     ),
     "algorithm": (
-        "algorithm:main",
+        "algorithm",
         "FILE.py:NAME [key=value ...]: calls a custom estimator or loss with made-up groups, next to grpo or ppo",
     ),
     "template": (

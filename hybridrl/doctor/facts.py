@@ -10,7 +10,7 @@ import platform
 import shutil
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,7 +68,9 @@ def _script(value: str) -> Path:
 
 def machine_facts(device: str, paths: Mapping[str, str]) -> Facts:
     """Measure this machine: versions, the contents of the paths, what is free."""
-    facts: Facts = {"Python": platform.python_version(), "hybridrl": _digest(_sources())}
+    top = Path(devices.__file__).parents[1]
+    sources = ((file.relative_to(top).as_posix(), file) for file in sorted(top.rglob("*.py")))
+    facts: Facts = {"Python": platform.python_version(), "hybridrl": _digest(sources)}
     for name in DISTRIBUTIONS:
         try:
             facts[name] = version(name)
@@ -124,11 +126,6 @@ def reach(host: str, port: int, seconds: float = 5.0) -> str:
     except OSError as error:
         return f"{host}:{port} ({error})"
     return ""
-
-
-def _sources() -> Iterator[tuple[str, Path]]:
-    top = Path(devices.__file__).parents[1]
-    return ((file.relative_to(top).as_posix(), file) for file in sorted(top.rglob("*.py")))
 
 
 def _digest(files: Any) -> str:

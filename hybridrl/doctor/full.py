@@ -4,24 +4,30 @@ whether a run can write there, what it contains, the checkpoint to resume from, 
 
 import contextlib
 import logging
+import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.store import LOCK, holder, step_directories
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.core.required import required
+from hybridrl.data.prompts import PromptDataset
 from hybridrl.doctor.machine import check_devices, check_extensions
-from hybridrl.doctor.reward import try_on_rows
 from hybridrl.doctor.rows import check_rows, check_template
 from hybridrl.doctor.start import KEY, check_space, check_start
 from hybridrl.rewards.load import scorer_of, uses_built_in
 from hybridrl.runs.prepare import RunInputs, prepare
 from hybridrl.runs.resume import check_complete, plan_resume
+from hybridrl.runs.reward_trial import try_reward
 from hybridrl.tracking.console import Terminal
 from hybridrl.tracking.faults import FILE
 
+SECONDS = 20.0  # for the trial of a reward
 RUN_FILES = {LOCK, "config.yaml", "metrics.jsonl", FILE, "logs", "latest_checkpointed_iteration.txt"}
 
 
@@ -68,6 +74,34 @@ class _LogFindings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.findings.warn("run.warning", record.getMessage())
+
+
+# -- the reward on a run's rows ----------------------------------------------------------------------------------------
+
+
+def try_on_rows(
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    datasets: Mapping[str, PromptDataset],
+    findings: Findings,
+    seconds: float = SECONDS,
+) -> None:
+    """Try the reward as a run does (runs/reward_trial.py), with more time. `seconds` limits all responses together;
+    loading has its own limit."""
+    directory = Path(tempfile.mkdtemp(prefix="hybridrl-doctor-"))
+    log, limit = directory / "reward.log", config.reward.timeout
+    try:
+        with findings.gathered("reward.load"):
+            if late := try_reward(
+                config.reward, config.data.max_response_length, tokenizer, datasets, findings, log, seconds
+            ):
+                cause = f"{late} responses had no score after {seconds:g} s, and a run ends a call only after "
+                cause += f"reward.timeout={limit:g} seconds"
+                fix = "if scoring takes that long, skip this check: --no-reward"
+                findings.warn("reward.slow", cause, fix, keys="reward.timeout")
+    finally:
+        if not any(str(log) in finding.text for finding in findings.items):
+            shutil.rmtree(directory)
 
 
 # -- the run's directory -----------------------------------------------------------------------------------------------

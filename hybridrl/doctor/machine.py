@@ -212,10 +212,11 @@ def check_machine(devices: int, ray_init: Mapping[str, Any], tokens: int, findin
         findings.warn("machine.open-files", cause, "ulimit -n 65536 (as root, or in /etc/security/limits.conf)")
     if joins(ray_init):
         return
-    needed = tokens * TOKEN_BYTES  # which every rank reads from Ray's object store
+    # What every rank reads from Ray's object store, which has 30% of the memory, as far as there is room for it.
+    needed, default = tokens * TOKEN_BYTES, 0.3 * psutil.virtual_memory().total
     if shared is None:
         findings.warn("machine.shm", f"there is no {SHARED}", f"mount -t tmpfs -o size=8G tmpfs {SHARED}")
-    elif (store := _object_store(ray_init, shared)) < needed:
+    elif (store := int(ray_init.get("object_store_memory") or min(default, shared))) < needed:
         cause = f"a step may have {needed / GIB:.1f} GiB of rows, and Ray's store for objects in {SHARED} has "
         fix = f"docker run --shm-size={-(-4 * needed // GIB)}g, or set "
         fix += f"ray_kwargs.ray_init.object_store_memory={2 * needed} where {SHARED} has room for it"
@@ -224,11 +225,6 @@ def check_machine(devices: int, ray_init: Mapping[str, Any], tokens: int, findin
         cause = f"{SHARED} has {shared / (1 << 20):.0f} MiB free: an engine or NCCL over several devices may run out "
         cause += "of space in it, and Ray keeps its objects in files instead"
         findings.warn("machine.shm", cause, f"docker run --shm-size=8g, or mount -o remount,size=8G {SHARED}")
-
-
-def _object_store(ray_init: Mapping[str, Any], shared: int) -> int:
-    """Bytes of Ray's object store: by default 30% of the memory, as far as there is room for it."""
-    return int(ray_init.get("object_store_memory") or min(0.3 * psutil.virtual_memory().total, shared))
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
@@ -308,7 +304,7 @@ def check_gpus(
 ) -> None:
     """Report the GPUs that a run on this machine would use, and who holds their memory. `utilization` is an engine's
     share of it, `build` torch's version of CUDA, and its architectures."""
-    _check_build(gpus, findings, *(build or torch_build()))
+    _check_build(gpus, findings, *(build or (torch.version.cuda, devices.compiled_architectures())))
     for gpu in gpus:
         summary = f"GPU {gpu.index}, {gpu.name}: {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"
         findings.info("gpu.found", summary)
@@ -350,11 +346,6 @@ def _runs_on(architecture: str, capability: int) -> bool:
     if number.endswith("a"):
         return needed == capability
     return needed <= capability and (kind == "compute" or needed // 10 == capability // 10)
-
-
-def torch_build() -> tuple[str | None, list[str]]:
-    """Return the version of CUDA that torch is built for, None for a build for CPU, and its architectures."""
-    return torch.version.cuda, devices.compiled_architectures()
 
 
 def visible_gpus() -> list[Gpu]:

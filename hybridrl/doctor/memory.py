@@ -19,6 +19,7 @@ from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.worker import LearnerConfig
 from hybridrl.doctor.machine import GIB, UTILIZATION
 from hybridrl.doctor.memory_sizes import FULL, ITEMSIZE, Models, ModelSizes, Shard, read_models
+from hybridrl.runs.resume import ACTOR, PPO_SIZES, REF, ROLLOUT
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import save_times
 
@@ -42,7 +43,6 @@ AWAY = {
 
 KINDS = {"policy": ("parameters", "optimizer"), "critic": ("critic", "critic")}  # of parameters and of moments
 
-ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 SWITCHES = (
     "actor_rollout_ref.model.enable_gradient_checkpointing",
     "critic.model.enable_gradient_checkpointing",
@@ -55,13 +55,7 @@ SWITCHES = (
 MERGE = "actor_rollout_ref.model.lora.merge"
 # Proposed only if nothing else is enough: the optimizer then steps on the CPU, or all weights are sent at every sync.
 SLOW_SWITCHES = (f"{ACTOR}.fsdp_config.offload_policy", "critic.fsdp.offload_policy", MERGE)
-TOKENS = (
-    f"{ACTOR}.ppo_max_token_len_per_gpu",
-    f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
-    f"{REF}.log_prob_max_token_len_per_gpu",
-    "critic.ppo_max_token_len_per_gpu",
-    "critic.forward_max_token_len_per_gpu",
-)
+TOKENS = tuple(sizes.tokens for sizes in PPO_SIZES.values())
 ROWS = (f"{ACTOR}.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.max_num_seqs")
 
 Bytes = Counter[str]  # by kind

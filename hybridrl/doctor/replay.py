@@ -8,7 +8,6 @@ are used again. Weights are those before the step if the checkpoint of the step 
 import contextlib
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,14 +18,12 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.checkpoint.files import faults
 from hybridrl.checkpoint.store import Checkpoint, list_checkpoints
 from hybridrl.config import ConfigError, PPOConfig
-from hybridrl.config.compose import SHIPPED
-from hybridrl.config.load import resolve_config
 from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.batch import Batch, spans
 from hybridrl.core.training.learner import MiniBatch
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import POLICY_FIELDS, TrainWorkers
-from hybridrl.doctor import directory_parser
+from hybridrl.doctor import directory_parser, load_config
 from hybridrl.runs.prepare import tokenizer_elsewhere
 from hybridrl.runs.sample_log import read_batch, replays
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
@@ -131,21 +128,6 @@ def noise(norms: list[float], updates: Sequence[tuple[list[int], float]], prompt
     needed = max(variance / signal, 0.0)
     text = f"signal and noise are equal in a gradient of {needed:.0f} responses, and an update has {size:.0f}"
     return text if needed <= NOISY * size else f"{text}: most of it is noise; set {more}"
-
-
-def load_config(directory: Path, *, offline: bool = False) -> PPOConfig:
-    """Return a run's configuration; keys that are newer than the run have their defaults. `offline`: whether or not
-    this machine could run it."""
-    with tempfile.TemporaryDirectory() as place:
-        try:
-            text = (directory / "config.yaml").read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{directory / 'config.yaml'} cannot be read: {error}") from error
-        Path(place, "config.yaml").write_text(f"defaults: [{SHIPPED[PPOConfig]}, _self_]\n{text}", encoding="utf-8")
-        resolved = resolve_config(PPOConfig, [], "config", Path(place), offline=offline)
-    resolved.findings.close()
-    assert resolved.config is not None
-    return resolved.config
 
 
 def weights_before(directory: Path, step: int) -> Checkpoint | None:

@@ -9,9 +9,10 @@ import argparse
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby, takewhile
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -293,14 +294,9 @@ def _conversation(console: Terminal, tokenizer: PreTrainedTokenizerBase, dialogu
     else:
         return Text()
     text = Text(f"\n{mask.count(0)} tokens observed (mask 0), {mask.count(1)} sampled (mask 1):\n", "bold")
-    for sampled, part in _runs(ids, mask):
-        piece = tokenizer.decode(part, clean_up_tokenization_spaces=False)
+    for sampled, pairs in groupby(zip(mask, ids, strict=True), key=itemgetter(0)):
+        piece = tokenizer.decode([token for _, token in pairs], clean_up_tokenization_spaces=False)
         if sampled and not console.is_terminal:
             piece = piece.join(SAMPLED)
         text.append(piece, "black on green" if sampled else "dim")
     return text
-
-
-def _runs(ids: list[int], mask: list[int]) -> Iterator[tuple[int, list[int]]]:
-    for sampled, pairs in groupby(zip(mask, ids, strict=True), key=lambda pair: pair[0]):
-        yield sampled, [token for _, token in pairs]

@@ -22,9 +22,8 @@ from hybridrl.core.device import memory_left
 from hybridrl.doctor.machine import GIB, check_gpus, check_machine, check_versions, machine_facts, visible_gpus
 from hybridrl.doctor.memory import memory_plan
 from hybridrl.doctor.memory_sizes import ITEMSIZE
-from hybridrl.runs.model_settings import reject_unusable_overrides
-from hybridrl.runs.resume import contents_to_save
-from hybridrl.runs.settings import build_algorithm
+from hybridrl.runs.prepare import reject_unusable_overrides
+from hybridrl.runs.settings import build_algorithm, contents_to_save
 from hybridrl.runs.setup import save_times
 from hybridrl.runtime.environment import joins
 from hybridrl.tracking.console import warn

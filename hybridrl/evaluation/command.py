@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint.fingerprints import digest
+from hybridrl.checkpoint.resume import digest
 from hybridrl.checkpoint.store import step_directories
 from hybridrl.config import ConfigError, EvaluationConfig
 from hybridrl.config.compose import as_yaml, save_config
@@ -17,13 +17,19 @@ from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import read_responses
 from hybridrl.evaluation.config import describe_sampling
 from hybridrl.evaluation.model import Evaluated, Merge, ModelEvaluation, relabel
-from hybridrl.evaluation.plan import Origin, Question, collect_questions, plan, reject_large_k
+from hybridrl.evaluation.plan import (
+    KEY,
+    Origin,
+    Question,
+    collect_questions,
+    find_targets,
+    plan,
+    reject_large_k,
+    with_unique_names,
+)
 from hybridrl.evaluation.results import (
     COMPARED,
     LEGEND,
-    RESULTS,
-    SAMPLES,
-    TABLE,
     add_to_results,
     changes,
     columns,
@@ -39,9 +45,8 @@ from hybridrl.evaluation.results import (
     selection_biases,
     write_results,
 )
-from hybridrl.evaluation.samples import Sample, SampleFile, by_dataset
+from hybridrl.evaluation.samples import RESULTS, SAMPLES, TABLE, Sample, SampleFile, by_dataset
 from hybridrl.evaluation.scoring import REWARD_LOG, Rescorer, blank_sample, reward_digest
-from hybridrl.evaluation.targets import KEY, find_targets, with_unique_names
 from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.setup import Sessions, open_directory

@@ -12,7 +12,7 @@ from typing import Any
 from hybridrl.agents.endpoint.episodes import check_episodes, runs_episodes
 from hybridrl.agents.endpoint.episodes import start as start_episodes
 from hybridrl.agents.environments.conversations import Conversations
-from hybridrl.checkpoint.fingerprints import code_fingerprint, digest, model_fingerprint
+from hybridrl.checkpoint.resume import code_fingerprint, digest, model_fingerprint
 from hybridrl.config import EvaluationConfig
 from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
@@ -29,26 +29,32 @@ from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.evaluation.config import with_model
-from hybridrl.evaluation.plan import Origin, PlannedResponse, collect_questions, counts, plan, reject_large_k
-from hybridrl.evaluation.remote import Endpoint, connect, sample_remotely
-from hybridrl.evaluation.results import SAMPLES, write_results
-from hybridrl.evaluation.samples import EvaluationProgress, Sample, SampleFile
-from hybridrl.evaluation.scoring import REWARD_LOG, Rescorer, episode_sample, reward_digest, write_responses
-from hybridrl.evaluation.targets import Target
+from hybridrl.evaluation.plan import Origin, PlannedResponse, Target, collect_questions, counts, plan, reject_large_k
+from hybridrl.evaluation.results import write_results
+from hybridrl.evaluation.samples import SAMPLES, EvaluationProgress, Sample, SampleFile
+from hybridrl.evaluation.scoring import (
+    REWARD_LOG,
+    Endpoint,
+    Rescorer,
+    connect,
+    episode_sample,
+    reward_digest,
+    sample_remotely,
+    write_responses,
+)
 from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.runs import plugins
-from hybridrl.runs.model_settings import reject_hub_model, reject_unusable_overrides
-from hybridrl.runs.ppo import build_shaping
 from hybridrl.runs.prepare import (
     model_tokenizer,
     reject_damaged_weights,
+    reject_hub_model,
     reject_unknown_tokens,
+    reject_unusable_overrides,
     tokenizer_elsewhere,
 )
-from hybridrl.runs.resume import engine_fingerprint
 from hybridrl.runs.reward_trial import reject_failing_reward
-from hybridrl.runs.settings import validation_sampling
+from hybridrl.runs.settings import build_shaping, engine_fingerprint, validation_sampling
 from hybridrl.runs.setup import Sessions, open_directory
 from hybridrl.tracking.console import info, stage
 

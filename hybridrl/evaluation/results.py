@@ -14,10 +14,9 @@ from rich.table import Table
 from hybridrl.config import ConfigError
 from hybridrl.evaluation import statistics
 from hybridrl.evaluation.plan import Question
-from hybridrl.evaluation.samples import Sample, by_dataset, read_samples
+from hybridrl.evaluation.samples import QUESTIONS, RESULTS, SAMPLES, Sample, by_dataset, read_samples
 from hybridrl.tracking.records import json_text
 
-RESULTS, QUESTIONS, SAMPLES, TABLE = "results.json", "questions.jsonl", "samples.jsonl", "table.md"
 SHOWN_FAULTS = 0.01  # share of faults above which their bounds are given
 CHANGES = 10  # questions with the largest change that a comparison names
 
@@ -276,7 +275,7 @@ def selection_biases(evaluations: Sequence[Sequence[Sample]]) -> dict[str, float
     return {name: bias for name, bias in biases.items() if bias is not None and not math.isnan(bias)}
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def columns(datasets: Mapping[str, Mapping[str, Any]], ks: Sequence[int] = ()) -> list[str]:

@@ -62,17 +62,17 @@ class Comparison:
 # -- means -------------------------------------------------------------------------------------------------------------
 
 
-def mean(table: Table, level: float = LEVEL) -> Mean:
+def mean(table: Table) -> Mean:
     """Return avg@n: the mean over questions of the means over their samples."""
     means, questions = means_of(table), len(table)
     value, error = float(means.mean()), sampling_error(table)
-    again = _within(_around(value, error.half(level)), table) if error else None
+    again = _within(_around(value, error.half), table) if error else None
     few = is_binary(table) and min(value, 1 - value) * questions < FEW
     alike = None
     if few:
-        alike = wilson(value, questions, NormalDist().inv_cdf((1 + level) / 2))
+        alike = wilson(value, questions, NormalDist().inv_cdf((1 + LEVEL) / 2))
     elif questions > 1:
-        alike = _of_questions(means, t_quantile(level, questions - 1))
+        alike = _of_questions(means, t_quantile(questions - 1))
     few_differ = has_few_mixed(table)
     return Mean(value, again, alike, few or few_differ, error and math.sqrt(error.variance))
 
@@ -102,9 +102,10 @@ class SamplingError:
     variance: float
     freedom: float
 
-    def half(self, level: float) -> float:
-        freedom = max(int(min(self.freedom, MOST_FREEDOM)), 1)
-        return math.sqrt(self.variance) * t_quantile(level, freedom)
+    @property
+    def half(self) -> float:
+        """Half of the interval around the mean."""
+        return math.sqrt(self.variance) * t_quantile(max(int(min(self.freedom, MOST_FREEDOM)), 1))
 
     def plus(self, other: "SamplingError") -> "SamplingError":
         """Return the error of a difference of two means."""
@@ -157,11 +158,11 @@ def wilson(share: float, count: float, z: float) -> Interval:
 
 
 @cache
-def t_quantile(level: float, freedom: int) -> float:
-    """Return t with P(|T| <= t) = level."""
+def t_quantile(freedom: int) -> float:
+    """Return t with P(|T| <= t) = LEVEL."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(freedom, (1 + level) / 2))
+    return float(stdtrit(freedom, (1 + LEVEL) / 2))
 
 
 def _around(value: float, half: float) -> Interval:
@@ -221,24 +222,24 @@ def normalised(text: str) -> str:
     return " ".join(str(text).split()).casefold()
 
 
-def bootstrap(table: np.ndarray, level: float = LEVEL, seed: int = 0) -> list[Interval]:
+def bootstrap(table: np.ndarray) -> list[Interval]:
     """Return percentile intervals of the mean of each column of a table [Q, metrics] over questions drawn with
     replacement."""
-    questions, random = len(table), np.random.default_rng(seed)
+    questions, random = len(table), np.random.default_rng(0)
     rows = max(CHUNK // questions, 1)
     means = []
     for start in range(0, DRAWS, rows):
         drawn = random.integers(questions, size=(min(rows, DRAWS - start), questions))
         weights = np.stack([np.bincount(one, minlength=questions) for one in drawn])
         means.append(weights @ table / questions)
-    ends = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2], axis=0)
+    ends = np.quantile(np.concatenate(means), [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
     return [(float(low), float(high)) for low, high in ends.T]
 
 
 # -- several models ----------------------------------------------------------------------------------------------------
 
 
-def compare(a: Table, b: Table, level: float = LEVEL, seed: int = 0, *, aligned: bool = False) -> Comparison:
+def compare(a: Table, b: Table, *, aligned: bool = False) -> Comparison:
     """Compare two models on the same questions, in the same order. Paired: what questions differ in cancels. `aligned`:
     so are the samples of each question, which have the same seeds: those of similar models then agree in part, and
     only the differences within pairs are sampling errors."""
@@ -246,9 +247,9 @@ def compare(a: Table, b: Table, level: float = LEVEL, seed: int = 0, *, aligned:
     differences, questions = second - first, len(first)
     value = float(differences.mean())
     error, alike = difference_error(a, b, aligned=aligned), None
-    again = _around(value, error.half(level)) if error else None
+    again = _around(value, error.half) if error else None
     if questions > 1:
-        half = float(differences.std(ddof=1)) / math.sqrt(questions) * t_quantile(level, questions - 1)
+        half = float(differences.std(ddof=1)) / math.sqrt(questions) * t_quantile(questions - 1)
         alike = _around(value, half)
     single = all(len(values) == 1 for values in (*a, *b))
     sides = [means > CORRECT for means in (first, second)]
@@ -257,7 +258,7 @@ def compare(a: Table, b: Table, level: float = LEVEL, seed: int = 0, *, aligned:
         value,
         again,
         alike,
-        p=sign_flips(differences, seed),
+        p=sign_flips(differences),
         mcnemar=mcnemar(int((~sides[0] & sides[1]).sum()), int((sides[0] & ~sides[1]).sum())) if single else None,
         up=up,
         down=down,
@@ -277,7 +278,7 @@ def difference_error(a: Table, b: Table, *, aligned: bool) -> SamplingError | No
     return errors[0].plus(errors[1]) if errors[0] and errors[1] else None
 
 
-def sign_flips(differences: np.ndarray, seed: int = 0) -> float:
+def sign_flips(differences: np.ndarray) -> float:
     """Return the two-sided p of a mean difference: how often it is as large if each question's sign is random."""
     differences = differences[differences != 0]
     if not len(differences):
@@ -286,7 +287,7 @@ def sign_flips(differences: np.ndarray, seed: int = 0) -> float:
     if len(differences) <= EXACT_QUESTIONS:
         signs = np.array(list(product((-1, 1), repeat=len(differences))))
         return float((abs(signs @ differences) >= observed).mean())
-    random, larger = np.random.default_rng(seed), 0
+    random, larger = np.random.default_rng(0), 0
     rows = max(CHUNK // len(differences), 1)
     for start in range(0, DRAWS, rows):
         signs = random.integers(2, size=(min(rows, DRAWS - start), len(differences))) * 2 - 1

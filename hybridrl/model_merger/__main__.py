@@ -29,8 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     if verify == "vllm" and find_spec("vllm") is None:
         parser.error("--verify vllm: vLLM is not installed; --verify transformers does not need it")
     # Imports torch and transformers, so only once the command is known to be valid.
-    from hybridrl.model_merger.checks import check_in_transformers, check_in_vllm
     from hybridrl.model_merger.merge import run
+    from hybridrl.model_merger.source import check_in_transformers, check_in_vllm
 
     for name, message in NO_EFFECT.items():
         if vars(arguments)[name]:

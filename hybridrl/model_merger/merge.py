@@ -23,13 +23,25 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, logg
 
 from hybridrl.checkpoint.export import SHARD_BYTES, write_shards
 from hybridrl.checkpoint.files import forget_missing_code, publish
-from hybridrl.checkpoint.fingerprints import code_fingerprint
 from hybridrl.checkpoint.read import ADAPTER_WEIGHTS, Adapter, read_safetensors
+from hybridrl.checkpoint.resume import code_fingerprint
 from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.config import ConfigError
 from hybridrl.config.files import ADAPTER_CONFIG, resolve_model
-from hybridrl.model_merger.checks import Check, check_adapter, check_damage, check_tensors, compare, tracked
-from hybridrl.model_merger.source import CONFIG, CheckFailed, MergeSource, open_source, type_name, type_names
+from hybridrl.model_merger.source import (
+    CONFIG,
+    Check,
+    CheckFailed,
+    MergeSource,
+    check_adapter,
+    check_damage,
+    check_tensors,
+    compare,
+    open_source,
+    tracked,
+    type_name,
+    type_names,
+)
 from hybridrl.runtime import EXIT_FAILED, EXIT_REJECTED
 from hybridrl.tracking import Stopwatch
 from hybridrl.tracking.console import print_text

@@ -1,6 +1,8 @@
-"""Merge sources: the tensors of a saved model, and the model its configuration describes, which they must match."""
+"""Merge sources: the tensors of a saved model, and the model its configuration describes, which they must match; and
+checks that two sets of tensors are equal: what was written and what was read, or two saved models."""
 
 import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,21 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from rich.progress import track
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from hybridrl.checkpoint.export import as_published, parts
-from hybridrl.checkpoint.fingerprints import model_fingerprint
-from hybridrl.checkpoint.read import Adapter, merged, open_adapter, open_tensors
+from hybridrl.checkpoint.export import as_published, one_thread, parts
+from hybridrl.checkpoint.files import MANIFEST, faults
+from hybridrl.checkpoint.read import PAIR, Adapter, merged, open_adapter, open_tensors, read_safetensors, stored_tensors
+from hybridrl.checkpoint.resume import model_fingerprint
 from hybridrl.checkpoint.store import STATE
-from hybridrl.checkpoint.tensors import Tensors
+from hybridrl.checkpoint.tensors import UNREADABLE, Tensors
 from hybridrl.config import ConfigError
 from hybridrl.config.files import holds_adapter, holds_verl, resolve_model
+from hybridrl.core.required import required
+from hybridrl.core.rounding import beyond_rounding
+from hybridrl.tracking.console import Terminal
 
 CONFIG = "config.json"
 VALUE_HEADS = ("score.weight", "classifier.weight")
@@ -190,3 +198,176 @@ def _base_of(adapter: Adapter, moved: str | None) -> Path:
         cause = f"{name} has other weights than the model that {directory} was trained on"
         raise ConfigError(cause, fix="name that model: --base")
     return path
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+# Compares a written directory with its source; returns a description of the result, or raises CheckFailed.
+Check = Callable[[MergeSource, Path], str]
+
+# Integer types by size: floating-point numbers are compared by their bits.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+TOKENS = 64
+PROMPT, RESPONSE = 8, 24  # tokens of the check in vLLM
+ATTENTION = "eager"  # exact for every family: other implementations ignore the logit caps of Gemma 2
+
+
+def check_damage(source: MergeSource) -> str:
+    """Raise CheckFailed if files differ from the checksums that were saved with them, if any."""
+    step, damaged = source.directory.absolute().parent, source.tensors.faults()
+    with_manifest = (step / MANIFEST).is_file()
+    if with_manifest:
+        damaged += faults(step, f"{source.directory.name}/")
+    if damaged:
+        raise CheckFailed(f"{source.directory} is damaged: {'; '.join(damaged[:3])}; merge another checkpoint")
+    return f"files match {MANIFEST}" if with_manifest else f"without {MANIFEST}"
+
+
+@one_thread()
+def check_tensors(source: MergeSource, directory: Path) -> str:
+    """Read back what was written, and its source once more, and compare them bit for bit."""
+    written = stored_tensors(directory)
+    layout = {name: (stored.shape, stored.dtype) for name, stored in written.items()}
+    if layout != {name: (tensor.shape, tensor.dtype) for name, tensor in source.meta.items()}:
+        raise CheckFailed("the written tensors have other names, shapes or types than planned")
+    differing = []
+    for name in tracked(source.names, "checking"):
+        pieces = ((source.rounded(name, piece).reshape(-1), first) for first, piece in source.tensors.pieces(name))
+        if not all(_same(piece, written[name].elements(first, piece.numel())) for piece, first in pieces):
+            differing.append(name)
+    if differing:
+        raise CheckFailed(f"{len(differing)} tensors differ from what was read: {', '.join(differing[:3])}")
+    for name, first in source.tied.items():
+        if name not in source.tensors.meta:
+            continue
+        # Piece by piece if the two tensors are cut alike, which is usual for equal shapes.
+        pairs = zip(source.tensors.pieces(name), source.tensors.pieces(first), strict=False)
+        equal = all(at == there and _same(piece, twin) for (at, piece), (there, twin) in pairs)
+        if not equal and not _same(source.tensors.read(name), source.tensors.read(first)):
+            raise CheckFailed(f"{name} is saved with other values than {first}, to which the configuration ties it")
+    return f"{len(written)} of {len(written)} equal bit for bit"
+
+
+def compare(source: MergeSource, directory: Path) -> str:
+    """Compare two saved models, the first rounded to the types of the second; return a description of the result."""
+    other = open_tensors(directory)
+    only_there = [name for name in other.meta if name not in source.names and name not in source.tied]
+    differences = [f"{name} is missing there" for name in source.names if name not in other.meta]
+    differences += [f"{name} is only there" for name in only_there]
+    for name in tracked([name for name in source.names if name in other.meta], "comparing"):
+        there = other.read(name)
+        here = source.tensors.read(name).to(there.dtype)
+        if here.shape != there.shape:
+            differences.append(f"{name} is {list(here.shape)} here and {list(there.shape)} there")
+        elif not _same(here, there):
+            differences.append(f"{name} differs by up to {float((here.double() - there.double()).abs().max()):.2g}")
+    if differences:
+        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise CheckFailed(f"{source.directory} and {directory} differ: {'; '.join(differences[:3])}{more}")
+    return f"{len(source.names)} tensors equal bit for bit, in {type_names(other.meta)}"
+
+
+def check_adapter(source: MergeSource, written: Path) -> str:
+    """Check that merged weights equal base + scaling * B @ A in double precision, and differ from the base."""
+    values, adapter, whole = read_safetensors(written), required(source.adapter), required(source.base)
+    names = [name for name in values.meta if adapter.pair(name)]
+    differing, largest = 0, 0.0
+    for name in names:
+        base, value = whole.read(name), values.read(name)
+        a, b = (adapter.tensors.read(part).double() for part in required(adapter.pair(name)))
+        expected = base.double() + adapter.scaling * (b @ a)
+        gap = (value.double() - base.to(value.dtype).double()).abs()
+        # float32 rounding over the sums, then that of the written type
+        size = base.double().abs() + adapter.scaling * (b.abs() @ a.abs())
+        tolerance = size * ((len(a) + 2) * torch.finfo(torch.float32).eps + torch.finfo(value.dtype).eps)
+        if bool(((value.double() - expected).abs() > tolerance).any()):
+            raise CheckFailed(f"{name} is not the base's with the adapter added")
+        differing, largest = differing + bool(gap.any()), max(largest, float(gap.max()))
+    if len(names) * 2 != sum(PAIR in name for name in adapter.tensors.meta):
+        raise CheckFailed("the adapter has tensors for layers that the model does not have")
+    if not differing:
+        raise CheckFailed("the merged weights equal the base's: the adapter has not been trained yet (its B is zero)")
+    return (
+        f"{differing} of {len(names)} adapted weights differ from the base, by up to {largest:.2g}; all equal it + BA"
+    )
+
+
+def check_in_transformers(source: MergeSource, directory: Path) -> str:
+    """Compare the outputs for fixed tokens of the directory and of the checkpoint's own tensors, in transformers."""
+    ids = torch.arange(TOKENS) * 37 % source.model.config.get_text_config().vocab_size
+    expected = outputs(checkpoint_model(source), ids)
+    try:
+        merged = type(source.model).from_pretrained(directory, dtype="auto", attn_implementation=ATTENTION)
+    except UNREADABLE as error:
+        raise CheckFailed(f"transformers cannot load what was written ({str(error).splitlines()[0]})") from error
+    gap = float((outputs(merged, ids) - expected).abs().max())
+    kind = "values" if source.is_value_model else "log-probs"
+    if gap != 0:
+        raise CheckFailed(f"in transformers {kind} differ by up to {gap:.2g} from those of the checkpoint")
+    return f"{kind} for {TOKENS} tokens equal"
+
+
+def check_in_vllm(source: MergeSource, directory: Path) -> str:
+    """Compare the log-probs of a greedy response in vLLM with those of the checkpoint's own tensors in transformers."""
+    from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
+
+    from hybridrl.core.rollout.vllm.repairs import CPU_ATTENTION, Repaired, prepare_for
+
+    prompt = [number * 37 % source.model.config.get_text_config().vocab_size for number in range(PROMPT)]
+    prepare_for(directory)
+    try:
+        engine = LLM(
+            model=str(directory),
+            dtype=type_name(source.dtype),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=PROMPT + RESPONSE,
+            max_num_seqs=1,
+            kv_cache_memory_bytes=256 << 20,
+            worker_extension_cls=f"{Repaired.__module__}.{Repaired.__qualname__}",
+            **(CPU_ATTENTION if current_platform.is_cpu() else {}),
+        )
+    except UNREADABLE as error:
+        cause = f"vLLM cannot load what was written ({str(error).splitlines()[0]})"
+        raise CheckFailed(f"{cause}; --verify transformers needs no vLLM") from error
+    greedy = SamplingParams(temperature=0.0, max_tokens=RESPONSE, ignore_eos=True, logprobs=0, detokenize=False)
+    response = engine.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)[0].outputs[0]
+    steps = zip(response.token_ids, response.logprobs, strict=True)
+    rollout = torch.tensor([step[token].logprob for token, step in steps])
+    expected = outputs(checkpoint_model(source), torch.tensor([*prompt, *response.token_ids]))[-RESPONSE:]
+    if difference := beyond_rounding(rollout, expected, type_name(source.dtype)):
+        raise CheckFailed(f"in vLLM log-probs differ from those of the checkpoint {difference}")
+    gap = float((rollout - expected).abs().max())
+    return f"greedy log-probs of {RESPONSE} tokens within {gap:.1g} of transformers'"
+
+
+def checkpoint_model(source: MergeSource) -> PreTrainedModel:
+    """Load the checkpoint's tensors into a model in memory, without the written files."""
+    tensors = {name: source.rounded(name, source.tensors.read(name)) for name in source.names}
+    options = {"dtype": source.dtype, "attn_implementation": ATTENTION}
+    return type(source.model).from_pretrained(None, config=source.model.config, state_dict=tensors, **options)
+
+
+@torch.no_grad()
+def outputs(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return the log-probs of all tokens but the first, or a value model's values of all, in float32."""
+    logits = model.eval()(input_ids=ids[None], use_cache=False).logits[0].float()
+    if not model.can_generate():
+        return logits
+    return logits[:-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+
+
+def tracked(names: Sequence[str], work: str) -> Iterable[str]:
+    """Iterate over names with a progress bar, if on a terminal."""
+    console = Terminal(stderr=True)
+    return track(names, work, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Compare bit for bit: NaN equals itself, and 0 differs from -0."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(INTEGERS[one.itemsize]) for tensor in (one, other)))

@@ -15,13 +15,13 @@ from urllib.parse import parse_qs, urlsplit
 
 from hybridrl.config import ConfigError
 from hybridrl.report.contents import Contents, is_run
+from hybridrl.report.markup import SamplePool
 from hybridrl.report.page import MOST_RUNS, render, write_report
-from hybridrl.report.samples import Shown, grouped
-from hybridrl.report.texts import SamplePool
+from hybridrl.report.samples import Shown
 from hybridrl.runs.directory import UNREADABLE
 from hybridrl.runtime import EXIT_FAILED, EXIT_REJECTED
 from hybridrl.tracking.console import print_text
-from hybridrl.tracking.records import read_records
+from hybridrl.tracking.records import by_group, read_records
 
 PORT, SAMPLES = 8800, 200
 
@@ -129,7 +129,7 @@ class Site:
         contents = Contents(self.runs[run])
         records = list(read_records((contents.training if kind == "training" else contents.validation)[step]))
         pool = SamplePool()
-        shown = [Shown(record, kind, group, ["loaded"]) for group in grouped(records) for record in group]
+        shown = [Shown(record, kind, group, ["loaded"]) for group in by_group(records).values() for record in group]
         pool.add(run, shown[:MOST_SAMPLES])
         return pool.data()
 

@@ -61,7 +61,11 @@ class Contents(RunDirectory):
 
     @cached_property
     def faults(self) -> list[Fault]:
-        return [_masked(one) for one in super().faults]
+        # The lines of a tail are masked together: a private key has several.
+        return [
+            replace(one, text=mask_text(one.text), tail=mask_text("\n".join(map(str, one.tail))).splitlines())
+            for one in super().faults
+        ]
 
     @cached_property
     def steps(self) -> dict[int, Metrics]:
@@ -117,11 +121,6 @@ class Contents(RunDirectory):
             return rows * int(rollout.get("n", 1))
         except UNREADABLE:
             return 0
-
-
-def _masked(fault: Fault) -> Fault:
-    tail = mask_text("\n".join(map(str, fault.tail))).splitlines()  # together: a private key has several lines
-    return replace(fault, text=mask_text(fault.text), tail=tail)
 
 
 def _absences(contents: Contents) -> list[str]:

@@ -1,8 +1,15 @@
-"""Small pieces of HTML. Every text that comes from a run goes through `text`."""
+"""What a page is made of: small pieces of HTML, in which every text that comes from a run goes through `text`, and the
+chosen samples as data for its script: texts shortened to a budget, everything plain JSON."""
 
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from statistics import fmean, stdev
+from typing import Any
+
+from hybridrl.report.samples import Shown, fault_of, is_number, length_of, scores_of, tokens_of
+from hybridrl.tracking.records import as_text
+from hybridrl.tracking.secrets import mask_text
 
 CONTROLS = {number: chr(0x2400 + number) for number in range(32) if chr(number) not in "\n\t"} | {127: "\u2421"}
 # Marks that change the direction of the text around them, ends of lines that browsers differ in, half characters.
@@ -38,8 +45,8 @@ def command(line: str) -> str:
     return f'<div class="command"><code>{text(line)}</code><button class="copy" type="button">Copy</button></div>'
 
 
-def folded(title: str, inside: str, *, opened: bool = False) -> str:
-    return f"<details{' open' * opened}><summary>{title}</summary>{inside}</details>"
+def folded(title: str, inside: str) -> str:
+    return f"<details><summary>{title}</summary>{inside}</details>"
 
 
 def section(name: str, title: str, inside: str, about: str = "") -> str:
@@ -53,3 +60,167 @@ def size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:,.3g} TB"
+
+
+TEXT_BUDGET = 3_000_000  # characters of all samples together
+LEAST = 1_500  # characters of a text that is shortened
+TOKENS, WITH_TOKENS = 1_500, 40  # of a sample, and samples with them
+TOKEN_KEYS = ("log_probs", "train_log_probs", "entropies", "advantages", "sampled")
+TRUTH, RESULT = 2_000, 4_000  # characters of a ground truth, and of a result of a tool
+
+
+class SamplePool:
+    """The samples of all runs, with the texts that several of them share stored once."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[str, int] = {}
+        self.groups: dict[int, int] = {}  # identity of a group -> its number
+        self.group_data: list[dict[str, Any]] = []
+        self.samples: list[dict[str, Any]] = []
+        self._held: list[Any] = []  # groups, so that their identities stay theirs
+        self._with_tokens = 0
+
+    def add(self, run: int, shown: Iterable[Shown]) -> None:
+        self.samples += [self._sample(run, one) for one in shown]
+
+    def _sample(self, run: int, shown: Shown) -> dict[str, Any]:
+        record, episode = shown.record, shown.record.episode
+        tokens = tokens_of(record) if self._with_tokens < WITH_TOKENS else None
+        self._with_tokens += tokens is not None
+        sample = {
+            "run": run,
+            "kind": shown.kind,
+            "step": record.step,
+            "prompt": self.prompts.setdefault(record.prompt, len(self.prompts)),
+            "group": self._group(shown),
+            "source": as_text(episode.get("data_source", "")),
+            "score": finite(record.score),
+            "advantage": finite(shown.advantage),
+            "stored": isinstance(episode.get("advantage"), int | float),
+            "trained": episode.get("trained") is not False,
+            "length": length_of(record),
+            "unit": "tokens" if isinstance(episode.get("sampled_tokens"), int) else "characters",
+            "stop": as_text(episode.get("stop", "")),
+            "fault": fault_of(record),
+            "detail": mask_text(as_text(episode.get("detail", "")))[:TRUTH],
+            "row": finite(episode.get("row")),
+            "number": finite(episode.get("sample")),
+            "why": shown.why,
+            "output": record.response,
+            "truth": as_text(record.truth)[:TRUTH],
+            "parts": {str(name): plain(value) for name, value in list(record.components.items())[:40]},
+            "messages": [message_of(one) for one in listed(episode.get("messages"))],
+            "turns": [turn_of(one) for one in listed(episode.get("turns"))],
+            "tokens": token_data(tokens) if tokens else None,
+        }
+        return {name: value for name, value in sample.items() if value not in (None, "", [], {})}
+
+    def _group(self, shown: Shown) -> int:
+        number = self.groups.get(id(shown.group))
+        if number is None:
+            number = self.groups[id(shown.group)] = len(self.group_data)
+            self._held.append(shown.group)
+            scores = scores_of(shown.group)
+            self.group_data.append(
+                {
+                    "size": len(shown.group),
+                    "mean": finite(fmean(scores)) if scores else None,
+                    "deviation": finite(stdev(scores)) if len(scores) > 1 else None,
+                    "scores": [finite(score) for score in scores[:64]],
+                }
+            )
+        return number
+
+    def data(self) -> dict[str, Any]:
+        """Return all of it, with texts shortened so that they keep to the budget."""
+        texts = [sample["output"] for sample in self.samples if "output" in sample] + list(self.prompts)
+        contents = [one for sample in self.samples for one in sample.get("messages", ())]
+        texts += [one["text"] for one in contents]
+        limit = limit_of([len(text) for text in texts])
+        for sample in self.samples:
+            if "output" in sample:
+                sample["output"] = shortened(sample["output"], limit)
+        for one in contents:
+            one["text"] = shortened(one["text"], limit)
+        prompts = [shortened(text, limit) for text in self.prompts]
+        return {"prompts": prompts, "groups": self.group_data, "samples": self.samples}
+
+
+def limit_of(lengths: list[int]) -> int:
+    """Return the greatest length of a text with which all together keep to the budget."""
+    limit = max(lengths, default=0)
+    while limit > LEAST and sum(min(length, limit) for length in lengths) > TEXT_BUDGET:
+        limit = int(0.8 * limit)
+    return max(limit, LEAST)
+
+
+def shortened(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    end = limit // 4
+    return f"{text[: limit - end]}\n[... {len(text) - limit:,} characters are not in this page ...]\n{text[-end:]}"
+
+
+def message_of(message: Any) -> dict[str, Any]:
+    """Return role, text, reasoning and calls of a message of a conversation."""
+    if not isinstance(message, dict):
+        return {"role": "", "text": as_text(message)}
+    content = message.get("content")
+    known = {"role": as_text(message.get("role", "")), "text": as_text("" if content is None else content)}
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        known["reasoning"] = as_text(reasoning)[:RESULT]
+    if calls := [_called(call) for call in listed(message.get("tool_calls"))]:
+        known["calls"] = calls
+    return known
+
+
+def _called(call: Any) -> list[str]:
+    inner = call.get("function", call) if isinstance(call, dict) else {}
+    inner = inner if isinstance(inner, dict) else {}
+    return [as_text(inner.get("name", "")), as_text(inner.get("arguments", ""))[:RESULT]]
+
+
+def turn_of(turn: Any) -> dict[str, Any]:
+    """Return tokens, reward, calls and seconds of a turn."""
+    if not isinstance(turn, dict):
+        return {}
+    calls = [
+        {name: as_text(call.get(name, ""))[:RESULT] for name in ("name", "arguments", "result", "outcome")}
+        | {"seconds": finite(call.get("seconds")), "reward": finite(call.get("reward"))}
+        for call in listed(turn.get("calls"))
+        if isinstance(call, dict)
+    ]
+    seconds = [finite(value) for value in listed(turn.get("seconds"))]
+    known = {name: finite(turn.get(name)) for name in ("observed_tokens", "sampled_tokens", "reward")}
+    return known | {"stop": as_text(turn.get("stop") or ""), "calls": calls, "seconds": seconds}
+
+
+def token_data(tokens: dict[str, Any]) -> dict[str, Any]:
+    """Return the first tokens by name; lists that are not as long as the ids are left out."""
+    count = len(tokens["ids"])
+    texts = tokens.get("texts") if isinstance(tokens.get("texts"), list) else []
+    data: dict[str, Any] = {"count": count, "ids": [finite(one) for one in tokens["ids"][:TOKENS]]}
+    data["texts"] = [as_text(text) for text in texts[:TOKENS]] if len(texts) == count else [""] * len(data["ids"])
+    for name in TOKEN_KEYS:
+        values = tokens.get(name)
+        if isinstance(values, list) and len(values) == count:
+            data[name] = [finite(value) for value in values[:TOKENS]]
+    return data
+
+
+def plain(value: Any) -> Any:
+    """A reward component: a number as it is, anything else as a short text."""
+    if isinstance(value, bool):
+        return value
+    return finite(value) if isinstance(value, int | float) else as_text(value)[:TRUTH]
+
+
+def finite(value: Any) -> float | int | None:
+    """A number that JSON and JavaScript have, with at most six digits; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_number(value):
+        return int(value) if isinstance(value, bool) else None
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def listed(value: Any) -> list[Any]:
+    return value[:200] if isinstance(value, list) else []

@@ -17,13 +17,11 @@ from hybridrl.health.advice import advise
 from hybridrl.report import sections
 from hybridrl.report.contents import NO_METRICS, Contents, differences
 from hybridrl.report.curves import POINTS, Curves, Panel, as_json, curves_of, panel_json
-from hybridrl.report.markup import code, folded, section, table, text
+from hybridrl.report.markup import SamplePool, code, folded, section, table, text
 from hybridrl.report.samples import ChosenSamples, choose_samples
-from hybridrl.report.texts import SamplePool
 from hybridrl.report.verdicts import QUESTIONS, Light, compare_runs, intervals, lights, sentence
-from hybridrl.tracking.glossary import entry_of
 from hybridrl.tracking.report import CURVES
-from hybridrl.tracking.sink import REWARD
+from hybridrl.tracking.sink import REWARD, entry_of
 
 FOLDER = Path(__file__).parent
 PLAIN_SIZE = 400_000  # characters that are not compressed

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from statistics import fmean, quantiles, stdev
 from hybridrl.report.contents import LARGEST, Contents
 from hybridrl.report.curves import GROUPS, POINTS, Points
 from hybridrl.runs.directory import UNREADABLE
-from hybridrl.tracking.records import SampleRecord, read_records
+from hybridrl.tracking.records import SampleRecord, by_group, read_records
 
 READ_BYTES = 24 << 20  # of all files of a run; of larger ones, steps at equal distances are read
 LEAST_PER_FILE = 4 << 20  # characters of the first lines of one file
@@ -71,7 +71,7 @@ def choose_samples(contents: Contents, count: int) -> ChosenSamples:
     last: dict[int, list[SampleRecord]] = {}
     for step in read:
         records = _read(contents.training[step], step, len(read), samples)
-        groups = grouped(records)
+        groups = [*by_group(records).values()]
         if scored := [mean for group in groups if (mean := mean_score(group)) is not None]:
             means[step] = scored
             samples.rewards[step] = fmean(scores_of(records))
@@ -149,7 +149,7 @@ def _validation(contents: Contents, samples: ChosenSamples, chosen: _Chosen) -> 
     by_step: dict[int, dict[str, Group]] = {}
     for step in steps:
         records = _read(contents.validation[step], step, len(steps), samples)
-        by_step[step] = {key_across_steps(group[0]): group for group in grouped(records)}
+        by_step[step] = {group[0].prompt: group for group in by_group(records).values()}
     by_step = {step: groups for step, groups in by_step.items() if groups}
     if not by_step:
         return
@@ -202,8 +202,7 @@ def _read(path: Path, step: int, files: int, samples: ChosenSamples) -> list[Sam
 
 def _whole_groups(records: list[SampleRecord]) -> list[SampleRecord]:
     """Return samples without those of the last prompt, of which there may be more; of a single prompt all."""
-    last = key_in_step(records[-1])
-    return [one for one in records if key_in_step(one) != last] or records
+    return [one for one in records if one.group != records[-1].group] or records
 
 
 def _steps_to_read(files: dict[int, Path]) -> list[int]:
@@ -234,7 +233,7 @@ def _judge(samples: ChosenSamples, last: list[list[SampleRecord]]) -> None:
         return
     faults = [bool(fault_of(one)) for records in last for one in records]
     samples.last_faults = sum(faults) / len(faults)
-    groups = [group for records in last for group in grouped(records) if len(group) > 1]
+    groups = [group for records in last for group in by_group(records).values() if len(group) > 1]
     if groups:
         copies = [len(group) - len({one.response for one in group}) for group in groups]
         samples.identical = sum(copies) / sum(len(group) for group in groups)
@@ -267,25 +266,6 @@ def correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     over = sum((a - one) * (b - other) for a, b in pairs)
     under = math.sqrt(sum((a - one) ** 2 for a in ones) * sum((b - other) ** 2 for b in others))
     return over / under if under > 0 else None
-
-
-def grouped(records: Sequence[SampleRecord]) -> list[Group]:
-    """Group the samples of a step by prompt: by its place in the run, in files without one by its text."""
-    groups: dict[str, Group] = defaultdict(list)
-    for record in records:
-        groups[key_in_step(record)].append(record)
-    return list(groups.values())
-
-
-def key_in_step(record: SampleRecord) -> str:
-    """The part of a sample that all samples of its prompt in this step share."""
-    position = record.episode.get("position")
-    return record.prompt if position is None else f"position {position}"
-
-
-def key_across_steps(record: SampleRecord) -> str:
-    """What is equal of the samples of one row in different steps."""
-    return record.prompt
 
 
 def advantage_of(record: SampleRecord, group: Group) -> float | None:

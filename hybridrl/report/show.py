@@ -18,9 +18,9 @@ from rich.text import Text
 from hybridrl.config import ConfigError
 from hybridrl.runs.directory import RunDirectory
 from hybridrl.runtime import EXIT_REJECTED
-from hybridrl.runtime.signals import ended_by_closed_pipe
+from hybridrl.runtime.guard import ended_by_closed_pipe
 from hybridrl.tracking.console import Terminal, print_text, printable, printable_json
-from hybridrl.tracking.records import SampleRecord, read_records, record_files
+from hybridrl.tracking.records import SampleRecord, by_group, read_records, record_files
 
 UNLIKELY = ((0.01, "bold white on red"), (0.1, "red"), (0.5, "yellow"))  # a token's probability is below -> its style
 ORDERS = {
@@ -149,7 +149,7 @@ def print_samples(shown: Sequence[SampleRecord], records: Sequence[SampleRecord]
     """Print samples, those of one prompt in one step together where the first of them is, below the prompt and how the
     rewards of its whole group in `records` compare."""
     console = Terminal(highlight=False, soft_wrap=True)
-    groups, whole = _by_group(shown), _by_group(records)
+    groups, whole = by_group(shown), by_group(records)
     for key, members in groups.items():
         console.print(Rule(escape(f"step {members[0].step}, {_place(members[0])}"), align="left", style="dim"))
         console.print(_conversation(members[0]))
@@ -161,13 +161,6 @@ def print_samples(shown: Sequence[SampleRecord], records: Sequence[SampleRecord]
     if shown and tokens:
         legend = (Text(f" below {bound:g} ", style) for bound, style in UNLIKELY)
         console.print(Text.assemble("\nprobability of a token ", *legend, (" not sampled ", "dim italic")))
-
-
-def _by_group(records: Sequence[SampleRecord]) -> dict[tuple[int, str | int], list[SampleRecord]]:
-    groups: dict[tuple[int, str | int], list[SampleRecord]] = {}
-    for record in records:
-        groups.setdefault(record.group, []).append(record)
-    return groups
 
 
 def _place(record: SampleRecord) -> str:

@@ -78,13 +78,7 @@ def sentence(contents: Contents, intervals: dict[str, Points]) -> str:
 
 
 def lights(contents: Contents, samples: ChosenSamples) -> list[Light]:
-    return [
-        _learns(contents),
-        _stable(contents),
-        _usable(contents, samples),
-        _busy(contents),
-        _resumable(contents),
-    ]
+    return [_learns(contents), _stable(contents), _usable(contents, samples), _busy(contents), _resumable(contents)]
 
 
 def headline(contents: Contents) -> tuple[str, Points | None]:

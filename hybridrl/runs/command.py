@@ -1,36 +1,39 @@
 """Training as a command: what `main_ppo` and `main_sft` open. Imports nothing heavy."""
 
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
 from hybridrl.runs.plugins import load
-from hybridrl.runtime.forks import fork_server
+from hybridrl.runtime.environment import fork_server
 from hybridrl.tracking.console import stage
 
 Run = Callable[[Any], None]
 
 
-def training(load_job: Callable[[], Any], *, engine: bool) -> Callable[[Any], AbstractContextManager[Run]]:
+def training(job: str, *, engine: bool) -> Callable[[Any], AbstractContextManager[Run]]:
     """Return what opens a kind of training: a context with what runs trainings, from data to saved model, one after
     another on the Ray of the first. Invalid input is rejected before Ray starts.
 
-    `load_job` imports and returns the kind's `Job`; `engine`: it samples.
+    `job` names the kind's `Job`, as "module:class"; `engine`: it samples.
     """
 
     @contextmanager
     def opened(first: Any) -> Iterator[Run]:
-        with fork_server(first.trainer, first.ray_kwargs.ray_init, first.devices_per_machine, engine=engine) as forks:
+        with fork_server(
+            first.trainer.device, first.ray_kwargs.ray_init, first.devices_per_machine, engine=engine
+        ) as forks:
             with stage("loading torch, transformers and Ray"):  # only for a valid configuration
                 from hybridrl.runs import setup
 
-                job, check_start = load_job(), load("preflight")
+                job_class, check_start = pkgutil.resolve_name(job), load("preflight")
 
             with closing(setup.Sessions(forks)) as sessions:
 
                 def run(config: Any) -> None:
                     check_start(config)
-                    setup.train(config, job, sessions)
+                    setup.train(config, job_class, sessions)
 
                 yield run
 

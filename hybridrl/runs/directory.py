@@ -35,16 +35,7 @@ from hybridrl.tracking.report import Metrics, held_diagnoses, read_metrics
 from hybridrl.tracking.sink import LOSSES, REWARD, is_validation_score
 
 T = TypeVar("T")
-UNREADABLE = (
-    OSError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    KeyError,
-    OverflowError,
-    yaml.YAMLError,
-    RecursionError,
-)
+UNREADABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError, yaml.YAMLError, RecursionError)
 ACTORS = "actor_rollout_ref"
 CONFIG = "config.yaml"
 SHOWN = 3  # damaged files of a checkpoint

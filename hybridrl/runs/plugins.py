@@ -18,6 +18,7 @@ from typing import Any
 
 GROUP = "hybridrl.plugins"
 PLUGINS = {
+    "algorithm": "hybridrl.runs.algorithm_trial:main",  # of the doctor
     "dialogue": "hybridrl.agents.environments.dialogue:Dialogue",
     "episodes": "hybridrl.agents.endpoint.episodes",  # of rows or keys that name environments, tools or agents
     "imports": "hybridrl.compat.verl.names:provide_verl_imports",  # for files that import verl

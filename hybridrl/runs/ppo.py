@@ -13,7 +13,6 @@ from hybridrl.checkpoint.saver import Stateful
 from hybridrl.config import PPOConfig
 from hybridrl.config.checks.engine import continues_rollouts, most_in_flight
 from hybridrl.config.load import batch_arithmetic, samplings
-from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.core.cluster import Group, RaySession, gather
 from hybridrl.core.cluster.group import START_LIMIT, control_limit
 from hybridrl.core.experience.asynchronous import AsynchronousExperience
@@ -31,14 +30,18 @@ from hybridrl.core.weights.sync import BroadcastSync, ColocatedSync
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import open_scorer_pool
-from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Shaping
+from hybridrl.rewards.score import FaultGuard
 from hybridrl.runs.plugins import load as plugin
 from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
-from hybridrl.runs.resume import ResumePlan, contents_to_save, engine_fingerprint, plan_resume, score_fingerprint
+from hybridrl.runs.resume import ResumePlan, plan_resume
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.sample_log import SampleLog
 from hybridrl.runs.settings import (
+    build_shaping,
+    contents_to_save,
+    engine_fingerprint,
     ppo_worker_config,
+    score_fingerprint,
     training_sampling,
     validation_sampling,
 )
@@ -245,14 +248,6 @@ def start_devices(
     sync = kind(workers, fleet.servers, section.rollout, probe=probe, train_dtype=dtype, timeout=timeout)
     engine = engine_kind(workers, fleet, sync, timeout=timeout)
     return engine.trainers, engine
-
-
-def build_shaping(reward: RewardConfig) -> Shaping:
-    buffer, clip = reward.reward_kwargs.overlong_buffer_cfg, reward.clip_range
-    overlong = None
-    if reward.reward_manager.name == "dapo" and buffer.enable:
-        overlong = OverlongPenalty(reward.reward_kwargs.max_resp_len, buffer.len, buffer.penalty_factor, buffer.log)
-    return Shaping(reward.scale, (clip[0], clip[1]) if clip else None, overlong)
 
 
 def probe_ids(prompt_ids: list[int], length: int = PROBE_LENGTH) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.checkpoint.fingerprints import fingerprint
+from hybridrl.checkpoint.resume import fingerprint
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.core.required import required
@@ -23,7 +23,7 @@ from hybridrl.rewards.load import scorer_of, seconds_between_calls, uses_built_i
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.score import Score, ScoringRequest
-from hybridrl.runs.resume import reward_code
+from hybridrl.runs.settings import reward_code
 from hybridrl.tracking.console import warn
 
 ROWS, MOST_ROWS = 8, 64  # rows of each data source, and of a dataset with many of them

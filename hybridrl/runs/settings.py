@@ -1,13 +1,18 @@
-"""From configuration sections to plain values: a run's algorithm, models, updates and sampling parameters."""
+"""From configuration sections to plain values: a run's algorithm, models, updates, sampling parameters, and the
+fingerprints of what determines responses and scores."""
 
+import hashlib
 import math
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from hybridrl.checkpoint.resume import code_fingerprint, fingerprint, flatten
 from hybridrl.config import ConfigError, SFTConfig
 from hybridrl.config.catalog import ACTOR_KEYS, BYPASS_LOSSES, ESTIMATOR_KEYS, PARAMETERS, SFT_POLICY_LOSS, disturbances
 from hybridrl.config.compose import OWN
+from hybridrl.config.custom_code import script_path
 from hybridrl.config.schema import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -17,7 +22,7 @@ from hybridrl.config.schema import (
     OptimizerConfig,
     PPOConfig,
 )
-from hybridrl.config.schema_parts import RolloutConfig, RolloutCorrectionConfig
+from hybridrl.config.schema_parts import RewardConfig, RolloutConfig, RolloutCorrectionConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy_loss
 from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement
@@ -29,6 +34,9 @@ from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.worker import LearnerConfig, WorkerConfig
 from hybridrl.core.training.worker_group import SKIPPED_UPDATES, CriticPlan, PolicyPlan, UpdatePlan
+from hybridrl.rewards.score import OverlongPenalty, Shaping
+
+SCRIPT = re.compile(r"(.+\.py)(?::\w+)?")  # with the name of a function or without
 
 # Estimates of the divergence that may reject tokens or rows: verl's names (August 2026).
 REJECTIONS = (
@@ -284,6 +292,43 @@ def budget(model: ModelConfig, fsdp: FSDPConfig, tokens: int, rows: int | None, 
     return MicroBatchBudget(
         tokens * devices, None if by_tokens else rows, padded=not model.use_remove_padding, devices=devices
     )
+
+
+def build_shaping(reward: RewardConfig) -> Shaping:
+    buffer, clip = reward.reward_kwargs.overlong_buffer_cfg, reward.clip_range
+    overlong = None
+    if reward.reward_manager.name == "dapo" and buffer.enable:
+        overlong = OverlongPenalty(reward.reward_kwargs.max_resp_len, buffer.len, buffer.penalty_factor, buffer.log)
+    return Shaping(reward.scale, (clip[0], clip[1]) if clip else None, overlong)
+
+
+def engine_fingerprint(model: ModelConfig, rollout: RolloutConfig) -> str:
+    """The fingerprint of what determines a response besides its request and the weights."""
+    return fingerprint(rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha)
+
+
+def score_fingerprint(reward: RewardConfig, data: str) -> str:
+    """The fingerprint of what determines a score besides the response. Of custom reward functions the files count, not
+    what these import or read."""
+    return fingerprint(asdict(reward), reward_code(reward), data, code_fingerprint())
+
+
+def reward_code(reward: RewardConfig) -> list[str]:
+    """The hashes of the files that custom reward functions are in."""
+    scripts = (SCRIPT.fullmatch(str(value)) for value in flatten(asdict(reward)).values())
+    return [hashlib.sha256(script_path(script[1]).read_bytes()).hexdigest() for script in scripts if script]
+
+
+def contents_to_save(
+    section: ActorRolloutRefConfig, critic: CriticConfig, algorithm: Algorithm
+) -> dict[str, list[str]]:
+    """The parts saved of each model: a reference has a state of its own only if it is refreshed."""
+    contents = {"actor": section.actor.checkpoint.save_contents}
+    if algorithm.uses_critic:
+        contents["critic"] = critic.checkpoint.save_contents
+    if algorithm.uses_reference and section.ref.refresh_freq > 0:
+        contents["reference"] = ["model"]
+    return contents
 
 
 def training_sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:

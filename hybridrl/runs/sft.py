@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint.fingerprints import data_fingerprint, fingerprint, model_fingerprint
+from hybridrl.checkpoint.resume import data_fingerprint, fingerprint, model_fingerprint
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.config import SFTConfig
 from hybridrl.core.cluster import RaySession, gather

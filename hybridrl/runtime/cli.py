@@ -1,26 +1,38 @@
-"""The command line shared by all entry points: parse, load, run, and end with one clear message."""
+"""The command line shared by all entry points: parse, load, run, and end with one clear message.
+
+A sweep is several runs from one command: one for each combination of the values given, one after another or some at
+once. Each run has its own directory and is the same run as by its own command. Runs share the driver's imports, Ray and
+the fork server.
+"""
 
 import argparse
+import os
+import re
 import shutil
+import subprocess
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 from rich.text import Text
 
-from hybridrl.config import ConfigError
-from hybridrl.config.compose import CONF, as_yaml
+from hybridrl.config import ConfigError, PPOConfig, SFTConfig
+from hybridrl.config.checks.training import this_machine
+from hybridrl.config.compose import CONF, as_override, as_yaml, split_sweep
 from hybridrl.config.load import explain_keys
 from hybridrl.runtime import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REJECTED
-from hybridrl.runtime.signals import REQUESTS, ended_by_closed_pipe, stop_at_once
-from hybridrl.runtime.sweep import SWEEP_HELP, print_points, run_sweep
+from hybridrl.runtime.guard import REQUESTS, ended_by_closed_pipe, stop_at_once
 from hybridrl.tracking.console import Terminal, info, print_text
 from hybridrl.tracking.faults import PAGE, code_of
+from hybridrl.tracking.report import draw_runs, run_table
 from hybridrl.tracking.secrets import mask_text
 
 T = TypeVar("T")
@@ -167,3 +179,207 @@ def _print(label: str, style: str, text: str) -> None:
     Terminal(stderr=True).print(
         Text.assemble((label, style), separator, mask_text(text)), soft_wrap=True, highlight=False
     )
+
+
+DIRECTORY = "trainer.default_local_dir"
+LINE = "sweep: "  # begins the lines that are passed on from runs at the same time
+LONGEST_NAME = 120
+SWEEP_HELP = """usage: hybridrl sweep [--at-once N] key=value ... key=a,b ...
+
+Train with every combination of several values: key=a,b or key=choice(a,b) or key=range(0,4). Each run has its own
+directory below trainer.default_local_dir, and is resumed or skipped by the same command (docs/sweeps.md).
+
+  --at-once N    N runs at a time, each with its part of the machine
+
+for example:
+  hybridrl sweep --config-path recipes/quickstart --config-name train \\
+      actor_rollout_ref.actor.optim.lr=1e-4,5e-5 trainer.seed=0,1
+
+hybridrl train --help lists the keys."""
+
+Config = PPOConfig | SFTConfig
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of the values of a sweep; its name is that of its directory."""
+
+    name: str
+    overrides: list[str]
+    config: Config
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.config.trainer.default_local_dir).expanduser()
+
+
+def run_sweep(
+    command: Command, argv: Sequence[str], overrides: list[str], place: dict[str, Any], at_once: int, only: list[str]
+) -> int:
+    """Run every combination (of those in `only`, if any), and print what came of them. Returns the exit status: 1 if a
+    run failed. Raises ConfigError before the first run if any of them is invalid."""
+    base, points = load_points(command, overrides, place)
+    if only:
+        return run_points(command, [point for point in points if point.name in only])
+    info(f"{LINE}{len(points)} runs, each in {base} under its name: {', '.join(point.name for point in points)}")
+    try:
+        if at_once > 1:
+            return run_at_once(command, argv, points, at_once, base)
+        return run_points(command, points)
+    finally:
+        found = {point.name: point.directory for point in points if (point.directory / "metrics.jsonl").is_file()}
+        if found:
+            info(f"\n{run_table(found)}")
+            info(f"\nthe curves of all runs: {draw_runs(base, found)}")
+
+
+def print_points(command: Command, overrides: list[str], place: dict[str, Any], section: str) -> None:
+    """Print the configuration of every combination, a YAML document each, and run nothing."""
+    for point in load_points(command, overrides, place)[1]:
+        print(f"--- # {point.name}\n{as_yaml(point.config, section)}", end="")
+
+
+def load_points(command: Command, overrides: list[str], place: dict[str, Any]) -> tuple[Path, list[Point]]:
+    """Load the configuration of every combination."""
+    fixed, swept = split_sweep(overrides)
+    if DIRECTORY in swept:
+        raise ConfigError(f"{DIRECTORY} has several values", fix="name one: each run gets a directory below it")
+    if empty := [key for key, values in swept.items() if not values]:
+        key = empty[0].lstrip("+~")
+        cause = f"{key} has no value in {next(text for text in overrides if text.startswith(empty[0]))}"
+        raise ConfigError(cause, fix=f"count upwards, as in {key}=range(0,5), or write the values out: {key}=a,b")
+    if not swept:
+        raise ConfigError(
+            "a sweep needs a key with several values", fix="for example actor_rollout_ref.actor.optim.lr=1e-6,1e-5"
+        )
+    combinations = [dict(zip(swept, values, strict=True)) for values in product(*swept.values())]
+    given = [f"{key}={value}" for key, value in combinations[0].items()]
+    base = Path(command.load([*fixed, *given], **place).trainer.default_local_dir)
+    points, shown = [], set()
+
+    def report(text: str) -> None:
+        if text not in shown:
+            info(f"warning: {text}")
+        shown.add(text)
+
+    for combination in combinations:
+        name = name_of(combination)
+        more = [f"{key}={value}" for key, value in combination.items()] + [
+            f"{DIRECTORY}={as_override(str(base / name))}"
+        ]
+        try:
+            config = command.load([*fixed, *more], **place, report=report)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+        points.append(Point(name, [*fixed, *more], config))
+    if len({point.name for point in points}) < len(points):
+        raise ConfigError(
+            f"two runs would be named {points[0].name}", fix="leave out values that are equal, or shorten them"
+        )
+    return base, points
+
+
+def name_of(combination: dict[str, str]) -> str:
+    """Return the name of a run, of characters that need no quotes in a key's value: its values by the last parts of
+    their keys, or by whole keys if two of those are equal."""
+    short = [key.lstrip("+~").rpartition(".")[2] for key in combination]
+    keys = short if len(set(short)) == len(short) else [key.lstrip("+~") for key in combination]
+    name = "_".join(f"{key}-{value}" for key, value in zip(keys, combination.values(), strict=True))
+    return re.sub(r"[^\w.+-]+", "_", name)[:LONGEST_NAME]
+
+
+def run_points(command: Command, points: Sequence[Point]) -> int:
+    """Run one after another on the same Ray; one that fails does not stop the others."""
+    failed = []
+    with command.open(points[0].config) as run:
+        for number, point in enumerate(points, 1):
+            info(f"\n{LINE}run {number} of {len(points)}: {point.name}")
+            began = time.monotonic()
+            try:
+                if status := run(point.config):
+                    failed.append(point.name)
+                ended = f"exit status {status}" if status else "done"
+                info(f"{LINE}{point.name}: {ended} in {time.monotonic() - began:.0f} s")
+            except Exception as error:
+                failed.append(point.name)
+                if not type(error).__module__.startswith("hybridrl"):
+                    print_text("".join(traceback.format_exception(error)), error=True)
+                code = code_of(error)
+                info(f"{LINE}{point.name}: failed [{code}]: {error} ({PAGE}#{code})")
+    if failed:
+        info(f"{LINE}{len(failed)} of {len(points)} runs failed; the same command repeats those, and skips the others")
+    return 1 if failed else 0
+
+
+def run_at_once(command: Command, argv: Sequence[str], points: Sequence[Point], at_once: int, base: Path) -> int:
+    """Share the runs among `at_once` processes, each with its part of the machine's cores or GPUs."""
+    shares = [share for share in (points[number::at_once] for number in range(at_once)) if share]
+    base.mkdir(parents=True, exist_ok=True)
+    processes, threads = [], []
+    for number, (share, part) in enumerate(zip(shares, parts_of_machine(points[0].config, at_once), strict=False)):
+        log = base / f"sweep-{number}.log"
+        names = [f"--only={point.name}" for point in share]
+        words = [sys.executable, "-m", command.module, *argv, *names]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with part.cores_only():
+            process = subprocess.Popen(words, env=os.environ | part.environment, **pipes)
+        info(f"{LINE}{', '.join(point.name for point in share)}: in process {process.pid}, output in {log}")
+        threads.append(threading.Thread(target=pass_on, args=[process.stdout, log]))
+        threads[-1].start()
+        processes.append(process)
+    try:
+        return max(process.wait() for process in processes)
+    finally:  # after Ctrl-C too: each of them stops, and saves first
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+        for process, thread in zip(processes, threads, strict=True):
+            process.wait()
+            thread.join()
+
+
+@dataclass(frozen=True)
+class SweepPart:
+    """Cores, and GPUs by variables of the environment, that one of several processes uses."""
+
+    cores: list[int]
+    environment: dict[str, str]
+
+    @contextmanager
+    def cores_only(self) -> Iterator[None]:
+        """Have processes that start in the block run on these cores."""
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self.cores)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+
+def parts_of_machine(config: Config, at_once: int) -> Iterator[SweepPart]:
+    """Divide the machine's cores, and its GPUs if the runs use them. Raises ConfigError if there are too few."""
+    cores, trainer = sorted(os.sched_getaffinity(0)), config.trainer
+    size, gpus = len(cores) // at_once, config.devices_per_machine
+    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    if not size:
+        raise ConfigError(f"--at-once={at_once}: this machine has {len(cores)} cores", fix=f"--at-once={len(cores)}")
+    if trainer.device == "cuda" and not visible:
+        visible = [str(number) for number in range(this_machine().gpus)]
+    if trainer.device == "cuda" and at_once * gpus > len(visible):
+        most = max(len(visible) // gpus, 1)
+        cause = f"--at-once={at_once}: {at_once} runs on {gpus} GPUs each need {at_once * gpus} GPUs, "
+        raise ConfigError(f"{cause}and this machine has {len(visible)}", fix=f"--at-once={most}")
+    for number in range(at_once):
+        own = visible[number * gpus : (number + 1) * gpus]
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(own)} if trainer.device == "cuda" else {}
+        yield SweepPart(cores[number * size : (number + 1) * size], environment)
+
+
+def pass_on(stream: IO[str], log: Path) -> None:
+    """Write a process's output to a file, and show the lines about its runs."""
+    with stream, log.open("w", encoding="utf-8") as file:
+        for line in stream:
+            file.write(line)
+            file.flush()
+            if line.startswith(LINE):
+                info(line.rstrip("\n"))

@@ -51,15 +51,11 @@ def completions(command: str, prefix: str) -> dict[str, str]:
     if schema is None or (equals and key.lstrip("+") not in value_keys(schema)):
         return dict.fromkeys(FilesCompleter()(prefix), "")
     if equals:
-        choices = values_of(schema, key.lstrip("+")) or FilesCompleter()(value)
+        name = key.lstrip("+")
+        choices = list(NAMES.get(name, ())) or _choices(tree(schema)[name]) or FilesCompleter()(value)
         return {f"{key}={choice}": "" for choice in choices if choice.startswith(value)}
     meanings = key_meanings(CONF / f"{SHIPPED[schema]}.yaml")
     return {f"{name}=": meaning for name, meaning in meanings.items() if name.startswith(key)}
-
-
-def values_of(schema: type, key: str) -> list[str]:
-    """Return the values that a key takes, if they are few."""
-    return list(NAMES[key]) if key in NAMES else _choices(tree(schema)[key])
 
 
 def _choices(hint: Any) -> list[str]:

@@ -1,4 +1,5 @@
-"""Runs a command in a child process and cleans up after it: however a run ends, it leaves no process behind.
+"""Runs a command in a child process and cleans up after it: however a run ends, it leaves no process behind. And stop
+requests: the first Ctrl-C, SIGTERM or SIGHUP stops after the step is saved, the second stops at once.
 
 Ray normally ends its processes with the driver. If the driver is killed, some would live for minutes: the parent adopts
 every process that its child leaves behind, and ends it. If the parent is killed too, `keeper.py` does so for Ray's.
@@ -10,10 +11,14 @@ import contextlib
 import ctypes
 import os
 import signal
+import stat
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple, Self
 
 import psutil
 
@@ -21,7 +26,8 @@ from hybridrl.runtime import EXIT_KILLED
 from hybridrl.runtime.environment import replace_unwritable_home
 from hybridrl.runtime.keeper import END_SECONDS, is_keeper
 from hybridrl.runtime.stacks import REQUEST, write_stacks_on_request
-from hybridrl.tracking.console import print_text
+from hybridrl.tracking.console import info, print_text
+from hybridrl.tracking.faults import REQUESTED, record
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -182,3 +188,94 @@ def kill_cause() -> str:
         return "by hand or by a scheduler: the kernel has killed nothing here for lack of memory since the run began"
     killed = now - OOM_KILLS_BEFORE
     return f"by the kernel for lack of memory: it has killed {killed} of this machine's processes since the run began"
+
+
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+# `timeout` and schedulers send one request twice: to the process that they started, and to its group.
+SAME_REQUEST_SECONDS = 1.0
+
+
+class Requests:
+    """The stop requests that this process received; signals belong to a process, so there is one instance."""
+
+    def __init__(self) -> None:
+        self.last = ""
+        self._time = 0.0
+
+    def receive(self, number: int) -> bool:
+        """Record a signal, and return whether it is a new request."""
+        if number == signal.SIGHUP:
+            # Writing to a terminal that is gone would fail, and with it the checkpoint of the step.
+            for output in (1, 2):
+                if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+        now = time.monotonic()
+        new = not self.last or now - self._time >= SAME_REQUEST_SECONDS
+        if new:
+            self.last, self._time = NAMES[signal.Signals(number)], now
+            record(REQUESTED, self.last)
+        return new
+
+    def raise_again(self) -> None:
+        """Raise the request, if there was one: a library may have caught what it raised."""
+        if self.last:
+            raise KeyboardInterrupt(self.last)
+
+
+REQUESTS = Requests()
+
+
+def stop_at_once() -> None:
+    """Have a signal raise KeyboardInterrupt, from now on."""
+    REQUESTS.last = ""
+    _install(_stop)
+
+
+@contextmanager
+def ended_by_closed_pipe() -> Iterator[None]:
+    """Have what is printed in the block end this process silently once nobody reads it, as in `| head`.
+
+    The handler is put back after it: elsewhere a closed connection must raise, not end the process.
+    """
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
+def _install(handler: signal.Handlers) -> dict[signal.Signals, signal.Handlers]:
+    """Install the handler and return the previous ones. SIGHUP stays ignored under `nohup`."""
+    numbers = [number for number in NAMES if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    if REQUESTS.receive(number):
+        REQUESTS.raise_again()
+
+
+class StopRequest:
+    """While it is open, `reason` names the first signal to stop, if there was one. Without `wait_for_step` a signal
+    raises KeyboardInterrupt at once. One before it has ended the run already, unless a library has caught it."""
+
+    def __init__(self, *, wait_for_step: bool) -> None:
+        self.wait_for_step = wait_for_step
+        self.reason = ""
+
+    def __enter__(self) -> Self:
+        REQUESTS.raise_again()
+        self._previous = _install(self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.reason or not self.wait_for_step:
+            _stop(number, frame)
+        elif REQUESTS.receive(number):
+            self.reason = REQUESTS.last
+            info(f"{self.reason}: stopping after this step is saved; a second signal stops at once")

@@ -107,6 +107,14 @@ def _configured(run_dir: Path, name: str) -> Path:
         return run_dir / name
 
 
+def by_group(records: Iterable[SampleRecord]) -> dict[tuple[int, str | int], list[SampleRecord]]:
+    """Return samples by step and prompt, in the order in which prompts occur."""
+    groups: dict[tuple[int, str | int], list[SampleRecord]] = {}
+    for record in records:
+        groups.setdefault(record.group, []).append(record)
+    return groups
+
+
 def read_records(path: Path) -> Iterator[SampleRecord]:
     """Yield the episodes of a file. Lines that are no JSON object, as a copy that was cut short may have, are skipped
     with one warning."""
@@ -139,7 +147,7 @@ def _record(record: dict[str, Any]) -> SampleRecord:
     episode = record.get(OWN_KEY)
     known = _checked(episode) if isinstance(episode, dict) else {}
     number = float(score) if _is_number(score) else None
-    return SampleRecord(_text(prompt), _text(response), truth, number, int(step or 0), components, known)
+    return SampleRecord(as_text(prompt), as_text(response), truth, number, int(step or 0), components, known)
 
 
 def _checked(episode: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +181,7 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

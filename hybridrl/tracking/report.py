@@ -197,10 +197,10 @@ def _read_lines(path: Path, warn: Warn = warn) -> list[tuple[str, dict[str, floa
     return lines
 
 
-def draw_curves(run_dir: Path, title: str | None = None) -> Path | None:
-    """Draw `curves.png`, by default titled with the directory's name. Returns None if there is nothing to draw."""
+def draw_curves(run_dir: Path) -> Path | None:
+    """Draw `curves.png`, titled with the directory's name. Returns None if there is nothing to draw."""
     panels = _panels(read_metrics(run_dir))
-    return _draw(panels, title or run_dir.name, run_dir / CURVES) if panels else None
+    return _draw(panels, run_dir.name, run_dir / CURVES) if panels else None
 
 
 def draw_runs(directory: Path, runs: Mapping[str, Path]) -> Path:
@@ -257,15 +257,10 @@ def summary(run_dir: Path) -> str:
     """Return the main metrics before and after training and at their best, the seconds per phase, and the files of the
     run."""
     steps = read_metrics(run_dir)
-    rows, definition = [("", "before", "after", "best")], ""
-    for panel, lines in _panels(steps).items():
-        for name, series in lines.items():
-            change = change_of(name, list(series.values()))
-            definition = max(definition, change.definition, key=len)
-            step = (min if panel == "Loss" else max)(series, key=series.__getitem__)
-            # Neither a long nor a short response is better.
-            best = "" if panel == "Response length" else f"{series[step]:.4g} (step {step})"
-            rows.append((name, f"{change.before:.4g}", f"{change.after:.4g}", best))
+    changes = _changes(steps)
+    rows = [("", "before", "after", "best")]
+    rows += [(name, f"{change.before:.4g}", f"{change.after:.4g}", best) for name, (change, best) in changes.items()]
+    definition = max((change.definition for change, _ in changes.values()), key=len, default="")
     blocks, width = [], max(len(name) for name, *_ in rows)
     if len(rows) > 1:
         lines = [f"{name:<{width}}{before:>10}{after:>10}  {best}" for name, before, after, best in rows]
@@ -292,17 +287,25 @@ def run_table(runs: Mapping[str, Path]) -> str:
         steps = read_metrics(run_dir)
         seconds = sum(names.line_seconds(metrics) for metrics in steps.values())
         cells = (name, str(max(steps, default=0)), f"{seconds:.0f}")
-        for panel, lines in _panels(steps).items():
-            for metric, series in lines.items() if panel != "Response length" else ():
-                best = (min if panel == "Loss" else max)(series, key=series.__getitem__)
-                change = change_of(metric, list(series.values()))
-                ends = (f"{change.before:.4g}", f"{change.after:.4g}")
-                rows.append((*cells, metric, *ends, f"{series[best]:.4g} (step {best})"))
+        for metric, (change, best) in _changes(steps).items():
+            if best:
+                rows.append((*cells, metric, f"{change.before:.4g}", f"{change.after:.4g}", best))
                 cells = ("", "", "")
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+def _changes(steps: dict[int, Metrics]) -> dict[str, tuple[Change, str]]:
+    """Return the change of each main metric, and its best value; neither a long nor a short response is better."""
+    changes = {}
+    for panel, lines in _panels(steps).items():
+        for name, series in lines.items():
+            step = (min if panel == "Loss" else max)(series, key=series.__getitem__)
+            best = "" if panel == "Response length" else f"{series[step]:.4g} (step {step})"
+            changes[name] = change_of(name, list(series.values())), best
+    return changes
 
 
 def held_diagnoses(steps: Mapping[int, Metrics]) -> dict[str, list[int]]:

@@ -13,7 +13,7 @@ from wandb import Artifact, Settings, Table, init
 from hybridrl.tracking.console import info
 from hybridrl.tracking.report import read_metrics
 from hybridrl.tracking.sink import SampleRow, Sink
-from hybridrl.tracking.trackers import warn_offline
+from hybridrl.tracking.tracker import warn_offline
 
 CONNECT_SECONDS = 10.0
 

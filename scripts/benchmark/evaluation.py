@@ -20,12 +20,11 @@ from warm_start import TOP, warm_start
 
 from hybridrl.evaluation.config import load_eval_config
 from hybridrl.evaluation.model import ModelEvaluation, sample_here
+from hybridrl.evaluation.plan import find_targets
 from hybridrl.evaluation.samples import Sample, SampleFile
-from hybridrl.evaluation.targets import find_targets
 from hybridrl.model_merger import whole_model
 from hybridrl.runs.setup import Sessions, open_directory
-from hybridrl.runtime.environment import worker_environment
-from hybridrl.runtime.forks import fork_server
+from hybridrl.runtime.environment import fork_server, worker_environment
 
 REWARD = TOP / "recipes" / "quickstart" / "reward.py"
 
@@ -88,7 +87,7 @@ def compare(options: argparse.Namespace, place: Path) -> list[Row]:
     wanted, tokens = evaluation.wanted(), {}
 
     with ExitStack() as stack:
-        forks = stack.enter_context(fork_server(config.trainer, {}, config.devices_per_machine, engine=True))
+        forks = stack.enter_context(fork_server(config.trainer.device, {}, config.devices_per_machine, engine=True))
         sessions = stack.enter_context(closing(Sessions(forks)))
         runner = stack.enter_context(evaluation.runner(sessions, lambda _: model, directory))
         bare = stack.enter_context(start_bare(evaluation, model, place, options))

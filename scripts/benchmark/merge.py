@@ -37,9 +37,8 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.training.fsdp import reshard
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import lay_out
-from hybridrl.model_merger.checks import check_tensors
 from hybridrl.model_merger.merge import write_model
-from hybridrl.model_merger.source import open_source
+from hybridrl.model_merger.source import check_tensors, open_source
 
 RANKS = 2
 PROMPT, TOKENS = [11, 4711, 20, 151000, 7], 6

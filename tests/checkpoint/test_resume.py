@@ -13,14 +13,18 @@ import yaml
 
 import hybridrl
 from hybridrl.checkpoint.files import write_manifest
-from hybridrl.checkpoint.fingerprints import (
+from hybridrl.checkpoint.resume import (
+    ConfigChange,
+    check_changes,
+    check_compatible,
     code_fingerprint,
+    config_changes,
     data_fingerprint,
     fingerprint,
     matching_run,
     model_fingerprint,
+    resume_summary,
 )
-from hybridrl.checkpoint.resume import ConfigChange, check_changes, check_compatible, config_changes, resume_summary
 from hybridrl.checkpoint.store import Checkpoint
 from hybridrl.config import ConfigError, load_sft_config
 from hybridrl.config.compose import as_yaml, save_config
@@ -323,7 +327,7 @@ def test_a_large_file_is_identified_by_size_and_samples(tmp_path):
 
 
 def test_a_fingerprint_is_the_same_in_every_process():
-    code = "import hybridrl.checkpoint.fingerprints as f; print(f.fingerprint({'b': 1, 'a': [2.5, None]}, 'x'))"
+    code = "import hybridrl.checkpoint.resume as f; print(f.fingerprint({'b': 1, 'a': [2.5, None]}, 'x'))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert other == fingerprint({"a": [2.5, None], "b": 1}, "x")
 
@@ -334,7 +338,7 @@ def test_versions_are_reported_without_importing_the_libraries():
     assert code["torch"] == torch.__version__
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert code["commit"] is None or code["commit"].removesuffix("-dirty") == head.stdout.strip()
-    quick = "import sys, hybridrl.checkpoint.fingerprints as f; f.code_fingerprint(); print(*sys.modules)"
+    quick = "import sys, hybridrl.checkpoint.resume as f; f.code_fingerprint(); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", quick], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "vllm", "ray"} & set(loaded)
 

@@ -1,9 +1,10 @@
 import pytest
 
-from hybridrl.config import ConfigError, load_ppo_config, load_sft_config
+from hybridrl.config import ConfigError
 from hybridrl.config.checks import resolve_ppo
 from hybridrl.config.checks.training import Machine
 from hybridrl.config.findings import Findings
+from hybridrl.config.load import load_ppo_config, load_sft_config
 
 from .conftest import Load
 

@@ -21,8 +21,8 @@ from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.core.weights.sync import ColocatedSync
 from hybridrl.health import HealthMonitor
 from hybridrl.rewards.score import FaultGuard, Score
-from hybridrl.runs.restarts import with_restarts
-from hybridrl.runtime.signals import StopRequest
+from hybridrl.runs.resume import with_restarts
+from hybridrl.runtime.guard import StopRequest
 from tests.core.cluster.test_group import Call, Died, FakeRay, replace_ray, task_error
 from tests.core.rollout.test_client import FakeServer, client, requests
 from tests.runtime.test_guard import count_kills

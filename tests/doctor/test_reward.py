@@ -11,7 +11,7 @@ from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.findings import Findings
 from hybridrl.data.prompts import Prompt
 from hybridrl.doctor.__main__ import main
-from hybridrl.doctor.reward import try_on_rows
+from hybridrl.doctor.full import try_on_rows
 from hybridrl.runs.reward_trial import reject_failing_reward, spread_rows
 
 ROWS = [

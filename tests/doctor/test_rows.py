@@ -9,10 +9,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import Qwen2Tokenizer
 
-from hybridrl.config import PPOConfig, load_ppo_config
+from hybridrl.config import PPOConfig
 from hybridrl.config.compose import SHIPPED
 from hybridrl.config.findings import Finding, Findings
-from hybridrl.config.load import resolve_config
+from hybridrl.config.load import load_ppo_config, resolve_config
 from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts
 from hybridrl.doctor.rows import check_rows, check_template
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl import main_ppo
-from hybridrl.config import ConfigError, SFTConfig, load_ppo_config, load_sft_config
+from hybridrl.config import ConfigError, SFTConfig
 from hybridrl.config.findings import Findings
+from hybridrl.config.load import load_ppo_config, load_sft_config
 from hybridrl.doctor import start
 from hybridrl.doctor.machine import installed
 from hybridrl.runs.prepare import prepare

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from hybridrl.checkpoint.store import Store
-from hybridrl.config import ConfigError, PPOConfig, load_ppo_config, load_sft_config
+from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import as_yaml, save_config
+from hybridrl.config.load import load_ppo_config, load_sft_config
 from hybridrl.core.cluster import OutOfMemory
 from hybridrl.core.required import required
 from hybridrl.doctor import __main__ as doctor
@@ -23,7 +24,7 @@ from hybridrl.doctor import why
 from hybridrl.doctor.why import diagnose
 from hybridrl.health import HealthMonitor
 from hybridrl.runs.directory import RunDirectory
-from hybridrl.runtime.signals import REQUESTS
+from hybridrl.runtime.guard import REQUESTS
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.faults import begin_step, read_faults, recording
 from tests.doctor.ends import CAUSES, Work, broken, stopped
@@ -130,7 +131,7 @@ from hybridrl.checkpoint.store import Store
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.faults import begin_step, recording
 from hybridrl.runtime.guard import oom_kills
-from hybridrl.runtime.signals import StopRequest
+from hybridrl.runtime.guard import StopRequest
 directory = Path(sys.argv[1])
 with recording(directory, lambda: {"oom_kills": oom_kills()}), StopRequest(wait_for_step=True):
     store = Store(directory)

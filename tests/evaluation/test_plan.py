@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint.fingerprints import digest
+from hybridrl.checkpoint.resume import digest
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.evaluation.plan import Origin, collect_questions, counts, plan

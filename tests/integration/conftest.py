@@ -12,7 +12,7 @@ from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import start_session
-from hybridrl.runtime.forks import fork_server
+from hybridrl.runtime.environment import fork_server
 from tests.integration.answers import PROMPT
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def parts(config, session, tmp_path_factory):
 def forks(overrides, tmp_path_factory):
     """Where the workers of all modules come from."""
     config = load_ppo_config(overrides(tmp_path_factory.mktemp("forks")))
-    with fork_server(config.trainer, {}, config.devices_per_machine, engine=True) as server:
+    with fork_server(config.trainer.device, {}, config.devices_per_machine, engine=True) as server:
         yield server
 
 

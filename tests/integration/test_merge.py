@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from hybridrl.model_merger.source import CheckFailed, open_source
-from hybridrl.model_merger.checks import check_in_vllm
+from hybridrl.model_merger.source import check_in_vllm
 
 actor, merged = map(Path, sys.argv[1:])
 file = merged / "model.safetensors"

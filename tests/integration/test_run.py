@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from hybridrl.doctor.selftest_resume import MACHINE_METRICS
 from hybridrl.doctor.why import diagnose
 from hybridrl.runtime.keeper import is_keeper
-from hybridrl.tracking.glossary import entry_of
+from hybridrl.tracking.sink import entry_of
 
 FAULTY_REWARD = """
 import zlib

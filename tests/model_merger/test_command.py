@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from hybridrl.model_merger import merge
 from hybridrl.model_merger.__main__ import command_parser, main
-from hybridrl.model_merger.checks import check_in_transformers
 from hybridrl.model_merger.merge import REPORT
-from hybridrl.model_merger.source import CheckFailed, open_source
+from hybridrl.model_merger.source import CheckFailed, check_in_transformers, open_source
 from tests.checkpoint.shards import save_in_shards
 from tests.compat.verl.files import qwen2
 from tests.core.training.on_ranks import on_ranks

@@ -8,7 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from hybridrl.checkpoint.fingerprints import model_fingerprint
+from hybridrl.checkpoint.resume import model_fingerprint
 from hybridrl.checkpoint.tensors import Tensors
 from hybridrl.core.training.lora import add_adapter, export_adapter_settings
 from hybridrl.core.training.model import adapter_parameters

@@ -29,9 +29,15 @@ from hybridrl import __version__
 from hybridrl.checkpoint.files import write_manifest
 from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.config import ConfigError
-from hybridrl.model_merger.checks import check_in_transformers, check_tensors, compare
 from hybridrl.model_merger.merge import REPORT, merge, write_model
-from hybridrl.model_merger.source import CheckFailed, MergeSource, open_source
+from hybridrl.model_merger.source import (
+    CheckFailed,
+    MergeSource,
+    check_in_transformers,
+    check_tensors,
+    compare,
+    open_source,
+)
 from tests.checkpoint.own_code import CODE, save_with_code
 from tests.checkpoint.shards import save_in_shards, whole_model
 from tests.compat.verl.files import qwen2, save_as_verl

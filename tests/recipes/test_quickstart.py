@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridrl.config import load_ppo_config, load_sft_config
+from hybridrl.config.load import load_ppo_config, load_sft_config
 from hybridrl.data.conversations import load_conversations
 from hybridrl.data.prompts import load_prompts
 from hybridrl.data.tokenizer import load_tokenizer

@@ -12,7 +12,7 @@ import pytest
 from hybridrl.agents.environments.built_in.tools import CALCULATOR, calculate
 from hybridrl.agents.environments.calls import call_parser
 from hybridrl.agents.environments.dialogue import Dialogue
-from hybridrl.config import load_ppo_config, load_sft_config
+from hybridrl.config.load import load_ppo_config, load_sft_config
 from hybridrl.data.conversations import load_conversations
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.runs.prepare import prepare

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from hybridrl.report.contents import Contents
-from hybridrl.report.samples import advantage_of, choose_samples, correlation, evenly, grouped, length_of
-from hybridrl.report.texts import TEXT_BUDGET, finite, limit_of, shortened
-from hybridrl.tracking.records import SampleRecord
+from hybridrl.report.markup import TEXT_BUDGET, finite, limit_of, shortened
+from hybridrl.report.samples import advantage_of, choose_samples, correlation, evenly, length_of
+from hybridrl.tracking.records import SampleRecord, by_group
 from tests.report.synthetic import verl_sample, write_run
 
 
@@ -48,8 +48,8 @@ def test_of_many_steps_some_are_shown_and_the_rest_counted(tmp_path):
 
 def test_groups_are_those_of_a_position_and_of_a_prompt_in_verls_files():
     ours = [record(1.0, "same", position=1), record(0.0, "same", position=2), record(0.0, "same", position=1)]
-    assert [len(group) for group in grouped(ours)] == [2, 1]
-    assert [len(group) for group in grouped([record(1.0, "a"), record(0.0, "b"), record(0.0, "a")])] == [2, 1]
+    assert [len(group) for group in by_group(ours).values()] == [2, 1]
+    assert [len(group) for group in by_group([record(1.0, "a"), record(0.0, "b"), record(0.0, "a")]).values()] == [2, 1]
 
 
 def test_the_advantage_within_a_group_is_that_of_grpo():

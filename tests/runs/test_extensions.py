@@ -11,7 +11,7 @@ from hybridrl.core.training.optimizer import schedule
 from hybridrl.health import History
 from hybridrl.health.rules import custom_rules
 from hybridrl.runs.algorithm_trial import try_schedule
-from hybridrl.runs.sinks import custom_sinks, try_sinks
+from hybridrl.runs.setup import custom_sinks, try_sinks
 from tests.core.training.test_optimizer import config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extensions.md").read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.rewards.pool import RemoteScorer, ScorerPool
 from hybridrl.rewards.score import ScoringRequest
-from hybridrl.runs.restarts import with_restarts
+from hybridrl.runs.resume import with_restarts
 from hybridrl.runtime import stacks
 from hybridrl.tracking.faults import code_of
 from tests.core.cluster.test_group import Call, FakeRay, replace_ray

@@ -12,11 +12,9 @@ from hybridrl.runs.resume import (
     Identity,
     ResumePlan,
     check_complete,
-    engine_fingerprint,
     plan_resume,
-    score_fingerprint,
 )
-from hybridrl.runs.settings import build_algorithm
+from hybridrl.runs.settings import build_algorithm, engine_fingerprint, score_fingerprint
 
 BRIEF = '+reward.functions.brief="~/further.py:brief"'
 

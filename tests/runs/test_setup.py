@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
-from hybridrl.config import ConfigError, PPOConfig, load_sft_config
-from hybridrl.config.load import resolve_config
+from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.load import load_sft_config, resolve_config
 from hybridrl.core.cluster import WorkerDied
 from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan, UpdatePlan

@@ -14,7 +14,7 @@ from hybridrl import main_ppo, main_sft
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.core.cluster import WorkerDied
 from hybridrl.runtime.cli import Command, run_command
-from hybridrl.runtime.signals import NAMES
+from hybridrl.runtime.guard import NAMES
 
 NEEDED = ["data.train_files=train.jsonl", "actor_rollout_ref.model.path=some/model", "actor_rollout_ref.rollout.n=8"]
 

@@ -9,14 +9,12 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 
 from hybridrl.core.required import required
-from hybridrl.runtime.forks import ForkServer, fork_server
+from hybridrl.runtime.environment import ForkServer, fork_server
 
 WORKER = """
 import json, os, sys, time
@@ -248,6 +246,5 @@ def test_libraries_read_the_user_s_own_variables_where_they_are_imported(make, w
 @pytest.mark.parametrize(("device", "address"), [("cuda", ""), ("cpu", "10.0.0.1:6379")])
 def test_on_cuda_and_in_a_joined_ray_workers_start_by_themselves(monkeypatch, device, address):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    trainer: Any = SimpleNamespace(device=device)
-    with fork_server(trainer, {"address": address}, 1, engine=True) as forks:
+    with fork_server(device, {"address": address}, 1, engine=True) as forks:
         assert forks is None

@@ -29,7 +29,7 @@ import os, subprocess, sys, time
 from pathlib import Path
 from hybridrl.runtime.guard import guarded
 from hybridrl.runtime.keeper import PrivateDirectory
-from hybridrl.runtime.signals import StopRequest
+from hybridrl.runtime.guard import StopRequest
 
 def work():
     directory = PrivateDirectory()

@@ -8,8 +8,7 @@ import pytest
 
 from hybridrl import main_ppo
 from hybridrl.config import ConfigError
-from hybridrl.runtime.cli import Command, run_command
-from hybridrl.runtime.sweep import name_of, parts_of_machine
+from hybridrl.runtime.cli import Command, name_of, parts_of_machine, run_command
 
 
 class Runs:

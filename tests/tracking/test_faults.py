@@ -13,7 +13,7 @@ from hybridrl.core.cluster import RemoteFailure, WorkerDied
 from hybridrl.health import HealthMonitor
 from hybridrl.rewards.score import RewardFaults
 from hybridrl.runs.setup import host_memory
-from hybridrl.runtime.signals import StopRequest
+from hybridrl.runtime.guard import StopRequest
 from hybridrl.tracking import faults
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import begin_step, code_of, last_run, read_faults, record, recording

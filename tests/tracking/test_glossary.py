@@ -13,7 +13,7 @@ import pytest
 from hybridrl.config import PPOConfig
 from hybridrl.config.values import value_keys
 from hybridrl.health.rules import RULES
-from hybridrl.tracking.glossary import entries, entry_of
+from hybridrl.tracking.sink import entries, entry_of
 
 TOP = Path(__file__).parents[2]
 ENTRIES = list(entries())

@@ -12,7 +12,7 @@ import pytest
 
 from hybridrl.tracking import Resume, SampleRow, Tracker
 from hybridrl.tracking.sink import Sink
-from hybridrl.tracking.trackers import MLFLOW_PATIENCE, SINKS
+from hybridrl.tracking.tracker import MLFLOW_PATIENCE, SINKS
 
 SAMPLE = SampleRow(prompt="2 + 3 = ?", response="[b]5[/b]\x1b[31m", ground_truth="5", score=1.0)
 

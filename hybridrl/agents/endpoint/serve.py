@@ -22,8 +22,8 @@ from hybridrl.config.schema import ServedConfig, ServingConfig
 from hybridrl.model_merger import whole_model
 from hybridrl.runs.plugins import load
 from hybridrl.runtime import EXIT_FAILED, EXIT_REJECTED
+from hybridrl.runtime.guard import ended_by_closed_pipe
 from hybridrl.runtime.keeper import work_in_private
-from hybridrl.runtime.signals import ended_by_closed_pipe
 
 SECTION = "actor_rollout_ref."
 DEVICES, LARGEST_PORT = ("auto", "cpu", "cuda"), 65535

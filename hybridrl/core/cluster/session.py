@@ -27,10 +27,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from hybridrl.config.findings import ConfigError
 from hybridrl.core.cluster.failures import WorkerDied, typed
-from hybridrl.runtime.environment import joins, ray_token
-from hybridrl.runtime.forks import ForkServer
+from hybridrl.runtime.environment import ForkServer, joins, ray_token
+from hybridrl.runtime.guard import REQUESTS
 from hybridrl.runtime.keeper import PrivateDirectory
-from hybridrl.runtime.signals import REQUESTS
 from hybridrl.tracking.console import info
 from hybridrl.tracking.sink import Sink
 

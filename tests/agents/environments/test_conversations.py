@@ -16,7 +16,7 @@ from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.core.required import required
 from hybridrl.data.prompts import Prompt
 from hybridrl.doctor.replay import described
-from hybridrl.doctor.rescore import as_batch
+from hybridrl.doctor.reward import as_batch
 from hybridrl.rewards.score import Score
 from hybridrl.runs.sample_log import trained_fields
 from hybridrl.tracking.records import SampleRecord

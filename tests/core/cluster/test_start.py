@@ -9,8 +9,8 @@ import ray
 import ray._private.utils
 
 from hybridrl.core.cluster.session import start_ray
+from hybridrl.runtime.guard import StopRequest
 from hybridrl.runtime.keeper import PrivateDirectory
-from hybridrl.runtime.signals import StopRequest
 
 
 @pytest.mark.parametrize("caught", [False, True], ids=["raised", "caught by Ray"])
