@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1930,
     "compat": 3020,
     "config": 3810,
-    "core": 11280,
+    "core": 11290,
     "data": 1640,
     "doctor": 4470,
     "environments": 180,

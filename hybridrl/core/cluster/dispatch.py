@@ -8,7 +8,8 @@ an actor that is lost.
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Generic, TypeVar
@@ -158,23 +159,28 @@ class Dispatcher(ABC, Generic[J, L]):
 
     async def _pump(self, lane: L) -> None:
         try:
-            while lane.jobs:
-                try:
-                    results = await self.take(lane)
-                except ActorLost as failure:
-                    await self.lost(lane, failure)
-                else:
-                    self.receive(lane, results)
-        except Exception as error:  # whatever it is, the callers of these jobs must get it, and of all others
-            self.fail(error)
+            with self._ending_all():
+                while lane.jobs:
+                    try:
+                        results = await self.take(lane)
+                    except ActorLost as failure:
+                        await self.lost(lane, failure)
+                    else:
+                        self.receive(lane, results)
         finally:
             lane.pump, lane.jobs = None, {}
 
     async def _watch(self) -> None:
-        try:
+        with self._ending_all():
             while any(lane.pump for lane in self.lanes):
                 await asyncio.sleep(self.look_seconds)
                 await self.look()
+
+    @contextmanager
+    def _ending_all(self) -> Iterator[None]:
+        """An error in here, whatever it is, ends the jobs of all callers."""
+        try:
+            yield
         except Exception as error:
             self.fail(error)
 
