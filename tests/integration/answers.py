@@ -1,5 +1,6 @@
 """Responses from real engines, and rows to train on, for tests of the switch."""
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -58,6 +59,22 @@ def sending(engine: HybridEngine, send: Callable[[Sequence[int]], None]) -> Iter
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.sync, "send_all", send)
         yield
+
+
+def generate_disturbed(
+    engine: HybridEngine, wanted: list[Request], disturb: Callable[[], object]
+) -> dict[tuple[int, int], Completion]:
+    """Return the responses as `generate` does; `disturb` is called once the first of them have arrived."""
+    responses: dict[tuple[int, int], Completion] = {}
+
+    async def collect() -> None:
+        async for finished in engine.client.stream(wanted):
+            if not responses:
+                disturb()
+            responses.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
+
+    asyncio.run(collect())
+    return responses
 
 
 def tokens(responses: dict[tuple[int, int], Completion]) -> dict[tuple[int, int], list[int]]:

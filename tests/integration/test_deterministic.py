@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hybridrl.config import load_ppo_config
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
-from tests.integration.answers import PROMPT, generate, requests
+from tests.integration.answers import PROMPT, generate, generate_disturbed, requests
 from tests.integration.test_engine import server_processes
 
 pytestmark = pytest.mark.slow
@@ -37,15 +37,10 @@ def engine(config, session, tmp_path_factory):
     return engine
 
 
-async def test_the_same_requests_get_bitwise_equal_responses_even_if_a_server_dies(engine):
+def test_the_same_requests_get_bitwise_equal_responses_even_if_a_server_dies(engine):
     wanted = requests(12, 4)
     expected = generate(engine, wanted)
-    responses = {}
-
-    async for finished in engine.client.stream(wanted):
-        if not responses:
-            server_processes()[0].kill()
-        responses.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
+    responses = generate_disturbed(engine, wanted, lambda: server_processes()[0].kill())
     assert engine.client.restarts == 1
     assert responses.keys() == expected.keys()
     for key, response in responses.items():

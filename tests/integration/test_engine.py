@@ -33,7 +33,18 @@ from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.pool import ScorerPool
 from tests.agents.sections import agent_of, environments_of
 from tests.integration.agents import REWARD, TURNS
-from tests.integration.answers import PROMPT, SAMPLING, generate, largest_gap, requests, rows, sending, tokens, update
+from tests.integration.answers import (
+    PROMPT,
+    SAMPLING,
+    generate,
+    generate_disturbed,
+    largest_gap,
+    requests,
+    rows,
+    sending,
+    tokens,
+    update,
+)
 
 FILE = Path(__file__).with_name("agents.py")
 LIMITS = Limits(prompt=32, response=416, context=448)
@@ -161,7 +172,7 @@ def command(process: psutil.Process) -> str:
         pytest.param(signal.SIGSTOP, "killed, as it had sampled no token for", marks=pytest.mark.slow),
     ],
 )
-async def test_a_server_lost_while_generating_costs_no_response(parts, monkeypatch, caplog, how, cause):
+def test_a_server_lost_while_generating_costs_no_response(parts, monkeypatch, caplog, how, cause):
     engine, _ = parts
     wanted = requests(8, 4)
     engine.to_rollout(6)
@@ -170,12 +181,7 @@ async def test_a_server_lost_while_generating_costs_no_response(parts, monkeypat
     if how is signal.SIGSTOP:  # it hangs, which only its silence shows
         monkeypatch.setattr(engine.client, "timeout", 5.0)
     target = server_processes()[0]
-    disturbed = {}
-
-    async for finished in engine.client.stream(wanted):
-        if not disturbed:
-            os.kill(target.pid, how)
-        disturbed.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
+    disturbed = generate_disturbed(engine, wanted, lambda: os.kill(target.pid, how))
     again = tokens(generate(engine, wanted))
     assert tokens(disturbed) == undisturbed == again
     assert engine.client.restarts == restarts + 1

@@ -8,7 +8,7 @@ import pytest
 from hybridrl.config import load_ppo_config
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
-from tests.integration.answers import PROMPT, generate, requests, tokens
+from tests.integration.answers import PROMPT, generate, generate_disturbed, requests, tokens
 
 LACKING = Path(__file__).with_name("no_memory.py")
 
@@ -20,7 +20,7 @@ def config(overrides, tmp_path_factory):
 
 
 @pytest.mark.drill
-async def test_engines_without_memory_start_with_fewer_requests_and_one_that_dies_of_it_comes_back_lower(
+def test_engines_without_memory_start_with_fewer_requests_and_one_that_dies_of_it_comes_back_lower(
     config, session, tmp_path, caplog
 ):
     worker = ppo_worker_config(config, build_algorithm(config), tmp_path, steps=10)
@@ -29,17 +29,16 @@ async def test_engines_without_memory_start_with_fewer_requests_and_one_that_die
     assert "can't allocate memory" in warning and "set actor_rollout_ref.rollout.max_num_seqs=16" in warning
     wanted = requests(8, 4)
     engine.to_rollout(0)
-    undisturbed, disturbed = tokens(generate(engine, wanted)), {}
+    undisturbed = tokens(generate(engine, wanted))
     dying = next(one for one in psutil.Process().children(recursive=True) if "RolloutServer" in " ".join(one.cmdline()))
 
-    async for finished in engine.client.stream(wanted):
-        if not disturbed:
-            for log in tmp_path.glob("rollout-*.log"):
-                with log.open("a") as file:
-                    file.write("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
-            dying.kill()
-        disturbed.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
-    assert tokens(disturbed) == undisturbed
+    def run_out_of_memory() -> None:
+        for log in tmp_path.glob("rollout-*.log"):
+            with log.open("a") as file:
+                file.write("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
+        dying.kill()
+
+    assert tokens(generate_disturbed(engine, wanted, run_out_of_memory)) == undisturbed
     assert engine.take_metrics()["rollout/engine_restarts"] == 1
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization / 2
     kept = engine.fleet.state_dict()["engine_memory"]["lowered"]
