@@ -23,4 +23,4 @@ def _value(hint: Any, value: Any) -> Any:
     if is_dataclass(hint) and isinstance(value, Mapping):
         return _made(hint, value)
     is_list = str(hint).startswith(("list[", "typing.Annotated[list["))
-    return value if not is_list or isinstance(value, list) else [] if value in (None, "???") else [value]
+    return value if not is_list or isinstance(value, (list, tuple)) else [] if value in (None, "???") else [value]

@@ -24,7 +24,7 @@ FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(
 GROUND = """
     config.catalog  config.custom_code  config.files  config.findings  config.schema  config.values
     checkpoint.export  checkpoint.read  checkpoint.tensors  data.order  data.prompts  data.tokenizer  rewards.score
-    runtime.environment  runtime.forks  runtime.guard  runtime.keeper  runtime.signals  runtime.stacks
+    runtime.environment  runtime.guard  runtime.keeper  runtime.stacks
     tracking.console  tracking.faults  tracking.sink
 """
 # Who may name a library, as beginnings of paths.

@@ -13,7 +13,7 @@ LINES = {
     ".": 250,
     "agents": 6760,
     "checkpoint": 1930,
-    "compat": 3020,
+    "compat": 3030,
     "config": 3810,
     "core": 11290,
     "data": 1640,

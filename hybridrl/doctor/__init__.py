@@ -1,7 +1,7 @@
 """The doctor: checks a run without starting it, tests resuming and rewards, and explains configuration keys.
 
-`__main__.py` has the command line and what needs the configuration only; further commands have a module each. Here is
-what they share.
+`__main__.py` has the command line and what needs the configuration only; further commands are in modules of their
+own, or plug-ins. Here is what they share.
 """
 
 import argparse

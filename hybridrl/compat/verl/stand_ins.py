@@ -19,13 +19,10 @@ from hybridrl.agents.environments.tools import function_tool
 from hybridrl.compat.verl.names import by_name
 from hybridrl.rewards.scorers.short_answers import score_gsm8k
 
-_SCHEMAS: dict[str, Any] = {}  # by name
-
 
 def _open(name: str, /, **fields: Any) -> Any:
     """Make a class of verl's schemas, each field with its type and default; fields that are not listed are kept."""
-    _SCHEMAS[name] = create_model(name, __config__=ConfigDict(extra="allow"), __module__=__name__, **fields)
-    return _SCHEMAS[name]
+    return create_model(name, __config__=ConfigDict(extra="allow"), __module__=__name__, **fields)
 
 
 OpenAIFunctionPropertySchema = _open(
@@ -47,9 +44,9 @@ OpenAIFunctionSchema = _open(
 OpenAIFunctionToolSchema = _open(
     "OpenAIFunctionToolSchema", type=(str, "function"), function=(OpenAIFunctionSchema, ...)
 )
-_open("OpenAIFunctionParsedSchema", name=(str, ...), arguments=(str, ...))
+OpenAIFunctionParsedSchema = _open("OpenAIFunctionParsedSchema", name=(str, ...), arguments=(str, ...))
 OpenAIFunctionCallSchema = _open("OpenAIFunctionCallSchema", name=(str, ...), arguments=(dict[str, Any], {}))
-_open(
+OpenAIFunctionToolCall = _open(
     "OpenAIFunctionToolCall",
     id=(str, ...),
     type=(Literal["function"], "function"),
@@ -261,7 +258,16 @@ def simple_timer(name: str, timings: dict[str, float]) -> Iterator[None]:
 
 NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
     "verl.tools.base_tool": by_name(BaseTool, OpenAIFunctionToolSchema, ToolResponse),
-    "verl.tools.schemas": _SCHEMAS | by_name(ToolResponse),
+    "verl.tools.schemas": by_name(
+        OpenAIFunctionPropertySchema,
+        OpenAIFunctionParametersSchema,
+        OpenAIFunctionSchema,
+        OpenAIFunctionToolSchema,
+        OpenAIFunctionParsedSchema,
+        OpenAIFunctionCallSchema,
+        OpenAIFunctionToolCall,
+        ToolResponse,
+    ),
     "verl.tools.function_tool": by_name(function_tool),
     "verl.tools.gsm8k_tool": by_name(Gsm8kTool),
     "verl.tools.sandbox_fusion_tools": by_name(SandboxFusionTool),

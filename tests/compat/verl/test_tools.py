@@ -1,12 +1,14 @@
 """Files of tools and interactions as they are written for verl, without verl."""
 
 import asyncio
+import pickle
 import sys
 
 import pytest
 
 from hybridrl.agents.environments import EnvironmentSettings, EpisodeFault, Response, ToolCall
 from hybridrl.agents.environments.load import check, load_tools
+from hybridrl.compat.verl import stand_ins
 from hybridrl.config import ConfigError
 from tests.agents.environments.conftest import made
 from tests.agents.sections import environments_of
@@ -171,3 +173,11 @@ def test_an_interaction_of_verl_answers_what_calls_no_tool(tmp_path) -> None:
         episode(settings, row, Response("1"))
     with pytest.raises(ConfigError, match=r"row 0: interaction_kwargs\.name=q: .* has no such interaction; it has p"):
         check(settings, [{"extra_info": {"interaction_kwargs": {"name": "q"}}}])
+
+
+def test_what_verl_s_schemas_make_can_be_sent_to_another_process():
+    call = stand_ins.NAMES["verl.tools.schemas"]["OpenAIFunctionToolCall"]
+    made = call(id="1", function={"name": "add", "arguments": {"a": 1}}, index=0)
+    assert pickle.loads(pickle.dumps(made)) == made
+    for member in stand_ins.NAMES["verl.tools.schemas"].values():
+        assert pickle.loads(pickle.dumps(member)) is member

@@ -13,16 +13,16 @@ from hybridrl.core.required import required
 from tests.core.rollout.vllm_sources import Found, Sources, signature_of, why_not_callable
 
 TOP = Path(__file__).parents[3]
-FILES = [*sorted(TOP.glob("hybridrl/core/rollout/vllm/*.py")), TOP / "hybridrl" / "model_merger" / "checks.py"]
+FILES = [*sorted(TOP.glob("hybridrl/core/rollout/vllm/*.py")), TOP / "hybridrl" / "model_merger" / "source.py"]
 INSTALLED = Path(required(required(find_spec("vllm")).origin)).parent
 VERSIONS = [INSTALLED, *map(Path, filter(None, os.environ.get("VLLM_SOURCES", "").split(":")))]
 ENGINE = ("vllm.v1.engine.llm_engine", "LLMEngine")
 # File and name of a variable -> the class of vLLM's that it is an instance of.
 RECEIVERS = {
     ("engine.py", "engine"): ENGINE,
-    ("loop.py", "engine"): ENGINE,
+    ("collector.py", "engine"): ENGINE,
     ("worker.py", "manager"): ("vllm.lora.worker_manager", "WorkerLoRAManager"),
-    ("checks.py", "engine"): ("vllm.entrypoints.llm", "LLM"),
+    ("source.py", "engine"): ("vllm.entrypoints.llm", "LLM"),
 }
 USED = ("__init__", "add_request", "step", "has_unfinished_requests", "sleep", "wake_up", "reset_prefix_cache")
 # An attribute of LLMEngine -> the class that hybridrl puts there.
