@@ -212,9 +212,8 @@ class RaySession:
         self.pools = [self.training, self.rollout] if rollout else [self.training]
         self.timeout = timeout if self.joined else min(timeout, OWN_RAY_SECONDS)
         self.directory = None if self.joined else PrivateDirectory()
-        self.sizes = [
-            pool.per_machine for pool in self.pools for _ in range(pool.machines)
-        ]  # of the groups, in devices
+        # Of the groups, in devices:
+        self.sizes = [pool.per_machine for pool in self.pools for _ in range(pool.machines)]
         self.places = [(group, bundle) for group, size in enumerate(self.sizes) for bundle in range(size)]  # by device
         self.groups: dict[int, PlacementGroup] = {}  # one for each machine of a pool, in their order
         self.nodes: list[str] = []  # of the groups

@@ -233,6 +233,8 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
             if job := lane.jobs.pop(ticket, None):
                 self._arrived(job, result)
         self.flush()
+        if not lane.jobs:
+            lane.given = []
         self.on_finished()
 
     def _arrived(self, job: PendingRequest, part: Completion | RequestFault) -> None:

@@ -26,8 +26,8 @@ PATTERN = re.compile(r"[^\w.-]")  # characters of a regular expression that no n
 
 def add_adapter(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype, seed: int, key: str) -> None:
     """Freeze a model that is not sharded yet and add a new adapter of this type to it, in host memory: B is zero, A
-    follows from the seed. A value head is trained directly. Raises
-    ConfigError if the model lacks the layers, or if the configured adapter belongs to another model."""
+    follows from the seed. A value head is trained directly. Raises ConfigError if the model lacks the layers, or if
+    the configured adapter belongs to another model."""
     heads = []
     if not model.can_generate():  # a value model
         heads = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
