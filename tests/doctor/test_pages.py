@@ -15,7 +15,8 @@ def test_the_page_lists_every_code() -> None:
         r"from hybridrl\.doctor\.(\w+) import", full.with_name("start.py").read_text(encoding="utf-8")
     )
     files = [full, *(full.with_name(f"{name}.py") for name in modules), TOP / "hybridrl" / "runs" / "reward_trial.py"]
-    codes = {code.rstrip(".") for file in files for code in re.findall(CODES, file.read_text(encoding="utf-8"))}
+    text = "".join(file.read_text(encoding="utf-8") for file in [*files, full.with_name("reward.py")])
+    codes = {code.rstrip(".") for code in re.findall(CODES, text) if not code.startswith("rescore.")}
     table = (TOP / "docs" / "doctor.md").read_text(encoding="utf-8").split("## Codes")[1]
     listed = {code for row in re.findall(r"^\| (`.+?`) \|", table, re.M) for code in re.findall(r"`([^`]+)`", row)}
     assert codes == {code.removesuffix(".*") for code in listed}
