@@ -105,7 +105,7 @@ class Screen(StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Screen:
-    """What is printed to a terminal in place of this process's output."""
+    """A terminal that receives the printed text in place of this process's output."""
     monkeypatch.setenv("TERM", "xterm")
     screen = Screen()
     monkeypatch.setattr("hybridrl.tracking.console.console", Console(file=screen, width=100))

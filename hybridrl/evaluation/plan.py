@@ -1,4 +1,4 @@
-"""What an evaluation is of: models (directories, checkpoints, runs and addresses, as `eval.models` names them), and the
+"""Subjects of an evaluation: models (directories, checkpoints, runs and addresses, as `eval.models` names them), and the
 samples that it needs: questions, how many responses to each, and the key of each response."""
 
 import re

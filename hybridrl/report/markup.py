@@ -1,4 +1,4 @@
-"""What a page is made of: small pieces of HTML, in which every text that comes from a run goes through `text`, and the
+"""Parts of a page: small pieces of HTML, in which every text that comes from a run goes through `text`, and the
 chosen samples as data for its script: texts shortened to a budget, everything plain JSON."""
 
 import re

@@ -45,7 +45,7 @@ class Cause:
 
     @property
     def headline(self) -> str:
-        """What happened to the actor of a call that Ray has no result of."""
+        """The end of an actor whose call has no result, in one line."""
         if isinstance(self.failure, DEATHS):
             return f"the process of {self.actor} died: {self.text}"
         return f"{self.actor} gave no result: {self.kind}: {self.text}"

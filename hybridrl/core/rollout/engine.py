@@ -1,4 +1,4 @@
-"""What a rollout engine gets and gives: requests, responses, statistics; its interface, and where its class is found.
+"""Rollout engines: their interface, the requests, responses and statistics that pass it, and where a class is found.
 
 To add an engine, write a package whose class has the methods of RolloutEngine, and name its EngineEntry `engine.NAME`
 in runs/plugins.py, or by an entry point of another distribution.
@@ -22,7 +22,7 @@ ITERATION = ("fixed", "running_request", "prefilled_token")  # what takes an ite
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled; temperature 0 is greedy. Any of `stop_ids` ends a response, and so does a text of
+    """Parameters of sampling; temperature 0 is greedy. Any of `stop_ids` ends a response, and so does a text of
     `stop`, with the token that completes it. One with a `json_schema` is constrained to match it."""
 
     max_tokens: int

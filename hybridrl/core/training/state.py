@@ -1,4 +1,4 @@
-"""What leaves a training rank: the state of a model for the disk (parameters, moments, and the number of updates; read,
+"""Output of a training rank: the state of a model for the disk (parameters, moments, and the number of updates; read,
 and written in the background while training continues), and its weights for the rollout engines.
 
 torch.distributed.checkpoint writes tensors as they are sharded over the ranks and can read them with any other
