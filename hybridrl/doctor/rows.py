@@ -47,27 +47,25 @@ RESPONSE = "ANSWER"
 TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
 
 
-def check_rows(
-    prompts: PromptDataset, validation: PromptDataset | None, limit: int, findings: Findings, sample: int = SAMPLE
-) -> None:
+def check_rows(prompts: PromptDataset, validation: PromptDataset | None, limit: int, findings: Findings) -> None:
     """Report the lengths of the prompts next to their `limit`, and warn about probable mistakes."""
-    training = _check_dataset(prompts, "data.train_files", limit, findings, sample)
+    training = _check_dataset(prompts, "data.train_files", limit, findings)
     if validation is None:
         return
-    counts = _check_dataset(validation, "data.val_files", limit, findings, sample)
+    counts = _check_dataset(validation, "data.val_files", limit, findings)
     if overlap := [texts for texts in counts if texts in training]:
-        cause = f"{sum(counts[texts] for texts in overlap)} validation prompts{_sampled(sample, prompts, validation)} "
-        cause += f"are training prompts too, such as {_beginning(overlap[0])}: validation on them measures memorization"
+        cause = f"{sum(counts[texts] for texts in overlap)} validation prompts{_sampled(prompts, validation)} are "
+        cause += f"training prompts too, such as {_beginning(overlap[0])}: validation on them measures memorization"
         findings.info("data.overlap", cause, keys=("data.val_files", "data.train_files"))
 
 
-def _check_dataset(prompts: PromptDataset, key: str, limit: int, findings: Findings, sample: int) -> Counter[Texts]:
+def _check_dataset(prompts: PromptDataset, key: str, limit: int, findings: Findings) -> Counter[Texts]:
     """Check one dataset. Returns how often each prompt occurs in it."""
     _report_lengths(prompts, key, limit, findings)
     counts: Counter[Texts] = Counter()
     empty, marked = [], []
-    checked = min(len(prompts), sample)
-    for index in (number * len(prompts) // checked for number in range(checked)):
+    sample = min(len(prompts), SAMPLE)
+    for index in (number * len(prompts) // sample for number in range(sample)):
         texts: Texts = ()
         for message in as_chat(prompts[index].messages):
             content: Any = message["content"]
@@ -80,7 +78,7 @@ def _check_dataset(prompts: PromptDataset, key: str, limit: int, findings: Findi
             empty.append(prompts.rows[index].place)
         elif TURN_MARKS.search(text):
             marked.append(prompts.rows[index].place)
-    of_sample = _sampled(sample, prompts)
+    of_sample = _sampled(prompts)
     if empty:
         cause = f"{key}: {len(empty)} prompts{of_sample} are empty, the first {empty[0]}"
         findings.warn("data.empty", cause, "remove these rows", keys=key)
@@ -109,8 +107,8 @@ def _report_lengths(prompts: PromptDataset, key: str, limit: int, findings: Find
         findings.warn("data.long", cause, "raise the limit to keep them complete", keys=(key, "data.max_prompt_length"))
 
 
-def _sampled(sample: int, *datasets: PromptDataset) -> str:
-    return f" (of {sample} that were checked)" if any(len(dataset) > sample for dataset in datasets) else ""
+def _sampled(*datasets: PromptDataset) -> str:
+    return f" (of {SAMPLE} that were checked)" if any(len(dataset) > SAMPLE for dataset in datasets) else ""
 
 
 def _beginning(texts: Texts) -> str:

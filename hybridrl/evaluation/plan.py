@@ -1,5 +1,5 @@
-"""Subjects of an evaluation: models (directories, checkpoints, runs and addresses, as `eval.models` names them), and the
-samples that it needs: questions, how many responses to each, and the key of each response."""
+"""Subjects of an evaluation: models (directories, checkpoints, runs and addresses, as `eval.models` names them), and
+the samples that it needs: questions, how many responses to each, and the key of each response."""
 
 import re
 from collections import Counter

@@ -14,6 +14,7 @@ from hybridrl.config.compose import SHIPPED
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import load_ppo_config, resolve_config
 from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts
+from hybridrl.doctor import rows
 from hybridrl.doctor.rows import check_rows, check_template
 
 from .conftest import CHAT_TEMPLATE
@@ -45,11 +46,9 @@ def load(tmp_path: Path, config: PPOConfig, plain_tokenizer: Qwen2Tokenizer) -> 
     return prompts
 
 
-def check(
-    config: PPOConfig, prompts: PromptDataset, validation: PromptDataset | None = None, **options: int
-) -> dict[str, Finding]:
+def check(config: PPOConfig, prompts: PromptDataset, validation: PromptDataset | None = None) -> dict[str, Finding]:
     findings = Findings()
-    check_rows(prompts, validation, config.data.max_prompt_length, findings, **options)
+    check_rows(prompts, validation, config.data.max_prompt_length, findings)
     return {finding.code: finding for finding in findings.items}
 
 
@@ -107,8 +106,9 @@ def test_a_semicolon_in_a_prompt_does_not_split_the_message(config, load):
     assert check(config, load("a; b", "a; b"))["data.duplicates"].fix == ""
 
 
-def test_a_sample_of_a_large_dataset_is_checked(config, load):
-    findings = check(config, load("a", "b", "a", "b"), sample=2)  # the first and the third
+def test_a_sample_of_a_large_dataset_is_checked(config, load, monkeypatch):
+    monkeypatch.setattr(rows, "SAMPLE", 2)
+    findings = check(config, load("a", "b", "a", "b"))  # the first and the third
     assert "1 prompts (of 2 that were checked) repeat" in findings["data.duplicates"].cause
     assert "4 prompts" in findings["data.lengths"].cause
 
