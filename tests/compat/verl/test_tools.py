@@ -10,6 +10,7 @@ from hybridrl.agents.environments import EnvironmentSettings, EpisodeFault, Resp
 from hybridrl.agents.environments.load import check, load_tools
 from hybridrl.compat.verl import stand_ins
 from hybridrl.config import ConfigError
+from hybridrl.core.required import required
 from tests.agents.environments.conftest import made
 from tests.agents.sections import environments_of
 
@@ -176,7 +177,7 @@ def test_an_interaction_of_verl_answers_what_calls_no_tool(tmp_path) -> None:
 
 
 def test_what_verl_s_schemas_make_can_be_sent_to_another_process():
-    call = stand_ins.NAMES["verl.tools.schemas"]["OpenAIFunctionToolCall"]
+    call = required(stand_ins.NAMES["verl.tools.schemas"]["OpenAIFunctionToolCall"])
     made = call(id="1", function={"name": "add", "arguments": {"a": 1}}, index=0)
     assert pickle.loads(pickle.dumps(made)) == made
     for member in stand_ins.NAMES["verl.tools.schemas"].values():
