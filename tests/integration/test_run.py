@@ -167,15 +167,20 @@ def test_ppo_trains_policy_and_critic_and_saves_both(overrides, tiny, tmp_path):
 
 
 @pytest.fixture
-def running_ray():
-    """The port of a Ray that somebody else has started."""
-    ray, port = Path(sys.executable).with_name("ray"), free_port()
-    command = [ray, "start", "--head", "--block", f"--port={port}", "--num-cpus=2", "--include-dashboard=false"]
-    head = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not answers(port):
-        assert time.monotonic() < deadline and head.poll() is None
-        time.sleep(0.2)
+def running_ray(tmp_path):
+    """The port of a Ray that somebody else has started; another program may take a port before Ray does."""
+    ray, said = Path(sys.executable).with_name("ray"), tmp_path / "ray.txt"
+    command = [ray, "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false"]
+    for _ in range(3):
+        port = free_port()
+        with said.open("a") as output:
+            head = subprocess.Popen([*command, f"--port={port}"], stdout=output, stderr=output)
+        deadline = time.monotonic() + 60
+        while head.poll() is None and not answers(port) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        if head.poll() is None:
+            break
+    assert head.poll() is None and answers(port), said.read_text()
     yield port
     for process in [*psutil.Process(head.pid).children(recursive=True), head]:
         process.kill()
