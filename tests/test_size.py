@@ -28,7 +28,7 @@ LINES = {
     "runtime": 1530,
     "tracking": 1850,
 }
-FILES = {"core": 60, "hybridrl": 233}
+FILES = {"core": 60, "hybridrl": 234}
 KEYS = 416  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.

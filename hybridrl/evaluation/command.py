@@ -1,11 +1,8 @@
-"""All that one evaluation command does: each of its models, stored responses, comparisons, and what is printed."""
+"""All that one evaluation command does: each of its models, stored responses, and comparisons."""
 
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hybridrl.checkpoint.resume import digest
 from hybridrl.checkpoint.store import step_directories
@@ -27,33 +24,16 @@ from hybridrl.evaluation.plan import (
     reject_large_k,
     with_unique_names,
 )
-from hybridrl.evaluation.results import (
-    COMPARED,
-    LEGEND,
-    add_to_results,
-    changes,
-    columns,
-    compared_rows,
-    comparisons,
-    corrected,
-    markdown,
-    publish_text,
-    read_results,
-    reject_nothing_in_common,
-    rich_table,
-    rows,
-    selection_biases,
-    write_results,
-)
-from hybridrl.evaluation.samples import RESULTS, SAMPLES, TABLE, Sample, SampleFile, by_dataset
+from hybridrl.evaluation.results import by_dataset, read_results, reject_nothing_in_common, write_results
+from hybridrl.evaluation.samples import RESULTS, SAMPLES, SampleFile
 from hybridrl.evaluation.scoring import REWARD_LOG, Rescorer, blank_sample, reward_digest
+from hybridrl.evaluation.tables import report, write_table
 from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.setup import Sessions, open_directory
-from hybridrl.tracking.console import Terminal, console, info, on_terminal, warn
+from hybridrl.tracking.console import info
 
 COMPARE_KEY, MODEL_KEY = "eval.compare", "actor_rollout_ref.model.path"
-LOG_WIDTH = 240
 STORED = Sampling(0, ())  # how stored responses were sampled is not known
 
 
@@ -152,108 +132,3 @@ def _responses(question: Question, column: str) -> list[str]:
         cause = f"eval.response_key={column}: row {question.prompt.row} has no responses there"
         raise ConfigError(cause, fix=f"its columns are {', '.join(columns)}")
     return texts
-
-
-def test_scores(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the numbers that verl's main_eval prints: the mean score of each row's responses, over the rows."""
-    scores: dict[str, dict[str, list[float]]] = {}
-    for one in samples:
-        if one.score is not None:
-            scores.setdefault(one.dataset, {}).setdefault(one.id, []).append(one.score)
-    means = {name: [sum(row) / len(row) for row in rows.values()] for name, rows in scores.items()}
-    return {f"test_score/{name}": sum(rows) / len(rows) for name, rows in means.items()}
-
-
-# -- what is printed ---------------------------------------------------------------------------------------------------
-
-
-def report(evaluated: Sequence[Evaluated], settings: EvalConfig, baseline: Evaluated | None = None) -> float:
-    """Write and print the tables of all models and their comparisons; return the largest share of faults."""
-    new, ks = [*evaluated, *([baseline] if baseline and baseline.is_new else [])], settings.k
-    for one in new:
-        write_table(one, ks)
-    _show("results", [(one.name, one.datasets) for one in new], partial(columns, ks=ks), rows)
-    if baseline:
-        _report_comparisons(evaluated, baseline, ks)
-    for one in new:
-        info(f"samples and results of {one.name}: {one.directory}")
-    if settings.responses:
-        info(str(test_scores(evaluated[0].samples)))
-    for name, bias in selection_biases([one.samples for one in evaluated]).items():
-        count = len(evaluated)
-        info(
-            f"{name}: the best of {count} evaluations of one unchanged model looks at most {100 * bias:.1f} points "
-            "better by chance; choose on one set and report on another"
-        )
-    return max(_explain_faults(one) for one in new)
-
-
-def _report_comparisons(evaluated: Sequence[Evaluated], baseline: Evaluated, ks: Sequence[int]) -> None:
-    """Write and print how each model differs from the one it is compared with."""
-    compared = [comparisons(baseline.samples, one.samples) for one in evaluated]
-    corrected(compared)
-    pairs = [(one.name, comparison) for one, comparison in zip(evaluated, compared, strict=True)]
-    names = f"A = {baseline.name}, B = {evaluated[0].name if len(evaluated) == 1 else 'the model of the row'}"
-    _show(f"comparison, {names}", pairs, lambda _: [*COMPARED], lambda some, _: compared_rows(some))
-    for one, comparison in zip(evaluated, compared, strict=True):
-        write_table(one, ks, baseline, comparison)
-        _warn_of_differences(baseline, one)
-        for dataset, numbers in comparison.items():
-            if numbers["other_prompt"]:
-                cause = f"{dataset}: {numbers['other_prompt']} questions have the same id and another prompt in"
-                warn(f"{cause} {baseline.name} and {one.name}; they are not compared")
-        if lines := changes(comparison):
-            info("\n".join(f"{one.name}, {line}" for line in lines))
-
-
-def _explain_faults(one: Evaluated) -> float:
-    """Warn of each kind of fault with its first detail; return their share."""
-    faults: dict[str, list[Sample]] = {}
-    for sample in one.samples:
-        if sample.fault is not None:
-            faults.setdefault(sample.fault, []).append(sample)
-    for fault, some in faults.items():
-        first = some[0]
-        cause = f"{one.name}: {len(some)} of {len(one.samples)} responses have no score: {fault}, first "
-        warn(f"{cause}{first.dataset}/{first.id}: {first.detail or 'no detail'}; see {one.directory / REWARD_LOG}")
-    return sum(map(len, faults.values())) / max(len(one.samples), 1)
-
-
-def write_table(
-    one: Evaluated,
-    ks: Sequence[int],
-    baseline: Evaluated | None = None,
-    comparison: Mapping[str, Any] | None = None,
-) -> None:
-    """Write table.md of a model, with its comparison if there is one, which results.json gets too."""
-    names = columns(one.datasets, ks)
-    texts = [f"# {one.name}\n", markdown(names, rows(one.datasets, names)), LEGEND + "\n"]
-    if "sampling" in one.results:
-        facts = {name: value for name, value in one.results["sampling"].items() if value not in (None, (), [])}
-        listed = ", ".join(f"{name}={value}" for name, value in facts.items())
-        texts.append(f"{one.results['model']['path']}: {listed}, responses per question: {one.results['n']}\n")
-    if baseline and comparison:
-        texts += [f"## A = {baseline.name}, B = {one.name}\n", markdown(COMPARED, compared_rows(comparison))]
-        texts += changes(comparison)
-        add_to_results(one.directory, {"comparison": {"a": str(baseline.directory), "datasets": comparison}})
-    publish_text(one.directory / TABLE, "\n".join(texts) + "\n")
-
-
-def _show(title: str, parts: Sequence[tuple[str, Mapping[str, Any]]], name_columns: Any, make_rows: Any) -> None:
-    """Print one table for all models, in a log as wide as it is; with several, a column names them."""
-    names = name_columns({f"{name} {dataset}": one for name, datasets in parts for dataset, one in datasets.items()})
-    cells = [[name, *cells] for name, datasets in parts for cells in make_rows(datasets, names)]
-    head = ["model", *names] if len(parts) > 1 else names
-    cells = cells if len(parts) > 1 else [line[1:] for line in cells]
-    title = title if len(parts) > 1 else f"{parts[0][0]}: {title}"
-    wide = console if on_terminal() else Terminal(file=console.file, width=LOG_WIDTH)
-    wide.print(rich_table(title, head, cells, wide.width))
-
-
-def _warn_of_differences(a: Evaluated, b: Evaluated) -> None:
-    """Warn if two evaluations sampled differently, so that their difference is not that of the models alone."""
-    first, second = (json.loads(json.dumps(one.results.get("sampling", {}), default=str)) for one in (a, b))
-    names = [name for name in first if name not in ("seed", "preset") and first[name] != second.get(name, first[name])]
-    if names:
-        texts = ", ".join(f"{name}: {first[name]} and {second[name]}" for name in names)
-        warn(f"{a.name} and {b.name} were sampled differently ({texts})")

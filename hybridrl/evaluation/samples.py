@@ -8,7 +8,6 @@ import fcntl
 import json
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from itertools import count
@@ -170,14 +169,6 @@ def _read(path: Path) -> tuple[dict[str, Sample], int]:
 
 def _sample(values: dict[str, Any]) -> Sample:
     return Sample(**{name: value for name, value in values.items() if name in NAMES})
-
-
-def by_dataset(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
-    """Group samples by dataset, in the order in which datasets occur."""
-    groups: dict[str, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.dataset, []).append(sample)
-    return groups
 
 
 class EvaluationProgress:

@@ -10,21 +10,17 @@ from hybridrl.config import ConfigError
 from hybridrl.data.prompts import Prompt
 from hybridrl.evaluation.plan import Question
 from hybridrl.evaluation.results import (
-    columns,
-    compared_rows,
     comparisons,
     corrected,
     dataset_results,
-    markdown,
     read_results,
     reject_nothing_in_common,
-    rich_table,
-    rows,
     selection_biases,
     write_results,
 )
 from hybridrl.evaluation.samples import GREEDY, Sample
 from hybridrl.evaluation.scoring import write_responses
+from hybridrl.evaluation.tables import columns, compared_rows, markdown, rich_table, rows
 
 
 def samples(answers: dict[str, str], dataset: str = "maths", **more: object) -> list[Sample]:
