@@ -17,6 +17,6 @@ case ${1:-} in
 --drills) select="drill" && shift ;;
 esac
 bash scripts/install.sh --dev
-# Tests start a Ray of their own and log to no account.
-unset RAY_ADDRESS RAY_NAMESPACE WANDB_API_KEY
+# Tests start a Ray of their own and log to no account; the processes that they start share what is compiled.
+unset RAY_ADDRESS RAY_NAMESPACE WANDB_API_KEY PYTHONDONTWRITEBYTECODE
 exec .venv/bin/python -m pytest -m "$select" -n 2 --dist loadfile --no-loadscope-reorder --durations=10 "$@"

@@ -329,7 +329,8 @@ def test_supervised_training_lowers_the_loss_and_saves(tiny, tmp_path):
     assert "the run is complete: 20 of 20 steps" in finish(start("main_sft", arguments))
 
 
-@pytest.mark.parametrize("how", ["signal", pytest.param("worker", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["signal", "worker"])
 def test_a_signal_to_the_group_and_a_dead_worker_end_a_run_in_seconds_with_one_message(tiny, tmp_path, how):
     process = start("main_sft", sft_arguments(tiny, tmp_path, **{"trainer.total_training_steps": 5000}))
     wait_for_step(process, tmp_path, 3)

@@ -196,7 +196,7 @@ RUNS = {
 DRILLS = (
     *("algorithms", "asynchronous", "compiled", "data_plane", "engine_memory", "episodes", "episodes --sleeping"),
     *("evaluation", "fuzz_endpoint", "gpu", "kills", "length_bias", "lora", "memory_plan", "merge"),
-    *("reading_pictures", "save_stall", "sequence_parallel", "start_up", "threads", "weight_sync"),
+    *("reading_pictures", "save_stall", "sequence_parallel", "start_up", "step", "threads", "weight_sync"),
 )
 
 
