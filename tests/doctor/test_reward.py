@@ -367,7 +367,7 @@ def test_a_run_waits_a_few_seconds_for_a_slow_reward(reject, capsys):
     ],
     ids=["it fails on every row of a source", "it does not load"],
 )  # fmt: skip
-def test_a_run_with_such_a_reward_is_rejected(reject, source, said):
+def test_a_run_whose_reward_does_not_load_or_fails_on_every_row_of_a_source_is_rejected(reject, source, said):
     with pytest.raises(ConfigError, match=said):
         reject(source, "1")
 
