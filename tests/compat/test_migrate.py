@@ -36,6 +36,7 @@ PYTHONUNBUFFERED=1 /usr/bin/python3 -m verl.trainer.main_ppo \\
 """
 
 
+RUN = "python3 -m verl.trainer.main_ppo"
 MODEL = "actor_rollout_ref.model.path=Qwen/Qwen3-8B data.train_files=a.parquet"
 
 
@@ -50,6 +51,17 @@ def script(tmp_path: Path) -> Path:
     path = tmp_path / "run.sh"
     path.write_text(SCRIPT)
     return path
+
+
+@pytest.fixture
+def migrate(doctor, script):
+    """Migrate a script of this text, with arguments; returns the exit status and what is printed."""
+
+    def run(text: str, *arguments: str) -> tuple[int, str]:
+        script.write_text(text)
+        return doctor("migrate", str(script), *arguments)
+
+    return run
 
 
 def test_a_script_becomes_a_command_for_hybridrl(doctor, script):
@@ -82,11 +94,9 @@ def test_every_difference_is_reported(doctor, script):
     assert "trainer.n_gpus_per_node=null here" not in output  # the script sets it
 
 
-def test_rejected_settings_are_reported_and_left_out(doctor, script):
-    script.write_text("python -m verl.trainer.main_ppo data.train_files=x distillation.enabled=true model_engine=dp\n")
-    status, output = doctor("migrate", str(script))
-    assert status == 1
-    assert "# error [unsupported] distillation.enabled=true: " in output
+def test_rejected_settings_are_reported_and_left_out(migrate):
+    status, output = migrate(f"{RUN} data.train_files=x distillation.enabled=true model_engine=dp\n")
+    assert status == 1 and "# error [unsupported] distillation.enabled=true: " in output
     assert "# error [value] actor_rollout_ref.model.path is not set" in output
     assert output.rstrip().endswith("data.train_files=x \\\n    actor_rollout_ref.model.path=path/to/model")
 
@@ -96,9 +106,8 @@ def test_variables_of_the_environment_count(doctor, script, monkeypatch):
     assert "data.train_batch_size=512" in doctor("migrate", str(script))[1]
 
 
-def test_the_reason_is_reported_if_bash_stops(doctor, script):
-    script.write_text("M=${MODEL_PATH:?must be set}\n")
-    status, output = doctor("migrate", str(script))
+def test_the_reason_is_reported_if_bash_stops(migrate):
+    status, output = migrate("M=${MODEL_PATH:?must be set}\n")
     assert status == 2 and "MODEL_PATH: must be set" in output
 
 
@@ -177,7 +186,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_script_reaches_nothing(doctor, script, tmp_path, monkeypatch, kind):
+def test_a_hostile_script_reaches_nothing(migrate, tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MY_API_KEY", "canary-named")
     monkeypatch.setenv("DATABASE", "postgres://me:canary-form@host/x")
@@ -189,8 +198,7 @@ def test_a_hostile_script_reaches_nothing(doctor, script, tmp_path, monkeypatch,
         port = str(server.getsockname()[1])
         lines = HOSTILE[kind].replace("VICTIM", str(victim.pid)).replace("PORT", port).strip().splitlines()
         parts = "".join(f"LEAK+=$( {{ {line.strip()}\n}} 2>&1 )\n" for line in lines)
-        script.write_text(f'{parts}python3 -m verl.trainer.main_ppo {MODEL} trainer.experiment_name="x$LEAK"\n')
-        output = doctor("migrate", str(script))[1]
+        output = migrate(f'{parts}{RUN} {MODEL} trainer.experiment_name="x$LEAK"\n')[1]
         assert victim.poll() is None
         victim.kill()
         server.setblocking(False)
@@ -214,9 +222,8 @@ def test_a_hostile_script_reaches_nothing(doctor, script, tmp_path, monkeypatch,
         "read -r line < <(while :; do :; done)",
     ],
 )
-def test_a_script_that_takes_all_it_can_is_stopped(doctor, script, ends_soon, endless):
-    script.write_text(f"{endless}\n")
-    status, output = doctor("migrate", str(script))
+def test_a_script_that_takes_all_it_can_is_stopped(migrate, script, ends_soon, endless):
+    status, output = migrate(f"{endless}\n")
     assert status == 2 and len(output) < 2000
     deadline = time.monotonic() + 20
     while any(str(script) in (process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])):
@@ -230,21 +237,19 @@ def test_another_process_may_end_while_the_processes_of_a_script_are_counted(scr
     assert launches.commands_of(script) == ([["program", "1"]], "")
 
 
-def test_a_secret_of_the_environment_is_read_when_the_command_runs(doctor, script, monkeypatch):
+def test_a_secret_of_the_environment_is_read_when_the_command_runs(migrate, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "canary")
-    script.write_text(f"python3 -m verl.trainer.main_ppo {MODEL} trainer.experiment_name=x-$MY_API_KEY\n")
-    output = doctor("migrate", str(script))[1]
+    output = migrate(f"{RUN} {MODEL} trainer.experiment_name=x-$MY_API_KEY\n")[1]
     assert 'trainer.experiment_name=x-"$(printenv MY_API_KEY)"' in output
     assert "trainer.experiment_name=x-canary" in printed(output)
 
 
-def test_what_a_process_substitution_gives_is_read(doctor, script):
-    script.write_text(
+def test_what_a_process_substitution_gives_is_read(migrate):
+    _, output = migrate(
         "mapfile -t A < <(printf '%s\\n' trainer.nnodes=2 \"data.max_prompt_length=$(echo 64)\")\n"
-        f'while read -r one; do A+=("$one"); done < <(echo rollout.n=4)\n'
-        f'python3 -m verl.trainer.main_ppo {MODEL} "${{A[@]}}"\n'
+        f'while read -r one; do A+=("$one"); done < <(echo rollout.n=4)\n{RUN} {MODEL} "${{A[@]}}"\n'
     )
-    words = printed(doctor("migrate", str(script))[1])
+    words = printed(output)
     assert {"trainer.nnodes=2", "data.max_prompt_length=64", "actor_rollout_ref.rollout.n=4"} <= {*words}
 
 
@@ -265,14 +270,13 @@ def printed(output: str, module: str = "main_ppo") -> list[str]:
     return words
 
 
-def test_a_name_from_a_program_is_evaluated_when_the_command_runs(doctor, script):
-    script.write_text(
+def test_a_name_from_a_program_is_evaluated_when_the_command_runs(migrate):
+    status, output = migrate(
         "NAME=grpo_$(date +%m%d-%H:%M)\nSIZE=$(basename /models/Qwen3-8B)\n"
-        f"python3 -m verl.trainer.main_ppo {MODEL} trainer.experiment_name=${{SIZE}}_$NAME "
+        f"{RUN} {MODEL} trainer.experiment_name=${{SIZE}}_$NAME "
         "trainer.default_local_dir=$(cat root | tr a b)/x trainer.nnodes=$(nproc) "
         "trainer.project_name=$(echo $(hostname)-x | tr a-z A-Z)\n"
     )
-    status, output = doctor("migrate", str(script))
     assert 'trainer.experiment_name=Qwen3-8B_grpo_"$(date +%m%d-%H:%M)"' in output
     assert 'trainer.default_local_dir="$(cat root | tr a b)"/x' in output
     assert 'trainer.project_name="$(echo "$(hostname)-x" | tr a-z A-Z)"' in output
@@ -280,13 +284,12 @@ def test_a_name_from_a_program_is_evaluated_when_the_command_runs(doctor, script
     assert (status, [word for word in printed(output) if "nnodes" in word]) == (1, [])
 
 
-def test_a_program_that_only_probes_has_no_output(doctor, script):
-    script.write_text(
+def test_a_program_that_only_probes_has_no_output(migrate):
+    output = migrate(
         "DEVICE=$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo cuda)\n"
         'GPUS="$(nvidia-smi -L | wc -l)"\n'
-        f"python3 -m verl.trainer.main_ppo {MODEL} trainer.device=$DEVICE trainer.n_gpus_per_node=$GPUS\n"
-    )
-    output = doctor("migrate", str(script))[1]
+        f"{RUN} {MODEL} trainer.device=$DEVICE trainer.n_gpus_per_node=$GPUS\n"
+    )[1]
     assert "trainer.device=cuda" in printed(output)
     assert "# warning [empty-value] trainer.n_gpus_per_node is empty: a variable that is not set here" in output
 
@@ -294,30 +297,27 @@ def test_a_program_that_only_probes_has_no_output(doctor, script):
 @pytest.mark.parametrize(
     "module", ["verl_tool.trainer.main_ppo", "recipe.spin.main_spin", "search.agents.train", "train_it.py"]
 )
-def test_a_fork_s_program_is_read_like_one_with_code_of_its_own(doctor, script, module):
+def test_a_fork_s_program_is_read_like_one_with_code_of_its_own(migrate, module):
     run = module if module.endswith(".py") else f"-m {module}"
-    script.write_text(f"PYTHONUNBUFFERED=1 python3 {run} {MODEL} rollout.n=4\n")
-    status, output = doctor("migrate", str(script))
+    status, output = migrate(f"PYTHONUNBUFFERED=1 python3 {run} {MODEL} rollout.n=4\n")
     assert status == 0 and f"# warning [program] {module} has code of its own" in output
     assert "actor_rollout_ref.rollout.n=4" in printed(output)
 
 
-def test_the_programs_that_run_are_named_if_none_trains(doctor, script):
-    script.write_text(
+def test_the_programs_that_run_are_named_if_none_trains(migrate):
+    status, output = migrate(
         f"python3 -m verl.trainer.main_generation_server {MODEL}\npython3 prepare/gsm8k.py --out x\nbash ./other.sh 1\n"
     )
-    status, output = doctor("migrate", str(script))
     assert status == 2
     assert "; it runs verl.trainer.main_generation_server, prepare/gsm8k.py, ./other.sh" in " ".join(output.split())
 
 
-def test_what_changes_nothing_is_named_in_one_line(doctor, script):
-    script.write_text(
-        f"python3 -m verl.trainer.main_ppo {MODEL} trainer.critic_warmup=0 trainer.balance_batch=true "
+def test_what_changes_nothing_is_named_in_one_line(migrate):
+    output = migrate(
+        f"{RUN} {MODEL} trainer.critic_warmup=0 trainer.balance_batch=true "
         "data.return_raw_chat=True distillation.enabled=false "
         "data.continuous_token.enable=true actor_rollout_ref.model.lora.rank=null\n"
-    )
-    output = doctor("migrate", str(script))[1]
+    )[1]
     (line,) = [line for line in output.splitlines() if "left-out" in line]
     assert "trainer.critic_warmup" not in line  # it is in the command
     assert "trainer.balance_batch=true (rows are always balanced over the devices by their lengths)" in line
@@ -326,22 +326,18 @@ def test_what_changes_nothing_is_named_in_one_line(doctor, script):
     assert "data.continuous_token.enable=true (responses always stay token ids" in line
 
 
-def test_a_value_that_only_the_shell_quotes_gets_quotes_for_hydra(doctor, script):
-    script.write_text(
-        f'python3 -m verl.trainer.main_ppo {MODEL} trainer.experiment_name="len > 512 run" > a.log 2>&1\n'
-    )
-    status, output = doctor("migrate", str(script))
+def test_a_value_that_only_the_shell_quotes_gets_quotes_for_hydra(migrate):
+    status, output = migrate(f'{RUN} {MODEL} trainer.experiment_name="len > 512 run" > a.log 2>&1\n')
     assert status == 0 and "# info [quoted] trainer.experiment_name='len > 512 run' has quotes in the command" in output
     assert "trainer.experiment_name='len > 512 run'" in printed(output)
 
 
-def test_a_command_that_is_a_text_runs_without_its_redirections(doctor, script):
-    script.write_text(
-        f"CMD='python3 -m verl.trainer.main_ppo {MODEL} trainer.project_name=\"a_b\"'\n"
+def test_a_command_that_is_a_text_runs_without_its_redirections(migrate):
+    output = migrate(
+        f"CMD='{RUN} {MODEL} trainer.project_name=\"a_b\"'\n"
         "CMD+=' \"+own.text=len > 3\" > train.log 2>&1'\n"
         'eval "$CMD"\neval $CMD rollout.n=3\n'
-    )
-    output = doctor("migrate", str(script))[1]
+    )[1]
     first, second = (printed(f"python -m{part}") for part in output.split("python -m")[1:])
     assert {"trainer.project_name=a_b", "own.text='len > 3'"} <= {*first} & {*second}
     assert "actor_rollout_ref.rollout.n=3" in second
@@ -359,15 +355,11 @@ for n in 4 8; do $PY -m verl.trainer.main_ppo {model} rollout.n=$n & sleep 1; do
 """
 
 
-def test_a_script_that_waits_for_its_programs_is_read_to_its_end(doctor, script):
-    script.write_text(WAITING.format(model=MODEL))
-    output = doctor("migrate", str(script))[1]
+def test_a_script_that_waits_for_its_programs_is_read_to_its_end(migrate):
+    output = migrate(WAITING.format(model=MODEL))[1]
     assert "trainer.experiment_name=first" in output and "incomplete" not in output
     assert ["actor_rollout_ref.rollout.n=4" in output, "actor_rollout_ref.rollout.n=8" in output] == [True, True]
     assert output.count("python -m hybridrl.main_ppo") == 3
-
-
-RUN = "python3 -m verl.trainer.main_ppo"
 
 
 @pytest.mark.parametrize(
@@ -429,26 +421,24 @@ def test_a_script_or_a_command_in_it_that_is_too_large_is_not_read(script, monke
         ("if true; then", "unexpected end of file"),
     ],
 )
-def test_runs_before_the_place_where_bash_stops_are_read(doctor, script, ends_soon, end, why):
-    script.write_text(f"python3 -m verl.trainer.main_ppo {MODEL}\n{end}\n")
-    output = doctor("migrate", str(script))[1]
+def test_runs_before_the_place_where_bash_stops_are_read(migrate, ends_soon, end, why):
+    output = migrate(f"{RUN} {MODEL}\n{end}\n")[1]
     assert "# warning [incomplete] " in output and "so runs after that are missing: " in output and why in output
     assert printed(output) == MODEL.split()
 
 
-def test_verl_s_switch_to_uv_is_left_out(doctor, script):
-    script.write_text(
+def test_verl_s_switch_to_uv_is_left_out(migrate):
+    status, output = migrate(
         "LAUNCH=(uv run --frozen --all-packages --extra vllm python3)\n"
         'RAY=(ray_kwargs.ray_init.runtime_env.py_executable="uv -v run --frozen --all-packages --extra vllm")\n'
         f'"${{LAUNCH[@]}}" -m verl.trainer.main_ppo {MODEL} "${{RAY[@]}}"\n'
     )
-    status, output = doctor("migrate", str(script))
     assert status == 0
     assert "# warning [ignored-key] ray_kwargs.ray_init.runtime_env.py_executable has no effect: it starts" in output
     assert not [word for word in printed(output) if "uv" in word]
 
 
-def test_a_settings_file_is_read_and_the_command_wins(doctor, script, tmp_path):
+def test_a_settings_file_is_read_and_the_command_wins(migrate, tmp_path):
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "multi.yaml").write_text(
         "defaults: [ppo_trainer, _self_]\n"
@@ -457,11 +447,10 @@ def test_a_settings_file_is_read_and_the_command_wins(doctor, script, tmp_path):
         "actor_rollout_ref: {rollout: {n: 4, name: sglang, response_length: '${data.max_response_length}'}}\n"
         "reward_model: {reward_manager: dapo}\n"
     )
-    script.write_text(
+    status, output = migrate(
         'python3 -m verl.trainer.main_ppo --config-path="$(dirname "$0")/config" --config-name=multi '
         "actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.rollout.n=8\n"
     )
-    status, output = doctor("migrate", str(script))
     assert printed(output) == [
         "data.train_files=rows.parquet",
         "data.max_response_length=64",
@@ -470,32 +459,25 @@ def test_a_settings_file_is_read_and_the_command_wins(doctor, script, tmp_path):
         "reward.reward_manager.name=dapo",
         "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
     ]
-    assert status == 1
-    assert "# error [unknown-key]" in output and "unknown key data.unheard_of" in output
+    assert status == 1 and "# error [unknown-key]" in output and "unknown key data.unheard_of" in output
     assert "# error [value] actor_rollout_ref.rollout.name=sglang: choose vllm" in output
 
 
-def test_a_missing_settings_file_is_reported(doctor, script):
-    script.write_text(f"python3 -m verl.trainer.main_ppo --config-name multi {MODEL}\n")
-    status, output = doctor("migrate", str(script))
-    assert status == 1
-    assert (
-        "# error [config-file] multi: this settings file was not found, so none of its values are in the command"
-        in output
-    )
-    script.write_text(f"python3 -m verl.trainer.main_ppo --config-name=ppo_trainer {MODEL}\n")
-    assert doctor("migrate", str(script))[0] == 0
+def test_a_missing_settings_file_is_reported(migrate):
+    status, output = migrate(f"{RUN} --config-name multi {MODEL}\n")
+    missing = "multi: this settings file was not found, so none of its values are in the command"
+    assert status == 1 and f"# error [config-file] {missing}" in output
+    assert migrate(f"{RUN} --config-name=ppo_trainer {MODEL}\n")[0] == 0
 
 
-def test_rejected_settings_are_left_out_until_the_command_is_accepted(doctor, script):
-    script.write_text(
-        f"python3 -m verl.trainer.main_ppo --config-path=c {MODEL} actor_rollout_ref.actor.strategy=megatron "
+def test_rejected_settings_are_left_out_until_the_command_is_accepted(migrate):
+    status, output = migrate(
+        f"{RUN} --config-path=c {MODEL} actor_rollout_ref.actor.strategy=megatron "
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 "
         "actor_rollout_ref.ref.megatron.param_offload=True actor_rollout_ref.actor.megatron.a=1 "
         "actor_rollout_ref.actor.megatron.b=1 actor_rollout_ref.actor.megatron.c=1 "
         "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True trainer.device=npu\n"
     )
-    status, output = doctor("migrate", str(script))
     assert printed(output) == ["actor_rollout_ref.model.path=Qwen/Qwen3-8B", "data.train_files=a.parquet"]
     assert status == 1
     assert output.count(".megatron.") == 5  # each is named, in one line only
@@ -503,20 +485,19 @@ def test_rejected_settings_are_left_out_until_the_command_is_accepted(doctor, sc
 
 
 @pytest.mark.parametrize("module", ["recipe.dapo.main_dapo", "recipe.dapo.src.main_dapo", "dapo.main_dapo"])
-def test_dapo_s_program_is_known(doctor, script, module):
-    script.write_text(f"python3 -m {module} {MODEL} +algorithm.filter_groups.enable=True\n")
-    status, output = doctor("migrate", str(script))
+def test_dapo_s_program_is_known(migrate, module):
+    status, output = migrate(f"python3 -m {module} {MODEL} +algorithm.filter_groups.enable=True\n")
     assert status == 0
     assert "reward.reward_manager.name=dapo" in printed(output)
 
 
-def test_supervised_training_becomes_a_command_for_main_sft(doctor, script):
-    script.write_text(
+def test_supervised_training_becomes_a_command_for_main_sft(migrate):
+    status, output = migrate(
         "torchrun --standalone --nnodes=1 --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer "
         "data.train_files=a.parquet model.partial_pretrain=Qwen/Qwen3-8B optim.clip_grad=0.5 "
-        "ulysses_sequence_parallel_size=2 use_remove_padding=true data.micro_batch_size_per_gpu=4\n"
+        "ulysses_sequence_parallel_size=2 use_remove_padding=true data.micro_batch_size_per_gpu=4\n",
+        "4",
     )
-    status, output = doctor("migrate", str(script), "4")
     assert printed(output, "main_sft") == [
         "trainer.n_gpus_per_node=4",
         "data.train_files=a.parquet",
@@ -525,26 +506,23 @@ def test_supervised_training_becomes_a_command_for_main_sft(doctor, script):
         "engine.ulysses_sequence_parallel_size=2",
         "model.use_remove_padding=true",
     ]
-    assert status == 0
-    assert "# info [default] other defaults of keys that the script does not set: " in output
+    assert status == 0 and "# info [default] other defaults of keys that the script does not set: " in output
 
 
-def test_a_rejected_choice_of_a_section_leaves_its_keys_in_the_command(doctor, script):
-    script.write_text(
+def test_a_rejected_choice_of_a_section_leaves_its_keys_in_the_command(migrate):
+    status, output = migrate(
         "torchrun -m verl.trainer.sft_trainer model.path=m data.train_files=a.parquet optim=megatron optim.lr=1e-4\n"
     )
-    status, output = doctor("migrate", str(script))
     assert status == 1 and "# error [unsupported] optim=megatron: " in output
     assert printed(output, "main_sft") == ["model.path=m", "data.train_files=a.parquet", "optim.lr=1e-4"]
 
 
-def test_a_script_of_skyrl_becomes_a_command_for_hybridrl(doctor, script):
-    script.write_text(
+def test_a_script_of_skyrl_becomes_a_command_for_hybridrl(migrate):
+    status, output = migrate(
         "uv run --isolated --extra fsdp -m skyrl.train.entrypoints.main_base data.train_data=\"['$HOME/a.parquet']\" "
         "trainer.policy.model.path=Qwen/Qwen3-8B trainer.algorithm.use_kl_loss=false generator.max_turns=3 "
         "generator.n_samples_per_prompt=8 trainer.logger=wandb trainer.fully_async.simulate_training=true\n"
     )
-    status, output = doctor("migrate", str(script))
     words = printed(output)
     assert {"actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.use_kl_loss=false"} <= set(words)
     assert "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3" in words
@@ -573,12 +551,10 @@ saver: {freq_epochs: 1, freq_steps: null}
 """
 
 
-def test_areal_s_yaml_is_read_with_and_without_its_script(doctor, script, tmp_path):
+def test_areal_s_yaml_is_read_with_and_without_its_script(migrate, doctor, tmp_path):
     (tmp_path / "grpo.yaml").write_text(AREAL)
-    script.write_text(
-        "python3 examples/gsm8k_rl.py --config grpo.yaml scheduler.type=local actor.path=Qwen/Qwen3-0.6B\n"
-    )
-    status, output = doctor("migrate", str(script))
+    line = "python3 examples/gsm8k_rl.py --config grpo.yaml scheduler.type=local actor.path=Qwen/Qwen3-0.6B"
+    status, output = migrate(f"{line}\n")
     words = printed(output)
     assert status == 0
     assert {
@@ -618,9 +594,8 @@ def test_areal_s_yaml_is_read_with_and_without_its_script(doctor, script, tmp_pa
         ),
     ],
 )
-def test_an_asynchronous_program_has_devices_of_its_own_for_rollout(doctor, script, command, set_here):
-    script.write_text(f"python3 -m {command}\n")
-    status, output = doctor("migrate", str(script))
+def test_an_asynchronous_program_has_devices_of_its_own_for_rollout(migrate, command, set_here):
+    status, output = migrate(f"python3 -m {command}\n")
     words = printed(output)
     assert status == 0
     assert {"trainer.v1.trainer_mode=separate_async", *set_here} <= {*words}

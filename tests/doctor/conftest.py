@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.doctor.__main__ import main
 
 Doctor = Callable[..., tuple[int, str]]
@@ -37,6 +38,25 @@ def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         return status, output.out + output.err
 
     return run
+
+
+def config_in(directory: Path) -> PPOConfig:
+    """The configuration of a run "a run" of this directory, in which are files that only have to exist."""
+    files = directory / "files"
+    files.mkdir()
+    (files / "train.jsonl").write_text("{}")
+    (files / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
+    (files / "model.safetensors").touch()
+    (files / "reward.py").write_text("def compute_score(solution_str): return 1.0\n")
+    values = {
+        "data.train_files": files / "train.jsonl",
+        "actor_rollout_ref.model.path": files,
+        "actor_rollout_ref.rollout.n": 8,
+        "trainer.device": "cpu",
+        "trainer.logger": "[]",
+        "trainer.default_local_dir": directory / "a run",
+    }
+    return load_ppo_config([f"{key}={value}" for key, value in values.items()])
 
 
 @pytest.fixture(scope="session")

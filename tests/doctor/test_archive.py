@@ -114,11 +114,8 @@ def test_what_explains_a_run_is_packed_and_stays_readable(run, tmp_path):
     assert "X-Amz-Signature=***&n=1" in packed["logs/rollout-0.log"]
     assert "generated 512 tokens, token: 17" in packed["logs/rollout-0.log"]
     assert [json.loads(line)["step"] for line in packed["metrics.jsonl"].splitlines()] == list(range(100, 300))
-    assert [json.loads(line)["code"] for line in packed["faults.jsonl"].splitlines()] == [
-        "begun",
-        "warning",
-        "finished",
-    ]
+    codes = [json.loads(line)["code"] for line in packed["faults.jsonl"].splitlines()]
+    assert codes == ["begun", "warning", "finished"]
     assert any(line.startswith("torch==") for line in packed["packages.txt"].splitlines())
 
 
@@ -132,22 +129,7 @@ def test_samples_are_packed_where_requested(run, tmp_path, capsys, monkeypatch, 
     assert (tmp_path / "mine.tar.gz").stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "eos_token_id: 2",
-        "tokenizer: path/to/it",
-        "token: null",
-        '"response_length/mean": 12.5',
-        "max_tokens=17,",
-        "a@b.c",
-    ],
-)
-def test_what_is_no_secret_is_left(text):
-    assert mask(text) == text
-
-
-def test_a_directory_that_is_not_there_is_a_usage_error(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        doctor.main(["bundle", str(tmp_path / "none")])
-    assert "there is no such directory" in capsys.readouterr().err
+def test_what_is_no_secret_is_left():
+    numbers = ("eos_token_id: 2", "token: null", '"response_length/mean": 12.5', "max_tokens=17,")
+    for text in (*numbers, "tokenizer: path/to/it", "a@b.c"):
+        assert mask(text) == text

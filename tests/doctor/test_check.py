@@ -14,8 +14,7 @@ VALID = (
 
 def test_a_valid_configuration_is_accepted_with_its_arithmetic(doctor: Doctor) -> None:
     status, output = doctor(*VALID)
-    assert status == 0
-    assert "1024 prompts x 5 responses = 5120 samples per step, 4 mini-batches of 256 prompts" in output
+    assert status == 0 and "1024 prompts x 5 responses = 5120 samples per step, 4 mini-batches of 256 prompts" in output
     assert output.splitlines()[-1] == "no errors"
 
 
@@ -32,14 +31,12 @@ def test_findings_have_a_code_a_severity_a_cause_and_a_fix(doctor: Doctor) -> No
 
 def test_a_command_that_cannot_be_parsed_is_a_usage_error(doctor: Doctor) -> None:
     status, output = doctor("--config-onyl", "data.seed=1")
-    assert status == 2
-    assert "unknown option --config-onyl" in output
+    assert status == 2 and "unknown option --config-onyl" in output
 
 
 def test_a_run_here_is_checked_with_the_files_and_devices_of_this_machine(doctor: Doctor) -> None:
     status, output = doctor(*VALID[1:], "trainer.device=cpu", "trainer.n_gpus_per_node=1")
-    assert status == 1
-    assert "there is no file /no/train.parquet" in output
+    assert status == 1 and "there is no file /no/train.parquet" in output
 
 
 def test_the_verdict_counts_errors_and_warnings(doctor: Doctor) -> None:

@@ -76,9 +76,7 @@ def test_the_directory_and_processes_of_a_killed_run_are_listed_and_removed_on_r
     assert doctor.main(["clean"]) == 0
 
 
-def test_an_unfinished_checkpoint_is_removed_and_a_complete_one_published_unless_the_run_lives(
-    own_root, tmp_path, capsys
-):
+def test_an_unfinished_checkpoint_is_removed_and_a_complete_one_published_unless_it_lives(own_root, tmp_path, capsys):
     run = tmp_path / "run"
     with closing(Store(run)) as store:
         (store.begin(1) / "half").write_bytes(bytes(2_000_000))

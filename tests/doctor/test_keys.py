@@ -8,8 +8,7 @@ from .conftest import Doctor
 
 def test_matches_by_name_come_before_those_by_meaning(doctor: Doctor) -> None:
     status, output = doctor("keys", "clip_ratio_c")
-    assert status == 0
-    assert output.splitlines()[0] == "actor_rollout_ref.actor.clip_ratio_c = 3.0"
+    assert (status, output.splitlines()[0]) == (0, "actor_rollout_ref.actor.clip_ratio_c = 3.0")
 
 
 def test_keys_of_verl_and_old_names_match_too(doctor: Doctor) -> None:
@@ -32,7 +31,7 @@ def test_a_search_leaves_a_closed_connection_an_error_elsewhere(doctor: Doctor) 
 # -- explain -----------------------------------------------------------------------------------------------------------
 
 
-ROLLOUT = "actor_rollout_ref.rollout"
+ROLLOUT, EPOCHS = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.ppo_epochs"
 
 
 def lines(output: str) -> dict[str, str]:
@@ -45,12 +44,7 @@ def lines(output: str) -> dict[str, str]:
         ([f"{ROLLOUT}.n"], "1", "default", "1"),
         ([f"{ROLLOUT}.n", f"{ROLLOUT}.n=4"], "4", f"the command line: {ROLLOUT}.n=4", "1"),
         (["rollout.n", "rollout.n=4"], "4", "the command line: rollout.n=4 (an old name)", "1"),
-        (
-            ["critic.ppo_epochs", "actor_rollout_ref.actor.ppo_epochs=3"],
-            "3",
-            "actor_rollout_ref.actor.ppo_epochs, which it follows",
-            "follows actor_rollout_ref.actor.ppo_epochs",
-        ),
+        (["critic.ppo_epochs", f"{EPOCHS}=3"], "3", f"{EPOCHS}, which it follows", f"follows {EPOCHS}"),
         (["data.train_files"], "must be set", "default", "none"),
     ],
 )
@@ -73,26 +67,6 @@ def test_accepted_values_and_meaning_are_shown(doctor: Doctor) -> None:
     assert lines(doctor("explain", "trainer.device")[1])["takes"] == "auto | cuda | cpu"
 
 
-def test_a_verl_key_that_hybridrl_does_not_have_is_explained(doctor: Doctor) -> None:
-    status, output = doctor("explain", "trainer.balance_batch")
-    assert status == 0
-    assert output.startswith("trainer.balance_batch has no effect (except for true): rows are always balanced")
-
-
-def test_a_key_that_counts_together_with_others_is_explained(doctor: Doctor) -> None:
-    status, output = doctor("explain", "actor_rollout_ref.hybrid_engine")
-    assert status == 0
-    assert output.startswith(
-        "actor_rollout_ref.hybrid_engine is translated (except for true): trainer.v1.trainer_mode=separate_async "
-    )
-
-
-def test_an_unknown_key_is_a_usage_error_with_the_nearest_ones(doctor: Doctor) -> None:
-    status, output = doctor("explain", "data.train_btch")
-    assert status == 2
-    assert "nearest: data.train_batch_size" in output
-
-
 def test_a_metric_is_explained(doctor: Doctor) -> None:
     status, output = doctor("explain", "critic/score/mean")
     fields = {line[:11].strip(): line[11:] for line in output.splitlines()}
@@ -100,7 +74,17 @@ def test_a_metric_is_explained(doctor: Doctor) -> None:
     assert fields["diagnoses"] == "health/no-signal, health/score-fall, health/flat-score"
 
 
-def test_an_unknown_metric_is_answered_with_the_nearest(doctor: Doctor) -> None:
-    status, output = doctor("explain", "actor/entropi")
-    assert status == 2
-    assert output.startswith("unknown metric actor/entropi; nearest: actor/entropy")
+@pytest.mark.parametrize(
+    ("name", "status", "said"),
+    [
+        ("trainer.balance_batch", 0, "trainer.balance_batch has no effect (except for true): rows are always balanced"),
+        ("actor_rollout_ref.hybrid_engine", 0, "actor_rollout_ref.hybrid_engine is translated (except for true): "
+         "trainer.v1.trainer_mode=separate_async "),
+        ("data.train_btch", 2, "unknown key data.train_btch; nearest: data.train_batch_size"),
+        ("actor/entropi", 2, "unknown metric actor/entropi; nearest: actor/entropy"),
+    ],
+    ids=["a key of verl alone", "a key that counts together with others", "an unknown key", "an unknown metric"],
+)  # fmt: skip
+def test_what_is_no_key_here_is_explained(doctor: Doctor, name: str, status: int, said: str) -> None:
+    explained = doctor("explain", name)
+    assert explained[0] == status and explained[1].rpartition("error: ")[2].startswith(said)

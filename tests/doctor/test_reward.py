@@ -184,23 +184,24 @@ def test_the_ground_truth_is_stated_as_the_built_in_scorer_reads_it(tried, sourc
 
 def test_no_response_is_made_from_tests_and_tasks(tried):
     findings = tried(None, ("countdown", {"target": 24, "numbers": [1, 2, 3, 4]}), ("openai/gsm8k", "1"))
-    assert [one.cause.partition(":")[0] for one in findings] == [
-        "data.train_files, countdown",
-        "data.train_files, openai/gsm8k",
-    ]
+    places = [one.cause.partition(":")[0] for one in findings]
+    assert places == ["data.train_files, countdown", "data.train_files, openai/gsm8k"]
     assert "no response can be made" in findings[0].cause
 
 
-def test_a_custom_reward_may_read_a_usual_form(tried):
-    source = "def compute_score(solution_str, ground_truth): return float(solution_str == f'#### {ground_truth}')"
-    (one,) = tried(source, ("mine", "7"))
-    assert one.severity == "info" and "1 against 0 on 1 row" in one.cause
-
-
-def test_a_reward_that_does_not_favour_the_ground_truth_is_a_warning(tried):
-    (one,) = tried("def compute_score(solution_str): return 0.5", ("mine", "7"), ("mine", "8"))
-    assert (one.code, one.severity) == ("reward.ground-truth", "warning")
-    assert "on 2 of 2 rows" in one.cause and "row 0, ground truth '7', 0.5 against 0.5" in one.cause
+@pytest.mark.parametrize(
+    ("returned", "severity", "parts"),
+    [
+        ("float(solution_str == f'#### {ground_truth}')", "info", ["1 against 0 on 2 rows"]),
+        ("0.5", "warning", ["on 2 of 2 rows", "row 0, ground truth '7', 0.5 against 0.5"]),
+    ],
+    ids=["a usual form that a custom reward reads", "a reward that does not favour it"],
+)
+def test_the_score_of_the_ground_truth_is_compared_with_that_of_an_empty_response(tried, returned, severity, parts):
+    source = f"def compute_score(solution_str, ground_truth): return {returned}"
+    (one,) = tried(source, ("mine", "7"), ("mine", "8"))
+    code = {"info": "reward.tried", "warning": "reward.ground-truth"}[severity]
+    assert (one.code, one.severity) == (code, severity) and all(part in one.cause for part in parts)
 
 
 LAST_MARK = """import re
@@ -216,10 +217,7 @@ def compute_score(solution_str, ground_truth):
         ("results[-1:] == [ground_truth]", []),
         ("ground_truth in results", ["every digit in the format"]),
         ("bool(results)", ["the ground truth of another row", "the format without a result", "every digit"]),
-        (
-            "len(solution_str) > 0",
-            ["another row", "the prompt itself", "without a result", "digit", "one word 500 times"],
-        ),
+        ("len(solution_str) > 0", ["another row", "the prompt itself", "without a result", "digit", "word 500 times"]),
     ],
 )
 def test_a_reward_that_a_wrong_response_satisfies_is_a_warning(tried, rule, satisfied):
@@ -237,39 +235,37 @@ def test_a_guess_that_is_right_on_some_rows_satisfies_nothing(tried):
     assert [one.code for one in findings] == ["reward.tried"]
 
 
-def test_a_reward_that_scores_the_same_response_differently_is_a_warning(tried):
-    source = "import random\ndef compute_score(solution_str): return random.random() + bool(solution_str)"
-    findings = {one.code: one for one in tried(source, ("mine", "7"))}
-    assert "row 0, '7'" in findings["reward.not-deterministic"].cause
+@pytest.mark.parametrize(
+    ("returned", "code", "said"),
+    [
+        ("random.random() + bool(solution_str)", "not-deterministic", "row 0, '7'"),
+        ("float(solution_str.split()[-1] == ground_truth)", "fault.raised", "first on row 0 with the response ''"),
+    ],
+    ids=["scores the same response differently", "raises on some responses"],
+)
+def test_a_reward_that_fails_now_and_then_is_a_warning(tried, returned, code, said):
+    source = f"import random\ndef compute_score(solution_str, ground_truth): return {returned}"
+    finding = {one.code: one for one in tried(source, ("mine", "7"))}[f"reward.{code}"]
+    assert finding.severity == "warning" and said in finding.cause
 
 
 def test_a_truth_that_is_longer_than_a_response_is_a_warning(tried):
     findings = tried(None, ("math", "x" * 90), more=("data.max_response_length=64",))
     one = next(one for one in findings if one.code == "reward.truth-length")
-    assert one.text.startswith(
-        "data.max_response_length=64: data.train_files, math: the ground truth alone is longer on"
-    )
+    start = "data.max_response_length=64: data.train_files, math: the ground truth alone is longer on"
+    assert one.text.startswith(start)
     assert one.fix == "set data.max_response_length=214"  # twice "Answer: \\boxed{...}" and the end token
 
 
 def test_a_reward_that_raises_on_all_rows_of_a_source_is_an_error_which_names_it(tried):
     source = "def compute_score(solution_str, ground_truth): return float(ground_truth.strip() == solution_str)"
     findings = tried(source, ("mine", "7"), validation=[("mine", 7), ("mine", 8)])
-    assert [(one.code, one.severity) for one in findings] == [
-        ("reward.tried", "info"),
-        ("reward.fault.raised", "error"),
-    ]
+    kinds = [(one.code, one.severity) for one in findings]
+    assert kinds == [("reward.tried", "info"), ("reward.fault.raised", "error")]
     assert findings[1].cause.startswith("data.val_files, mine: ")
     assert "AttributeError: 'int' object has no attribute 'strip'" in findings[1].cause
     allowed = tried(source, ("mine", 7), more=("reward.on_error=zero",))
     assert [one.severity for one in allowed] == ["warning"]
-
-
-def test_a_reward_that_raises_on_some_responses_is_a_warning(tried):
-    source = "def compute_score(solution_str, ground_truth): return float(solution_str.split()[-1] == ground_truth)"
-    findings = {one.code: one for one in tried(source, ("mine", "7"))}
-    assert findings["reward.fault.raised"].severity == "warning"
-    assert "first on row 0 with the response ''" in findings["reward.fault.raised"].cause
 
 
 def test_each_data_source_is_compared_separately(tried):
@@ -298,17 +294,17 @@ def test_a_hanging_reward_does_not_hang_the_trial(tried):
     assert one.code == "reward.slow" and one.cause.startswith("11 responses had no score after 2 s")
 
 
-def test_a_reward_that_would_run_in_the_driver_is_tried_in_a_process(tried):
-    (one,) = tried(
-        "import os\ndef compute_score(solution_str): os._exit(3)", ("a", "1"), more=("reward.num_workers=0",)
-    )
-    assert one.code == "reward.fault.died"
-
-
-def test_a_file_that_does_not_load_is_an_error(tried):
-    (one,) = tried("import no_such_module", ("a", "1"))
-    assert (one.code, one.severity) == ("reward.load", "error")
-    assert "No module named 'no_such_module'" in one.cause
+@pytest.mark.parametrize(
+    ("source", "code", "severity", "said"),
+    [
+        ("import os\ndef compute_score(solution_str): os._exit(3)", "fault.died", "warning", "exit code 3"),
+        ("import no_such_module", "load", "error", "No module named 'no_such_module'"),
+    ],
+    ids=["it ends its process, which is not the driver's", "it does not load"],
+)
+def test_a_reward_that_gives_no_score_is_named(tried, source, code, severity, said):
+    (one,) = tried(source, ("a", "1"), more=("reward.num_workers=0",))
+    assert (one.code, one.severity) == (f"reward.{code}", severity) and said in one.cause
 
 
 def test_rewards_that_take_tokens_or_all_responses_at_once_are_called_as_in_a_run(tried):
@@ -338,23 +334,18 @@ def reject(command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path) -> Cal
         (tmp_path / "reward.py").write_text(source)
         config = load_ppo_config([*command, f"reward.custom_reward_function.path={tmp_path}/reward.py"])
         prompts = rows(*[("mine", truth) for truth in truths])
-        reject_failing_reward(
-            config.reward, config.data.max_response_length, tokenizer, {"data.train_files": prompts}, tmp_path / "log"
-        )
+        data = {"data.train_files": prompts}
+        reject_failing_reward(config.reward, config.data.max_response_length, tokenizer, data, tmp_path / "log")
 
     return run
 
 
-def test_a_run_warns_of_its_reward(reject, capsys):
-    reject("def compute_score(solution_str): return 0.5", "1", "2")
-    assert "warning: data.train_files, mine: on 2 of 2 rows the ground truth scores no more" in capsys.readouterr().out
-
-
-def test_the_next_run_of_a_sweep_repeats_the_warnings_and_not_the_trial(reject, tmp_path, capsys):
+def test_a_run_warns_of_its_reward_and_the_next_run_of_a_sweep_repeats_that_and_not_the_trial(reject, tmp_path, capsys):
     source = "print('loaded')\ndef compute_score(solution_str): return 0.5"
     for _ in range(2):
         reject(source, "1", "2")
-        assert "warning: data.train_files, mine: on 2 of 2 rows" in capsys.readouterr().out
+        warning = "warning: data.train_files, mine: on 2 of 2 rows the ground truth scores no more"
+        assert warning in capsys.readouterr().out
     assert (tmp_path / "log").read_text() == "loaded\n"
     reject(f"{source}\n", "1", "2")
     assert (tmp_path / "log").read_text() == "loaded\n" * 2, "the file has changed"
@@ -367,9 +358,18 @@ def test_a_run_waits_a_few_seconds_for_a_slow_reward(reject, capsys):
     assert "of 8 rows" not in capsys.readouterr().out
 
 
-def test_a_run_whose_reward_fails_on_every_row_of_a_source_is_rejected(reject):
-    with pytest.raises(ConfigError, match=r"data.train_files, mine: 10 of 10 responses have no score"):
-        reject("def compute_score(ground_truth): return float(ground_truth + 1)", "1")
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def compute_score(ground_truth): return float(ground_truth + 1)",
+         "data.train_files, mine: 10 of 10 responses have no score"),
+        ("raise OSError('no licence')", "OSError: no licence"),
+    ],
+    ids=["it fails on every row of a source", "it does not load"],
+)  # fmt: skip
+def test_a_run_whose_reward_does_not_load_or_fails_on_every_row_of_a_source_is_rejected(reject, source, said):
+    with pytest.raises(ConfigError, match=said):
+        reject(source, "1")
 
 
 def test_one_row_of_several_on_which_the_reward_fails_does_not_stop_a_run(reject, capsys):
@@ -380,8 +380,3 @@ def test_one_row_of_several_on_which_the_reward_fails_does_not_stop_a_run(reject
         *("1", "2", "3"),
     )
     assert "warning: data.train_files, mine: 11 of" in capsys.readouterr().out
-
-
-def test_a_reward_that_does_not_load_is_rejected(reject):
-    with pytest.raises(ConfigError, match="OSError: no licence"):
-        reject("raise OSError('no licence')", "1")

@@ -57,36 +57,29 @@ def test_valid_rows_give_only_their_lengths(config, load):
     assert list(findings) == ["data.lengths"]
     assert findings["data.lengths"].severity == "info"
     # Half of the lengths 1 to 10 are at most 6 by the next higher rank.
-    assert (
-        "10 prompts, in tokens 50% up to 6, 90% up to 10, 99% up to 10, 100% up to 10" in findings["data.lengths"].cause
-    )
+    lengths = "10 prompts, in tokens 50% up to 6, 90% up to 10, 99% up to 10, 100% up to 10"
+    assert lengths in findings["data.lengths"].cause
 
 
-def test_empty_prompts_are_named(config, load):
-    findings = check(config, load("a", " \n", "b", "\t"))["data.empty"]
-    assert findings.severity == "warning"
-    assert "2 prompts are empty, the first" in findings.cause and "line 2" in findings.cause
+LONG, BEYOND = ("a", "b", "c", "x" * 21), "1 of 4 prompts (25.0%) are longer than data.max_prompt_length=20 and are "
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("texts", "settings", "code", "severity", "said"),
     [
-        (
-            {"filter_overlong_prompts": True},
-            "1 of 4 prompts (25.0%) are longer than data.max_prompt_length=20 and are dropped",
-        ),
-        ({"truncation": "left"}, "1 of 4 prompts (25.0%) are longer than data.max_prompt_length=20 and are cut"),
+        (("a", " \n", "b", "\t"), {}, "empty", "warning", ["2 prompts are empty, the first", "line 2"]),
+        (LONG, {"filter_overlong_prompts": True}, "long", "warning", [f"{BEYOND}dropped"]),
+        (LONG, {"truncation": "left"}, "long", "warning", [f"{BEYOND}cut"]),
+        ("abaabc", {}, "duplicates", "info", ['3 prompts repeat an earlier one ("a" occurs 3 times)']),
+        (("a", "[INST] b [/INST]"), {}, "template", "warning", ["1 prompts have marks of a chat template", "line 2"]),
+        (("a", "[{'role': 'user'"), {}, "template", "warning", ["1 prompts have marks of a chat template", "line 2"]),
+        (("a", '[ {"role" : "u'), {}, "template", "warning", ["1 prompts have marks of a chat template", "line 2"]),
     ],
+    ids=["empty", "dropped", "cut", "repeated", "marks of a template", "messages as text", "messages of JSON as text"],
 )
-def test_dropped_and_cut_prompts_are_counted(config, load, settings, message):
-    findings = check(config, load("a", "b", "c", "x" * 21, **settings))["data.long"]
-    assert (findings.severity, message in findings.cause) == ("warning", True)
-
-
-def test_repeated_prompts_are_counted_and_the_most_frequent_shown(config, load):
-    findings = check(config, load("a", "b", "a", "a", "b", "c"))["data.duplicates"]
-    assert findings.severity == "info"
-    assert '3 prompts repeat an earlier one ("a" occurs 3 times)' in findings.cause
+def test_prompts_that_may_be_mistaken_are_counted(config, load, texts, settings, code, severity, said):
+    finding = check(config, load(*texts, **settings))[f"data.{code}"]
+    assert finding.severity == severity and all(part in finding.cause for part in said)
 
 
 def test_prompts_in_both_datasets_are_counted(config, load):
@@ -94,12 +87,6 @@ def test_prompts_in_both_datasets_are_counted(config, load):
     findings = check(config, training, load("d", "b", "b"))
     assert '2 validation prompts are training prompts too, such as "b"' in findings["data.overlap"].text
     assert "data.overlap" not in check(config, training, load("d"))
-
-
-@pytest.mark.parametrize("text", ["[INST] b [/INST]", "[{'role': 'user'", '[ {"role" : "u'])
-def test_marks_of_a_template_and_messages_as_text_are_named(config, load, text):
-    findings = check(config, load("a", text))["data.template"]
-    assert "1 prompts have marks of a chat template" in findings.cause and "line 2" in findings.cause
 
 
 def test_a_semicolon_in_a_prompt_does_not_split_the_message(config, load):
@@ -205,15 +192,12 @@ def test_a_system_message_that_is_left_out_is_named_even_if_few_rows_have_one(re
     assert "template.drops" not in render(silent, [USER])
 
 
-def test_a_response_whose_closing_does_not_end_generation_is_named(render):
-    findings = render(CHAT_TEMPLATE.replace("'<|im_end|>\\n'", "'<|im_start|>\\n'"))["template.no-end"]
-    assert "closes a response with '<|im_start|>\\n', but generation ends only at <|im_end|>" in findings.cause
-    assert findings.fix == "add <|im_start|> to eos_token_id in the model's generation_config.json"
-
-
-def test_a_response_that_is_not_closed_is_named(render):
-    findings = render(CHAT_TEMPLATE.replace("'<|im_end|>\\n'", "'\\n'"))["template.no-end"]
-    assert findings.fix.startswith("write <|im_end|> there in the template")
+def test_a_response_whose_closing_does_not_end_generation_or_is_absent_is_named(render):
+    finding = render(CHAT_TEMPLATE.replace("'<|im_end|>\\n'", "'<|im_start|>\\n'"))["template.no-end"]
+    assert "closes a response with '<|im_start|>\\n', but generation ends only at <|im_end|>" in finding.cause
+    assert finding.fix == "add <|im_start|> to eos_token_id in the model's generation_config.json"
+    absent = render(CHAT_TEMPLATE.replace("'<|im_end|>\\n'", "'\\n'"))["template.no-end"]
+    assert absent.fix.startswith("write <|im_end|> there in the template")
 
 
 def test_tokens_that_lose_some_of_the_text_are_named(render, tokenizer):

@@ -75,21 +75,17 @@ def test_other_files_are_a_warning(check, tmp_path: Path):
     assert "run.directory" not in check()
 
 
-def test_checkpoints_that_are_not_resumed_from_are_a_warning(check, tmp_path: Path):
+def test_checkpoints_that_are_not_resumed_from_are_a_warning_and_nothing_but_damaged_ones_an_error(check, tmp_path):
     (tmp_path / "run" / "global_step_9").mkdir(parents=True)
     assert "checkpoints, up to global_step_9" in check("trainer.resume_mode=disable")["run.directory"].cause
-
-
-def test_a_directory_with_nothing_but_damaged_checkpoints_is_an_error(check, tmp_path: Path):
-    (tmp_path / "run" / "global_step_9").mkdir(parents=True)
-    finding = check()["run.resume"]
-    assert finding.severity == "error" and "global_step_9 is skipped: manifest.json: missing" in finding.cause
+    damaged = check()["run.resume"]
+    assert damaged.severity == "error" and "global_step_9 is skipped: manifest.json: missing" in damaged.cause
 
 
 def test_a_missing_checkpoint_is_an_error(check, tmp_path: Path):
-    wanted = f"{tmp_path}/global_step_3"
-    findings = check("trainer.resume_mode=resume_path", f"trainer.resume_from_path={wanted}")["run.resume"]
-    assert findings.severity == "error" and f"trainer.resume_from_path={wanted}" in findings.cause
+    wanted = f"trainer.resume_from_path={tmp_path}/global_step_3"
+    finding = check("trainer.resume_mode=resume_path", wanted)["run.resume"]
+    assert finding.severity == "error" and wanted in finding.cause
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")

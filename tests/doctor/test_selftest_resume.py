@@ -29,24 +29,22 @@ def runs(tmp_path) -> tuple[Path, Path]:
     return a_run(tmp_path / "whole"), a_run(tmp_path / "killed")
 
 
-def test_equal_runs_do_not_differ_and_timings_are_ignored(runs):
+LOGGED = '{"step": 1, "actor/pg_loss": 0.5, "timing_s/step": 1.0}\n'
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ('"timing_s/step": 1.0', '"timing_s/step": 7.0', []),
+        ("0.5", "0.25", ["step 1: actor/pg_loss is 0.25, not 0.5"]),
+        (LOGGED, "", ["step 1: actor/pg_loss is None, not 0.5", "step 1: step is None, not 1"]),
+    ],
+    ids=["timings are ignored", "a different metric is named with its step", "a step was never logged"],
+)
+def test_metrics_are_compared(runs, old, new, found):
     whole, killed = runs
-    text = (killed / "metrics.jsonl").read_text().replace('"timing_s/step": 1.0', '"timing_s/step": 7.0')
-    (killed / "metrics.jsonl").write_text(text)
-    assert differences(whole, killed, 1) == []
-
-
-def test_a_different_metric_is_named_with_its_step(runs):
-    whole, killed = runs
-    text = (killed / "metrics.jsonl").read_text().replace("0.5", "0.25")
-    (killed / "metrics.jsonl").write_text(text)
-    assert differences(whole, killed, 1) == ["step 1: actor/pg_loss is 0.25, not 0.5"]
-
-
-def test_a_step_that_was_never_logged_is_a_difference(runs):
-    whole, killed = runs
-    (killed / "metrics.jsonl").write_text('{"step": 0}\n')
-    assert differences(whole, killed, 1) == ["step 1: actor/pg_loss is None, not 0.5", "step 1: step is None, not 1"]
+    (killed / "metrics.jsonl").write_text((killed / "metrics.jsonl").read_text().replace(old, new))
+    assert differences(whole, killed, 1) == found
 
 
 @pytest.mark.parametrize("damage", [lambda file: file.write_text("{}"), Path.unlink])
@@ -125,11 +123,11 @@ def test_complete_steps_that_a_restarted_run_trains_again_are_counted(tmp_path, 
     assert test.finish(run.restart()) == 0 and test.lost == [lost]
 
 
-def test_rejected_keys_are_named_before_anything_runs(capsys):
-    assert main(["selftest-resume", "trainer.save_freqq=1"]) == 2
-    assert "trainer.save_freq" in capsys.readouterr().out
-
-
-def test_an_unknown_command_shows_the_known_ones(capsys):
-    assert main(["nonsense"]) == 2
-    assert "selftest-resume" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["selftest-resume", "trainer.save_freqq=1"], "trainer.save_freq"), (["nonsense"], "selftest-resume")],
+    ids=["a rejected key is named before anything runs", "an unknown command shows the known ones"],
+)
+def test_what_cannot_run_is_a_usage_error(capsys, words, said):
+    assert main(words) == 2
+    assert said in capsys.readouterr().out

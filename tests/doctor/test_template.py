@@ -5,16 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.agents.environments.conftest import CALLS
 from tests.data import stand_ins
 
 Doctor = Callable[..., tuple[int, str]]
-
-CALLS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
-    "{{ '<tool_call>' + {'name': c.function.name, 'arguments': c.function.arguments} | tojson + '</tool_call>' }}"
-    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 @pytest.fixture
@@ -29,11 +23,9 @@ def template(tmp_path: Path) -> Callable[[str], str]:
 def test_an_exact_template_is_described(doctor, model, template):
     status, output = doctor("template", str(model), "--template", template(CALLS))
     assert status == 0
-    assert "user turns   exact" in output
-    assert "tools        exact" in output
-    assert "reasoning    kept" in output
-    assert "tool calls   hermes, which reads the template's '<tool_call>" in output
-    assert "stop tokens  <|im_end|>" in output
+    lines = ("user turns   exact", "tools        exact", "reasoning    kept", "stop tokens  <|im_end|>")
+    for line in (*lines, "tool calls   hermes, which reads the template's '<tool_call>"):
+        assert line in output
     call = '<tool_call>{"name": "lookup", "arguments": {"word": "mask"}}</tool_call><|im_end|>'
     assert f"<|im_start|>assistant\n\u27e6{call}\u27e7\n<|im_start|>tool\n0: observed" in output
 
@@ -42,16 +34,14 @@ def test_a_tokenizer_that_drops_spaces_is_not_called_exact(doctor, tmp_path):
     make = stand_ins.of_words_without_spaces
     place = stand_ins.write(tmp_path / "a", make, "PreTrainedTokenizerFast", "llama", chat_template=CALLS)
     status, output = doctor("template", str(place))
-    assert status == 1
-    assert "drops spaces ('What is a mask?' becomes 'Whatisamask?')" in output
+    assert status == 1 and "drops spaces ('What is a mask?' becomes 'Whatisamask?')" in output
     assert "exact" not in output
 
 
 def test_a_template_that_differs_fails(doctor, model, template):
     counting = CALLS.replace("m.role", "m.role + (messages | length) | string")
     status, output = doctor("template", str(model), "--template", template(counting))
-    assert status == 1
-    assert "user turns   the row has" in output
+    assert status == 1 and "user turns   the row has" in output
 
 
 def test_a_format_that_does_not_read_the_templates_calls_is_shown(doctor, model, template):
@@ -62,13 +52,11 @@ def test_a_format_that_does_not_read_the_templates_calls_is_shown(doctor, model,
 def test_a_template_without_tools_shows_a_conversation_of_users(doctor, model, template):
     plain = CALLS.replace("for m in messages", "for m in messages if m.role != 'tool'")
     status, output = doctor("template", str(model), "--template", template(plain), "--format", "hermes")
-    assert status == 1
-    assert "user turns   exact" in output
+    assert status == 1 and "user turns   exact" in output
     assert "leaves out messages of the role tool" in output
     assert "\u27e6It marks sampled tokens.<|im_end|>\u27e7\n<|im_start|>user\nThanks.<|im_end|>" in output
 
 
 def test_a_model_that_is_missing_is_named(doctor, tmp_path):
     status, output = doctor("template", str(tmp_path / "none"))
-    assert status == 1
-    assert "there is no such directory" in output
+    assert status == 1 and "there is no such directory" in output

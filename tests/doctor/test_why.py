@@ -27,6 +27,7 @@ from hybridrl.runs.directory import RunDirectory
 from hybridrl.runtime.guard import REQUESTS
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.faults import begin_step, read_faults, recording
+from tests.doctor.conftest import config_in
 from tests.doctor.ends import CAUSES, Work, broken, stopped
 from tests.runtime.test_guard import count_kills
 
@@ -36,20 +37,7 @@ GOOD = {"healthy": True, "recovery": False, "metrics": {}}
 
 @pytest.fixture
 def config(tmp_path: Path) -> PPOConfig:
-    files = tmp_path / "files"
-    files.mkdir()
-    (files / "train.jsonl").write_text("{}")
-    (files / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
-    (files / "model.safetensors").touch()
-    values = {
-        "data.train_files": files / "train.jsonl",
-        "actor_rollout_ref.model.path": files,
-        "actor_rollout_ref.rollout.n": 8,
-        "trainer.device": "cpu",
-        "trainer.logger": "[]",
-        "trainer.default_local_dir": tmp_path / "a run",
-    }
-    return load_ppo_config([f"{key}={value}" for key, value in values.items()])
+    return config_in(tmp_path)
 
 
 def run(config: PPOConfig, work: Work | None = None, *, steps: int = 3, saved: int = 2) -> Path:

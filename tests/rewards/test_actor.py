@@ -106,9 +106,8 @@ def test_actors_on_every_machine_score_with_the_limits_of_a_local_process(
         hung = pool.submit(encoded("loop"))
     assert hung[0].result(10).fault == "died"
     assert wait_until(lambda: not any(exists(pid) for pid in left | processes), 10)
-    assert {path.name for path in tmp_path.glob("*.log")} == {
-        *("reward.log", "reward-1.log", "scoring-0.log", "scoring-1.log")
-    }
+    logs = {"reward.log", "reward-1.log", "scoring-0.log", "scoring-1.log"}
+    assert {path.name for path in tmp_path.glob("*.log")} == logs
 
     config = reward_config(SHOWS, num_workers=1)
     with open_scorer_pool(session, config, tmp_path, (), load) as pool:
@@ -116,9 +115,8 @@ def test_actors_on_every_machine_score_with_the_limits_of_a_local_process(
         assert pool.takes_tokens and score.extras["ids"] == [5.0, 0.0]
         assert score.extras["home"] == "from the driver"
 
-    config = reward_config(
-        f"import os\nif os.getppid() != {os.getpid()}: raise OSError('no licence')\ndef compute_score(): ..."
-    )
+    source = f"import os\nif os.getppid() != {os.getpid()}: raise OSError('no licence')\ndef compute_score(): ..."
+    config = reward_config(source)
     with pytest.raises(ConfigError, match="OSError: no licence"):
         open_scorer_pool(session, config, tmp_path, (), load).wait_until_loaded()
 

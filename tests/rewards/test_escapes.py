@@ -110,12 +110,11 @@ def test_a_descriptor_that_the_caller_has_open_is_not_the_programs(tmp_path):
 
 
 def test_nothing_outlives_a_caller_that_is_killed():
-    script = "from hybridrl.rewards.sandbox.run import *\nfor kind in ('stdin', 'asserts'):\n"
-    script += "    run('while True: pass', [''] * 2, ProgramLimits(30, total_seconds=60), kind)"
-    for kind in ("stdin", "asserts"):
-        code = script.replace("('stdin', 'asserts')", f"['{kind}']")
-        caller = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(HOUSE)})
-        expected = {"stdin": 2, "asserts": 4}[kind]
+    code = "import sys\nfrom hybridrl.rewards.sandbox.run import *\n"
+    code += "run('while True: pass', [''] * 2, ProgramLimits(30, total_seconds=60), sys.argv[1])"
+    environment, processes = os.environ | {"PYTHONPATH": str(HOUSE)}, {"stdin": 2, "asserts": 4}
+    callers = [subprocess.Popen([sys.executable, "-c", code, kind], env=environment) for kind in processes]
+    for caller, expected in zip(callers, processes.values(), strict=True):
         started: list[psutil.Process] = []
         deadline = time.monotonic() + 30
         while len(started) < expected and time.monotonic() < deadline:

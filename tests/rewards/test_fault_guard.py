@@ -20,16 +20,11 @@ def test_a_step_without_faults_or_without_responses_counts_zero():
     assert guard.check([]) == {"reward/faults": 0}
 
 
-def test_exclude_leaves_the_faulty_scores_without_a_value():
+@pytest.mark.parametrize(("on_error", "value"), [("exclude", None), ("zero", 0.0)])
+def test_faulty_scores_have_no_value_or_zero_and_keep_the_reason(on_error, value):
     scores = [GOOD, bad()]
-    FaultGuard("exclude", 0.5, 3).apply(scores)
-    assert [score.value for score in scores] == [1.0, None]
-
-
-def test_zero_makes_the_faulty_scores_zero_and_keeps_the_reason():
-    scores = [GOOD, bad()]
-    FaultGuard("zero", 0.5, 3).apply(scores)
-    assert [(score.value, score.fault) for score in scores] == [(1.0, None), (0.0, "timeout")]
+    FaultGuard(on_error, 0.5, 3).apply(scores)
+    assert [(score.value, score.fault) for score in scores] == [(1.0, None), (value, "timeout")]
 
 
 def test_stop_ends_the_run_at_the_first_fault_with_an_example_of_the_commonest():

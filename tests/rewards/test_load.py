@@ -30,29 +30,23 @@ def test_a_module_is_found_by_pkg_and_its_dotted_name(reward_config):
     assert returned(reward_config(path="pkg://hybridrl.rewards.scorers.short_answers", name="score_gsm8k")) == 1.0
 
 
-def test_all_four_arguments_arrive_by_keyword(reward_config):
-    source = """
-def compute_score(*, data_source, solution_str, ground_truth, extra_info):
-    return [data_source, solution_str, ground_truth, extra_info]
-"""
-    extra_info = {"index": 3, "num_turns": 2, "rollout_reward_scores": {}}
-    assert returned(reward_config(source)) == ["gsm8k", "so #### 42", "42", extra_info]
+INFO = {"index": 3, "num_turns": 2, "rollout_reward_scores": {}}
+GIVEN = {"data_source": "gsm8k", "extra_info": INFO, "ground_truth": "42", "solution_str": "so #### 42"}
 
 
-def test_a_function_is_given_only_the_arguments_it_takes(reward_config):
-    source = "def grade(ground_truth, solution_str): return [ground_truth, solution_str]"
-    assert returned(reward_config(source, name="grade")) == ["42", "so #### 42"]
-
-
-def test_a_function_that_takes_any_keyword_is_given_all(reward_config):
-    source = "def compute_score(**given): return sorted(given)"
-    names = ["data_source", "extra_info", "ground_truth", "solution_str"]
-    assert returned(reward_config(source)) == names
-
-
-def test_reward_kwargs_are_added_and_win(reward_config):
-    source = "def compute_score(solution_str, ground_truth, bonus): return [ground_truth, bonus]"
-    assert returned(reward_config(source, bonus=2, ground_truth="7")) == ["7", 2]
+@pytest.mark.parametrize(
+    ("parameters", "reward_kwargs", "given"),
+    [
+        ("*, data_source, solution_str, ground_truth, extra_info", {}, GIVEN),
+        ("ground_truth, solution_str", {}, {"ground_truth": "42", "solution_str": "so #### 42"}),
+        ("**any_keyword", {}, {"any_keyword": GIVEN}),
+        ("ground_truth, bonus", {"bonus": 2, "ground_truth": "7"}, {"ground_truth": "7", "bonus": 2}),
+    ],
+    ids=["all four arguments", "some of them", "any keyword", "reward_kwargs are added and win"],
+)
+def test_a_function_is_given_the_arguments_it_takes_by_keyword(reward_config, parameters, reward_kwargs, given):
+    source = f"def grade({parameters}): return locals()"
+    assert returned(reward_config(source, name="grade", **reward_kwargs)) == given
 
 
 ASYNC_SOURCE = """
@@ -84,9 +78,27 @@ def rejection(config) -> str:
     return str(raised.value)
 
 
-def test_a_missing_file_is_rejected(reward_config):
-    message = rejection(reward_config(path="/no/such/reward.py"))
-    assert "reward.custom_reward_function.path=/no/such/reward.py" in message
+@pytest.mark.parametrize(
+    ("source", "options", "parts"),
+    [
+        (None, {"path": "/no/such/reward.py"}, ["reward.custom_reward_function.path=/no/such/reward.py"]),
+        ("def helper(): ...\ndef compute_rewards(solution_str): ...\n", {"name": "compute_reward"},
+         ["reward.custom_reward_function.name=compute_reward", "compute_rewards, helper"]),
+        ("compute_score = 1.0", {}, ["is of type float, not a function"]),
+        ("def compute_score(solution_str, tokenizer): ...", {},
+         ["(solution_str, tokenizer)", "missing a required argument: 'tokenizer'"]),
+        ("def compute_score(solution_str): ...", {"bonus": 2},
+         ["'bonus': 2", "unexpected keyword argument 'bonus'"]),
+        (None, {"method": "lenient"}, ["reward.custom_reward_function", "method"]),
+        (None, {"mehtod": "strict"}, ["reward.custom_reward_function", "mehtod"]),
+    ],
+    ids=["a missing file", "a missing function, the nearest name first",
+         "no function", "a parameter that nothing fills", "a reward_kwarg that the function does not take",
+         "a wrong value of an option of a built-in scorer", "a wrong name of such an option"],
+)  # fmt: skip
+def test_what_cannot_be_loaded_is_rejected_by_name(reward_config, source, options, parts):
+    message = rejection(reward_config(source, **options))
+    assert all(part in message for part in parts), message
 
 
 @pytest.mark.parametrize(
@@ -98,40 +110,15 @@ def test_a_missing_file_is_rejected(reward_config):
         ("import sys\nsys.exit('usage')\n", "SystemExit: usage", 2),
     ],
 )
-def test_a_file_that_does_not_import_is_rejected_with_its_own_error_and_line(
-    reward_config, tmp_path, source, what, line
-):
+def test_a_file_that_does_not_import_is_rejected_with_its_error_and_line(reward_config, tmp_path, source, what, line):
     message = rejection(reward_config(source))
     assert what in message and f"({tmp_path / 'my_reward.py'}:{line})" in message
 
 
 def test_a_package_that_does_not_exist_is_rejected(reward_config):
-    message = rejection(reward_config(path="pkg://no_such_package.reward"))
-    assert message == (
-        "reward.custom_reward_function.path=pkg://no_such_package.reward does not import: "
-        "ModuleNotFoundError: No module named 'no_such_package'"
-    )
-
-
-def test_a_missing_function_is_rejected_with_the_nearest_name_first(reward_config):
-    source = "def helper(): ...\ndef compute_rewards(solution_str): ...\n"
-    message = rejection(reward_config(source, name="compute_reward"))
-    assert "reward.custom_reward_function.name=compute_reward" in message
-    assert "compute_rewards, helper" in message
-
-
-def test_a_name_that_is_not_a_function_is_rejected(reward_config):
-    assert "is of type float, not a function" in rejection(reward_config("compute_score = 1.0"))
-
-
-def test_a_parameter_that_nothing_fills_is_rejected(reward_config):
-    message = rejection(reward_config("def compute_score(solution_str, tokenizer): ..."))
-    assert "(solution_str, tokenizer)" in message and "missing a required argument: 'tokenizer'" in message
-
-
-def test_a_reward_kwarg_that_the_function_does_not_take_is_rejected(reward_config):
-    message = rejection(reward_config("def compute_score(solution_str): ...", bonus=2))
-    assert "'bonus': 2" in message and "unexpected keyword argument 'bonus'" in message
+    path = "reward.custom_reward_function.path=pkg://no_such_package.reward"
+    error = "ModuleNotFoundError: No module named 'no_such_package'"
+    assert rejection(reward_config(path="pkg://no_such_package.reward")) == f"{path} does not import: {error}"
 
 
 @pytest.mark.parametrize("data_source", ["openai/gsm8k", "gsm8k"])
@@ -143,12 +130,6 @@ def test_without_a_path_the_scorer_is_chosen_by_data_source(reward_config, data_
 def test_options_reach_the_built_in_scorer(reward_config):
     config = reward_config(method="flexible", format_score=0.25)
     assert [returned(config, ScoringRequest("gsm8k", answer, "42", {})) for answer in ("42", "41")] == [1.0, 0.25]
-
-
-@pytest.mark.parametrize("option", [{"method": "lenient"}, {"mehtod": "strict"}])
-def test_a_wrong_option_of_a_built_in_scorer_is_rejected(reward_config, option):
-    message = rejection(reward_config(**option))
-    assert "reward.custom_reward_function" in message and next(iter(option)) in message
 
 
 def test_unknown_data_sources_are_rejected_with_the_known_ones_and_the_way_out():

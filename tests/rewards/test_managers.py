@@ -7,6 +7,7 @@ from hybridrl.config.schema_parts import RewardManagerConfig, RewardManagerModul
 from hybridrl.rewards.load import calls_at_once, load_reward, processes, seconds_between_calls
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import Score, ScoringRequest
+from tests.rewards.test_pool import values, wait_until
 
 NUMBER = "def compute_score(solution_str): return float(solution_str)"
 
@@ -18,10 +19,6 @@ def requests(*solutions: str) -> list[ScoringRequest]:
 def scored(config, solutions: list[str]) -> list[Score]:
     with ScorerPool(config) as pool:
         return [future.result(timeout=20) for future in pool.submit(requests(*solutions))]
-
-
-def values(scores: list[Score]) -> list[float | None]:
-    return [score.value for score in scores]
 
 
 @pytest.mark.parametrize("manager", ["naive", "prime", "remote", "gdpo", "dapo", "rate_limited"])
@@ -93,10 +90,7 @@ async def compute_score(file):
     file = tmp_path / "calls"
     with ScorerPool(reward_config(source, timeout=0.2, file=str(file))) as pool:
         assert pool.submit(requests("x"))[0].result(timeout=20).fault == "timeout"
-        deadline = time.monotonic() + 10
-        while not file.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert file.exists()
+        assert wait_until(file.exists, 10)
 
 
 def test_a_coroutines_own_timeout_error_is_its_exception(reward_config):
@@ -133,18 +127,15 @@ def test_calls_a_minute_are_kept_to_by_all_processes_together(reward_config):
 
 
 def test_the_wait_for_a_turn_is_not_part_of_the_time_limit(reward_config):
-    config = reward_config(NUMBER, manager="rate_limited", timeout=0.1, more={"max_rpm": 40.0})
+    config = reward_config(NUMBER, manager="rate_limited", timeout=0.1, more={"max_rpm": 120.0})
     assert values(scored(config, ["1", "2"])) == [1, 2]
 
 
+TOKENS = {"max_tpm": 60_000.0, "estimated_tokens_per_request": 500}
+
+
 @pytest.mark.parametrize(
-    ("limits", "seconds"),
-    [
-        ({}, 0.0),
-        ({"max_rpm": 120.0}, 0.5),
-        ({"max_tpm": 60_000.0, "estimated_tokens_per_request": 500}, 0.5),
-        ({"max_tpm": 60_000.0, "estimated_tokens_per_request": 500, "max_rpm": 60.0}, 1.0),
-    ],
+    ("limits", "seconds"), [({}, 0.0), ({"max_rpm": 120.0}, 0.5), (TOKENS, 0.5), (TOKENS | {"max_rpm": 60.0}, 1.0)]
 )
 def test_the_tighter_limit_of_calls_and_tokens_holds(reward_config, limits, seconds):
     assert seconds_between_calls(reward_config(NUMBER, manager="rate_limited", more=limits)) == seconds

@@ -31,6 +31,7 @@ def test_weights_of_keys_make_the_score_of_a_dict_without_one(parts):
     score = parts(DICT, weights={"correct": 1.0, "format": 0.2})
     assert score.value == pytest.approx(1.1)
     assert score.extras == {"correct": 1, "format": 0.5, "note": "good", "score": score.value}
+    assert parts(DICT).fault == "type"  # without weights
 
 
 def test_further_functions_add_to_the_score_under_their_names(parts):
@@ -38,14 +39,11 @@ def test_further_functions_add_to_the_score_under_their_names(parts):
     assert score == Score(0.5 + 4 + 3, {"acc": 0.5, "length": 4.0, "three": 3.0, "score": 7.5})
 
 
-def test_only_what_has_a_weight_counts(parts):
+def test_only_what_has_a_weight_counts_and_that_of_score_is_the_main_functions_own(parts):
     functions = {"length": ":length", "three": ""}
     assert parts(DICT, functions=functions, weights={"three": 2, "format": 1}).value == 6.5
-
-
-def test_the_weight_of_score_is_that_of_the_main_functions_own(parts):
     source = "def compute_score(solution_str): return 0.5"
-    assert parts(source, functions={"length": ":length"}, weights={"score": 10, "length": 1}).value == 9.0
+    assert parts(source, functions=functions, weights={"score": 10, "length": 1}).value == 9.0
 
 
 def test_the_main_function_is_not_called_if_it_has_no_weight(parts, reward_config):
@@ -64,10 +62,6 @@ def test_a_weight_without_a_number_is_a_fault_that_names_the_keys(parts, name):
     score = parts(DICT, weights={name: 1.0})
     assert score.fault == "type"
     assert f"reward.weights.{name}" in score.detail and "correct, format, note" in score.detail
-
-
-def test_without_weights_a_dict_needs_its_score(parts):
-    assert parts(DICT).fault == "type"
 
 
 def test_a_further_function_that_is_missing_is_rejected_by_its_key(parts):
@@ -91,9 +85,7 @@ def test_responses_without_an_answer_that_can_be_read_are_counted():
 def test_rewards_of_tokens_add_up_to_the_score_and_are_not_extras():
     score = to_score({"token_rewards": (0.25, 0, 0.5), "acc": 1})
     assert score == Score(0.75, {"acc": 1, "score": 0.75}, token_rewards=[0.25, 0.0, 0.5])
-
-
-def test_a_score_that_says_the_same_may_stand_next_to_them():
+    # A score that says the same may stand next to them.
     assert to_score({"token_rewards": [0.1] * 10, "score": 1.0}).value == pytest.approx(1.0)
 
 

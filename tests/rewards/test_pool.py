@@ -17,7 +17,11 @@ from hybridrl.rewards.score import Score, ScoringRequest
 
 # Does what the answer says, so that a test shows in its answers what happens in the scoring process.
 OBEDIENT = """
-import ctypes, os, re, subprocess, time
+import ctypes, os, re, subprocess, sys, threading, time
+
+def connection():
+    return next(fd for fd in range(3, 4096) if os.path.exists(f"/proc/self/fd/{fd}")
+                and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"))
 
 def compute_score(solution_str, ground_truth, pid_file=None):
     match solution_str.split():
@@ -35,6 +39,20 @@ def compute_score(solution_str, ground_truth, pid_file=None):
         case ["none"]: return None
         case ["print"]: print("a word from the reward")
         case ["sleep", seconds]: time.sleep(float(seconds))
+        case ["half"]:
+            os.write(connection(), b"\\0hybridrl" + (1000).to_bytes(8) + b"not all of it")
+            time.sleep(60)
+        case ["garbage"]: os.write(connection(), b"a line of a library that writes where it should not\\n")
+        case ["leave", code]: sys.exit(int(code))
+        case ["linger"]:
+            threading.Thread(target=time.sleep, args=[0.2]).start()  # waited for when the interpreter ends
+            os.close(connection())
+            raise BaseException
+        case ["grow"]:
+            hoard = []
+            while True: hoard.append(b"x" * (1 << 24))
+        case ["child"]:
+            os.system(f"{sys.executable} -c 'x = b\\"x\\" * (1 << 30); import time; time.sleep(60)'")
     return {"score": float(ground_truth), "pid": os.getpid()}
 """
 
@@ -87,38 +105,18 @@ def test_each_response_gets_its_own_score_in_the_order_of_submission(reward_conf
 
 
 def test_the_built_in_scorer_runs_in_the_pool(reward_config):
+    answers = [
+        ScoringRequest(name, "#### 42", truth, {}) for name, truth in [("gsm8k", "42"), ("gsm8k", "7"), ("x", "")]
+    ]
     with ScorerPool(reward_config()) as pool:
-        right, wrong, unknown = results(
-            pool.submit(
-                [
-                    ScoringRequest(name, "#### 42", truth, {})
-                    for name, truth in [("gsm8k", "42"), ("gsm8k", "7"), ("x", "")]
-                ]
-            )
-        )
+        right, wrong, unknown = results(pool.submit(answers))
     assert (right.value, wrong.value) == (1.0, 0.0)
     assert unknown.fault == "raised:ConfigError" and "data_source x" in unknown.detail
-
-
-@pytest.mark.parametrize("hang", ["loop", "backtrack"])
-def test_a_hung_scorer_is_killed_and_the_others_continue(reward_config, hang):
-    with ScorerPool(reward_config(OBEDIENT, timeout=0.5)) as pool:
-        scores = results(pool.submit(requests("fine", hang, "fine", "fine")))
-    assert values(scores) == [0, None, 2, 3]
-    assert scores[1].fault == "timeout" and "0.5 s (reward.timeout)" in scores[1].detail
 
 
 def test_the_time_limit_holds_for_each_response_and_not_for_those_sent_together(reward_config):
     with ScorerPool(reward_config(OBEDIENT, timeout=0.5)) as pool:  # half of the eight are sent together: 0.6 s
         assert values(results(pool.submit(requests(*["sleep 0.15"] * 8)))) == list(range(8))
-
-
-@pytest.mark.parametrize(("end", "how"), [("exit", "exit code 3"), ("crash", "SIGSEGV")])
-def test_a_scorer_that_ends_its_process_costs_its_own_response_only(reward_config, end, how):
-    with ScorerPool(reward_config(OBEDIENT)) as pool:
-        scores = results(pool.submit(requests("fine", end, "fine")))
-    assert values(scores) == [0, None, 2]
-    assert scores[1].fault == "died" and how in scores[1].detail
 
 
 def test_a_process_killed_while_it_is_idle_costs_nothing(reward_config):
@@ -145,19 +143,12 @@ def test_a_process_killed_from_outside_while_it_scores_costs_nothing(reward_conf
         assert values(results(futures)) == [3, 4, 5]
 
 
-def test_a_reward_that_kills_its_process_each_time_is_a_fault(reward_config, tmp_path):
+def test_a_reward_that_kills_its_process_each_time_is_a_fault(reward_config):
     source = "import os\ndef compute_score(solution_str): return os.kill(os.getpid(), 9) if solution_str else 1.0"
     with ScorerPool(reward_config(source)) as pool:
         scores = results(pool.submit(requests("", "kill", "kill", "")))
     assert [score.fault for score in scores] == [None, "died", "died", None]
     assert "SIGKILL" in scores[1].detail
-
-
-def test_what_is_not_scored_when_the_pool_is_closed_is_a_fault_and_no_error(reward_config):
-    pool = ScorerPool(reward_config(OBEDIENT))
-    futures = pool.submit(requests("loop", "fine"))
-    pool.close()
-    assert [future.result().fault for future in futures] == ["died", "died"]
 
 
 def test_what_a_hung_scorer_has_started_is_killed_with_it(reward_config, tmp_path):
@@ -184,16 +175,24 @@ def test_without_workers_the_caller_scores(reward_config):
     assert fine.extras["pid"] == os.getpid() and raised.fault == "raised:KeyError"
 
 
-def test_a_reward_that_loads_here_but_not_in_the_processes_is_rejected_at_the_start(reward_config):
-    source = f"import os\nif os.getpid() != {os.getpid()}: raise OSError('no licence')\ndef compute_score(): ..."
-    with pytest.raises(ConfigError, match=r"does not import: OSError: no licence .*my_reward\.py:2"):
-        ScorerPool(reward_config(source, num_workers=2))
+ELSEWHERE = f"import os\nif os.getpid() != {os.getpid()}: raise OSError('no licence')\ndef compute_score(): ..."
+HOARD = "import time\nhoard = b'x' * (1 << 29)\ntime.sleep(1)\ndef compute_score(): ..."
 
 
-def test_a_file_that_ends_the_process_which_imports_it_is_rejected_at_the_start(reward_config, tmp_path):
-    log = tmp_path / "reward.log"
-    with pytest.raises(ConfigError, match=r"exit code 4 while it loaded the reward; .*reward\.log"):
-        ScorerPool(reward_config("import os\nos._exit(4)"), log)
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        (ELSEWHERE, {"num_workers": 2}, r"does not import: OSError: no licence .*my_reward\.py:2"),
+        ("import os\nos._exit(4)", {}, r"exit code 4 while it loaded the reward; .*reward\.log"),
+        (HOARD, {"more": {"memory_mb": 400}}, r"more than 400 MiB of memory \(reward\.memory_mb\) while it was loaded"),
+    ],
+    ids=["it loads here only", "it ends its process", "it needs more memory"],
+)
+def test_a_reward_that_the_processes_cannot_load_is_rejected_at_the_start(
+    reward_config, tmp_path, source, options, said
+):
+    with pytest.raises(ConfigError, match=said):
+        ScorerPool(reward_config(source, **options), tmp_path / "reward.log")
 
 
 KILLED = """
@@ -281,35 +280,8 @@ def test_a_killed_or_interrupted_driver_leaves_no_process_and_no_traceback_of_th
     assert log.read_text() == ""
 
 
-UNRULY = """
-import os, socket, sys, threading, time
-
-def connection():
-    return next(fd for fd in range(3, 4096) if os.path.exists(f"/proc/self/fd/{fd}")
-                and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"))
-
-def compute_score(solution_str, ground_truth):
-    match solution_str.split():
-        case ["half"]:
-            os.write(connection(), b"\\0hybridrl" + (1000).to_bytes(8) + b"not all of it")
-            time.sleep(60)
-        case ["garbage"]: os.write(connection(), b"a line of a library that writes where it should not\\n")
-        case ["exit", code]: sys.exit(int(code))
-        case ["linger"]:
-            threading.Thread(target=time.sleep, args=[0.2]).start()  # waited for when the interpreter ends
-            os.close(connection())
-            raise BaseException
-        case ["grow"]:
-            hoard = []
-            while True: hoard.append(b"x" * (1 << 24))
-        case ["child"]:
-            os.system(f"{sys.executable} -c 'x = b\\"x\\" * (1 << 30); import time; time.sleep(60)'")
-    return float(ground_truth)
-"""
-
-
 def scored(reward_config, *solutions: str, **more) -> list[Score]:
-    with ScorerPool(reward_config(UNRULY, **more)) as pool:
+    with ScorerPool(reward_config(OBEDIENT, **more)) as pool:
         return results(pool.submit(requests(*solutions)))
 
 
@@ -318,30 +290,28 @@ def test_half_a_reply_blocks_nothing_beyond_the_time_limit(reward_config):
     assert values(scores) == [0, None, 2] and scores[1].fault == "timeout"
 
 
-def test_what_is_written_to_the_connection_costs_one_response_and_is_named(reward_config):
-    scores = scored(reward_config, "fine", "garbage", "fine")
+LITTLE = {"more": {"memory_mb": 500}}
+TOO_MUCH = "more than 500 MiB of memory (reward.memory_mb)"
+
+
+@pytest.mark.parametrize(
+    ("solution", "options", "fault", "said"),
+    [
+        ("loop", {"timeout": 0.5}, "timeout", "0.5 s (reward.timeout)"),
+        ("backtrack", {"timeout": 0.5}, "timeout", "0.5 s (reward.timeout)"),
+        ("exit", {}, "died", "exit code 3"),
+        ("crash", {}, "died", "SIGSEGV"),
+        ("garbage", {}, "died", "wrote to its connection"),
+        ("grow", LITTLE, "memory", TOO_MUCH),
+        ("child", LITTLE, "memory", TOO_MUCH),
+        ("leave 0", {}, "raised:SystemExit", "called exit(0)"),
+        ("leave 0", {"num_workers": 0}, "raised:SystemExit", "called exit(0)"),
+    ],
+)
+def test_a_scorer_that_fails_costs_its_own_response_only_and_is_named(reward_config, solution, options, fault, said):
+    scores = scored(reward_config, "fine", solution, "fine", **options)
     assert values(scores) == [0, None, 2]
-    assert scores[1].fault == "died" and "wrote to its connection" in scores[1].detail
-
-
-@pytest.mark.parametrize("greedy", ["grow", "child"])
-def test_a_scorer_above_the_memory_limit_costs_its_own_response_and_is_named(reward_config, greedy):
-    scores = scored(reward_config, "fine", greedy, "fine", more={"memory_mb": 500})
-    assert values(scores) == [0, None, 2]
-    assert scores[1].fault == "memory" and "more than 500 MiB of memory (reward.memory_mb)" in scores[1].detail
-
-
-def test_a_reward_that_needs_more_memory_to_load_is_rejected_at_the_start(reward_config):
-    source = "import time\nhoard = b'x' * (1 << 29)\ntime.sleep(1)\ndef compute_score(): ..."
-    with pytest.raises(ConfigError, match=r"more than 400 MiB of memory \(reward\.memory_mb\) while it was loaded"):
-        ScorerPool(reward_config(source, more={"memory_mb": 400}))
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_scorer_that_calls_exit_is_reported_so(reward_config, num_workers):
-    scores = scored(reward_config, "fine", "exit 0", "fine", num_workers=num_workers)
-    assert values(scores) == [0, None, 2]
-    assert scores[1].fault == "raised:SystemExit" and "called exit(0)" in scores[1].detail
+    assert scores[1].fault == fault and said in scores[1].detail
 
 
 def test_a_coroutine_that_calls_exit_is_reported_so_and_the_next_one_runs(reward_config):

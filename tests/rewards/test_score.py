@@ -42,24 +42,11 @@ def test_all_keys_of_a_dict_are_kept_and_made_plain():
         def __str__(self) -> str:
             return "right"
 
-    returned = {
-        "score": np.float32(0.5),
-        "acc": True,
-        "pred": "42",
-        "why": Verdict(),
-        "parts": (np.int64(1),),
-        7: None,
-    }
-    score = to_score(returned)
+    numbers = {"score": np.float32(0.5), "parts": (np.int64(1),)}
+    score = to_score({**numbers, "acc": True, "pred": "42", "why": Verdict(), 7: None})
     assert score.value == 0.5
-    assert score.extras == {
-        "score": 0.5,
-        "acc": True,
-        "pred": "42",
-        "why": "right",
-        "parts": [1.0],
-        "7": None,
-    }
+    plain = {"score": 0.5, "parts": [1.0]}
+    assert score.extras == {**plain, "acc": True, "pred": "42", "why": "right", "7": None}
     assert type(score.extras["score"]) is float
 
 

@@ -42,12 +42,9 @@ def test_a_penalty_that_is_not_logged_adds_no_extras():
     assert Shaping(overlong=OverlongPenalty(20, 8, 0.5, log=False)).shaped(RIGHT, 20).extras == RIGHT.extras
 
 
-def test_a_score_without_value_is_left_alone():
+def test_a_score_without_value_or_without_settings_stays_as_it_is():
     fault = Score(None, fault="timeout", detail="no score within 60 s")
     assert PENALTY.shaped(fault, 20) is fault
-
-
-def test_without_settings_a_score_stays_as_it_is():
     assert Shaping().shaped(RIGHT, 20) == RIGHT
 
 

@@ -1,8 +1,10 @@
 """A policy of scripted texts behind the endpoint, which the official clients talk to over a socket."""
 
 import asyncio
+import runpy
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,8 +21,19 @@ from hybridrl.core.rollout import Completion
 from tests.agents.environments import conftest as environments
 
 ADMIN = "admin"
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart"
 
 tokenizer, tokenizer_of = environments.tokenizer, environments.tokenizer_of
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's untrained model and its tokenizer."""
+    recipe, directory = runpy.run_path(str(RECIPE / "make_data.py")), tmp_path_factory.mktemp("tiny")
+    tokenizer = recipe["build_tokenizer"]()
+    tokenizer.save_pretrained(directory)
+    recipe["build_model"](tokenizer, seed=0).save_pretrained(directory)
+    return directory
 
 
 def completion_of(tokenizer: Qwen2Tokenizer, text: str, most: int | None = None) -> Completion:

@@ -4,7 +4,8 @@ import asyncio
 import pickle
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -22,8 +23,10 @@ from hybridrl.agents.environments.pool import EpisodeDispatch
 from hybridrl.agents.environments.worker import DispatchCall, EpisodeSettings, EpisodeSpec, EpisodeWorker, WorkerPolicy
 from hybridrl.compat.verl.loops import AgentLoopOutput, VerlLoop
 from hybridrl.core.experience.trajectory import Trajectory
-from hybridrl.core.rollout import Completion, RolloutClient, Sampling, request_seed
+from hybridrl.core.rollout import Completion, Request, RolloutClient, Sampling, request_seed
 from tests.agents.endpoint.conftest import completion_of
+from tests.agents.environments.test_worker import QUIET
+from tests.agents.environments.test_worker import run as run_episodes
 from tests.agents.sections import agent_of, environments_of
 from tests.core.rollout.test_client import FakeServer
 from tests.integration.agents import Echo, EchoLoop, echo
@@ -81,22 +84,24 @@ def run(tmp_path, tokenizer, kit_of):
     return run
 
 
-def test_an_agent_gives_the_rows_of_the_same_loop_as_an_environment(run, tokenizer, kit_of):
-    row = {"turns": 3, "reward": 0.5}
-    kit, asked, by_agent = kit_of(), Counting(tokenizer), Counting(tokenizer)
-    expected = asyncio.run(EpisodeRun(kit, asked, Echo({}, row)).run(MESSAGES))
-    (found,) = run(LOOP, row, policy=by_agent)
+def assert_equal_rows(found: Trajectory, expected: Trajectory, *more: str) -> None:
     ((one,), (other,)) = expected.rows(), found.rows()
-    for name in ("prompt_ids", "response_ids", "log_probs", "mask", "rewards"):
+    for name in ("prompt_ids", "response_ids", "log_probs", "mask", *more):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
+
+
+def test_an_agent_gives_the_rows_of_the_same_loop_as_an_environment(run, tokenizer, kit_of):
+    row, asked, by_agent = {"turns": 3, "reward": 0.5}, Counting(tokenizer), Counting(tokenizer)
+    expected = asyncio.run(EpisodeRun(kit_of(), asked, Echo({}, row)).run(MESSAGES))
+    (found,) = run(LOOP, row, policy=by_agent)
+    assert_equal_rows(found, expected, "rewards")
     assert (found.reward, found.stop, found.fault, found.text) == (0.5, "completed", None, expected.text)
     assert list(found.messages) == list(expected.messages) and asked.limits == by_agent.limits
 
 
 def test_the_column_enable_thinking_of_a_row_holds_in_its_session(run, tokenizer):
-    quiet = "{% if add_generation_prompt and enable_thinking is false %}{{ '<quiet>' }}{% endif %}"
     tokenizer = deepcopy(tokenizer)
-    tokenizer.chat_template += quiet
+    tokenizer.chat_template += QUIET
     rows = {"turns": 2, "reward": 1.0, "enable_thinking": False}, {"turns": 2, "reward": 1.0}
     found = run(LOOP, *rows, limits={"tokenizer": tokenizer})
     texts = [tokenizer.decode([*one.rows()[0].prompt_ids, *one.rows()[0].response_ids]) for one in found]
@@ -109,9 +114,7 @@ def test_an_agent_loop_of_verl_gives_the_rows_of_the_same_loop_as_an_environment
     sections = {"actor_rollout_ref": {"rollout": {}}, "data": {"max_prompt_length": 64, "max_response_length": 64}}
     loop = VerlLoop(EchoLoop, {}, row).run(Counting(tokenizer), MESSAGES, tokenizer, sections, {}, kit.dialogue)
     found = VerlLoop.trajectory(asyncio.run(loop), np.array([3]), tokenizer)
-    ((one,), (other,)) = expected.rows(), found.rows()
-    for name in ("prompt_ids", "response_ids", "log_probs", "mask"):
-        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+    assert_equal_rows(found, expected)
     assert (found.reward, len(found.turns), found.text) == (0.5, 3, expected.text)
 
 
@@ -257,112 +260,110 @@ def test_an_agent_in_a_process_of_its_own_has_openais_variables(run):
     assert bad.fault == "raised:RuntimeError" and "ValueError: no idea" in bad.detail
 
 
-def test_agents_outside_the_run_take_its_episodes_and_end_them(tokenizer, kit_of):
-    agents = Agents(agent_of(mode="online", port=0), 64, "secret", kit_of())
+OWNER = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture
+def online(kit_of):
+    """Agents outside the run, and a client of their endpoint: `async with online() as (agents, client)`."""
+
+    @asynccontextmanager
+    async def serve(**limits: Any) -> AsyncIterator[tuple[Agents, httpx.AsyncClient]]:
+        agents = Agents(agent_of(mode="online", port=0), 64, "secret", kit_of(**limits))
+        async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False, timeout=30) as client:
+            yield agents, client
+        await agents.open.aclose()
+
+    return serve
+
+
+def key_of(taken: httpx.Response) -> dict[str, Any]:
+    """The headers of an agent that has taken an episode."""
+    return {"headers": {"Authorization": f"Bearer {taken.json()['api_key']}"}}
+
+
+async def test_agents_outside_the_run_take_its_episodes_and_end_them(tokenizer, online):
     rows = [{"turns": 2, "reward": 0.5, "array": np.arange(3)}, {"turns": 1, "reward": 1.0}]
 
     async def outside(client: httpx.AsyncClient) -> dict[str, Any]:
-        taken = (await client.post("/rl/start_session", headers={"Authorization": "Bearer secret"})).json()
-        row, key = taken["row"], taken["api_key"]
-        await echo(row, base_url=f"{client.base_url}/v1", api_key=key, http_client=None)
-        own = {"headers": {"Authorization": f"Bearer {key}"}}
+        taken = await client.post("/rl/start_session", headers=OWNER)
+        row, own = taken.json()["row"], key_of(taken)
+        await echo(row, base_url=f"{client.base_url}/v1", api_key=taken.json()["api_key"], http_client=None)
         await client.post("/rl/set_reward", json={"reward": row["reward"]}, **own)
         return (await client.post("/rl/end_session", **own)).json() | {"row": row}
 
-    async def scenario() -> tuple[list[Trajectory], list[dict], httpx.Response, httpx.Response]:
-        async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
-            refused = await client.post("/rl/start_session", headers={"Authorization": "Bearer other"})
-            episodes = asyncio.gather(*(agents.run(Counting(tokenizer), MESSAGES, row) for row in rows))
-            ended = await asyncio.gather(outside(client), outside(client))
-            found = await episodes
-            with mock.patch.object(agent, "CLAIM_SECONDS", 0.1):
-                none_left = await client.post("/rl/start_session", headers={"Authorization": "Bearer secret"})
-        await agents.open.aclose()
-        return found, ended, refused, none_left
-
-    found, ended, refused, none_left = asyncio.run(scenario())
+    async with online() as (agents, client):
+        refused = await client.post("/rl/start_session", headers={"Authorization": "Bearer other"})
+        episodes = asyncio.gather(*(agents.run(Counting(tokenizer), MESSAGES, row) for row in rows))
+        ended = await asyncio.gather(outside(client), outside(client))
+        found = await episodes
+        with mock.patch.object(agent, "CLAIM_SECONDS", 0.1):
+            none_left = await client.post("/rl/start_session", headers=OWNER)
     assert [(one.reward, len(one.turns), one.fault) for one in found] == [(0.5, 2, None), (1.0, 1, None)]
     assert [one["row"].get("array") for one in ended] == [[0, 1, 2], None] and ended[0]["row"]["messages"] == MESSAGES
     assert (refused.status_code, none_left.status_code, none_left.json()["error"]["code"]) == (401, 429, "no_episode")
 
 
-async def test_an_episode_whose_agent_never_ends_it_has_a_time_limit_from_when_it_was_taken(tokenizer, kit_of):
-    agents = Agents(agent_of(mode="online", port=0), 64, "secret", kit_of(timeout=0.2))
-
-    async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
+async def test_an_episode_whose_agent_never_ends_it_has_a_time_limit_from_when_it_was_taken(tokenizer, online):
+    async with online(timeout=0.2) as (agents, client):
         episode = asyncio.create_task(agents.run(Counting(tokenizer), MESSAGES, {}))
         await asyncio.sleep(0.5)
         assert not episode.done()
-        await client.post("/rl/start_session", headers={"Authorization": "Bearer secret"})
+        await client.post("/rl/start_session", headers=OWNER)
         found = await episode
-    await agents.open.aclose()
     assert found.fault == "no turns"
 
 
 @pytest.mark.parametrize("how", ["disconnects", "is ended by the owner"])
-async def test_an_episode_whose_agent_is_lost_does_not_wait_for_its_time_limit(tokenizer, kit_of, monkeypatch, how):
+async def test_an_episode_whose_agent_is_lost_does_not_wait_for_its_time_limit(tokenizer, online, monkeypatch, how):
     monkeypatch.setattr(app, "LOST_SECONDS", 0.1)
-    agents = Agents(agent_of(mode="online", port=0), 64, "secret", kit_of(timeout=60))
-    policy, owner = Counting(tokenizer, delay=0.5), {"Authorization": "Bearer secret"}
-
-    async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
-        episode = asyncio.create_task(agents.run(policy, MESSAGES, {}))
-        taken = (await client.post("/rl/start_session", headers=owner)).json()
+    async with online(timeout=60) as (agents, client):
+        episode = asyncio.create_task(agents.run(Counting(tokenizer, delay=0.5), MESSAGES, {}))
+        taken = await client.post("/rl/start_session", headers=OWNER)
         if how == "disconnects":
-            own = {"headers": {"Authorization": f"Bearer {taken['api_key']}"}, "timeout": 0.1}
             with pytest.raises(httpx.ReadTimeout):
-                await client.post("/v1/chat/completions", json={"messages": MESSAGES}, **own)
+                await client.post("/v1/chat/completions", json={"messages": MESSAGES}, timeout=0.1, **key_of(taken))
         else:
-            named = {"session_id": taken["session_id"]}
-            assert (await client.post("/rl/end_session", json=named, headers=owner)).status_code == 200
+            named = {"session_id": taken.json()["session_id"]}
+            assert (await client.post("/rl/end_session", json=named, headers=OWNER)).status_code == 200
         found = await asyncio.wait_for(episode, 30)
-    await agents.open.aclose()
     assert found.fault == "no turns"
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_an_episode_whose_agent_sends_no_request_is_given_to_another(tokenizer, kit_of, monkeypatch, late):
+async def test_an_episode_whose_agent_sends_no_request_is_given_to_another(tokenizer, online, monkeypatch, late):
     monkeypatch.setattr(agent, "UNUSED_SECONDS", 0.3)
     monkeypatch.setattr(agent, "CLAIM_SECONDS", 1.0)
-    agents, owner = (
-        Agents(agent_of(mode="online", port=0), 64, "secret", kit_of()),
-        {"Authorization": "Bearer secret"},
-    )
-
-    async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False) as client:
+    async with online() as (agents, client):
         episode = asyncio.create_task(agents.run(Counting(tokenizer), MESSAGES, {}))
-        taken = [await client.post("/rl/start_session", headers=owner)]
+        taken = [await client.post("/rl/start_session", headers=OWNER)]
         if late:
             await asyncio.sleep(0.5)  # it may still begin, and keeps the episode
         else:
-            taken.append(await client.post("/rl/start_session", headers=owner))
-        keys = [{"headers": {"Authorization": f"Bearer {one.json()['api_key']}"}} for one in taken]
+            taken.append(await client.post("/rl/start_session", headers=OWNER))
+        keys = [key_of(one) for one in taken]
         asked = [await client.post("/v1/chat/completions", json={"messages": MESSAGES}, **key) for key in keys]
-        taken.append(await client.post("/rl/start_session", headers=owner))
+        taken.append(await client.post("/rl/start_session", headers=OWNER))
         await client.post("/rl/set_reward", json={"reward": 1}, **keys[-1])
         await client.post("/rl/end_session", **keys[-1])
         found = await asyncio.wait_for(episode, 30)
-    await agents.open.aclose()
     assert [one.status_code for one in taken] == [200, *([] if late else [200]), 429]
     assert [one.status_code for one in asked] == ([200] if late else [401, 200])
     assert (found.reward, found.fault, len(found.turns)) == (1.0, None, 1)
     assert len({one.json().get("session_id") for one in taken[:-1]}) == 1
 
 
-async def test_a_request_that_is_open_when_its_episode_ends_is_answered(tokenizer, kit_of):
-    agents = Agents(agent_of(mode="online", port=0), 64, "secret", kit_of())
-
-    async with httpx.AsyncClient(base_url=await agents.start(), trust_env=False, timeout=30) as client:
+async def test_a_request_that_is_open_when_its_episode_ends_is_answered(tokenizer, online):
+    async with online() as (agents, client):
         episode = asyncio.create_task(agents.run(Counting(tokenizer, delay=60), MESSAGES, {}))
-        taken = (await client.post("/rl/start_session", headers={"Authorization": "Bearer secret"})).json()
-        own = {"headers": {"Authorization": f"Bearer {taken['api_key']}"}}
-        asked = asyncio.create_task(client.post("/v1/chat/completions", json={"messages": MESSAGES}, **own))
-        while not agents.policies[taken["session_id"]].tasks:
+        taken = await client.post("/rl/start_session", headers=OWNER)
+        chat = client.post("/v1/chat/completions", json={"messages": MESSAGES}, **key_of(taken))
+        asked = asyncio.create_task(chat)
+        while not agents.policies[taken.json()["session_id"]].tasks:
             await asyncio.sleep(0.01)
-        await client.post("/rl/end_session", **own)
+        await client.post("/rl/end_session", **key_of(taken))
         await episode
         reply = await asked
-    await agents.open.aclose()
     assert (reply.status_code, reply.json()["error"]["code"]) == (409, "session_closed")
 
 
@@ -425,22 +426,15 @@ async def test_the_health_of_a_run_is_that_of_its_engines_and_fine_while_the_pol
 
 @pytest.mark.parametrize(("columns", "turns"), [({}, 2), ({"agent_name": "single_turn_agent"}, 1)])
 def test_rows_that_name_nothing_else_run_in_the_agent(worker, tokenizer, columns, turns):
-    sampling = Sampling(max_tokens=50, stop_ids=(tokenizer.eos_token_id,))
-    spec = EpisodeSpec(0, 0, MESSAGES, {"turns": 2, "reward": 1.0} | columns, sampling, 1, "key")
     seeds = []
 
-    async def drive() -> Trajectory:
-        await worker.give("1", pickle.dumps(([(7, spec)], [])))
-        while True:
-            for ticket, what in pickle.loads(await worker.take("1")):
-                if isinstance(what, Trajectory):
-                    return what
-                seeds.append(what.seed)
-                await worker.give("1", pickle.dumps(([], [(ticket, completion_of(tokenizer, "yes"))])))
+    def answer(request: Request) -> Completion:
+        seeds.append(request.seed)
+        return completion_of(tokenizer, "yes")
 
-    found = asyncio.run(drive())
+    (found,) = run_episodes(worker, [{"turns": 2, "reward": 1.0} | columns], answer)
     assert len(found.turns) == turns and found.fault is None
-    assert seeds == [request_seed(1, "key", 0, *([turn] if turn else [])) for turn in range(turns)]
+    assert seeds == [request_seed(7, 0, 0, *([turn] if turn else [])) for turn in range(turns)]
 
 
 async def test_no_more_agents_of_a_call_run_at_a_time_than_are_allowed(worker, tokenizer):

@@ -1,8 +1,6 @@
 """Which runs have episodes of several turns, and what of them is rejected before anything starts."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,24 +8,23 @@ import pytest
 from hybridrl.agents.endpoint.episodes import episode_limits, runs_episodes
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
 from hybridrl.runs.prepare import prepare
+from tests.agents.endpoint.conftest import RECIPE
+from tests.agents.environments.conftest import CALLS
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart"
+REWARD = f"reward.custom_reward_function.path={RECIPE}/reward.py"
 MULTI_TURN, MODE = "actor_rollout_ref.rollout.multi_turn", "tokenization_sanity_check_mode"
-TOOLS = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + {'name': c.function.name, 'arguments': c.function.arguments} "
-    "| tojson + '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """The agent quickstart's data and its untrained model."""
+def data(tiny, tmp_path_factory) -> Path:
+    """The rows of a game with the quickstart's untrained model."""
     directory = tmp_path_factory.mktemp("data")
-    subprocess.run([sys.executable, RECIPE / "make_games.py", "--out", directory], check=True, cwd=RECIPE)
-    (directory / "tools.jinja").write_text(TOOLS)
+    games = [{"target": number, "low": 1, "high": 31} for number in range(1, 32)]
+    row = {"data_source": "quickstart/guess_number", "prompt": [{"role": "user", "content": "?"}]}
+    rows = [row | {"reward_model": {"ground_truth": str(game["target"])}, "extra_info": game} for game in games]
+    (directory / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (directory / "model").symlink_to(tiny)
+    (directory / "tools.jinja").write_text(CALLS)
     return directory
 
 
@@ -103,22 +100,19 @@ def test_a_tool_without_a_docstring_is_named(data, tmp_path):
     file = tmp_path / "tools.py"
     file.write_text("def look(word: str) -> str:\n    return word\n")
     template = f"actor_rollout_ref.model.custom_chat_template={data}/tools.jinja"
-    reward = f"reward.custom_reward_function.path={RECIPE}/reward.py"
-    message = rejected(data, f"{MULTI_TURN}.function_tool_path={file}", template, reward, "data.max_prompt_length=400")
+    message = rejected(data, f"{MULTI_TURN}.function_tool_path={file}", template, REWARD, "data.max_prompt_length=400")
     assert "look" in message and "docstring" in message
 
 
 def test_a_template_that_does_not_show_the_tools_is_rejected(data):
-    reward = f"reward.custom_reward_function.path={RECIPE}/reward.py"
-    message = rejected(data, f"{MULTI_TURN}.tools=[calculator]", reward)
+    message = rejected(data, f"{MULTI_TURN}.tools=[calculator]", REWARD)
     assert "the chat template does not show the tools to the model" in message
-    described = [f"{MULTI_TURN}.tools=[calculator]", f"{MULTI_TURN}.{MODE}=disable", reward]
+    described = [f"{MULTI_TURN}.tools=[calculator]", f"{MULTI_TURN}.{MODE}=disable", REWARD]
     assert not prepare(load(data, *described, f"{MULTI_TURN}.format=hermes")).rejections.errors
 
 
 def test_a_format_of_calls_that_cannot_be_read_is_rejected(data):
-    reward = f"reward.custom_reward_function.path={RECIPE}/reward.py"
-    silent = rejected(data, f"{MULTI_TURN}.tools=[calculator]", f"{MULTI_TURN}.{MODE}=disable", reward)
+    silent = rejected(data, f"{MULTI_TURN}.tools=[calculator]", f"{MULTI_TURN}.{MODE}=disable", REWARD)
     assert f"{MULTI_TURN}.format=auto" in silent and "its chat template writes no calls" in silent
     unknown = rejected(data, f"{MULTI_TURN}.environment=guess_number", f"{MULTI_TURN}.format=hermse")
     assert f"{MULTI_TURN}.format=hermse: unknown; set it to one of auto" in unknown
@@ -149,7 +143,7 @@ def test_the_formats_of_loops_are_checked_and_a_registered_parser_is_one(data, t
     (tmp_path / "agent.yaml").write_text(loops)
     agent = "actor_rollout_ref.rollout.agent"
     keys = [f"{agent}.agent_loop_config_path={tmp_path}/agent.yaml", f"{MULTI_TURN}.{MODE}=disable"]
-    keys += [f"reward.custom_reward_function.path={RECIPE}/reward.py", f"{MULTI_TURN}.tools=[calculator]"]
+    keys += [REWARD, f"{MULTI_TURN}.tools=[calculator]"]
     plain, own = (f"{agent}.default_agent_loop={name}" for name in ("Plain", "Own"))
     assert "its chat template writes no calls" in rejected(data, *keys, plain)
     assert not prepare(load(data, *keys, own)).rejections.errors
@@ -161,8 +155,8 @@ def test_the_formats_of_loops_are_checked_and_a_registered_parser_is_one(data, t
 
 def test_prompts_that_are_too_long_with_the_tools_are_rejected_with_the_length(data):
     keys = [f"{MULTI_TURN}.tools=[calculator]", f"actor_rollout_ref.model.custom_chat_template={data}/tools.jinja"]
-    message = rejected(data, *keys, f"reward.custom_reward_function.path={RECIPE}/reward.py")
+    message = rejected(data, *keys, REWARD)
     assert "data.max_prompt_length=32: 31 of 31 prompts" in message
     needed = message.rsplit("data.max_prompt_length=", 1)[1].split()[0]
-    longer = load(data, *keys, f"reward.custom_reward_function.path={RECIPE}/reward.py", "data.max_prompt_length=440")
+    longer = load(data, *keys, REWARD, "data.max_prompt_length=440")
     assert json.loads(needed) <= 440 and not prepare(longer).rejections.errors

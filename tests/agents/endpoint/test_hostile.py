@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Iterable
 from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -55,6 +56,8 @@ OF_ALL = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"n": 0}, "n"),
+    ({"n": 2}, "n"),
+    ({"temperature": -1}, "temperature"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
     ({"stop_token_ids": [10**6]}, "stop_token_ids"),
     ({"stream_options": 7}, "stream_options"),
@@ -63,6 +66,7 @@ OF_ALL = [
     ({"user": "a" + HALF}, "user"),
     ({"tool_choice": [5]}, "tool_choice"),
     ({"tool_choice": {"type": []}}, "tool_choice"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"guided_json": {"type": "object"}}, "guided_json"),
     ({"temprature": 0.5}, "temprature"),
@@ -80,8 +84,12 @@ OF_ONE = [
     (CHAT, {"messages": called({"name": "look", "arguments": HALF_ESCAPED})},
      "messages[0].tool_calls[0].function.arguments"),
     (CHAT, {"messages": [{**USER, "reasoning_content": 5}]}, "messages[0].reasoning_content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     (CHAT, {"messages": None}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
     (CHAT, {"tools": ["look"]}, "tools[0]"),
+    (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (CHAT, {"tool_choice": "sometimes", "tools": [tool()]}, "tool_choice"),
     (CHAT, {"tools": [{"type": "function", "function": "look"}]}, "tools[0].function"),
     (CHAT, {"tools": [tool(name=5)]}, "tools[0].function.name"),
     (CHAT, {"tools": [tool(parameters=[1])]}, "tools[0].function.parameters"),
@@ -91,6 +99,7 @@ OF_ONE = [
     (CHAT, {"chat_template_kwargs": {"assistant": 1}}, "chat_template_kwargs"),  # a word of the template, no argument
     (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "xml"}}, "response_format"),
     (CHAT, {"logprobs": True, "top_logprobs": 5}, "top_logprobs"),
     (TEXT, {"prompt": [5, 10**6]}, "prompt"),
     (TEXT, {"prompt": [-1]}, "prompt"),
@@ -125,54 +134,34 @@ def client_of(served) -> httpx.AsyncClient:
 
 
 @pytest.fixture
-def reply_to(endpoint):
-    """Send one request to an endpoint whose policy says 7, with the options of create_app."""
+def replies_to(endpoint):
+    """Send requests to an endpoint whose policy says 7, with the options of create_app; returns the replies."""
 
-    def send(path: str, body: object, **options) -> httpx.Response:
-        async def run() -> httpx.Response:
-            async with endpoint(lambda prompt: "7", app=options) as served, client_of(served) as http:
-                headers = {"Content-Type": "application/json"}
-                return await http.post(path, content=json.dumps(body), headers=headers)
-
-        return asyncio.run(run())
+    async def send(requests: Iterable[tuple[str, object]], **options) -> list[httpx.Response]:
+        headers = {"Content-Type": "application/json"}
+        async with endpoint(lambda prompt: "7", app=options) as served, client_of(served) as http:
+            return [await http.post(path, content=json.dumps(body), headers=headers) for path, body in requests]
 
     return send
 
 
-def test_what_no_response_can_have_is_rejected_by_name_in_every_form(endpoint):
+async def test_what_no_response_can_have_is_rejected_by_name_in_every_form(replies_to):
     cases = [(path, fields, param) for path in FORMS for fields, param in OF_ALL] + OF_ONE
-
-    async def run():
-        async with endpoint(lambda prompt: "7") as served, client_of(served) as http:
-            headers, wrong = {"Content-Type": "application/json"}, []
-            for path, fields, param in cases:
-                reply = await http.post(path, content=json.dumps(FORMS[path] | fields), headers=headers)
-                error = reply.json().get("error") or {"message": ""}
-                named = param.partition("[")[0] in error["message"]
-                if not named or (reply.status_code, error["param"]) != (400, param):
-                    wrong.append((path, fields, param, reply.status_code, error))
-            return wrong
-
-    assert not asyncio.run(run())
+    replies = await replies_to((path, FORMS[path] | fields) for path, fields, _ in cases)
+    wrong = []
+    for (path, fields, param), reply in zip(cases, replies, strict=True):
+        error = reply.json().get("error") or {"message": ""}
+        named = param.partition("[")[0] in error["message"]
+        if not named or (reply.status_code, error["type"], error["param"]) != (400, "invalid_request_error", param):
+            wrong.append((path, fields, param, reply.status_code, error))
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", FORMS)
-def test_a_field_that_is_null_is_absent(path, reply_to):
-    fields = (
-        "stop",
-        "temperature",
-        "top_p",
-        "seed",
-        "n",
-        "stream",
-        "tools",
-        "tool_choice",
-        "metadata",
-        "user",
-        "logprobs",
-    )
-    nothing = dict.fromkeys((*fields, "response_format", "text", "system", "unknown", "stream_options"))
-    assert reply_to(path, nothing | FORMS[path]).status_code == 200
+async def test_a_field_that_is_null_is_absent(replies_to):
+    fields = "stop temperature top_p seed n stream tools tool_choice metadata user logprobs response_format text system"
+    nothing = dict.fromkeys((*fields.split(), "unknown", "stream_options"))
+    replies = await replies_to((path, nothing | body) for path, body in FORMS.items())
+    assert [reply.status_code for reply in replies] == [200] * len(FORMS)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +183,9 @@ async def test_a_body_that_is_no_json_is_rejected(endpoint, content, kind, said)
     assert reply.status_code == 400 and said in reply.json()["error"]["message"]
 
 
-def test_tools_that_are_nested_deeply_are_rendered_or_rejected(reply_to):
-    assert reply_to(CHAT, {"messages": [USER], "tools": [tool(parameters={"a": DEEP})]}).status_code in (200, 400)
+async def test_tools_that_are_nested_deeply_are_rendered_or_rejected(replies_to):
+    (reply,) = await replies_to([(CHAT, {"messages": [USER], "tools": [tool(parameters={"a": DEEP})]})])
+    assert reply.status_code in (200, 400)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -272,30 +262,20 @@ async def test_after_a_failure_of_the_policy_the_connection_stays_usable(endpoin
     assert (first, second) == (500, 200) and socket is same
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("127.0.0.1:8000", 200),
-        ("localhost", 200),
-        ("[::1]:1", 200),
-        ("127.8.9.1", 200),
-        ("10.1.2.3", 403),
-        ("evil.example", 403),
-        ("127.0.0.1.evil.example", 403),
-        ("[oops", 403),
-        ("", 403),
-    ],
-)
-def test_only_requests_to_this_host_are_answered(endpoint, host, status):
-    async def run(**options):
-        async with endpoint(lambda prompt: "7", app=options) as served, client_of(served) as http:
-            here = f"http://127.0.0.1:{http.base_url.port}"  # the configured name is no address of this machine
-            urls = (f"{here}/health", f"{here}/v1/models")
-            return [(await http.get(url, headers={"Host": host})).status_code for url in urls]
+async def test_only_requests_to_this_host_are_answered(endpoint):
+    here = ("127.0.0.1:8000", "localhost", "[::1]:1", "127.8.9.1")
+    elsewhere = ("10.1.2.3", "evil.example", "127.0.0.1.evil.example", "[oops", "")
 
-    assert asyncio.run(run()) == [status] * 2
-    if host == "evil.example":
-        assert asyncio.run(run(host="evil.example")) == [200] * 2 == asyncio.run(run(host="0.0.0.0"))
+    async def statuses(*hosts: str, **options) -> list[int]:
+        async with endpoint(lambda prompt: "7", app=options) as served, client_of(served) as http:
+            own = f"http://127.0.0.1:{http.base_url.port}"  # the configured name is no address of this machine
+            urls = (f"{own}/health", f"{own}/v1/models")
+            return [(await http.get(url, headers={"Host": host})).status_code for host in hosts for url in urls]
+
+    assert await statuses(*here) == [200] * 2 * len(here)
+    assert await statuses(*elsewhere) == [403] * 2 * len(elsewhere)
+    for configured in ("evil.example", "0.0.0.0"):
+        assert await statuses("evil.example", host=configured) == [200] * 2
 
 
 async def test_keys_may_have_any_characters(endpoint):
@@ -333,29 +313,28 @@ async def test_the_owner_may_set_the_reward_of_a_session_and_end_it(endpoint):
     assert ended["turns"] == 1 and unknown == 404 and session.closed and session.trajectory().reward == 0.5
 
 
-def test_health_asks_the_engine(endpoint):
-    async def dead():
-        raise RuntimeError("the engine is dead: no memory")
-
-    async def hung():
-        await asyncio.sleep(60)
-
-    async def run(check):
-        async with endpoint([], app={"check": check}) as served, client_of(served) as http:
-            return await http.get("/health")
-
-    reply = asyncio.run(run(dead))
-    assert reply.status_code == 503 and "no memory" in reply.json()["status"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "CHECK_SECONDS", 0.1)
-        assert asyncio.run(run(hung)).status_code == 503
+async def dead():
+    raise RuntimeError("the engine is dead: no memory")
 
 
-def test_a_hint_without_effect_is_named_in_the_response(reply_to):
-    for path, body in FORMS.items():
-        reply = reply_to(path, body | {"store": True, "service_tier": "auto", "prompt_cache_key": ""})
+async def hung():
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(("check", "said"), [(dead, "no memory"), (hung, "")])
+async def test_health_asks_the_engine(endpoint, monkeypatch, check, said):
+    monkeypatch.setattr(app, "CHECK_SECONDS", 0.1)
+    async with endpoint([], app={"check": check}) as served, client_of(served) as http:
+        reply = await http.get("/health")
+    assert reply.status_code == 503 and said in reply.json()["status"]
+
+
+async def test_a_hint_without_effect_is_named_in_the_response(replies_to):
+    hints = {"store": True, "service_tier": "auto", "prompt_cache_key": ""}
+    for reply in await replies_to((path, body | hints) for path, body in FORMS.items()):
         assert reply.json()["warnings"] == ["store has no effect", "service_tier has no effect"]
-        assert "warnings" not in reply_to(path, body | {"store": False}).json()
+    for reply in await replies_to((path, body | {"store": False}) for path, body in FORMS.items()):
+        assert reply.status_code == 200 and "warnings" not in reply.json()
 
 
 def part(**fields):
@@ -398,27 +377,27 @@ INSIDE = [
 ]  # fmt: skip
 
 
-async def test_a_field_within_another_without_effect_is_named_in_the_response(endpoint):
-    async with endpoint(lambda prompt: "7") as served, client_of(served) as http:
-        wrong = []
-        for path, fields, places in INSIDE:
-            reply = (await http.post(path, json=FORMS[path] | fields)).json()
-            if reply.get("warnings", []) != [f"{place} has no effect" for place in places] or reply.get("error"):
-                wrong.append((path, fields, reply))
-        assert not wrong
+async def test_a_field_within_another_without_effect_is_named_in_the_response(replies_to):
+    replies = await replies_to((path, FORMS[path] | fields) for path, fields, _ in INSIDE)
+    for (path, fields, places), reply in zip(INSIDE, (reply.json() for reply in replies), strict=True):
+        assert reply.get("warnings", []) == [f"{place} has no effect" for place in places], (path, fields, reply)
+        assert not reply.get("error"), (path, fields, reply)
 
 
 @pytest.mark.parametrize(("name", "value"), [("audio", {"id": "1"}), ("function_call", {"name": "look"})])
-def test_a_field_of_a_message_that_changes_what_was_said_is_rejected(reply_to, name, value):
+async def test_a_field_of_a_message_that_changes_what_was_said_is_rejected(replies_to, name, value):
     messages = [{"role": "assistant", "content": None, name: value}, USER]
-    error = reply_to(CHAT, {"messages": messages}).json()["error"]
+    (reply,) = await replies_to([(CHAT, {"messages": messages})])
+    error = reply.json()["error"]
     assert error["param"] == f"messages[0].{name}" and error["param"] in error["message"]
 
 
-def test_where_a_call_is_enforced_strict_is(reply_to):
+async def test_where_a_call_is_enforced_strict_is(replies_to):
     body = {"messages": [USER], "tools": [tool(strict=True)], "tool_choice": "required"}
-    assert "warnings" not in reply_to(CHAT, body).json()
-    hint = reply_to(CHAT, body, rules=Rules(trains=True, forced_as_auto=True)).json()["warnings"]
+    (served,) = await replies_to([(CHAT, body)])
+    assert "warnings" not in served.json()
+    (trained,) = await replies_to([(CHAT, body)], rules=Rules(trains=True, forced_as_auto=True))
+    hint = trained.json()["warnings"]
     assert hint[0].startswith("tool_choice is read as auto") and hint[1:] == ["tools[0].function.strict has no effect"]
 
 
@@ -444,78 +423,73 @@ async def test_what_has_no_effect_is_not_shown_to_the_policy(endpoint):
 async def test_the_result_of_a_tool_that_failed_is_read_as_an_error(endpoint, tokenizer, result, read):
     call = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]}
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", **result}]}
-
     async with endpoint(["7"]) as served, client_of(served) as http:
         reply = await http.post(MESSAGES, json={"messages": [USER, call, result], "max_tokens": 9})
         reply, prompt = reply.json(), tokenizer.decode(served.script.prompts[0])
     assert f"<|im_start|>tool\n{read}<|im_end|>" in prompt and "warnings" not in reply
 
 
-def test_sampling_that_is_the_runs_is_named_and_what_would_change_a_response_rejected(reply_to):
+async def test_sampling_that_is_the_runs_is_named_and_what_would_change_a_response_rejected(replies_to):
     training = {"rules": Rules(trains=True)}
-    for path, body in FORMS.items():
-        reply = reply_to(path, body | {"temperature": 0.5, "seed": 1}, **training).json()
-        assert [text.split()[0] for text in reply["warnings"]] == ["temperature", "seed"]
-        for name, value in {"stop_token_ids": [5], "min_tokens": 3, "ignore_eos": True}.items():
-            rejected = reply_to(path, body | {name: value}, **training)
-            assert (rejected.status_code, rejected.json()["error"]["param"]) == (400, name)
+    named = [(path, body | {"temperature": 0.5, "seed": 1}) for path, body in FORMS.items()]
+    for reply in await replies_to(named, **training):
+        assert [text.split()[0] for text in reply.json()["warnings"]] == ["temperature", "seed"]
+    for name, value in {"stop_token_ids": [5], "min_tokens": 3, "ignore_eos": True}.items():
+        for reply in await replies_to(((path, body | {name: value}) for path, body in FORMS.items()), **training):
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
     formats = {
         CHAT: {"response_format": {"type": "json_object"}},
         RESPONSES: {"text": {"format": {"type": "json_schema", "schema": {}}}},
         MESSAGES: {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
     }
-    for path, fields in formats.items():
-        error = reply_to(path, FORMS[path] | fields, **training).json()["error"]
+    replies = await replies_to(((path, FORMS[path] | fields) for path, fields in formats.items()), **training)
+    for fields, reply in zip(formats.values(), replies, strict=True):
+        error = reply.json()["error"]
         assert error["param"].startswith(next(iter(fields))) and "ask for the format in the prompt" in error["message"]
 
 
-def test_a_forced_tool_choice_is_rejected_by_its_key_or_read_as_a_hint(reply_to):
-    look = {"name": "look", "parameters": {"type": "object"}}
+async def test_a_forced_tool_choice_is_rejected_by_its_key_or_read_as_a_hint(replies_to):
     forms = {
-        CHAT: ("required", [{"type": "function", "function": look}]),
-        RESPONSES: ({"type": "function", "name": "look"}, [{"type": "function"} | look]),
+        CHAT: ("required", [{"type": "function", "function": LOOK}]),
+        RESPONSES: ({"type": "function", "name": "look"}, [{"type": "function"} | LOOK]),
         MESSAGES: ({"type": "any"}, [{"name": "look", "input_schema": {"type": "object"}}]),
     }
-    for path, (choice, tools) in forms.items():
-        body = FORMS[path] | {"tools": tools, "tool_choice": choice}
-        error = reply_to(path, body, rules=Rules(trains=True)).json()["error"]
+    forced = [(path, FORMS[path] | {"tools": tools, "tool_choice": choice}) for path, (choice, tools) in forms.items()]
+    for reply in await replies_to(forced, rules=Rules(trains=True)):
+        error = reply.json()["error"]
         assert error["param"] == "tool_choice" and "agent.forced_tool_choice=auto" in error["message"]
-        hint = reply_to(path, body, rules=Rules(trains=True, forced_as_auto=True))
-        assert hint.status_code == 200 and "tool_choice is read as auto" in hint.json()["warnings"][0]
-        assert reply_to(path, FORMS[path] | {"tool_choice": choice}).json()["error"]["param"] == "tool_choice"
+    for reply in await replies_to(forced, rules=Rules(trains=True, forced_as_auto=True)):
+        assert reply.status_code == 200 and "tool_choice is read as auto" in reply.json()["warnings"][0]
+    without = [(path, FORMS[path] | {"tool_choice": choice}) for path, (choice, _) in forms.items()]
+    assert [one.json()["error"]["param"] for one in await replies_to(without)] == ["tool_choice"] * len(forms)
 
 
-def test_where_a_model_is_served_a_forced_call_is_enforced_by_its_schema(endpoint):
-    look = {
-        "name": "look",
-        "parameters": {"type": "object", "properties": {"word": {"$ref": "#/$defs/w"}}, "$defs": {}},
-    }
+async def test_where_a_model_is_served_a_forced_call_is_enforced_by_its_schema(endpoint):
+    word = {"type": "object", "properties": {"word": {"$ref": "#/$defs/w"}}, "$defs": {}}
+    look = {"name": "look", "parameters": word}
     other = {"type": "function", "function": {"name": "other"}}
 
-    async def run(choice):
-        async with endpoint(['{"name": "look", "arguments": {"word": "a"}}']) as served, client_of(served) as http:
-            tools = [{"type": "function", "function": look}, other]
-            reply = await http.post(CHAT, json={"messages": [USER], "tools": tools, "tool_choice": choice})
-            return reply.json()["choices"][0], json.loads(served.script.wanted[0].json_schema)
-
-    choice, schema = asyncio.run(run("required"))
+    body = {"messages": [USER], "tools": [{"type": "function", "function": look}, other]}
+    named, text = {"type": "function", "function": {"name": "look"}}, '{"name": "look", "arguments": {"word": "a"}}'
+    async with endpoint(lambda prompt: text) as served, client_of(served) as http:
+        reply = await http.post(CHAT, json=body | {"tool_choice": "required"})
+        await http.post(CHAT, json=body | {"tool_choice": named})
+    choice = reply.json()["choices"][0]
+    schema, of_one = (json.loads(wanted.json_schema) for wanted in served.script.wanted)
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
     (call,) = choice["message"]["tool_calls"]
     assert call["function"] == {"name": "look", "arguments": '{"word": "a"}'} and len(schema["anyOf"]) == 2
-    _, schema = asyncio.run(run({"type": "function", "function": {"name": "look"}}))
-    assert [one["properties"]["name"] for one in schema["anyOf"]] == [{"const": "look"}]
+    assert [one["properties"]["name"] for one in of_one["anyOf"]] == [{"const": "look"}]
 
 
 async def test_bytes_of_tokens_are_those_of_the_text(endpoint):
     case = Path(__file__).parents[4] / "shared" / "cases" / "endpoint_bytes.txt"
     text = case.read_text() if case.exists() else "né 🙂 ok"
-
     async with endpoint([text]) as served, client_of(served) as http:
         choice = (await http.post(CHAT, json={"messages": [USER], "logprobs": True})).json()["choices"][0]
     tokens = choice["logprobs"]["content"]
-    assert (
-        bytes(byte for token in tokens[:-1] for byte in token["bytes"]).decode() == text == choice["message"]["content"]
-    )
+    decoded = bytes(byte for token in tokens[:-1] for byte in token["bytes"]).decode()
+    assert decoded == text == choice["message"]["content"]
 
 
 def test_bytes_of_tokens_are_those_of_the_text_with_a_vocabulary_of_pieces_too():
@@ -535,7 +509,6 @@ def test_bytes_of_tokens_are_those_of_the_text_with_a_vocabulary_of_pieces_too()
 @pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud83d"}'])
 async def test_calls_with_values_that_json_cannot_hold_are_answered(endpoint, arguments):
     text = f'<tool_call>{{"name": "look", "arguments": {arguments}}}</tool_call>'
-
     async with endpoint(lambda prompt: text) as served, client_of(served) as http:
         chat = {"messages": [USER], "tools": [tool()]}
         tools = [{"name": "look", "input_schema": {"type": "object"}}]

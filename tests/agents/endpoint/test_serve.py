@@ -25,15 +25,6 @@ ROOT = Path(__file__).parents[3]
 READY_SECONDS = 180
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    """The quickstart's untrained model."""
-    directory = tmp_path_factory.mktemp("tiny")
-    script = ROOT / "recipes" / "quickstart" / "make_data.py"
-    subprocess.run([sys.executable, script, "--out", directory], check=True, cwd=ROOT)
-    return directory / "model"
-
-
 def test_keys_are_the_commands_own_and_those_of_a_run(tiny):
     own, section = serve.read([f"model.path={tiny}", "port=9", "rollout.max_num_seqs=3"])
     assert own == {"port": "9", "host": "127.0.0.1", "served_model_name": "policy", "device": "auto"}

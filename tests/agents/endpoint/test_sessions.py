@@ -22,13 +22,8 @@ def say(session: Session, messages, text: str, *, tools=(), message=None, called
 
 
 def calling(arguments: str, **more):
-    function = {"name": "look", "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
-        **more,
-    }
+    call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call], **more}
 
 
 @pytest.fixture
@@ -43,8 +38,7 @@ def test_a_conversation_continues_the_ids_that_were_sampled(session, tokenizer):
     assert tokenizer.decode(prompt.observed) == "\n<|im_start|>user\nMore.<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_sampled_ids_stay_although_the_text_would_be_encoded_otherwise(kit_of, tokenizer_of):
-    session = Session(kit_of())
+def test_sampled_ids_stay_although_the_text_would_be_encoded_otherwise(session):
     prompt = session.prompt_for(as_rendered([QUESTION]))
     completion = completion_of(session.kit.tokenizer, "7<|im_start|>")  # a special token, which no text becomes
     turn = session.record(prompt, completion, {"role": "assistant", "content": "7<|im_start|>"})
@@ -71,12 +65,8 @@ def test_a_call_in_another_form_is_the_call_that_was_sampled(session, replayed):
 
 
 def test_dropped_reasoning_matches_and_our_ids_keep_it(session, tokenizer):
-    first, _ = say(
-        session,
-        [QUESTION],
-        "<think>\nhm\n</think>\n\n7",
-        message={"role": "assistant", "content": "7", "reasoning_content": "hm"},
-    )
+    message = {"role": "assistant", "content": "7", "reasoning_content": "hm"}
+    first, _ = say(session, [QUESTION], "<think>\nhm\n</think>\n\n7", message=message)
     for content in ("7", "<think>\nhm\n</think>\n\n7", [{"type": "text", "text": "7"}]):
         prompt = session.prompt_for(as_rendered([QUESTION, {"role": "assistant", "content": content}, MORE]))
         assert prompt.parent is first and "hm" in tokenizer.decode(prompt.ids)
@@ -111,10 +101,8 @@ def test_the_row_of_an_unbranched_session_is_its_conversation(session, tokenizer
     start = "<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(row.prompt_ids) == start
     assert tokenizer.decode(row.response_ids[row.mask]) == "7<|im_end|>8<|im_end|>"
-    assert [*row.log_probs[row.mask]] == [
-        *completion_of(tokenizer, "7").log_probs,
-        *completion_of(tokenizer, "8").log_probs,
-    ]
+    sampled = [completion_of(tokenizer, text).log_probs for text in "78"]
+    assert [*row.log_probs[row.mask]] == [*sampled[0], *sampled[1]]
     assert not row.log_probs[~row.mask].any()
 
 
@@ -146,14 +134,12 @@ def test_a_session_without_a_reward_has_none(session):
     assert session.trajectory().reward is None
 
 
-def test_an_end_token_that_the_template_replaces_leaves_the_row(kit_of, tokenizer):
+def test_an_end_token_that_the_template_replaces_leaves_the_row(session, tokenizer):
     """The last token of a response is another one where the next message begins."""
-    session = Session(kit_of())
     first, message = say(session, [QUESTION], "7")
     prompt = session.prompt_for(as_rendered([QUESTION, message, MORE]))
-    replaced = type(prompt)(
-        prompt.ids, first, [tokenizer.eos_token_id, *prompt.observed], 1, prompt.messages, (), prompt.left
-    )
+    observed = [tokenizer.eos_token_id, *prompt.observed]
+    replaced = type(prompt)(prompt.ids, first, observed, 1, prompt.messages, (), prompt.left)
     session.record(replaced, completion_of(tokenizer, "8"), {"role": "assistant", "content": "8"})
     (row,) = session.trajectory().rows()
     assert [*row.prompt_ids, *row.response_ids] == session.turns[-1].ids()

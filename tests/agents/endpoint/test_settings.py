@@ -50,15 +50,12 @@ def test_without_a_path_no_row_runs_in_an_agent(agents_in):
     assert agents_in() is None
 
 
-def test_an_agent_runs_in_the_processes_of_episodes(agents_in, agent):
-    agents = required(agents_in(f"{AGENT}.path={agent}", f"{AGENT}.name=solve", f"{AGENT}.turn_discount=0.9"))
+def test_an_agent_runs_in_the_processes_of_episodes_and_waits_for_no_other_where_batches_are_fixed(agents_in, agent):
+    keys = (f"{AGENT}.path={agent}", f"{AGENT}.name=solve", f"{AGENT}.turn_discount=0.9")
+    agents = required(agents_in(*keys))
     assert (agents.function, agents.concurrency, agents.settings.turn_discount) == (f"{agent}:solve", 64, 0.9)
     assert agents.needs_reward and agents.waiting is None
-
-
-def test_where_batches_are_fixed_no_agent_waits_for_another(agents_in, agent):
-    agents = agents_in(f"{AGENT}.path={agent}", f"{AGENT}.name=solve", "trainer.deterministic=true")
-    assert required(agents).concurrency is None
+    assert required(agents_in(*keys, "trainer.deterministic=true")).concurrency is None
 
 
 def test_a_function_that_is_missing_is_named_with_those_there_are(agents_in, agent):

@@ -59,7 +59,6 @@ def anthropic_messages(served, session):
 
 async def test_messages_continue_a_tool_loop_as_a_chat_does(endpoint):
     schema = {"name": TOOL["name"], "description": TOOL["description"], "input_schema": TOOL["parameters"]}
-
     async with endpoint([CALL, "It is a."] * 2) as served:
         expected, session = await chat_of(served), served.sessions.start()
         create = anthropic_messages(served, session).create
@@ -76,7 +75,6 @@ async def test_messages_continue_a_tool_loop_as_a_chat_does(endpoint):
 
 async def test_a_stream_of_messages_has_the_whole_message(endpoint):
     tools = [{"name": "look", "input_schema": TOOL["parameters"]}]
-
     async with endpoint(["one two", CALL]) as served:
         messages = anthropic_messages(served, served.sessions.start())
         options = {"model": "policy", "max_tokens": 500, "messages": [{"role": "user", "content": QUESTION}]}

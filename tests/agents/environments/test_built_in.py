@@ -54,15 +54,17 @@ def test_the_calculator_evaluates_arithmetic(expression, value) -> None:
 @pytest.mark.parametrize(
     "expression",
     [
-        "1/0",
-        "9**9**9**9",
-        "__import__('os')",
-        "(1).real",
-        "1 +",
-        "x",
-        "'a' * 3",
-        "1e308 * 10 ** 400",
-        "(-8) ** 0.5",
+        *(
+            "1/0",
+            "9**9**9**9",
+            "__import__('os')",
+            "(1).real",
+            "1 +",
+            "x",
+            "'a' * 3",
+            "1e308 * 10 ** 400",
+            "(-8) ** 0.5",
+        ),
         "1+" * 600,
         "1" * 1_000_000,
         "9**9**9",
@@ -70,9 +72,7 @@ def test_the_calculator_evaluates_arithmetic(expression, value) -> None:
         "*".join(["9**3000"] * 100),
         "-" * 999 + "1",
         "(" * 500,
-        "round(1, 1, 1)",
-        "min()",
-        "floor(1e308) ** 100",
+        *("round(1, 1, 1)", "min()", "floor(1e308) ** 100"),
     ],
 )
 def test_the_calculator_answers_anything_else_with_an_error(expression) -> None:
@@ -108,34 +108,26 @@ def test_stateful_python_keeps_names_for_the_episode_only() -> None:
 
 @pytest.fixture
 def database(tmp_path):
-    file = tmp_path / "spider/database/d/d.sqlite"
-    file.parent.mkdir(parents=True)
-    with sqlite3.connect(file) as connection:
+    (tmp_path / "spider/database/d").mkdir(parents=True)
+    with sqlite3.connect(tmp_path / "spider/database/d/d.sqlite") as connection:
         connection.execute("create table t (a, b)")
         connection.executemany("insert into t values (?, ?)", [(1, "x"), (2, "y"), (2, "y")])
     return tmp_path
 
 
-def test_a_query_reads_and_can_change_nothing(database) -> None:
-    file = str(database / "spider/database/d/d.sqlite")
+@pytest.fixture
+def file(database) -> str:
+    return str(database / "spider/database/d/d.sqlite")
+
+
+def test_a_query_reads_and_can_change_nothing(database, file) -> None:
     assert sql_query.as_table(*sql_query.query(file, "select * from t")) == "a | b\n1 | x\n2 | y\n2 | y"
     for statement in (
-        "delete from t",
-        "create table u (a)",
-        f"attach '{database}/new.db' as n",
-        f"vacuum into '{database}/new.db'",
-        "pragma user_version = 5",
-        "select randomblob(100000000)",
-        "PRAGMA query_only=0; drop table t",
-        "PRAGMA query_only=0",
-        f"PRAGMA temp_store_directory='{database}'",
-        "PRAGMA writable_schema=1",
-        "PRAGMA hard_heap_limit=0",
-        "select load_extension('x')",
-        "create temp table u as select 1",
-        "begin",
-        "select zeroblob(100000000)",
-        "update sqlite_master set sql = ''",
+        *("delete from t", "create table u (a)", "create temp table u as select 1", "begin"),
+        *(f"attach '{database}/new.db' as n", f"vacuum into '{database}/new.db'", "update sqlite_master set sql = ''"),
+        *("pragma user_version = 5", "PRAGMA query_only=0; drop table t", "PRAGMA query_only=0"),
+        *("PRAGMA writable_schema=1", "PRAGMA hard_heap_limit=0", f"PRAGMA temp_store_directory='{database}'"),
+        *("select randomblob(100000000)", "select zeroblob(100000000)", "select load_extension('x')"),
         "select " + ", ".join("a" for _ in range(1000)) + " from t",
         f"select {'(' * 1000}1{')' * 1000}",
         "select randomblob(1000000) from t, t x, t y, t z, t u",  # 243 MB
@@ -149,16 +141,13 @@ def test_a_query_reads_and_can_change_nothing(database) -> None:
 
 
 @pytest.mark.slow
-def test_a_query_has_a_limit_of_memory(database) -> None:
-    file = str(database / "spider/database/d/d.sqlite")
+def test_a_query_has_a_limit_of_memory(file) -> None:
+    rows = "select randomblob(1000000) a from t, t x, t y, t z, t u, t v order by random()"
     with pytest.raises(ToolError, match="more than 256 MiB of memory"):
-        table(
-            file, "select max(a) from (select randomblob(1000000) a from t, t x, t y, t z, t u, t v order by random())"
-        )
+        table(file, f"select max(a) from ({rows})")
 
 
-def test_a_query_may_read_the_schema(database) -> None:
-    file = str(database / "spider/database/d/d.sqlite")
+def test_a_query_may_read_the_schema(file) -> None:
     assert [row[1] for row in sql_query.query(file, "pragma table_info(t)")[1]] == ["a", "b"]
     assert sql_query.query(file, "select name from pragma_table_info('t')")[1] == [("a",), ("b",)]
     assert sql_query.query(file, "explain query plan select * from t join t u on t.a = u.a")[1]
@@ -166,8 +155,7 @@ def test_a_query_may_read_the_schema(database) -> None:
     assert sql_query.query(file, recursive)[1] == [(1,), (2,), (3,)]
 
 
-def test_a_query_that_sqlite_cannot_interrupt_ends_at_the_time_limit(database) -> None:
-    file = str(database / "spider/database/d/d.sqlite")
+def test_a_query_that_sqlite_cannot_interrupt_ends_at_the_time_limit(file) -> None:
     with pytest.raises(OutOfTime, match=r"time limit of 1 s reached"):
         table(file, "select printf('%.*c', 2000000000, 'x')", 0.5)
     assert table(file, "select 1 as n").text == "n\n1"
@@ -177,15 +165,15 @@ def test_a_query_that_sqlite_cannot_interrupt_ends_at_the_time_limit(database) -
 
 
 @pytest.mark.parametrize("tag", ["search", "answer", "sql", "solution"])
-def test_many_open_tags_are_searched_once(tag, database) -> None:
-    text, file = f"<{tag}>" * 100_000, str(database / "spider/database/d/d.sqlite")
+def test_many_open_tags_are_searched_once(tag, file) -> None:
+    text = f"<{tag}>" * 100_000
     question = SearchQuestions({}, {"reward_spec": {"ground_truth": {"target": ["Rome"]}}})
     for environment in (question, TextToSql({"db_path": file}, {"reward_spec": {"ground_truth": ""}})):
         (step,) = play(environment, text)
         assert (step.done, step.reward) == (False, 0.0)
 
 
-def test_a_table_has_at_most_50_rows(database) -> None:
+def test_a_table_has_at_most_50_rows() -> None:
     text = sql_query.as_table(["n"], [(n,) for n in range(60)])
     assert len(text.splitlines()) == 1 + 50 + 1
     assert text.endswith("... (more rows)")
@@ -203,11 +191,7 @@ def test_a_table_has_at_most_50_rows(database) -> None:
     ],
 )
 def test_text2sql_answers_queries_and_compares_results_as_multisets(database, solution, reward) -> None:
-    row = {
-        "db_id": "d",
-        "data": "spider",
-        "reward_spec": {"ground_truth": "select a, b from t"},
-    }
+    row = {"db_id": "d", "data": "spider", "reward_spec": {"ground_truth": "select a, b from t"}}
     environment = TextToSql({"db_path": str(database)}, row)
     first, bad, last = play(environment, "<sql>select a from t</sql>", "<sql>select c from t</sql>", solution)
     assert "<observation>a\n1\n2\n2\n<reminder>You have 4 turns left" in first.messages[0]["content"]
@@ -285,9 +269,8 @@ def marks_by_rules(guess: str, target: str) -> str:
 
 def test_wordle_marks_each_letter_as_often_as_the_target_has_it() -> None:
     assert marks("speed", "erase") == "Y-YY-"
-    for guess, target in itertools.product(
-        map("".join, itertools.product("ab", repeat=5)), ["abbac", "aabbb", "ccaab"]
-    ):
+    guesses = map("".join, itertools.product("ab", repeat=5))
+    for guess, target in itertools.product(guesses, ["abbac", "aabbb", "ccaab"]):
         assert marks(guess, target) == marks_by_rules(guess, target)
     steps = play(Wordle({}, {"target": "CRANE"}), "trace", "abc", "crane")
     assert [step.messages[0]["content"] for step in steps[:2]] == ["-GGYG", "bad"]

@@ -64,9 +64,8 @@ def test_the_slowest_episode_has_the_length_that_others_have_too():
 
 
 def test_a_sampled_token_is_written_as_sampled_whether_or_not_it_is_trained_on():
-    cut = replace(
-        game([7, 9], [8], sample=0), trajectory=replace(game([7, 9], [8], sample=0).trajectory, stop="max_tokens")
-    )
+    whole = game([7, 9], [8], sample=0)
+    cut = replace(whole, trajectory=replace(whole.trajectory, stop="max_tokens"))
     algorithm = Algorithm(lambda batch: grpo(batch, norm_adv_by_std_in_grpo=True))
     batch = algorithm.advantages(to_batch([[cut, game([5], sample=1)]], mask_truncated=True))[0]
     tokens = trained_fields(batch, 0, 2, lambda ids: [""] * len(ids))[0, 0]["tokens"]

@@ -93,9 +93,8 @@ def test_a_sampled_end_token_leaves_the_row_where_the_template_has_another(token
     assert talk.delta(result("1"), sampled="x<|user|>") == ("<|tool|>1<|assistant|>", 1)
     assert talk.delta(result("1"), sampled="x<|tool|>") == ("1<|assistant|>", 0)
     assert talk.delta(user("more"), sampled="x<|tool|>") == ("<|user|>more<|assistant|>", 1)
-    assert talk.delta(user("more"), sampled="<|tool|>") == ("<|user|>more<|assistant|>", 0), (
-        "its turn has no other token"
-    )
+    alone = talk.delta(user("more"), sampled="<|tool|>")
+    assert alone == ("<|user|>more<|assistant|>", 0), "its turn has no other token"
     assert talk.dialogue.check() == []
 
 
@@ -289,19 +288,23 @@ def assert_exact(talk: Talk, messages: list[dict], tools: list[dict]) -> None:
     assert observed[0] == observed[1]
 
 
+def assert_all_exact(talk: Talk, calls: int, examples: int) -> None:
+    """Try conversations with up to so many calls in a row."""
+
+    @settings(max_examples=examples)
+    @given(conversations(calls))
+    def check(messages: list[dict]) -> None:
+        assert_exact(talk, messages, TOOLS if calls else [])
+
+    check()
+
+
 @pytest.mark.parametrize("template", [CALLS, OPENS, STRIPS, PLAIN], ids=["calls", "opens", "strips", "plain"])
 def test_any_conversation_is_what_the_template_writes(template, tokenizer_of):
     tokenizer = tokenizer_of(template)
     tokenizer.add_tokens(["<|tool|>", "<|user|>", "</s>"], special_tokens=True)
     talk = Talk(tokenizer, ["<|tool|>", "<|user|>"] if template is OPENS else ENDS)
-    tools = TOOLS if template in (CALLS, OPENS) else []
-
-    @settings(max_examples=25)
-    @given(conversations(3 if tools else 0))
-    def check(messages: list[dict]) -> None:
-        assert_exact(talk, messages, tools)
-
-    check()
+    assert_all_exact(talk, 3 if template in (CALLS, OPENS) else 0, examples=25)
 
 
 # The tokens that end a response of a released model, by a part of its template's name.
@@ -369,10 +372,4 @@ def test_any_conversation_is_what_the_template_of_a_released_model_writes(name, 
     talk = Talk(tokenizer_of(released_template(name)), ends.split(), form)
     calls = RELEASED_CALLS.get(name, 3)
     assert talk.dialogue.check(tools=calls > 1) == []
-
-    @settings(max_examples=15)
-    @given(conversations(calls))
-    def check(messages: list[dict]) -> None:
-        assert_exact(talk, messages, TOOLS if calls else [])
-
-    check()
+    assert_all_exact(talk, calls, examples=15)

@@ -157,9 +157,8 @@ def test_calls_are_parsed_and_their_results_are_the_next_message(tokenizer):
 
 def test_calls_that_cannot_be_read_end_the_episode_after_so_many_in_a_row(tokenizer):
     broken, right = "<tool_call>{</tool_call>", '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-    trajectory, _ = run(
-        tokenizer, [broken, right, broken, broken, "no"], Caller({}, {}), invalid_calls=2, response=900, context=1000
-    )
+    limits, texts = {"invalid_calls": 2, "response": 900, "context": 1000}, [broken, right, broken, broken, "no"]
+    trajectory, _ = run(tokenizer, texts, Caller({}, {}), **limits)
     assert (trajectory.stop, len(trajectory.turns)) == ("invalid_calls", 4)
 
 
@@ -272,19 +271,10 @@ def test_a_reward_of_any_kind_of_number_is_taken_as_a_plain_one(tokenizer, rewar
 
 
 def test_metrics_that_are_no_finite_numbers_are_left_out_and_said_once(tokenizer, caplog):
-    returned = {
-        "text": "x",
-        "nan": float("nan"),
-        "none": None,
-        "list": [1],
-        "many": torch.ones(2),
-        "huge": 10**400,
-        5: np.float32(1),
-    }
+    no_numbers = {"text": "x", "nan": float("nan"), "none": None, "list": [1], "many": torch.ones(2), "huge": 10**400}
+    returned = {"step": no_numbers | {5: np.float32(1)}, "close": {"t": 2, "u": "v"}}
     for _ in range(2):
-        trajectory, _ = run(
-            tokenizer, ["7"], Giving({"reward": 1.0, "step": returned, "close": {"t": 2, "u": "v"}}, {})
-        )
+        trajectory, _ = run(tokenizer, ["7"], Giving({"reward": 1.0} | returned, {}))
         assert (trajectory.fault, trajectory.metrics) == (None, {"5": 1.0, "t": 2.0})
     (warning,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
     assert warning.startswith("metrics of Giving (") and warning.endswith(": text, nan, none, list, many, huge")

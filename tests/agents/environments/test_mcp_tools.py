@@ -1,6 +1,5 @@
 """Tools of an MCP server, which is a program here."""
 
-import asyncio
 import json
 import os
 import subprocess
@@ -83,15 +82,12 @@ async def outcomes(settings, *calls) -> list[tuple[str, str]]:
 
 async def test_an_error_of_the_protocol_is_read_by_the_policy_and_the_server_stays(settings) -> None:
     codes = [-32602, -32601, -32000, -32001, 7]
-
     found = [await outcomes(settings, ToolCall("reject", {"code": code})) for code in codes]
     assert found == [[("error", "Error: MCPError: no such thing")]] * len(codes)
     assert len(servers(settings)) == 1
 
 
-async def test_after_a_server_has_hung_the_next_call_has_a_new_one_and_the_old_one_is_gone(
-    settings, monkeypatch
-) -> None:
+async def test_after_a_server_has_hung_the_next_call_has_a_new_one_and_the_old_is_gone(settings, monkeypatch) -> None:
     monkeypatch.setattr(mcp_tools, "SECONDS_TO_RESPOND", 0.2)
     settings = replace(settings, multi_turn=replace(settings.multi_turn, tool_timeout=2))
     once = replace(settings, multi_turn=replace(settings.multi_turn, on_tool_failure="message", tool_retries=0))
@@ -107,9 +103,8 @@ async def test_after_a_server_has_hung_the_next_call_has_a_new_one_and_the_old_o
 
 def test_a_server_ends_with_the_process_that_started_it(settings) -> None:
     code = (
-        "import sys, time; from hybridrl.agents.environments.load import load_tools; "
-        "from tests.agents.sections import environments_of; "
-        "load_tools(environments_of(tool_config_path=sys.argv[1])); "
+        "import sys, time; from hybridrl.agents.environments.mcp_tools import load_mcp_tools; "
+        "load_mcp_tools({'mcp': {'mcp_servers_config_path': './servers.json'}}, 'tools[0]', sys.argv[1]); "
         "print(1, flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", code, settings.multi_turn.tool_config_path]
@@ -121,20 +116,14 @@ def test_a_server_ends_with_the_process_that_started_it(settings) -> None:
     assert psutil.wait_procs([server], timeout=20)[1] == []
 
 
-def test_a_server_is_called_its_errors_are_read_and_a_lost_one_is_opened_again(settings, retries_soon) -> None:
-
-    async def step(*calls):
-        environment = made({}, settings)
-        await environment.reset([])
-        return [(record.outcome, record.result) for record in (await environment.step(Response("", calls))).calls]
-
-    both = asyncio.run(step(ToolCall("add", {"a": 2, "b": 3}), ToolCall("fail", {}), ToolCall("add", {"a": "x"})))
-    assert both[0] == ("ok", "5")
-    assert both[1][0] == "error" and "fail" in both[1][1]
-    assert both[2][0] == "invalid"
+async def test_a_server_is_called_its_errors_are_read_and_a_lost_one_is_opened_again(settings, retries_soon) -> None:
+    calls = (ToolCall("add", {"a": 2, "b": 3}), ToolCall("fail", {}), ToolCall("add", {"a": "x"}))
+    added, failed, invalid = await outcomes(settings, *calls)
+    assert added == ("ok", "5") and invalid[0] == "invalid"
+    assert failed[0] == "error" and "fail" in failed[1]
     with pytest.raises(EpisodeFault, match="tool leave failed 3 times: ConnectionError: MCP server sums"):
-        asyncio.run(step(ToolCall("leave", {})))
-    assert asyncio.run(step(ToolCall("add", {"a": 1, "b": 1}))) == [("ok", "2")]
+        await outcomes(settings, ToolCall("leave", {}))
+    assert await outcomes(settings, ToolCall("add", {"a": 1, "b": 1})) == [("ok", "2")]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +133,7 @@ def test_a_server_is_called_its_errors_are_read_and_a_lost_one_is_opened_again(s
             "tools.yaml",
             "[add, fail, leave, reject, hang]",
             "[mul]",
-            "there is no tool mul; the servers offer add, fail, leave",
+            "there is no tool mul; the servers offer add, fail",
         ),
         ("tools.yaml", "servers.json", "none.json", "none.json: FileNotFoundError"),
         ("servers.json", '"mcpServers"', '"servers"', "KeyError: 'mcpServers'; write"),

@@ -148,13 +148,6 @@ def test_an_environment_that_ends_its_process_is_excluded_and_the_others_are_run
     assert "the process of its environment died" in trajectories[1].detail
 
 
-def test_a_process_that_dies_once_costs_no_episode(workers, tokenizer):
-    place = Path(workers.settings.environments.multi_turn.environment_kwargs["place"])
-    (place / "died").unlink(missing_ok=True)
-    trajectories = run(workers, specs({"turns": 2}, {"turns": 2, "kind": "dies once"}), Sampler(tokenizer))
-    assert [one.fault for one in trajectories] == [None] * 4
-
-
 def test_a_replacement_that_starts_slowly_is_not_taken_for_one_that_does_not_respond(workers, tokenizer, capsys):
     place = Path(workers.settings.environments.multi_turn.environment_kwargs["place"])
     (place / "died").unlink(missing_ok=True)
@@ -200,7 +193,6 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_a_call_in_another_thread_does_not_disturb_episodes_that_are_held(workers, tokenizer):
     gate = Gate(tokenizer)
-
     with closing(EpisodeDispatch(workers)) as dispatch:
         held = dispatch.start(specs({"turns": 2}, {"turns": 3}), gate)
         await until(lambda: len(gate.requests) == 8)
@@ -213,7 +205,6 @@ async def test_a_call_in_another_thread_does_not_disturb_episodes_that_are_held(
 
 async def test_episodes_are_started_while_others_run(workers, tokenizer):
     gate = Gate(tokenizer)
-
     with closing(EpisodeDispatch(workers)) as dispatch:
         first = dispatch.start(specs({"turns": 2}), gate)
         await until(lambda: len(gate.requests) == 4)
@@ -230,7 +221,6 @@ async def test_episodes_are_started_while_others_run(workers, tokenizer):
 
 async def test_episodes_are_abandoned_when_their_dispatch_is_closed(workers, tokenizer, tmp_path):
     gate = Gate(tokenizer)
-
     with closing(EpisodeDispatch(workers)) as dispatch:
         dispatch.start(specs({"turns": 2, "mark": str(tmp_path / "closed")}, count=1), gate)
         await until(lambda: len(gate.requests) == 2)
@@ -241,7 +231,6 @@ async def test_a_process_that_two_dispatches_lose_is_replaced_once(workers, toke
     place = Path(workers.settings.environments.multi_turn.environment_kwargs["place"])
     (place / "died").unlink(missing_ok=True)
     gate, before = Gate(tokenizer), list(workers.actors)
-
     with closing(EpisodeDispatch(workers)) as dispatch:
         held = dispatch.start(specs({"turns": 2}), gate)
         await until(lambda: len(gate.requests) == 4)

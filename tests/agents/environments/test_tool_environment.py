@@ -83,19 +83,15 @@ def test_calls_run_at_once_up_to_the_limit_and_the_others_are_answered() -> None
     assert made.messages[4]["content"] == "Error: not run, only 3 calls at a time"
 
 
-def test_an_ordinary_failure_is_the_text_that_the_tool_gives() -> None:
-    def locked():
-        raise ToolError("the door is locked")
-
-    assert outcome([tool(locked)], ("locked", {})) == ("error", "the door is locked")
-
-
 def test_an_exception_is_its_first_line_and_its_traceback_is_logged_once(caplog) -> None:
     def broken(x):
         raise KeyError(f"no key {x}\nand more")
 
     def leaves():
         raise SystemExit(3)
+
+    def locked():
+        raise ToolError("the door is locked")
 
     with caplog.at_level(logging.WARNING):
         texts = [outcome([tool(broken, x="integer")], ("broken", {"x": x})) for x in range(3)]
@@ -105,6 +101,7 @@ def test_an_exception_is_its_first_line_and_its_traceback_is_logged_once(caplog)
     assert len(caplog.records) == 1
     assert '{"row": 1}' in caplog.text
     assert outcome([tool(leaves)], ("leaves", {})) == ("error", "Error: RuntimeError: SystemExit: 3")
+    assert outcome([tool(locked)], ("locked", {})) == ("error", "the door is locked"), "raised on purpose"
 
 
 async def sleeps():
@@ -115,10 +112,8 @@ async def sleeps():
 def test_a_tool_that_does_not_end_is_left_at_the_time_limit(function) -> None:
     function.__name__ = "sleeps"
     begin = time.monotonic()
-    assert outcome([tool(function)], ("sleeps", {}), tool_timeout=0.2) == (
-        "timeout",
-        "Error: time limit of 0.2 s reached",
-    )
+    ended = outcome([tool(function)], ("sleeps", {}), tool_timeout=0.2)
+    assert ended == ("timeout", "Error: time limit of 0.2 s reached")
     assert time.monotonic() - begin < 5
 
 
@@ -164,7 +159,6 @@ def unavailable(statuses):
 
 
 def test_a_network_tool_is_called_again_and_then_its_episode_is_a_fault(retries_soon) -> None:
-
     def fetch(url):
         return urllib.request.urlopen(url, timeout=5).read()
 
@@ -174,10 +168,8 @@ def test_a_network_tool_is_called_again_and_then_its_episode_is_a_fault(retries_
         outcome([one], ("fetch", {"url": "http://127.0.0.1:9"}))
     read = outcome([one], ("fetch", {"url": unavailable([500] * 3)}), on_tool_failure="message")
     assert read == ("error", "Error: HTTPError: HTTP Error 500: Internal Server Error")
-    assert outcome([one], ("fetch", {"url": unavailable([404])})) == (
-        "error",
-        "Error: HTTPError: HTTP Error 404: Not Found",
-    )
+    absent = outcome([one], ("fetch", {"url": unavailable([404])}))
+    assert absent == ("error", "Error: HTTPError: HTTP Error 404: Not Found")
 
 
 def test_a_network_tool_beyond_its_time_limit_excludes_the_episode_and_a_local_one_does_not(retries_soon) -> None:

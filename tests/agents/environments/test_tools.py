@@ -35,10 +35,19 @@ async def weather(city: str):
 '''
 
 
-def test_public_functions_of_a_file_are_tools_with_the_schema_of_their_docstring(tmp_path) -> None:
-    file = tmp_path / "functions.py"
-    file.write_text(TWO)
-    add, weather = function_tools(str(file))
+@pytest.fixture
+def tools_of(tmp_path):
+    """The tools of a file with this source."""
+
+    def read(source: str) -> list:
+        (tmp_path / "functions.py").write_text(source)
+        return function_tools(str(tmp_path / "functions.py"))
+
+    return read
+
+
+def test_public_functions_of_a_file_are_tools_with_the_schema_of_their_docstring(tools_of) -> None:
+    add, weather = tools_of(TWO)
     assert add.schema["function"] == {
         "name": "add",
         "description": "Add two numbers.",
@@ -54,23 +63,18 @@ def test_public_functions_of_a_file_are_tools_with_the_schema_of_their_docstring
     assert weather.name == "weather"
 
 
-def test_an_optional_argument_may_be_null(tmp_path) -> None:
-    file = tmp_path / "functions.py"
-    file.write_text(TWO.replace("b: int = 1", "b: int | None = None"))
-    add = function_tools(str(file))[0]
+def test_an_optional_argument_may_be_null(tools_of) -> None:
+    add = tools_of(TWO.replace("b: int = 1", "b: int | None = None"))[0]
     assert add.invalid({"a": 1, "b": None}) == "" == add.invalid({"a": 1})
     assert "is not of type 'integer'" in add.invalid({"a": None})
 
 
-def test_of_marked_functions_only_those_are_tools_under_the_names_given(tmp_path) -> None:
-    file = tmp_path / "marked.py"
+def test_of_marked_functions_only_those_are_tools_under_the_names_given(tools_of) -> None:
     schema = {"type": "function", "function": {"name": "own", "parameters": {"type": "object", "properties": {}}}}
-    file.write_text(
-        "from hybridrl.agents.environments.tools import function_tool\n"
-        + TWO.replace("def add", '@function_tool("plus")\ndef add')
-        + f"\n@function_tool(schema={schema!r})\ndef other(*anything): ...\n"
-    )
-    assert [tool.name for tool in function_tools(str(file))] == ["plus", "own"]
+    source = "from hybridrl.agents.environments.tools import function_tool\n"
+    source += TWO.replace("def add", '@function_tool("plus")\ndef add')
+    source += f"\n@function_tool(schema={schema!r})\ndef other(*anything): ...\n"
+    assert [tool.name for tool in tools_of(source)] == ["plus", "own"]
 
 
 @pytest.mark.parametrize(
@@ -84,11 +88,9 @@ def test_of_marked_functions_only_those_are_tools_under_the_names_given(tmp_path
         ("def f(:", "does not import: SyntaxError"),
     ],
 )
-def test_a_function_without_a_complete_description_is_rejected_by_name_and_argument(tmp_path, source, said) -> None:
-    file = tmp_path / "functions.py"
-    file.write_text(source)
+def test_a_function_without_a_complete_description_is_rejected_by_name_and_argument(tools_of, source, said) -> None:
     with pytest.raises(ConfigError) as raised:
-        function_tools(str(file))
+        tools_of(source)
     assert said in str(raised.value)
 
 

@@ -60,14 +60,14 @@ def test_the_error_has_the_line_and_what_the_function_was_called_with() -> None:
 
 
 @pytest.mark.parametrize("error", [ToolError("locked"), EpisodeFault("away")])
-def test_what_is_raised_on_purpose_stays_what_it_is(error) -> None:
+async def test_what_is_raised_on_purpose_stays_what_it_is(error) -> None:
     with pytest.raises(type(error), match=str(error)):
-        asyncio.run(finished(plain, error))
+        await finished(plain, error)
 
 
-def test_a_function_without_a_module_raises_as_others_do() -> None:
+async def test_a_function_without_a_module_raises_as_others_do() -> None:
     with pytest.raises(UserCodeError, match=r"TypeError: .* in str.upper"):
-        asyncio.run(finished(str.upper, 3))
+        await finished(str.upper, 3)
 
 
 def test_ctrl_c_passes_where_the_user_waits_at_the_terminal() -> None:

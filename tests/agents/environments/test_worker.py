@@ -18,6 +18,7 @@ from hybridrl.core.rollout.engine import FatalRequest, RejectedRequest
 from tests.agents.sections import environments_of
 
 LIMITS = Limits(prompt=100, response=300, context=400)
+SAMPLING = Sampling(60, (0,))
 ENVIRONMENT = '''
 from hybridrl.agents.environments import Environment, Step
 
@@ -40,25 +41,36 @@ async def agent(*_):
 """
 
 
-def make_worker(tokenizer, tmp_path, limits: Limits = LIMITS, **more: object) -> EpisodeWorker:
+def make_worker(
+    tokenizer, tmp_path, limits: Limits = LIMITS, loops: str | None = None, **more: object
+) -> EpisodeWorker:
+    """A worker whose rows run in an agent if there are `agents`, in `loops` of verl, or in the environment."""
     (tmp_path / "reads.py").write_text(ENVIRONMENT)
     (tmp_path / "agent.py").write_text(AGENT)
-    kind = {"path": f"{tmp_path}/agent.py", "name": "agent"} if more else {"environment": f"{tmp_path}/reads.py:Reads"}
+    kind: dict[str, str] = {"environment": f"{tmp_path}/reads.py:Reads"}
+    if "agents" in more:
+        kind = {"path": f"{tmp_path}/agent.py", "name": "agent"}
+    if loops is not None:
+        kind = {"agent_loop_config_path": loops}
     settings = EpisodeSettings(lambda: tokenizer, environments_of(**kind), limits, (tokenizer.eos_token_id,), **more)
     worker = EpisodeWorker.__new__(EpisodeWorker)  # without an actor's log
     worker.begin(settings)
     return worker
 
 
-def run(worker: EpisodeWorker, rows: Sequence[dict], answer: Callable[[Request], Completion | RequestFault], **more):
+def run(
+    worker: EpisodeWorker,
+    rows: Sequence[dict],
+    answer: Callable[[Request], Completion | RequestFault],
+    *,
+    on_end: Callable[[dict], object] = len,
+    sampling: Sampling = SAMPLING,
+) -> list[Trajectory]:
     """Run an episode per row; return their ends. `on_end` is called with the tickets of those that have ended."""
 
     async def collect() -> dict[Ticket, Trajectory]:
         message, ended = [{"role": "user", "content": "Go."}], {}
-        specs = [
-            (ticket, EpisodeSpec(ticket, 0, message, row, Sampling(60, (0,)), 7, ticket))
-            for ticket, row in enumerate(rows)
-        ]
+        specs = [(n, EpisodeSpec(n, 0, message, row, sampling, 7, n)) for n, row in enumerate(rows)]
         await worker.give("call", pickle.dumps((specs, [])))
         while len(ended) < len(rows):
             turns = []
@@ -67,7 +79,7 @@ def run(worker: EpisodeWorker, rows: Sequence[dict], answer: Callable[[Request],
                     turns.append((ticket, answer(what)))
                 else:
                     ended[ticket] = what
-            more.get("on_end", len)(ended)
+            on_end(ended)
             await worker.give("call", pickle.dumps(([], turns)))
         return ended
 
@@ -111,14 +123,9 @@ def test_the_column_enable_thinking_of_a_row_holds_for_each_turn_of_its_episode(
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "once.py").write_text(LOOP)
     (tmp_path / "loops.yaml").write_text("- name: once\n  _target_: once.Once\n")
-    environment, loop = f"{tmp_path}/reads.py:Reads", kind != "environment"
-    (tmp_path / "reads.py").write_text(ENVIRONMENT)
-    named = {"agent_loop_config_path": str(tmp_path / "loops.yaml")} if loop else {"environment": environment}
-    settings = environments_of(**named)
+    loop = kind != "environment"
     sections = {"data": {"max_prompt_length": 9, "max_response_length": 9}, "actor_rollout_ref": {"rollout": {}}}
-    more = {"configuration": sections}
-    worker = EpisodeWorker.__new__(EpisodeWorker)
-    worker.begin(EpisodeSettings(lambda: tokenizer, settings, LIMITS, (tokenizer.eos_token_id,), **more))
+    worker = make_worker(tokenizer, tmp_path, loops=f"{tmp_path}/loops.yaml" if loop else None, configuration=sections)
     prompts: list[str] = []
 
     def answer(request: Request) -> Completion:
@@ -216,10 +223,9 @@ def test_a_text_that_cannot_fit_is_never_encoded(tokenizer, tmp_path, long, stop
 
 def test_a_text_is_only_left_out_unread_if_no_tokenizer_could_make_it_fit(tokenizer, tmp_path):
     dialogue = make_worker(tokenizer, tmp_path).kit.dialogue
-    longest = max(map(len, tokenizer.get_vocab()))
-    text = tokenizer.convert_ids_to_tokens(
-        max(tokenizer.get_vocab().values(), key=lambda one: len(tokenizer.decode([one])))
-    )
+    vocabulary = tokenizer.get_vocab()
+    longest = max(map(len, vocabulary))
+    text = max(vocabulary, key=lambda token: len(tokenizer.decode([vocabulary[token]])))
     many = [{"role": "user", "content": text * 10_000}]
     assert not dialogue.exceeds(many, 10_000), "each of its tokens may be the longest"
     assert dialogue.exceeds([{"role": "user", "content": "a" * (2 * 10_000 * longest + 1)}], 10_000)

@@ -46,9 +46,8 @@ def mode(config: PPOConfig) -> tuple[str, int]:
 
 def notes(*overrides: str, system: str = "verl") -> list[str]:
     """What is reported of commands, but for simple renames."""
-    texts = [
-        finding.text for finding in resolved(*overrides, system=system).findings.items if finding.code != "not-here"
-    ]
+    items = resolved(*overrides, system=system).findings.items
+    texts = [finding.text for finding in items if finding.code != "not-here"]
     return [text for text in texts if "=" in text.partition(" is now ")[0] or " is now " not in text]
 
 
@@ -75,8 +74,7 @@ def test_keys_that_count_together_are_reported_in_one_line():
 
 def test_a_threshold_of_0_is_a_bound_of_0():
     config = accepted(*FULLY_ASYNC, "async_training.staleness_threshold=0")
-    assert mode(config) == ("separate_async", 0)
-    assert config.actor_rollout_ref.rollout.over_sample_rate == 0
+    assert (*mode(config), config.actor_rollout_ref.rollout.over_sample_rate) == ("separate_async", 0, 0)
 
 
 def test_what_fully_async_s_command_leaves_out_is_as_in_its_settings_file():
@@ -101,11 +99,18 @@ def test_partial_rollouts_alone_are_those_on_shared_devices():
     assert mode(accepted("+async_training.partial_rollout=True"))[0] == "colocate_async"
 
 
-def test_waiting_for_open_responses_is_said_to_have_no_effect():
-    (note,) = notes("async_training.partial_rollout=False")
-    assert note.startswith(
-        "async_training.partial_rollout has no effect: responses that are open when weights are sent"
-    )
+@pytest.mark.parametrize(
+    ("system", "override", "reason"),
+    [
+        ("verl", "async_training.partial_rollout=False", "responses that are open when weights are sent"),
+        ("SkyRL", "generator.num_engines=6", ""),
+        ("AReaL", "rollout.max_concurrent_rollouts=256", "at most (max_off_policy_threshold + 1)"),
+    ],
+    ids=["waiting for open responses", "engines on shared devices", "a number of open rollouts"],
+)
+def test_what_only_separate_devices_need_has_no_effect(system, override, reason):
+    (note,) = notes(override, system=system)
+    assert note.startswith(f"{override.partition('=')[0]} has no effect: {reason}")
 
 
 def test_what_the_command_sets_by_its_name_here_stays():
@@ -195,31 +200,19 @@ def test_skyrl_s_separate_devices_are_as_synchronous_as_there():
 def test_skyrl_s_fully_async_has_its_bound():
     fully = "trainer.fully_async.enabled=true"
     assert mode(accepted(*SKYRL, fully, system="SkyRL")) == ("separate_async", 4)
-    assert mode(accepted(*SKYRL, "trainer.fully_async.max_staleness_steps=2", fully, system="SkyRL")) == (
-        "separate_async",
-        2,
-    )
+    bounded = accepted(*SKYRL, "trainer.fully_async.max_staleness_steps=2", fully, system="SkyRL")
+    assert mode(bounded) == ("separate_async", 2)
     assert mode(accepted("trainer.fully_async.enabled=false", system="SkyRL")) == ("sync", 8)
     workers = "trainer.fully_async.num_parallel_generation_workers"
-    assert notes(*SKYRL, fully, f"{workers}=9", system="SkyRL")[-1].startswith(
-        f"{workers} has no effect: at most (max_off_policy"
-    )
-
-
-def test_engines_are_not_counted_on_shared_devices():
-    (note,) = notes("generator.num_engines=6", system="SkyRL")
-    assert note.startswith("generator.num_engines has no effect")
+    (*_, note) = notes(*SKYRL, fully, f"{workers}=9", system="SkyRL")
+    assert note.startswith(f"{workers} has no effect: at most (max_off_policy")
 
 
 def test_skyrl_s_loss_by_rollout_probabilities_and_its_mask_are_translated():
     place = "trainer.algorithm.off_policy_correction"
-    config = accepted(
-        "trainer.algorithm.policy_loss_type=rollout_is",
-        "trainer.algorithm.eps_clip_high=0.28",
-        f"{place}.sequence_mask_metric=product",
-        f"{place}.product_mask_low=0.25",
-        system="SkyRL",
-    )
+    loss = ("trainer.algorithm.policy_loss_type=rollout_is", "trainer.algorithm.eps_clip_high=0.28")
+    mask = (f"{place}.sequence_mask_metric=product", f"{place}.product_mask_low=0.25")
+    config = accepted(*loss, *mask, system="SkyRL")
     correction = config.algorithm.rollout_correction
     assert (correction.bypass_mode, correction.loss_type) == (True, "reinforce")
     assert (correction.rollout_is, correction.rollout_is_threshold) == ("token", "0.8_1.28")
@@ -238,12 +231,8 @@ def test_skyrl_s_loss_by_rollout_probabilities_and_its_mask_are_translated():
     ],
 )
 def test_areal_s_allocation_divides_the_devices(allocation, training, rollout, engine):
-    config = accepted(
-        f'allocation_mode="{allocation}"',
-        "cluster.n_gpus_per_node=8",
-        "rollout.max_head_offpolicyness=3",
-        system="AReaL",
-    )
+    more = ("cluster.n_gpus_per_node=8", "rollout.max_head_offpolicyness=3")
+    config = accepted(f'allocation_mode="{allocation}"', *more, system="AReaL")
     assert mode(config) == ("separate_async", 3)
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == training
     assert config.rollout_pool == rollout
@@ -255,9 +244,8 @@ def test_areal_s_backends_divide_the_devices_likewise():
     config = accepted(*backends, system="AReaL")
     assert mode(config) == ("separate_async", 0)
     assert (config.trainer.n_gpus_per_node, config.rollout_pool) == (2, (1, 4))
-    assert (
-        mode(accepted(*backends, "rollout.scheduling_strategy.type=colocation", system="AReaL"))[0] == "colocate_async"
-    )
+    colocated = accepted(*backends, "rollout.scheduling_strategy.type=colocation", system="AReaL")
+    assert mode(colocated)[0] == "colocate_async"
 
 
 @pytest.mark.parametrize(("allocation", "engine"), [("vllm:d4t2|fsdp:d8", 2), ("fsdp:d8", 1), ("d8", 1)])
@@ -270,8 +258,6 @@ def test_areal_s_allocation_of_one_part_is_on_shared_devices(allocation, engine)
 def test_areal_s_bound_alone_continues_rollouts_on_shared_devices():
     assert mode(accepted("rollout.max_head_offpolicyness=4", system="AReaL")) == ("colocate_async", 4)
     assert mode(accepted("rollout.max_head_offpolicyness=0", system="AReaL"))[0] == "sync"
-    (note,) = notes("rollout.max_concurrent_rollouts=256", system="AReaL")
-    assert note.startswith("rollout.max_concurrent_rollouts has no effect: at most (max_off_policy_threshold + 1)")
 
 
 @at_hand

@@ -29,18 +29,11 @@ def test_skyrl_s_command_lines_are_accepted_unless_they_use_what_is_not_supporte
 
 
 SKYRL = (
-    "data.train_data=['train.jsonl']",
-    "trainer.algorithm.advantage_estimator=reinforce++",
-    "trainer.policy.model.path=model",
-    "trainer.policy.optimizer_config.lr=2e-6",
-    "trainer.policy.fsdp_config.cpu_offload=true",
-    "trainer.placement.policy_num_gpus_per_node=2",
-    "trainer.placement.ref_num_gpus_per_node=2",
-    "trainer.train_batch_size=64",
-    "trainer.policy_mini_batch_size=32",
-    "trainer.micro_train_batch_size_per_gpu=4",
-    "trainer.resume_mode=null",
-    "trainer.strategy=fsdp",
+    *("data.train_data=['train.jsonl']", "trainer.policy.model.path=model", "trainer.strategy=fsdp"),
+    *("trainer.algorithm.advantage_estimator=reinforce++", "trainer.policy.optimizer_config.lr=2e-6"),
+    *("trainer.policy.fsdp_config.cpu_offload=true", "trainer.placement.policy_num_gpus_per_node=2"),
+    *("trainer.placement.ref_num_gpus_per_node=2", "trainer.train_batch_size=64"),
+    *("trainer.policy_mini_batch_size=32", "trainer.micro_train_batch_size_per_gpu=4", "trainer.resume_mode=null"),
     "generator.inference_engine.backend=vllm",
     "generator.inference_engine.gpu_memory_utilization=0.8",
     "generator.num_inference_engines=1",
@@ -67,18 +60,16 @@ def test_a_command_of_skyrl_is_translated():
 
 def test_a_run_rejects_the_keys_of_each_other_system_in_a_sentence_that_names_migrate(load):
     skyrl = ["generator.max_turns", "+trainer.policy.optimizer_config.lr", "data.train_data", "trainer.epochs"]
+    hint = "not of a run here; hybridrl doctor migrate run.sh prints the command for hybridrl"
     assert errors_of(load, *(f"{key}=3" for key in [*skyrl, "generator.x", "actor.path", "gconfig.n_samples"])) == [
-        f"{', '.join(skyrl).replace('+', '')} and 1 more are keys of SkyRL, not of a run here; "
-        "hybridrl doctor migrate run.sh prints the command for hybridrl",
-        "actor.path, gconfig.n_samples are keys of AReaL, not of a run here; "
-        "hybridrl doctor migrate run.sh prints the command for hybridrl",
+        f"{', '.join(skyrl).replace('+', '')} and 1 more are keys of SkyRL, {hint}",
+        f"actor.path, gconfig.n_samples are keys of AReaL, {hint}",
     ]
 
 
 def test_a_file_with_keys_of_another_system_is_rejected_likewise(load, tmp_path):
-    (tmp_path / "mine.yaml").write_text(
-        "defaults: [ppo_trainer, _self_]\ngenerator: {max_turns: 1}\ndata: {shufle: 1}\n"
-    )
+    values = "generator: {max_turns: 1}\ndata: {shufle: 1}\n"
+    (tmp_path / "mine.yaml").write_text(f"defaults: [ppo_trainer, _self_]\n{values}")
     with pytest.raises(ValueError) as caught:
         load(*GRPO, config_dir=tmp_path, config_name="mine")
     sentence, unknown = str(caught.value).splitlines()

@@ -19,9 +19,7 @@ KNOWN = tree(PPOConfig)
 FREE = tuple(f"{key}." for key, hint in KNOWN.items() if get_origin(hint) is dict)
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
-at_hand = pytest.mark.skipif(
-    not SHARED.is_dir(), reason="needs verl's list of keys and command lines next to the project"
-)
+at_hand = pytest.mark.skipif(not SHARED.is_dir(), reason="needs verl's keys and command lines next to the project")
 
 
 def ours(key: str) -> bool:
@@ -35,10 +33,6 @@ def verl_defaults() -> dict[str, object]:
 
 def command_lines(file: str) -> list[dict]:
     return [json.loads(line) for line in (SHARED / file).read_text(encoding="utf-8").splitlines()]
-
-
-def as_override(value: object) -> str:
-    return "null" if value is None else json.dumps(value)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -66,9 +60,8 @@ def test_what_is_set_instead_is_a_key_here(system: str) -> None:
 
 @at_hand
 def test_every_key_of_verl_is_checked() -> None:
-    assert not [
-        key for key in verl_defaults() if not ours(new := VERL.current_name(key)) and VERL.entry_of(new) is None
-    ]
+    names = [VERL.current_name(key) for key in verl_defaults()]
+    assert not [name for name in names if not ours(name) and VERL.entry_of(name) is None]
 
 
 @at_hand
@@ -77,7 +70,7 @@ def test_verl_s_own_defaults_are_accepted_and_are_not_warned_of_without_reason()
     plain |= {"actor_rollout_ref.rollout.name": "vllm"}
     for key in ("data.image_key", "data.video_key", "data.audio_key"):
         del plain[key]  # a command that names them has such rows; a file may, as verl's own
-    overrides = [f"++{key}={as_override(value)}" for key, value in plain.items()]
+    overrides = [f"++{key}={json.dumps(value)}" for key, value in plain.items()]
     found = resolve_config(PPOConfig, overrides, "ppo_trainer", offline=True).findings
     assert not [finding for finding in found.items if finding.severity == "error" or finding.code == "ignored-key"]
 
@@ -218,16 +211,26 @@ def test_nothing_is_said_of_neutral_values(load: Load, neutral: str) -> None:
     assert load(*GRPO, neutral).notes == []
 
 
-def test_a_key_that_would_change_the_result_is_rejected_with_its_value(load: Load) -> None:
-    assert errors_of(load, f"{ROLLOUT}.use_fire_sampling=True", "distillation.enabled=true") == [
-        f"{ROLLOUT}.use_fire_sampling=true: that sampling is not supported; set false",
-        "distillation.enabled=true: learning from a teacher model is not supported; set false",
-    ]
+FIRE = f"{ROLLOUT}.use_fire_sampling=true: that sampling is not supported; set false"
 
 
-def test_a_reference_counts_as_what_it_refers_to(load: Load) -> None:
-    wanted = f"{ROLLOUT}.use_fire_sampling=${{data.shuffle}}"
-    assert errors_of(load, wanted)[0].startswith(f"{ROLLOUT}.use_fire_sampling=true: ")
+@pytest.mark.parametrize(
+    ("overrides", "errors"),
+    [
+        ([f"{ROLLOUT}.use_fire_sampling=True", "distillation.enabled=true"],
+         [FIRE, "distillation.enabled=true: learning from a teacher model is not supported; set false"]),
+        ([f"{ROLLOUT}.use_fire_sampling=${{data.shuffle}}"], [FIRE]),
+        (["data.train_batch_size='$SIZE'"],
+         ["data.train_batch_size=$SIZE: expected an integer (a shell variable that was not replaced?)"]),
+        (["trainer.nnodes=${NNODES}", "data.shuffle=perhaps"],
+         ["data.shuffle=perhaps: expected true or false",
+          "trainer.nnodes=${NNODES}: Interpolation key 'NNODES' not found"]),
+    ],
+    ids=["keys that would change the result", "a reference counts as what it refers to",
+         "a shell variable that was not replaced", "a reference that leads nowhere does not hide the rest"],
+)  # fmt: skip
+def test_what_cannot_work_is_rejected_with_its_value(load: Load, overrides: list[str], errors: list[str]) -> None:
+    assert errors_of(load, *overrides) == errors
 
 
 @pytest.mark.parametrize(
@@ -289,34 +292,16 @@ def test_a_trainer_key_left_empty_by_the_shell_takes_its_default_with_a_warning(
     assert loaded.notes == ["trainer.nnodes is empty (is a shell variable not set?): 1 is used"]
 
 
-def test_a_shell_variable_that_was_not_replaced_is_reported_as_such(load: Load) -> None:
-    assert errors_of(load, "data.train_batch_size='$SIZE'") == [
-        "data.train_batch_size=$SIZE: expected an integer (a shell variable that was not replaced?)"
-    ]
-
-
 def test_all_that_is_wrong_is_reported_at_once(load: Load) -> None:
     wrong = errors_of(load, "data.shufle=1", "trainer.seed=x", "trainer.val_only=true", "distillation.enabled=true")
-    assert [line.split("=")[0].split(";")[0] for line in wrong] == [
-        "unknown key data.shufle",
-        "trainer.seed",
-        "distillation.enabled",
-        "trainer.val_only",
-    ]
-
-
-def test_a_reference_that_leads_nowhere_does_not_hide_the_rest(load: Load) -> None:
-    assert errors_of(load, "trainer.nnodes=${NNODES}", "data.shuffle=perhaps") == [
-        "data.shuffle=perhaps: expected true or false",
-        "trainer.nnodes=${NNODES}: Interpolation key 'NNODES' not found",
-    ]
+    named = [line.split("=")[0].split(";")[0] for line in wrong]
+    assert named == ["unknown key data.shufle", "trainer.seed", "distillation.enabled", "trainer.val_only"]
 
 
 def test_what_follows_from_a_rejected_value_is_not_reported() -> None:
     overrides = ["data.train_files=x.jsonl", "actor_rollout_ref.model.path=a/b", "data.max_response_length=abc"]
-    found = resolve_config(
-        PPOConfig, [*overrides, f"{ROLLOUT}.max_model_len=600"], "ppo_trainer", offline=True
-    ).findings
+    overrides.append(f"{ROLLOUT}.max_model_len=600")
+    found = resolve_config(PPOConfig, overrides, "ppo_trainer", offline=True).findings
     assert [finding.text for finding in found.errors] == ["data.max_response_length=abc: expected an integer"]
 
 

@@ -71,9 +71,8 @@ def save_as_verl(
         torch.save(truth, directory / TRUTH)
         (directory / "fsdp_config.json").write_text(json.dumps({"FSDP_version": int(form[4]), "world_size": ranks}))
         config.save_pretrained(directory / "huggingface")
-        GenerationConfig(eos_token_id=[3, 5], do_sample=True, temperature=0.5).save_pretrained(
-            directory / "huggingface"
-        )
+        generation = GenerationConfig(eos_token_id=[3, 5], do_sample=True, temperature=0.5)
+        generation.save_pretrained(directory / "huggingface")
         (directory / "huggingface" / "chat_template.jinja").write_text("{{ messages }}")
 
 

@@ -36,49 +36,45 @@ def test_what_is_no_box_cannot_be_opened():
         graders.unboxed("42")
 
 
-@pytest.mark.parametrize(
-    ("answer", "spelling"),
-    [
-        ("x = 5", "5"),
-        ("an apple", "apple"),
-        ("$1,234$", "1234"),
-        (r"\text{Tuesday}", "Tuesday"),
-        (r"5\text{ cm}^2", "5"),
-        (r"2500 dollars", "2500"),
-        (r"\boxed{7}", "7"),
-        (r"\frac12", r"\frac{1}{2}"),
-        (r"\sqrt3", r"\sqrt{3}"),
-        (r"1{,}000", "1000"),
-        (r"90^\circ", "90"),
-        (r"50\%", r"50\%"),
-        ("so $4$ it is", "4"),
-        ("", ""),
-    ],
-)
-def test_minervas_spelling(answer, spelling):
-    assert graders.minerva_spelling(answer) == spelling
+MINERVA = [
+    ("x = 5", "5"),
+    ("an apple", "apple"),
+    ("$1,234$", "1234"),
+    (r"\text{Tuesday}", "Tuesday"),
+    (r"5\text{ cm}^2", "5"),
+    (r"2500 dollars", "2500"),
+    (r"\boxed{7}", "7"),
+    (r"\frac12", r"\frac{1}{2}"),
+    (r"\sqrt3", r"\sqrt{3}"),
+    (r"1{,}000", "1000"),
+    (r"90^\circ", "90"),
+    (r"50\%", r"50\%"),
+    ("so $4$ it is", "4"),
+    ("", ""),
+]
+MATH = [
+    (r"\dfrac12", r"\frac{1}{2}"),
+    ("1/2", r"\frac{1}{2}"),
+    ("0.5", r"\frac{1}{2}"),
+    (".5", r"\frac{1}{2}"),
+    ("01/2", "01/2"),
+    ("a/2", "a/2"),
+    (r"\frac1{72}", r"\frac{1}{72}"),
+    ("x = 5", "5"),
+    ("abc = 5", "abc=5"),
+    (r"5\text{ cm}", "5"),
+    (r"\$18.90", "18.90"),
+    (r"\left(1, 2\right)", "(1,2)"),
+    ("1,000", "1,000"),
+]
 
 
 @pytest.mark.parametrize(
-    ("result", "spelling"),
-    [
-        (r"\dfrac12", r"\frac{1}{2}"),
-        ("1/2", r"\frac{1}{2}"),
-        ("0.5", r"\frac{1}{2}"),
-        (".5", r"\frac{1}{2}"),
-        ("01/2", "01/2"),
-        ("a/2", "a/2"),
-        (r"\frac1{72}", r"\frac{1}{72}"),
-        ("x = 5", "5"),
-        ("abc = 5", "abc=5"),
-        (r"5\text{ cm}", "5"),
-        (r"\$18.90", "18.90"),
-        (r"\left(1, 2\right)", "(1,2)"),
-        ("1,000", "1,000"),
-    ],
+    ("spell", "result", "spelling"),
+    [*((graders.minerva_spelling, *case) for case in MINERVA), *((graders.math_spelling, *case) for case in MATH)],
 )
-def test_maths_spelling(result, spelling):
-    assert graders.math_spelling(result) == spelling
+def test_results_are_spelled_as_minerva_and_math_do(spell, result, spelling):
+    assert spell(result) == spelling
 
 
 @pytest.mark.parametrize(

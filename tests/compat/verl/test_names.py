@@ -72,25 +72,30 @@ def test_a_file_made_for_verl_scores_without_it(reward_config):
 
 
 USES = "\ndef compute_score(solution_str, ground_truth): return math_reward.compute_score(solution_str, ground_truth)"
+IMPORT = "from verl.utils.reward_score import math_reward"
 
 
 def test_an_import_within_try_gives_the_counterpart_too(reward_config):
-    source = "try:\n    from verl.utils.reward_score import math_reward\nexcept ImportError:\n    math_reward = None"
+    source = f"try:\n    {IMPORT}\nexcept ImportError:\n    math_reward = None"
     assert scored(reward_config(source + USES)).value == 1.0
 
 
-def test_a_name_without_counterpart_is_rejected_with_the_names_that_there_are(reward_config, tmp_path):
-    message = rejection(reward_config("import re\nfrom verl.utils.reward_score.gsm8k import remove_boxed"))
-    assert "ImportError: verl is not installed, and verl.utils.reward_score.gsm8k.remove_boxed has no" in message
-    assert "of verl.utils.reward_score.gsm8k there are compute_score, extract_solution: " in message
+@pytest.mark.parametrize(
+    ("imported", "error", "said"),
+    [
+        ("verl.utils.reward_score.gsm8k import remove_boxed",
+         "ImportError: verl is not installed, and verl.utils.reward_score.gsm8k.remove_boxed has no",
+         ["of verl.utils.reward_score.gsm8k there are compute_score, extract_solution: "]),
+        ("verl.utils.reward_score.poems import compute_score",
+         "ModuleNotFoundError: verl is not installed, and verl.utils.reward_score.poems has no",
+         ["of verl.utils.reward_score there are ", " default_compute_score", " math_dapo", " prime_code"]),
+    ],
+    ids=["name", "module"],
+)  # fmt: skip
+def test_what_has_no_counterpart_is_rejected_with_what_there_is(reward_config, tmp_path, imported, error, said):
+    message = rejection(reward_config(f"import re\nfrom {imported}"))
+    assert all(part in message for part in (error, *said)), message
     assert message.endswith(f"({tmp_path / 'my_reward.py'}:2)")
-
-
-def test_a_module_without_counterpart_is_rejected_with_the_modules_that_there_are(reward_config):
-    message = rejection(reward_config("from verl.utils.reward_score.poems import compute_score"))
-    assert "ModuleNotFoundError: verl is not installed, and verl.utils.reward_score.poems has no" in message
-    assert "of verl.utils.reward_score there are " in message
-    assert all(f" {name}" in message for name in ("default_compute_score", "math_dapo", "prime_code"))
 
 
 def test_a_class_of_verl_cannot_be_instantiated(reward_config):
@@ -112,22 +117,19 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return package
 
 
-def test_a_verl_that_can_be_imported_is_used(reward_config, clone):
-    (clone / "__init__.py").write_text("from . import utils")
-    assert scored(reward_config(f"from verl.utils.reward_score import math_reward{USES}")).value == 17
+@pytest.mark.parametrize(("package", "value"), [(True, 17), (False, 1.0)])
+def test_a_verl_that_can_be_imported_is_used_and_a_directory_of_its_name_not(reward_config, clone, package, value):
+    if package:
+        (clone / "__init__.py").write_text("from . import utils")
+    assert scored(reward_config(IMPORT + USES)).value == value
 
 
 def test_a_clone_without_its_libraries_neither_breaks_a_file_nor_hides_the_advice(reward_config, clone):
     (clone / "__init__.py").write_text("from . import utils\nimport tensordict_is_not_here")
-    assert scored(reward_config(f"from verl.utils.reward_score import math_reward{USES}")).value == 1.0
+    assert scored(reward_config(IMPORT + USES)).value == 1.0
     message = rejection(reward_config("from verl.utils.reward_score.gsm8k import remove_boxed"))
     assert f"the verl in {clone / '__init__.py'} does not import (ModuleNotFoundError: No module named" in message
     assert "there are compute_score, extract_solution: " in message
-
-
-def test_a_directory_called_verl_that_is_not_a_package_is_not_taken_for_it(reward_config, clone):
-    assert not (clone / "__init__.py").exists()
-    assert scored(reward_config(f"from verl.utils.reward_score import math_reward{USES}")).value == 1.0
 
 
 def test_every_counterpart_is_a_function_or_a_placeholder():
@@ -136,8 +138,8 @@ def test_every_counterpart_is_a_function_or_a_placeholder():
 
 
 def test_parameters_under_other_names_are_bound_by_place_as_verls_prime_manager_calls(reward_config):
-    returned = "data_source + response + ground_truth == 'abc'"
-    source = f"def compute_score(data_source, response, ground_truth): return {returned}"
+    parameters = "data_source, response, ground_truth"
+    source = f"def compute_score({parameters}): return data_source + response + ground_truth == 'abc'"
     assert scored(reward_config(source), "b", "c", "a").value == 1.0
 
 

@@ -51,12 +51,12 @@ def test_the_newest_verl_checkpoint_is_used_and_logged(tmp_path):
     assert choose(tmp_path, "disable") == (None, [])
 
 
-@pytest.mark.parametrize("latest", [None, "10", "99", "rubbish"])
-def test_verls_file_of_the_latest_step_is_ignored(tmp_path, latest):
-    newest = verl(tmp_path, 20)
-    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
-    if latest:
-        (tmp_path / "latest_checkpointed_iteration.txt").write_text(latest)
+def test_verls_file_of_the_latest_step_is_ignored(tmp_path):
+    newest, file = verl(tmp_path, 20), tmp_path / "latest_checkpointed_iteration.txt"
+    for latest in ("10", "99", "rubbish"):
+        file.write_text(latest)
+        assert required(choose(tmp_path)[0]).path == newest
+    file.unlink()
     assert required(choose(tmp_path)[0]).path == newest
 
 

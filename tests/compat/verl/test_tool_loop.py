@@ -3,24 +3,24 @@
 import asyncio
 import importlib
 import json
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hybridrl.agents.environments import EnvironmentSettings
 from hybridrl.agents.environments.episode_loop import Limits
 from hybridrl.agents.environments.load import check, prepare
-from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker
+from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeWorker
 from hybridrl.compat.verl.tools import ToolParser, is_registered
 from hybridrl.config import ConfigError
 from hybridrl.core.experience.trajectory import Trajectory
-from hybridrl.core.rollout import Completion, Sampling
+from hybridrl.core.rollout import Completion, Request, Sampling
+from tests.agents.endpoint.conftest import completion_of
 from tests.agents.environments.conftest import PLAIN
+from tests.agents.environments.test_worker import run
 from tests.agents.sections import environments_of
 
 TOOLS = """
@@ -177,42 +177,27 @@ class Episodes:
     prompts: list[str] = field(default_factory=list)
 
     def __call__(self, texts: Sequence[str], **row: Any) -> Trajectory:
-        multi_turn = {
-            "max_user_turns": None,
-            "max_assistant_turns": None,
-            "max_parallel_calls": 4,
-            "max_tool_response_length": 40,
-            "tool_response_truncate_side": "middle",
-            "tool_timeout": 5.0,
-            "format": "auto",
-            "interaction_config_path": None,
-        }
+        multi_turn: dict[str, Any] = dict.fromkeys(("max_user_turns", "max_assistant_turns", "interaction_config_path"))
+        multi_turn |= {"max_parallel_calls": 4, "max_tool_response_length": 40, "tool_timeout": 5.0}
+        multi_turn |= {"tool_response_truncate_side": "middle", "format": "auto"} | self.limits
         configuration = {
-            "actor_rollout_ref": {"rollout": {"multi_turn": multi_turn | self.limits}},
+            "actor_rollout_ref": {"rollout": {"multi_turn": multi_turn}},
             "data": {"max_prompt_length": 300, "max_response_length": self.response},
         }
         worker = EpisodeWorker.__new__(EpisodeWorker)  # without an actor's log
         limits = Limits(prompt=300, response=self.response, context=1200)
         end = (self.tokenizer.eos_token_id,)
         settings = EpisodeSettings(lambda: self.tokenizer, self.settings, limits, end, configuration=configuration)
-        worker.begin(replace(settings, formats={"format": (multi_turn | self.limits)["format"]}))
-        return asyncio.run(asyncio.wait_for(self._run(worker, texts, row), 60))
-
-    async def _run(self, worker: EpisodeWorker, texts: Sequence[str], row: dict[str, Any]) -> Trajectory:
+        worker.begin(replace(settings, formats={"format": multi_turn["format"]}))
         left, self.prompts = list(texts), []
-        sampling = Sampling(self.response, (self.tokenizer.eos_token_id,))
-        spec = EpisodeSpec(0, 0, [{"role": "user", "content": "Go."}], row, sampling, 7, 0)
-        await worker.give("call", pickle.dumps(([(0, spec)], [])))
-        while True:
-            for ticket, what in pickle.loads(await worker.take("call")):
-                if isinstance(what, Trajectory):
-                    assert what.fault is None, what.detail
-                    return what
-                self.prompts.append(self.tokenizer.decode(what.prompt_ids))
-                ids = [*self.tokenizer(left.pop(0))["input_ids"], self.tokenizer.eos_token_id]
-                ids = np.array(ids[: what.sampling.max_tokens])
-                sampled = Completion(ids, np.full(len(ids), -0.5, np.float32), False, 1)
-                await worker.give("call", pickle.dumps(([], [(ticket, sampled)])))
+
+        def answer(request: Request) -> Completion:
+            self.prompts.append(self.tokenizer.decode(request.prompt_ids))
+            return completion_of(self.tokenizer, left.pop(0), request.sampling.max_tokens)
+
+        (ended,) = run(worker, [row], answer, sampling=Sampling(self.response, end))
+        assert ended.fault is None, ended.detail
+        return ended
 
 
 @pytest.fixture

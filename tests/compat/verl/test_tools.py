@@ -113,10 +113,7 @@ tools:
         ("\n  - config: {{}}", "tools[0] has no class_name; write class_name: module.Class"),
         ("\n  - class_name: nowhere.Tool", "class_name nowhere.Tool does not import: ModuleNotFoundError"),
         ("\n  - class_name: {name}.Other", "has no class Other; it has"),
-        (
-            ENTRY.replace("type: string", "type: text"),
-            "tool_schema of remember: parameters.properties.note.type: 'text'",
-        ),
+        (ENTRY.replace("type: string", "type: text"), "schema of remember: parameters.properties.note.type: 'text'"),
         (ENTRY.replace("type: object", "type: array"), "parameters.type is array; write object"),
         ("\n  - class_name: {name}.Memory", "the tool has no schema"),
         ("\n  x: 1", "has no list tools"),

@@ -5,45 +5,40 @@ import pytest
 from hybridrl.rewards import load
 from hybridrl.rewards.scorers.short_answers import score_gsm8k as compute_score
 
+STRICT = [
+    ("2 + 40 = 42\n#### 42", "42", 1.0),
+    ("#### -3", "-3", 1.0),
+    ("#### 1,234", "1234", 1.0),
+    ("#### 1234", "$1,234", 1.0),
+    ("#### 308.", "308", 1.0),
+    ("#### 0.5", "0.5", 1.0),
+    ("#### 7, or rather\n#### 42", "42", 1.0),
+    ("#### 42, or rather\n#### 7", "42", 0.0),
+    ("#### 42" + ", which concludes it" * 100, "42", 1.0),
+    ("#### 42", 42, 1.0),
+    ("#### 18.00", "18", 0.0),
+    ("####42", "42", 0.0),
+    ("the answer is 42", "42", 0.0),
+    ("#### ...", "42", 0.0),
+    ("", "42", 0.0),
+]
+FLEXIBLE = [
+    ("so 3 and 4 make 7", "7", 1.0),
+    ("it is $1,875.", "1875", 1.0),
+    ("it is 42, as said, and so on ...", "42", 1.0),
+    ("5-3", "-3", 1.0),
+    (".5", ".5", 1.0),
+    ("42 or 7", "42", 0.0),
+    ("no number. none, at all", "42", 0.0),
+]
+
 
 @pytest.mark.parametrize(
-    ("answer", "truth", "score"),
-    [
-        ("2 + 40 = 42\n#### 42", "42", 1.0),
-        ("#### -3", "-3", 1.0),
-        ("#### 1,234", "1234", 1.0),
-        ("#### 1234", "$1,234", 1.0),
-        ("#### 308.", "308", 1.0),
-        ("#### 0.5", "0.5", 1.0),
-        ("#### 7, or rather\n#### 42", "42", 1.0),
-        ("#### 42, or rather\n#### 7", "42", 0.0),
-        ("#### 42" + ", which concludes it" * 100, "42", 1.0),
-        ("#### 42", 42, 1.0),
-        ("#### 18.00", "18", 0.0),
-        ("####42", "42", 0.0),
-        ("the answer is 42", "42", 0.0),
-        ("#### ...", "42", 0.0),
-        ("", "42", 0.0),
-    ],
+    ("options", "answer", "truth", "score"),
+    [*(({}, *case) for case in STRICT), *(({"method": "flexible"}, *case) for case in FLEXIBLE)],
 )
-def test_strict_takes_the_last_number_after_the_marker(answer, truth, score):
-    assert compute_score(answer, truth) == score
-
-
-@pytest.mark.parametrize(
-    ("answer", "truth", "score"),
-    [
-        ("so 3 and 4 make 7", "7", 1.0),
-        ("it is $1,875.", "1875", 1.0),
-        ("it is 42, as said, and so on ...", "42", 1.0),
-        ("5-3", "-3", 1.0),
-        (".5", ".5", 1.0),
-        ("42 or 7", "42", 0.0),
-        ("no number. none, at all", "42", 0.0),
-    ],
-)
-def test_flexible_takes_the_last_number_anywhere(answer, truth, score):
-    assert compute_score(answer, truth, method="flexible") == score
+def test_strict_takes_the_last_number_after_the_marker_and_flexible_anywhere(options, answer, truth, score):
+    assert compute_score(answer, truth, **options) == score
 
 
 def test_a_wrong_number_earns_the_format_score_and_a_missing_one_nothing():

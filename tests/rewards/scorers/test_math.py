@@ -20,44 +20,33 @@ EXPLAINED = {
 }
 
 
+def apart_from(rows: list[dict], method: str) -> list[dict]:
+    """The rows whose verdict here is another one than expected."""
+    verdicts = [compute_score(row["prediction"], row["ground_truth"], method)["acc"] == 1 for row in rows]
+    return [row for row, right in zip(rows, verdicts, strict=True) if right != row["expected"]]
+
+
 def test_agrees_with_every_graded_model_output(graded):
     rows = graded("math_model_outputs.jsonl")
     assert len(rows) == 464
-    mismatches = [
-        row for row in rows if (compute_score(row["prediction"], row["ground_truth"])["acc"] == 1) != row["expected"]
-    ]
-    assert not mismatches
+    assert apart_from(rows, "strict") == []
 
 
 def test_every_other_verdict_than_that_of_math_verifys_own_tests_is_explained(graded):
     rows = graded("math_verify.jsonl")
-    apart = [
-        row["prediction"]
-        for row in rows
-        if (compute_score(row["prediction"], row["ground_truth"], "flexible")["acc"] == 1) != row["expected"]
-    ]
+    texts = [row["prediction"] for row in apart_from(rows, "flexible")]
     assert len(rows) == 132
-    assert [next((end for end in EXPLAINED if text.endswith(end)), text) for text in apart] == list(EXPLAINED)
+    assert [next((end for end in EXPLAINED if text.endswith(end)), text) for text in texts] == list(EXPLAINED)
 
 
 def test_every_other_verdict_than_that_of_other_frameworks_is_explained(graded):
-    styles = (
-        "gsm8k",
-        "geometry3k",
-        "aime_boxed_or_answer",
-        "grade_answer_mathd",
-        "grade_answer_sympy",
-        "nemo_math_env",
-    )
-    styles += ("verl_is_equiv", "verl_symbolic_equal", "accuracy_reward", "math_dapo")
-    rows = [row for row in graded("framework_tests.jsonl") if row["style"] in styles]
-    apart = {
-        row["prediction"]: row["style"]
-        for row in rows
-        if (compute_score(row["prediction"], row["ground_truth"], "flexible")["acc"] == 1) != row["expected"]
+    styles = {
+        *("gsm8k", "geometry3k", "aime_boxed_or_answer", "grade_answer_mathd", "grade_answer_sympy"),
+        *("nemo_math_env", "verl_is_equiv", "verl_symbolic_equal", "accuracy_reward", "math_dapo"),
     }
+    rows = [row for row in graded("framework_tests.jsonl") if row["style"] in styles]
     assert len(rows) == 43
-    assert apart == {
+    assert {row["prediction"]: row["style"] for row in apart_from(rows, "flexible")} == {
         r"Answer: \boxed{0.5}": "aime_boxed_or_answer",  # compares texts; it is the same number as 1/2
         r"\frac{2}{4}": "grade_answer_sympy",  # wants fractions reduced; it is the same number as 1/2
     }

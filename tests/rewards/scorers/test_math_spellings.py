@@ -85,13 +85,9 @@ def verdicts(group: str, kind: int) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_spelling_of_the_truth_is_right_in_every_sentence(group: str) -> None:
-    assert not verdicts(group, 1)
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_other_values_are_wrong_in_every_sentence(group: str) -> None:
-    assert not verdicts(group, 2)
+@pytest.mark.parametrize("kind", [1, 2], ids=["right", "wrong"])
+def test_spellings_of_the_truth_are_right_and_other_values_wrong_in_every_sentence(group: str, kind: int) -> None:
+    assert not verdicts(group, kind)
 
 
 @pytest.mark.parametrize(
