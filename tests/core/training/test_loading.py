@@ -66,18 +66,24 @@ def elements_read(path: str) -> tuple[int, int]:
     return counted["read"], sum(parameter.numel() for parameter in model.parameters())
 
 
-def save_own(path: str, directory: Path) -> None:
-    """Write the model as a run saves it."""
+def saved_and_read(path: str, rows: Batch, directory: Path) -> Tensor:
+    """Log-probs of a model that is read from where it was written as a run saves it."""
     model = load_shard(path)
     dcp.save(state_of(model, None, ["model"]), checkpoint_id=directory)
     if dist.get_rank() == 0:
         export_settings(model.model, directory / HUGGINGFACE, torch.float32)
+    dist.barrier()
+    return sharded_log_probs(str(directory), rows)[0]
 
 
 def published(path: str) -> dict[str, Tensor]:
     """What is synchronised and written: every tensor unsharded, under its published name."""
     model = load_shard(path).model
     return dict(full_tensors(model, parts(model, torch.float32)))
+
+
+def each_family(paths: dict[str, str], rows: Batch) -> dict[str, tuple[Tensor, dict[str, int], dict[str, Tensor]]]:
+    return {family: (*sharded_log_probs(path, rows), published(path)) for family, path in paths.items()}
 
 
 def critic_head(path: str) -> tuple[Tensor, bool]:
@@ -90,11 +96,17 @@ def critic_head(path: str) -> tuple[Tensor, bool]:
 # -- tests -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def ranks(directories, rows):
+    """What each of two ranks has of every family."""
+    return on_ranks(2, each_family, directories, rows)
+
+
 @pytest.mark.parametrize("family", FAMILIES | SPECIAL)
-def test_ranks_that_read_their_shards_have_the_full_model_together(directories, family, rows):
+def test_ranks_that_read_their_shards_have_the_full_model_together(directories, ranks, family, rows):
     model = load_language_model(model_config(directories[family]), torch.float32)
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    for actual, held in on_ranks(2, sharded_log_probs, directories[family], rows):
+    for actual, held, _ in (rank[family] for rank in ranks):
         torch.testing.assert_close(actual, model(lay_out(rows, padded=False), 1.0).log_probs, atol=1e-5, rtol=0)
         assert held["here"] < 0.6 * numbers
         # A tied head is not gathered twice; only the root's parameters are still gathered.
@@ -114,21 +126,20 @@ def test_every_number_is_read_once_by_the_rank_that_keeps_it(directories, family
 
 
 @pytest.mark.parametrize("family", ["all heads one key, tied head", *SPECIAL])
-def test_what_is_published_is_what_transformers_saved(directories, family):
+def test_what_is_published_is_what_transformers_saved(directories, ranks, family):
     expected = load_file(Path(directories[family]) / "model.safetensors")
-    actual = on_ranks(2, published, directories[family])[0]
+    _, _, actual = ranks[0][family]
     assert actual.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in actual.items())
 
 
 @pytest.mark.parametrize("family", ["experts", "experts selected with a bias buffer"])
 def test_a_checkpoint_is_read_too(directories, family, rows, tmp_path):
-    on_ranks(2, save_own, directories[family], tmp_path)
+    actual, _ = on_ranks(2, saved_and_read, directories[family], rows, tmp_path)
     model, again = (
         load_language_model(model_config(path), torch.float32) for path in (directories[family], str(tmp_path))
     )
     assert all(torch.equal(value, own_tensors(again.model)[name]) for name, value in own_tensors(model.model).items())
-    (actual, _), _ = on_ranks(2, sharded_log_probs, str(tmp_path), rows)
     torch.testing.assert_close(actual, model(lay_out(rows, padded=False), 1.0).log_probs, atol=1e-5, rtol=0)
 
 
