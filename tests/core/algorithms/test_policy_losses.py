@@ -388,21 +388,6 @@ def test_value_and_gradient_are_those_of_the_formula_on_ragged_rows(ragged, name
     assert not gradient[~batch.response_mask].any()
 
 
-@given(seed=SEEDS)
-def test_with_one_advantage_a_row_it_is_the_papers_sequence_loss_in_value_and_gradient(ragged, seed):
-    log_probs, batch = ragged(seed, one_advantage_a_row=True)
-    log_probs.requires_grad_()
-    ratio = batch.trained_mean(log_probs - batch.old_log_probs).exp()
-    advantage = batch.trained_mean(batch.advantages)
-    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
-    written = batch.per_row(batch.response_mask.long()) > 0
-    paper = -surrogate[written].mean()
-    loss = total("gspo", log_probs, batch, WINDOW)
-    assert loss.item() == pytest.approx(paper.item(), abs=1e-7)
-    found, expected = (torch.autograd.grad(value, log_probs)[0].tolist() for value in (loss, paper))
-    assert found == pytest.approx(expected, abs=1e-7)
-
-
 # -- properties --------------------------------------------------------------------------------------------------------
 
 SETTINGS = dict(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.5)
@@ -528,14 +513,7 @@ def test_the_covariances_are_those_of_the_formula_on_ragged_rows(ragged, seed):
 
 def test_clip_cov_draws_its_share_from_the_tokens_strictly_between_the_bounds(six_tokens):
     settings = dict(clip_cov_ratio=1.0, clip_cov_lb=1.0, clip_cov_ub=4.0)
-    assert policy_loss(select_clipped, **settings)(six_tokens, seeded()).tolist() == [
-        True,
-        False,
-        False,
-        False,
-        False,
-        True,
-    ]
+    assert policy_loss(select_clipped, **settings)(six_tokens, seeded()).nonzero().flatten().tolist() == [0, 5]
 
 
 def test_clip_cov_draws_no_more_than_its_share_and_any_candidate_may_be_drawn(six_tokens):

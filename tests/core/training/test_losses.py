@@ -85,9 +85,7 @@ def update(model: LanguageModel, part: Batch, loss: LossConfig, *, fused: bool) 
 
 
 def sharded(directories: dict[str, str], part: Batch) -> dict[tuple[str, str], list[tuple[Tensor, Tensor]]]:
-    return {
-        (family, dtype): both_gradients(directories[family], part, dtype) for family in SHARDED for dtype in DTYPES
-    }
+    return {(family, dtype): both_gradients(directories[family], part, dtype) for family in SHARDED for dtype in DTYPES}
 
 
 def both_gradients(path: str, part: Batch, dtype: str) -> list[tuple[Tensor, Tensor]]:
