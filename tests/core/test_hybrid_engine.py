@@ -113,14 +113,7 @@ def engine(calls) -> HybridEngine:
     return HybridEngine(Ranks(calls), fleet, Sync(calls, fleet), timeout=1.0)
 
 
-TO_ROLLOUT = [
-    "critic to the host",
-    "wake weights",
-    "publish 3",
-    "policy to the host",
-    "wake kv_cache",
-    "verify",
-]
+TO_ROLLOUT = ["critic to the host", "wake weights", "publish 3", "policy to the host", "wake kv_cache", "verify"]
 TO_TRAINING = ["sleep", "policy and critic to the devices"]
 
 

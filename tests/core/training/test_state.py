@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
 from hybridrl.checkpoint.export import export_settings
@@ -179,14 +178,8 @@ def under_offload_policy(path: str, optimizer: str) -> list[dict[str, Tensor]]:
             group for module in model.modules() if isinstance(module, FSDPModule) for group in param_groups(module)
         ]
         assert {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups} == {offloaded}
-        learner = Learner(
-            model,
-            Optimizers(model, optimizer_config(optimizer=optimizer), 9),
-            config,
-            CPU,
-            padded=False,
-            dump_prefix=Path(),
-        )
+        optimizers = Optimizers(model, optimizer_config(optimizer=optimizer), 9)
+        learner = Learner(model, optimizers, config, CPU, padded=False, dump_prefix=Path())
         train(learner, range(3))
         states.append(full(learner))
     return states
@@ -293,13 +286,7 @@ def test_moments_have_the_names_that_torch_gives_them(group, directory, optimize
     expected: Any = get_optimizer_state_dict(learner.model.model, learner.optimizers.optimizers)["state"]
     assert actual.keys() == expected.keys()
     for name, moments in expected.items():
-        assert_equal(
-            {kind: value.full_tensor() if isinstance(value, DTensor) else value for kind, value in moments.items()},
-            {
-                kind: value.full_tensor() if isinstance(value, DTensor) else value
-                for kind, value in actual[name].items()
-            },
-        )
+        assert_equal(*({kind: full_tensor(value) for kind, value in of.items()} for of in (moments, actual[name])))
 
 
 def test_copies_reuse_their_memory_even_if_moments_are_moved(group, directory, tmp_path):
@@ -330,36 +317,26 @@ def test_learning_rates_are_those_of_the_resumed_configuration(group, directory,
     assert actual.optimizers.optimizers[0].param_groups[0]["weight_decay"] == 0.5
 
 
-@pytest.mark.parametrize("part", ALL)
-def test_a_part_that_was_not_saved_is_named(group, directory, tmp_path, part):
+@pytest.mark.parametrize(("part", "kept"), [(part, {*ALL} - {part}) for part in ALL] + [("model", None)])
+def test_a_part_that_was_not_saved_is_named(group, directory, tmp_path, part, kept):
     learner = build(directory)
-    save(learner, tmp_path, [kept for kept in ALL if kept != part])
+    if kept is not None:
+        save(learner, tmp_path, sorted(kept))
     with pytest.raises(ValueError, match=rf"^{tmp_path}: no {part} was saved there, see checkpoint.save_contents$"):
         load(learner, tmp_path, group)
 
 
-def test_a_directory_without_any_part_says_so(group, directory, tmp_path):
-    with pytest.raises(ValueError, match="no model was saved there"):
-        load(build(directory), tmp_path, group)
-
-
 def test_moments_of_another_optimizer_are_rejected_with_a_fix(group, directory, tmp_path):
     save(build(directory, optimizer="Muon"), tmp_path)
-    with pytest.raises(
-        ValueError,
-        match=r"the optimizer saved there has no state.model.layers.0.mlp.down_proj.weight.exp_avg; "
-        r"trainer.reset_optimizer=true starts without moments and schedule",
-    ):
+    lacks = "the optimizer saved there has no state.model.layers.0.mlp.down_proj.weight.exp_avg"
+    with pytest.raises(ValueError, match=f"{lacks}; trainer.reset_optimizer=true starts without moments and schedule"):
         load(build(directory), tmp_path, group)
 
 
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        (
-            "all heads their own keys",
-            r"has model.layers.0.self_attn.k_proj.bias of the shape \[16\], this run's is \[32\]",
-        ),
+        ("all heads their own keys", r"has model.*0.self_attn.k_proj.bias of the shape \[16\], this run's is \[32\]"),
         ("all heads one key, tied head", "has lm_head.weight, which is not in this run's"),
         ("qwen3", "has no model.layers.0.self_attn.k_norm.weight"),
     ],
@@ -439,7 +416,7 @@ def test_training_can_start_from_a_saved_critic(saved):
     path, model = saved(critic=True)
     actual = load_value_model(model_config(path), torch.float32).model
     assert_equal(
-        dict(actual.named_parameters()), {name: value.full_tensor() for name, value in model.named_parameters()}
+        dict(actual.named_parameters()), {name: full_tensor(value) for name, value in model.named_parameters()}
     )
 
 
