@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoModelForCausalLM,
-    FalconH1Config,
-    Qwen2Config,
-    SeedOssConfig,
-    StableLmConfig,
-)
+from transformers import AutoModelForCausalLM, FalconH1Config, Qwen2Config, SeedOssConfig, StableLmConfig
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required

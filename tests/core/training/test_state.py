@@ -1,7 +1,7 @@
 import os
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from tests.core.training.on_ranks import on_ranks
 from tests.sections import section_of
 
 ALL = ("model", "optimizer", "extra")
+OPTIMIZERS = ("AdamW", "Muon")
 UPDATES = 4  # of an uninterrupted run; the checkpoint is written after half of them
 CPU = torch.device("cpu")
 
@@ -150,6 +151,10 @@ def resumed(path: str, directory: Path, contents: Collection[str] = ALL, **optio
     return Run(then, rates=train(learner, range(UPDATES // 2, UPDATES)), at_last=full(learner))
 
 
+def of_each_optimizer(run: Callable[..., Run], path: str, directory: Path) -> dict[str, Run]:
+    return {name: run(path, directory / name, optimizer=name) for name in OPTIMIZERS}
+
+
 def moved(path: str) -> list[dict[str, Tensor]]:
     """The state after some updates, of a model on the device and of one that is offloaded after each."""
     stays, moves = build(path), build(path)
@@ -165,7 +170,11 @@ def moved(path: str) -> list[dict[str, Tensor]]:
     return [full(stays), full(moves)]
 
 
-def under_offload_policy(path: str, optimizer: str) -> list[dict[str, Tensor]]:
+def under_offload_policy(path: str) -> list[list[dict[str, Tensor]]]:
+    return [with_and_without_policy(path, optimizer) for optimizer in OPTIMIZERS]
+
+
+def with_and_without_policy(path: str, optimizer: str) -> list[dict[str, Tensor]]:
     """The state after some updates, with FSDP2's offload policy and without it; the parameters are read from disk."""
     states = []
     for offloaded in (True, False):
@@ -219,11 +228,16 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     assert not [name for name in actual if not torch.equal(actual[name], expected[name])]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(directory, tmp_path, optimizer, ranks):
-    saved, *_ = on_ranks(ranks, unbroken, directory, tmp_path, optimizer=optimizer)
-    actual, *_ = on_ranks(ranks, resumed, directory, tmp_path, optimizer=optimizer)
+@pytest.fixture(scope="module", params=[1, 2])
+def runs(request, directories, tmp_path_factory):
+    """An uninterrupted run on this many ranks by each optimizer, and a resumed one in other processes."""
+    paths = directories["two heads a key"], tmp_path_factory.mktemp("states")
+    return [on_ranks(request.param, of_each_optimizer, run, *paths)[0] for run in (unbroken, resumed)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(runs, optimizer):
+    saved, actual = (run[optimizer] for run in runs)
     assert any(name.endswith("exp_avg") and tensor.any() for name, tensor in saved.then.items())
     assert_equal(actual.then, saved.then)
     assert_equal(actual.at_last, saved.at_last)
@@ -245,10 +259,10 @@ def test_offloaded_parameters_train_as_those_on_the_device(directories):
         assert_equal(moves, stays)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
-def test_a_model_trains_the_same_under_offload_policy(directories, optimizer):
-    for offloaded, kept in on_ranks(2, under_offload_policy, directories["all heads one key, tied head"], optimizer):
-        assert_equal(offloaded, kept)
+def test_a_model_trains_the_same_under_offload_policy(directories):
+    for by_optimizer in on_ranks(2, under_offload_policy, directories["all heads one key, tied head"]):
+        for offloaded, kept in by_optimizer:
+            assert_equal(offloaded, kept)
 
 
 def test_a_state_saved_by_replicas_is_read_as_shards(directory, tmp_path):
@@ -278,7 +292,7 @@ def load(learner: Learner, directory: Path, group: dist.ProcessGroup, contents: 
     load_state(learner.model, learner.optimizers, contents, directory, group)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_moments_have_the_names_that_torch_gives_them(group, directory, optimizer):
     learner = build(directory, optimizer=optimizer)
     train(learner, range(1))
