@@ -81,9 +81,6 @@ def test_pack_flattens_lists_and_arrays_and_keeps_their_lengths():
     assert (values.dtype, lengths.dtype) == (torch.int64, torch.int64)
     values, lengths = pack([np.array([0.5], np.float32), np.array([1.5, 2.5], np.float32)], torch.float32)
     assert (values.tolist(), lengths.tolist()) == ([0.5, 1.5, 2.5], [1, 2])
-
-
-def test_packing_no_rows_gives_empty_tensors():
     values, lengths = pack([], torch.int64)
     assert (values.tolist(), lengths.tolist(), values.dtype) == ([], [], torch.int64)
 

@@ -215,13 +215,19 @@ def test_what_a_dead_server_had_not_finished_is_retried(caplog):
     assert "rollout server 0 was lost (the engine died); rebuilding it and retrying 5 requests" in caplog.messages
 
 
-def test_other_servers_take_over_while_one_is_rebuilt():
+def slowly(seconds: float) -> Callable[[int], FakeServer]:
+    """How a server is rebuilt that needs so long."""
+
     def revive(index: int) -> FakeServer:
-        time.sleep(0.2)
+        time.sleep(seconds)
         return FakeServer()
 
+    return revive
+
+
+def test_other_servers_take_over_while_one_is_rebuilt():
     healthy, wanted = FakeServer(), requests(4)
-    made = client([FakeServer(dies=0), healthy], revive)
+    made = client([FakeServer(dies=0), healthy], slowly(0.2))
     assert tokens(made.generate_all(wanted)) == expected(wanted)
     assert sorted(healthy.given) == [(request.prompt, request.sample) for request in wanted]
     assert tokens(made.generate_all(wanted)) == expected(wanted)
@@ -478,13 +484,9 @@ def test_a_server_whose_first_response_takes_longer_than_the_limit_is_not_killed
 
 
 def test_the_time_of_a_rebuild_is_not_silence():
-    def revive(index: int) -> FakeServer:
-        time.sleep(0.4)
-        return FakeServer()
-
     slow = Slow(works=True)
-    made, wanted = client([FakeServer(dies=0), slow], revive, timeout=0.2), requests(4)
-    made.generate_all(wanted)
+    made = client([FakeServer(dies=0), slow], slowly(0.4), timeout=0.2)
+    made.generate_all(requests(4))
     assert made.restarts == 1 and not slow.killed.is_set()
 
 
