@@ -30,21 +30,14 @@ def test_select_returns_rows_in_the_requested_order(three_rows):
     assert chosen.rewards.tolist() == [0.5, 0.0]
     assert chosen.values.tolist() == pytest.approx([0.3, 0.4, 0.5, 0.0, 0.1])
     assert chosen.position.tolist() == [2, 0]
+    assert same(three_rows.select(torch.tensor([2, 0])), chosen)
 
 
-def test_select_can_repeat_a_row_and_keeps_empty_fields_empty(three_rows):
-    chosen = three_rows.select([1, 1])
+def test_select_can_repeat_a_row_or_take_none_and_keeps_empty_fields_empty(three_rows):
+    chosen, empty = three_rows.select([1, 1]), three_rows.select([])
     assert chosen.response_ids.tolist() == [2, 2]
     assert chosen.prompt_ids.tolist() == [101, 102, 103, 101, 102, 103]
     assert chosen.advantages is None
-
-
-def test_select_accepts_a_tensor_of_rows(three_rows):
-    assert same(three_rows.select(torch.tensor([2, 0])), three_rows.select([2, 0]))
-
-
-def test_selecting_no_row_gives_an_empty_batch(three_rows):
-    empty = three_rows.select([])
     assert (len(empty), empty.response_ids.numel(), empty.rewards.numel()) == (0, 0, 0)
 
 
@@ -88,9 +81,6 @@ def test_pack_flattens_lists_and_arrays_and_keeps_their_lengths():
     assert (values.dtype, lengths.dtype) == (torch.int64, torch.int64)
     values, lengths = pack([np.array([0.5], np.float32), np.array([1.5, 2.5], np.float32)], torch.float32)
     assert (values.tolist(), lengths.tolist()) == ([0.5, 1.5, 2.5], [1, 2])
-
-
-def test_packing_no_rows_gives_empty_tensors():
     values, lengths = pack([], torch.int64)
     assert (values.tolist(), lengths.tolist(), values.dtype) == ([], [], torch.int64)
 

@@ -113,22 +113,18 @@ def engine(calls) -> HybridEngine:
     return HybridEngine(Ranks(calls), fleet, Sync(calls, fleet), timeout=1.0)
 
 
-TO_ROLLOUT = [
-    "critic to the host",
-    "wake weights",
-    "publish 3",
-    "policy to the host",
-    "wake kv_cache",
-    "verify",
-]
+TO_ROLLOUT = ["critic to the host", "wake weights", "publish 3", "policy to the host", "wake kv_cache", "verify"]
 TO_TRAINING = ["sleep", "policy and critic to the devices"]
 
 
-def test_weights_are_published_before_the_policy_leaves_and_the_cache_is_woken_last(engine, calls):
+def test_weights_are_published_before_the_policy_leaves_and_responses_are_available_once_the_cache_is_woken(
+    engine, calls
+):
+    assert not engine.client.available
     engine.to_rollout(3)
-    assert calls == TO_ROLLOUT and engine.mode is Mode.ROLLOUT
+    assert calls == TO_ROLLOUT and engine.mode is Mode.ROLLOUT and engine.client.available
     engine.to_training()
-    assert calls == TO_ROLLOUT + TO_TRAINING and engine.mode is Mode.TRAINING
+    assert calls == TO_ROLLOUT + TO_TRAINING and engine.mode is Mode.TRAINING and not engine.client.available
 
 
 def test_the_present_mode_is_not_entered_again_and_another_version_is(engine, calls):
@@ -140,14 +136,6 @@ def test_the_present_mode_is_not_entered_again_and_another_version_is(engine, ca
     assert calls == []
     engine.to_rollout(3)
     assert calls == TO_TRAINING + TO_ROLLOUT
-
-
-def test_responses_are_available_in_rollout_mode_only(engine):
-    assert not engine.client.available
-    engine.to_rollout(0)
-    assert engine.client.available
-    engine.to_training()
-    assert not engine.client.available
 
 
 def test_ranks_are_not_called_in_rollout_mode_but_for_what_needs_no_device(engine):

@@ -180,17 +180,11 @@ def test_a_run_that_only_validates_trains_nothing():
     assert task.calls == [("validate", 0)]
 
 
-def test_the_last_step_is_validated_whatever_the_frequency():
-    task = RecordingTask()
-    trainer(task, Schedule(3, validate_every=-1)).fit(0, {})
-    assert steps(task, "validate") == [3]
-
-
 def test_a_resumed_run_starts_after_its_checkpoint_and_logs_its_start_up_once():
     task = RecordingTask()
     loop = trainer(task, Schedule(4, validate_every=-1))
     loop.fit(2, {"timing_s/start_up": 9.0})
-    assert steps(task, "train") == [3, 4]
+    assert steps(task, "train") == [3, 4] and steps(task, "validate") == [4], "the last, whatever the frequency"
     assert [("timing_s/start_up" in metrics) for metrics in loop.tracker.logged.values()] == [True, False]
 
 
@@ -296,12 +290,8 @@ def test_a_diagnosis_of_memory_sees_what_the_devices_measured_and_starts_new_ser
     loop = trainer(task, Schedule(22, validate_every=-1), health=health)
     loop.fit(0, {})
     assert loop.tracker.logged[20]["health/memory-full"] == 1.0
-    assert [call for call in task.calls if call[0] == "train" or call == "rebuild"][19:22] == [
-        ("train", 20),
-        "rebuild",
-        ("train", 21),
-    ]
-    assert task.calls.count("rebuild") == 1
+    calls = [call for call in task.calls if call[0] == "train" or call == "rebuild"]
+    assert calls.index("rebuild") == calls.index(("train", 20)) + 1 and calls.count("rebuild") == 1
 
 
 class RecordingStep:

@@ -1,5 +1,6 @@
 """Engine and trainer that disagree about the sampled tokens stop a run; what rounding makes does not."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from hybridrl.core.training.worker_group import TrainWorkers
 ROWS = torch.tensor([2, 2])
 
 
-def answers(trainer: list[float], engine: list[float], written: list[bool]) -> Batch:
+def answers(trainer: list[float], engine: list[float], written: Sequence[bool] = (True,) * 4) -> Batch:
     numbers = torch.arange(2)
     return Batch(
         prompt_lengths=torch.ones(2, dtype=torch.int64),
@@ -34,9 +35,8 @@ def answers(trainer: list[float], engine: list[float], written: list[bool]) -> B
 
 def check(difference: list[float], limit: float = 0.01, written: tuple[bool, ...] = (True,) * 4) -> None:
     engine: Tensor = torch.tensor([-1.0, -2.0, -3.0, -4.0])
-    Agreement(limit, "float32").check(
-        answers((engine + torch.tensor(difference)).tolist(), engine.tolist(), list(written))
-    )
+    batch = answers((engine + torch.tensor(difference)).tolist(), engine.tolist(), written)
+    Agreement(limit, "float32").check(batch)
 
 
 def test_a_mean_difference_above_the_limit_stops_with_its_likely_causes_and_its_key() -> None:
@@ -57,7 +57,7 @@ def test_numbers_that_are_not_finite_are_left_to_the_updates_which_skip_them() -
 
 
 def test_without_the_log_probs_of_both_nothing_is_compared() -> None:
-    batch = answers([0.0] * 4, [1.0] * 4, [True] * 4)
+    batch = answers([0.0] * 4, [1.0] * 4)
     for name in ("old_log_probs", "rollout_log_probs"):
         Agreement(0.01, "float32").check(Batch(**{**vars(batch), name: None}))
 
@@ -83,14 +83,14 @@ class Workers(TrainWorkers):
 @pytest.mark.parametrize(("before_update", "updates"), [(True, 0), (False, 1)])
 def test_a_step_ends_where_they_disagree_before_the_update_if_it_is_known_then(before_update: bool, updates: int):
     workers = Workers(before_update)
-    batch = replace(answers([0.0] * 4, [-1.0] * 4, [True] * 4), old_log_probs=None)
+    batch = replace(answers([0.0] * 4, [-1.0] * 4), old_log_probs=None)
     with pytest.raises(Disagreement, match="by 1 on average"):
         workers.update(workers.old_log_probs(batch, Algorithm(None), step=1), step=1)
     assert workers.updates == updates
 
 
 def test_in_bypass_mode_the_engine_is_not_compared_with_itself() -> None:
-    batch = replace(answers([0.0] * 4, [-1.0] * 4, [True] * 4), old_log_probs=None)
+    batch = replace(answers([0.0] * 4, [-1.0] * 4), old_log_probs=None)
     filled = Workers(before_update=True).old_log_probs(batch, Algorithm(None, bypass=True), step=1)
     assert torch.equal(filled.old_log_probs, batch.rollout_log_probs)
 
@@ -98,7 +98,7 @@ def test_in_bypass_mode_the_engine_is_not_compared_with_itself() -> None:
 def test_before_the_first_update_of_the_policy_its_log_probs_are_not_computed() -> None:
     workers = Workers(before_update=True)
     workers.policy.first_update = 2
-    batch = replace(answers([0.0] * 4, [-1.0] * 4, [True] * 4), old_log_probs=None)
+    batch = replace(answers([0.0] * 4, [-1.0] * 4), old_log_probs=None)
     assert workers.old_log_probs(batch, Algorithm(None), step=1).old_log_probs is None
     assert workers.update(batch, step=1) == (batch, {})
     assert workers.updates == 0

@@ -26,16 +26,12 @@ def scored(make_batch):
     )
 
 
-def test_the_score_lies_on_the_last_token_of_each_answer(scored):
+def test_the_score_lies_on_the_last_token_of_each_answer_of_a_new_batch(scored):
     batch, metrics = Algorithm(centred).advantages(scored)
+    assert scored.advantages is None and scored.token_rewards is None
     assert required(batch.token_rewards).tolist() == [0, 1, 0]
     assert required(batch.advantages).tolist() == required(batch.returns).tolist() == [0.5, 0.5, -0.5]
     assert metrics == {}
-
-
-def test_the_batch_given_stays_as_it_is(scored):
-    Algorithm(grpo).advantages(scored)
-    assert scored.advantages is None and scored.token_rewards is None
 
 
 def test_a_kl_penalty_is_taken_off_each_token(scored):
@@ -45,10 +41,7 @@ def test_a_kl_penalty_is_taken_off_each_token(scored):
     assert required(batch.token_rewards).tolist() == pytest.approx([-0.05, 1, 0.05])
     assert required(batch.advantages).tolist() == pytest.approx([0.45, 0.45, -0.45])
     # Means of the rows: 0.25 and -0.5.
-    assert metrics == {
-        "actor/reward_kl_penalty": pytest.approx(-0.125),
-        "actor/reward_kl_penalty_coeff": 0.1,
-    }
+    assert metrics == {"actor/reward_kl_penalty": pytest.approx(-0.125), "actor/reward_kl_penalty_coeff": 0.1}
 
 
 def test_tokens_that_the_policy_did_not_write_bear_no_penalty(scored):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.config.catalog import ESTIMATORS
-from hybridrl.core.algorithms.estimators import BLOCK, discounted_sums, following, placed, whitened, written_tokens
+from hybridrl.core.algorithms.estimators import BLOCK, discounted_sums, whitened
 from tests.core.algorithms import estimator_references as references
 from tests.core.algorithms.estimator_references import drawn, flat
 from tests.core.algorithms.parameters import estimator
@@ -147,22 +147,6 @@ def test_numbers_by_hand(make_batch, case):
     assert found[1].tolist() == pytest.approx(*returns or [advantages], abs=5e-6)
 
 
-REFERENCES = {
-    "gae": references.gae,
-    "grpo": references.grpo,
-    "grpo_passk": references.grpo_passk,
-    "rloo": references.rloo,
-    "reinforce_plus_plus": references.reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": references.reinforce_plus_plus_baseline,
-    "remax": references.remax,
-    "opo": references.opo,
-    "gpg": references.gpg,
-    "optimal_token_baseline": references.optimal_token_baseline,
-    "tir_optimal_token_baseline": references.tir_optimal_token_baseline,
-    "gdpo": references.gdpo,
-}
-
-
 @every_estimator
 @given(
     SEEDS,
@@ -180,7 +164,7 @@ def test_it_agrees_with_a_double_precision_reference(make_batch, name, seed, par
     batch = drawn(make_batch, seed)
     if corrected:
         batch.importance_weights = 0.5 + batch.sum_pi_squared
-    expected = REFERENCES[name](batch, **parameters)
+    expected = vars(references)[name](batch, **parameters)
     for ours, rows in zip(estimator(name, **parameters)(batch), expected, strict=True):
         assert ours.tolist() == pytest.approx(flat(rows), rel=1e-6, abs=2e-6)
 
@@ -249,22 +233,7 @@ def test_a_group_of_one_has_no_advantage(make_batch, name):
     assert not estimator(name, **SETTINGS)(batch)[0].any()
 
 
-# -- written tokens, whitening and discounted sums ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mask", "ids", "lengths", "expected"),
-    [
-        ([False, True, False, True, True, False], [1, 3, 4], [1, 0, 2], [0, 5, 0, 6, 7, 0]),
-        ([True] * 6, [0, 1, 2, 3, 4, 5], [2, 1, 3], [5, 6, 7, 8, 9, 10]),
-    ],
-)
-def test_written_tokens_are_counted_by_row_and_put_back_in_their_places(make_batch, mask, ids, lengths, expected):
-    batch = make_batch([2, 1, 3], response_mask=mask)
-    written, found = written_tokens(batch)
-    assert (batch.response_ids[written].tolist(), found.tolist()) == (ids, lengths)
-    values = placed(batch, torch.arange(5.0, 5 + len(ids), dtype=torch.float64))
-    assert (values.tolist(), values.dtype) == (expected, torch.float32)
+# -- whitening and discounted sums -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -311,7 +280,3 @@ def test_discounted_sums_agree_with_a_loop_over_the_elements(lengths, factor, se
         expected += backwards[::-1]
     sums = discounted_sums(values, torch.tensor(lengths, dtype=torch.int64), factor)
     assert sums.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
-
-
-def test_the_element_after_a_rows_last_is_0():
-    assert following(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 3, 0, 1, 0])).tolist() == [2, 3, 0, 0]

@@ -72,20 +72,12 @@ def test_without_attributes_the_least_is_assumed(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("fact", "find", "message"),
     [
-        (
-            "loss.reads = ('rewards',)",
-            find_estimator,
-            r"adv_estimator=.*attribute reads names .rewards.; choose.*values",
-        ),
-        (
-            "loss.aggregation = 'mean'",
-            find_policy_loss,
-            r"loss_mode=.*attribute aggregation names 'mean'; choose.*token-mean",
-        ),
+        ("reads = ('rewards',)", find_estimator, "adv_estimator=.*attribute reads names .rewards.; choose.*values"),
+        ("aggregation = 'mean'", find_policy_loss, "loss_mode=.*aggregation names 'mean'; choose.*token-mean"),
     ],
 )
 def test_an_unknown_fact_is_rejected_with_the_valid_ones(tmp_path, fact, find, message) -> None:
-    name = loss_of(tmp_path, f"def loss(log_probs, batch): return -log_probs, {{}}\n{fact}\n")
+    name = loss_of(tmp_path, f"def loss(log_probs, batch): return -log_probs, {{}}\nloss.{fact}\n")
     with pytest.raises(ConfigError, match=message):
         find(name)
 

@@ -40,10 +40,6 @@ def three_rows(make_batch):
     return masked(make_batch, [[True, False, True], [True], [False, False]])
 
 
-def test_totals_count_written_tokens_and_rows_that_have_one(three_rows):
-    assert Totals.of(three_rows) == Totals(tokens=3, rows=2)
-
-
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
@@ -55,7 +51,9 @@ def test_totals_count_written_tokens_and_rows_that_have_one(three_rows):
     ],
 )
 def test_the_weight_of_each_token(three_rows, mode, expected):
-    assert token_weights(three_rows, mode, Totals.of(three_rows), SCALE).tolist() == pytest.approx(expected)
+    totals = Totals.of(three_rows)
+    assert totals == Totals(tokens=3, rows=2), "written tokens, and rows that have one"
+    assert token_weights(three_rows, mode, totals, SCALE).tolist() == pytest.approx(expected)
 
 
 def test_the_divisor_is_that_of_the_totals_and_not_of_the_rows_at_hand(three_rows):
@@ -211,14 +209,10 @@ def paying_rows(make_batch):
     )
 
 
-def test_each_written_token_pays_for_its_own_kl(paying_rows):
-    rewards, _ = penalized(paying_rows, "kl", 0.1)
+def test_each_written_token_pays_for_its_own_kl_and_the_metric_is_the_mean_of_the_rows_means(paying_rows):
+    rewards, kl = penalized(paying_rows, "kl", 0.1)
     assert rewards.tolist() == pytest.approx([-0.05, 0, 1.025, 1.9, 3])
-
-
-def test_the_kl_metric_is_the_mean_of_the_rows_means(paying_rows):
     # (0.5 - 0.25) / 2, 1, and 0 of the row in which nothing was written.
-    _, kl = penalized(paying_rows, "kl", 0.1)
     assert kl == pytest.approx((0.125 + 1 + 0) / 3)
 
 

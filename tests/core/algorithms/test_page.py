@@ -68,18 +68,16 @@ EXAMPLES = [code.strip("`").removeprefix("python") for code in CODE if code.star
 def test_the_example_for_a_tensordict_computes(make_batch, tmp_path) -> None:
     (tmp_path / "my_estimator.py").write_text(EXAMPLES[1])
     _, function = find_estimator(f"{tmp_path}/my_estimator.py:estimator")
-    advantages, returns = bind(function, {})(
-        make_batch([2, 1], token_rewards=[1.0, 2.0, 3.0], response_mask=[True, False, True])
-    )
+    batch = make_batch([2, 1], token_rewards=[1.0, 2.0, 3.0], response_mask=[True, False, True])
+    advantages, returns = bind(function, {})(batch)
     assert (advantages.tolist(), returns.tolist()) == ([1.5, 0, 3], [1.5, 1.5, 3])
 
 
 def test_the_examples_of_custom_functions_compute(make_batch, tmp_path) -> None:
     file = tmp_path / "my_algorithms.py"
     file.write_text(EXAMPLES[0])
-    batch = make_batch(
-        [2, 1, 1], group=[0, 0, 0], token_rewards=[0.0, 1.0, 3.0, 2.0], response_mask=[True, False, True, True]
-    )
+    mask = [True, False, True, True]
+    batch = make_batch([2, 1, 1], group=[0, 0, 0], token_rewards=[0.0, 1.0, 3.0, 2.0], response_mask=mask)
     entry, function = find_estimator(f"{file}:above_median")
     advantages, _ = bind(function, {"gamma": 1.0})(batch)
     assert advantages.tolist() == [-1, 0, 1, 0]

@@ -341,22 +341,8 @@ def likelihood(row):
         yield -token.new, -1.0
 
 
-REFERENCES = {
-    "vanilla": vanilla,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "geo_mean": geo_mean,
-    "gmpo": geo_mean,
-    "gpg": reinforce,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "dro": dro,
-    "reinforce": reinforce,
-    "likelihood": likelihood,
-}
+BY_NAME = (vanilla, gspo, cispo, sapo, geo_mean, clip_cov, kl_cov, dppo_tv, dppo_kl, dro, reinforce, likelihood)
+REFERENCES = {of.__name__: of for of in BY_NAME} | {"gmpo": geo_mean, "gpg": reinforce}
 
 
 def rows_of(log_probs, batch):
@@ -386,21 +372,6 @@ def test_value_and_gradient_are_those_of_the_formula_on_ragged_rows(ragged, name
     assert loss.item() == pytest.approx(sum(value for value, _ in weighted), abs=1e-6)
     assert gradient[batch.response_mask].tolist() == pytest.approx([slope for _, slope in weighted], abs=1e-6)
     assert not gradient[~batch.response_mask].any()
-
-
-@given(seed=SEEDS)
-def test_with_one_advantage_a_row_it_is_the_papers_sequence_loss_in_value_and_gradient(ragged, seed):
-    log_probs, batch = ragged(seed, one_advantage_a_row=True)
-    log_probs.requires_grad_()
-    ratio = batch.trained_mean(log_probs - batch.old_log_probs).exp()
-    advantage = batch.trained_mean(batch.advantages)
-    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
-    written = batch.per_row(batch.response_mask.long()) > 0
-    paper = -surrogate[written].mean()
-    loss = total("gspo", log_probs, batch, WINDOW)
-    assert loss.item() == pytest.approx(paper.item(), abs=1e-7)
-    found, expected = (torch.autograd.grad(value, log_probs)[0].tolist() for value in (loss, paper))
-    assert found == pytest.approx(expected, abs=1e-7)
 
 
 # -- properties --------------------------------------------------------------------------------------------------------
@@ -528,14 +499,7 @@ def test_the_covariances_are_those_of_the_formula_on_ragged_rows(ragged, seed):
 
 def test_clip_cov_draws_its_share_from_the_tokens_strictly_between_the_bounds(six_tokens):
     settings = dict(clip_cov_ratio=1.0, clip_cov_lb=1.0, clip_cov_ub=4.0)
-    assert policy_loss(select_clipped, **settings)(six_tokens, seeded()).tolist() == [
-        True,
-        False,
-        False,
-        False,
-        False,
-        True,
-    ]
+    assert policy_loss(select_clipped, **settings)(six_tokens, seeded()).nonzero().flatten().tolist() == [0, 5]
 
 
 def test_clip_cov_draws_no_more_than_its_share_and_any_candidate_may_be_drawn(six_tokens):
@@ -562,11 +526,7 @@ def test_kl_cov_takes_the_share_with_the_highest_covariance(six_tokens, share, c
 
 
 @pytest.mark.parametrize("selector", [select_clipped, select_penalized])
-def test_of_a_share_below_one_token_one_is_chosen(six_tokens, selector):
+def test_of_a_share_below_one_token_one_is_chosen_and_none_where_nothing_was_written(six_tokens, selector):
     assert policy_loss(selector)(six_tokens, seeded()).sum() == 1
-
-
-@pytest.mark.parametrize("selector", [select_clipped, select_penalized])
-def test_where_nothing_was_written_none_is_chosen(six_tokens, selector):
     unwritten = replace(six_tokens, response_mask=torch.zeros(6, dtype=torch.bool))
     assert policy_loss(selector)(unwritten, seeded()).tolist() == [False] * 6

@@ -180,9 +180,8 @@ def test_log_probs_of_tokens_that_the_policy_did_not_write_do_not_matter(make_ba
     for other in (0.0, math.nan, math.inf):
         batch = rows_of(make_batch, [[(0.1, True), (other, False), (0.2, True)]])
         corrected, metrics = asked.apply(batch)
-        results.append(
-            (required(corrected.importance_weights).tolist(), required(corrected.response_mask).tolist(), metrics)
-        )
+        tokens = (required(corrected.importance_weights).tolist(), required(corrected.response_mask).tolist())
+        results.append((*tokens, metrics))
     assert results[0] == results[1] == results[2]
 
 
@@ -347,16 +346,12 @@ def everything():
     return correction("token", "0.5_2.0", OPTIONS, "1.0", batch_normalize=True)
 
 
-def test_completely_rejected_rows_are_in_the_metrics(make_batch):
-    batch = rows_of(make_batch, [[(5.0, True), (6.0, True)], [(7.0, True)]])
+@pytest.mark.parametrize("rows", [[[5.0, 6.0], [7.0]], [[0.1]]], ids=["several rows", "a single token"])
+def test_completely_rejected_rows_are_in_the_metrics(make_batch, rows):
+    batch = rows_of(make_batch, [[(ratio, True) for ratio in row] for row in rows])
     corrected, metrics = everything().apply(batch)
     assert not required(corrected.response_mask).any()
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1
-    assert all(map(math.isfinite, metrics.values()))
-
-
-def test_a_single_token_has_metrics(make_batch):
-    _, metrics = everything().apply(rows_of(make_batch, [[(0.1, True)]]))
     assert all(map(math.isfinite, metrics.values()))
 
 

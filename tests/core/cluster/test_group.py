@@ -114,20 +114,15 @@ def test_every_actor_needs_its_arguments():
         workers(Call(), Call()).scatter(work, [(1,)], timeout=1)
 
 
-def test_a_failure_names_role_method_and_rank_with_the_workers_own_traceback():
+@pytest.mark.parametrize("further", [[], ["  no model", "see the log"]], ids=["one line", "several lines"])
+def test_a_failure_names_role_method_and_rank_with_the_workers_own_traceback(further):
+    error = task_error("\n".join(["2 problems:", *further]))
     with pytest.raises(RemoteFailure) as failure:
-        workers(Call(), Call(error=task_error("no memory"))).broadcast(work, timeout=1)
+        workers(Call(), Call(error=error)).broadcast(work, timeout=1)
     first, *trace = str(failure.value).splitlines()
-    assert first == "train worker.work: rank 1 failed: ValueError: no memory"
-    assert trace == ['  File "worker.py", line 3, in work', "ValueError: no memory"]
+    assert first == "train worker.work: rank 1 failed: ValueError: 2 problems:"
+    assert trace == ['  File "worker.py", line 3, in work', "ValueError: 2 problems:", *further]
     assert type(failure.value) is RemoteFailure
-
-
-def test_a_failure_of_several_lines_is_headed_by_the_first():
-    text = "2 problems:\n  no model\nsee the log"
-    with pytest.raises(RemoteFailure) as failure:
-        workers(Call(error=task_error(text))).broadcast(work, timeout=1)
-    assert str(failure.value).splitlines()[0].endswith("rank 0 failed: ValueError: 2 problems:")
 
 
 def test_a_dead_rank_is_the_root_of_the_failures_of_its_peers(tmp_path):

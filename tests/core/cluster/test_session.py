@@ -43,45 +43,6 @@ class Worker:
         time.sleep(seconds)
 
 
-@pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RAY_RUNTIME_ENV_HOOK", "no.such.hook")  # Ray would import it
-    session = RaySession("cpu", 1, 2, {}, 60)
-    yield session
-    session.close()
-    assert not Path(required(session.directory).path).exists()
-
-
-def test_a_runtime_environment_hook_is_not_used(session, tmp_path):
-    (worker,) = Group([spawn(Worker, session, 0, {}, str(tmp_path / "log"))], "worker", []).broadcast(
-        Worker.listen, timeout=60
-    )
-    assert psutil.pid_exists(worker) and "RAY_RUNTIME_ENV_HOOK" not in os.environ
-
-
-def test_only_the_owner_can_reach_its_ray_and_a_lost_raylet_ends_all_waiting(session, tmp_path):
-    workers = Group([spawn(Worker, session, 0, {}, str(tmp_path / "log"))], "worker", [])
-    (worker,) = workers.broadcast(Worker.listen, timeout=60)
-    directory = Path(session.directory.path)
-    assert directory.stat().st_mode & 0o777 == 0o700
-    assert os.environ["RAY_AUTH_MODE"] == "token"
-    assert (directory / "ray_token").stat().st_mode & 0o777 == 0o600
-    listening = [address for pid in (*working_in(directory), os.getpid()) for address in listens(pid)]
-    assert len(listening) > 5
-    assert set(listening) <= {"127.0.0.1", "::ffff:127.0.0.1"}
-    raylet = psutil.Process(worker).parent()
-    calls = workers.start(Worker.sleep, 60)
-    required(raylet).kill()
-    began = time.monotonic()
-    with pytest.raises(WorkerDied, match="Ray's raylet ended without a message, as if killed by hand"):
-        workers.broadcast(Worker.sleep, 60, timeout=100)
-    with pytest.raises(WorkerDied, match="Ray's raylet ended"):
-        spawn(Worker, session, 0, {}, str(tmp_path / "log"))
-    assert time.monotonic() - began < 20
-    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
-    del calls
-
-
 class Lasting(Worker):
     """An actor that serves one run after another."""
 
@@ -139,6 +100,17 @@ def test_each_rank_is_given_one_of_the_visible_gpus_and_its_engine_sees_them_all
         session.close()
 
 
+@pytest.fixture(scope="module")
+def session() -> Iterator[RaySession]:
+    """The last two tests have one session; its raylet is lost in the second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_RUNTIME_ENV_HOOK", "no.such.hook")  # Ray would import it
+        session = RaySession("cpu", 1, 2, {}, 60)
+        yield session
+        session.close()
+    assert not Path(required(session.directory).path).exists()
+
+
 def listens(pid: int) -> list[str]:
     connections = psutil.Process(pid).net_connections("tcp")
     return [connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN]
@@ -167,3 +139,27 @@ def test_a_driver_killed_next_to_another_run_leaves_no_process_and_no_file(occup
         assert time.monotonic() < deadline
         time.sleep(0.05)
     other.broadcast(Worker.sleep, 0, timeout=20)
+
+
+def test_only_the_owner_can_reach_its_ray_no_hook_is_used_and_a_lost_raylet_ends_all_waiting(session, tmp_path):
+    workers = Group([spawn(Worker, session, 0, {}, str(tmp_path / "log"))], "worker", [])
+    (worker,) = workers.broadcast(Worker.listen, timeout=60)
+    assert "RAY_RUNTIME_ENV_HOOK" not in os.environ
+    directory = Path(session.directory.path)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert (directory / "ray_token").stat().st_mode & 0o777 == 0o600
+    listening = [address for pid in (*working_in(directory), os.getpid()) for address in listens(pid)]
+    assert len(listening) > 5
+    assert set(listening) <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    raylet = psutil.Process(worker).parent()
+    calls = workers.start(Worker.sleep, 60)
+    required(raylet).kill()
+    began = time.monotonic()
+    with pytest.raises(WorkerDied, match="Ray's raylet ended without a message, as if killed by hand"):
+        workers.broadcast(Worker.sleep, 60, timeout=100)
+    with pytest.raises(WorkerDied, match="Ray's raylet ended"):
+        spawn(Worker, session, 0, {}, str(tmp_path / "log"))
+    assert time.monotonic() - began < 20
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+    del calls

@@ -32,7 +32,7 @@ def now(experience: AsynchronousExperience) -> float:
     return required(experience.thread).loop.time()
 
 
-def test_a_step_does_not_wait_for_a_slow_response_which_the_next_ones_continue():
+def test_a_step_does_not_wait_for_a_slow_response_which_the_next_ones_continue_and_says_how_old_it_is():
     experience = build(Lengths({(0, 0): 7}), most=4)
     steps = collect(experience, 3)
     experience.close()
@@ -40,18 +40,10 @@ def test_a_step_does_not_wait_for_a_slow_response_which_the_next_ones_continue()
     assert steps[2].batch.staleness[:7].tolist() == [2, 2, 1, 1, 0, 0, 0], (
         "two tokens of each version while it was continued, three at last"
     )
-
-
-def test_the_metrics_say_how_old_what_is_trained_on_is():
-    experience = build(Lengths({(0, 0): 7}), most=4)
-    metrics = [one.metrics for one in collect(experience, 3)]
-    experience.close()
-    assert metrics[0]["training/off_policy/trajectory_staleness_worst/max"] == 0
-    assert metrics[2]["training/off_policy/trajectory_staleness_worst/max"] == 2
-    assert metrics[2]["training/off_policy/trajectory_staleness/max"] == 0
-    assert metrics[2]["training/off_policy/trajectory_staleness/min"] == 0
-    assert metrics[2]["training/off_policy/trajectory_spans/max"] == 3
-    assert metrics[2]["partial/continued_share"] == 0.5
+    metrics, place = [one.metrics for one in steps], "training/off_policy/trajectory"
+    assert metrics[0][f"{place}_staleness_worst/max"] == 0 and metrics[2][f"{place}_staleness_worst/max"] == 2
+    assert metrics[2][f"{place}_staleness/max"] == metrics[2][f"{place}_staleness/min"] == 0
+    assert metrics[2][f"{place}_spans/max"] == 3 and metrics[2]["partial/continued_share"] == 0.5
     assert [one["partial/reprefill_tokens"] for one in metrics] == [0, 2 + 2, 2 + 4]
 
 
@@ -145,14 +137,9 @@ def test_a_cluster_that_is_lost_while_responses_are_interrupted_is_what_a_step_r
 
 def test_a_step_in_which_nothing_could_be_scored_says_why():
     experience = build(Lengths(), bound=0)
-
-    def submit(requests):
-        scores = [Future() for _ in requests]
-        for future in scores:
-            future.set_result(Score(None, fault="timeout", detail="no score within 60 s"))
-        return scores
-
-    experience.runner.scorers.submit = submit
+    scored: Future = Future()
+    scored.set_result(Score(None, fault="timeout", detail="no score within 60 s"))
+    experience.runner.scorers.submit = lambda requests: [scored for _ in requests]
     with pytest.raises(NothingToLearnFrom, match="no score within 60 s"):
         experience.collect(1)
     experience.close()
@@ -249,6 +236,7 @@ def test_after_other_weights_the_spool_is_not_used(tmp_path):
     assert len(requested) == 4
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["between steps", "while steps train too"])
 @settings(max_examples=60, deadline=None)
 @given(
     bound=st.integers(0, 3),
@@ -258,14 +246,15 @@ def test_after_other_weights_the_spool_is_not_used(tmp_path):
     seed=st.integers(0, 2**32 - 1),
     deaths=st.frozensets(st.integers(1, 40), max_size=3),
     stop=st.integers(1, 6),
+    training=st.integers(1, 30),
 )
 def test_whatever_is_slow_dies_or_is_resumed_every_group_is_trained_once_and_in_time(
-    bound, batch, slots, samples, seed, deaths, stop
+    overlaps, bound, batch, slots, samples, seed, deaths, stop, training
 ):
     lengths = np.random.default_rng(seed).geometric(0.1, size=(200, samples))
     known = Lengths({(p, s): int(lengths[p, s]) for p in range(200) for s in range(samples)})
-    experience = build(known, bound=bound, batch=batch, slots=slots, samples=samples, deaths=deaths)
-    trained = []
+    options = {"bound": bound, "batch": batch, "slots": slots, "samples": samples, "overlaps": overlaps}
+    experience, trained = build(known, deaths=deaths, **options), []
     for step in range(1, 8):
         collected = experience.collect(step)
         assert int(required(collected.batch.staleness).max()) <= bound
@@ -275,9 +264,12 @@ def test_whatever_is_slow_dies_or_is_resumed_every_group_is_trained_once_and_in_
         ]
         assert len(positions(collected)) == batch
         trained += positions(collected)
+        if overlaps:
+            train(experience, training)
         if step == stop:
-            again = build(known, bound=bound, batch=batch, slots=slots, samples=samples)
-            experience = resumed(experience, again)
+            experience = resumed(experience, build(known, **options))
+    if overlaps:
+        experience.pause()
     experience.close()
     assert len(set(trained)) == len(trained)
     assert set(trained) | experience.in_flight.keys() == set(range(experience.position))
@@ -315,38 +307,6 @@ def test_what_fails_while_a_step_trains_is_raised_by_the_next_one():
     train(experience, 10)
     with pytest.raises(ZeroDivisionError):
         experience.collect(2)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    bound=st.integers(0, 3),
-    batch=st.integers(1, 4),
-    slots=st.integers(1, 12),
-    samples=st.integers(1, 3),
-    seed=st.integers(0, 2**32 - 1),
-    deaths=st.frozensets(st.integers(1, 40), max_size=3),
-    stop=st.integers(1, 6),
-    training=st.integers(1, 30),
-)
-def test_while_steps_train_too_every_group_is_trained_once_and_in_time(
-    bound, batch, slots, samples, seed, deaths, stop, training
-):
-    lengths = np.random.default_rng(seed).geometric(0.1, size=(200, samples))
-    known = Lengths({(p, s): int(lengths[p, s]) for p in range(200) for s in range(samples)})
-    options = {"bound": bound, "batch": batch, "slots": slots, "samples": samples, "overlaps": True}
-    experience, trained = build(known, deaths=deaths, **options), []
-    for step in range(1, 8):
-        collected = experience.collect(step)
-        assert int(required(collected.batch.staleness).max()) <= bound
-        assert len(positions(collected)) == batch
-        trained += positions(collected)
-        train(experience, training)
-        if step == stop:
-            experience = resumed(experience, build(known, **options))
-    experience.pause()
-    experience.close()
-    assert len(set(trained)) == len(trained)
-    assert set(trained) | experience.in_flight.keys() == set(range(experience.position))
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

@@ -142,13 +142,8 @@ def test_a_step_has_the_next_prompts_with_their_responses_in_order():
         wanted, value = vars(expected)[name], vars(collected.batch)[name]
         assert (value is None) == (wanted is None), name
         assert wanted is None or (value.dtype == wanted.dtype and torch.equal(value, wanted)), name
-    assert set(collected.metrics) == {
-        "timing_s/gen",
-        "timing_s/reward",
-        "reward/faults",
-        "reward/acc/mean",
-        "training/epoch",
-    }
+    timings, others = {"timing_s/gen", "timing_s/reward"}, {"reward/faults", "reward/acc/mean", "training/epoch"}
+    assert set(collected.metrics) == timings | others
     assert experience.position == 4
     [(requests, sampling)] = client.calls
     assert sampling is SAMPLING
@@ -177,6 +172,7 @@ def test_a_step_runs_over_into_the_next_epoch():
     collected = [collect(experience) for _ in range(3)]
     assert [step.batch.prompt_ids[::6].tolist() for step in collected] == [[0, 1], [2, 0], [1, 2]]
     assert [step.metrics["training/epoch"] for step in collected] == [0, 1, 1]
+    assert not experience.finished, "a run without a limit never is"
 
 
 def test_responses_that_could_not_be_scored_are_not_rows_and_are_counted():
@@ -205,18 +201,22 @@ def drawn(client: Client) -> list[int]:
 
 
 def test_groups_without_signal_are_replaced_by_further_prompts_and_what_was_kept_stays():
-    experience, client = sampled([FLAT, GOOD, ZERO, GOOD, GOOD]), Client()
+    experience, client = sampled([FLAT, GOOD, ZERO, GOOD, GOOD, GOOD]), Client()
     collected = collect(experience, client)
+    assert experience.position == 4
     assert positions(collected) == [1, 1, 3, 3]
+    assert positions(collect(experience)) == [4, 4, 5, 5], "the next step begins after all prompts drawn"
     assert collected.batch.prompt_ids.tolist() == [1, 1, 1, 1, 1, 1, 3, 1, 1, 3, 1, 1]
     assert collected.batch.group.tolist() == [0, 0, 1, 1]
     assert drawn(client) == [2, 2]
-    assert experience.position == 4
     assert [sample.prompt.row for sample in collected.samples] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_a_refilled_step_reports_its_draws():
-    collected = collect(sampled([FLAT, GOOD, ZERO, GOOD]))
+def test_a_refilled_step_reports_its_draws_and_seeds_derive_from_the_prompts_position_in_each():
+    client = Client()
+    collected = collect(sampled([FLAT, GOOD, ZERO, GOOD]), client)
+    seeds = [request.seed for requests, _ in client.calls for request in requests]
+    assert seeds == [request_seed(SEED, position, number) for position in range(4) for number in range(2)]
     reported = {name: collected.metrics[name] for name in collected.metrics if name.startswith(("train/", "sampling/"))}
     assert reported == {
         "train/num_gen_batches": 2,
@@ -239,19 +239,6 @@ def test_faults_and_seconds_of_a_step_are_summed_over_its_draws():
     assert (collected.metrics["timing_s/gen"], collected.metrics["timing_s/reward"]) == (4.0, 1.0)
 
 
-def test_the_next_step_begins_after_all_prompts_drawn():
-    experience = sampled([FLAT, GOOD, GOOD, GOOD, GOOD, GOOD])
-    assert positions(collect(experience)) == [1, 1, 2, 2]
-    assert positions(collect(experience)) == [4, 4, 5, 5]
-
-
-def test_seeds_derive_from_the_prompts_position_in_every_draw():
-    client = Client()
-    collect(sampled([FLAT, GOOD, ZERO, GOOD]), client)
-    seeds = [request.seed for requests, _ in client.calls for request in requests]
-    assert seeds == [request_seed(SEED, position, number) for position in range(4) for number in range(2)]
-
-
 def test_a_steps_samples_depend_only_on_the_position():
     table = [[FLAT, GOOD, ZERO][row % 3] for row in range(10)]
     first = sampled(table, shuffle=True)
@@ -271,27 +258,28 @@ def test_the_earliest_groups_are_kept_if_there_are_too_many():
     assert collected.metrics["sampling/groups_without_signal"] == 1
 
 
-def test_with_a_draw_size_every_draw_has_it():
+@pytest.mark.parametrize(
+    ("table", "settings", "draws"),
+    [
+        ([FLAT] * 3 + [GOOD] * 5, {"draw": 3}, [3, 3]),
+        ([GOOD] * 3 + [FLAT] * 2 + [GOOD] * 2, {"step": 4}, [4, 2]),  # 3 of 4 kept: 1 is expected within 4 / 3
+        ([FLAT] * 4 + [GOOD] * 4, {"step": 4}, [4, 4]),
+        ([GOOD] + [FLAT] * 3 + [GOOD] * 9, {"step": 4}, [4, 4]),  # 1 of 4 kept: 3 are expected within 12
+        ([GOOD] * 3, {"draw": 5, "prompts_in_all": 3}, [3]),
+    ],
+    ids=[
+        "of the draw size",
+        "what will suffice",
+        "as a step after none",
+        "never more than a step",
+        "to the last prompt",
+    ],
+)
+def test_a_draw_has_the_size_that_is_set_or_as_many_prompts_as_will_probably_suffice(table, settings, draws):
     client = Client()
-    collect(sampled([FLAT, FLAT, FLAT, GOOD, GOOD, GOOD, GOOD, GOOD], draw=3), client)
-    assert drawn(client) == [3, 3]
-
-
-def test_a_further_draw_has_as_many_prompts_as_will_probably_suffice():
-    # 3 of 4 kept: the 1 missing is expected within 4 / 3, so 2; none kept: as many as a step has.
-    client = Client()
-    collect(sampled([GOOD, GOOD, GOOD, FLAT, FLAT, GOOD, GOOD], step=4), client)
-    assert drawn(client) == [4, 2]
-    client = Client()
-    collect(sampled([FLAT] * 4 + [GOOD] * 4, step=4), client)
-    assert drawn(client) == [4, 4]
-
-
-def test_a_further_draw_is_never_larger_than_a_step():
-    # 1 of 4 kept: the 3 missing are expected within 12.
-    client = Client()
-    collect(sampled([GOOD, FLAT, FLAT, FLAT] + [GOOD] * 9, step=4), client)
-    assert drawn(client) == [4, 4]
+    collected = collect(sampled(table, **settings), client)
+    assert drawn(client) == draws
+    assert len(set(positions(collected))) == settings.get("step", 2)
 
 
 def test_a_group_with_a_single_response_left_has_no_signal():
@@ -345,13 +333,8 @@ def test_at_the_limit_the_run_stops_and_reports_what_had_no_signal():
     assert "1 of 3 groups in 2 draws (algorithm.filter_groups.max_num_gen_batches=2)" in message
     assert "5 of the 6 groups drawn had no signal" in message
     assert "2 with every response at the best acc seen (1), 3 with every response at the worst (0)" in message
-    for fix in (
-        "difficulty",
-        "actor_rollout_ref.rollout.n",
-        "raise algorithm.filter_groups.max_num_gen_batches",
-        "algorithm.filter_groups.enable=false",
-    ):
-        assert fix in message
+    filters = ("raise algorithm.filter_groups.max_num_gen_batches", "algorithm.filter_groups.enable=false")
+    assert all(fix in message for fix in ("difficulty", "actor_rollout_ref.rollout.n", *filters))
 
 
 def test_at_the_limit_a_step_with_a_mini_batch_of_groups_is_trained_on_them(caplog):
@@ -440,11 +423,6 @@ def test_only_the_groups_of_the_batch_get_greedy_responses():
     assert required(collected.batch.greedy_rewards).tolist() == [0.5, 0.5, 1, 1]
 
 
-def test_faults_of_greedy_responses_count_among_the_steps():
-    experience = build([[0, 1]] * 2, greedy=[fault(), 1], greedy_baseline=True)
-    assert collect(experience).metrics["reward/faults"] == 1
-
-
 # Reward components, and truncated responses.
 
 
@@ -500,12 +478,6 @@ def test_the_last_step_draws_what_is_left_and_then_the_run_is_finished():
     assert experience.position == 5
 
 
-def test_a_run_without_a_limit_is_never_finished():
-    experience = build([GOOD] * 2)
-    collect(experience)
-    assert not experience.finished
-
-
 def test_a_last_step_that_cannot_be_filled_trains_on_what_it_has():
     experience, client = sampled([GOOD, GOOD, GOOD, FLAT, FLAT], limit=9, step=3, prompts_in_all=5), Client()
     collect(experience)
@@ -515,12 +487,6 @@ def test_a_last_step_that_cannot_be_filled_trains_on_what_it_has():
     assert positions(collect(experience, client)) == [4, 4]
     assert drawn(client) == [2, 1]
     assert experience.finished
-
-
-def test_a_draw_never_goes_beyond_the_last_prompt_of_the_run():
-    experience, client = sampled([GOOD] * 3, draw=5, prompts_in_all=3), Client()
-    assert positions(collect(experience, client)) == [0, 0, 1, 1]
-    assert drawn(client) == [3]
 
 
 def test_the_last_prompts_without_any_signal_are_an_error():
@@ -538,10 +504,6 @@ def test_token_rewards_are_carried_and_other_scores_are_on_the_last_token():
     batch = collect(build([[own, 1]], step=1), Client({(0, 1): 2})).batch
     assert required(batch.rewards).tolist() == [0.75, 1.0]
     assert required(batch.token_rewards).tolist() == [0.25, 0.0, 0.5, 0.0, 1.0]
-
-
-def test_without_any_there_is_no_such_field():
-    assert collect(build([[0, 1]], step=1)).batch.token_rewards is None
 
 
 def test_another_number_of_rewards_than_tokens_is_a_fault_of_the_grader():

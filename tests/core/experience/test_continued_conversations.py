@@ -63,8 +63,7 @@ class Server(PatientServer):
 
     def submit(self, requests: list[tuple[int, Request]], goal: Any = None) -> None:
         super().submit(requests, goal)
-        for _ in range(4 * self.eager):
-            self.step()
+        self.step(4 * self.eager)
 
 
 class Process:
@@ -86,8 +85,7 @@ class Process:
     async def sample(self, requests: int, tokens: int) -> None:
         """Wait until so many requests have arrived, and sample so many tokens of the last ones."""
         await until(lambda: len(self.server.requests) == requests)
-        for _ in range(tokens):
-            self.server.step()
+        self.server.step(tokens)
 
     async def interrupted(self) -> dict[str, Any]:
         """Interrupt all, and return what a checkpoint has then."""

@@ -43,9 +43,29 @@ def exactly(size: int, values: list[float], choose) -> float:
     return sum(choose(draw) for draw in draws) / len(draws)
 
 
-def test_one_sample_per_prompt_has_a_mean_and_nothing_else():
-    samples = episodes([scored(1.0, acc=1.0)], [scored(0.5, acc=0.0)])
-    assert validation_metrics(samples, 1) == {"val-core/maths/acc/mean@1": 0.5, "val-aux/maths/reward/mean@1": 0.75}
+CORE, AUX = "val-core/maths", "val-aux/maths"
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ([scored(1.0, acc=1.0), scored(0.5, acc=0.0)], {f"{CORE}/acc/mean@1": 0.5, f"{AUX}/reward/mean@1": 0.75}),
+        ([scored(0.5, format=1.0)], {f"{CORE}/reward/mean@1": 0.5, f"{AUX}/format/mean@1": 1.0}),
+        ([scored(1.0, acc=1.0), scored(0.0)], {f"{CORE}/reward/mean@1": 0.5, f"{AUX}/acc/mean@1": 1.0}),
+        (
+            [Score(1.0, {"acc": 1.0}), Score(0.0, {"acc": 0.0})],
+            {f"{CORE}/acc/mean@1": 0.5, f"{AUX}/reward/mean@1": 0.5},
+        ),
+        ([scored(0.0, reward=7.0), scored(1.0, reward=7.0)], {f"{CORE}/reward/mean@1": 0.5}),
+        ([scored(1.0, note="fine", pred="7")], {f"{CORE}/reward/mean@1": 1.0}),
+    ],
+    ids=[
+        *("acc is the main value", "without acc it is the reward", "also where some responses have no acc"),
+        *("a plain number counts as acc", "a number named reward does not replace the score", "text has no mean"),
+    ],
+)
+def test_one_sample_per_prompt_has_the_means_of_its_numbers_and_nothing_else(scores, expected):
+    assert validation_metrics(episodes(*([score] for score in scores)), 1) == expected
 
 
 def test_the_mean_at_the_largest_number_is_core_and_the_rest_auxiliary():
@@ -62,16 +82,6 @@ def test_the_mean_at_the_largest_number_is_core_and_the_rest_auxiliary():
     )
 
 
-def test_without_acc_the_reward_is_core():
-    metrics = validation_metrics(episodes([scored(0.5, format=1.0)]), 1)
-    assert metrics == {"val-core/maths/reward/mean@1": 0.5, "val-aux/maths/format/mean@1": 1.0}
-
-
-def test_a_plain_number_counts_as_acc():
-    samples = episodes([Score(1.0, {"acc": 1.0})], [Score(0.0, {"acc": 0.0})])
-    assert validation_metrics(samples, 1)["val-core/maths/acc/mean@1"] == 0.5
-
-
 def test_each_data_source_has_separate_metrics():
     samples = episodes([scored(1.0)], source="maths") + episodes([scored(0.0)], [scored(0.5)], source="open/qa")
     metrics = validation_metrics(samples, 1)
@@ -80,11 +90,8 @@ def test_each_data_source_has_separate_metrics():
 
 def test_numbers_at_powers_of_two_and_at_the_largest_are_estimated():
     metrics = validation_metrics(episodes([scored(float(n)) for n in range(6)]), 6)
-    assert {name.split("@")[1] for name in metrics if "best@" in name and name.endswith("mean")} == {
-        "2/mean",
-        "4/mean",
-        "6/mean",
-    }
+    sizes = {name.split("@")[1] for name in metrics if "best@" in name and name.endswith("mean")}
+    assert sizes == {"2/mean", "4/mean", "6/mean"}
 
 
 def test_the_deviation_is_that_of_each_prompts_samples():
@@ -123,11 +130,6 @@ def test_the_same_samples_give_the_same_estimates():
     assert validation_metrics(samples, 8) == validation_metrics(samples, 8)
 
 
-def test_a_number_named_reward_does_not_replace_the_score():
-    metrics = validation_metrics(episodes([scored(0.0, reward=7.0)], [scored(1.0, reward=7.0)]), 1)
-    assert metrics == {"val-core/maths/reward/mean@1": 0.5}
-
-
 def test_a_number_that_some_responses_lack_has_its_mean_over_the_others():
     samples = episodes([scored(1.0, format=1.0, some=None), scored(0.0, some=3)], [scored(0.0, some=1), FAULT])
     metrics = validation_metrics(samples, 2)
@@ -135,16 +137,6 @@ def test_a_number_that_some_responses_lack_has_its_mean_over_the_others():
     assert metrics["val-aux/maths/some/mean@2"] == pytest.approx((3 + 1 + 0) / 3)
     assert not any(name.startswith("val-aux/maths/format/best") for name in metrics)
     assert metrics["val-core/maths/reward/mean@2"] == 0.25
-
-
-def test_acc_is_the_main_value_only_if_every_response_has_it():
-    samples = episodes([scored(1.0, acc=1.0)], [scored(0.0)])
-    assert validation_metrics(samples, 1) == {"val-core/maths/reward/mean@1": 0.5, "val-aux/maths/acc/mean@1": 1.0}
-
-
-def test_text_is_not_a_variable():
-    metrics = validation_metrics(episodes([scored(1.0, note="fine", pred="7")]), 1)
-    assert set(metrics) == {"val-core/maths/reward/mean@1"}
 
 
 def test_a_fault_of_the_grader_counts_as_zero_and_as_no_prediction():

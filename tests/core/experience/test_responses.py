@@ -78,29 +78,30 @@ def assert_undisturbed(built: SynchronousExperience, table=TABLE, **settings) ->
     }
 
 
+def assert_resumed(directory: Path, missing: int, table=TABLE, **settings) -> None:
+    """The next process has what a run without a spool has, and samples so many responses."""
+    resumed = experience(spool(directory), table, **settings)
+    assert_undisturbed(resumed, table, **settings)
+    assert sampled(resumed) == missing
+
+
 @pytest.mark.parametrize("count", [0, 1, 4, 6])
 def test_only_the_responses_that_a_kill_has_left_missing_are_sampled_again(tmp_path, count):
     killed(tmp_path, count)
-    resumed = experience(spool(tmp_path))
-    assert_undisturbed(resumed)
-    assert sampled(resumed) == 6 - count
+    assert_resumed(tmp_path, missing=6 - count)
 
 
 def test_the_responses_are_used_by_every_process_that_follows(tmp_path):
     killed(tmp_path, 2)
     killed(tmp_path, 3)
-    resumed = experience(spool(tmp_path))
-    assert_undisturbed(resumed)
-    assert sampled(resumed) == 1
+    assert_resumed(tmp_path, missing=1)
 
 
 def test_a_step_whose_server_was_lost_too_often_is_trained_once_on_all_its_responses_by_the_next_process(tmp_path):
     lost = RolloutFailure("rollout server 0 was lost 4 times")
     with pytest.raises(RolloutFailure), spool(tmp_path) as kept:
         experience(kept, client=Dying(2, lost)).collect(1)
-    resumed = experience(spool(tmp_path))
-    assert_undisturbed(resumed)
-    assert sampled(resumed) == 4
+    assert_resumed(tmp_path, missing=4)
 
 
 def test_a_record_that_a_kill_cut_off_or_a_disk_changed_ends_the_file_and_is_written_again(tmp_path):
@@ -112,9 +113,7 @@ def test_a_record_that_a_kill_cut_off_or_a_disk_changed_ends_the_file_and_is_wri
         (whole[:-1], 1), (whole[: 5 * record + 3], 1), (whole[:4], 6), (whole + bytes(64), 0), (whole[:-1] + b"x", 1),
     ]:  # fmt: skip
         file.write_bytes(data)
-        resumed = experience(spool(tmp_path))
-        assert_undisturbed(resumed)
-        assert sampled(resumed) == missing
+        assert_resumed(tmp_path, missing)
         assert file.stat().st_size == len(whole)
 
 
@@ -145,11 +144,8 @@ def test_another_reward_scores_the_same_responses_again(tmp_path, capsys):
 
 
 def test_a_fault_of_the_grader_is_not_kept(tmp_path):
-    settings = {"guard": FaultGuard("zero", 1.0, 99)}
-    killed(tmp_path, 6, [[0, fault(), 1], [1, 0, 1]], **settings)
-    resumed = experience(spool(tmp_path))
-    assert_undisturbed(resumed)
-    assert sampled(resumed) == 0
+    killed(tmp_path, 6, [[0, fault(), 1], [1, 0, 1]], guard=FaultGuard("zero", 1.0, 99))
+    assert_resumed(tmp_path, missing=0)
 
 
 def test_all_parts_of_a_score_are_kept(tmp_path):
@@ -190,9 +186,7 @@ def rewritten(file: Path, changes: dict[str, object], arrays: bytes | None = Non
 def test_a_record_with_a_right_checksum_and_other_fields_is_sampled_again_with_one_warning(tmp_path, capsys, changes):
     killed(tmp_path, 6)
     rewritten(tmp_path / "spool" / "step_1", changes)
-    resumed = experience(spool(tmp_path))
-    assert_undisturbed(resumed)
-    assert sampled(resumed) == 6
+    assert_resumed(tmp_path, missing=6)
     warnings = capsys.readouterr().out.count("not of this version and are sampled again")
     assert warnings == (0 if changes in ({"key": None}, {"key": 3}) else 1)  # a key that no request has
 
@@ -203,18 +197,14 @@ def test_a_record_with_a_right_checksum_and_other_fields_is_sampled_again_with_o
 def test_a_record_with_other_arrays_is_sampled_again(tmp_path, arrays):
     killed(tmp_path, 6)
     rewritten(tmp_path / "spool" / "step_1", {}, arrays)
-    resumed = experience(spool(tmp_path))
-    assert_undisturbed(resumed)
-    assert sampled(resumed) == 6
+    assert_resumed(tmp_path, missing=6)
 
 
 @pytest.mark.parametrize("text", [b"", b"\n", b"[]\n", b"null\n", b"3\n", b"\xff\n", b"[" * 5000 + b"\n", b"{}\n"])
 def test_a_record_that_is_none_is_sampled_again(tmp_path, text):
     killed(tmp_path, 6)
     (tmp_path / "spool" / "step_1").write_bytes(HEADER.pack(len(text), zlib.crc32(text)) + text)
-    resumed = experience(spool(tmp_path))
-    assert_undisturbed(resumed)
-    assert sampled(resumed) == 6
+    assert_resumed(tmp_path, missing=6)
 
 
 @pytest.mark.parametrize("name", ["step_1", "step_x", "step_", "step_9", "step_-3", "step_\u0663"])
@@ -253,18 +243,14 @@ FILTERED = {"group_filter": GroupFilter("score", 0), "step": 2}
 def test_dynamic_sampling_repeats_its_draws(tmp_path, count):
     table = [[1, 1], [0, 1], [0, 0], [1, 0]]
     killed(tmp_path, count, table, **FILTERED)
-    resumed = experience(spool(tmp_path), table, **FILTERED)
-    assert_undisturbed(resumed, table, **FILTERED)
-    assert sampled(resumed) == 8 - count
+    assert_resumed(tmp_path, 8 - count, table, **FILTERED)
 
 
 @pytest.mark.parametrize("count", [3, 6, 7, 8])
 def test_greedy_baselines_are_spooled_too(tmp_path, count):
     settings = {"greedy": [0.25, 0.5], "greedy_baseline": True}
     killed(tmp_path, count, **settings)
-    resumed = experience(spool(tmp_path), **settings)
-    assert_undisturbed(resumed, **settings)
-    assert sampled(resumed) == 8 - count
+    assert_resumed(tmp_path, 8 - count, **settings)
 
 
 @pytest.mark.parametrize(("count", "missing"), [(5, 6), (6, 0)])

@@ -55,6 +55,14 @@ def iterations(texts: dict[str, list[int]], seed: int = 0) -> list[list[EngineCo
     return rounds
 
 
+def collecting(*requests: EngineCoreRequest, tokenizer: Qwen2Tokenizer | None = None) -> Collector:
+    collector = Collector(Observer())
+    collector.tokenizer = tokenizer
+    for one in requests:
+        collector.add_request(one, None, None, 0)
+    return collector
+
+
 def of_vllm(tokenizer, requests, rounds) -> dict[str, tuple[list[int], list[float], bool]]:
     processor, ended = OutputProcessor(tokenizer, log_stats=False), {}
     for one in requests:
@@ -68,10 +76,7 @@ def of_vllm(tokenizer, requests, rounds) -> dict[str, tuple[list[int], list[floa
 
 
 def of_collector(tokenizer, requests, rounds) -> dict[str, tuple[list[int], list[float], bool]]:
-    collector, ended = Collector(Observer()), {}
-    collector.tokenizer = tokenizer
-    for one in requests:
-        collector.add_request(one, None, None, 0)
+    collector, ended = collecting(*requests, tokenizer=tokenizer), {}
     for outputs in rounds:
         outputs = [output for output in outputs if output.request_id in collector.responses]
         for response in collector.process_outputs(outputs).request_outputs:
@@ -108,9 +113,7 @@ def test_a_stop_text_does_not_count_before_the_least_number_of_tokens(tokenizer)
 
 
 def test_tokens_sampled_at_once_after_a_stop_text_are_dropped(tokenizer):
-    collector = Collector(Observer())
-    collector.tokenizer = tokenizer
-    collector.add_request(request("a", "b"))
+    collector = collecting(request("a", "b"), tokenizer=tokenizer)
     ids = tokenizer.encode("abc")
     row = LogprobsLists(np.array([ids]).T, np.array([[-1.0], [-2.0], [-3.0]], np.float32), np.ones(3))
     processed = collector.process_outputs([EngineCoreOutput("a-1", ids, row)])
@@ -120,8 +123,7 @@ def test_tokens_sampled_at_once_after_a_stop_text_are_dropped(tokenizer):
 
 
 def test_the_log_probs_of_a_scored_prompt_are_its_own_tokens_and_not_the_likeliest():
-    collector = Collector(Observer())
-    collector.add_request(request("a"))
+    collector = collecting(request("a"))
     rows = LogprobsTensors(torch.tensor([[2, 9], [3, 8]]), torch.tensor([[-4.0, -0.5], [-5.0, -0.25]]), torch.ones(2))
     output = EngineCoreOutput("a-1", [7], new_prompt_logprobs_tensors=rows, finish_reason=FinishReason.LENGTH)
     (response,) = collector.process_outputs([output]).request_outputs
@@ -131,8 +133,7 @@ def test_the_log_probs_of_a_scored_prompt_are_its_own_tokens_and_not_the_likelie
 def test_a_text_that_begins_before_an_interruption_ends_the_response_that_continues(tokenizer):
     ended = {}
     for begun in (2, 0):  # of the prompt's last two tokens: those of the response
-        collector = Collector(Observer())
-        collector.tokenizer = tokenizer
+        collector = collecting(tokenizer=tokenizer)
         made = request("x", "bc")
         made.prompt_token_ids = [1, 2, 3, BYTES["a"], BYTES["b"]]
         collector.begun = {"x": begun} if begun else {}
@@ -143,10 +144,8 @@ def test_a_text_that_begins_before_an_interruption_ends_the_response_that_contin
     assert ended[0].request_outputs == []
 
 
-def test_interrupted_responses_have_what_was_sampled_and_are_forgotten(tokenizer):
-    collector = Collector(Observer())
-    for name in "xy":
-        collector.add_request(request(name))
+def test_interrupted_responses_have_what_was_sampled_and_are_forgotten():
+    collector = collecting(request("x"), request("y"))
     collector.process_outputs([sampled("x", 7, -0.5)])
     interrupted = collector.interrupt()
     assert [(name, one.token_ids, one.log_probs.tolist()) for name, one in interrupted.items()] == [
@@ -159,9 +158,7 @@ def test_interrupted_responses_have_what_was_sampled_and_are_forgotten(tokenizer
 
 
 def test_prompts_count_with_their_first_token_and_each_token_and_preemption_as_it_comes():
-    collector = Collector(Observer())
-    for name in "xy":
-        collector.add_request(request(name))
+    collector = collecting(request("x"), request("y"))
     prompt = len(request("x").prompt_token_ids)
     counts = []
     for outputs in ([sampled("x", 7, -0.5)], [sampled("x", 8, -0.5), sampled("y", 9, -0.5)]):
@@ -173,15 +170,12 @@ def test_prompts_count_with_their_first_token_and_each_token_and_preemption_as_i
 
 @pytest.mark.parametrize(("reason", "failure"), [("STOP", ""), ("LENGTH", ""), ("ABORT", "abort"), ("ERROR", "error")])
 def test_a_response_is_complete_only_if_the_policy_or_a_limit_has_ended_it(reason, failure):
-    collector = Collector(Observer())
-    collector.add_request(request("x"))
+    collector = collecting(request("x"))
     (response,) = collector.process_outputs([sampled("x", 7, -0.5, FinishReason[reason])]).request_outputs
     assert response.failure == failure
 
 
 def test_a_stop_text_ends_a_response_whatever_becomes_of_its_request(tokenizer):
-    collector = Collector(Observer())
-    collector.tokenizer = tokenizer
-    collector.add_request(request("x", "b"))
+    collector = collecting(request("x", "b"), tokenizer=tokenizer)
     (response,) = collector.process_outputs([sampled("x", BYTES["b"], -0.5, FinishReason.ABORT)]).request_outputs
     assert response.failure == ""

@@ -61,12 +61,8 @@ def test_requests_at_a_time_are_halved_first_then_the_share_of_the_gpu_is_lowere
 def test_on_cpu_the_cache_is_halved_where_its_size_is_set_and_its_share_of_the_memory_otherwise():
     assert notches("cpu") == [(128, 0.5), (128, 0.25), (64, 0.25), (64, 0.125)]
     key = "engine_kwargs.vllm.kv_cache_memory_bytes"
-    assert notches("cpu", **{key: 1 << 30}) == [
-        (128, 0.5, 1 << 30),
-        (128, 0.5, 1 << 29),
-        (64, 0.5, 1 << 29),
-        (64, 0.5, 1 << 28),
-    ]
+    halved = [(128, 1 << 30), (128, 1 << 29), (64, 1 << 29), (64, 1 << 28)]
+    assert notches("cpu", **{key: 1 << 30}) == [(requests, 0.5, size) for requests, size in halved]
 
 
 def test_a_share_that_is_too_small_for_the_cache_is_not_lowered_further():
@@ -74,10 +70,8 @@ def test_a_share_that_is_too_small_for_the_cache_is_not_lowered_further():
 
 
 def test_a_share_that_the_device_does_not_have_free_is_lowered_first():
-    assert notches("cuda", "ValueError: Free memory is less than desired GPU memory utilization", 2) == [
-        (256, 0.4),
-        (256, 0.3),
-    ]
+    reason = "ValueError: Free memory is less than desired GPU memory utilization"
+    assert notches("cuda", reason, 2) == [(256, 0.4), (256, 0.3)]
 
 
 def test_at_the_floor_there_is_nothing_to_lower():
@@ -161,9 +155,8 @@ def fleet(tmp_path) -> Any:
     fleet.dead, fleet.started_with = {}, fleet.ladder.settings
     fleet.built_with = dict.fromkeys((0, 1), fleet.ladder.settings)
     fleet.oom_kills = dict.fromkeys((0, 1), oom_kills())
-    fleet.servers = SimpleNamespace(
-        actors=["a", "b"], logs=[str(tmp_path / f"rollout-{index}.log") for index in (0, 1)]
-    )
+    logs = [str(tmp_path / f"rollout-{index}.log") for index in (0, 1)]
+    fleet.servers = SimpleNamespace(actors=["a", "b"], logs=logs)
     fleet.log_starts = {0: 0, 1: 0}
     return fleet
 
@@ -177,10 +170,8 @@ def test_the_failure_that_a_client_gets_has_all_that_was_tried(fleet):
     lacked = EngineOutOfMemory(OOM)
     traceback = f'  File "server.py", line 1, in take\nEngineOutOfMemory: {lacked}'
     failure = fleet.handle(0).failure(RayTaskError("take", traceback, lacked))
-    assert (
-        "tried without enough memory:\n  max_num_seqs=256  gpu_memory_utilization=0.5  rollout server 0: torch"
-        in str(failure)
-    )
+    tried = "tried without enough memory:\n  max_num_seqs=256  gpu_memory_utilization=0.5  rollout server 0: torch"
+    assert tried in str(failure)
     assert OOM in failure.cause and "\n" not in failure.cause
 
 

@@ -58,7 +58,7 @@ def wrong_calls(sources: Sources, files: list[Path]) -> Iterator[str]:
     for file in files:
         tree = ast.parse(file.read_text())
         names = imported(tree)
-        for call in (one for one in ast.walk(tree) if isinstance(one, ast.Call)):
+        for call in calls_in(tree):
             if isinstance(call.func, ast.Name) and call.func.id in names:
                 found = sources.find(*names[call.func.id])
                 signature = sources.signature(found) if found else None
@@ -89,6 +89,10 @@ def missing_attributes(sources: Sources, files: list[Path]) -> Iterator[str]:
 def ours(file: str, name: str) -> ast.ClassDef:
     tree = ast.parse((TOP / "hybridrl" / "core" / "rollout" / "vllm" / file).read_text())
     return next(one for one in ast.walk(tree) if isinstance(one, ast.ClassDef) and one.name == name)
+
+
+def calls_in(node: ast.AST) -> list[ast.Call]:
+    return [one for one in ast.walk(node) if isinstance(one, ast.Call)]
 
 
 def methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
@@ -124,12 +128,8 @@ def test_what_vllms_engine_calls_of_its_output_processor_and_logger_exists_here(
     here = methods(ours(*REPLACED[attribute]))
     if attribute == "logger_manager":
         here = sources.members(sources.find(*DERIVED["collector.py", "Observer"])) | here
-    calls = [
-        one
-        for name in USED
-        for one in ast.walk(engine[name])
-        if isinstance(one, ast.Call) and ast.unparse(one.func).startswith(f"self.{attribute}.")
-    ]
+    calls = [one for name in USED for one in calls_in(engine[name])]
+    calls = [one for one in calls if ast.unparse(one.func).startswith(f"self.{attribute}.")]
     assert len(calls) >= 3
     for call in calls:
         assert isinstance(call.func, ast.Attribute)
@@ -153,11 +153,7 @@ def test_every_abstract_method_of_vllms_is_implemented_with_as_many_parameters(s
 
 def test_an_adapter_is_loaded_with_what_its_manager_passes(sources):
     manager = sources.find("vllm.lora.worker_manager", "WorkerLoRAManager").node
-    (call,) = [
-        one
-        for one in ast.walk(manager)
-        if isinstance(one, ast.Call) and ast.unparse(one.func).endswith(".from_local_checkpoint")
-    ]
+    (call,) = [one for one in calls_in(manager) if ast.unparse(one.func).endswith(".from_local_checkpoint")]
     here = signature_of(methods(ours("worker.py", "AdapterFromMemory"))["from_local_checkpoint"], method=True)
     assert why_not_callable(here, call) == ""
     base = sources.members(sources.find("vllm.lora.lora_model", "LoRAModel"))["from_lora_tensors"]

@@ -15,8 +15,11 @@ from hybridrl.core.training.fsdp import full_tensor
 from hybridrl.core.training.learner import Learner, Loss, MiniBatch, Prepare
 
 PROCESSES = multiprocessing.get_context("forkserver")
-# Imported once, not by every rank.
-PROCESSES.set_forkserver_preload(["hybridrl.core.training.state", "transformers.models.qwen2.modeling_qwen2"])
+# Imported once, not by every rank: a second for each call.
+TESTS = [
+    f"tests.core.training.test_{name}" for name in ("loading", "lora", "losses", "loss_scale", "sequence_parallel")
+]
+PROCESSES.set_forkserver_preload(["transformers.models.qwen2.modeling_qwen2", *TESTS])
 SECONDS = 60  # after which a rank counts as hanging
 
 

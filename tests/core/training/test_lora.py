@@ -129,9 +129,7 @@ def test_the_number_of_trained_parameters_is_reported_without_reading_weights(di
     assert trained == 2 * (2 * 32 + 32 * 2)  # two layers, each with A [2, 32] and B [32, 2]
     description = check_adapter(model_config(directory, lora_rank=2, target_modules=["q_proj"]), "model")
     total = sum(value.numel() for value in base_parameters(model.model).values())
-    assert (
-        "rank 2 on q_proj" in description and f" {trained:,} parameters" in description and f"{total:,})" in description
-    )
+    assert all(said in description for said in ("rank 2 on q_proj", f" {trained:,} parameters", f"{total:,})"))
 
 
 def test_turned_off_it_is_the_base_model_and_it_still_has_gradients_afterwards(directory, rows):
@@ -159,9 +157,8 @@ def test_an_exported_adapter_loads_in_peft_and_here(directory, rows, tmp_path):
 def test_an_adapter_of_another_model_is_rejected_with_the_differences(directories, tmp_path):
     export_adapter(adapted(directories["two heads a key"]).model, tmp_path, writes=True)
     config = model_config(directories["all heads their own keys"], lora_rank=2, lora_adapter_path=str(tmp_path))
-    with pytest.raises(
-        ConfigError, match=r"lora_adapter_path=.* belongs to another model: .*k_proj.* here.*; name its base model"
-    ):
+    message = r"lora_adapter_path=.* belongs to another model: .*k_proj.* here.*; name its base model"
+    with pytest.raises(ConfigError, match=message):
         check_adapter(config, "model")
 
 
@@ -190,6 +187,10 @@ def test_a_value_models_head_is_trained_with_the_adapter(directory, rows, tmp_pa
 
 
 # -- sharded -----------------------------------------------------------------------------------------------------------
+
+
+def trained_in_each_type(directory: str, rows: Batch) -> dict[str, dict]:
+    return {dtype: trained_on_ranks(directory, rows, dtype) for dtype in ("float32", "bfloat16")}
 
 
 def trained_on_ranks(directory: str, rows: Batch, dtype: str) -> dict:
@@ -223,9 +224,8 @@ def trained_on_ranks(directory: str, rows: Batch, dtype: str) -> dict:
         result[f"sent {merge}"] = {}
         for bucket in (*sender.plan.model, *sender.plan.adapter):
             sender.fill(bucket, shared=False)
-            result[f"sent {merge}"] |= {
-                t.name: t.view(bucket.view(required(sender.buffer).tensor)).clone() for t in bucket.tensors
-            }
+            memory = bucket.view(required(sender.buffer).tensor)
+            result[f"sent {merge}"] |= {tensor.name: tensor.view(memory).clone() for tensor in bucket.tensors}
     result["buffer of an adapter alone"] = buffer_of_an_adapter_alone(model)
     return result
 
@@ -238,11 +238,14 @@ def buffer_of_an_adapter_alone(model: LanguageModel) -> tuple[int, int]:
     return len(required(sender.buffer).tensor), buffer_bytes(sender.plan.adapter)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def trained(request, directories, rows):
-    return [
-        on_ranks(ranks, trained_on_ranks, directories["two heads a key"], rows, request.param)[0] for ranks in (1, 2)
-    ]
+@pytest.fixture(scope="module")
+def runs(directories, rows):
+    return [on_ranks(ranks, trained_in_each_type, directories["two heads a key"], rows)[0] for ranks in (1, 2)]
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def trained(request, runs):
+    return [run[request.param] for run in runs]
 
 
 def test_an_adapter_that_is_sent_alone_needs_a_buffer_of_its_size_only(trained):

@@ -27,6 +27,7 @@ from tests.core.training.on_ranks import on_ranks
 from tests.core.training.test_state import fsdp_config
 
 LOSS = LossConfig("vanilla", "seq-mean-token-mean", 1.0, temperature=0.9, grad_clip=1.0, parameters=LOSS_PARAMETERS)
+SHARDED, DTYPES = ("two heads a key", "all heads one key, tied head"), ("float32", "bfloat16")
 BY_TOKEN = sorted(name for name, entry in POLICY_LOSSES.items() if entry.by_token)
 OPTIONS = {
     "old log-probs of its own": {"own_old_log_probs": True, "log_entropy": True},
@@ -37,7 +38,7 @@ OPTIONS = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def part(rows) -> Batch:
     generator = torch.Generator().manual_seed(0)
     old, moved, advantages, weights = torch.randn(4, 15, generator=generator)
@@ -83,7 +84,11 @@ def update(model: LanguageModel, part: Batch, loss: LossConfig, *, fused: bool) 
     return total, shares, gradient
 
 
-def sharded(path: str, part: Batch, dtype: str) -> list[tuple[Tensor, Tensor]]:
+def sharded(directories: dict[str, str], part: Batch) -> dict[tuple[str, str], list[tuple[Tensor, Tensor]]]:
+    return {(family, dtype): both_gradients(directories[family], part, dtype) for family in SHARDED for dtype in DTYPES}
+
+
+def both_gradients(path: str, part: Batch, dtype: str) -> list[tuple[Tensor, Tensor]]:
     """Each parameter's gradient, computed with the log-probs and by the backward pass."""
     ranks = dist.get_world_size()
     with pytest.MonkeyPatch.context() as patch:
@@ -133,10 +138,16 @@ def test_a_custom_loss_may_state_that_it_is_by_token(part, tmp_path):
     assert gradient_function(part, Totals.of(part), replace(LOSS, policy_loss=f"{file}:plain")) is not None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["two heads a key", "all heads one key, tied head"])
-def test_a_sharded_model_has_the_same_gradient_either_way(directories, part, family, dtype):
-    pairs = on_ranks(2, sharded, directories[family], part, dtype)[0]
+@pytest.fixture(scope="module")
+def pairs_of(directories, part):
+    """The gradients of each sharded model, by its family and the type that it computes in."""
+    return on_ranks(2, sharded, directories, part)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", SHARDED)
+def test_a_sharded_model_has_the_same_gradient_either_way(pairs_of, family, dtype):
+    pairs = pairs_of[family, dtype]
     assert len(pairs) > 20
     for found, right in pairs:
         torch.testing.assert_close(found, right, **({"atol": 0.02, "rtol": 0.02} if dtype == "bfloat16" else {}))
@@ -191,6 +202,4 @@ def test_importance_weights_apply_to_the_policy_loss_alone(part):
     ]
     once, twice = ({name: float(value) for name, value in each.items()} for each in shares)
     assert twice["pg_loss"] == pytest.approx(2 * once["pg_loss"]) and once["pg_loss"] != 0
-    assert {name: twice[name] for name in ("kl_loss", "entropy_loss")} == {
-        name: once[name] for name in ("kl_loss", "entropy_loss")
-    }
+    assert all(twice[name] == once[name] for name in ("kl_loss", "entropy_loss"))

@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoModelForCausalLM,
-    FalconH1Config,
-    Qwen2Config,
-    SeedOssConfig,
-    StableLmConfig,
-)
+from transformers import AutoModelForCausalLM, FalconH1Config, Qwen2Config, SeedOssConfig, StableLmConfig
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
@@ -34,13 +28,13 @@ def load(directory: str, dtype: torch.dtype = torch.float32, **changes: object) 
     return load_language_model(model_config(directory, **changes), dtype)
 
 
-def one_by_one(directory: str, rows: Batch, temperature: float = 1.0):
+def one_by_one(directory: str, rows: Batch):
     """Log-probs, entropies and gradient of transformers' own model, each row alone."""
     model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     log_probs, entropies = [], []
     for number in range(len(rows)):
         row = rows.select([number])
-        logits = model(torch.cat([row.prompt_ids, row.response_ids])[None]).logits[0] / temperature
+        logits = model(torch.cat([row.prompt_ids, row.response_ids])[None]).logits[0]
         expected = torch.distributions.Categorical(logits=logits[len(row.prompt_ids) - 1 : -1])
         log_probs.append(expected.log_prob(row.response_ids))
         entropies.append(expected.entropy())
@@ -62,28 +56,24 @@ def assert_same(actual, expected):
     torch.testing.assert_close(actual[2], expected[2], atol=1e-4, rtol=1e-4)
 
 
-def through(model: LanguageModel, rows: Batch, padded: bool, temperature: float = 1.0):
-    actual = model(lay_out(rows, padded), temperature, entropies=True, entropy_gradient=True)
+def through(model: LanguageModel, rows: Batch, padded: bool):
+    actual = model(lay_out(rows, padded), 1.0, entropies=True, entropy_gradient=True)
     return actual.log_probs, actual.entropies, gradient(model, actual.log_probs, actual.entropies)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
-@pytest.mark.parametrize("family", FAMILIES | SPECIAL)
-def test_rows_together_give_the_same_as_each_row_alone(directories, family, rows, padded):
-    assert_same(through(load(directories[family]), rows, padded), one_by_one(directories[family], rows))
+@pytest.fixture(scope="module", params=FAMILIES | SPECIAL)
+def family(request, directories, rows):
+    """The directory of a model of each family, and what each row alone gives."""
+    return directories[request.param], one_by_one(directories[request.param], rows)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
-def test_the_temperature_divides_the_logits(directory, rows, padded):
-    assert_same(through(load(directory), rows, padded, temperature=0.6), one_by_one(directory, rows, temperature=0.6))
-
-
-@pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
-@pytest.mark.parametrize("tokens_a_chunk", [1, 4])
-@pytest.mark.parametrize("family", FAMILIES | SPECIAL)
-def test_chunks_of_logits_change_nothing(directories, family, rows, tokens_a_chunk, padded, monkeypatch):
-    chunks_of(tokens_a_chunk, monkeypatch)
-    assert_same(through(load(directories[family]), rows, padded), one_by_one(directories[family], rows))
+@pytest.mark.parametrize("tokens_a_chunk", [1, 4, None], ids="chunks of {} logits".format)
+def test_rows_together_give_the_same_as_each_row_alone(family, rows, tokens_a_chunk, padded, monkeypatch):
+    path, expected = family
+    if tokens_a_chunk:
+        chunks_of(tokens_a_chunk, monkeypatch)
+    assert_same(through(load(path), rows, padded), expected)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])

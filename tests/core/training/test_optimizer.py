@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -166,24 +168,31 @@ def test_gradients_are_dropped_and_not_only_set_to_zero():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def two_alike() -> tuple[Tiny, Tiny]:
+    torch.manual_seed(0)
+    models = Tiny(), Tiny()
+    models[1].load_state_dict(models[0].state_dict())
+    return models
+
+
+def assert_same_steps(models: tuple[Tiny, Tiny], *optimizers: Sequence[Optimizers | torch.optim.Optimizer]) -> None:
+    """Two steps with equal gradients, by the optimizers of each model, leave the two equal."""
+    for _ in range(2):
+        for model, own in zip(models, optimizers, strict=True):
+            fill_gradients(model)
+            for optimizer in own:
+                optimizer.step()
+    torch.testing.assert_close(*(list(model.parameters()) for model in models), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
 def test_offloaded_moments_stay_in_one_allocation_per_optimizer_and_change_no_step(name):
-    torch.manual_seed(0)
-    models = [Tiny(), Tiny()]
-    models[1].load_state_dict(models[0].state_dict())
-    offloaded, kept = (
-        Optimizers(model, config(optimizer=name), total_updates=4, offloaded=where)
-        for model, where in zip(models, (True, False), strict=True)
-    )
+    models, settings = two_alike(), config(optimizer=name)
+    offloaded, kept = (Optimizers(models[not where], settings, 4, offloaded=where) for where in (True, False))
     places = [value.data_ptr() for value in moments(offloaded)]
-    for _ in range(2):
-        for model, optimizers in zip(models, (offloaded, kept), strict=True):
-            fill_gradients(model)
-            optimizers.step()
+    assert_same_steps(models, [offloaded], [kept])
     assert [value.data_ptr() for value in moments(offloaded)] == places
     assert len({value.untyped_storage().data_ptr() for value in moments(offloaded)}) == len(offloaded.optimizers)
-    values = zip(*(model.parameters() for model in models), strict=True)
-    assert all(torch.equal(*pair) for pair in values)
 
 
 def moments(optimizers: Optimizers) -> list[Tensor]:
@@ -199,19 +208,11 @@ def test_the_fused_kernel_s_count_of_steps_is_on_the_device_of_its_parameters(mo
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
 def test_moments_that_exist_from_the_start_change_no_step(name):
-    torch.manual_seed(0)
-    models = [Tiny(), Tiny()]
-    models[1].load_state_dict(models[0].state_dict())
+    models = two_alike()
     kept, late = (build_optimizers(model, config(optimizer=name)) for model in models)
     for optimizer in late:
         optimizer.state.clear()  # which the first step fills
-    for _ in range(2):
-        for model, optimizers in zip(models, (kept, late), strict=True):
-            fill_gradients(model)
-            for optimizer in optimizers:
-                optimizer.step()
-    values = zip(*(model.parameters() for model in models), strict=True)
-    assert all(torch.equal(*pair) for pair in values)
+    assert_same_steps(models, kept, late)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])

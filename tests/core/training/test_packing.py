@@ -26,14 +26,23 @@ def test_rows_go_longest_first_to_the_rank_with_the_least_work():
     assert balance(range(4), [3, 9, 4, 7], ranks=2) == [[1, 0], [3, 2]]
 
 
-def test_a_rank_that_needs_fewer_micro_batches_spreads_its_rows_over_as_many():
+PLANS = {
     # Rank 0 has 9 and 3 tokens, which do not fit into 11 together; rank 1 has 7 and 4, which would.
-    assert plan([3, 9, 4, 7], 2, MicroBatchBudget(11)) == [[[1], [0]], [[3], [2]]]
-
-
-def test_micro_batches_are_nearly_equal_rather_than_full():
+    "a rank that needs fewer spreads its rows": ([3, 9, 4, 7], 2, MicroBatchBudget(11), [[[1], [0]], [[3], [2]]]),
     # 5 + 4 + 3 would fill a micro-batch of 12, and leave 3 + 3.
-    assert plan([3, 3, 3, 4, 5], 1, MicroBatchBudget(12)) == [[[4, 1], [3, 0, 2]]]
+    "nearly equal rather than full": ([3, 3, 3, 4, 5], 1, MicroBatchBudget(12), [[[4, 1], [3, 0, 2]]]),
+    # 7 and 4 take 14 tokens when padded, 4 and 3 take 8.
+    "padded rows count as the longest": ([7, 4, 3], 1, MicroBatchBudget(11, padded=True), [[[0], [1, 2]]]),
+    "a number of rows": ([5, 9, 7, 8, 6], 1, MicroBatchBudget(1, rows=2), [[[1, 3], [2, 4], [0]]]),
+    "a row longer than the budget is alone": ([3, 50, 3], 1, MicroBatchBudget(10), [[[1], [0, 2]]]),
+    "ranks without a row": ([5, 6], 3, MicroBatchBudget(10), [[[1]], [[0]], [[]]]),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_micro_batches_of_each_rank(case):
+    lengths, ranks, budget, expected = PLANS[case]
+    assert plan(lengths, ranks, budget) == expected
 
 
 def test_one_micro_batch_more_than_the_sum_allows_is_tried_before_two_more():
@@ -41,25 +50,8 @@ def test_one_micro_batch_more_than_the_sum_allows_is_tried_before_two_more():
     assert len(plan([6, 6, 3, 3, 2], 1, MicroBatchBudget(10))[0]) == 3
 
 
-def test_padded_rows_count_as_long_as_the_longest_of_their_micro_batch():
-    # 7 and 4 take 14 tokens when padded, 4 and 3 take 8.
-    assert plan([7, 4, 3], 1, MicroBatchBudget(11, padded=True)) == [[[0], [1, 2]]]
-
-
-def test_a_fixed_number_of_rows_replaces_a_number_of_tokens():
-    assert plan([5, 9, 7, 8, 6], 1, MicroBatchBudget(1, rows=2)) == [[[1, 3], [2, 4], [0]]]
-
-
-def test_a_row_longer_than_the_budget_gets_its_own_micro_batch():
-    assert plan([3, 50, 3], 1, MicroBatchBudget(10)) == [[[1], [0, 2]]]
-
-
 def test_only_the_rows_named_are_planned():
     assert plan([3, 9, 4, 7], 1, MicroBatchBudget(100), rows=[2, 0]) == [[[2, 0]]]
-
-
-def test_ranks_without_a_row_get_empty_micro_batches():
-    assert plan([5, 6], 3, MicroBatchBudget(10)) == [[[1]], [[0]], [[]]]
 
 
 @given(LENGTHS, RANKS, BUDGETS, st.data())

@@ -38,14 +38,8 @@ def outputs_and_gradient(path: str, inputs: ModelInputs) -> list[Tensor]:
     model, critic = (load(model_config(path), torch.float32) for load in (load_language_model, load_value_model))
     nn.init.normal_(critic.model.get_submodule(critic.head_name).weight)
     hidden = model.hidden_states(inputs).detach()
-    actual = model(
-        inputs,
-        0.8,
-        entropies=True,
-        entropy_gradient=True,
-        sum_pi_squared=True,
-        against=ReferenceOutputs(hidden, Head(head)),
-    )
+    wanted = {"entropies": True, "entropy_gradient": True, "sum_pi_squared": True}
+    actual = model(inputs, 0.8, against=ReferenceOutputs(hidden, Head(head)), **wanted)
     columns = [*actual, critic(inputs)]
     # A different weight for every token, and a term that couples the tokens.
     weights = torch.linspace(-1, 1, len(actual.log_probs))
@@ -113,12 +107,8 @@ def test_ranks_that_share_rows_have_the_same_micro_batches() -> None:
 
 def too_few_heads(path: str) -> str:
     with pytest.raises(ValueError) as caught:
-        check_log_probs(
-            load_language_model(model_config(path), torch.float32),
-            torch.float32,
-            padded=False,
-            group=sequence_group(3, 60.0),
-        )
+        model = load_language_model(model_config(path), torch.float32)
+        check_log_probs(model, torch.float32, padded=False, group=sequence_group(3, 60.0))
     return str(caught.value)
 
 

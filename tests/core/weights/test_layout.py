@@ -66,11 +66,7 @@ def test_one_byte_less_and_the_second_layer_does_not_fit():
 
 def test_a_layer_above_the_limit_gets_a_separate_bucket():
     parameters = [parameter("layers.0.w", 2), parameter("layers.1.w", 100), parameter("layers.2.w", 2)]
-    assert [names(bucket) for bucket in plan_buckets(parameters, limit=256)] == [
-        ["layers.0.w"],
-        ["layers.1.w"],
-        ["layers.2.w"],
-    ]
+    assert [names(bucket) for bucket in plan_buckets(parameters, limit=256)] == [[name] for name, *_ in parameters]
 
 
 def test_experts_stay_with_their_layer():

@@ -120,26 +120,21 @@ def of(calls: list, *methods: str) -> list:
     return [(actor, method) for actor, method, _ in calls if method in methods]
 
 
+def arguments(calls: list, name: str) -> list:
+    return [(actor, part) for actor, method, part in calls if method == name]
+
+
 def test_each_server_reads_its_ranks_memory_and_the_next_bucket_is_filled_meanwhile():
     sync, calls = built()
     sync.publish(4)
-    loads = [(actor, part) for actor, method, part in calls if method == "load_bucket"]
-    assert loads[:2] == [
+    assert arguments(calls, "load_bucket")[:2] == [
         ("s0", (MODEL[0], ["memory of r0"], [64], False)),
         ("s1", (MODEL[0], ["memory of r1"], [64], False)),
     ]
     order = [method for actor, method, _ in calls if actor in ("r0", "s0")]
-    assert order == [
-        "log_probs",
-        "begin_weights",
-        "fill_bucket",
-        "load_bucket",
-        "fill_bucket",
-        "load_bucket",
-        "finish_weights",
-        "finish_sync",
-        "release_buckets",
-    ]
+    filled_and_loaded = ["fill_bucket", "load_bucket"] * len(MODEL)
+    ended = ["finish_weights", "finish_sync", "release_buckets"]
+    assert order == ["log_probs", "begin_weights", *filled_and_loaded, *ended]
     assert ("s1", "finish_sync", (1, 4)) in calls
 
 
@@ -148,18 +143,15 @@ def test_an_error_names_the_bucket_that_was_on_its_way():
     sync, _ = built(SyncPlan(named, []))
     sync.publish(4)
     buckets = [" (bucket 1 of 2: a ... c)", " (bucket 2 of 2: d ... d)"]
-    assert [line for line in sync.trainers.about if "fill_bucket" in line] == [
-        f"fill_bucket{about}" for about in buckets
-    ]
-    assert [f"load_bucket{about}" for about in buckets] == [
-        line for line in sync.servers.about if "load" in line and "(" in line
-    ]
+    for workers, method in ((sync.trainers, "fill_bucket"), (sync.servers, "load_bucket")):
+        named_calls = [line for line in workers.about if line.startswith(f"{method} (")]
+        assert named_calls == [f"{method}{about}" for about in buckets]
 
 
 def test_a_tensor_parallel_server_gets_the_memory_of_all_its_ranks():
     sync, calls = built(tp_size=2)
     sync.publish(0)
-    [first, _] = [part for _, method, part in calls if method == "load_bucket"]
+    [(_, first), _] = arguments(calls, "load_bucket")
     assert first == (MODEL[0], ["memory of r0", "memory of r1"], [64, 64], False)
 
 
@@ -180,11 +172,8 @@ def test_the_base_of_an_adapter_is_sent_once_to_each_server():
     calls.clear()
     sync.servers.actors[1] = "new"
     sync.restore(1)
-    assert [(actor, part[3]) for actor, method, part in calls if method == "load_bucket"] == [
-        ("new", False),
-        ("new", False),
-        ("new", True),
-    ]
+    adapters = [(actor, part[3]) for actor, part in arguments(calls, "load_bucket")]
+    assert adapters == [("new", False), ("new", False), ("new", True)]
     assert ("new", "finish_sync", (2, 1)) in calls
 
 
@@ -290,11 +279,9 @@ def test_servers_on_devices_of_their_own_get_every_bucket_from_the_first_rank():
         ("s1", "join_trainer", ("r0:1", 2, 3, 1.0)),
         ("r0", "join_engines", ("r0:1", 3, 1.0)),
     ]
-    loads = [(actor, part) for actor, method, part in calls if method == "load_bucket"]
-    assert loads[:2] == [("s0", (MODEL[0], [None], [64], False)), ("s1", (MODEL[0], [None], [64], False))]
-    assert [(actor, part) for actor, method, part in calls if method == "send_bucket"] == [
-        ("r0", (bucket,)) for bucket in MODEL
-    ]
+    loads = [(server, (MODEL[0], [None], [64], False)) for server in ("s0", "s1")]
+    assert arguments(calls, "load_bucket")[:2] == loads
+    assert arguments(calls, "send_bucket") == [("r0", (bucket,)) for bucket in MODEL]
 
 
 def test_the_group_is_formed_again_only_for_other_servers():
