@@ -6,8 +6,6 @@ Commands go through the front door (`main_ppo.main`) on a real model and real ro
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,8 +16,9 @@ import pytest
 from hybridrl import main_ppo
 from hybridrl.checkpoint.store import Store
 from hybridrl.runs import command, setup
+from tests.scripts import run_script
 
-ROOT = Path(__file__).parents[2]
+MAKE_DATA = Path(__file__).parents[2] / "recipes" / "quickstart" / "make_data.py"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CHANGED, CRITIC_CHANGED = "actor_rollout_ref.model.override_config", "critic.model.override_config"
 REWARD = "reward.custom_reward_function"
@@ -90,8 +89,7 @@ class Answer:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's rows and model, and files with one fault each."""
     directory = tmp_path_factory.mktemp("bad")
-    script = ROOT / "recipes" / "quickstart" / "make_data.py"
-    subprocess.run([sys.executable, script, "--out", directory], check=True, cwd=ROOT)
+    assert not run_script(MAKE_DATA, "--out", directory)
     for name, text in FILES.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(text)
