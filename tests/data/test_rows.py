@@ -150,11 +150,7 @@ def test_rows_know_their_entry(write: Callable[..., str]) -> None:
     first, second = write({"a": 1}, {"a": 2}, name="first.jsonl"), write({"a": 3}, name="second.jsonl")
     faults = Faults(KEY)
     rows = load_rows([first, second], faults, key=KEY, max_samples=-1, shuffle=True, seed=3)
-    assert sorted((row.entry, row.values["a"]) for row in rows) == [
-        (0, 1),
-        (0, 2),
-        (1, 3),
-    ]
+    assert sorted((row.entry, row.values["a"]) for row in rows) == [(0, 1), (0, 2), (1, 3)]
 
 
 def test_an_object_over_several_lines_is_one_fault(write: Callable[..., str], tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ from hybridrl.config.schema import DataConfig, SFTDataConfig
 from hybridrl.data.conversations import load_conversations
 from hybridrl.data.prompts import load_prompts
 
+from .conftest import OPTIONS
+
 Write = Callable[..., str]
 THINKS = (
     "{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ ';' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}"
     "{% if enable_thinking is defined and enable_thinking is false %}{{ '<quiet>' }}{% endif %}{% endif %}"
 )
-OPTIONS: dict[str, Any] = {"max_samples": -1, "shuffle": False, "key": "data.train_files"}
 
 
 def prompt(text: str = "a", **columns: Any) -> dict[str, Any]:

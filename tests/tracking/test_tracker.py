@@ -75,8 +75,7 @@ def test_without_a_terminal_a_step_is_one_line_of_its_main_metrics(tmp_path, cap
 def test_verls_line_of_all_metrics_is_a_logger_of_its_own(tmp_path, capsys):
     with tracker(tmp_path, ["verl_console"]) as run:
         run.log(
-            7,
-            {"critic/rewards/mean": 0.123456789, "actor/lr": 1e-6, "n": 10240} | {f"k{i}": 0.5 for i in range(40)},
+            7, {"critic/rewards/mean": 0.123456789, "actor/lr": 1e-6, "n": 10240} | {f"k{i}": 0.5 for i in range(40)}
         )
     expected = "step:7 - critic/rewards/mean:0.123457 - actor/lr:1e-06 - n:10240"
     assert capsys.readouterr().out == expected + "".join(f" - k{i}:0.5" for i in range(40)) + "\n"
