@@ -268,7 +268,7 @@ class Server(BaseHTTPRequestHandler):
 @pytest.fixture
 def address() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     Server.requests.clear()
     Server.replies.clear()
     yield f"http://127.0.0.1:{server.server_address[1]}/v1"
