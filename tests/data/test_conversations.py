@@ -13,9 +13,9 @@ from hybridrl.data.conversations import Conversation, ConversationDataset, load_
 Write = Callable[..., str]
 
 
-def chat(*texts: str) -> dict[str, Any]:
+def chat(*texts: str, **columns: Any) -> dict[str, Any]:
     roles = ("user", "assistant") * len(texts)
-    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)], **columns}
 
 
 def load(file: str, config: SFTDataConfig, tokenizer: Qwen2Tokenizer) -> ConversationDataset:

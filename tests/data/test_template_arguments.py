@@ -15,6 +15,7 @@ from hybridrl.data.conversations import load_conversations
 from hybridrl.data.prompts import load_prompts
 
 from .conftest import OPTIONS
+from .test_conversations import chat
 
 Write = Callable[..., str]
 THINKS = (
@@ -26,11 +27,6 @@ THINKS = (
 
 def prompt(text: str = "a", **columns: Any) -> dict[str, Any]:
     return {"data_source": "s", "prompt": text, "reward_model": {"ground_truth": "4"}, **columns}
-
-
-def chat(*texts: str, **columns: Any) -> dict[str, Any]:
-    roles = ("user", "assistant") * len(texts)
-    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)], **columns}
 
 
 @pytest.fixture(params=["rl", "sft"])
