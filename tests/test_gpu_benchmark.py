@@ -156,12 +156,7 @@ def test_rows_are_written_one_by_one_and_the_rest_listed_when_the_time_is_over(t
         written.extend(rows())
         time.sleep(60)
 
-    tasks = {
-        "quick": lambda: [Row("quick", "1 ms", "")],
-        "broken": lambda: 1 / 0,
-        "too long": too_long,
-        "last": list,
-    }
+    tasks = {"quick": lambda: [Row("quick", "1 ms", "")], "broken": lambda: 1 / 0, "too long": too_long, "last": list}
     began = time.monotonic()
     assert measure(tasks, Report(file), 1.0) == ["broken"]
     assert time.monotonic() - began < 30

@@ -1,6 +1,7 @@
 """Writes a model as a run saves it: in shards, with settings in `huggingface` next to them."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,13 @@ def whole_model(config: PreTrainedConfig, *, value: bool = False) -> PreTrainedM
     model = kind.from_config(config)
     if not value:
         model.generation_config = GenerationConfig(eos_token_id=[3, 5], do_sample=False, temperature=0.5)
+    return model
+
+
+def load_all(kind: Any, directory: Path, **options: object) -> Any:
+    """Load a model with a class of transformers; every tensor is in its files, and no other."""
+    model, report = kind.from_pretrained(directory, output_loading_info=True, **options)
+    assert not any(report[fault] for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model
 
 

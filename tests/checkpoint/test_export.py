@@ -20,6 +20,7 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.training import attention
 from hybridrl.core.training.packing import lay_out
 from tests.checkpoint.own_code import CODE, save_with_code
+from tests.checkpoint.shards import load_all
 from tests.core.training.families import load_value_model, model_config
 
 FLOAT, HALF = torch.float32, torch.bfloat16
@@ -45,8 +46,7 @@ def all_tensors(model: PreTrainedModel):
 
 
 def assert_loads_as(directory: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    loaded, report = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    loaded = load_all(AutoModelForCausalLM, directory, dtype="auto")
     expected = model.to(dtype).state_dict()
     assert loaded.state_dict().keys() == expected.keys()
     for name, value in loaded.state_dict().items():
@@ -111,8 +111,7 @@ def test_a_value_model_has_the_same_values_in_transformers_and_here(tmp_path, fa
     inputs = lay_out(one_row(), padded=False)
     again = load_value_model(model_config(str(tmp_path / "saved")), FLOAT)
     assert torch.equal(again(inputs), model(inputs))
-    reloaded, report = AutoModelForTokenClassification.from_pretrained(tmp_path / "saved", output_loading_info=True)
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    reloaded = load_all(AutoModelForTokenClassification, tmp_path / "saved")
     values = reloaded.eval()(inputs.input_ids).logits[0, inputs.predictors, 0]
     torch.testing.assert_close(values, model(inputs))
     assert reloaded.config.architectures == [type(reloaded).__name__]

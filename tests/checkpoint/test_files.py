@@ -1,13 +1,16 @@
 import json
+import os
 import tracemalloc
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hybridrl.checkpoint.files import CHUNK, MANIFEST, faults, write_manifest
 
-FILES = {"actor/__0_0.distcp": bytes(range(256)) * 16, "actor/.metadata": b"names", "state.json": b"{}", "empty": b""}
+LARGE = "actor/__0_0.distcp"
+FILES = {LARGE: bytes(range(256)) * 16, "actor/.metadata": b"names", "state.json": b"{}", "empty": b""}
 
 
 @pytest.fixture
@@ -32,25 +35,21 @@ def test_size_and_checksum_of_every_file_are_recorded(saved):
     }
 
 
-def test_an_unchanged_directory_has_no_faults(saved):
-    assert faults(saved) == []
+CHANGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "nothing": (lambda saved: None, []),
+    "a file that was added later": (lambda saved: (saved / "actor" / "notes.txt").write_text("mine"), []),
+    "a truncated file": (lambda saved: os.truncate(saved / LARGE, 1024), [f"{LARGE}: 1024 of 4096 bytes"]),
+    "a file that has grown": (lambda saved: (saved / "empty").write_bytes(b"x"), ["empty: 1 of 0 bytes"]),
+    "no manifest": (lambda saved: (saved / MANIFEST).unlink(), [f"{MANIFEST}: missing"]),
+    **{f"no {name}": (lambda saved, name=name: (saved / name).unlink(), [f"{name}: missing"]) for name in FILES},
+}
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_removed_file_is_named(saved, name):
-    (saved / name).unlink()
-    assert faults(saved) == [f"{name}: missing"]
-
-
-def test_a_truncated_file_is_named_with_its_sizes(saved):
-    path = saved / "actor" / "__0_0.distcp"
-    path.write_bytes(path.read_bytes()[:1024])
-    assert faults(saved) == ["actor/__0_0.distcp: 1024 of 4096 bytes"]
-
-
-def test_a_file_that_has_grown_is_named_with_its_sizes(saved):
-    (saved / "empty").write_bytes(b"x")
-    assert faults(saved) == ["empty: 1 of 0 bytes"]
+@pytest.mark.parametrize("change", CHANGES)
+def test_files_that_are_missing_or_of_another_size_are_named_and_others_are_ignored(saved, change):
+    make, expected = CHANGES[change]
+    make(saved)
+    assert faults(saved) == expected
 
 
 @pytest.mark.parametrize("name", [name for name, content in FILES.items() if content])
@@ -80,16 +79,6 @@ def test_each_of_several_faults_is_named(saved):
     (saved / "state.json").unlink()
     flip(saved / "actor" / ".metadata", 2)
     assert faults(saved) == ["actor/.metadata: changed since it was written", "state.json: missing"]
-
-
-def test_a_file_that_was_added_later_is_ignored(saved):
-    (saved / "actor" / "notes.txt").write_text("mine")
-    assert faults(saved) == []
-
-
-def test_a_missing_manifest_is_a_fault(saved):
-    (saved / MANIFEST).unlink()
-    assert faults(saved) == [f"{MANIFEST}: missing"]
 
 
 def test_damage_to_the_manifest_is_not_blamed_on_a_file(saved):

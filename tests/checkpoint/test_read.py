@@ -100,18 +100,15 @@ def test_a_missing_directory_is_rejected(tmp_path):
         open_tensors(tmp_path / "nowhere")
 
 
-def test_a_missing_file_of_a_rank_is_named(copy):
-    (copy / "__1_0.distcp").unlink()
+@pytest.mark.parametrize(
+    ("damage", "reason"), [(Path.unlink, "No such file"), (lambda file: os.truncate(file, 100), "")]
+)
+def test_a_missing_or_truncated_file_of_a_rank_is_named(copy, damage, reason):
+    damage(copy / "__1_0.distcp")
     tensors = open_tensors(copy)
-    with pytest.raises(Unreadable, match=r"__1_0\.distcp cannot be read: .*No such file"):
-        tensors.read("model.embed_tokens.weight")
-
-
-def test_a_truncated_file_of_a_rank_is_named(copy):
-    os.truncate(copy / "__1_0.distcp", 100)
-    tensors = open_tensors(copy)
-    with pytest.raises(Unreadable, match=r"__1_0\.distcp cannot be read"):
-        tensors.read("model.norm.weight")
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        with pytest.raises(Unreadable, match=rf"__1_0\.distcp cannot be read: .*{reason}"):
+            tensors.read(name)
 
 
 @pytest.mark.parametrize("size", [0, 10, 1000], ids="{} bytes".format)

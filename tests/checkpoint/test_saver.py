@@ -113,6 +113,12 @@ def saver_of(models: Models, store: Store, saved: SaveTimes | None = None, **par
     return Saver(models, store, plan, parts, Part(sinks={}))
 
 
+def save(saver: Saver, step: int = 1, kind: Save = Save.KEPT) -> None:
+    saver.completed(step, {}, "")
+    saver.start(kind)
+    saver.finish()
+
+
 def state(store: Store, step: int) -> dict[str, object]:
     return json.loads((store.directory / f"global_step_{step}" / "state.json").read_text())
 
@@ -194,9 +200,7 @@ def test_a_disk_that_fails_at_the_start_removes_nothing(store):
 
 def test_a_save_that_failed_does_not_count_as_saved(store):
     saver = saver_of(Models(at_once=False, error="rank 1: No space left on device"), store)
-    saver.completed(1, {}, "")
-    saver.start(Save.KEPT)
-    saver.finish()
+    save(saver)
     saver.models = Models()
     saver.rescue(ERROR, lambda: None)
     assert state(store, 1)["stopped"] == str(ERROR)
@@ -210,15 +214,11 @@ def test_one_that_is_not_complete_is_removed(store):
 
 def test_a_save_that_workers_cannot_write_leaves_nothing_and_training_continues(store, capsys):
     saver = saver_of(Models(at_once=False, error="rank 1: No space left on device"), store)
-    saver.completed(1, {}, "")
-    saver.start(Save.KEPT)
-    saver.finish()
+    save(saver)
     assert "rank 1: No space left on device" in str(saver.failed)
     assert not list(store.directory.glob("*global_step*"))
     saver.models = Models()
-    saver.completed(2, {}, "")
-    saver.start(Save.KEPT)
-    saver.finish()
+    save(saver, 2)
     assert saver.failed is None and [one.step for one in list_checkpoints(store.directory)] == [2]
 
 
@@ -269,9 +269,7 @@ def test_no_recovery_checkpoint_is_begun_while_one_is_written(store):
 
 def test_after_a_failed_recovery_save_the_next_one_waits(store):
     saver = saver_of(Models(at_once=False, error="rank 1: No space left on device"), store, times(-1, None, None, None))
-    saver.completed(1, {}, "")
-    saver.start(Save.RECOVERY)
-    saver.finish()
+    save(saver, 1, Save.RECOVERY)
     saver.saved_at -= 500
     assert due(saver, 2) is None
     saver.saved_at -= 101
@@ -297,9 +295,7 @@ def test_a_recovery_checkpoint_leaves_out_the_whole_model_which_no_run_resumes_f
 def test_size_and_seconds_are_reported_of_recovery_checkpoints_now_and_then_and_of_the_last(store, capsys):
     saver = saver_of(Models(), store, times(-1, recovery_seconds=None))
     for step in (1, 2, 3):
-        saver.completed(step, {}, "")
-        saver.start(Save.RECOVERY)
-        saver.finish()
+        save(saver, step, Save.RECOVERY)
     reported = "".join(capsys.readouterr().out.split())
     assert "global_step_1:0.0MBin" in reported and "(arecoverycheckpoint)" in reported
     assert "global_step_2" not in reported and "global_step_3" not in reported

@@ -63,6 +63,13 @@ def steps(store: Store) -> list[int]:
     return [saved.step for saved in list_checkpoints(store.directory)]
 
 
+def selected(store: Store) -> tuple[int | None, list[str]]:
+    """The step that a run would resume from, and what is said of those that are skipped."""
+    logged: list[str] = []
+    checkpoint = newest_good(store.directory, logged.append)
+    return checkpoint and checkpoint.step, logged
+
+
 def test_a_published_checkpoint_is_complete_and_has_its_state(store, tmp_path):
     saved = save(store, 5, prompts=320)
     assert saved.path == tmp_path / "global_step_5"
@@ -144,10 +151,8 @@ def test_a_checkpoint_with_a_damaged_file_is_skipped_and_the_file_named(store, t
     save(store, 5)
     save(store, 10)
     damage(tmp_path / "global_step_10" / name)
-    logged: list[str] = []
-    assert required(newest_good(store.directory, logged.append)).step == 5
-    assert len(logged) == 1
-    assert logged[0].startswith(f"{tmp_path / 'global_step_10'} is skipped: {name}: ")
+    step, (line,) = selected(store)
+    assert step == 5 and line.startswith(f"{tmp_path / 'global_step_10'} is skipped: {name}: ")
     assert check(tmp_path / "global_step_10")[0].startswith(f"{name}: ")
 
 
@@ -157,22 +162,17 @@ def test_each_skipped_checkpoint_is_logged_with_the_reason(store, tmp_path):
     save(store, 20, healthy=False, reason="loss is nan")
     remove(tmp_path / "global_step_15" / "config.yaml")
     flip(tmp_path / "global_step_10" / "manifest.json")
-    logged: list[str] = []
-    assert required(newest_good(store.directory, logged.append)).step == 5
-    assert logged == [
-        f"{tmp_path / 'global_step_20'} is skipped: not healthy: loss is nan",
-        f"{tmp_path / 'global_step_15'} is skipped: config.yaml: missing",
-        f"{tmp_path / 'global_step_10'} is skipped: manifest.json: damaged",
-    ]
+    reasons = {20: "not healthy: loss is nan", 15: "config.yaml: missing", 10: "manifest.json: damaged"}
+    lines = [f"{tmp_path / f'global_step_{step}'} is skipped: {reason}" for step, reason in reasons.items()]
+    assert selected(store) == (5, lines)
 
 
 def test_without_a_good_checkpoint_none_is_selected(store, tmp_path):
     save(store, 5, healthy=False)
     save(store, 10)
     remove(tmp_path / "global_step_10" / "state.json")
-    logged: list[str] = []
-    assert newest_good(store.directory, logged.append) is None
-    assert len(logged) == 2
+    step, lines = selected(store)
+    assert step is None and len(lines) == 2
 
 
 def test_a_directory_of_another_program_is_skipped_and_never_deleted(tmp_path):
@@ -181,9 +181,8 @@ def test_a_directory_of_another_program_is_skipped_and_never_deleted(tmp_path):
     (tmp_path / "global_step_60" / "state.json").write_text("[1]")
     store = Store(tmp_path, keep=1)
     save(store, 5)
-    logged: list[str] = []
-    assert required(newest_good(store.directory, logged.append)).step == 5
-    assert [line.split(" is skipped: ")[1] for line in logged] == ["manifest.json: missing"] * 2
+    step, lines = selected(store)
+    assert step == 5 and [line.split(" is skipped: ")[1] for line in lines] == ["manifest.json: missing"] * 2
     assert names(tmp_path) == {"global_step_5", "global_step_50", "global_step_60", LATEST}
     store.close()
 
@@ -201,11 +200,10 @@ def test_an_abandoned_checkpoint_is_not_selected(store, tmp_path):
     """Resumed from step 5 by an explicit path, the run is at step 7: step 15 was abandoned."""
     for step in (5, 15, 7):
         save(store, step)
-    logged: list[str] = []
-    assert required(newest_good(store.directory, logged.append)).step == 7
-    assert logged == [f"{tmp_path / 'global_step_15'} is skipped: the run has since gone back to an earlier checkpoint"]
+    back = f"{tmp_path / 'global_step_15'} is skipped: the run has since gone back to an earlier checkpoint"
+    assert selected(store) == (7, [back])
     flip(tmp_path / "global_step_7" / "actor" / "__0_0.distcp")
-    assert required(newest_good(store.directory, logged.append)).step == 5
+    assert selected(store)[0] == 5
 
 
 # Retention

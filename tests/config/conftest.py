@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config import PPOConfig, load_ppo_config
+from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
 
 
 @dataclass
@@ -18,6 +18,12 @@ class Loaded:
 
 
 Load = Callable[..., Loaded]
+
+
+def errors_of(load: Load, *overrides: str, **more: object) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides, **more)
+    return str(caught.value).splitlines()
 
 
 @pytest.fixture(autouse=True)

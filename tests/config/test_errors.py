@@ -6,15 +6,9 @@ from hybridrl.config.checks.training import Machine
 from hybridrl.config.findings import Findings
 from hybridrl.config.load import load_ppo_config, load_sft_config
 
-from .conftest import Load
+from .conftest import errors_of
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
-
-
-def errors_of(load: Load, *overrides: str, **more: object) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load(*overrides, **more)
-    return str(caught.value).splitlines()
 
 
 UNKNOWN = {

@@ -9,25 +9,13 @@ from hybridrl.config.checks.model import why_name_unsupported, why_not_served
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "model_type=t5: an encoder and a decoder"),
         ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}, "vision_config: the model reads more than text"),
-        (
-            {"model_type": "glm_moe_dsa"},
-            "model_type=glm_moe_dsa: sparse attention to the tokens that an",
-        ),
+        ({"model_type": "glm_moe_dsa"}, "model_type=glm_moe_dsa: sparse attention to the tokens that an"),
         ({"model_type": "deepseek_v32", "index_topk": 2048}, "model_type=deepseek_v32: sparse attention"),
-        (
-            {"model_type": "llama4_text"},
-            "model_type=llama4_text: attention within chunks of the text, which",
-        ),
+        ({"model_type": "llama4_text"}, "model_type=llama4_text: attention within chunks of the text, which"),
         ({"model_type": "phimoe"}, "router_jitter_noise is a threshold of that choice, not noise"),
-        (
-            {"model_type": "new", "index_topk": 64},
-            "index_topk=64: sparse attention to the tokens that an",
-        ),
+        ({"model_type": "new", "index_topk": 64}, "index_topk=64: sparse attention to the tokens that an"),
         ({"model_type": "new", "attention_chunk_size": 8192}, "attention_chunk_size=8192: attention within chunks"),
-        (
-            {"layer_types": ["full_attention", "chunked_attention"]},
-            "layer_types has chunked_attention: attention",
-        ),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has chunked_attention: attention"),
         ({"layer_types": ["heavily_compressed_attention"]}, "heavily_compressed_attention: compressed keys"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quant_method=fp8: quantized"),
     ],

@@ -11,7 +11,7 @@ from hybridrl.config import ConfigError
 from hybridrl.config.checks.model import CPU_HEAD_SIZES
 from hybridrl.runs.settings import build_agreement, build_policy_plan
 
-from .conftest import Load
+from .conftest import Load, errors_of
 
 KEY = "actor_rollout_ref.model.override_config"
 
@@ -52,12 +52,6 @@ def test_of_a_nested_value_the_rest_stays(load):
 def test_verls_form_with_the_values_one_level_below_means_the_same(load):
     assert overrides(load, "model_config.attention_dropout=0.1") == {"attention_dropout": 0.1}
     assert overrides(load, "model_config=null") == {}
-
-
-def errors_of(load: Load, *words: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load(*words)
-    return list(caught.value.lines)
 
 
 def test_devices_that_share_rows_divide_all_devices_and_the_heads(load):

@@ -16,6 +16,7 @@ from hybridrl.config.findings import show
 from hybridrl.config.load import key_meanings, resolve_config
 from hybridrl.config.values import Means, leaves, tree, value_of
 from tests.fuzz import EXAMPLES
+from tests.sections import keys_of_run
 
 KEYS = [key for key in leaves(shipped("ppo_trainer").values) if not key.startswith(("eval.", "ray_kwargs."))]
 TEXTS = ["", "a", "a b", "ä", "train.jsonl", "1", "1.0", "1e-3", "1_000", "true", "null", "inf", "nan", "0.5_5.0"]
@@ -27,12 +28,7 @@ VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.sampled_fr
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    directory = tmp_path_factory.mktemp("set")
-    (directory / "train.jsonl").write_text("{}\n")
-    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 1024}))
-    (directory / "model.safetensors").touch()
-    rows = f"data.train_files={directory}/train.jsonl"
-    return [rows, f"actor_rollout_ref.model.path={directory}", "trainer.device=cpu"]
+    return keys_of_run(tmp_path_factory.mktemp("set"))
 
 
 def written(value: Any) -> str:

@@ -11,6 +11,7 @@ from transformers import Qwen2Tokenizer
 from hybridrl.config.schema import DataConfig, SFTDataConfig
 from tests.sections import section_of
 
+OPTIONS: dict[str, Any] = {"max_samples": -1, "shuffle": False, "key": "data.train_files"}
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

@@ -111,10 +111,7 @@ def test_json_of_arrow_is_decoded_also_inside_structures(tmp_path):
     nested = pyarrow.StructArray.from_arrays([column, pyarrow.array(["x", "y"])], ["arguments", "name"])
     pyarrow.parquet.write_table(pyarrow.table({"plain": column, "nested": nested}), tmp_path / "rows.parquet")
     assert list(read_columns(tmp_path / "rows.parquet")) == [
-        {
-            "plain": {"city": "Rome", "note": None},
-            "nested": {"arguments": {"city": "Rome", "note": None}, "name": "x"},
-        },
+        {"plain": {"city": "Rome", "note": None}, "nested": {"arguments": {"city": "Rome", "note": None}, "name": "x"}},
         {"plain": [1], "nested": {"arguments": [1], "name": "y"}},
     ]
 

@@ -13,9 +13,9 @@ from hybridrl.data.conversations import Conversation, ConversationDataset, load_
 Write = Callable[..., str]
 
 
-def chat(*texts: str) -> dict[str, Any]:
+def chat(*texts: str, **columns: Any) -> dict[str, Any]:
     roles = ("user", "assistant") * len(texts)
-    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)], **columns}
 
 
 def load(file: str, config: SFTDataConfig, tokenizer: Qwen2Tokenizer) -> ConversationDataset:
@@ -112,10 +112,7 @@ def test_overlong_conversations_are_rejected_with_row_length_and_limit(write, sf
 
 
 def test_a_truncated_conversation_keeps_its_mask_and_is_dropped_without_response_tokens(
-    write: Write,
-    sft_config: SFTDataConfig,
-    plain_tokenizer: Qwen2Tokenizer,
-    caplog: pytest.LogCaptureFixture,
+    write: Write, sft_config: SFTDataConfig, plain_tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = write({"prompt": "ab", "response": "cde"}, {"prompt": "abcdef", "response": "g"})
     left = load(file, replace(sft_config, max_length=3, truncation="left"), plain_tokenizer)

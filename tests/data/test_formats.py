@@ -67,12 +67,7 @@ def test_areal_rows_are_converted_without_the_turns_of_another_chat_template(wri
 
 @pytest.mark.parametrize(
     ("solutions", "truth"),
-    [
-        (["\\boxed{4}"], "\\boxed{4}"),
-        ("4", "4"),
-        (["\\boxed{4}", "four"], ["\\boxed{4}", "four"]),
-        ([], None),
-    ],
+    [(["\\boxed{4}"], "\\boxed{4}"), ("4", "4"), (["\\boxed{4}", "four"], ["\\boxed{4}", "four"]), ([], None)],
 )
 def test_one_solution_is_the_ground_truth_and_several_are_a_list(solutions, truth):
     name, row = to_verl_format(AREAL | {"solutions": solutions}, "data_source")

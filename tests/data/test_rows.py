@@ -82,11 +82,13 @@ def test_a_file_without_rows_is_rejected(write: Callable[..., str]) -> None:
         load(write())
 
 
-def test_a_thousand_bad_rows_are_enough(write: Callable[..., str]) -> None:
-    with pytest.raises(ConfigError, match="1000 or more bad rows") as error:
-        load(write(*range(2000)))
+@pytest.mark.parametrize(("line", "fault"), [("7", "not an object of columns ({...})"), ("not JSON", "not JSON (")])
+def test_a_thousand_bad_rows_are_enough(tmp_path: Path, line: str, fault: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(f"{line}\n" * 2000)
+    with pytest.raises(ConfigError, match=r"^data.train_files: 1000 or more bad rows\n") as error:
+        load(str(tmp_path / "rows.jsonl"))
     assert str(error.value).count("\n") == 1
-    assert "line 1: not an object of columns ({...}) (and 999 more rows)" in str(error.value)
+    assert f"line 1: {fault}" in str(error.value) and "(and 999 more rows)" in str(error.value)
 
 
 def test_max_samples_takes_the_first_rows_or_with_shuffle_a_seeded_choice(write: Callable[..., str]) -> None:
@@ -150,11 +152,7 @@ def test_rows_know_their_entry(write: Callable[..., str]) -> None:
     first, second = write({"a": 1}, {"a": 2}, name="first.jsonl"), write({"a": 3}, name="second.jsonl")
     faults = Faults(KEY)
     rows = load_rows([first, second], faults, key=KEY, max_samples=-1, shuffle=True, seed=3)
-    assert sorted((row.entry, row.values["a"]) for row in rows) == [
-        (0, 1),
-        (0, 2),
-        (1, 3),
-    ]
+    assert sorted((row.entry, row.values["a"]) for row in rows) == [(0, 1), (0, 2), (1, 3)]
 
 
 def test_an_object_over_several_lines_is_one_fault(write: Callable[..., str], tmp_path: Path) -> None:
@@ -177,14 +175,6 @@ def test_valid_json_that_cannot_be_processed_is_a_fault_of_its_line(tmp_path: Pa
     (tmp_path / "rows.jsonl").write_text(f'{{"a": "\\ud83d\\ude00"}}\n{{"a": {value}}}\n')
     with pytest.raises(ConfigError, match=rf"1 bad row\n.*line 2: {fault}"):
         load(str(tmp_path / "rows.jsonl"))
-
-
-def test_reading_stops_at_a_thousand_faults(write: Callable[..., str]) -> None:
-    with pytest.raises(ConfigError, match=r"^data.train_files: 1000 or more bad rows\n"):
-        load(write(*["not an object"] * 1500))
-    with pytest.raises(ConfigError, match=r"^data.train_files: 1000 or more bad rows\n"):
-        Path(file := write({"a": 1})).write_text("not JSON\n" * 1500)
-        load(file)
 
 
 def test_a_file_with_the_query_of_its_download_is_proposed_and_read(tmp_path: Path, write: Callable[..., str]) -> None:

@@ -14,22 +14,19 @@ from hybridrl.config.schema import DataConfig, SFTDataConfig
 from hybridrl.data.conversations import load_conversations
 from hybridrl.data.prompts import load_prompts
 
+from .conftest import OPTIONS
+from .test_conversations import chat
+
 Write = Callable[..., str]
 THINKS = (
     "{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ ';' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}"
     "{% if enable_thinking is defined and enable_thinking is false %}{{ '<quiet>' }}{% endif %}{% endif %}"
 )
-OPTIONS: dict[str, Any] = {"max_samples": -1, "shuffle": False, "key": "data.train_files"}
 
 
 def prompt(text: str = "a", **columns: Any) -> dict[str, Any]:
     return {"data_source": "s", "prompt": text, "reward_model": {"ground_truth": "4"}, **columns}
-
-
-def chat(*texts: str, **columns: Any) -> dict[str, Any]:
-    roles = ("user", "assistant") * len(texts)
-    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)], **columns}
 
 
 @pytest.fixture(params=["rl", "sft"])

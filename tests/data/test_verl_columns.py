@@ -12,8 +12,9 @@ from hybridrl.config.findings import ConfigError
 from hybridrl.data.conversations import load_conversations
 from hybridrl.data.prompts import PromptDataset, load_prompts
 
+from .conftest import OPTIONS
+
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
-OPTIONS: dict[str, Any] = {"max_samples": -1, "shuffle": False, "key": "data.train_files"}
 USER = [{"role": "user", "content": "q"}]
 ROW = {"data_source": "s", "prompt": USER, "reward_model": {"style": "rule", "ground_truth": "4"}}
 TEMPLATE = (

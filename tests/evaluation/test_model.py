@@ -3,8 +3,6 @@
 import ast
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,8 +27,9 @@ from hybridrl.evaluation.results import write_results
 from hybridrl.evaluation.samples import GREEDY, read_samples
 from hybridrl.rewards.pool import DecodingScorer, ScorerPool
 from hybridrl.rewards.process import CallerScorer
+from tests.scripts import run_script
 
-ROOT = Path(__file__).parents[2]
+MAKE_DATA = Path(__file__).parents[2] / "recipes" / "quickstart" / "make_data.py"
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "fails":
@@ -40,21 +39,22 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+def row(truth: str, prompt: object, **columns: object) -> dict[str, object]:
+    return {"data_source": "digits", "prompt": prompt, "reward_model": {"ground_truth": truth}} | columns
+
+
+def write_rows(file: Path, *rows: dict[str, object]) -> None:
+    file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's model, and four questions whose truths are 0 to 3."""
     directory = tmp_path_factory.mktemp("evaluate")
-    script = ROOT / "recipes" / "quickstart" / "make_data.py"
-    subprocess.run([sys.executable, script, "--out", directory], check=True, cwd=ROOT, capture_output=True)
-    rows = [
-        {
-            "data_source": "digits",
-            "prompt": [{"role": "user", "content": f"{index}"}],
-            "reward_model": {"ground_truth": f"{index}"},
-        }
-        for index in range(4)
-    ]
-    (directory / "digits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert not run_script(MAKE_DATA, "--out", directory)
+    write_rows(
+        directory / "digits.jsonl", *(row(f"{index}", [{"role": "user", "content": f"{index}"}]) for index in range(4))
+    )
     (directory / "reward.py").write_text(REWARD)
     return directory
 
@@ -175,8 +175,7 @@ def test_at_temperature_0_the_greedy_numbers_are_those_of_the_samples(place):
 
 def test_an_added_file_keeps_the_samples_of_the_others(place, tmp_path):
     run(evaluation(place))
-    row = {"data_source": "digits", "prompt": "7", "reward_model": {"ground_truth": "7"}}
-    (tmp_path / "more.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(tmp_path / "more.jsonl", row("7", "7"))
     both = evaluation(place, f"eval.files=[{place / 'digits.jsonl'},{tmp_path / 'more.jsonl'}]")
     results = run(both)
     assert [prompt for prompt, _, _ in both.asked] == [4] * 4 and set(results.datasets) == {"digits", "more"}
@@ -203,11 +202,6 @@ def test_the_directory_of_several_evaluations_is_rejected_with_their_names(place
         earlier(evaluation(place, "eval.compare=out").config.eval)
 
 
-def test_k_beyond_the_default_number_of_responses_is_rejected(place):
-    with pytest.raises(ConfigError, match=r"eval\.k=64: there are 32 responses per question; set eval.n=64"):
-        evaluation(place, "eval.n=null", "eval.k=[1,64]")
-
-
 def test_by_default_results_are_below_the_runs_directory_by_model_and_sampling(place):
     names = [
         evaluation(place, "eval.output_dir=null", "trainer.default_local_dir=run", *more).directory
@@ -218,21 +212,19 @@ def test_by_default_results_are_below_the_runs_directory_by_model_and_sampling(p
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("overrides", "message"),
     [
-        ('{"prompt": "1+1="}\n', "no ground truth"),
-        ('{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}\n' * 2 + "{\n", "not JSON"),
+        (["eval.files=no_truth.jsonl"], "no ground truth"),
+        (["eval.files=no_json.jsonl"], "not JSON"),
+        (["reward.custom_reward_function.path=null"], "no reward is built in for data_source digits"),
+        (["eval.n=null", "eval.k=[1,64]"], r"eval\.k=64: there are 32 responses per question; set eval.n=64"),
     ],
 )
-def test_rows_that_cannot_be_scored_are_rejected(place, tmp_path, rows, message):
-    (tmp_path / "bad.jsonl").write_text(rows)
+def test_what_cannot_be_scored_is_rejected(place, overrides, message):
+    write_rows(Path("no_truth.jsonl"), {"prompt": "1+1="})
+    Path("no_json.jsonl").write_text('{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}\n' * 2 + "{\n")
     with pytest.raises(ConfigError, match=message):
-        evaluation(place, f"eval.files={tmp_path / 'bad.jsonl'}")
-
-
-def test_rows_without_a_scorer_are_rejected(place):
-    with pytest.raises(ConfigError, match="no reward is built in for data_source digits"):
-        evaluation(place, "reward.custom_reward_function.path=null")
+        evaluation(place, *overrides)
 
 
 # -- an endpoint -------------------------------------------------------------------------------------------------------
@@ -276,7 +268,7 @@ class Server(BaseHTTPRequestHandler):
 @pytest.fixture
 def address() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     Server.requests.clear()
     Server.replies.clear()
     yield f"http://127.0.0.1:{server.server_address[1]}/v1"
@@ -313,9 +305,8 @@ def test_an_address_is_asked_with_messages_and_its_responses_are_scored_here(pla
 
 def test_an_address_gets_the_arguments_of_the_chat_template_and_the_tools_of_its_rows(place, tmp_path, address):
     tools = [{"type": "function", "function": {"name": "add"}}]
-    row = {"data_source": "digits", "reward_model": {"ground_truth": "1"}}
-    rows = [{"prompt": "0"}, {"prompt": "1", "enable_thinking": True}, {"prompt": "2", "tools": tools}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | one) + "\n" for one in rows))
+    rows = [row("1", "0"), row("1", "1", enable_thinking=True), row("1", "2", tools=tools)]
+    write_rows(tmp_path / "rows.jsonl", *rows)
 
     def asked(*more: str) -> dict[str, tuple]:
         Server.requests.clear()
@@ -327,14 +318,13 @@ def test_an_address_gets_the_arguments_of_the_chat_template_and_the_tools_of_its
     assert asked() == {"0": (None, None, None), "1": ({"enable_thinking": True}, None, None), **with_tools}
     assert asked() == {}  # they are stored
     quiet = {"enable_thinking": False}
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | one) + "\n" for one in rows[:2]))
+    write_rows(tmp_path / "rows.jsonl", *rows[:2])
     more = asked("data.apply_chat_template_kwargs={enable_thinking: false}")  # another policy: nothing is stored
     assert more == {"0": (quiet, None, None), "1": ({"enable_thinking": True}, None, None)}
 
 
 def test_rows_of_several_turns_at_an_address_are_rejected(place, tmp_path, address, capsys):
-    row = {"prompt": "1", "data_source": "digits", "reward_model": {"ground_truth": "1"}, "env_class": "guess_number"}
-    (tmp_path / "turns.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(tmp_path / "turns.jsonl", row("1", "1", env_class="guess_number"))
     assert ask(place, address, files=tmp_path / "turns.jsonl") == 2
     assert "rows with environments or tools need a model of files" in capsys.readouterr().err
 
@@ -349,10 +339,7 @@ def test_more_faults_than_are_allowed_give_status_3_and_are_explained(place, add
 
 @pytest.mark.parametrize(
     ("override", "message"),
-    [
-        ("eval.models=http://127.0.0.1:9/v1", "nothing responds there"),
-        ("eval.served_model=another", "choose parrot"),
-    ],
+    [("eval.models=http://127.0.0.1:9/v1", "nothing responds there"), ("eval.served_model=another", "choose parrot")],
 )
 def test_an_address_without_the_model_is_rejected_before_the_start(place, address, override, message, capsys):
     assert ask(place, address, override) == 2
@@ -431,18 +418,9 @@ def test_stored_responses_are_scored_again_only_by_another_reward(place):
     assert [one.score for one in read_samples(Path("out/samples.jsonl"))] == [0.0]
 
 
-def test_a_column_without_responses_is_rejected(place, capsys):
-    write_stored("source", "question", "truth", "answer", answer="1")
-    assert stored(place) == 2
-    assert "has no responses there; its columns are source, question, truth, answer" in capsys.readouterr().err
-
-
 def test_two_evaluations_are_compared_in_the_table(place, capsys):
     for name, right in {"a": "1", "b": "2"}.items():
-        rows = [
-            {"source": "s", "question": f"{index}", "truth": {"ground_truth": "2"}, "responses": right}
-            for index in range(6)
-        ]
+        rows = {"source": "s", "question": list("012345"), "truth": [{"ground_truth": "2"}] * 6, "responses": right}
         pd.DataFrame(rows).to_parquet("stored.parquet")
         compare = ["eval.compare=out-a"] if name == "b" else []
         assert stored(place, f"eval.output_dir=out-{name}", *compare) == 0
@@ -465,6 +443,7 @@ def test_stored_responses_need_no_prompt(place):
         (["eval.k=[1,4]"], "eval.k=4: there are 2 responses per question; leave it out"),
         (["eval.compare=/does/not/exist"], "eval.compare=/does/not/exist is not the directory of an evaluation"),
         (["custom_reward_function.path=broken.py"], "no score at all"),
+        (["data.response_key=answers"], "row 0 has no responses there; its columns are source, question, truth, resp"),
     ],
 )
 def test_stored_responses_that_cannot_be_evaluated_are_rejected(place, overrides, message, capsys):

@@ -64,6 +64,19 @@ def begun(rows: list[dict[str, float]]) -> list[tuple[int, str]]:
     return reported
 
 
+def warnings_about(rows: list[dict[str, float]]) -> list[str]:
+    warned: list[str] = []
+    monitor = HealthMonitor(warn=lambda text, code: warned.append(text))
+    for step, row in enumerate(rows, start=1):
+        monitor.judge(step, row)
+    return warned
+
+
+def diagnosis(rows: list[dict[str, float]]) -> str:
+    """The first warning about the rows."""
+    return warnings_about(rows)[0]
+
+
 def collapsing(low: float):
     return lambda step: 1.0 if step <= 10 else low
 
@@ -233,11 +246,8 @@ def test_weights_after_a_collapse_are_not_to_be_resumed_from():
 
 def test_a_forecast_names_step_and_time_at_which_memory_is_full():
     """99 GiB at step 1 and one less with each step: none is left at step 100, 80 steps of six minutes after step 20."""
-    warned: list[str] = []
-    monitor = HealthMonitor(warn=lambda text, code: warned.append(text))
-    for step, row in enumerate(series(20, perf_host_memory_free_gb=lambda step: 100.0 - step), start=1):
-        monitor.judge(step, row)
-    assert len(warned) == 1 and warned[0].startswith(
+    (text,) = warnings_about(series(20, perf_host_memory_free_gb=lambda step: 100.0 - step))
+    assert text.startswith(
         "step 20: host memory falls by 1024 MiB per step, 80.0 GiB are left: it is full at step 100, in 8.0 h; "
     )
 
@@ -272,11 +282,8 @@ def test_memory_that_falls_is_reported_with_the_processes_that_took_it(share, wh
     ],
 )
 def test_a_flat_score_is_reported_with_what_would_explain_it(measured, words):
-    warned: list[str] = []
-    monitor = HealthMonitor(warn=lambda text, code: warned.append(text))
-    for step, row in enumerate(series(50), start=1):
-        monitor.judge(step, row | measured)
-    assert len(warned) == 1 and words in warned[0]
+    (text,) = warnings_about([row | measured for row in series(50)])
+    assert words in text
 
 
 def test_a_diagnosis_can_end_the_run_or_be_turned_off():
@@ -350,15 +357,6 @@ def test_at_most_one_of_a_hundred_random_walks_of_200_steps_raises_a_rule(code):
                 raised += 1
                 break
     assert raised <= 1
-
-
-def diagnosis(rows: list[dict[str, float]]) -> str:
-    """The first warning about the rows."""
-    warned: list[str] = []
-    monitor = HealthMonitor(warn=lambda text, code: warned.append(text))
-    for step, row in enumerate(rows, start=1):
-        monitor.judge(step, row)
-    return warned[0]
 
 
 @pytest.mark.parametrize(

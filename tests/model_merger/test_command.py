@@ -16,18 +16,26 @@ from tests.compat.verl.files import qwen2
 from tests.core.training.on_ranks import on_ranks
 
 
-@pytest.fixture(scope="module")
-def actor(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("step") / "actor"
-    on_ranks(2, save_in_shards, directory, qwen2(tie_word_embeddings=True))
-    return directory
+def save_both(top: Path) -> None:
+    save_in_shards(top / "one" / "actor", qwen2(tie_word_embeddings=True))
+    save_in_shards(top / "other" / "critic", qwen2(num_labels=1), value=True)
 
 
 @pytest.fixture(scope="module")
-def critic(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("step") / "critic"
-    on_ranks(2, save_in_shards, directory, qwen2(num_labels=1), value=True)
+def steps(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("steps")
+    on_ranks(2, save_both, directory)
     return directory
+
+
+@pytest.fixture
+def actor(steps) -> Path:
+    return steps / "one" / "actor"
+
+
+@pytest.fixture
+def critic(steps) -> Path:
+    return steps / "other" / "critic"
 
 
 def merge_arguments(actor: Path, target: Path, *more: str) -> list[str]:

@@ -54,11 +54,33 @@ def generated(directory: Path) -> list[int]:
     return ids[0, len(PROMPT) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["two heads a key", "all heads one key, tied head", "learned positions"])
-def test_the_merged_model_has_the_same_greedy_response(tmp_path, family):
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(FAMILIES[family]).save_pretrained(tmp_path / "start")
-    responses = on_ranks(2, trained_and_saved, str(tmp_path / "start"), tmp_path / "actor")
-    merge(open_source(tmp_path / "actor"), tmp_path / "merged")
-    assert responses == [generated(tmp_path / "merged")] * 2
-    assert responses[0] != generated(tmp_path / "start")
+TRAINED = ("two heads a key", "all heads one key, tied head", "learned positions")
+
+
+def train_all(top: Path) -> list[list[int]]:
+    return [trained_and_saved(str(top / family / "start"), top / family / "actor") for family in TRAINED]
+
+
+@pytest.fixture(scope="module")
+def top(tmp_path_factory) -> Path:
+    """The start of each family."""
+    directory = tmp_path_factory.mktemp("families")
+    for family in TRAINED:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(FAMILIES[family]).save_pretrained(directory / family / "start")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def responses(top) -> list[list[list[int]]]:
+    """By rank and family; the ranks are started once."""
+    return on_ranks(2, train_all, top)
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_the_merged_model_has_the_same_greedy_response(top, responses, family):
+    place = top / family
+    merge(open_source(place / "actor"), place / "merged")
+    of_ranks = [of_rank[TRAINED.index(family)] for of_rank in responses]
+    assert of_ranks == [generated(place / "merged")] * 2
+    assert of_ranks[0] != generated(place / "start")

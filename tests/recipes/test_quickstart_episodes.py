@@ -97,10 +97,6 @@ def test_a_game_is_shown_guess_by_guess_and_a_custom_one_needs_no_metric_of_its_
     run = made_up_run(tmp_path / "run", [first], [last], critic__score__mean=[0.3, 0.9])
     status, text = show("show_games.py", run, capsys)
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert lines[:3] == [
-        "The number is 8, of 1 to 31",
-        "before 01 low, 02 lost",
-        "after 16 high, 08 right",
-    ]
+    assert lines[:3] == ["The number is 8, of 1 to 31", "before 01 low, 02 lost", "after 16 high, 08 right"]
     assert "mean reward 0.300 0.900 0.937" in lines and "share of numbers found" not in text
     assert status == 0

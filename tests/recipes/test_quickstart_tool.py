@@ -95,12 +95,7 @@ def test_the_call_of_a_demonstration_is_read_and_short(made):
     written = '<tool_call>{"name": "calculator", "arguments": {"expression": "76*48"}}</tool_call>'
     parser = call_parser("auto", "qwen2", dialogue)
     content, (call,) = parser(written, [CALCULATOR])
-    assert (parser.format, content, call.name, call.arguments) == (
-        "hermes",
-        "",
-        "calculator",
-        {"expression": "76*48"},
-    )
+    assert (parser.format, content, call.name, call.arguments) == ("hermes", "", "calculator", {"expression": "76*48"})
     assert len(tokenizer(written)["input_ids"]) <= 30
 
 

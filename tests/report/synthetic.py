@@ -198,6 +198,11 @@ def hostile(step: int, prompt: int, number: int, score: float, advantage: float,
     return known
 
 
+def write_metrics(directory: Path, steps: list[dict]) -> None:
+    lines = [json.dumps({"step": step, **metrics}) for step, metrics in enumerate(steps, start=1)]
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
 def write_faults(directory: Path, step: int, restarts: int, end: str | None) -> None:
     def fault(code: str, step: int, text: str = "", end: bool = False) -> str:
         time = "2024-11-24T10:00:00.000+00:00"

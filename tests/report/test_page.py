@@ -22,7 +22,15 @@ from hybridrl.core.required import required
 from hybridrl.report import write_report
 from hybridrl.report.__main__ import main
 from hybridrl.report.page import render
-from tests.report.synthetic import HOSTILE, conversation, hostile, verl_sample, write_run, write_samples
+from tests.report.synthetic import (
+    HOSTILE,
+    conversation,
+    hostile,
+    verl_sample,
+    write_metrics,
+    write_run,
+    write_samples,
+)
 
 VOID = {"meta", "input", "img", "br", "wbr"}
 
@@ -255,10 +263,8 @@ def test_records_with_fields_of_other_types_are_shown_as_they_are(tmp_path):
 
 
 def test_a_supervised_run_shows_its_losses(tmp_path):
-    lines = [
-        {"step": step, "train/loss": 2 / step, "train/grad_norm": 1.0, "timing_s/step": 1.0} for step in range(1, 9)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    usual = {"train/grad_norm": 1.0, "timing_s/step": 1.0}
+    write_metrics(tmp_path, [{"train/loss": 2 / step} | usual for step in range(1, 9)])
     (tmp_path / "config.yaml").write_text("trainer: {total_epochs: 1}\nmodel: {path: x}\n")
     page = page_of(tmp_path)
     assert page.sentence.startswith("Loss 2.00 → 0.32 over 8 steps")

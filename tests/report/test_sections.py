@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 from hybridrl.checkpoint.files import write_manifest
 from hybridrl.report.contents import Contents, differences, log_excerpts, settings
@@ -12,12 +11,7 @@ from hybridrl.report.curves import POINTS, averaged, panels_of, thinned
 from hybridrl.report.samples import ChosenSamples, choose_samples
 from hybridrl.report.sections import checkpoints, configuration, failure, health_rows, times
 from hybridrl.tracking.report import ranges
-from tests.report.synthetic import write_run
-
-
-def write_metrics(directory: Path, steps: list[dict]) -> None:
-    lines = [json.dumps({"step": step, **metrics}) for step, metrics in enumerate(steps, start=1)]
-    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+from tests.report.synthetic import write_metrics, write_run
 
 
 def test_a_rule_that_held_comes_first_with_its_steps_and_what_it_measured_then(tmp_path):

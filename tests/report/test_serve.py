@@ -17,7 +17,7 @@ from tests.report.synthetic import write_run
 def served(tmp_path: Path) -> Iterator[tuple[int, Path]]:
     run = write_run(tmp_path / "run")
     server = make_server(Site([run], 50, live=True), 0)
-    thread = Thread(target=server.serve_forever)
+    thread = Thread(target=server.serve_forever, args=(0.01,))  # seconds until it notices its end
     thread.start()
     yield server.server_port, run
     server.shutdown()

@@ -1,6 +1,5 @@
 """The sentence and the lights: what they say of runs whose figures are known."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,11 +7,11 @@ import pytest
 from hybridrl.report.contents import Contents
 from hybridrl.report.samples import ChosenSamples
 from hybridrl.report.verdicts import duration, lights, number, sentence
+from tests.report.synthetic import write_metrics
 
 
 def lights_of(directory: Path, steps: list[dict]) -> dict[str, tuple[str, str]]:
-    lines = [json.dumps({"step": step, **metrics}) for step, metrics in enumerate(steps, start=1)]
-    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    write_metrics(directory, steps)
     contents = Contents(directory)
     return {one.question: (one.state, one.reason) for one in lights(contents, ChosenSamples())}
 
@@ -76,13 +75,12 @@ def test_durations_and_numbers_are_short():
 
 
 def test_the_validation_of_several_sources_is_their_mean(tmp_path):
-    lines = [{"step": step, "val-core/a/acc/mean@1": step / 10, "val-core/b/acc/mean@1": 0.4} for step in (0, 4)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_metrics(tmp_path, [{"val-core/a/acc/mean@1": mean, "val-core/b/acc/mean@1": 0.4} for mean in (0.0, 0.4)])
     assert "validation (mean of 2 sources) 0.20 → 0.40" in sentence(Contents(tmp_path), {})
 
 
 def test_faults_are_those_of_the_last_training_steps(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/rewards/mean": 0.5}\n')
+    write_metrics(tmp_path, [{"critic/rewards/mean": 0.5}])
     found = {one.question: one for one in lights(Contents(tmp_path), ChosenSamples(read=100, last_faults=0.03))}
     assert found["Are the samples usable?"].reason == "in the last steps: 3.0% not graded"
 
@@ -101,7 +99,7 @@ def test_faults_are_those_of_the_last_training_steps(tmp_path):
     ],
 )
 def test_prompts_that_teach_nothing_are_a_warning_unless_they_are_solved(tmp_path, solved, stuck, state, reason):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/rewards/mean": 0.5}\n')
+    write_metrics(tmp_path, [{"critic/rewards/mean": 0.5}])
     samples = ChosenSamples(last_faults=0.0, solved=solved, stuck=stuck)
     light = lights(Contents(tmp_path), samples)[2]
     assert light.state == state and reason in light.reason

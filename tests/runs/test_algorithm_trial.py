@@ -43,10 +43,7 @@ def test_a_custom_estimator_sees_groups_of_the_run_s_size(tmp_path, samples):
 @pytest.mark.parametrize(
     ("body", "cause"),
     [
-        (
-            "return batch.rewards, batch.rewards",
-            r"advantages is a tensor \[4\]; return advantages and returns",
-        ),
+        ("return batch.rewards, batch.rewards", r"advantages is a tensor \[4\]; return advantages and returns"),
         ("return batch.token_rewards", r"it returns a tensor \[9\]"),
         ("return batch.token_rewards, None", "returns is NoneType"),
         ("return batch.token_rewards / 0, batch.token_rewards", "advantages is not finite"),

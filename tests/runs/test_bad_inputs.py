@@ -6,8 +6,6 @@ Commands go through the front door (`main_ppo.main`) on a real model and real ro
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,8 +16,9 @@ import pytest
 from hybridrl import main_ppo
 from hybridrl.checkpoint.store import Store
 from hybridrl.runs import command, setup
+from tests.scripts import run_script
 
-ROOT = Path(__file__).parents[2]
+MAKE_DATA = Path(__file__).parents[2] / "recipes" / "quickstart" / "make_data.py"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CHANGED, CRITIC_CHANGED = "actor_rollout_ref.model.override_config", "critic.model.override_config"
 REWARD = "reward.custom_reward_function"
@@ -90,8 +89,7 @@ class Answer:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's rows and model, and files with one fault each."""
     directory = tmp_path_factory.mktemp("bad")
-    script = ROOT / "recipes" / "quickstart" / "make_data.py"
-    subprocess.run([sys.executable, script, "--out", directory], check=True, cwd=ROOT)
+    assert not run_script(MAKE_DATA, "--out", directory)
     for name, text in FILES.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(text)
@@ -158,16 +156,13 @@ REJECTED = {
     "a typo": (["data.train_batchsize=8"], ["data.train_batchsize", "data.train_batch_size"]),
     "a typo in a group": ([f"{ACTOR}.optm.lr=1e-4"], [f"{ACTOR}.optm.lr", f"{ACTOR}.optim.lr"]),
     "two typos": (["data.shufle=true", f"{ROLLOUT}.temprature=1"], ["data.shuffle", f"{ROLLOUT}.temperature"]),
-    "a word for a number": (["data.train_batch_size=many"], ["data.train_batch_size=many", "integer"]),
     "a fraction for a count": (["data.train_batch_size=1.5"], ["data.train_batch_size=1.5", "integer"]),
-    "a word for a bool": (["data.shuffle=perhaps"], ["data.shuffle=perhaps", "true or false"]),
     "an estimator": (["algorithm.adv_estimator=grop"], ["algorithm.adv_estimator=grop", "grpo"]),
     "an aggregation": ([f"{ACTOR}.loss_agg_mode=token_mean"], [".loss_agg_mode=token_mean", "mean token-mean?"]),
     "a group of Hydra": ([f"{ACTOR.replace('.', '/')}=x"], ["actor_rollout_ref/actor", "key=value"]),
     "a plugin of Hydra": (["hydra/sweeper=optuna"], ["hydra/sweeper", "hybridrl sweep"]),
     "a form of KL": ([f"{ACTOR}.kl_loss_type=k9"], [f"{ACTOR}.kl_loss_type=k9", "k3"]),
     "a negative rate": ([f"{ACTOR}.optim.lr=-1"], [f"{ACTOR}.optim.lr=-1", "at least 0"]),
-    "a negative batch": (["data.train_batch_size=-4"], ["data.train_batch_size=-4", "at least 1"]),
     "negative samples": ([f"{ROLLOUT}.n=-1"], [f"{ROLLOUT}.n=-1", "at least 1"]),
     "no samples": ([f"{ROLLOUT}.n=0"], [f"{ROLLOUT}.n=0", "at least 1"]),
     "a negative seed": (["data.seed=-1"], ["data.seed=-1", "at least 0"]),
@@ -297,7 +292,6 @@ REJECTED = {
     ),
     "an action": (["trainer.on_diagnosis={clipping: explode}"], ["clipping: explode: choose off | warn | stop"]),
     # devices and engines
-    "no GPU": (["trainer.device=cuda"], ["trainer.device=cuda", "trainer.device=cpu"]),
     "devices that an engine does not divide": (
         [f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=3"],
         [f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node"],
@@ -313,7 +307,6 @@ REJECTED = {
     "another engine": ([f"{ROLLOUT}.name=sglang"], [f"{ROLLOUT}.name=sglang", "vllm"]),
     "another trainer": ([f"{ACTOR}.strategy=megatron"], [f"{ACTOR}.strategy=megatron", "fsdp2"]),
     "a reward model": (["reward_model.enable=true"], ["reward_model.enable=true", f"{REWARD}.path"]),
-    "machines without a cluster": (["trainer.nnodes=2"], ["trainer.nnodes=2", "RAY_ADDRESS"]),
     # the run's directory, and trackers
     "a file as directory": (["trainer.default_local_dir=a_file"], ["trainer.default_local_dir", "a_file"]),
     "a directory that cannot be": (["trainer.default_local_dir=/proc/x"], ["trainer.default_local_dir", "/proc/x"]),
@@ -323,7 +316,6 @@ REJECTED = {
         ["global_step_9"],
     ),
     "a logger without its package": (["trainer.logger=[clearml]"], ["trainer.logger=clearml", "pip install clearml"]),
-    "an unknown logger": (["trainer.logger=[console,tensorbord]"], ["trainer.logger=tensorbord", "tensorboard"]),
 }  # fmt: skip
 
 # Not an error, as it can be meant: the command starts, with a warning or a note that has these words.

@@ -4,7 +4,6 @@ Ray is a stand-in whose calls fail; the callers are those of a run."""
 
 import asyncio
 import inspect
-import json
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -37,6 +36,7 @@ from tests.core.cluster.test_group import Call, FakeRay, replace_ray
 from tests.core.rollout.test_client import SAMPLING, respond
 from tests.core.rollout.test_ladder import Section
 from tests.core.test_hybrid_engine import Fleet, Ranks, Sync
+from tests.sections import keys_of_run
 
 ROWS = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 MONITOR = (
@@ -106,16 +106,8 @@ def ray(monkeypatch) -> None:
 def config(tmp_path_factory) -> PPOConfig:
     """A run that is restarted once."""
     directory = tmp_path_factory.mktemp("run")
-    (directory / "train.jsonl").write_text("{}\n")
-    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
-    (directory / "model.safetensors").touch()
-    files = {
-        "data.train_files": directory / "train.jsonl",
-        "actor_rollout_ref.model.path": directory,
-        "trainer.default_local_dir": directory,
-    }
-    keys = files | {"trainer.device": "cpu", "trainer.max_restarts": 1, ROWS: 8}
-    return load_ppo_config([f"{key}={value}" for key, value in keys.items()])
+    more = [f"trainer.default_local_dir={directory}", "trainer.max_restarts=1", f"{ROWS}=8"]
+    return load_ppo_config([*keys_of_run(directory), *more])
 
 
 def attempts(config: PPOConfig, fail: Callable[[], object]) -> int:

@@ -1,6 +1,6 @@
 """What a run does after a lack of memory: what is lowered, in which order, and what a resumed run keeps of it."""
 
-import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,26 +10,23 @@ from hybridrl.config.load import load_ppo_config, load_sft_config
 from hybridrl.core.cluster import OutOfMemory, WorkerDied
 from hybridrl.health import Unhealthy
 from hybridrl.runs.resume import CRITIC, POLICY, with_restarts
+from tests.sections import keys_of_run
 
 ACTOR = "actor_rollout_ref.actor"
-GOOD = {"healthy": True, "recovery": False, "metrics": {}}
 
 
 @pytest.fixture
-def arguments(tmp_path: Path) -> list[str]:
-    (tmp_path / "train.jsonl").write_text("{}\n")
-    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
-    (tmp_path / "model.safetensors").touch()
-    files = [f"data.train_files={tmp_path}/train.jsonl", f"trainer.default_local_dir={tmp_path}"]
-    return [*files, "trainer.device=cpu"]
-
-
-@pytest.fixture
-def load(arguments, tmp_path):
+def load(tmp_path):
     def build(*overrides: str):
-        return load_ppo_config([*arguments, f"actor_rollout_ref.model.path={tmp_path}", *overrides])
+        return load_ppo_config([*keys_of_run(tmp_path), f"trainer.default_local_dir={tmp_path}", *overrides])
 
     return build
+
+
+def save(directory: Path, step: int, **state: object) -> None:
+    with closing(Store(directory)) as store:
+        store.begin(step)
+        store.publish(step, {"healthy": True, "recovery": False, "metrics": {}} | state)
 
 
 def lacks(call: str, tokens: int | None) -> OutOfMemory:
@@ -55,9 +52,7 @@ def run(config, *errors: Exception) -> list[dict[str, object]]:
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_run_that_died_before_its_first_checkpoint_restarts_as_it_began(load, tmp_path, began, saves):
     """Not from a checkpoint of an earlier run in the same directory."""
-    store = Store(tmp_path)
-    store.begin(30)
-    store.publish(30, GOOD)
+    save(tmp_path, 30)
     config = load("trainer.max_restarts=1")
     trainer, modes = config.trainer, []
     trainer.resume_mode, trainer.resume_from_path = began, f"{tmp_path}/global_step_30"
@@ -66,12 +61,10 @@ def test_a_run_that_died_before_its_first_checkpoint_restarts_as_it_began(load, 
         modes.append(trainer.resume_mode)
         if len(modes) == 1:
             if saves:
-                store.begin(2)
-                store.publish(2, GOOD)
+                save(tmp_path, 2)
             raise WorkerDied("gone")
 
     with_restarts(attempt, config)
-    store.close()
     assert modes == [began, "auto" if saves else began]
 
 
@@ -135,17 +128,16 @@ def test_a_lack_of_memory_elsewhere_counts_as_a_restart(load):
         run(load(), WorkerDied("gone"))
 
 
-def test_a_supervised_run_lowers_its_own_key(arguments, tmp_path):
-    config = load_sft_config([*arguments, f"model.path={tmp_path}", "data.max_token_len_per_gpu=8192"])
+def test_a_supervised_run_lowers_its_own_key(tmp_path):
+    rows, _, device = keys_of_run(tmp_path)
+    directories = [f"model.path={tmp_path}", f"trainer.default_local_dir={tmp_path}"]
+    config = load_sft_config([rows, device, *directories, "data.max_token_len_per_gpu=8192"])
     assert run(config, lacks("update_policy", 8000)) == [{}, {"data.max_token_len_per_gpu": 4000}]
 
 
 def test_a_resumed_run_keeps_what_was_lowered_unless_it_is_configured_anew(load, tmp_path):
     tokens, rows = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_micro_batch_size_per_gpu"
-    store = Store(tmp_path)
-    store.begin(3)
-    store.publish(3, GOOD | {"adjusted": {tokens: [16384, 4096], rows: [8, 2]}})
-    store.close()
+    save(tmp_path, 3, adjusted={tokens: [16384, 4096], rows: [8, 2]})
     config = load(f"{rows}=4")
     assert run(config) == [{tokens: 4096}]
     assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 4096
@@ -158,10 +150,7 @@ def test_a_diagnosis_takes_the_run_back_to_a_healthy_checkpoint_with_half_the_le
     back, config = Unhealthy("collapsed", rollback=True), load(f"{ACTOR}.optim.lr=8e-6")
     with pytest.raises(Unhealthy):
         run(config, back)  # there is no checkpoint to go back to
-    store = Store(tmp_path)
-    store.begin(3)
-    store.publish(3, GOOD)
-    store.close()
+    save(tmp_path, 3)
     key = f"{ACTOR}.optim.lr"
     assert run(config, back, back, back) == [{}, {key: 4e-6}, {key: 2e-6}, {key: 1e-6}]
     with pytest.raises(Unhealthy):

@@ -1,6 +1,5 @@
 """What the responses and scores of a step are recognised by, in a run that resumes in it."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,24 +7,16 @@ import pytest
 from hybridrl.checkpoint.store import Checkpoint
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
 from hybridrl.config.compose import as_yaml, save_config
-from hybridrl.runs.resume import (
-    Identity,
-    ResumePlan,
-    check_complete,
-    plan_resume,
-)
+from hybridrl.runs.resume import Identity, ResumePlan, check_complete, plan_resume
 from hybridrl.runs.settings import build_algorithm, engine_fingerprint, score_fingerprint
+from tests.sections import keys_of_run
 
 BRIEF = '+reward.functions.brief="~/further.py:brief"'
 
 
 def config_of(directory: Path, *overrides: str) -> PPOConfig:
-    (directory / "train.jsonl").write_text("{}\n")
-    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 1024}))
-    (directory / "model.safetensors").touch()
-    needed = [f"data.train_files={directory}/train.jsonl", f"actor_rollout_ref.model.path={directory}"]
     reward = f"reward.custom_reward_function.path={directory}/reward.py"
-    return load_ppo_config([*needed, reward, "trainer.device=cpu", *overrides])
+    return load_ppo_config([*keys_of_run(directory), reward, *overrides])
 
 
 def fingerprints(directory: Path, *overrides: str, data: str = "rows") -> tuple[str, str]:

@@ -2,6 +2,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,6 +48,12 @@ def tracker() -> RecordingTracker:
 def batch(make_batch) -> Batch:
     """The rows of a step: two samples of one prompt, of two tokens and one."""
     return make_batch([2, 1], rewards=[1.0, 0.0], advantages=[0.5, 0.5, -0.25])
+
+
+def log_of(tracker: RecordingTracker, **places: Any) -> SampleLog:
+    """A log that writes nowhere and shows nothing but what is named."""
+    nowhere = {"training_dir": None, "validation_dir": None, "replay_dir": Path(), "shown": 0}
+    return SampleLog(tracker, **nowhere | places)
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -126,7 +133,7 @@ def test_an_episode_of_two_rows_is_one_record_with_all_of_its_tokens(make_batch)
 
 
 def test_a_ground_truth_that_json_cannot_represent_is_written_as_text(tracker, tmp_path):
-    log = SampleLog(tracker, training_dir=None, validation_dir=str(tmp_path), replay_dir=tmp_path, shown=0)
+    log = log_of(tracker, validation_dir=str(tmp_path))
     log.validation_samples(1, [sample("?", "x", Score(0.0), ground_truth={"answers": np.array([1, 2])})])
     assert rows_of(tmp_path / "1.jsonl")[0]["gts"] == {"answers": "[1 2]"}
 
@@ -143,7 +150,7 @@ def test_training_and_validation_samples_go_to_their_own_directories(tracker, tm
 
 
 def test_a_step_written_again_replaces_the_earlier_file(tracker, tmp_path):
-    log = SampleLog(tracker, training_dir=None, validation_dir=str(tmp_path), replay_dir=tmp_path, shown=0)
+    log = log_of(tracker, validation_dir=str(tmp_path))
     log.validation_samples(1, [RIGHT, RIGHT])
     log.validation_samples(1, [FAULTY])
     assert len(rows_of(tmp_path / "1.jsonl")) == 1
@@ -164,7 +171,7 @@ def test_a_resumed_run_deletes_the_samples_of_later_steps_and_nothing_else(track
 
 def test_a_full_disk_costs_the_samples_of_a_step_and_does_not_end_the_run(tracker, tmp_path, capsys):
     (tmp_path / ".3.jsonl.writing").symlink_to("/dev/full")
-    log = SampleLog(tracker, training_dir=None, validation_dir=str(tmp_path), replay_dir=Path(), shown=0)
+    log = log_of(tracker, validation_dir=str(tmp_path))
     log.validation_samples(3, [RIGHT])
     assert list(tmp_path.iterdir()) == [], "no partial file is left"
     (warning,) = capsys.readouterr().out.splitlines()
@@ -175,7 +182,7 @@ def test_a_full_disk_costs_the_samples_of_a_step_and_does_not_end_the_run(tracke
 def test_keys_of_the_reward_replace_none_of_the_samples_own_and_it_is_said_once(tracker, tmp_path, capsys):
     extras = {"score": 1.0, "output": "MINE", "input": 5, "gts": "other", "step": 99, "episode": 3, "acc": True}
     episode = replace(RIGHT, score=Score(1.0, extras))
-    log = SampleLog(tracker, training_dir=None, validation_dir=str(tmp_path), replay_dir=Path(), shown=0)
+    log = log_of(tracker, validation_dir=str(tmp_path))
     log.validation_samples(3, [episode])
     log.validation_samples(4, [episode])
     (row,), (own,) = rows_of(tmp_path / "3.jsonl"), read_records(tmp_path / "3.jsonl")
@@ -190,7 +197,7 @@ def test_keys_of_the_reward_replace_none_of_the_samples_own_and_it_is_said_once(
 
 def test_numbers_that_json_lacks_are_null_in_samples(tracker, tmp_path):
     extras = {"score": 1.0, "nan": math.nan, "nested": [{"a": math.inf}, -math.inf, 2.5]}
-    log = SampleLog(tracker, training_dir=None, validation_dir=str(tmp_path), replay_dir=Path(), shown=0)
+    log = log_of(tracker, validation_dir=str(tmp_path))
     log.validation_samples(3, [replace(RIGHT, score=Score(1.0, extras))])
 
     def none(constant: str) -> None:
@@ -203,23 +210,21 @@ def test_numbers_that_json_lacks_are_null_in_samples(tracker, tmp_path):
 def test_without_directories_nothing_is_deleted(tracker, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "9.jsonl").touch()
-    SampleLog(tracker, training_dir=None, validation_dir=None, replay_dir=Path(), shown=0).delete_after(0)
-    SampleLog(
-        tracker, training_dir=str(tmp_path / "none yet"), validation_dir=None, replay_dir=Path(), shown=0
-    ).delete_after(0)
+    log_of(tracker).delete_after(0)
+    log_of(tracker, training_dir=str(tmp_path / "none yet")).delete_after(0)
     assert (tmp_path / "9.jsonl").exists()
 
 
 def test_without_directories_nothing_is_written(tracker, tmp_path, monkeypatch, batch):
     monkeypatch.chdir(tmp_path)
-    log = SampleLog(tracker, training_dir=None, validation_dir=None, replay_dir=Path(), shown=1)
+    log = log_of(tracker, shown=1)
     log.training_samples(1, [RIGHT], batch)
     log.validation_samples(1, [RIGHT])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_first_validation_samples_are_shown(tracker):
-    log = SampleLog(tracker, training_dir=None, validation_dir=None, replay_dir=Path(), shown=2)
+    log = log_of(tracker, shown=2)
     log.validation_samples(5, [RIGHT, FAULTY, RIGHT])
     ((step, (right, faulty)),) = tracker.shown
     assert step == 5
@@ -248,9 +253,7 @@ def test_three_samples_of_different_prompts_are_shown(capsys):
 
 def test_the_samples_of_the_oldest_steps_are_deleted_beyond_the_bound(tracker, batch, tmp_path):
     def log(most: float | None) -> SampleLog:
-        return SampleLog(
-            tracker, training_dir=str(tmp_path / "t"), validation_dir=None, replay_dir=tmp_path, shown=0, most=most
-        )
+        return log_of(tracker, training_dir=str(tmp_path / "t"), most=most)
 
     log(None).training_samples(8, [RIGHT], batch)
     (tmp_path / "t" / "notes.jsonl").write_text("of the user")

@@ -1,6 +1,5 @@
 """What a configuration makes of a run: the learning rates of its learners."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from hybridrl.core.algorithms.algorithm import bind, find_policy_loss
 from hybridrl.core.training.optimizer import schedule
 from hybridrl.core.training.worker import LearnerConfig, WorkerConfig
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
+from tests.sections import keys_of_run
 
 ACTOR = "actor_rollout_ref.actor"
 # 4 prompts a step: 2 per update, gone through twice, are 4 updates of the policy; the critic has one.
@@ -23,11 +23,7 @@ ARITHMETIC = [
 
 
 def load(directory: Path, *overrides: str) -> PPOConfig:
-    (directory / "train.jsonl").write_text("{}\n")
-    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 1024}))
-    (directory / "model.safetensors").touch()
-    needed = [f"data.train_files={directory}/train.jsonl", f"actor_rollout_ref.model.path={directory}"]
-    return load_ppo_config([*needed, "trainer.device=cpu", *ARITHMETIC, *overrides])
+    return load_ppo_config([*keys_of_run(directory), *ARITHMETIC, *overrides])
 
 
 def worker_config(directory: Path, steps: int, *overrides: str) -> WorkerConfig:

@@ -1,6 +1,5 @@
 """What every run sets up: directories, plans, and what is rejected once tokenizer and data are loaded."""
 
-import json
 import os
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,19 +20,15 @@ from hybridrl.runs import setup
 from hybridrl.runs.prepare import reject_unknown_tokens
 from hybridrl.runs.setup import open_directory, open_store, padded_plans
 from tests.core.training.families import model_config
+from tests.sections import keys_of_run
 
 
 def test_a_second_run_in_a_directory_leaves_the_first_ones_configuration(tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
-    (model / "model.safetensors").touch()
-    (tmp_path / "rows.jsonl").write_text("{}")
+    rows, _, device = keys_of_run(tmp_path)
 
     def config(seed: int):
-        values = {"data.train_files": tmp_path / "rows.jsonl", "model.path": model, "trainer.seed": seed}
-        values |= {"trainer.device": "cpu", "trainer.default_local_dir": tmp_path}
-        return load_sft_config([f"{key}={value}" for key, value in values.items()])
+        values = [f"model.path={tmp_path}", f"trainer.seed={seed}", f"trainer.default_local_dir={tmp_path}"]
+        return load_sft_config([rows, device, *values])
 
     first = open_store(config(1).trainer, tmp_path)
     with pytest.raises(ConfigError, match="another run is using it"):

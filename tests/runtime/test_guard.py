@@ -208,22 +208,24 @@ def counts(tmp_path, monkeypatch) -> Callable[[str], int]:
     return count_kills(monkeypatch, tmp_path / "vmstat", before=2)
 
 
-def test_kills_by_the_kernel_since_the_run_began_are_reported(counts):
-    counts("pgfault 9\noom_kill 5\n")
-    assert "by the kernel for lack of memory: it has killed 3" in guard.kill_cause()
+EITHER = "by hand, or by the kernel for lack of memory"
 
 
-def test_without_new_kills_by_the_kernel_it_is_excluded(counts):
-    counts("oom_kill 2\n")
-    assert guard.kill_cause().startswith("by hand or by a scheduler")
-
-
-@pytest.mark.parametrize("text", ["", "pgfault 9\n"])
-def test_without_counts_of_the_kernel_both_causes_are_named(counts, text):
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("pgfault 9\noom_kill 5\n", "by the kernel for lack of memory: it has killed 3"),
+        ("oom_kill 2\n", "by hand or by a scheduler"),
+        ("", EITHER),
+        ("pgfault 9\n", EITHER),
+    ],
+    ids=["it killed some since", "it killed none since", "no counts", "other counts"],
+)
+def test_kills_by_the_kernel_since_the_run_began_are_the_cause_if_it_counts_them(counts, text, cause):
     counts(text)
-    assert "by hand, or by the kernel for lack of memory" in guard.kill_cause()
+    assert cause in guard.kill_cause()
     guard.KERNEL_COUNTS.unlink()
-    assert "by hand, or by the kernel for lack of memory" in guard.kill_cause()
+    assert EITHER in guard.kill_cause()
 
 
 @pytest.mark.parametrize(

@@ -179,8 +179,4 @@ def test_in_a_log_a_long_step_has_a_line_a_minute():
     sink.log(4, {"train/loss": 0.5})
     sink.doing("update")
     sink.doing("update")
-    assert written(console).splitlines() == [
-        "step 4 ... responses 2/8",
-        "step 4    loss 0.5000",
-        "step 5 ... update",
-    ]
+    assert written(console).splitlines() == ["step 4 ... responses 2/8", "step 4    loss 0.5000", "step 5 ... update"]

@@ -11,20 +11,8 @@ from hybridrl.tracking.report import CurvesSink
 
 RUN = [
     {"step": 0, "val-core/toy/acc/mean@1": 0.25, "timing_s/start_up": 8.0, "timing_s/testing": 2.0},
-    {
-        "step": 1,
-        "critic/rewards/mean": 0.25,
-        "response_length/mean": 17.0,
-        "timing_s/gen": 3.0,
-        "timing_s/step": 5.0,
-    },
-    {
-        "step": 2,
-        "critic/rewards/mean": 0.75,
-        "response_length/mean": 30.0,
-        "timing_s/gen": 4.0,
-        "timing_s/step": 5.0,
-    },
+    {"step": 1, "critic/rewards/mean": 0.25, "response_length/mean": 17.0, "timing_s/gen": 3.0, "timing_s/step": 5.0},
+    {"step": 2, "critic/rewards/mean": 0.75, "response_length/mean": 30.0, "timing_s/gen": 4.0, "timing_s/step": 5.0},
     {"step": 3, "critic/rewards/mean": 0.5, "response_length/mean": 36.0, "val-core/toy/acc/mean@1": 1.0},
 ]
 

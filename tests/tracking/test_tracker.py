@@ -17,6 +17,14 @@ from hybridrl.tracking.tracker import MLFLOW_PATIENCE, SINKS
 SAMPLE = SampleRow(prompt="2 + 3 = ?", response="[b]5[/b]\x1b[31m", ground_truth="5", score=1.0)
 
 
+class Service(Sink):
+    """Stands in for a service: takes everything."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+
 def tracker(run_dir: Path, loggers: list[str]) -> Tracker:
     return Tracker(loggers, run_dir, "project", "experiment", {"seed": 1}, total_steps=3)
 
@@ -75,8 +83,7 @@ def test_without_a_terminal_a_step_is_one_line_of_its_main_metrics(tmp_path, cap
 def test_verls_line_of_all_metrics_is_a_logger_of_its_own(tmp_path, capsys):
     with tracker(tmp_path, ["verl_console"]) as run:
         run.log(
-            7,
-            {"critic/rewards/mean": 0.123456789, "actor/lr": 1e-6, "n": 10240} | {f"k{i}": 0.5 for i in range(40)},
+            7, {"critic/rewards/mean": 0.123456789, "actor/lr": 1e-6, "n": 10240} | {f"k{i}": 0.5 for i in range(40)}
         )
     expected = "step:7 - critic/rewards/mean:0.123457 - actor/lr:1e-06 - n:10240"
     assert capsys.readouterr().out == expected + "".join(f" - k{i}:0.5" for i in range(40)) + "\n"
@@ -139,9 +146,7 @@ def test_another_tracker_gets_metrics_and_samples_and_is_resumed(tmp_path, monke
 
 
 def test_a_tracker_that_fails_costs_its_metrics_and_one_warning(tmp_path, capsys, monkeypatch):
-    class Unreachable(Sink):
-        def __init__(self, *_: object) -> None: ...
-
+    class Unreachable(Service):
         def log(self, step: int, metrics: dict[str, float]) -> None:
             raise RuntimeError("the server does not respond")
 
@@ -182,7 +187,7 @@ def test_wandb_that_rejects_the_key_or_is_not_reached_records_offline(tmp_path, 
 
 
 def test_a_tracker_that_cannot_start_costs_its_metrics_and_one_warning(tmp_path, capsys, monkeypatch):
-    class Unusable(Sink):
+    class Unusable(Service):
         def __init__(self, *_: object) -> None:
             raise RuntimeError("the token hf_abcdefghijklmnop is not valid")
 
@@ -197,14 +202,12 @@ def test_a_tracker_that_cannot_start_costs_its_metrics_and_one_warning(tmp_path,
 
 
 def test_a_tracker_that_cannot_be_reached_records_offline(tmp_path, capsys, monkeypatch):
-    class Remote(Sink):
+    class Remote(Service):
         offline = "offline in {run_dir}/there"
 
         def __init__(self, *arguments: object) -> None:
             if not arguments[-1]:
                 raise ConnectionError("no route to host")
-
-        def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
     monkeypatch.setitem(SINKS, "mlflow", Remote)
     with tracker(tmp_path, ["mlflow"]) as run:
@@ -216,9 +219,7 @@ def test_a_tracker_that_cannot_be_reached_records_offline(tmp_path, capsys, monk
 def test_a_server_that_is_gone_is_not_waited_for_in_each_step(tmp_path, monkeypatch):
     calls = []
 
-    class Gone(Sink):
-        def __init__(self, *_: object) -> None: ...
-
+    class Gone(Service):
         def log(self, step: int, metrics: dict[str, float]) -> None:
             calls.append(step)
             time.sleep(1)
@@ -235,11 +236,9 @@ def test_no_tracker_gets_a_secret(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     given = []
 
-    class Given(Sink):
+    class Given(Service):
         def __init__(self, *arguments: object) -> None:
             given.append((arguments, [*sys.argv]))
-
-        def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
     monkeypatch.setitem(SINKS, "mlflow", Given)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
