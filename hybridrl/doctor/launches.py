@@ -198,7 +198,8 @@ START = "import sys; sys.path.append({!r}); from hybridrl.rewards.sandbox.confin
 BASH = ("--norc", "--noprofile", "-p", "-r", "-c")  # no start-up file, nothing from the environment, restricted
 LARGEST = 100_000  # bytes; Linux takes no argument above 128 KiB
 EMPTY_PATH = "/dev/null"  # an empty string would be the current directory
-END = "\n"  # a separate word after each command: no argument is a single newline
+NEW_LINE = "\x1e"  # in words: bash would write a line at a time, between those of commands that run at the same time
+END = NEW_LINE  # a separate word after each command: no argument is a single newline
 # A program's output: its command in hexadecimal. It begins with a digit, so that arithmetic with it is an error.
 MARK = re.compile(r"9q([0-9a-f]+)q")
 SOURCES = "date|hostname|whoami|id|uuidgen|git|nproc|cat"  # whose output is part of a name or a number
@@ -214,10 +215,13 @@ __mark() {
     for ((i = 0; i < ${#text}; i++)); do printf -v code %d "'${text:i:1}"; printf %02x "$((code & 255))"; done
     printf q
 }
+__record() {
+    local word  # each is written at once: the commands of a pipeline run at the same time
+    for word in "$@" $'\n'; do printf '%s\0' "$BASHPID ${word//$'\n'/$'\x1e'}"; done >&"$RECORD"
+}
 command_not_found_handle() {
     local input="" command="" called
-    local word  # each is written at once: the commands of a pipeline run at the same time
-    for word in "$@" $'\n'; do printf '%s\0' "$BASHPID $word"; done >&"$RECORD"
+    __record "$@"
     [[ -p /dev/stdin ]] && IFS= read -r -d '' input
     printf -v called '%q ' "$@"
     if [[ $input =~ ^9q[0-9a-f]+q$ ]]; then command="$input | $called"
@@ -240,7 +244,7 @@ exec() { command_not_found_handle "$@"; }
 for name in set cd . source exit trap ulimit shopt alias unalias; do eval "$name() { :; }"; done
 eval() {
     local text="$*" i
-    for word in "$EVALUATED" "$text" $'\n'; do printf '%s\0' "$BASHPID $word"; done >&"$RECORD"
+    __record "$EVALUATED" "$text"
     for i in "${!__texts[@]}"; do [[ $text == "${__texts[i]}" ]] && text=${__without_files[i]} && break; done
     builtin eval "$text"
 }
@@ -326,7 +330,7 @@ def _recorded(record: str) -> list[list[str]]:
         if word == END:
             commands.append(incomplete.pop(sender, []))
         else:
-            incomplete[sender].append(word)
+            incomplete[sender].append(word.replace(NEW_LINE, "\n"))
     return commands
 
 

@@ -109,6 +109,7 @@ def test_a_descriptor_that_the_caller_has_open_is_not_the_programs(tmp_path):
         os.close(300)
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_caller_that_is_killed():
     code = "import sys\nfrom hybridrl.rewards.sandbox.run import *\n"
     code += "run('while True: pass', [''] * 2, ProgramLimits(30, total_seconds=60), sys.argv[1])"

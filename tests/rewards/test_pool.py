@@ -259,6 +259,7 @@ with ScorerPool(config, log) as pool:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_or_interrupted_driver_leaves_no_process_and_no_traceback_of_theirs(reward_config, tmp_path, sent):
     log = tmp_path / "reward.log"

@@ -86,8 +86,11 @@ def test_a_process_that_waits_writes_the_stacks_of_all_threads_to_its_log_and_go
 
 @pytest.mark.parametrize(
     ("code", "function"),
-    [(WITH_THE_GIL, "<module>"), (ASLEEP_WITH_THE_GIL, "<module>"), (IN_A_THREAD, "compute")],
-    ids=["computes", "sleeps", "another thread"],
+    [
+        pytest.param(WITH_THE_GIL, "<module>", id="computes", marks=pytest.mark.slow),
+        pytest.param(ASLEEP_WITH_THE_GIL, "<module>", id="sleeps", marks=pytest.mark.slow),
+        pytest.param(IN_A_THREAD, "compute", id="another thread"),
+    ],
 )
 def test_a_process_whose_thread_keeps_the_gil_is_named_with_the_place_of_this_thread(
     start, soon, tmp_path, code, function
@@ -139,6 +142,7 @@ def test_a_process_that_dies_of_the_signal_is_named_as_such(start, soon, tmp_pat
     assert "of the SIGUSR1 that requested its stack" in stacks.death_note(log), "for whoever notices the death"
 
 
+@pytest.mark.slow
 def test_a_library_that_keeps_the_gil_while_it_is_imported_is_named_and_its_import_goes_on(start, soon, tmp_path):
     keeps = "until = time.monotonic() + 3\nwhile time.monotonic() < until: ctypes.PyDLL(None).usleep(3000000)"
     (tmp_path / "slow_library.py").write_text(f"import ctypes, time\n{keeps}")

@@ -107,11 +107,12 @@ LAW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sigma", "engines", "share", "carried", "half", "split"), LAW)
 def test_gains_agree_with_an_independent_simulation(sigma, engines, share, carried, half, split):
     """1,024 responses per step of 4,096 tokens on average, of constant speed; the bound is too wide to matter."""
-    lengths = log_normal_lengths(50 * 1024, 4096, sigma, 32768).reshape(-1, 1)
-    run = Work(1024, lengths, steps=36, warmup=12)
+    lengths = log_normal_lengths(100 * 1024, 4096, sigma, 32768).reshape(-1, 1)
+    run = Work(1024, lengths, steps=72, warmup=12)
     cluster = Cluster(engines, 16, SECOND)
     generation = simulate(run, cluster, SYNC).seconds
     cluster, sync = replace(cluster, train=share * generation), (1 + share) * generation

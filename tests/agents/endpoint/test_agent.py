@@ -199,7 +199,7 @@ def test_an_agent_is_stopped_at_the_time_limit_of_an_episode(run, tokenizer):
     assert (found.fault, time.monotonic() - began < 10) == ("no turns", True)
 
 
-@pytest.mark.parametrize(("mode", "seconds"), [("inline", 0.5), ("process", 6)])
+@pytest.mark.parametrize(("mode", "seconds"), [("inline", 0.5), pytest.param("process", 6, marks=pytest.mark.slow)])
 def test_the_time_limit_of_an_agent_does_not_count_how_long_the_policy_is_held(run, tokenizer, mode, seconds):
     limits, policy = {"timeout": seconds, "held": True}, Counting(tokenizer, delay=seconds + 0.3)
     (found,) = run(LOOP, {"turns": 1, "reward": 1.0}, policy=policy, limits=limits, mode=mode)

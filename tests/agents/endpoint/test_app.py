@@ -219,6 +219,7 @@ async def test_the_model_and_its_context_are_listed(endpoint):
     assert (model.id, model.max_model_len) == ("policy", 6000)
 
 
+@pytest.mark.slow
 async def test_a_connection_that_is_idle_for_as_long_as_clients_keep_one_is_not_closed(endpoint):
     async with endpoint([]) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(served.address.rpartition(":")[2]))

@@ -227,6 +227,7 @@ async def test_episodes_are_abandoned_when_their_dispatch_is_closed(workers, tok
     await until((tmp_path / "closed").exists)
 
 
+@pytest.mark.slow
 async def test_a_process_that_two_dispatches_lose_is_replaced_once(workers, tokenizer):
     place = Path(workers.settings.environments.multi_turn.environment_kwargs["place"])
     (place / "died").unlink(missing_ok=True)

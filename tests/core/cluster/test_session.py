@@ -58,6 +58,7 @@ class Lasting(Worker):
         return os.getpid(), self.name
 
 
+@pytest.mark.slow
 def test_an_actor_on_devices_for_rollout_alone_is_left_to_the_next_attempt_and_then_writes_to_its_log(tmp_path):
     session = RaySession("cpu", 1, 1, {"num_cpus": 2}, 60, rollout=(1, 1))
 
@@ -126,6 +127,7 @@ def occupied() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_a_driver_killed_next_to_another_run_leaves_no_process_and_no_file(occupied, session, tmp_path):
     """Two runs side by side, where all default ports are taken: neither needs a fixed port, nor ends the other."""
     other = Group([spawn(Worker, session, 0, {}, str(tmp_path / "log"))], "worker", [])

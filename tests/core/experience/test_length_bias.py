@@ -131,6 +131,7 @@ def lost(level: str, kind: type[AsynchronousExperience], bound: int) -> tuple[fl
     return fmean(synchronous) - fmean(others), error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [2, 4])
 def test_rollouts_that_are_continued_teach_the_length_of_synchronous_ones(bound):
     """The weights of whole responses are exact. All variants have the same luck: they differ by less than the seeds."""
@@ -139,6 +140,7 @@ def test_rollouts_that_are_continued_teach_the_length_of_synchronous_ones(bound)
     assert fmean(learned(AsynchronousExperience, 0, "sequence")) > log(2 * FIRST_MEAN), "there was something to learn"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["sequence", "token"])
 def test_dropping_what_is_too_old_teaches_shorter_responses(level):
     difference, error = lost(level, Dropping, 2)

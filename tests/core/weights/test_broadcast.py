@@ -257,6 +257,7 @@ def synced(trainer: Actor, engines: Workers) -> BroadcastSync:
     return BroadcastSync(Workers([trainer]), engines, rollout, probe=[1, 2], train_dtype="float32", timeout=SECONDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies_in", [("join_trainer", 0), ("load_bucket", 64), ("load_bucket", 128)])
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_the_trainer_survives_an_engine_that_dies_and_sends_all_weights_to_its_successor(start, kind, dies_in):
