@@ -48,7 +48,7 @@ def test_no_secret_is_in_what_is_shown_sent_or_packed(overrides, tmp_path):
     more |= {"trainer.logger": "[console,tensorboard,wandb]", "reward.max_fault_rate": 0.9}
     more |= {f"+reward.custom_reward_function.reward_kwargs.{key}": canary(n) for n, key in enumerate(KEYS, 200)}
     environment = {name: 2 * canary(number) for number, name in enumerate(VARIABLES, 300)}
-    environment |= {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    environment |= {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     shown = finish(start("main_ppo", overrides(out, more), **environment))
     for command in (["why"], ["checkpoints"], ["bundle", "--samples", "--out", str(tmp_path / "packed.tar.gz")]):
         shown += finish(start("doctor", [command[0], str(out), *command[1:]], **environment))

@@ -167,8 +167,9 @@ def test_ppo_trains_policy_and_critic_and_saves_both(overrides, tiny, tmp_path):
 
 
 @pytest.fixture
-def running_ray(tmp_path):
+def running_ray(tmp_path, monkeypatch):
     """The port of a Ray that somebody else has started; another program may take a port before Ray does."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a session of this process may have set it
     ray, said = Path(sys.executable).with_name("ray"), tmp_path / "ray.txt"
     command = [ray, "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false"]
     for _ in range(3):
