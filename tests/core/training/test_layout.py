@@ -9,20 +9,22 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
+from hybridrl.checkpoint.read import open_tensors
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.attention import sequence_group
 from hybridrl.core.training.fsdp import shard_and_fill
 from hybridrl.core.training.layout import layout
-from hybridrl.core.training.learner import Learner
+from hybridrl.core.training.learner import Learner, MiniBatch
 from hybridrl.core.training.losses import LossConfig, policy_objective
 from hybridrl.core.training.model import HOST, blank_language_model
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.state import StateWriter, load_state, state_of
 from hybridrl.core.training.worker import columns_of
 from hybridrl.core.training.worker_group import rank_mini_batches
 from tests.core.training.families import SMALL, model_config
 from tests.core.training.on_ranks import on_ranks, whole_gradient
-from tests.core.training.test_state import fsdp_config, optimizer_config
+from tests.core.training.test_state import ALL, fsdp_config, full, optimizer_config, wait_for
 
 MIXTURE = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FAMILIES = {
@@ -69,32 +71,43 @@ def paths(tmp_path_factory) -> dict[str, str]:
     return found
 
 
-def computed(paths: list[str], rows: Batch, sizes: Sizes) -> list[tuple[dict[str, Tensor], dict[str, Tensor], float]]:
-    """Each model's log-probs of this rank's rows, gradient of all rows, and its norm."""
-    return [_computed(path, rows, sizes) for path in paths]
-
-
-def _computed(path: str, rows: Batch, sizes: Sizes) -> tuple[dict[int, Tensor], dict[str, Tensor], float]:
+def build(path: str, sizes: Sizes) -> Learner:
     meshes = layout("cpu", sizes.ranks, sizes.ranks, sizes.tensor, sizes.expert)
     config = fsdp_config(tensor_parallel_size=sizes.tensor, expert_parallel_size=sizes.expert)
     model = shard_and_fill(blank_language_model(model_config(path), torch.float32), path, config, meshes, HOST)
     group = sequence_group(sizes.sequence, 60.0, sizes.tensor)
     built = Optimizers(model, optimizer_config(), 9)
-    learner = Learner(model, built, config, HOST, False, Path("unused"), group, sizes.tensor)
+    return Learner(model, built, config, HOST, False, Path("unused"), group, sizes.tensor)
+
+
+def share(rows: Batch, sizes: Sizes) -> MiniBatch:
+    """This rank's part of an update with all rows."""
     budget = MicroBatchBudget(12, devices=sizes.sequence * sizes.tensor)
     plans = rank_mini_batches(rows, sizes.ranks, [list(range(len(rows)))], budget)
-    (mini_batch,) = plans[dist.get_rank()]
+    return plans[dist.get_rank()][0]
+
+
+def computed(paths: list[str], rows: Batch, sizes: Sizes) -> list[tuple[dict[int, Tensor], dict[str, Tensor], float]]:
+    """Each model's log-probs of this rank's rows, gradient of all rows, and its norm."""
+    return [_computed(build(path, sizes), rows, share(rows, sizes)) for path in paths]
+
+
+def _computed(
+    learner: Learner, rows: Batch, mini_batch: MiniBatch
+) -> tuple[dict[int, Tensor], dict[str, Tensor], float]:
     with torch.no_grad():
         columns = columns_of(
-            model, lambda part: (model(learner.inputs(part), 0.9).log_probs,), rows, mini_batch.micro_batches
+            learner.model,
+            lambda part: (learner.model(learner.inputs(part), 0.9).log_probs,),
+            rows,
+            mini_batch.micro_batches,
         )
     places = [row for part in mini_batch.micro_batches for row in part]
     values = torch.from_numpy(columns[0]).split(rows.response_lengths[places].tolist()) if columns else ()
-    parts = dict(zip(places, values, strict=True))
     objective = policy_objective(learner, LOSS, None, [])
     *_, norm = learner.gradient(rows, mini_batch, objective, torch.inf)
     learner.optimizers.zero_grad()
-    return parts, whole_gradient(learner, rows, mini_batch, objective), norm
+    return dict(zip(places, values, strict=True)), whole_gradient(learner, rows, mini_batch, objective), norm
 
 
 LAYOUTS = {
@@ -138,3 +151,39 @@ def test_log_probs_and_gradients_are_those_of_one_process(paths, rows, alone, si
             for parameter, value in gradient.items():
                 assert (value - right[parameter]).norm() <= 5e-6 * right[parameter].norm() + 1e-9, (name, parameter)
             assert norm == pytest.approx(right_norm, rel=5e-6)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def saved(path: str, directory: Path, rows: Batch, sizes: Sizes) -> dict[str, Tensor]:
+    """The state after two updates, which is written."""
+    learner, writer = build(path, sizes), StateWriter("cpu")
+    for number in (1, 2):
+        learner.update(rows, [share(rows, sizes)], policy_objective(learner, LOSS, None, []), 1.0, number)
+    writer.start({directory: state_of(learner.model, learner.optimizers, ALL)})
+    wait_for(writer)
+    return full(learner)
+
+
+def resumed(path: str, directory: Path, sizes: Sizes) -> dict[str, Tensor]:
+    learner = build(path, sizes)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.fill_(7.0)
+    load_state(learner.model, learner.optimizers, ALL, directory, dist.new_group(backend="gloo"))
+    return full(learner)
+
+
+@pytest.mark.parametrize("written", ["EP 2", "TP 2 x FSDP 2", "EP 4 over TP 2 x FSDP 2"])
+def test_a_state_is_read_in_any_other_layout(paths, rows, tmp_path, written) -> None:
+    path, directory, sizes = paths["a mixture"], tmp_path / "actor", LAYOUTS[written]
+    expected, *others = on_ranks(sizes.ranks, saved, path, directory, rows, sizes)
+    assert any(name.endswith("exp_avg") and tensor.any() for name, tensor in expected.items())
+    for read in (ALONE, LAYOUTS["TP 2"], LAYOUTS["EP 2 x FSDP 2"], Sizes(4, expert=4)):
+        for actual in [*others, *on_ranks(read.ranks, resumed, path, directory, read)]:
+            assert actual.keys() == expected.keys()
+            assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    merged = open_tensors(directory)
+    assert {f".model.{name}" for name in merged.meta} == {name for name in expected if name.startswith(".model.")}
+    assert all(torch.equal(merged.read(name)[...], expected[f".model.{name}"]) for name in merged.meta)
