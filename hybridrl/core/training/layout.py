@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_expert_parallelism, apply_tensor_parallelism
 
+from hybridrl.config.findings import ConfigError
 from hybridrl.core import device as devices
 
 DISPATCH = "ep_dispatch_experts"  # of a plan: the module whose tokens are sent to other ranks
@@ -69,7 +70,7 @@ def _grid(device: str, shape: Sequence[int], names: tuple[str, ...]) -> DeviceMe
 
 def cut(model: PreTrainedModel, meshes: Layout) -> list[nn.Module]:
     """Cut a model without weights in place by its family's plan, before FSDP shards what is left; return the modules
-    of experts that FSDP has to shard over `meshes.experts`. Raises ValueError for a family without a plan."""
+    of experts that FSDP has to shard over `meshes.experts`. Raises ConfigError for a family without a plan."""
     if meshes.tensor is not None:
         apply_tensor_parallelism(model, meshes.tensor, tensor_plan(model))
     if meshes.expert is None:
@@ -84,7 +85,8 @@ def cut(model: PreTrainedModel, meshes: Layout) -> list[nn.Module]:
 
 
 def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return the family's plan of tensor parallelism for its layers, without their experts, which are never cut."""
+    """Return the family's plan of tensor parallelism for its layers, without their experts, which are never cut. Raises
+    ConfigError if there is none."""
     experts = [name for name, style in model.tp_plan.items() if style == "moe_tp_experts"]
     plan = {
         name: style
@@ -92,21 +94,20 @@ def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
         if ".layers." in f".{name}" and not any(name.startswith(module) for module in experts)
     }
     if not plan:
-        raise ValueError(
-            f"tensor_parallel_size: transformers has no plan of tensor parallelism for the family "
-            f"{model.config.model_type}; set 1, and shard with FSDP alone"
-        )
+        raise _no_plan("tensor", model)
     return plan
 
 
 def expert_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return the family's plan of expert parallelism."""
+    """Return the family's plan of expert parallelism. Raises ConfigError if there is none."""
     if DISPATCH not in model.ep_plan.values():
-        raise ValueError(
-            f"expert_parallel_size: transformers has no plan of expert parallelism for the family "
-            f"{model.config.model_type}; set 1, and shard with FSDP alone"
-        )
+        raise _no_plan("expert", model)
     return dict(model.ep_plan)
+
+
+def _no_plan(kind: str, model: PreTrainedModel) -> ConfigError:
+    cause = f"transformers has no plan of {kind} parallelism for the family {model.config.model_type}"
+    return ConfigError(cause, fix=f"set {kind}_parallel_size=1, and shard with FSDP alone")
 
 
 def shard_experts(experts: nn.Module, meshes: Layout, options: dict[str, object]) -> None:
