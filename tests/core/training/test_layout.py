@@ -7,9 +7,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from torch.distributed.fsdp import FSDPModule
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    MiniMaxConfig,
+    MixtralConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from hybridrl.checkpoint.read import open_tensors
+from hybridrl.config import ConfigError
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.attention import sequence_group
 from hybridrl.core.training.fsdp import shard_and_fill
@@ -22,17 +34,47 @@ from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.state import StateWriter, load_state, state_of
 from hybridrl.core.training.worker import columns_of
 from hybridrl.core.training.worker_group import rank_mini_batches
-from tests.core.training.families import SMALL, model_config
+from tests.core.training.families import LINEAR, SMALL, model_config
 from tests.core.training.on_ranks import on_ranks, whole_gradient
 from tests.core.training.test_state import ALL, fsdp_config, full, optimizer_config, wait_for
 
-MIXTURE = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GROUPED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
+QWEN3_MOE = Qwen3MoeConfig(**SMALL, **MIXTURE, num_key_value_heads=2, num_experts=8, head_dim=8, norm_topk_prob=True)
 FAMILIES = {
     "dense": Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8),
-    "a mixture": Qwen3MoeConfig(**SMALL, **MIXTURE, num_experts=8, head_dim=8, norm_topk_prob=True),
+    "a mixture": QWEN3_MOE,
+    "a tied head": Qwen3MoeConfig(**QWEN3_MOE.to_diff_dict() | {"tie_word_embeddings": True}),
     "mixtral": MixtralConfig(**SMALL, num_key_value_heads=2, num_experts_per_tok=2, num_local_experts=8),
-    "shared experts": Glm4MoeConfig(
-        **SMALL, **MIXTURE, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1
+    "a router with corrections": Glm4MoeConfig(
+        **SMALL, **MIXTURE, **GROUPED, num_key_value_heads=2, n_group=1, topk_group=1
+    ),
+    "latent attention": DeepseekV3Config(
+        **SMALL,
+        **MIXTURE,
+        **GROUPED,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_group=2,
+        topk_group=1,
+    ),
+    "a recurrence along the text": Qwen3_5MoeTextConfig(
+        **SMALL, **MIXTURE, **LINEAR, num_experts=8, shared_expert_intermediate_size=24
+    ),
+    "minimax": MiniMaxConfig(
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        layer_types=LINEAR["layer_types"],
+    ),
+    "attention sinks": GptOssConfig(
+        **SMALL, num_key_value_heads=2, head_dim=8, num_local_experts=8, num_experts_per_tok=2, sliding_window=4
     ),
 }
 LOSS = LossConfig(
@@ -113,13 +155,14 @@ def _computed(
 LAYOUTS = {
     "FSDP 2": Sizes(2),
     "TP 2": Sizes(2, tensor=2),
-    "TP 2 x FSDP 2": Sizes(4, tensor=2),
     "EP 2": Sizes(2, expert=2),
+    "Ulysses 2 x EP 2": Sizes(2, expert=2, sequence=2),
+    "TP 2 x FSDP 2": Sizes(4, tensor=2),
     "EP 2 x FSDP 2": Sizes(4, expert=2),
     "EP 4 over TP 2 x FSDP 2": Sizes(4, tensor=2, expert=4),
     "Ulysses 2 x TP 2": Sizes(4, tensor=2, sequence=2),
-    "Ulysses 2 x EP 2": Sizes(2, expert=2, sequence=2),
 }
+SLOW = [pytest.param(name, marks=pytest.mark.slow if LAYOUTS[name].ranks > 2 else ()) for name in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
@@ -139,18 +182,65 @@ def alone(paths, rows):
     return dict(zip(paths, on_ranks(1, computed, list(paths.values()), rows, ALONE)[0], strict=True))
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
-def test_log_probs_and_gradients_are_those_of_one_process(paths, rows, alone, sizes) -> None:
-    names = [name for name in paths if sizes.expert == 1 or name != "dense"]
-    for parts in on_ranks(sizes.ranks, computed, [paths[name] for name in names], rows, sizes):
-        for name, (log_probs, gradient, norm) in zip(names, parts, strict=True):
-            right_log_probs, right, right_norm = alone[name]
+@pytest.mark.parametrize("name", SLOW)
+def test_log_probs_and_gradients_are_those_of_one_process(paths, rows, alone, name) -> None:
+    sizes = LAYOUTS[name]
+    families = [name for name in paths if sizes.expert == 1 or name != "dense"]
+    if sizes.tensor > 1:
+        families.remove("attention sinks")  # has no plan of it
+    if sizes.sequence > 1:
+        families = families[:4]  # all layers of a family with a recurrence need complete rows
+    for parts in on_ranks(sizes.ranks, computed, [paths[family] for family in families], rows, sizes):
+        for family, (log_probs, gradient, norm) in zip(families, parts, strict=True):
+            right_log_probs, right, right_norm = alone[family]
             for row, values in log_probs.items():
                 torch.testing.assert_close(values, right_log_probs[row], rtol=5e-6, atol=5e-6)
             assert gradient.keys() == right.keys()
-            for parameter, value in gradient.items():
-                assert (value - right[parameter]).norm() <= 5e-6 * right[parameter].norm() + 1e-9, (name, parameter)
+            assert worst(gradient, right) < 5e-6, family
             assert norm == pytest.approx(right_norm, rel=5e-6)
+
+
+def worst(gradient: dict[str, Tensor], right: dict[str, Tensor], names: str = "") -> float:
+    """The largest relative error of a parameter's gradient."""
+    return max(
+        float((value - right[name]).norm() / (right[name].norm() + 1e-9))
+        for name, value in gradient.items()
+        if names in name
+    )
+
+
+def summed_and_divided(path: str, rows: Batch, sizes: Sizes) -> dict[str, Tensor]:
+    """The gradient where FSDP is made to add before it divides, also over the single rank that has an expert."""
+    learner = build(path, sizes)
+    for name, module in learner.model.named_modules():
+        if name.endswith("experts"):
+            assert isinstance(module, FSDPModule)
+            module.set_force_sum_reduction_for_comms(True)
+    return whole_gradient(learner, rows, share(rows, sizes), policy_objective(learner, LOSS, None, []))
+
+
+def test_torch_divides_the_gradient_of_an_expert_that_one_rank_has_twice(paths, rows, alone) -> None:
+    """A fault of torch 2.13 that `shard_experts` avoids, and the test above would find."""
+    sizes, right = LAYOUTS["EP 2"], alone["a mixture"][1]
+    gradient, _ = on_ranks(2, summed_and_divided, paths["a mixture"], rows, sizes)
+    halved = {name: value / 2 if "experts" in name else value for name, value in right.items()}
+    assert worst(gradient, right) > 0.4 and worst(gradient, halved) < 5e-6
+
+
+def without_a_plan(path: str, sizes: Sizes) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build(path, sizes)
+    return str(caught.value)
+
+
+def test_a_family_without_a_plan_is_rejected_by_name(paths) -> None:
+    (message, _) = on_ranks(2, without_a_plan, paths["attention sinks"], LAYOUTS["TP 2"])
+    assert message == (
+        "transformers has no plan of tensor parallelism for the family gpt_oss; "
+        "set tensor_parallel_size=1, and shard with FSDP alone"
+    )
+    (message, _) = on_ranks(2, without_a_plan, paths["dense"], LAYOUTS["EP 2"])
+    assert "no plan of expert parallelism for the family qwen3" in message
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -175,6 +265,7 @@ def resumed(path: str, directory: Path, sizes: Sizes) -> dict[str, Tensor]:
     return full(learner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", ["EP 2", "TP 2 x FSDP 2", "EP 4 over TP 2 x FSDP 2"])
 def test_a_state_is_read_in_any_other_layout(paths, rows, tmp_path, written) -> None:
     path, directory, sizes = paths["a mixture"], tmp_path / "actor", LAYOUTS[written]
