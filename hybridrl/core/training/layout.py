@@ -8,9 +8,10 @@ family's plan in transformers does not name, and embeddings and head, is only sh
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,8 +77,8 @@ def cut(model: PreTrainedModel, meshes: Layout) -> list[nn.Module]:
     if meshes.expert is None:
         return []
     plan = expert_plan(model)
-    # Without a tensor group every rank has tokens of its own: transformers expects None there, which it does not say.
-    apply_expert_parallelism(model, meshes.expert, meshes.tensor, plan)  # type: ignore[arg-type]
+    sharing: Any = meshes.tensor  # None, which transformers' types do not say: every rank has tokens of its own
+    apply_expert_parallelism(model, meshes.expert, sharing, plan)
     names = re.compile(
         "|".join(name.replace(".", r"\.").replace("*", r"\d+") for name in plan if plan[name] == DISPATCH)
     )
@@ -110,10 +111,10 @@ def _no_plan(kind: str, model: PreTrainedModel) -> ConfigError:
     return ConfigError(cause, fix=f"set {kind}_parallel_size=1, and shard with FSDP alone")
 
 
-def shard_experts(experts: nn.Module, meshes: Layout, options: dict[str, object]) -> None:
+def shard_experts(experts: nn.Module, meshes: Layout, options: Mapping[str, Any]) -> None:
     """Shard a layer's part of the experts over the ranks that have the same part."""
     assert meshes.experts is not None
-    fsdp2.fully_shard(experts, **(options | {"mesh": meshes.experts}))  # type: ignore[arg-type]
+    fsdp2.fully_shard(experts, **{**options, "mesh": meshes.experts})
     assert isinstance(experts, fsdp2.FSDPModule)
     # An expert has the tokens of all rows, so its gradient is divided by as many ranks as a dense one's: those with
     # rows of their own. Only NCCL can divide by another number than that of the ranks while it adds; elsewhere FSDP
