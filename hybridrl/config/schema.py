@@ -112,6 +112,8 @@ class WrapPolicyConfig(Section):
 
 class FSDPConfig(Section):
     fsdp_size: Annotated[int, values.Range(least=-1)]
+    tensor_parallel_size: values.Positive
+    expert_parallel_size: values.Positive
     ulysses_sequence_parallel_size: values.Positive
     param_offload: bool
     optimizer_offload: bool

@@ -128,7 +128,7 @@ class PlannedRun:
             tokens = max(self.longest, min(budget.tokens, rows * self.longest))
         else:
             tokens = min(budget.rows, rows) * self.longest
-        return -(-tokens // budget.devices)
+        return -(-tokens * budget.tensor // budget.devices)
 
 
 def trainer_memory(run: PlannedRun, phase: str) -> Bytes:

@@ -20,8 +20,9 @@ from hybridrl.config.checks.model import IMPLIED, why_not_served
 from hybridrl.config.custom_code import attempt, check_syntax, import_libraries, publish_own_keys
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings, nearest
-from hybridrl.config.schema import ModelConfig, OptimizerConfig, RowsConfig, SFTTrainerConfig
+from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig, RowsConfig, SFTTrainerConfig
 from hybridrl.core.algorithms import Algorithm
+from hybridrl.core.training.layout import expert_plan, tensor_plan
 from hybridrl.core.training.loading import load_settings
 from hybridrl.core.training.lora import add_adapter
 from hybridrl.core.training.model import pairs
@@ -158,9 +159,25 @@ def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
         with inputs.rejections.gathered():
             reject_hub_model(model, key, section.rollout.max_model_len or 0 if model is section.model else 0)
             reject_damaged_weights(model, key)
+    divisions = {"actor_rollout_ref.model.path": section.actor.fsdp_config, "critic.model.path": config.critic.fsdp}
+    for key in models.keys() & divisions.keys():
+        with inputs.rejections.gathered():
+            check_plans(models[key], divisions[key])
     for key, model in adapted_models(section.model, config.critic.model if algorithm.uses_critic else None).items():
         with inputs.rejections.gathered():
             inputs.messages.append(check_adapter(model, key))
+
+
+def check_plans(config: ModelConfig, fsdp: FSDPConfig) -> None:
+    """Raise ConfigError if layers or experts are to be divided and the model's family has no plan for it."""
+    if fsdp.tensor_parallel_size == fsdp.expert_parallel_size == 1:
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_settings(config), trust_remote_code=config.trust_remote_code)
+    if fsdp.tensor_parallel_size > 1:
+        tensor_plan(model)
+    if fsdp.expert_parallel_size > 1:
+        expert_plan(model)
 
 
 def check_adapter(config: ModelConfig, key: str) -> str:

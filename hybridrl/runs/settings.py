@@ -288,10 +288,9 @@ def build_critic_plan(critic: CriticConfig) -> CriticPlan:
 
 def budget(model: ModelConfig, fsdp: FSDPConfig, tokens: int, rows: int | None, by_tokens: bool) -> MicroBatchBudget:
     """The token budget of a micro-batch, of all devices that compute it together, or a row budget."""
-    devices = fsdp.ulysses_sequence_parallel_size
-    return MicroBatchBudget(
-        tokens * devices, None if by_tokens else rows, padded=not model.use_remove_padding, devices=devices
-    )
+    slices, tensor, rows = fsdp.ulysses_sequence_parallel_size, fsdp.tensor_parallel_size, None if by_tokens else rows
+    padded = not model.use_remove_padding
+    return MicroBatchBudget(tokens * slices, rows, padded, devices=slices * tensor, tensor=tensor)
 
 
 def build_shaping(reward: RewardConfig) -> Shaping:

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config import load_sft_config
 from hybridrl.config.schema import FSDPConfig, ModelConfig
-from hybridrl.core.training.fsdp import local, mesh, shard_and_fill
+from hybridrl.core.training.fsdp import local, shard_and_fill
+from hybridrl.core.training.layout import layout
 from hybridrl.core.training.model import HOST, blank_language_model
 
 RANKS, MB = 2, 1e6
@@ -33,7 +34,7 @@ def own_bytes() -> int:
 def load(rank: int, directory: Path, model: ModelConfig, fsdp: FSDPConfig) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), RANKS), rank=rank, world_size=RANKS)
-    grid = mesh("cpu", RANKS, RANKS)
+    grid = layout("cpu", RANKS, RANKS)
     before, peak = own_bytes(), [0]
 
     def watch() -> None:

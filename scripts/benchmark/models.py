@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.schema import FSDPConfig, WrapPolicyConfig
 from hybridrl.core.training import attention
-from hybridrl.core.training.fsdp import mesh, shard
+from hybridrl.core.training.fsdp import shard
+from hybridrl.core.training.layout import layout
 from hybridrl.core.training.model import LanguageModel
 
 # Qwen2.5-0.5B's, 1.5B's and 7B's shapes, models of 25, 100, 142 and 150 million parameters, and one for --tiny.
@@ -80,6 +81,8 @@ SHAPES = {
 FSDP = FSDPConfig(
     fsdp_size=-1,
     ulysses_sequence_parallel_size=1,
+    tensor_parallel_size=1,
+    expert_parallel_size=1,
     param_offload=False,
     optimizer_offload=False,
     offload_policy=False,
@@ -99,7 +102,7 @@ def sharded_model(shape: str) -> LanguageModel:
     with torch.device("meta"):
         model = LanguageModel(AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME))
     ranks = dist.get_world_size()
-    sharded = shard(model, FSDP, mesh("cpu", ranks, ranks)).to_empty(device="cpu")
+    sharded = shard(model, FSDP, layout("cpu", ranks, ranks)).to_empty(device="cpu")
     base = sharded.model.model
     base.rotary_emb = type(base.rotary_emb)(config)  # its frequencies are not parameters
     for name, parameter in base.named_parameters():

@@ -66,6 +66,47 @@ def test_devices_that_share_rows_divide_all_devices_and_the_heads(load):
     ]
 
 
+FSDP = "actor_rollout_ref.actor.fsdp_config"
+TENSOR, EXPERT = f"{FSDP}.tensor_parallel_size", f"{FSDP}.expert_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ([f"{TENSOR}=4"], f"{TENSOR}=4: must divide the 4 devices and the 2 key heads of MODEL; set 2"),
+        (
+            [f"{TENSOR}=2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"],
+            f"actor_rollout_ref.actor.ulysses_sequence_parallel_size=4: must, times {TENSOR}=2, divide the 4 devices "
+            "and the 8 attention heads of MODEL; set 2",
+        ),
+        ([f"{EXPERT}=4"], f"{EXPERT}=4: must divide the 4 devices and the 6 experts of MODEL; set 2"),
+        (
+            [f"{TENSOR}=2", "actor_rollout_ref.model.lora_rank=4"],
+            f"{TENSOR}=2: adapters cannot be combined with it; "
+            f"set {TENSOR}=1, or leave out actor_rollout_ref.model.lora_rank",
+        ),
+        (
+            [f"{EXPERT}=2", f"{FSDP}.fsdp_size=2"],
+            f"{EXPERT}=2: replicas cannot be combined with it; set {EXPERT}=1, or leave out {FSDP}.fsdp_size",
+        ),
+    ],
+    ids=["key heads", "with slices of rows", "experts", "adapters", "replicas"],
+)
+def test_layers_and_experts_are_divided_evenly_and_alone(load, words, error):
+    write(num_attention_heads=8, num_key_value_heads=2, num_experts=6)
+    found = errors_of(load, "trainer.n_gpus_per_node=4", "algorithm.adv_estimator=grpo", *words)
+    assert found == [error.replace("MODEL", f"actor_rollout_ref.model.path={Path('model').absolute()}")]
+
+
+def test_experts_are_divided_with_the_layers_and_a_model_without_has_none(load):
+    write(num_attention_heads=8, num_key_value_heads=2, num_local_experts=4)
+    config = load("trainer.n_gpus_per_node=4", "algorithm.adv_estimator=grpo", f"{TENSOR}=2").config
+    assert config.actor_rollout_ref.actor.fsdp_config.expert_parallel_size == 2
+    write(num_attention_heads=8, num_key_value_heads=2)
+    (error,) = errors_of(load, "trainer.n_gpus_per_node=4", "algorithm.adv_estimator=grpo", f"{EXPERT}=2")
+    assert error.endswith("is no mixture of experts; set 1")
+
+
 def test_only_rows_in_one_line_can_be_shared(load):
     size = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
     padding = "actor_rollout_ref.model.use_remove_padding"

@@ -1,11 +1,15 @@
-"""An engine over two devices, with weights from two training ranks."""
+"""An engine over two devices, with weights from two training ranks; and these ranks with a part each of layers or
+experts."""
 
 import os
 import time
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
-from hybridrl.config import load_ppo_config
+from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
@@ -15,16 +19,14 @@ from tests.integration.answers import PROMPT, generate, largest_gap, requests, r
 pytestmark = pytest.mark.slow
 
 
-def test_tensor_parallel_engines_agree_and_leave_no_shared_memory(overrides, tmp_path):
-    config = load_ppo_config(overrides(tmp_path, {"actor_rollout_ref.rollout.tensor_model_parallel_size": 2}))
-    (tmp_path / "logs").mkdir()
-    before = set(os.listdir("/dev/shm"))
-    wide = start_session(config.trainer, config.ray_kwargs.ray_init)
+def agrees_twice(config: PPOConfig, place: Path) -> tuple[int, int]:
+    """Engine and trainer agree, also after an update; returns how many there are of trainers and of engines."""
+    (place / "logs").mkdir()
+    session = start_session(config.trainer, config.ray_kwargs.ray_init)
     try:
-        worker = ppo_worker_config(config, build_algorithm(config), tmp_path, steps=1)
-        workers, engine = start_devices(config, wide, worker, tmp_path / "logs", probe_ids(PROMPT))
+        worker = ppo_worker_config(config, build_algorithm(config), place, steps=1)
+        workers, engine = start_devices(config, session, worker, place / "logs", probe_ids(PROMPT))
         trainers = TrainWorkers(workers, build_policy_plan(config), None, "float32", 120)
-        assert (len(workers), len(engine.fleet)) == (2, 1)
         wanted = requests(3)
         engine.to_rollout(0)
         responses = generate(engine, wanted)
@@ -36,9 +38,48 @@ def test_tensor_parallel_engines_agree_and_leave_no_shared_memory(overrides, tmp
         responses = generate(engine, wanted)
         engine.to_training()
         assert largest_gap(trainers, rows(wanted, responses)) < 1e-4
+        return len(workers), len(engine.fleet)
     finally:
-        wide.close()
+        session.close()
+
+
+def test_tensor_parallel_engines_agree_and_leave_no_shared_memory(overrides, tmp_path):
+    config = load_ppo_config(overrides(tmp_path, {"actor_rollout_ref.rollout.tensor_model_parallel_size": 2}))
+    before = set(os.listdir("/dev/shm"))
+    assert agrees_twice(config, tmp_path) == (2, 1)
     deadline = time.monotonic() + 30
     while left := {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "vllm_"))} - before:
         assert time.monotonic() < deadline, f"left in /dev/shm: {left}"
         time.sleep(1)  # tests that run at the same time may start an engine, whose segments have names for a moment
+
+
+@pytest.fixture(scope="module")
+def mixture(tiny, tmp_path_factory) -> Path:
+    """A mixture of eight experts with the quickstart's tokenizer."""
+    path, tokenizer = tmp_path_factory.mktemp("mixture"), AutoTokenizer.from_pretrained(tiny / "model")
+    settings = Qwen3MoeConfig(
+        vocab_size=AutoConfig.from_pretrained(tiny / "model").vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("size", ["expert_parallel_size", "tensor_parallel_size"])
+def test_a_trainer_with_divided_experts_or_layers_agrees_with_its_engines(overrides, mixture, tmp_path, size):
+    more = {"actor_rollout_ref.model.path": mixture, f"actor_rollout_ref.actor.fsdp_config.{size}": 2}
+    assert agrees_twice(load_ppo_config(overrides(tmp_path, more)), tmp_path) == (2, 2)

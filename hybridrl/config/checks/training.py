@@ -3,13 +3,14 @@ critic, reference and checkpoints."""
 
 import os
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pynvml
 
-from hybridrl.config.catalog import ESTIMATORS
+from hybridrl.config.catalog import ESTIMATORS, EXPERTS
 from hybridrl.config.checks.model import absolute, check_model, check_recurrence, model_settings, resolve_lora
 from hybridrl.config.findings import Checker, ConfigError, show
 from hybridrl.config.schema import (
@@ -188,20 +189,49 @@ def resolve_trained(
         check.error(f"{selective_key} {compile_key}", cause, fix + f"{compile_key}=false")
     resolve_lora(part.model_key, model, check, served=part.key == ACTOR)
 
-    # Whether as many devices as requested can share a row.
-    size, name = fsdp.ulysses_sequence_parallel_size, "ulysses_sequence_parallel_size"
-    own = value_of(check.values, f"{part.key}.{name}") == size
+    resolve_division(part, trainer.devices, check)
+
+
+def resolve_division(part: Trained, devices: int, check: Checker) -> None:
+    """Fill in and check by how many devices a row is shared, a layer divided, and the experts."""
+    fsdp, model, settings = part.fsdp, part.model, model_settings(part.model) | part.model.override_config
+    settings = settings.get("text_config") or settings
+    tensor_key, expert_key = (f"{part.fsdp_key}.{name}_parallel_size" for name in ("tensor", "expert"))
+    name, path = "ulysses_sequence_parallel_size", f"{part.model_key}.path={model.path}"
+    own = value_of(check.values, f"{part.key}.{name}") == fsdp.ulysses_sequence_parallel_size
     size_key = f"{part.key if own else part.fsdp_key}.{name}"
-    settings, devices = model_settings(model) | model.override_config, trainer.devices
-    heads = settings.get("num_attention_heads") or settings.get("n_head") or 0  # unknown for a hub model
-    if devices % size or heads % size:
-        fitting = max(number for number in range(1, size) if devices % number == heads % number == 0)
-        also = f" and the {heads} attention heads of {part.model_key}.path={model.path}" if heads else ""
-        keys = f"{size_key} {part.model_key}.path {DEVICES} trainer.nnodes"
-        check.error(keys, f"must divide the {devices} devices{also}", f"set {fitting}")
-    if size > 1 and not model.use_remove_padding:
+    # Unknown for a hub model.
+    heads = settings.get("num_attention_heads") or settings.get("n_head") or 0
+    experts = next((settings[name] for name in EXPERTS if settings.get(name)), 0)
+    if experts and fsdp.expert_parallel_size == 1:
+        fsdp.expert_parallel_size = gcd(fsdp.tensor_parallel_size, experts)  # as an expert is never divided
+    tensor, sequence = fsdp.tensor_parallel_size, fsdp.ulysses_sequence_parallel_size
+    for key, size, others, parts, what in (
+        (tensor_key, tensor, 1, settings.get("num_key_value_heads") or heads, "key heads"),
+        (size_key, sequence, tensor, heads, "attention heads"),
+        (expert_key, fsdp.expert_parallel_size, 1, experts, "experts"),
+    ):
+        if size > 1 and (devices % (size * others) or parts % (size * others)):
+            fitting = max((n for n in range(1, size) if devices % (n * others) == parts % (n * others) == 0), default=1)
+            of = f", times {tensor_key}={others}," if others > 1 else ""
+            also = f" and the {parts} {what} of {path}" if parts else ""
+            keys = f"{key} {part.model_key}.path {DEVICES} trainer.nnodes"
+            check.error(keys, f"must{of} divide the {devices} devices{also}", f"set {fitting}")
+    if fsdp.expert_parallel_size > 1 and settings and not experts:
+        check.error(f"{expert_key} {part.model_key}.path", f"{path} is no mixture of experts", "set 1")
+    if sequence > 1 and not model.use_remove_padding:
         padding_key = f"{part.model_key}.use_remove_padding"
         check.error(f"{size_key} {padding_key}", "only packed rows can be shared", f"set {padding_key}=true")
+    divided = tensor_key if tensor > 1 else expert_key if fsdp.expert_parallel_size > 1 else ""
+    for wrong, key, cause in (
+        (tensor > 1 and model.lora_rank, f"{part.model_key}.lora_rank", "adapters"),
+        (tensor > 1 and part.optim.optimizer == "Muon", f"{part.optim_key}.optimizer", "Muon"),
+        (divided and fsdp.compile_layers, f"{part.fsdp_key}.compile_layers", "compiled layers"),
+        (divided and 0 < fsdp.fsdp_size < devices, f"{part.fsdp_key}.fsdp_size", "replicas"),
+    ):
+        if wrong:
+            fix = f"set {divided}=1, or leave out {key}"
+            check.error(f"{divided} {key}", f"{cause} cannot be combined with it", fix)
 
 
 def shorten(rollout: RolloutConfig, data: DataConfig, lower: str = LOWER) -> str:

@@ -136,11 +136,14 @@ AttentionInterface.register(NAME, torch.compiler.disable(attend))
 
 
 @cache
-def sequence_group(size: int, timeout_seconds: float) -> ProcessGroup | None:
-    """Return the group of `size` neighbouring ranks that share rows with this one, or None for size 1; collective."""
+def sequence_group(size: int, timeout_seconds: float, tensor_ranks: int = 1) -> ProcessGroup | None:
+    """Return the group of `size` ranks that share rows with this one, or None for size 1; collective. They are
+    neighbours, or where ranks of a tensor group are, those with the same part."""
     if size == 1:
         return None
-    return devices.own_group(dist.new_subgroups(size, timeout=timedelta(seconds=timeout_seconds))[0])
+    ranks = torch.arange(dist.get_world_size()).view(-1, size, tensor_ranks).mT.reshape(-1, size)
+    made = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timedelta(seconds=timeout_seconds))
+    return devices.own_group(made[0])
 
 
 def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:

@@ -1,43 +1,29 @@
 """Sharding a model over the training ranks with FSDP2, and working with its sharded tensors (DTensors)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp as fsdp2
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from hybridrl.checkpoint.export import Part, own_tensors
 from hybridrl.config.schema import FSDPConfig
 from hybridrl.core import device as devices
+from hybridrl.core.training.layout import Layout, by_mesh, cut, shard_experts
 from hybridrl.core.training.loading import fill, layer_classes
 from hybridrl.core.training.model import LanguageModel, ValueModel, new_head, without_pairs
 
 ALIGNMENT = 64  # bytes, as in torch's own CPU allocator
 
 
-@cache
-def mesh(device: str, ranks: int, shards: int) -> DeviceMesh:
-    """Return a mesh of all ranks: one group of shards, or several groups that replicate one another."""
-    if shards == ranks:
-        return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
-    grid = torch.arange(ranks).view(-1, shards)
-    timeout = devices.collective_timeout()
-    made = (dist.new_subgroups_by_enumeration(part.tolist(), timeout=timeout)[0] for part in (grid.T, grid))
-    groups = list(map(devices.own_group, made))
-    return DeviceMesh.from_group(groups, device, grid, mesh_dim_names=("replicate", "shard"))
-
-
 Model = TypeVar("Model", LanguageModel, ValueModel)
 
 
-def shard(model: Model, config: FSDPConfig, grid: DeviceMesh, *, offloaded: bool = False) -> Model:
+def shard(model: Model, config: FSDPConfig, meshes: Layout, *, offloaded: bool = False) -> Model:
     """Shard in place, layer by layer and then the rest; `offloaded` expects shards and gradients in host memory."""
     dtype = getattr(torch, config.dtype or "float32")
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -47,9 +33,11 @@ def shard(model: Model, config: FSDPConfig, grid: DeviceMesh, *, offloaded: bool
     offload = fsdp2.CPUOffloadPolicy(pin_memory=False) if offloaded else fsdp2.OffloadPolicy()
     names = layer_classes(model.model, config.wrap_policy.transformer_layer_cls_to_wrap)
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    options = {"mesh": grid, "mp_policy": policy, "offload_policy": offload}
+    options = {"mesh": meshes.dense, "mp_policy": policy, "offload_policy": offload}
     if config.compile_layers:
         compile_layers(layers)
+    for experts in cut(model.model, meshes):
+        shard_experts(experts, meshes, {"reshard_after_forward": config.reshard_after_forward, **options})
     for layer in layers:
         fsdp2.fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
     fsdp2.fully_shard(model, reshard_after_forward=False, **options)
@@ -70,11 +58,11 @@ def compile_layers(layers: list[nn.Module]) -> None:
 
 
 def shard_and_fill(
-    blank: Model, path: str, config: FSDPConfig, grid: DeviceMesh, device: torch.device, *, offloaded: bool = False
+    blank: Model, path: str, config: FSDPConfig, meshes: Layout, device: torch.device, *, offloaded: bool = False
 ) -> Model:
     """Shard a model without weights and read this rank's part of them to the device; collective. With `offloaded` they
     are then moved to host memory, and only the buffers stay."""
-    sharded = shard(blank, config, grid, offloaded=offloaded)
+    sharded = shard(blank, config, meshes, offloaded=offloaded)
     with without_pairs(sharded.model):
         fill(sharded.model, path, device, new_head(sharded) if isinstance(sharded, ValueModel) else None)
     sharded.to(device)  # moves only buffers, and FSDP2 records where its parameters are
@@ -135,6 +123,18 @@ def full_tensor(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     on_device = value.to(value.device_mesh.device_type)
     assert isinstance(on_device, DTensor)
     return on_device.full_tensor()
+
+
+def clip_gradient(model: nn.Module, limit: float) -> float:
+    """Scale the gradients to a norm of at most `limit`; return the norm before; collective."""
+    groups = by_mesh([parameter for parameter in model.parameters() if parameter.grad is not None])
+    if len(groups) == 1:
+        return float(full_tensor(nn.utils.clip_grad_norm_(groups[0], limit)))
+    norms = [full_tensor(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups]
+    norm = torch.stack(norms).norm()
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, limit, norm)
+    return float(norm)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from hybridrl.core import device as devices
 from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.attention import slice_of
-from hybridrl.core.training.fsdp import full_tensor, host_parameters, move_parameters
+from hybridrl.core.training.fsdp import clip_gradient, host_parameters, move_parameters
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import ModelInputs, lay_out
 
@@ -81,8 +81,14 @@ class Learner:
     padded: bool
     dump_prefix: Path
     group: ProcessGroup | None = None
+    tensor_ranks: int = 1  # that have the same tokens, too
     host_parameters: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # set when they are first offloaded
     on_host: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Return over how many ranks FSDP averages a gradient: those of a tensor group have parts of one."""
+        return dist.get_world_size() // self.tensor_ranks
 
     def inputs(self, rows: Batch) -> ModelInputs:
         """Return this rank's model inputs for these rows."""
@@ -102,7 +108,7 @@ class Learner:
         counting one per group). `on_retry` is called before forward passes are repeated."""
         self.model.train()
         metrics, scale = [], self.optimizers.loss_scale
-        ranks = dist.get_world_size() // (self.group.size() if self.group else 1)  # whose shares are added up
+        ranks = self.ranks // (self.group.size() if self.group else 1)  # whose shares are added up
         for number, mini_batch in enumerate(mini_batches, 1):
             part, mini_batch, more = prepare(batch, mini_batch) if prepare else (batch, mini_batch, {})
             factor = scale.factor
@@ -149,7 +155,7 @@ class Learner:
             total, metrics = loss(batch.select(rows or [0]), mini_batch.totals if rows else None)
             # FSDP averages over ranks, while the divisors already are those of the complete mini-batch. When the ranks
             # of a group share a loss, each has the gradient of its own slice.
-            (total * (dist.get_world_size() * self.optimizers.loss_scale.factor)).backward()
+            (total * (self.ranks * self.optimizers.loss_scale.factor)).backward()
             losses.append(total.detach())
             for name, value in ({"loss": total} | metrics).items() if rows else ():
                 shares[name] = shares.get(name, 0.0) + value.detach()
@@ -158,7 +164,7 @@ class Learner:
         # An infinite loss may leave the gradient finite, so the ranks exchange it.
         broken = torch.tensor(float(not finite.all()), device=self.device)
         dist.all_reduce(broken)
-        norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)))
+        norm = clip_gradient(self.model, clip)
         return shares, finite, not broken, norm
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ from hybridrl.config.custom_code import load_function
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.core.algorithms.algorithm import bind
 from hybridrl.core.training.fsdp import full_tensor, host_copies, local, own_shard
+from hybridrl.core.training.layout import by_mesh
 
 # Coefficients of Muon's quintic iteration, from the author's description: steepest at zero, not exact at one.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -173,7 +174,9 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, *, offloaded: bo
     more: dict[str, Any] = {"fused": None if config.override_optimizer_config.get("foreach") else True}
     more |= config.override_optimizer_config
     rest, betas = [p for _, p in named if id(p) not in taken], (config.betas[0], config.betas[1])
-    optimizers: list[Optimizer] = [AdamW(rest, lr=config.lr, betas=betas, weight_decay=decay, **more)]
+    optimizers: list[Optimizer] = [
+        AdamW(group, lr=config.lr, betas=betas, weight_decay=decay, **more) for group in by_mesh(rest)
+    ]
     if matrices:
         optimizers.append(Muon(matrices, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=decay))
     for optimizer in optimizers:

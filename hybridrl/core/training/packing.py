@@ -29,6 +29,7 @@ class MicroBatchBudget:
     rows: int | None = None  # a fixed number of rows instead of a number of tokens
     padded: bool = False  # rows are padded to the longest of the micro-batch
     devices: int = 1  # that compute a micro-batch together, each a slice of its tokens (attention.py)
+    tensor: int = 1  # of these, how many compute the same slice, each a part of every layer (layout.py)
 
 
 MicroBatches = list[list[int]]  # one rank's micro-batches, as rows of the batch; an empty one keeps collectives aligned

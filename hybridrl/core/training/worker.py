@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hybridrl.checkpoint.export import export_model, export_settings
 from hybridrl.checkpoint.export import parts as parts_of
 from hybridrl.config.files import HUGGINGFACE
-from hybridrl.config.schema import CriticConfig, ModelConfig, ReferenceConfig
+from hybridrl.config.schema import CriticConfig, FSDPConfig, ModelConfig, ReferenceConfig
 from hybridrl.core import device as devices
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
@@ -26,7 +26,8 @@ from hybridrl.core.spinning import give_way
 from hybridrl.core.training import losses
 from hybridrl.core.training import model as models
 from hybridrl.core.training.attention import sequence_group
-from hybridrl.core.training.fsdp import full_tensors, local, mesh, reshard, shard_and_fill
+from hybridrl.core.training.fsdp import full_tensors, local, reshard, shard_and_fill
+from hybridrl.core.training.layout import Layout, layout
 from hybridrl.core.training.learner import Learner, LearnerConfig, MiniBatch, Shares, on_device
 from hybridrl.core.training.lora import add_adapter, export_adapter, export_adapter_settings, load_adapter
 from hybridrl.core.training.losses import LossConfig
@@ -111,21 +112,26 @@ class TrainWorker:
     def _learner(self, blank: Any, config: LearnerConfig, name: str) -> Learner:
         """Shard a model without weights, with its adapter if it has one, load it and create its optimizers."""
         section, fsdp, seconds = config.model, config.fsdp, self.config.collective_timeout
-        model, grid = blank(section, config.storage_dtype), mesh(self.config.device, self.ranks, fsdp.fsdp_size)
+        model, meshes = blank(section, config.storage_dtype), self._layout(fsdp)
         if section.lora_rank:
             dtype = getattr(torch, fsdp.model_dtype)
             add_adapter(model.model, section, dtype, self.config.seed, f"the {name}'s model")
-        model = shard_and_fill(model, section.path, fsdp, grid, self.device, offloaded=fsdp.offload_policy)
+        model = shard_and_fill(model, section.path, fsdp, meshes, self.device, offloaded=fsdp.offload_policy)
         if section.lora_rank and section.lora_adapter_path:
             load_adapter(model.model, Path(section.lora_adapter_path))
         # Under offload_policy the optimizer steps in host memory, where parameters and moments already are.
         offloaded = fsdp.optimizer_offload and not fsdp.offload_policy and self.device.type == "cuda"
         updates = config.total_updates, config.compute_dtype, config.updates_per_step
         optimizers = Optimizers(model, config.optimizer, *updates, offloaded=offloaded)
-        group = sequence_group(fsdp.ulysses_sequence_parallel_size, seconds)
+        group = sequence_group(fsdp.ulysses_sequence_parallel_size, seconds, meshes.tensor_ranks)
         padded = not section.use_remove_padding or (group is None and models.packed_rows_interact(model, self.device))
         reshard(model)
-        return Learner(model, optimizers, fsdp, self.device, padded, Path(self.config.skipped_updates, name), group)
+        dumps = Path(self.config.skipped_updates, name)
+        return Learner(model, optimizers, fsdp, self.device, padded, dumps, group, meshes.tensor_ranks)
+
+    def _layout(self, fsdp: FSDPConfig) -> Layout:
+        sizes = fsdp.fsdp_size, fsdp.tensor_parallel_size, fsdp.expert_parallel_size
+        return layout(self.config.device, self.ranks, *sizes)
 
     def _frozen(self, config: ReferenceConfig) -> LanguageModel:
         """Build the reference. It is stored in the type that it computes in, as it is never trained."""
@@ -138,9 +144,9 @@ class TrainWorker:
                 f"policy {policy.model.path}, so it cannot become a copy of it; set refresh_freq=-1"
             )
         fsdp = replace(policy.fsdp, wrap_policy=config.fsdp_config.wrap_policy)
-        blank, grid = blank.requires_grad_(False), mesh(self.config.device, self.ranks, fsdp.fsdp_size)
+        blank, meshes = blank.requires_grad_(False), self._layout(fsdp)
         offloaded = config.fsdp_config.param_offload
-        frozen = shard_and_fill(blank, path, fsdp, grid, self.device, offloaded=offloaded).eval()
+        frozen = shard_and_fill(blank, path, fsdp, meshes, self.device, offloaded=offloaded).eval()
         if path != policy.model.path:
             self._check(frozen)
         return frozen

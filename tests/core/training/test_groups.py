@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hybridrl.core import device as devices
 from hybridrl.core.training.attention import sequence_group
-from hybridrl.core.training.fsdp import mesh
+from hybridrl.core.training.layout import layout
 from hybridrl.core.training.state import StateWriter
 from tests.core.training.on_ranks import on_ranks
 
@@ -25,7 +25,7 @@ def limits_and_a_late_rank() -> tuple[list[float], float]:
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
     devices.join_group("cpu", f"127.0.0.1:{port[0]}", listener, rank, ranks, LIMIT)
-    grid, writer, sharing = mesh("cpu", ranks, 1), StateWriter("cpu"), sequence_group(ranks, LIMIT)
+    grid, writer, sharing = layout("cpu", ranks, 1).dense, StateWriter("cpu"), sequence_group(ranks, LIMIT)
     groups: list[Any] = [dist.group.WORLD, *grid.get_all_groups(), writer.group, sharing]
     limits = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
     began = time.monotonic()

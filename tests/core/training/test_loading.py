@@ -17,7 +17,8 @@ from hybridrl.checkpoint.export import export_settings, own_tensors, parts
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.core.batch import Batch
 from hybridrl.core.training import loading
-from hybridrl.core.training.fsdp import full_tensors, local, mesh, shard_and_fill
+from hybridrl.core.training.fsdp import full_tensors, local, shard_and_fill
+from hybridrl.core.training.layout import layout
 from hybridrl.core.training.loading import layer_classes
 from hybridrl.core.training.model import HOST, LanguageModel, blank_language_model, blank_value_model, check_log_probs
 from hybridrl.core.training.packing import lay_out
@@ -35,7 +36,7 @@ def load_shard(path: str, shards: int | None = None, dtype: str = "float32"):
     """A rank's part of the model, as a run loads it."""
     ranks, config = dist.get_world_size(), fsdp_config(dtype=dtype)
     blank = blank_language_model(model_config(path), torch.float32)
-    return shard_and_fill(blank, path, config, mesh("cpu", ranks, shards or ranks), HOST)
+    return shard_and_fill(blank, path, config, layout("cpu", ranks, shards or ranks), HOST)
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------------------
@@ -92,7 +93,9 @@ def each_family(paths: dict[str, str], rows: Batch) -> dict[str, tuple[Tensor, d
 
 def critic_head(path: str) -> tuple[Tensor, bool]:
     blank = blank_value_model(model_config(path), torch.float32)
-    model = shard_and_fill(blank, path, fsdp_config(), mesh("cpu", dist.get_world_size(), dist.get_world_size()), HOST)
+    model = shard_and_fill(
+        blank, path, fsdp_config(), layout("cpu", dist.get_world_size(), dist.get_world_size()), HOST
+    )
     head = model.model.get_submodule(model.head_name).weight
     return head.full_tensor(), any(parameter.is_meta for parameter in model.parameters())
 

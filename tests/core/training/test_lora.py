@@ -9,7 +9,8 @@ from hybridrl.config import ConfigError
 from hybridrl.config.schema import FurtherLoRAConfig
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
-from hybridrl.core.training.fsdp import full_tensor, mesh, reshard, shard_and_fill
+from hybridrl.core.training.fsdp import full_tensor, reshard, shard_and_fill
+from hybridrl.core.training.layout import layout
 from hybridrl.core.training.lora import add_adapter, export_adapter, load_adapter
 from hybridrl.core.training.model import (
     HOST,
@@ -200,7 +201,7 @@ def trained_on_ranks(directory: str, rows: Batch, dtype: str) -> dict:
     blank = blank_language_model(config, getattr(torch, dtype))
     add_adapter(blank.model, config, FLOAT, 0, "model")
     ranks = torch.distributed.get_world_size()
-    model = shard_and_fill(blank, directory, fsdp_config(dtype=dtype), mesh("cpu", ranks, ranks), HOST)
+    model = shard_and_fill(blank, directory, fsdp_config(dtype=dtype), layout("cpu", ranks, ranks), HOST)
     optimizers = Optimizers(model, optimizer_config(lr=0.1), 2)
     result = {"base": base_parameters(model.model)}
     for _ in range(2):
@@ -287,7 +288,7 @@ def read_on_ranks(directory: str, adapter: Path) -> dict:
     blank = blank_value_model(config, FLOAT)
     add_adapter(blank.model, config, FLOAT, 3, "critic.model")
     ranks = torch.distributed.get_world_size()
-    values = shard_and_fill(blank, directory, fsdp_config(), mesh("cpu", ranks, ranks), HOST)
+    values = shard_and_fill(blank, directory, fsdp_config(), layout("cpu", ranks, ranks), HOST)
     load_adapter(values.model, adapter)
     base, trained = base_parameters(values.model), adapter_parameters(values.model)
     return {"base": base, "adapter": {name: full_tensor(value.detach()) for name, value in trained.items()}}

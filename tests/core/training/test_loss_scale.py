@@ -11,7 +11,8 @@ from torch import Tensor
 from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
-from hybridrl.core.training.fsdp import mesh, shard_and_fill
+from hybridrl.core.training.fsdp import shard_and_fill
+from hybridrl.core.training.layout import layout
 from hybridrl.core.training.learner import Learner, MiniBatch
 from hybridrl.core.training.model import HOST, blank_language_model
 from hybridrl.core.training.optimizer import FIRST_LOSS_SCALE, GROWTH_INTERVAL, LossScale, Optimizers
@@ -25,7 +26,7 @@ from tests.core.training.test_state import fsdp_config, optimizer_config, rows
 def build(path: str, dtype: str) -> Learner:
     ranks, config = dist.get_world_size(), fsdp_config(dtype=dtype)
     blank = blank_language_model(model_config(path), torch.float32)
-    model = shard_and_fill(blank, path, config, mesh("cpu", ranks, ranks), HOST)
+    model = shard_and_fill(blank, path, config, layout("cpu", ranks, ranks), HOST)
     optimizers = Optimizers(model, optimizer_config(), 9, getattr(torch, dtype))
     return Learner(model, optimizers, config, HOST, padded=False, dump_prefix=Path("unused", "actor"))
 

@@ -14,7 +14,8 @@ from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
 from hybridrl.core.training import token_outputs
-from hybridrl.core.training.fsdp import full_tensor, mesh, shard
+from hybridrl.core.training.fsdp import full_tensor, shard
+from hybridrl.core.training.layout import layout
 from hybridrl.core.training.losses import LossConfig, gradient_function, policy_loss, policy_objective
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import lay_out
@@ -94,7 +95,7 @@ def both_gradients(path: str, part: Batch, dtype: str) -> list[tuple[Tensor, Ten
     with pytest.MonkeyPatch.context() as patch:
         small_chunks(patch)
         model = load_language_model(model_config(path), torch.float32)
-        shard(model, fsdp_config(dtype=dtype), mesh("cpu", ranks, ranks))
+        shard(model, fsdp_config(dtype=dtype), layout("cpu", ranks, ranks))
         _, _, right = update(model, part, LOSS, fused=False)
         form_logits_once(patch)
         _, _, found = update(model, part, LOSS, fused=True)

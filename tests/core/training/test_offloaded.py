@@ -7,7 +7,8 @@ import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.core.required import required
-from hybridrl.core.training.fsdp import mesh, shard_and_fill
+from hybridrl.core.training.fsdp import shard_and_fill
+from hybridrl.core.training.layout import layout
 from hybridrl.core.training.model import HOST, blank_language_model
 from hybridrl.core.training.state import Sender
 from tests.core.training.families import model_config
@@ -18,7 +19,7 @@ from tests.core.training.test_state import fsdp_config
 def digests(directory: str, offloaded: bool) -> list[int]:
     """The digest of every bucket that this rank sends."""
     ranks, blank = dist.get_world_size(), blank_language_model(model_config(directory), torch.float32)
-    model = shard_and_fill(blank, directory, fsdp_config(), mesh("cpu", ranks, ranks), HOST, offloaded=offloaded)
+    model = shard_and_fill(blank, directory, fsdp_config(), layout("cpu", ranks, ranks), HOST, offloaded=offloaded)
     sender = Sender(model, HOST, torch.float32, 1 << 14, merge=False)
     return [sender.fill(bucket, shared=False) for bucket in sender.plan.model]
 
@@ -26,7 +27,7 @@ def digests(directory: str, offloaded: bool) -> list[int]:
 def digests_twice(directory: str) -> list[list[int]]:
     """The digests of buckets with gaps, filled in memory that has other bytes in it each time."""
     blank = blank_language_model(model_config(directory), torch.float32)
-    model = shard_and_fill(blank, directory, fsdp_config(), mesh("cpu", 1, 1), HOST)
+    model = shard_and_fill(blank, directory, fsdp_config(), layout("cpu", 1, 1), HOST)
     sender, result = Sender(model, HOST, torch.float32, 1 << 14, merge=False), []
     for garbage in (1, 2):
         for bucket in sender.plan.model:

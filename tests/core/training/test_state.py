@@ -21,15 +21,8 @@ from hybridrl.config.schema import FSDPConfig, OptimizerConfig, WrapPolicyConfig
 from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
-from hybridrl.core.training.fsdp import (
-    full_tensor,
-    host_parameters,
-    local,
-    mesh,
-    move_parameters,
-    shard,
-    shard_and_fill,
-)
+from hybridrl.core.training.fsdp import full_tensor, host_parameters, local, move_parameters, shard, shard_and_fill
+from hybridrl.core.training.layout import layout
 from hybridrl.core.training.learner import Learner, MiniBatch
 from hybridrl.core.training.model import ValueModel, blank_language_model
 from hybridrl.core.training.optimizer import Optimizers
@@ -67,7 +60,7 @@ def optimizer_config(**changes: object) -> OptimizerConfig:
 def build(path: str, *, critic: bool = False, shards: int | None = None, **optimizer: object) -> Learner:
     ranks, config = dist.get_world_size(), fsdp_config()
     loaded = (load_value_model if critic else load_language_model)(model_config(path), torch.float32)
-    model = shard(loaded, config, mesh("cpu", ranks, shards or ranks))
+    model = shard(loaded, config, layout("cpu", ranks, shards or ranks))
     built = Optimizers(model, optimizer_config(**optimizer), 9)
     return Learner(model, built, config, CPU, padded=False, dump_prefix=Path("unused"))
 
@@ -178,7 +171,10 @@ def with_and_without_policy(path: str, optimizer: str) -> list[dict[str, Tensor]
     """The state after some updates, with FSDP2's offload policy and without it; the parameters are read from disk."""
     states = []
     for offloaded in (True, False):
-        config, grid = fsdp_config(offload_policy=offloaded), mesh("cpu", dist.get_world_size(), dist.get_world_size())
+        config, grid = (
+            fsdp_config(offload_policy=offloaded),
+            layout("cpu", dist.get_world_size(), dist.get_world_size()),
+        )
         blank = blank_language_model(model_config(path), torch.float32)
         model = shard_and_fill(blank, path, config, grid, CPU, offloaded=offloaded)
         allocations = {local(value).untyped_storage().data_ptr() for value in model.parameters()}

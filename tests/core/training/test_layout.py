@@ -1,0 +1,280 @@
+"""Models divided by tensor and expert parallelism: log-probs and gradients are those of one process."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    MiniMaxConfig,
+    MixtralConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from hybridrl.checkpoint.read import open_tensors
+from hybridrl.config import ConfigError
+from hybridrl.core.batch import Batch
+from hybridrl.core.training.attention import sequence_group
+from hybridrl.core.training.fsdp import shard_and_fill
+from hybridrl.core.training.layout import layout
+from hybridrl.core.training.learner import Learner, MiniBatch
+from hybridrl.core.training.losses import LossConfig, policy_objective
+from hybridrl.core.training.model import HOST, blank_language_model
+from hybridrl.core.training.optimizer import Optimizers
+from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.state import StateWriter, load_state, state_of
+from hybridrl.core.training.worker import columns_of
+from hybridrl.core.training.worker_group import rank_mini_batches
+from tests.core.training.families import LINEAR, SMALL, model_config
+from tests.core.training.on_ranks import on_ranks, whole_gradient
+from tests.core.training.test_state import ALL, fsdp_config, full, optimizer_config, wait_for
+
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GROUPED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
+QWEN3_MOE = Qwen3MoeConfig(**SMALL, **MIXTURE, num_key_value_heads=2, num_experts=8, head_dim=8, norm_topk_prob=True)
+FAMILIES = {
+    "dense": Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8),
+    "a mixture": QWEN3_MOE,
+    "a tied head": Qwen3MoeConfig(**QWEN3_MOE.to_diff_dict() | {"tie_word_embeddings": True}),
+    "mixtral": MixtralConfig(**SMALL, num_key_value_heads=2, num_experts_per_tok=2, num_local_experts=8),
+    "a router with corrections": Glm4MoeConfig(
+        **SMALL, **MIXTURE, **GROUPED, num_key_value_heads=2, n_group=1, topk_group=1
+    ),
+    "latent attention": DeepseekV3Config(
+        **SMALL,
+        **MIXTURE,
+        **GROUPED,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_group=2,
+        topk_group=1,
+    ),
+    "a recurrence along the text": Qwen3_5MoeTextConfig(
+        **SMALL, **MIXTURE, **LINEAR, num_experts=8, shared_expert_intermediate_size=24
+    ),
+    "minimax": MiniMaxConfig(
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        layer_types=LINEAR["layer_types"],
+    ),
+    "attention sinks": GptOssConfig(
+        **SMALL, num_key_value_heads=2, head_dim=8, num_local_experts=8, num_experts_per_tok=2, sliding_window=4
+    ),
+}
+LOSS = LossConfig(
+    policy_loss="vanilla",
+    aggregation="token-mean",
+    scale=1.0,
+    temperature=0.9,
+    grad_clip=1.0,
+    parameters={"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0},
+    entropy_coeff=0.01,
+    kl_coef=0.0,
+    kl_form=None,
+    own_old_log_probs=True,
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    ranks: int
+    tensor: int = 1
+    expert: int = 1
+    sequence: int = 1
+
+
+ALONE = Sizes(1)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, str]:
+    found = {}
+    for number, (family, config) in enumerate(FAMILIES.items()):
+        torch.manual_seed(number)
+        path = tmp_path_factory.mktemp("models") / str(number)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        found[family] = str(path)
+    return found
+
+
+def build(path: str, sizes: Sizes) -> Learner:
+    meshes = layout("cpu", sizes.ranks, sizes.ranks, sizes.tensor, sizes.expert)
+    config = fsdp_config(tensor_parallel_size=sizes.tensor, expert_parallel_size=sizes.expert)
+    model = shard_and_fill(blank_language_model(model_config(path), torch.float32), path, config, meshes, HOST)
+    group = sequence_group(sizes.sequence, 60.0, sizes.tensor)
+    built = Optimizers(model, optimizer_config(), 9)
+    return Learner(model, built, config, HOST, False, Path("unused"), group, sizes.tensor)
+
+
+def share(rows: Batch, sizes: Sizes) -> MiniBatch:
+    """This rank's part of an update with all rows."""
+    budget = MicroBatchBudget(12, devices=sizes.sequence * sizes.tensor)
+    plans = rank_mini_batches(rows, sizes.ranks, [list(range(len(rows)))], budget)
+    return plans[dist.get_rank()][0]
+
+
+def computed(paths: list[str], rows: Batch, sizes: Sizes) -> list[tuple[dict[int, Tensor], dict[str, Tensor], float]]:
+    """Each model's log-probs of this rank's rows, gradient of all rows, and its norm."""
+    return [_computed(build(path, sizes), rows, share(rows, sizes)) for path in paths]
+
+
+def _computed(
+    learner: Learner, rows: Batch, mini_batch: MiniBatch
+) -> tuple[dict[int, Tensor], dict[str, Tensor], float]:
+    with torch.no_grad():
+        columns = columns_of(
+            learner.model,
+            lambda part: (learner.model(learner.inputs(part), 0.9).log_probs,),
+            rows,
+            mini_batch.micro_batches,
+        )
+    places = [row for part in mini_batch.micro_batches for row in part]
+    values = torch.from_numpy(columns[0]).split(rows.response_lengths[places].tolist()) if columns else ()
+    objective = policy_objective(learner, LOSS, None, [])
+    *_, norm = learner.gradient(rows, mini_batch, objective, torch.inf)
+    learner.optimizers.zero_grad()
+    return dict(zip(places, values, strict=True)), whole_gradient(learner, rows, mini_batch, objective), norm
+
+
+LAYOUTS = {
+    "FSDP 2": Sizes(2),
+    "TP 2": Sizes(2, tensor=2),
+    "EP 2": Sizes(2, expert=2),
+    "Ulysses 2 x EP 2": Sizes(2, expert=2, sequence=2),
+    "TP 2 x FSDP 2": Sizes(4, tensor=2),
+    "EP 2 x FSDP 2": Sizes(4, expert=2),
+    "EP 4 over TP 2 x FSDP 2": Sizes(4, tensor=2, expert=4),
+    "Ulysses 2 x TP 2": Sizes(4, tensor=2, sequence=2),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow if LAYOUTS[name].ranks > 2 else ()) for name in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def rows(make_batch) -> Batch:
+    batch = make_batch([4, 1, 7, 3, 5, 2], prompts=[2, 5, 1, 3, 2, 4])
+    generator = torch.Generator().manual_seed(0)
+    batch.prompt_ids = torch.randint(SMALL["vocab_size"], batch.prompt_ids.shape, generator=generator)
+    batch.response_ids = torch.randint(SMALL["vocab_size"], batch.response_ids.shape, generator=generator)
+    tokens = len(batch.response_ids)
+    batch.response_mask = torch.ones(tokens, dtype=torch.bool)
+    batch.advantages = torch.randn(tokens, generator=generator)
+    return batch
+
+
+@pytest.fixture(scope="module")
+def alone(paths, rows):
+    return dict(zip(paths, on_ranks(1, computed, list(paths.values()), rows, ALONE)[0], strict=True))
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_log_probs_and_gradients_are_those_of_one_process(paths, rows, alone, name) -> None:
+    sizes = LAYOUTS[name]
+    families = [name for name in paths if sizes.expert == 1 or name != "dense"]
+    if sizes.tensor > 1:
+        families.remove("attention sinks")  # has no plan of it
+    if sizes.sequence > 1:
+        families = families[:4]  # all layers of a family with a recurrence need complete rows
+    for parts in on_ranks(sizes.ranks, computed, [paths[family] for family in families], rows, sizes):
+        for family, (log_probs, gradient, norm) in zip(families, parts, strict=True):
+            right_log_probs, right, right_norm = alone[family]
+            for row, values in log_probs.items():
+                torch.testing.assert_close(values, right_log_probs[row], rtol=5e-6, atol=5e-6)
+            assert gradient.keys() == right.keys()
+            assert worst(gradient, right) < 5e-6, family
+            assert norm == pytest.approx(right_norm, rel=5e-6)
+
+
+def worst(gradient: dict[str, Tensor], right: dict[str, Tensor], names: str = "") -> float:
+    """The largest relative error of a parameter's gradient."""
+    return max(
+        float((value - right[name]).norm() / (right[name].norm() + 1e-9))
+        for name, value in gradient.items()
+        if names in name
+    )
+
+
+def summed_and_divided(path: str, rows: Batch, sizes: Sizes) -> dict[str, Tensor]:
+    """The gradient where FSDP is made to add before it divides, also over the single rank that has an expert."""
+    learner = build(path, sizes)
+    for name, module in learner.model.named_modules():
+        if name.endswith("experts"):
+            assert isinstance(module, FSDPModule)
+            module.set_force_sum_reduction_for_comms(True)
+    return whole_gradient(learner, rows, share(rows, sizes), policy_objective(learner, LOSS, None, []))
+
+
+def test_torch_divides_the_gradient_of_an_expert_that_one_rank_has_twice(paths, rows, alone) -> None:
+    """A fault of torch 2.13 that `shard_experts` avoids, and the test above would find."""
+    sizes, right = LAYOUTS["EP 2"], alone["a mixture"][1]
+    gradient, _ = on_ranks(2, summed_and_divided, paths["a mixture"], rows, sizes)
+    halved = {name: value / 2 if "experts" in name else value for name, value in right.items()}
+    assert worst(gradient, right) > 0.4 and worst(gradient, halved) < 5e-6
+
+
+def without_a_plan(path: str, sizes: Sizes) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build(path, sizes)
+    return str(caught.value)
+
+
+def test_a_family_without_a_plan_is_rejected_by_name(paths) -> None:
+    (message, _) = on_ranks(2, without_a_plan, paths["attention sinks"], LAYOUTS["TP 2"])
+    assert message == (
+        "transformers has no plan of tensor parallelism for the family gpt_oss; "
+        "set tensor_parallel_size=1, and shard with FSDP alone"
+    )
+    (message, _) = on_ranks(2, without_a_plan, paths["dense"], LAYOUTS["EP 2"])
+    assert "no plan of expert parallelism for the family qwen3" in message
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def saved(path: str, directory: Path, rows: Batch, sizes: Sizes) -> dict[str, Tensor]:
+    """The state after two updates, which is written."""
+    learner, writer = build(path, sizes), StateWriter("cpu")
+    for number in (1, 2):
+        learner.update(rows, [share(rows, sizes)], policy_objective(learner, LOSS, None, []), 1.0, number)
+    writer.start({directory: state_of(learner.model, learner.optimizers, ALL)})
+    wait_for(writer)
+    return full(learner)
+
+
+def resumed(path: str, directory: Path, sizes: Sizes) -> dict[str, Tensor]:
+    learner = build(path, sizes)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.fill_(7.0)
+    load_state(learner.model, learner.optimizers, ALL, directory, dist.new_group(backend="gloo"))
+    return full(learner)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("written", ["EP 2", "TP 2 x FSDP 2", "EP 4 over TP 2 x FSDP 2"])
+def test_a_state_is_read_in_any_other_layout(paths, rows, tmp_path, written) -> None:
+    path, directory, sizes = paths["a mixture"], tmp_path / "actor", LAYOUTS[written]
+    expected, *others = on_ranks(sizes.ranks, saved, path, directory, rows, sizes)
+    assert any(name.endswith("exp_avg") and tensor.any() for name, tensor in expected.items())
+    for read in (ALONE, LAYOUTS["TP 2"], LAYOUTS["EP 2 x FSDP 2"], Sizes(4, expert=4)):
+        for actual in [*others, *on_ranks(read.ranks, resumed, path, directory, read)]:
+            assert actual.keys() == expected.keys()
+            assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    merged = open_tensors(directory)
+    assert {f".model.{name}" for name in merged.meta} == {name for name in expected if name.startswith(".model.")}
+    assert all(torch.equal(merged.read(name)[...], expected[f".model.{name}"]) for name in merged.meta)
