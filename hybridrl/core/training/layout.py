@@ -114,7 +114,8 @@ def _no_plan(kind: str, model: PreTrainedModel) -> ConfigError:
 def shard_experts(experts: nn.Module, meshes: Layout, options: Mapping[str, Any]) -> None:
     """Shard a layer's part of the experts over the ranks that have the same part."""
     assert meshes.experts is not None
-    fsdp2.fully_shard(experts, **{**options, "mesh": meshes.experts})
+    sharding: dict[str, Any] = {**options, "mesh": meshes.experts}
+    fsdp2.fully_shard(experts, **sharding)
     assert isinstance(experts, fsdp2.FSDPModule)
     # An expert has the tokens of all rows, so its gradient is divided by as many ranks as a dense one's: those with
     # rows of their own. Only NCCL can divide by another number than that of the ranks while it adds; elsewhere FSDP
