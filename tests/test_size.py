@@ -24,7 +24,7 @@ LINES = {
     "model_merger": 730,
     "report": 2490,
     "rewards": 2870,
-    "runs": 3020,
+    "runs": 3030,
     "runtime": 1530,
     "tracking": 1850,
 }

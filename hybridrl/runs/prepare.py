@@ -237,6 +237,7 @@ def load_sft_inputs(
     rejections.close()
     tokenizer = model_tokenizer(data, model, "model.path")
     reject_hub_model(model, "model.path")
+    check_plans(model, config.engine.fsdp_config)
     if model.lora_rank:
         info(check_adapter(model, "model"))
     read = partial(load_conversations, config=data, tokenizer=tokenizer, replay=_replay(model.path, data, tokenizer))
