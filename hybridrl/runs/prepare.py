@@ -160,9 +160,10 @@ def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
             reject_hub_model(model, key, section.rollout.max_model_len or 0 if model is section.model else 0)
             reject_damaged_weights(model, key)
     divisions = {"actor_rollout_ref.model.path": section.actor.fsdp_config, "critic.model.path": config.critic.fsdp}
-    for key in models.keys() & divisions.keys():
-        with inputs.rejections.gathered():
-            check_plans(models[key], divisions[key])
+    for key, division in divisions.items():
+        if key in models:
+            with inputs.rejections.gathered():
+                check_plans(models[key], division)
     for key, model in adapted_models(section.model, config.critic.model if algorithm.uses_critic else None).items():
         with inputs.rejections.gathered():
             inputs.messages.append(check_adapter(model, key))

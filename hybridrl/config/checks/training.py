@@ -200,8 +200,7 @@ def resolve_division(part: Trained, devices: int, check: Checker) -> None:
     name, path = "ulysses_sequence_parallel_size", f"{part.model_key}.path={model.path}"
     own = value_of(check.values, f"{part.key}.{name}") == fsdp.ulysses_sequence_parallel_size
     size_key = f"{part.key if own else part.fsdp_key}.{name}"
-    # Unknown for a hub model.
-    heads = settings.get("num_attention_heads") or settings.get("n_head") or 0
+    heads = settings.get("num_attention_heads") or settings.get("n_head") or 0  # unknown for a hub model
     experts = next((settings[name] for name in EXPERTS if settings.get(name)), 0)
     if experts and fsdp.expert_parallel_size == 1:
         fsdp.expert_parallel_size = gcd(fsdp.tensor_parallel_size, experts)  # as an expert is never divided

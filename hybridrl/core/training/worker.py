@@ -215,8 +215,7 @@ class TrainWorker:
     ) -> tuple[list[Shares], Columns]:
         """Run one optimizer update per mini-batch. Returns this rank's share of each update's metrics (shares add up),
         and the outputs of `log_probs` if the loss used them as the old policy's."""
-        self._seed(step)
-        on_device(self.policy, self.critic)
+        self._seed(step, on_device(self.policy, self.critic))
         outputs: list[TokenOutputs] = []
         reject, loss = losses.prepare_rejection(self.policy, loss)
         compute = losses.policy_objective(self.policy, loss, self._reference_outputs, outputs)
@@ -229,13 +228,14 @@ class TrainWorker:
         self, batch: Batch, mini_batches: list[MiniBatch], section: CriticConfig, step: int
     ) -> list[Shares]:
         """Run one optimizer update per mini-batch. Returns this rank's share of each update's metrics."""
-        self._seed(step)
         learner = on_device(required(self.critic), self.policy)
+        self._seed(step, learner)
         return learner.update(batch, mini_batches, losses.critic_objective(learner, section), section.grad_clip, step)
 
-    def _seed(self, step: int) -> None:
-        """Derive dropout's random numbers from seed, step and rank, so that a resumed run repeats them."""
-        torch.manual_seed(training_seed(self.config.seed, step, self.rank))
+    def _seed(self, step: int, learner: Learner) -> None:
+        """Derive dropout's random numbers from seed, step and rank, so that a resumed run repeats them; the ranks of a
+        tensor group have the same."""
+        torch.manual_seed(training_seed(self.config.seed, step, self.rank // learner.tensor_ranks))
 
     def gradient_norms(self, batch: Batch, mini_batches: list[MiniBatch], loss: LossConfig) -> list[float]:
         """Return the norm of the policy's gradient of each mini-batch, without an update; for diagnosis."""

@@ -216,7 +216,7 @@ def test_what_a_dead_server_had_not_finished_is_retried(caplog):
 
 
 def slowly(seconds: float) -> Callable[[int], FakeServer]:
-    """How a server is rebuilt that needs so long."""
+    """A rebuild of a server that takes so long."""
 
     def revive(index: int) -> FakeServer:
         time.sleep(seconds)
@@ -456,7 +456,7 @@ def test_a_server_that_responds_while_it_is_examined_is_not_killed():
             await self.responded.wait()
             return "in generate"
 
-    server, wanted = Examined(works=False), requests(1)
+    server, wanted = Examined(works=False), requests(2)
     server.per_take = 1
     made = client([server], timeout=0.4)
     assert tokens(made.generate_all(wanted)) == expected(wanted)

@@ -105,7 +105,7 @@ def critic_head(path: str) -> tuple[Tensor, bool]:
 
 @pytest.fixture(scope="module")
 def ranks(directories, rows):
-    """What each of two ranks has of every family."""
+    """The part of every family that each of two ranks has."""
     return on_ranks(2, each_family, directories, rows)
 
 

@@ -11,6 +11,8 @@ from hybridrl.core.training.worker import TrainWorker, training_seed
 class RecordingLearner:
     """A learner whose parameters may leave the device."""
 
+    tensor_ranks = 1
+
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name, self.calls = name, calls
 
