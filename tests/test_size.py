@@ -14,8 +14,8 @@ LINES = {
     "agents": 6760,
     "checkpoint": 1930,
     "compat": 3030,
-    "config": 3840,
-    "core": 11440,
+    "config": 3890,
+    "core": 11710,
     "data": 1640,
     "doctor": 4470,
     "environments": 180,
@@ -28,8 +28,8 @@ LINES = {
     "runtime": 1530,
     "tracking": 1850,
 }
-FILES = {"core": 61, "hybridrl": 235}
-KEYS = 424  # of all configurations
+FILES = {"core": 62, "hybridrl": 236}
+KEYS = 426  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.
 IMPORTED = "hybridrl.core.trainer, hybridrl.runs.ppo, hybridrl.runs.sft, hybridrl.core.rollout.server"

@@ -215,7 +215,8 @@ class Agreement:
                 f"equal weights in {self.dtype} (at most {self.limit:g}): the loss would correct for a policy that did "
                 "not sample. Likely causes: dropout or another random operation in a model's own code, model code that "
                 "engine and trainer read differently, a dtype of engine or trainer that the model does not support "
-                "(rollout.dtype, fsdp_config.dtype), or a quantized engine or one with logits processors "
-                "(rollout.engine_kwargs). Set actor_rollout_ref.rollout.max_log_prob_gap higher if the difference is "
+                "(rollout.dtype, fsdp_config.dtype), other experts of a mixture (set actor.router_replay.mode=R3), or "
+                "a quantized engine or one with logits processors (rollout.engine_kwargs). Set "
+                "actor_rollout_ref.rollout.max_log_prob_gap higher if the difference is "
                 "intended"
             )

@@ -18,6 +18,7 @@ from hybridrl.core.batch import Batch, spans
 from hybridrl.core.required import required
 from hybridrl.core.training.fsdp import reshard
 from hybridrl.core.training.learner import Learner, Loss, MiniBatch, Prepare, Prepared
+from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import ModelInputs
 from hybridrl.core.training.token_outputs import LossGradient, ReferenceOutputs, TokenOutputs
 
@@ -128,11 +129,12 @@ def policy_objective(
         output = learner.model(inputs, loss.temperature, against=against, loss_gradient=early, **options)
         if loss.own_old_log_probs:
             outputs.append(output.map(torch.detach))
-        replaced = None if inputs.routes is None else learner.model.replaced_experts(inputs)
+        statistics = {}
+        if inputs.routes is not None and isinstance(learner.model, LanguageModel):
+            statistics["replayed_experts"] = learner.model.replaced_experts(inputs)
         if totals is None:
             return 0 * output.log_probs.sum(), {}
         total, shares = policy_loss(output, part, totals, loss)
-        statistics = {} if replaced is None else {"replayed_experts": replaced}
         return total, shares | _token_means(statistics, part, totals)
 
     return compute

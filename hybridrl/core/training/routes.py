@@ -75,22 +75,20 @@ class _Choice(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        function: Callable[..., Any],
+        func: Callable[..., Any],
         types: Sequence[type],
-        arguments: Sequence[Any] = (),
-        options: Mapping[str, Any] | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        options = options or {}
-        if function not in (torch.topk, Tensor.topk):
-            return function(*arguments, **options)
-        scores, *others = arguments
-        if scores.dim() != 2 or len(scores) != len(self.wanted):
-            return function(*arguments, **options)
+        options = kwargs or {}
+        scores = args[0] if func in (torch.topk, Tensor.topk) else None
+        if scores is None or scores.dim() != 2 or len(scores) != len(self.wanted):
+            return func(*args, **options)
         if scores.shape[1] < self.experts:
             groups = self.wanted.div(self.experts // scores.shape[1], rounding_mode="floor")
             wanted = scores.scatter(1, groups.clamp(min=0), torch.inf)
-            return function(torch.where(self.wanted[:, :1] == OWN_ROUTE, scores, wanted), *others, **options)
-        own = function(*arguments, **options)
+            return func(torch.where(self.wanted[:, :1] == OWN_ROUTE, scores, wanted), *args[1:], **options)
+        own = func(*args, **options)
         if own.indices.shape != self.wanted.shape:
             return own
         self.made += 1

@@ -133,7 +133,8 @@ def test_the_experts_of_a_response_are_in_the_spool(tmp_path):
     first.add(request, completion)
     second.open(1, "w")
     found = required(second.find(request)).completion
-    assert np.array_equal(required(found.routes), required(completion.routes)) and found.routes.dtype == np.int16
+    routes = required(found.routes)
+    assert np.array_equal(routes, required(completion.routes)) and routes.dtype == np.int16
     assert np.array_equal(found.token_ids, completion.token_ids)
 
 

@@ -86,12 +86,12 @@ def _route_in_one_group(router: type) -> None:
     way in which it computes sigmoids."""
     compute = router._compute_routing
 
-    def _compute_routing(self: Any, *arguments: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self: Any, *arguments: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if self.scoring_func == "sigmoid" and not self.use_grouped_topk and self.custom_routing_function is None:
             self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
         return compute(self, *arguments, **more)
 
-    router._compute_routing = _compute_routing
+    router._compute_routing = route
 
 
 def _keep_parameters_in_the_models_type(activation: Any) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 from dataclasses import dataclass, field
+from importlib import import_module
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -198,10 +199,9 @@ class RouteDelivery:
     own connector records each token's experts, keeps those of cached prefixes, and returns them with the output."""
 
     def __init__(self, runner: Any) -> None:
-        from vllm.distributed.aux_output_connector.worker import get_aux_output_connector  # since 0.32
-
+        connecting = import_module("vllm.distributed.aux_output_connector.worker")  # since 0.32
+        self.connector = connecting.get_aux_output_connector(runner.model, runner.vllm_config, runner.kv_cache_config)
         self.runner, self.execute, self.sample = runner, runner.execute_model, runner.sample_tokens
-        self.connector = get_aux_output_connector(runner.model, runner.vllm_config, runner.kv_cache_config)
         runner.execute_model, runner.sample_tokens = self.execute_model, self.sample_tokens
 
     def execute_model(self, scheduler_output: SchedulerOutput, *arguments: Any) -> Any:
