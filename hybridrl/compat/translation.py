@@ -202,9 +202,12 @@ class Translation:
             made[entry] = sets
         for entry, sets in made.items():
             text, keys = command.texts_of(named[entry])
+            why = f": {entry.why}" if entry.why and not any(map(callable, entry.sets.values())) else ""  # or a meaning
             if sets:
                 cause = " ".join(f"{key}={show(value)}" for key, value in sets.items())
-                command.findings.warn("old-name", f"{text} is now {cause}", keys=(*keys, *sets))
+                command.findings.warn("old-name", f"{text} is now {cause}{why}", keys=(*keys, *sets))
+            elif why:
+                command.findings.warn("ignored-key", f"{text} has no effect{why}", keys=keys)
             for key, value in sets.items():
                 command.put(key, as_override(value), text)
 
@@ -215,7 +218,8 @@ class Translation:
         for key, value in entry.sets.items():
             if not command.stays(key, entry.drops.get(key)):
                 try:
-                    sets[key] = value(look) if callable(value) else value
+                    computed = value(look) if callable(value) else value
+                    sets |= {key: computed} if computed is not None else {}
                 except (ValueError, ArithmeticError) as error:
                     failed[key] = error
         for key in (key for key in look.read if key in command.values and key not in keys):
