@@ -133,6 +133,10 @@ class CheckpointConfig(Section):
     async_save: bool
 
 
+class RouterReplayConfig(Section):
+    mode: Literal["disabled", "auto", "R3"]
+
+
 class ActorConfig(Section):
     strategy: Literal["fsdp", "fsdp2"]
     ppo_mini_batch_size: values.Positive
@@ -158,6 +162,7 @@ class ActorConfig(Section):
     kl_loss_coef: values.NonNegative
     kl_loss_type: values.KLForm
     grad_clip: values.Limit
+    router_replay: RouterReplayConfig
     optim: OptimizerConfig
     fsdp_config: FSDPConfig
     checkpoint: CheckpointConfig

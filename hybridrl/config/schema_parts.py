@@ -193,6 +193,7 @@ class RolloutConfig(Section):
     max_num_batched_tokens: values.Positive
     enable_chunked_prefill: bool
     enable_prefix_caching: bool
+    enable_rollout_routing_replay: bool | None
     enforce_eager: bool
     cudagraph_capture_sizes: list[values.Positive]
     free_cache_engine: bool

@@ -1,11 +1,12 @@
 """The batch that travels between driver and workers: packed rows. Knows neither Ray, models nor rewards.
 
 A row is one sampled response to one prompt, of one turn or several; an episode whose context was replaced has several
-rows. Every field has one of three axes:
+rows. Every field has one of four axes:
 
     row        one value per row                                     [B]
     prompt     one value per prompt token, rows concatenated         [sum of prompt_lengths]
     response   one value per response token, rows concatenated       [sum of response_lengths]
+    token      one value per token of prompt and response            [sum of lengths]
 
 Example: two rows with responses of 3 and 1 tokens: `response_ids = [5, 9, 2, 7]`, `response_lengths = [3, 1]`.
 A field that no station of the step has filled yet is None.
@@ -25,7 +26,9 @@ from hybridrl.core.required import required
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-ROW, PROMPT, RESPONSE = ({"axis": axis} for axis in ("row", "prompt", "response"))
+ROW, PROMPT, RESPONSE, TOKEN = ({"axis": axis} for axis in ("row", "prompt", "response", "token"))
+
+OWN_ROUTE = -1  # in `routes`, of a token that the engine has not computed: the router chooses
 
 
 @dataclass
@@ -68,6 +71,8 @@ class Batch:
     token_rewards: Tensor | None = field(default=None, metadata=RESPONSE)
     advantages: Tensor | None = field(default=None, metadata=RESPONSE)
     returns: Tensor | None = field(default=None, metadata=RESPONSE)
+    # int16 [tokens, layers, experts of a token]: the experts that the engine chose; -1: it has not computed the token
+    routes: Tensor | None = field(default=None, metadata=TOKEN)
 
     def __len__(self) -> int:
         return self.prompt_lengths.numel()
@@ -76,6 +81,11 @@ class Batch:
     def lengths(self) -> Tensor:
         """Return the prompt plus response tokens of each row [B]."""
         return self.prompt_lengths + self.response_lengths
+
+    @property
+    def _lengths(self) -> dict[str, Tensor]:
+        """Return the number of elements of each row, by axis."""
+        return {"prompt": self.prompt_lengths, "response": self.response_lengths, "token": self.lengths}
 
     @property
     def response_row(self) -> Tensor:
@@ -105,7 +115,7 @@ class Batch:
         counts = self.episode.unique_consecutive(return_counts=True)[1]
         first = counts.cumsum(0) - counts
         number = torch.arange(len(counts)).repeat_interleave(counts)
-        whole = replace(self.select(first), episode=None)
+        whole = replace(self.select(first), episode=None, routes=None)
         of_tokens = {name: value for name, axis, value in self.filled() if axis == "response"}
         lengths = torch.zeros_like(counts).index_add_(0, number, self.response_lengths)
         return replace(whole, response_lengths=lengths, **of_tokens)
@@ -121,8 +131,7 @@ class Batch:
     def select(self, rows: Tensor | Sequence[int]) -> "Batch":
         """Return these rows, in this order."""
         wanted = np.asarray(rows, dtype=np.int64)  # numpy, as the overhead of torch calls dominates for few rows
-        lengths = {"prompt": self.prompt_lengths.numpy(), "response": self.response_lengths.numpy()}
-        cuts = {axis: pieces(of_axis, wanted) for axis, of_axis in lengths.items()}
+        cuts = {axis: pieces(lengths.numpy(), wanted) for axis, lengths in self._lengths.items()}
         selected = {}
         for name, axis, value in self.filled():
             values = value.numpy()
@@ -160,8 +169,7 @@ class Batch:
         tokens are nested tensors in the jagged layout, one part per row."""
         from tensordict import TensorDict
 
-        starts = {"prompt": self.prompt_lengths, "response": self.response_lengths}
-        starts = {axis: torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) for axis, lengths in starts.items()}
+        starts = {axis: torch.nn.functional.pad(part.cumsum(0), (1, 0)) for axis, part in self._lengths.items()}
         nested = torch.nested.nested_tensor_from_jagged
         content = {name: value if axis == "row" else nested(value, starts[axis]) for name, axis, value in self.filled()}
         return TensorDict(content, batch_size=[len(self)])

@@ -64,6 +64,7 @@ def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, 
         skipped_updates=str(directory.absolute() / SKIPPED_UPDATES),
         reference=ref if algorithm.uses_reference and separate else None,
         critic=values if algorithm.uses_critic else None,
+        replays_routes=actor.router_replay.mode == "R3",
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from hybridrl.config import load_ppo_config
 from hybridrl.core.training.worker_group import TrainWorkers
@@ -25,6 +27,32 @@ def tiny(tmp_path_factory) -> Path:
     script = ROOT / "recipes" / "quickstart" / "make_data.py"
     subprocess.run([sys.executable, script, "--out", directory], check=True, cwd=ROOT)
     return directory
+
+
+@pytest.fixture(scope="session")
+def mixture(tiny, tmp_path_factory) -> Path:
+    """A mixture of eight experts with the quickstart's tokenizer."""
+    path, tokenizer = tmp_path_factory.mktemp("mixture"), AutoTokenizer.from_pretrained(tiny / "model")
+    settings = Qwen3MoeConfig(
+        vocab_size=AutoConfig.from_pretrained(tiny / "model").vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="session")

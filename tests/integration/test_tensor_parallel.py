@@ -6,8 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.core.training.worker_group import TrainWorkers
@@ -51,32 +49,6 @@ def test_tensor_parallel_engines_agree_and_leave_no_shared_memory(overrides, tmp
     while left := {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "vllm_"))} - before:
         assert time.monotonic() < deadline, f"left in /dev/shm: {left}"
         time.sleep(1)  # tests that run at the same time may start an engine, whose segments have names for a moment
-
-
-@pytest.fixture(scope="module")
-def mixture(tiny, tmp_path_factory) -> Path:
-    """A mixture of eight experts with the quickstart's tokenizer."""
-    path, tokenizer = tmp_path_factory.mktemp("mixture"), AutoTokenizer.from_pretrained(tiny / "model")
-    settings = Qwen3MoeConfig(
-        vocab_size=AutoConfig.from_pretrained(tiny / "model").vocab_size,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(settings).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 @pytest.mark.parametrize("size", ["expert_parallel_size", "tensor_parallel_size"])

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hybridrl.config.checks import algorithm, training
-from hybridrl.config.checks.engine import check_engine, resolve_asynchronous
+from hybridrl.config.checks.engine import check_engine, resolve_asynchronous, resolve_router_replay
 from hybridrl.config.checks.model import check_lora_sync, check_plans, check_served, resolve_recurrence
 from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings
@@ -49,6 +49,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     if trainer.test_freq > 0 and not data.val_files:
         check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")
     check_engine(rollout, check.at(ROLLOUT))
+    resolve_router_replay(section, check)
     algorithm.check_data(data, check)
     resolve_asynchronous(config, check)
     algorithm.check_estimator(config.algorithm, rollout.n, check, val_only=trainer.val_only)

@@ -7,14 +7,17 @@ from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 
-from hybridrl.config.catalog import ESTIMATORS
+from hybridrl.config.catalog import ESTIMATORS, EXPERTS
+from hybridrl.config.checks.model import model_settings
 from hybridrl.config.findings import Checker, Findings, nearest, show
-from hybridrl.config.schema import PPOConfig
+from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig
 from hybridrl.config.schema_parts import SHIPPED_SHARE, WHOLE_SHARE, RolloutConfig, V1Config
 from hybridrl.runs.plugins import names
 
 MODEL, ROLLOUT, KEY = "actor_rollout_ref.model", "actor_rollout_ref.rollout", ".engine_kwargs.vllm"
 V1 = "trainer.v1"
+REPLAY, FSDP = "actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.actor.fsdp_config"
+ROUTES, RETURN_ROUTES = "enable_rollout_routing_replay", "enable_return_routed_experts"
 MODE, BOUND, OVER = f"{V1}.trainer_mode", f"{V1}.sampler.max_off_policy_threshold", f"{ROLLOUT}.over_sample_rate"
 
 # Arguments that hybridrl sets, by the key they are set with.
@@ -92,6 +95,29 @@ def vllm_arguments() -> frozenset[str]:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     ]
     return frozenset(fields)
+
+
+def resolve_router_replay(section: ActorRolloutRefConfig, check: Checker) -> None:
+    """Decide whether a mixture is updated with the experts that the engine chose."""
+    replay, rollout, settings = section.actor.router_replay, section.rollout, model_settings(section.model)
+    settings = settings.get("text_config") or settings
+    obstacles = (
+        (settings and not any(map(settings.get, EXPERTS)), f"{MODEL}.path", f"{section.model.path} is no mixture"),
+        (rollout.name != "vllm", f"{ROLLOUT}.name", f"the engine {rollout.name} returns no experts"),
+        (not rollout.enable_prefix_caching, f"{ROLLOUT}.enable_prefix_caching", "vLLM keeps experts with its prefixes"),
+        (RETURN_ROUTES not in (vllm_arguments() or [RETURN_ROUTES]), f"{ROLLOUT}.name", "vLLM before 0.32 has none"),
+        (section.actor.fsdp_config.compile_layers, f"{FSDP}.compile_layers", "compiled layers have their own experts"),
+        (rollout.enable_rollout_routing_replay is False, f"{ROLLOUT}.{ROUTES}", "the engine returns no experts"),
+    )
+    found = [(key, cause) for applies, key, cause in obstacles if applies]
+    if replay.mode == "auto":
+        replay.mode = "R3" if settings and rollout.dtype == "bfloat16" and not found else "disabled"
+    elif replay.mode == "R3":
+        for key, cause in found[:1]:
+            check.error(f"{REPLAY} {key}", f"{cause}: there is nothing to replay", f"set {REPLAY}=disabled")
+    elif rollout.enable_rollout_routing_replay:
+        check.warn(f"{ROLLOUT}.{ROUTES} {REPLAY}", "has no effect", f"set {REPLAY}=R3")
+    rollout.enable_rollout_routing_replay = replay.mode == "R3"
 
 
 def continues_rollouts(v1: V1Config, rollout: RolloutConfig) -> bool:

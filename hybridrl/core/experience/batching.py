@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 
+import numpy as np
 import torch
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.core.batch import Batch, pack
+from hybridrl.core.batch import OWN_ROUTE, Batch, pack
 from hybridrl.core.experience.trajectory import Episode, Row
 from hybridrl.core.required import required
 from hybridrl.rewards.score import Score
@@ -100,7 +101,19 @@ def to_batch(
         response_mask=sampled & trained_on.repeat_interleave(response_lengths),
         token_rewards=_token_rewards(scores, rows_of),
         staleness=None if version is None else version - packed("versions", torch.int32)[0],
+        routes=_routes(rows),
     )
+
+
+def _routes(rows: Sequence[Row]) -> torch.Tensor | None:
+    """Return the experts that the engine chose for the tokens of all rows; None if it has returned none."""
+    shapes = {row.routes.shape[1:] for row in rows if row.routes is not None}
+    if not shapes:
+        return None
+    lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
+    missing = (np.full((length, *shapes.copy().pop()), OWN_ROUTE, dtype=np.int16) for length in lengths)
+    parts = [none if row.routes is None else row.routes for row, none in zip(rows, missing, strict=True)]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _token_rewards(scores: Sequence[Score], rows_of: Sequence[Sequence[Row]]) -> torch.Tensor | None:

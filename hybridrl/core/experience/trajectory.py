@@ -6,12 +6,13 @@ Token ids that the engine sampled are never encoded again: what was sampled is w
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 
+from hybridrl.core.batch import OWN_ROUTE
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.rollout import Completion, Sampling
 from hybridrl.data.prompts import Prompt
@@ -48,6 +49,7 @@ class Turn:
     reward: float | None = None
     seconds_model: float = 0.0
     seconds_tools: float = 0.0
+    routes: np.ndarray | None = None  # of the whole context and what was sampled (see Completion)
 
     @property
     def token_versions(self) -> np.ndarray:
@@ -56,14 +58,15 @@ class Turn:
     @staticmethod
     def of(observed: Sequence[int], completion: Completion, *, fresh: bool = False) -> "Turn":
         stop = "length" if completion.truncated else "stop"
-        versions = completion.versions
-        return Turn(observed, completion.token_ids, completion.log_probs, versions, stop, fresh=fresh)
+        sampled = completion.token_ids, completion.log_probs, completion.versions
+        return Turn(observed, *sampled, stop, fresh=fresh, routes=completion.routes)
 
 
 @dataclass(frozen=True)
 class Row:
     """One row of a batch. `mask` is true for the tokens that the policy sampled; others have log-prob 0 and the version
-    of the turn before them. `rewards` are those of the turns, on the last sampled token of each."""
+    of the turn before them. `rewards` are those of the turns, on the last sampled token of each. `routes` are those of
+    the last turn, for which the engine computed all that came before, or had it cached."""
 
     prompt_ids: Sequence[int]
     response_ids: np.ndarray  # [T] int64
@@ -71,6 +74,7 @@ class Row:
     mask: np.ndarray  # [T] bool
     rewards: np.ndarray  # [T] float32
     versions: np.ndarray  # [T] int64
+    routes: np.ndarray | None = None  # [prompt and response tokens, layers, experts of a token] int16
 
     @staticmethod
     def of(turns: Sequence[Turn]) -> "Row":
@@ -85,7 +89,14 @@ class Row:
             versions += [np.repeat(versions[-1][-1:], read), turn.token_versions]
             rewards.append(np.zeros(read + wrote, dtype=np.float32))
             rewards[-1][-1] = turn.reward or 0.0
-        return Row(turns[0].observed, *map(np.concatenate, (ids, log_probs, mask, rewards, versions[1:])))
+        row = Row(turns[0].observed, *map(np.concatenate, (ids, log_probs, mask, rewards, versions[1:])))
+        return replace(row, routes=_all_tokens(turns[-1].routes, len(row.prompt_ids) + len(row.response_ids)))
+
+
+def _all_tokens(routes: np.ndarray | None, tokens: int) -> np.ndarray | None:
+    """Return routes for all tokens of a row, of which the engine does not compute the last."""
+    missing = 0 if routes is None else tokens - len(routes)
+    return routes if routes is None else np.pad(routes, ((0, missing), (0, 0), (0, 0)), constant_values=OWN_ROUTE)
 
 
 @dataclass(frozen=True)

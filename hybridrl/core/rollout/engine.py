@@ -64,7 +64,9 @@ class Completion:
     """One response: its tokens [T] int64, the end token included, and their log-probs [T] float32 as sampled.
 
     `versions` is the weight version that each token was sampled with: [T] int64, or one number for all of them. One
-    that was `interrupted` is to be continued, and may have no token yet.
+    that was `interrupted` is to be continued, and may have no token yet. `routes` are the experts that a mixture chose
+    for each token of prompt and response but the last, [tokens, layers, experts of a token] int16; layers without
+    experts have any numbers.
     """
 
     token_ids: np.ndarray
@@ -72,9 +74,11 @@ class Completion:
     truncated: bool
     versions: np.ndarray | int
     interrupted: bool = False
+    routes: np.ndarray | None = None
 
     def then(self, later: "Completion") -> "Completion":
-        """Return both parts of a response as one."""
+        """Return both parts of a response as one. The engine has computed the first part again, with the weights that
+        sampled the second: the routes of both are those."""
         if not len(self.token_ids):
             return later
         parts = (self, later)

@@ -22,6 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from hybridrl.core import device as devices
+from hybridrl.core.batch import OWN_ROUTE
 from hybridrl.core.required import required
 from hybridrl.core.training.packing import ModelInputs, PackedRows, SequenceSlice
 
@@ -158,6 +159,9 @@ def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
     width = (tokens + padding) // group.size()
     first = group.rank() * width
     start, end = torch.searchsorted(inputs.predictors, torch.tensor([first, first + width])).tolist()
+    routes = inputs.routes
+    if routes is not None:
+        routes = F.pad(routes, (0, 0, 0, 0, 0, padding), value=OWN_ROUTE)
     return replace(
         inputs,
         input_ids=F.pad(inputs.input_ids, (0, padding))[:, first : first + width],
@@ -165,6 +169,7 @@ def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
         predictors=inputs.predictors[start:end] - first,
         targets=inputs.targets[start:end],
         packed=PackedRows.of([*inputs.packed.lengths, *[padding] * bool(padding)], group),
+        routes=routes if routes is None else routes[first : first + width],
         slice=SequenceSlice(group, start, len(inputs.targets)),
     )
 

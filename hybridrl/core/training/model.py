@@ -7,6 +7,7 @@ Knows neither rewards, returns nor losses, and not how adapters are created.
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATIO
 from hybridrl.checkpoint.read import ADAPTER, file_name
 from hybridrl.config.schema import ModelConfig
 from hybridrl.core.batch import token_rows
+from hybridrl.core.required import required
 from hybridrl.core.rounding import beyond_rounding
 from hybridrl.core.training import attention
 from hybridrl.core.training.attention import gather_slices, slice_of
 from hybridrl.core.training.loading import blank_model, load_settings
 from hybridrl.core.training.packing import ModelInputs, lay_out, separate_rows
+from hybridrl.core.training.routes import RouterReplay
 from hybridrl.core.training.token_outputs import Head, LogitRule, LossGradient, OutputSpec, TokenOutputs, token_outputs
 
 HOST = torch.device("cpu")
@@ -41,10 +44,13 @@ class TokenModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.replay: RouterReplay | None = None
         separate_rows(model)
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Return the head's inputs at the predictors [response tokens, width]; for a slice, at its own."""
+        if self.replay is not None:
+            self.replay.routes = inputs.routes
         hidden = self.model.base_model(
             input_ids=inputs.input_ids, position_ids=inputs.position_ids, packed=inputs.packed, use_cache=False
         ).last_hidden_state
@@ -228,6 +234,18 @@ def check_log_probs(
             f"{model.config.model_type}: the training log-probs differ from the model's own {difference}, so "
             f"this family cannot be trained here{together}"
         )
+
+
+@torch.no_grad()
+def check_replay(
+    language_model: LanguageModel, device: torch.device = HOST, *, padded: bool, group: ProcessGroup | None = None
+) -> None:
+    """Raise ValueError if the family's routers do not choose given experts; collective, for a sharded model."""
+    model, batch = language_model.model, token_rows(_some_tokens(language_model.model.config))
+    replay = required(language_model.replay)
+    routes = torch.arange(replay.per_token, dtype=torch.int16).expand(int(batch.lengths.sum()), replay.layers, -1)
+    with _short_reach(model):
+        language_model(slice_of(lay_out(replace(batch, routes=routes), padded), group).to(device), 1.0)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hybridrl.core.batch import Batch, pieces, places
+from hybridrl.core.batch import OWN_ROUTE, Batch, pieces, places
 
 UNEVEN = 2e-4  # how much more work than the mean a rank may have; half of it would double the time of planning
 
@@ -133,6 +133,7 @@ class ModelInputs:
     predictors: Tensor  # [response tokens]
     targets: Tensor  # [response tokens]
     packed: PackedRows | None  # None: padded
+    routes: Tensor | None = None  # [flattened input, layers, experts of a token] (see Batch.routes)
     slice: SequenceSlice | None = None  # set where the tokens are only a slice of the packed rows
 
     def to(self, device: torch.device) -> "ModelInputs":
@@ -158,8 +159,10 @@ def lay_out(batch: Batch, padded: bool) -> ModelInputs:
         positions, packed = torch.arange(longest).repeat(len(batch)), None
     else:
         positions, packed = places(torch.zeros_like(lengths), lengths), PackedRows.of(lengths.tolist())
-    shape = (len(batch), longest) if padded else (1, size)
-    return ModelInputs(ids.view(shape), positions.view(shape), responses - 1, targets, packed)
+    shape, routes = (len(batch), longest) if padded else (1, size), batch.routes
+    if padded and routes is not None:
+        routes = routes.new_full((size, *routes.shape[1:]), OWN_ROUTE).index_copy_(0, places(starts, lengths), routes)
+    return ModelInputs(ids.view(shape), positions.view(shape), responses - 1, targets, packed, routes)
 
 
 def reassemble(parts: Sequence[np.ndarray], rows: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:

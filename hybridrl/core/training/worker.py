@@ -34,6 +34,7 @@ from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import MicroBatches, ModelInputs
+from hybridrl.core.training.routes import RouterReplay
 from hybridrl.core.training.state import Sender, StateWriter, load_state, state_of
 from hybridrl.core.training.token_outputs import Head, ReferenceOutputs, TokenOutputs
 from hybridrl.core.weights.buckets import Bucket, Handle, SyncPlan
@@ -55,6 +56,7 @@ class WorkerConfig:
     skipped_updates: str
     reference: ReferenceConfig | None = None
     critic: LearnerConfig | None = None
+    replays_routes: bool = False
 
     @property
     def reference_model(self) -> ModelConfig:
@@ -101,6 +103,10 @@ class TrainWorker:
         self.writer = StateWriter(config.device)
         self.policy = self._learner(models.blank_language_model, config.policy, "actor")
         self._check(self._language_model)
+        if config.replays_routes:
+            self._language_model.replay = RouterReplay(self._language_model.model)
+            models.check_replay(self._language_model, self.device, padded=self.policy.padded, group=self.policy.group)
+            reshard(self._language_model)
         self.reference = self._frozen(config.reference) if config.reference else None
         self.critic = self._learner(models.blank_value_model, config.critic, "critic") if config.critic else None
 
@@ -191,7 +197,7 @@ class TrainWorker:
     def _reference_outputs(self, inputs: ModelInputs) -> ReferenceOutputs:
         """Return the reference's hidden states and head; collective."""
         with torch.no_grad(), self._as_reference() as model:
-            hidden = model.hidden_states(inputs)
+            hidden = model.hidden_states(replace(inputs, routes=None))  # its own, if it is the policy's base
             weight, bias, rule = model.head  # unsharded until the model is resharded
             return ReferenceOutputs(hidden, Head(weight.clone(), None if bias is None else bias.clone(), rule))
 

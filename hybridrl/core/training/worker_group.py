@@ -31,7 +31,7 @@ from hybridrl.tracking.sink import Stopwatch
 
 POLICY_FIELDS = (
     *("response_mask", "old_log_probs", "reference_log_probs", "rollout_log_probs"),
-    *("advantages", "importance_weights", "chosen", "episode_tokens"),
+    *("advantages", "importance_weights", "chosen", "episode_tokens", "routes"),
 )
 SKIPPED_UPDATES = "skipped_updates"  # where training ranks write the rows of updates that were not finite
 CRITIC_FIELDS = ("response_mask", "values", "returns", "episode_tokens")
@@ -142,28 +142,29 @@ class TrainWorkers:
         with self.watch("old_log_prob"):
             options = {"reference_kl": reference_kl, "sum_pi_squared": self.policy.with_sum_pi_squared}
             budget, temperature = self.policy.log_prob_budget, self.policy.loss.temperature
-            return _with_outputs(batch, self._forward(TrainWorker.log_probs, batch, budget, temperature, **options))
+            columns = self._forward(TrainWorker.log_probs, batch.only("routes"), budget, temperature, **options)
+            return _with_outputs(batch, columns)
 
     def reference_log_probs(self, batch: Batch) -> Batch:
         """Fill `reference_log_probs`."""
         with self.watch("ref"):
             budget, temperature = self.policy.reference_budget, self.policy.loss.temperature
-            columns = self._forward(TrainWorker.reference_log_probs, batch, budget, temperature)
+            columns = self._forward(TrainWorker.reference_log_probs, batch.only(), budget, temperature)
             return replace(batch, reference_log_probs=TokenOutputs._make(columns).log_probs)
 
     def values(self, batch: Batch) -> Batch:
         """Fill `values` from the current critic."""
         assert self.critic is not None
         with self.watch("values"):
-            (values,) = self._forward(TrainWorker.values, batch, self.critic.value_budget)
+            (values,) = self._forward(TrainWorker.values, batch.only(), self.critic.value_budget)
             return replace(batch, values=values)
 
     def _forward(
         self, method: Callable[..., Any], batch: Batch, budget: MicroBatchBudget, *arguments: Any, **options: Any
     ) -> Outputs:
-        """Call a forward method on every rank's share of the rows; its outputs in the batch's row order."""
+        """Call a forward method on every rank's share of these rows; its outputs in the batch's row order."""
         shares = plan(batch.lengths.numpy(), len(self.group), budget)
-        rows = self.group.share(batch.only())
+        rows = self.group.share(batch)
         parts = [(rows, micro_batches, *arguments) for micro_batches in shares]
         columns = self._scatter(method, parts, shares, batch, **options)
         return _in_row_order(columns, shares, batch.response_lengths, budget)

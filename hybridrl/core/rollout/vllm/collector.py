@@ -89,6 +89,7 @@ class EngineResponse:
     parts: list[np.ndarray] = field(default_factory=list)  # log-probs of the tokens, by iteration
     prompt_tokens: int = 0
     prompt_log_probs: list[float] = field(default_factory=list)
+    route_parts: list[np.ndarray] = field(default_factory=list)  # of all tokens that were computed, by iteration
     truncated: bool = False
     interrupted: bool = False
     failure: str = ""  # why the engine ended a request that is not complete
@@ -96,6 +97,13 @@ class EngineResponse:
     @property
     def log_probs(self) -> np.ndarray:
         return np.concatenate([np.empty(0), *self.parts], dtype=np.float32)
+
+    @property
+    def routes(self) -> np.ndarray | None:
+        """The experts of each token of prompt and response but the last [tokens, layers, experts of a token] int16;
+        None if the engine does not return them, or has computed nothing."""
+        computed = self.prompt_tokens + len(self.token_ids) - 1  # a text may end a response before its last token
+        return np.concatenate(self.route_parts)[:computed].astype(np.int16) if self.route_parts else None
 
     def add(self, output: EngineCoreOutput) -> bool:
         """Add what an iteration has sampled; returns whether a text ends the response, with the token that completes
@@ -107,6 +115,8 @@ class EngineResponse:
         self.token_ids += token_ids
         if output.new_logprobs is not None:  # the sampled token comes first in its row
             self.parts.append(output.new_logprobs.logprobs[: len(token_ids), 0])
+        if output.routed_experts is not None:
+            self.route_parts.append(output.routed_experts)
         if output.new_prompt_logprobs_tensors is not None:
             self.prompt_log_probs += output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
         self.truncated = output.finish_reason == FinishReason.LENGTH and not ended

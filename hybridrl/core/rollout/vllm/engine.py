@@ -58,6 +58,7 @@ class VllmEngine:
         import_libraries(model.external_lib)
         repairs.prepare_for(resolve_model(model.path))
         self.sleeps, self.model = rollout.free_cache_engine, model
+        self.delivers_routes = device == "cpu" and bool(rollout.enable_rollout_routing_replay)
         self.adapted = bool(model.lora_rank) and not model.lora.merge
         self.sync_id = 0
         self.version = -1
@@ -68,13 +69,18 @@ class VllmEngine:
         self.loop = EngineLoop(partial(self._build, EngineArgs(**arguments)))
 
     def _build(self, arguments: EngineArgs) -> LLMEngine:
-        engine = Engine.from_engine_args(arguments)
+        settings = arguments.create_engine_config()
+        if self.delivers_routes:  # set here, as vLLM rejects the argument
+            settings.aux_output_config.enable_return_routed_experts = True
+        engine = Engine.from_vllm_config(settings)
         engine.output_processor, engine.logger_manager = self.collector, self.observer
         return engine
 
     async def connect(self) -> None:
         await self.loop.start()
         await self._call_workers("init_weight_transfer_engine", {})
+        if self.delivers_routes:
+            await self._call_workers("deliver_routes")
         unlink_segments()
 
     async def renew(self, log_file: str) -> None:
@@ -96,7 +102,8 @@ class VllmEngine:
             self.collector.begun[name] = request.begun
         response = await self._respond(name, request.prompt_ids, parameters)
         token_ids = np.asarray(response.token_ids, dtype=np.int64)
-        return Completion(token_ids, response.log_probs, response.truncated, version, response.interrupted)
+        ended = response.truncated, version, response.interrupted
+        return Completion(token_ids, response.log_probs, *ended, response.routes)
 
     async def _respond(self, name: str, prompt_ids: list[int], parameters: SamplingParams) -> EngineResponse:
         adapter = adapter_request(self.sync_id) if self.adapted else None
@@ -248,6 +255,8 @@ def engine_arguments(
             "kv_cache_memory_bytes": cpu_cache_bytes(token_bytes, rollout, engines_per_machine),
             **repairs.CPU_ATTENTION,
         }
+    elif rollout.enable_rollout_routing_replay:
+        arguments["enable_return_routed_experts"] = True
     if rollout.tensor_model_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
     if model.lora_rank and not model.lora.merge:  # one adapter at a time

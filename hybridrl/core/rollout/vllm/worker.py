@@ -12,8 +12,10 @@ import os
 import signal
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -29,6 +31,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import ADAPTER_CONFIG
@@ -180,6 +183,48 @@ class EngineProcess:
         tensors, self.adapter = self.adapter or {}, None
         self.weight_transfer_engine.close_bucket()
         load_adapter(self.model_runner.lora_manager, tensors, sync_id, settings)
+
+    def deliver_routes(self) -> None:
+        """Have every iteration deliver the experts of its tokens. On CUDA vLLM does so by itself; its older model
+        runner, which computes on CPU, does not use what collects them."""
+        RouteDelivery(self.model_runner)
+
+
+# -- routes ------------------------------------------------------------------------------------------------------------
+
+
+class RouteDelivery:
+    """What vLLM's second model runner does for `enable_return_routed_experts`, around the methods of the first one: its
+    own connector records each token's experts, keeps those of cached prefixes, and returns them with the output."""
+
+    def __init__(self, runner: Any) -> None:
+        from vllm.distributed.aux_output_connector.worker import get_aux_output_connector  # since 0.32
+
+        self.runner, self.execute, self.sample = runner, runner.execute_model, runner.sample_tokens
+        self.connector = get_aux_output_connector(runner.model, runner.vllm_config, runner.kv_cache_config)
+        runner.execute_model, runner.sample_tokens = self.execute_model, self.sample_tokens
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *arguments: Any) -> Any:
+        self.connector.begin_step(scheduler_output.aux_output_connector_metadata)
+        self.pending, output = None, self.execute(scheduler_output, *arguments)
+        if scheduler_output.total_num_scheduled_tokens:
+            rows, count = self.runner.input_batch, self.runner.input_batch.num_reqs
+            scheduled = [scheduler_output.num_scheduled_tokens[name] for name in rows.req_ids]
+            iteration = SimpleNamespace(
+                req_ids=rows.req_ids,
+                query_start_loc_np=np.cumsum([0, *scheduled]),
+                num_computed_tokens_np=rows.num_computed_tokens_cpu[:count].copy(),
+            )
+            self.pending = self.connector.prepare_output(iteration)
+            self.sampled = ~self.runner.discard_request_mask.np[:count]
+        return output
+
+    def sample_tokens(self, *arguments: Any) -> Any:
+        output = self.sample(*arguments)
+        if self.pending is not None:
+            self.pending.enqueue_cpu_copy(self.sampled.astype(int), np.zeros(len(self.sampled), dtype=int))
+            output.aux_output_connector_output = self.pending.process_output()
+        return output
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,85 @@
+"""Router replay: the policy is updated with the experts that the engine chose (R3, Ma et al. 2025, arXiv 2510.11370).
+
+A router's scores differ a little between engine and trainer, and where two experts are close, so does the choice: their
+log-probs then differ by much more than rounding. Here the choice is the engine's, by token and layer. The weights of
+the experts are still computed by the family's own router, so its gradient is that of these experts.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from hybridrl.config.catalog import EXPERTS
+from hybridrl.core.batch import OWN_ROUTE
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\..*(?<=\.)experts$")
+
+
+class RouterReplay:
+    """Has the routers of a mixture choose the experts of `routes` [tokens of a pass, layers, experts of a token], or if
+    these are None their own. They stay set for the backward pass, which may compute layers again."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        settings = model.config.get_text_config()
+        self.family, self.layers = model.config.model_type, settings.num_hidden_layers
+        self.experts = next(int(vars(settings)[name]) for name in EXPERTS if vars(settings).get(name))
+        self.per_token = int(settings.num_experts_per_tok)
+        self.routes: Tensor | None = None
+        for name, _ in list(model.named_modules()):
+            if found := LAYER.search(name):
+                block = model.get_submodule(name.rpartition(".")[0])
+                for router in [child for child in block.children() if hasattr(child, "top_k")] or [block]:
+                    router.forward = partial(self._route, router.forward, int(found[1]))
+
+    def _route(self, forward: Callable[..., Any], layer: int, *arguments: Any, **options: Any) -> Any:
+        if self.routes is None:
+            return forward(*arguments, **options)
+        with _Choice(self.routes[:, layer].long(), self.experts) as choice:
+            output = forward(*arguments, **options)
+        if choice.made != 1:
+            raise ValueError(
+                f"{self.family}: layer {layer} does not choose its experts in a way that can be replayed; "
+                "set actor_rollout_ref.actor.router_replay.mode=disabled"
+            )
+        return output
+
+
+class _Choice(TorchFunctionMode):
+    """Replaces the result of the `topk` by which a router chooses experts.
+
+    It is recognised by its shapes, so that every family's own arithmetic around it stays. A router that first chooses
+    groups of experts masks the scores of the others: the groups must be those of the wanted experts.
+    """
+
+    def __init__(self, wanted: Tensor, experts: int) -> None:
+        self.wanted, self.experts, self.made = wanted, experts, 0  # [tokens, experts of a token]
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        arguments: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = options or {}
+        if function not in (torch.topk, Tensor.topk):
+            return function(*arguments, **options)
+        scores, *others = arguments
+        if scores.dim() != 2 or len(scores) != len(self.wanted):
+            return function(*arguments, **options)
+        if scores.shape[1] < self.experts:
+            groups = self.wanted.div(self.experts // scores.shape[1], rounding_mode="floor")
+            wanted = scores.scatter(1, groups.clamp(min=0), torch.inf)
+            return function(torch.where(self.wanted[:, :1] == OWN_ROUTE, scores, wanted), *others, **options)
+        own = function(*arguments, **options)
+        if own.indices.shape != self.wanted.shape:
+            return own
+        self.made += 1
+        chosen = torch.where(self.wanted == OWN_ROUTE, own.indices, self.wanted)
+        return torch.return_types.topk((scores.gather(1, chosen), chosen))
