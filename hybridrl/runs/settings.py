@@ -304,7 +304,8 @@ def build_shaping(reward: RewardConfig) -> Shaping:
 
 def engine_fingerprint(model: ModelConfig, rollout: RolloutConfig) -> str:
     """The fingerprint of what determines a response besides its request and the weights."""
-    return fingerprint(rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha)
+    routes = ["routes"] if rollout.enable_rollout_routing_replay else []  # without them a response is no longer enough
+    return fingerprint(rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha, *routes)
 
 
 def score_fingerprint(reward: RewardConfig, data: str) -> str:

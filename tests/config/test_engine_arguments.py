@@ -5,10 +5,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3_5MoeTextConfig, Qwen3Config, Qwen3MoeConfig
 
 from hybridrl.config.checks.engine import FIXED, KEY, SET_BY, vllm_arguments
 from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import PPOConfig
+from hybridrl.core.required import required
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -34,6 +36,75 @@ def test_an_argument_that_would_make_every_importance_ratio_wrong_is_rejected():
 def test_a_name_that_the_engine_does_not_have_is_rejected_with_the_nearest_one():
     (text,) = errors("kv_cache_dtyp=fp8")
     assert "the engine of the installed vLLM has no such argument; did you mean kv_cache_dtype" in text
+
+
+REPLAY = "actor_rollout_ref.actor.router_replay.mode"
+ROUTES = f"{ROLLOUT}.enable_rollout_routing_replay"
+ON_CUDA = ["trainer.device=cuda", "trainer.n_gpus_per_node=1"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    made = {}
+    for name, settings in {
+        "mixture": Qwen3MoeConfig(num_experts=8),
+        "dense": Qwen3Config(),
+        "recurrent mixture": Qwen3_5MoeTextConfig(),
+    }.items():
+        made[name] = tmp_path_factory.mktemp("model")
+        settings.save_pretrained(made[name])
+        (made[name] / "model.safetensors").touch()
+    return made
+
+
+def replay(model: Path, *keys: str) -> tuple[str, list[str], PPOConfig]:
+    """The mode that results, with errors and warnings about it."""
+    overrides = ["data.train_files=x", f"actor_rollout_ref.model.path={model}", *keys]
+    resolved = resolve_config(PPOConfig, overrides, "ppo_trainer", offline=True)
+    config, found = required(resolved.config), [one.text for one in resolved.findings.items if REPLAY in one.text]
+    return config.actor_rollout_ref.actor.router_replay.mode, found, config
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "mode"),
+    [
+        ("mixture", [], "disabled"),
+        ("mixture", [f"{REPLAY}=R3"], "R3"),
+        ("mixture", [f"{REPLAY}=auto"], "disabled"),  # on CPU the engine computes in float32
+        ("mixture", [f"{REPLAY}=auto", f"{ROLLOUT}.dtype=bf16"], "R3"),
+        ("mixture", [f"{REPLAY}=auto", *ON_CUDA], "R3"),
+        ("recurrent mixture", [f"{REPLAY}=auto", *ON_CUDA], "R3"),
+        ("mixture", [f"{REPLAY}=auto", f"{ROLLOUT}.dtype=bf16", f"{ROLLOUT}.enable_prefix_caching=false"], "disabled"),
+        ("mixture", [f"{REPLAY}=auto", f"{ROLLOUT}.dtype=bf16", f"{ROUTES}=false"], "disabled"),
+        ("dense", [f"{REPLAY}=auto", f"{ROLLOUT}.dtype=bf16"], "disabled"),
+        ("recurrent mixture", [f"{REPLAY}=auto"], "disabled"),  # on CPU no prefix of it is cached
+    ],
+)
+def test_the_experts_of_the_engine_are_replayed_where_that_is_wanted_and_helps(models, model, keys, mode):
+    resolved, found, config = replay(models[model], *keys)
+    assert (resolved, found) == (mode, [])
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay is (mode == "R3")
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "message"),
+    [
+        ("dense", [], "is no mixture: there is nothing to replay"),
+        ("mixture", [f"{ROLLOUT}.enable_prefix_caching=false"], "vLLM keeps experts with its prefixes"),
+        ("mixture", [f"{ROUTES}=false"], "the engine returns no experts"),
+        ("mixture", [*ON_CUDA, "actor_rollout_ref.actor.fsdp_config.compile_layers=true"], "compiled layers"),
+        ("recurrent mixture", [], "vLLM keeps experts with its prefixes"),
+    ],
+)
+def test_replay_that_cannot_work_is_rejected_before_the_start(models, model, keys, message):
+    _, (text,), _ = replay(models[model], f"{REPLAY}=R3", *keys)
+    assert message in text and text.endswith(f"set {REPLAY}=disabled")
+
+
+def test_experts_that_nothing_replays_are_not_returned(models):
+    mode, (text,), config = replay(models["mixture"], f"{ROUTES}=true")
+    assert mode == "disabled" and text.endswith(f"has no effect; set {REPLAY}=R3")
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay is False
 
 
 @pytest.mark.parametrize("argument", ["kv_cache_dtype=fp8", "seed=null", "attention_backend=TRITON_ATTN"])

@@ -11,8 +11,10 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, 
 
 @pytest.fixture
 def three_rows(make_batch) -> Batch:
-    """Prompts [100], [101 102 103], [104 105]; responses [0 1], [2], [3 4 5]."""
-    return make_batch([2, 1, 3], prompts=[1, 3, 2], rewards=[0.0, 1.0, 0.5], values=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    """Prompts [100], [101 102 103], [104 105]; responses [0 1], [2], [3 4 5]; one expert of each token, in one layer,
+    which counts up."""
+    more = {"rewards": [0.0, 1.0, 0.5], "values": [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]}
+    return make_batch([2, 1, 3], prompts=[1, 3, 2], **more, routes=torch.arange(12, dtype=torch.int16).view(12, 1, 1))
 
 
 def same(left: Batch, right: Batch) -> bool:
@@ -29,6 +31,7 @@ def test_select_returns_rows_in_the_requested_order(three_rows):
     assert chosen.response_lengths.tolist() == [3, 2]
     assert chosen.rewards.tolist() == [0.5, 0.0]
     assert chosen.values.tolist() == pytest.approx([0.3, 0.4, 0.5, 0.0, 0.1])
+    assert chosen.routes.flatten().tolist() == [7, 8, 9, 10, 11, 0, 1, 2]
     assert chosen.position.tolist() == [2, 0]
     assert same(three_rows.select(torch.tensor([2, 0])), chosen)
 
@@ -45,7 +48,7 @@ def test_only_keeps_required_fields_and_those_named(three_rows):
     kept = three_rows.only("rewards")
     assert kept.rewards.tolist() == [0.0, 1.0, 0.5]
     assert kept.response_ids.tolist() == three_rows.response_ids.tolist()
-    assert kept.values is None and kept.response_mask is None
+    assert kept.values is kept.routes is kept.response_mask is None
     assert three_rows.values is not None
 
 
@@ -72,7 +75,7 @@ def test_the_row_and_the_last_token_of_each_response(three_rows):
 def test_moving_to_a_device_moves_every_filled_field(three_rows):
     moved = three_rows.to(torch.device("meta"))
     filled = [value for value in vars(moved).values() if value is not None]
-    assert len(filled) == 10 and all(value.is_meta for value in filled)
+    assert len(filled) == 11 and all(value.is_meta for value in filled)
 
 
 def test_pack_flattens_lists_and_arrays_and_keeps_their_lengths():
@@ -108,6 +111,11 @@ def test_a_tensordict_has_the_same_values_by_row_and_without_a_copy(three_rows):
     assert [row.tolist() for row in content["prompt_ids"].unbind()] == [[100], [101, 102, 103], [104, 105]]
     assert content["rewards"].tolist() == [0.0, 1.0, 0.5]
     assert "advantages" not in content
+    assert [row.flatten().tolist() for row in content["routes"].unbind()] == [
+        [0, 1, 2],
+        [3, 4, 5, 6],
+        [7, 8, 9, 10, 11],
+    ]
     assert content[2]["response_ids"].tolist() == [3, 4, 5]
     assert content["values"].values().data_ptr() == three_rows.values.data_ptr()
 

@@ -17,7 +17,7 @@ from hybridrl.runs.plugins import names
 MODEL, ROLLOUT, KEY = "actor_rollout_ref.model", "actor_rollout_ref.rollout", ".engine_kwargs.vllm"
 V1 = "trainer.v1"
 REPLAY, FSDP = "actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.actor.fsdp_config"
-ROUTES, RETURN_ROUTES = "enable_rollout_routing_replay", "enable_return_routed_experts"
+ROUTES, RETURN_ROUTES = f"{ROLLOUT}.enable_rollout_routing_replay", "enable_return_routed_experts"
 MODE, BOUND, OVER = f"{V1}.trainer_mode", f"{V1}.sampler.max_off_policy_threshold", f"{ROLLOUT}.over_sample_rate"
 
 # Arguments that hybridrl sets, by the key they are set with.
@@ -27,6 +27,7 @@ SET_BY = {
     "hf_overrides": f"{MODEL}.override_config",
     "enable_sleep_mode": f"{ROLLOUT}.free_cache_engine",
     "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
+    RETURN_ROUTES: ROUTES,
     **{
         name: f"{ROLLOUT}.{name}"
         for name in (
@@ -107,7 +108,7 @@ def resolve_router_replay(section: ActorRolloutRefConfig, check: Checker) -> Non
         (not rollout.enable_prefix_caching, f"{ROLLOUT}.enable_prefix_caching", "vLLM keeps experts with its prefixes"),
         (RETURN_ROUTES not in (vllm_arguments() or [RETURN_ROUTES]), f"{ROLLOUT}.name", "vLLM before 0.32 has none"),
         (section.actor.fsdp_config.compile_layers, f"{FSDP}.compile_layers", "compiled layers have their own experts"),
-        (rollout.enable_rollout_routing_replay is False, f"{ROLLOUT}.{ROUTES}", "the engine returns no experts"),
+        (rollout.enable_rollout_routing_replay is False, ROUTES, "the engine returns no experts"),
     )
     found = [(key, cause) for applies, key, cause in obstacles if applies]
     if replay.mode == "auto":
@@ -116,7 +117,7 @@ def resolve_router_replay(section: ActorRolloutRefConfig, check: Checker) -> Non
         for key, cause in found[:1]:
             check.error(f"{REPLAY} {key}", f"{cause}: there is nothing to replay", f"set {REPLAY}=disabled")
     elif rollout.enable_rollout_routing_replay:
-        check.warn(f"{ROLLOUT}.{ROUTES} {REPLAY}", "has no effect", f"set {REPLAY}=R3")
+        check.warn(f"{ROUTES} {REPLAY}", "has no effect", f"set {REPLAY}=R3")
     rollout.enable_rollout_routing_replay = replay.mode == "R3"
 
 

@@ -19,7 +19,7 @@ import shutil
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ HEADER = struct.Struct("<II")  # of a record: its bytes, and their CRC-32
 KEPT = 2  # steps: the current one, and the one before it while its checkpoint is being written
 # In a checkpoint: of each response its place, the check of its prompt, its tokens, and two booleans.
 COLUMNS = ("prompt", "sample", "turn", "check", "tokens", "truncated", "interrupted")
+NO_ROUTES = np.empty((0, 0, 0), dtype=np.int16)
 TOKENS = {"token_ids": np.int32, "log_probs": np.float32, "versions": np.int32}
 
 
@@ -164,21 +165,28 @@ class ResponseStore:
             for name, values in tokens.items():
                 values.append(np.broadcast_to(getattr(part, name), len(part.token_ids)))
         scores = {place: response.score for place, response in carried.items() if response.score is not None}
+        routes = [response.completion.routes for response in kept.values()]
+        routes = [NO_ROUTES if of_one is None else of_one for of_one in routes]
         return {
             "carried_responses": np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS)),
             **{f"carried_{name}": np.concatenate(tokens[name]).astype(dtype) for name, dtype in TOKENS.items()},
+            "carried_routes": np.concatenate([of_one.ravel() for of_one in [NO_ROUTES, *routes]]),
+            "carried_route_shapes": np.array([of_one.shape for of_one in routes], dtype=np.int64).reshape(-1, 3),
             "carried_scores": [[list(place), vars(score)] for place, score in scores.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        rows = state.get("carried_responses", ())
+        routes = _cut_routes(state, len(rows))
         end = 0
-        for row in state.get("carried_responses", ()):
+        for row in rows:
             *place, check, count, truncated, interrupted = row.tolist()
             begin, end = end, end + count
             token_ids, log_probs, versions = (state[f"carried_{name}"][begin:end] for name in TOKENS)
             versions = versions.astype(np.int64)
             same = int(versions[0]) if count and (versions == versions[0]).all() else versions
-            completion = Completion(token_ids.astype(np.int64), log_probs, bool(truncated), same, bool(interrupted))
+            ended = bool(truncated), same, bool(interrupted)
+            completion = Completion(token_ids.astype(np.int64), log_probs, *ended, next(routes))
             self.carried[tuple(place)] = StoredResponse(completion, None, check)
         for place, score in state.get("carried_scores", ()):
             self.carried[tuple(place)].score = Score(**score)
@@ -197,10 +205,12 @@ class ResponseStore:
             "key": key,
             "truncated": completion.truncated,
             "versions": np.asarray(completion.versions).tolist(),
+            "routes": None if completion.routes is None else completion.routes.shape,
             "reward": self.reward,
             "score": vars(score) if score is not None and score.fault is None else None,
         }
-        self._append(_encoded(meta, completion.token_ids.astype("<i4"), completion.log_probs.astype("<f4")))
+        routes = [] if completion.routes is None else [completion.routes.astype("<i2")]
+        self._append(_encoded(meta, completion.token_ids.astype("<i4"), completion.log_probs.astype("<f4"), *routes))
 
     def _append(self, record: bytes) -> None:
         with self.lock:
@@ -235,13 +245,17 @@ class ResponseStore:
 
     def _decoded(self, meta: dict[str, Any], arrays: bytes) -> StoredResponse:
         """Return the response of a record. Raises ValueError, TypeError or KeyError for one of another version."""
-        tokens, log_probs = np.frombuffer(arrays, "<i4").reshape(2, -1)
+        shape = dict(meta).get("routes")  # records of earlier versions have none
+        end = len(arrays) - (2 * math.prod(shape) if shape else 0)
+        routes = np.frombuffer(arrays[end:], "<i2").reshape(shape).astype(np.int16) if shape else None
+        tokens, log_probs = np.frombuffer(arrays[:end], "<i4").reshape(2, -1)
         versions, probs = np.array(meta["versions"]), log_probs.view("<f4")
         sound = versions.shape in ((), tokens.shape) and versions.dtype.kind == "i" and len(tokens) > 0
+        sound &= routes is None or routes.ndim == 3
         if not (sound and isinstance(meta["truncated"], bool) and (tokens >= 0).all() and np.isfinite(probs).all()):
             raise ValueError("not a response")
         versions = int(versions) if versions.ndim == 0 else versions
-        completion = Completion(tokens.astype(np.int64), probs, meta["truncated"], versions)
+        completion = Completion(tokens.astype(np.int64), probs, meta["truncated"], versions, routes=routes)
         score = None if meta["score"] is None or meta["reward"] != self.reward else Score(**meta["score"])
         if score is not None and not _is_sound(score, len(tokens)):
             raise ValueError("not a score")
@@ -262,6 +276,14 @@ class ResponseStore:
         if not self.failed:
             warn(f"{self.directory}: {error}; training continues, but a crash would cost the rollout of its step")
         self.failed = True
+
+
+def _cut_routes(state: Mapping[str, Any], count: int) -> Iterator[np.ndarray | None]:
+    """Yield the routes of each response of a checkpoint; those of earlier versions have none."""
+    end = 0
+    for shape in state.get("carried_route_shapes", np.zeros((count, 3), dtype=np.int64)).tolist():
+        begin, end = end, end + math.prod(shape)
+        yield state["carried_routes"][begin:end].reshape(shape) if end > begin else None
 
 
 def _is_sound(score: Score, tokens: int) -> bool:

@@ -31,11 +31,17 @@ class RouterReplay:
         self.experts = next(int(vars(settings)[name]) for name in EXPERTS if vars(settings).get(name))
         self.per_token = int(settings.num_experts_per_tok)
         self.routes: Tensor | None = None
-        for name, _ in list(model.named_modules()):
-            if found := LAYER.search(name):
-                block = model.get_submodule(name.rpartition(".")[0])
-                for router in [child for child in block.children() if hasattr(child, "top_k")] or [block]:
-                    router.forward = partial(self._route, router.forward, int(found[1]))
+        places = {name: int(found[1]) for name, _ in model.named_modules() if (found := LAYER.search(name))}
+        if not places:
+            raise self._fault("no layer chooses")
+        for name, layer in places.items():
+            block = model.get_submodule(name.rpartition(".")[0])
+            for router in [child for child in block.children() if hasattr(child, "top_k")] or [block]:
+                router.forward = partial(self._route, router.forward, layer)
+
+    def _fault(self, cause: str) -> ValueError:
+        fix = "set actor_rollout_ref.actor.router_replay.mode=disabled"
+        return ValueError(f"{self.family}: {cause} its experts in a way that can be replayed; {fix}")
 
     def _route(self, forward: Callable[..., Any], layer: int, *arguments: Any, **options: Any) -> Any:
         if self.routes is None:
@@ -43,10 +49,7 @@ class RouterReplay:
         with _Choice(self.routes[:, layer].long(), self.experts) as choice:
             output = forward(*arguments, **options)
         if choice.made != 1:
-            raise ValueError(
-                f"{self.family}: layer {layer} does not choose its experts in a way that can be replayed; "
-                "set actor_rollout_ref.actor.router_replay.mode=disabled"
-            )
+            raise self._fault(f"layer {layer} does not choose")
         return output
 
 

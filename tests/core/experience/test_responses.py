@@ -8,12 +8,15 @@ import zlib
 from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from hybridrl.core.experience.batching import GroupFilter
 from hybridrl.core.experience.collector import SynchronousExperience
 from hybridrl.core.experience.responses import HEADER, ResponseStore
+from hybridrl.core.required import required
+from hybridrl.core.rollout import Completion, Request, Sampling
 from hybridrl.core.rollout.client import RolloutFailure
 from hybridrl.rewards.score import FaultGuard, Score
 from tests.core.experience.test_collector import Client, Scorers, Switch, build, fault, plain
@@ -117,6 +120,37 @@ def test_a_record_that_a_kill_cut_off_or_a_disk_changed_ends_the_file_and_is_wri
         assert file.stat().st_size == len(whole)
 
 
+def with_routes() -> tuple[Request, Completion]:
+    request = Request(0, 0, [1, 2], 7, Sampling(3, (0,)))
+    routes = np.arange(16, dtype=np.int16).reshape(4, 2, 2) - 1
+    return request, Completion(np.arange(3), np.full(3, -0.5, np.float32), True, 4, routes=routes)
+
+
+def test_the_experts_of_a_response_are_in_the_spool(tmp_path):
+    request, completion = with_routes()
+    first, second = spool(tmp_path), spool(tmp_path)
+    first.open(1, "w")
+    first.add(request, completion)
+    second.open(1, "w")
+    found = required(second.find(request)).completion
+    assert np.array_equal(required(found.routes), required(completion.routes)) and found.routes.dtype == np.int16
+    assert np.array_equal(found.token_ids, completion.token_ids)
+
+
+def test_and_in_a_checkpoint_together_with_responses_that_have_none():
+    request, completion = with_routes()
+    first, second = ResponseStore(carries=True), ResponseStore(carries=True)
+    others = [(replace(request, sample=n), replace(completion, routes=None, interrupted=True)) for n in (1, 2)]
+    first.add(request, completion)
+    second.load_state_dict(first.state_dict(others))
+    for one, expected in [(request, completion), *others]:
+        found = required(second.find(one)).completion.routes
+        assert found is expected.routes is None or np.array_equal(found, expected.routes)
+    state = {name: value for name, value in first.state_dict(others).items() if "route" not in name}
+    second.load_state_dict(state)  # of a version before there were routes
+    assert required(second.find(request)).completion.routes is None
+
+
 @pytest.mark.parametrize("change", ["weights", "engine", "sampling", "seed", "prompt"])
 def test_responses_to_another_policy_prompt_or_seed_are_not_used(tmp_path, capsys, change):
     killed(tmp_path, 6)
@@ -180,6 +214,7 @@ def rewritten(file: Path, changes: dict[str, object], arrays: bytes | None = Non
         *({"score": {"value": 1.0, **more}} for more in ({"new": 1}, {"extras": []}, {"fault": "x"}, {"text": 3})),
         *({"score": {"value": 1.0, "token_rewards": value}} for value in ([1.0], "x", 3, [None] * 3, {})),
         *({"score": {"value": 10**400}}, {"responses": "x"}, {"responses": None}),
+        *({"routes": value} for value in (3, "x", [4], [1, 1, 1], [-1, -1, 2], [10**12, 1, 1], [None] * 3, {"a": 1})),
     ],
     ids=str,
 )

@@ -122,6 +122,21 @@ def test_tokens_sampled_at_once_after_a_stop_text_are_dropped(tokenizer):
     assert processed.reqs_to_abort == ["a-1"], "the engine has not finished it"
 
 
+def test_the_experts_are_those_of_every_token_before_the_last_one_kept(tokenizer):
+    collector = collecting(request("a", "b"), request("c"), tokenizer=tokenizer)
+    experts = np.arange(10, dtype=np.uint8).reshape(5, 1, 2)
+    outputs = []
+    for name, ids in (("a", tokenizer.encode("abc")), ("c", [4, 5, 6])):
+        row = LogprobsLists(np.array([ids]).T, np.zeros((3, 1), np.float32), np.ones(3))
+        reason = FinishReason.LENGTH if name == "c" else None
+        outputs.append(EngineCoreOutput(f"{name}-1", ids, row, finish_reason=reason, routed_experts=experts))
+    stopped, whole = collector.process_outputs(outputs).request_outputs
+    assert len(stopped.token_ids) == 2  # after a prompt of three
+    assert stopped.routes.tolist() == experts[:4].tolist() and whole.routes.tolist() == experts.tolist()
+    assert whole.routes.dtype == np.int16
+    assert collecting(request("a")).responses["a-1"].routes is None
+
+
 def test_the_log_probs_of_a_scored_prompt_are_its_own_tokens_and_not_the_likeliest():
     collector = collecting(request("a"))
     rows = LogprobsTensors(torch.tensor([[2, 9], [3, 8]]), torch.tensor([[-4.0, -0.5], [-5.0, -0.25]]), torch.ones(2))

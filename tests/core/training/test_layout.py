@@ -1,6 +1,6 @@
 """Models divided by tensor and expert parallelism: log-probs and gradients are those of one process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from transformers import (
 
 from hybridrl.checkpoint.read import open_tensors
 from hybridrl.config import ConfigError
-from hybridrl.core.batch import Batch
+from hybridrl.core.batch import OWN_ROUTE, Batch
 from hybridrl.core.training.attention import sequence_group
 from hybridrl.core.training.fsdp import shard_and_fill
 from hybridrl.core.training.layout import layout
@@ -31,6 +31,7 @@ from hybridrl.core.training.losses import LossConfig, policy_objective
 from hybridrl.core.training.model import HOST, blank_language_model
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.routes import RouterReplay
 from hybridrl.core.training.state import StateWriter, load_state, state_of
 from hybridrl.core.training.worker import columns_of
 from hybridrl.core.training.worker_group import rank_mini_batches
@@ -113,6 +114,9 @@ def paths(tmp_path_factory) -> dict[str, str]:
     return found
 
 
+REPLAYED = ["a mixture", "latent attention"]  # also computed with experts that were chosen before
+
+
 def build(path: str, sizes: Sizes) -> Learner:
     meshes = layout("cpu", sizes.ranks, sizes.ranks, sizes.tensor, sizes.expert)
     config = fsdp_config(tensor_parallel_size=sizes.tensor, expert_parallel_size=sizes.expert)
@@ -129,14 +133,22 @@ def share(rows: Batch, sizes: Sizes) -> MiniBatch:
     return plans[dist.get_rank()][0]
 
 
-def computed(paths: list[str], rows: Batch, sizes: Sizes) -> list[tuple[dict[int, Tensor], dict[str, Tensor], float]]:
-    """Each model's log-probs of this rank's rows, gradient of all rows, and its norm."""
-    return [_computed(build(path, sizes), rows, share(rows, sizes)) for path in paths]
+Computed = tuple[dict[int, Tensor], dict[str, Tensor], float]
 
 
-def _computed(
-    learner: Learner, rows: Batch, mini_batch: MiniBatch
-) -> tuple[dict[int, Tensor], dict[str, Tensor], float]:
+def computed(paths: dict[str, str], rows: Batch, sizes: Sizes) -> dict[str, Computed]:
+    """By family the log-probs of this rank's rows, gradient of all rows, and its norm; of some families also those with
+    the routes of the rows."""
+    without = replace(rows, routes=None)
+    found = {family: _computed(build(path, sizes), without, share(rows, sizes)) for family, path in paths.items()}
+    for family in [family for family in REPLAYED if family in paths]:
+        learner = build(paths[family], sizes)
+        learner.model.replay = RouterReplay(learner.model.model)
+        found[f"{family}, replayed"] = _computed(learner, rows, share(rows, sizes))
+    return found
+
+
+def _computed(learner: Learner, rows: Batch, mini_batch: MiniBatch) -> Computed:
     with torch.no_grad():
         columns = columns_of(
             learner.model,
@@ -174,12 +186,15 @@ def rows(make_batch) -> Batch:
     tokens = len(batch.response_ids)
     batch.response_mask = torch.ones(tokens, dtype=torch.bool)
     batch.advantages = torch.randn(tokens, generator=generator)
+    choices = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(2 * int(batch.lengths.sum()))])
+    batch.routes = choices.view(-1, 2, 2).to(torch.int16)
+    batch.routes[batch.lengths.cumsum(0) - 1] = OWN_ROUTE
     return batch
 
 
 @pytest.fixture(scope="module")
 def alone(paths, rows):
-    return dict(zip(paths, on_ranks(1, computed, list(paths.values()), rows, ALONE)[0], strict=True))
+    return on_ranks(1, computed, paths, rows, ALONE)[0]
 
 
 @pytest.mark.parametrize("name", SLOW)
@@ -190,8 +205,8 @@ def test_log_probs_and_gradients_are_those_of_one_process(paths, rows, alone, na
         families.remove("attention sinks")  # has no plan of it
     if sizes.sequence > 1:
         families = families[:4]  # all layers of a family with a recurrence need complete rows
-    for parts in on_ranks(sizes.ranks, computed, [paths[family] for family in families], rows, sizes):
-        for family, (log_probs, gradient, norm) in zip(families, parts, strict=True):
+    for parts in on_ranks(sizes.ranks, computed, {family: paths[family] for family in families}, rows, sizes):
+        for family, (log_probs, gradient, norm) in parts.items():
             right_log_probs, right, right_norm = alone[family]
             for row, values in log_probs.items():
                 torch.testing.assert_close(values, right_log_probs[row], rtol=5e-6, atol=5e-6)
