@@ -133,8 +133,19 @@ class CheckpointConfig(Section):
     async_save: bool
 
 
+def replay_mode(value: str) -> values.ValueFault | None:
+    """A rule: the experts that an update uses."""
+    if value == "R2":  # verl's
+        cause = "the experts of the old policy's own forward pass, which may differ from the engine's, are not replayed"
+        return values.ValueFault(cause, "set R3, which replays the engine's")
+    return None if value in REPLAYS else values.choices(value, REPLAYS, REPLAYS)
+
+
+REPLAYS = ["disabled", "auto", "R3"]
+
+
 class RouterReplayConfig(Section):
-    mode: Literal["disabled", "auto", "R3"]
+    mode: Annotated[str, replay_mode]
 
 
 class ActorConfig(Section):

@@ -101,6 +101,18 @@ def test_replay_that_cannot_work_is_rejected_before_the_start(models, model, key
     assert message in text and text.endswith(f"set {REPLAY}=disabled")
 
 
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("R2", "which may differ from the engine's, are not replayed; set R3, which replays the engine's"),
+        ("R33", "choose disabled | auto | R3"),
+    ],
+)
+def test_another_mode_is_rejected_with_those_that_there_are(models, mode, message):
+    _, (text,), _ = replay(models["mixture"], f"{REPLAY}={mode}")
+    assert message in text
+
+
 def test_experts_that_nothing_replays_are_not_returned(models):
     mode, (text,), config = replay(models["mixture"], f"{ROUTES}=true")
     assert mode == "disabled" and text.endswith(f"has no effect; set {REPLAY}=R3")

@@ -43,9 +43,9 @@ def rows(wanted: list[Request], responses: dict[tuple[int, int], Completion]) ->
     return to_batch(group_by_prompt(episodes))
 
 
-def update(workers: TrainWorkers, batch: Batch) -> None:
+def update(workers: TrainWorkers, batch: Batch) -> dict[str, float]:
     batch.advantages = (batch.rewards - 1.0)[batch.response_row]
-    workers.update_policy(batch, 1)
+    return workers.update_policy(batch, 1)[1]
 
 
 def largest_gap(workers: TrainWorkers, batch: Batch) -> float:

@@ -100,9 +100,9 @@ def test_an_engine_returns_the_experts_of_every_token_but_the_last(overrides, mi
         assert (np.sort(response.routes, -1) == wanted).mean() > 0.999, name  # rounding may decide between two
 
 
-def gaps(config: PPOConfig, place: Path) -> tuple[float, float, float]:
-    """Return the largest gap of log-probs between engine and trainer, the same without the engine's experts, and the
-    first again after an update and a weight sync."""
+def gaps(config: PPOConfig, place: Path) -> tuple[float, float, float, float]:
+    """Return the largest gap of log-probs between engine and trainer, the same without the engine's experts, which
+    share of these the routers would not have chosen, and the first again after an update and a weight sync."""
     (place / "logs").mkdir()
     session = start_session(config.trainer, config.ray_kwargs.ray_init)
     try:
@@ -116,8 +116,8 @@ def gaps(config: PPOConfig, place: Path) -> tuple[float, float, float]:
             engine.to_training()
             found.append(largest_gap(trainers, batch))
             found.append(largest_gap(trainers, replace(batch, routes=None)))
-            update(trainers, batch)
-        return found[0], found[1], found[2]
+            found.append(update(trainers, batch)["actor/replayed_experts"])
+        return found[0], found[1], found[2], found[3]
     finally:
         session.close()
 
@@ -130,6 +130,7 @@ def test_the_trainer_uses_the_experts_that_the_engine_chose(overrides, mixture, 
         "actor_rollout_ref.actor.router_replay.mode": "R3",
         f"actor_rollout_ref.actor.fsdp_config.{size}": 2,
     }
-    with_routes, without, later = gaps(load_ppo_config(overrides(tmp_path, more)), tmp_path)
+    with_routes, without, replayed, later = gaps(load_ppo_config(overrides(tmp_path, more)), tmp_path)
     assert max(with_routes, later) < 1e-4
     assert without > 1e-2
+    assert 0.1 < replayed < 0.5  # of about half the tokens one of two experts, or both

@@ -128,7 +128,12 @@ def policy_objective(
         output = learner.model(inputs, loss.temperature, against=against, loss_gradient=early, **options)
         if loss.own_old_log_probs:
             outputs.append(output.map(torch.detach))
-        return (0 * output.log_probs.sum(), {}) if totals is None else policy_loss(output, part, totals, loss)
+        replaced = None if inputs.routes is None else learner.model.replaced_experts(inputs)
+        if totals is None:
+            return 0 * output.log_probs.sum(), {}
+        total, shares = policy_loss(output, part, totals, loss)
+        statistics = {} if replaced is None else {"replayed_experts": replaced}
+        return total, shares | _token_means(statistics, part, totals)
 
     return compute
 

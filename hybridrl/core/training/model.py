@@ -50,7 +50,7 @@ class TokenModel(nn.Module):
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Return the head's inputs at the predictors [response tokens, width]; for a slice, at its own."""
         if self.replay is not None:
-            self.replay.routes = inputs.routes
+            self.replay.begin(inputs.routes)
         hidden = self.model.base_model(
             input_ids=inputs.input_ids, position_ids=inputs.position_ids, packed=inputs.packed, use_cache=False
         ).last_hidden_state
@@ -80,6 +80,11 @@ class LanguageModel(TokenModel):
         hidden = TokenModel.hidden_states(self, inputs)
         outputs = token_outputs(hidden, self.head, inputs.targets, spec)
         return outputs.map(partial(gather_slices, slice_=inputs.slice))
+
+    def replaced_experts(self, inputs: ModelInputs) -> Tensor:
+        """Return which share of the experts that predicted each response token, in the pass just made of these inputs,
+        the routers would not have chosen [response tokens]; collective."""
+        return gather_slices(required(self.replay).replaced_share()[inputs.predictors], inputs.slice)
 
     @property
     def head(self) -> Head:

@@ -22,22 +22,31 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\..*(?<=\.)experts$")
 
 
 class RouterReplay:
-    """Has the routers of a mixture choose the experts of `routes` [tokens of a pass, layers, experts of a token], or if
-    these are None their own. They stay set for the backward pass, which may compute layers again."""
+    """Has the routers of a mixture choose given experts [tokens of a pass, layers, experts of a token], or if these are
+    None their own. They stay set for the backward pass, which may compute layers again."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         settings = model.config.get_text_config()
         self.family, self.layers = model.config.model_type, settings.num_hidden_layers
         self.experts = next(int(vars(settings)[name]) for name in EXPERTS if vars(settings).get(name))
         self.per_token = int(settings.num_experts_per_tok)
-        self.routes: Tensor | None = None
+        self.begin(None)
         places = {name: int(found[1]) for name, _ in model.named_modules() if (found := LAYER.search(name))}
         if not places:
             raise self._fault("no layer chooses")
+        self.routers = len(places)
         for name, layer in places.items():
             block = model.get_submodule(name.rpartition(".")[0])
             for router in [child for child in block.children() if hasattr(child, "top_k")] or [block]:
                 router.forward = partial(self._route, router.forward, layer)
+
+    def begin(self, routes: Tensor | None) -> None:
+        """Set the experts of a forward pass."""
+        self.routes, self.replaced = routes, torch.zeros(())
+
+    def replaced_share(self) -> Tensor:
+        """Return which share of each token's experts in the last pass the routers would not have chosen [tokens]."""
+        return self.replaced / (self.per_token * self.routers)
 
     def _fault(self, cause: str) -> ValueError:
         fix = "set actor_rollout_ref.actor.router_replay.mode=disabled"
@@ -50,6 +59,7 @@ class RouterReplay:
             output = forward(*arguments, **options)
         if choice.made != 1:
             raise self._fault(f"layer {layer} does not choose")
+        self.replaced = self.replaced + choice.replaced
         return output
 
 
@@ -85,4 +95,5 @@ class _Choice(TorchFunctionMode):
             return own
         self.made += 1
         chosen = torch.where(self.wanted == OWN_ROUTE, own.indices, self.wanted)
+        self.replaced = (chosen[:, :, None] != own.indices[:, None]).all(-1).sum(-1)
         return torch.return_types.topk((scores.gather(1, chosen), chosen))

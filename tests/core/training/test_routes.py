@@ -112,6 +112,21 @@ def test_the_weights_of_given_experts_are_those_worked_out_by_hand(rows, family)
     torch.testing.assert_close(weights[:, 0].float(), by_hand(scores[0].float(), routes[:, 0].long(), family))
 
 
+def test_the_share_of_experts_that_the_routers_would_not_have_chosen(rows) -> None:
+    model = replaying(MIXTURES["a mixture"])
+    scores: list[Tensor] = []
+    for name, module in model.model.named_modules():
+        if name.endswith(".gate"):
+            module.register_forward_hook(lambda module, given, output: scores.append(output[0].detach()))
+    routes = torch.tensor([5, 2]).expand(int(rows.lengths.sum()), 2, -1).to(torch.int16)
+    inputs = lay_out(replace(rows, routes=routes), padded=False)
+    model(inputs, 1.0)
+    own = torch.stack(scores, 1).topk(2).indices  # [tokens, layers, experts of a token]
+    kept = sum((own == expert).any(-1).float() for expert in (5, 2)).mean(-1) / 2
+    assert torch.equal(model.replaced_experts(inputs), (1 - kept)[inputs.predictors])
+    assert 0 < float(model.replaced_experts(inputs).mean()) < 1
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_gradient_reaches_the_router_through_the_weights_of_given_experts(rows, checkpointing) -> None:
     model = replaying(MIXTURES["a mixture"])
