@@ -127,8 +127,45 @@ def _batch_of_sync(step: Any, values: Mapping[str, Any]) -> str:
     return "" if batch == values[BATCH] else f"set {BATCH}={batch}"
 
 
+def shared_rows(part: str, model: str, keys: str) -> Entry:
+    """Sizes of context parallelism, which is that of Ulysses here: only packed rows can be shared."""
+    size, packed = f"{part}.ulysses_sequence_parallel_size", f"{model}.use_remove_padding"
+    sets: dict[str, Any] = {size: lambda of: of.value, packed: True}
+    return combined(keys, f"{size} = its value, with packed rows", sets, silent=[1], drops={packed: False})
+
+
+def _of_engines(part: str, model: str) -> list[Entry]:
+    """Keys of verl's other engines, for the actor or the critic."""
+    optim, names = f"{part}.optim", ("megatron.context", "veomni.ulysses", "torchtitan.context")
+    decay, least = f"{optim}.lr_scheduler_type", f"{optim}.min_lr_ratio"
+    return [
+        shared_rows(part, model, " ".join(f"{part}.{name}_parallel_size" for name in names)),
+        combined(f"{optim}.decay_type", f"{decay} = its value", {decay: lambda of: of.value}),
+        *(
+            combined(
+                f"{optim}.{name}",
+                f"{least} = its value / lr",
+                {least: lambda of, name=name: float(f"{of(f'{optim}.{name}') / of(f'{optim}.lr'):g}")},
+                silent=[0],
+            )
+            for name in ("min_lr", "lr_min")
+        ),
+    ]
+
+
+def _schedule_of_engine(engine: str, schedule: str) -> Entry:
+    """An engine of verl whose schedule is another one, unless the command names it."""
+    sets = {f"{part}.optim.lr_scheduler_type": schedule for part in ("actor_rollout_ref.actor", "critic")}
+    why = "training runs on FSDP2, with that engine's schedule unless the command names one"
+    return combined("model_engine", why, sets, when=f"^{engine}$")
+
+
 # A later one wins, and what the command or its file sets by hybridrl's name stays.
 OF_VERL = [
+    _schedule_of_engine("veomni", "cosine"),
+    _schedule_of_engine("torchtitan", "linear"),
+    *_of_engines("actor_rollout_ref.actor", "actor_rollout_ref.model"),
+    *_of_engines("critic", "critic.model"),
     combined("async_training.partial_rollout", "", {MODE: "colocate_async"}, when="^(?i:true)$"),
     # One step off is all that it says by itself; fully_async says more.
     combined("actor_rollout_ref.hybrid_engine", "", {MODE: "separate_async", BOUND: 1, BYPASS: True}, silent=[True]),
@@ -188,6 +225,7 @@ def _mask(metric: str, statistic: str, name: str, low: float, high: float) -> En
 
 
 OF_SKYRL = [
+    shared_rows(ACTOR, "actor_rollout_ref.model", "trainer.policy.megatron_config.context_parallel_size"),
     combined(
         "trainer.placement.colocate_all",
         "separate_async with a bound of 0, and num_engines x data_parallel_size x tensor_parallel_size devices for "
@@ -231,11 +269,15 @@ OF_SKYRL = [
 AREAL_STALENESS, PER_NODE = "rollout.max_head_offpolicyness", "trainer.n_gpus_per_node"
 # An engine's or trainer's devices, such as sglang:d4t2: data, tensor, pipeline and context parallel.
 ENGINES = r"(?:\w+(?:\[\w+\])?[:.])?(?:d(?P<d>\d+)|t(?P<t>\d+)|p(?P<p>\d+)|[ce]\d+)+"
-TRAINER = r"(?:\w+(?:\[\w+\])?[:.])?(?:d(?P<D>\d+)|t(?P<T>\d+)|p(?P<P>\d+)|c(?P<C>\d+)|e\d+)+"
+TRAINER = r"(?:\w+(?:\[\w+\])?[:.])?(?:d(?P<D>\d+)|t(?P<T>\d+)|p(?P<P>\d+)|c(?P<C>\d+)|e(?P<E>\d+))+"
 SEPARATE = {MODE: "separate_async", BOUND: lambda of: of(AREAL_STALENESS, 0)}
 FOR_TRAINING = {
     "trainer.nnodes": lambda of: math.ceil(of.size("DTPC") / of(PER_NODE, 8)),
     "trainer.n_gpus_per_node": lambda of: min(of.size("DTPC"), of(PER_NODE, 8)),
+    # 1 is the default of each, and sets nothing.
+    f"{ACTOR}.fsdp_config.tensor_parallel_size": lambda of: of.size("T") if of.size("T") > 1 else None,
+    f"{ACTOR}.fsdp_config.expert_parallel_size": lambda of: of.size("E") if of.size("E") > 1 else None,
+    f"{ACTOR}.ulysses_sequence_parallel_size": lambda of: of.size("C") if of.size("C") > 1 else None,
 }
 FOR_ROLLOUT = {
     "actor_rollout_ref.rollout.nnodes": lambda of: math.ceil(of.size("dtp") / of(PER_NODE, 8)),
@@ -262,7 +304,7 @@ OF_AREAL = [
         SEPARATE | FOR_ROLLOUT,
         when=rf"^{ENGINES}$",
     ),
-    combined("actor.backend", "the devices for training", FOR_TRAINING, when=rf"^{TRAINER}$"),
+    combined("actor.backend", "the devices for training, and their division", FOR_TRAINING, when=rf"^{TRAINER}$"),
     combined(
         "rollout.scheduling_strategy.type actor.scheduling_strategy.type",
         "",

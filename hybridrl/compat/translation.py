@@ -25,9 +25,9 @@ from hybridrl.compat.entries import (
     Look,
     argument_of_reward,
 )
-from hybridrl.config.compose import Argument, as_override, key_of, usual_value
+from hybridrl.config.compose import Argument, as_override, key_of, read_argument, usual_value
 from hybridrl.config.findings import Finding, Findings, show
-from hybridrl.config.values import holds, tree, value_keys
+from hybridrl.config.values import holds, leaves, tree, value_keys
 
 SHOWN = 4  # keys that are named if more share a reason
 CLASS = "._target_"  # how verl's files name the class of a section
@@ -153,13 +153,23 @@ class Translation:
         """Translate the arguments of a command. `around`: what its custom file sets, by key."""
         command = ForeignCommand(schema, {self.current_name(key): value for key, value in around.items()})
         for argument in arguments:
-            self._translate(argument, command)
+            for single in self._keys_of_section(argument, schema):
+                self._translate(single, command)
         self._combine(command)
         for system, keys in command.others.items():
             cause = f"{_listed(keys)} {'are keys' if keys[1:] else 'is a key'} of {system}, not of a run here"
             fix = "hybridrl doctor migrate run.sh prints the command for hybridrl"
             command.findings.error("unsupported", cause, fix, keys=keys)
         return command
+
+    def _keys_of_section(self, argument: Argument, schema: type) -> list[Argument]:
+        """The arguments of a section's keys, where one sets a section that hybridrl does not have at once."""
+        key, value = self.current_name(argument.key), argument.value
+        if not isinstance(value, Mapping) or holds(tree(schema), key) or not self.entry_of(key):
+            return [argument]
+        return [
+            read_argument(f"++{name}={as_override(item)}") for name, item in leaves(value, f"{argument.key}.").items()
+        ]
 
     def _translate(self, argument: Argument, command: ForeignCommand) -> None:
         text, raw, findings = argument.text, argument.raw, command.findings
@@ -202,9 +212,12 @@ class Translation:
             made[entry] = sets
         for entry, sets in made.items():
             text, keys = command.texts_of(named[entry])
+            why = f": {entry.why}" if entry.why and not any(map(callable, entry.sets.values())) else ""  # or a meaning
             if sets:
                 cause = " ".join(f"{key}={show(value)}" for key, value in sets.items())
-                command.findings.warn("old-name", f"{text} is now {cause}", keys=(*keys, *sets))
+                command.findings.warn("old-name", f"{text} is now {cause}{why}", keys=(*keys, *sets))
+            elif why:
+                command.findings.warn("ignored-key", f"{text} has no effect{why}", keys=keys)
             for key, value in sets.items():
                 command.put(key, as_override(value), text)
 
@@ -215,7 +228,8 @@ class Translation:
         for key, value in entry.sets.items():
             if not command.stays(key, entry.drops.get(key)):
                 try:
-                    sets[key] = value(look) if callable(value) else value
+                    computed = value(look) if callable(value) else value
+                    sets |= {key: computed} if computed is not None else {}
                 except (ValueError, ArithmeticError) as error:
                     failed[key] = error
         for key in (key for key in look.read if key in command.values and key not in keys):

@@ -5,6 +5,7 @@ them, from the comments in conf/*.yaml, what a configuration changes, and its ba
 """
 
 import functools
+import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -35,6 +36,8 @@ from hybridrl.runs import plugins
 T = TypeVar("T")
 Report = Callable[[str], None]
 COLUMN = 46  # where meanings begin
+# Files that verl's commands name, with --config-path=config or none; what they set is in the table of verl's keys.
+VERL_FILES = re.compile(r"((fully_async_|one_step_off_)?ppo|dapo)_(megatron_)?trainer|sft_trainer(_engine)?")
 
 
 @dataclass
@@ -98,6 +101,17 @@ def existing(name: str, directory: Path) -> Path:
     return file.resolve()
 
 
+def verl_file(name: str, directory: Path, findings: Findings) -> bool:
+    """Whether a command names a file that only verl has, in place of which the shipped one is used."""
+    stem = name.removesuffix(".yaml")
+    absent = not (directory / f"{stem}.yaml").is_file() and directory in (CONF, Path("config"))
+    if absent and VERL_FILES.fullmatch(stem):
+        cause = f"--config-name={name} is verl's, and not read: keys that the command leaves out have hybridrl's values"
+        findings.warn("ignored-key", f"{cause}, and training runs on FSDP2" if "megatron" in name else cause)
+        return True
+    return False
+
+
 def resolve_config(
     schema: type[T],
     overrides: list[str],
@@ -134,6 +148,8 @@ def read_config(
     sections and keys of PPOConfig: the others may be set, and are not read."""
     whole: type = schema if schema in SHIPPED else PPOConfig
     name, findings, around = name or SHIPPED[whole], Findings(), {}
+    if verl_file(name, directory, findings):
+        name, directory = SHIPPED[whole], CONF
     with findings.gathered("file"):
         around = custom_values(existing(name, directory))
     parsed = parse_overrides(overrides, whole, findings, around, translation)

@@ -90,7 +90,7 @@ class ModelConfig(LoRAConfig):
 
 
 class OptimizerConfig(Section):
-    optimizer: Literal["AdamW", "Muon"]
+    optimizer: Annotated[Literal["AdamW", "Muon"], values.Means({"adam": "AdamW", "adamw": "AdamW", "muon": "Muon"})]
     lr: values.NonNegative
     betas: Annotated[list[values.Decay], values.pair]
     weight_decay: values.NonNegative

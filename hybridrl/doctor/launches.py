@@ -27,6 +27,7 @@ from typing import Any
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import as_override, file_values
 from hybridrl.config.findings import Findings
+from hybridrl.config.load import verl_file
 from hybridrl.config.schema import SFTConfig
 from hybridrl.config.values import MISSING, leaves, tree
 from hybridrl.doctor.shell_text import without_files
@@ -56,8 +57,6 @@ OF_PROGRAM = {
     "fully_async_main": "async_training.staleness_threshold=0.1",
     "main_async": "trainer.v1.sampler.max_off_policy_threshold=1",
 }
-ASYNC_FILES = ("fully_async_ppo_trainer", "one_step_off_ppo_trainer")  # what they set is in OF_PROGRAM and the tables
-SHIPPED_FILES = ("ppo_trainer", "sft_trainer", "dapo_trainer", "sft_trainer_engine")  # verl's, which set nothing more
 OPTIONS = {"--config-path": "path", "-cp": "path", "--config-dir": "path", "-cd": "path"}
 OPTIONS |= {"--config-name": "name", "-cn": "name", "--config": "file"}
 PER_NODE = ("--nproc_per_node", "--nproc-per-node")
@@ -166,13 +165,13 @@ def _read_file(launch: TrainingLaunch, script: Path) -> None:
     """Put the values of the launch's settings file, which is found as by the script's program, from this directory or
     one above the script, before those of its command."""
     options = launch.options
-    if not options or (options.get("name") in SHIPPED_FILES and "path" not in options):
+    if not options:
         return
     name = options.get("file") or str(Path(options.get("path", ""), options.get("name", "")))
     names = (name, Path(name).with_name(f"{Path(name).name}.yaml"), Path("verl/trainer/config", f"{name}.yaml"))
     places = (directory / path for directory in (Path.cwd(), *script.resolve().parents) for path in names)
     file = next(filter(Path.is_file, places), None)
-    if file is None and Path(name).stem in ASYNC_FILES:
+    if file is None and verl_file(options.get("name", ""), Path(options.get("path", "config")), launch.findings):
         return
     if file is None:
         cause = f"{name}: this settings file was not found, so none of its values are in the command below"

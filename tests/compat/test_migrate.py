@@ -476,11 +476,16 @@ def test_rejected_settings_are_left_out_until_the_command_is_accepted(migrate):
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 "
         "actor_rollout_ref.ref.megatron.param_offload=True actor_rollout_ref.actor.megatron.a=1 "
         "actor_rollout_ref.actor.megatron.b=1 actor_rollout_ref.actor.megatron.c=1 "
+        "actor_rollout_ref.actor.megatron.d=1 actor_rollout_ref.actor.megatron.e=1 "
         "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True trainer.device=npu\n"
     )
-    assert printed(output) == ["actor_rollout_ref.model.path=Qwen/Qwen3-8B", "data.train_files=a.parquet"]
+    assert printed(output) == [
+        "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+        "data.train_files=a.parquet",
+        "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    ]
     assert status == 1
-    assert output.count(".megatron.") == 5  # each is named, in one line only
+    assert output.count(".megatron.") == 7  # each is named, in one line only
     assert "and 1 more: " in output and "left-out" not in output
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrl.config.checks import algorithm, training
 from hybridrl.config.checks.engine import check_engine, resolve_asynchronous, resolve_router_replay
-from hybridrl.config.checks.model import check_lora_sync, check_served, resolve_recurrence
+from hybridrl.config.checks.model import check_lora_sync, check_plans, check_served, resolve_recurrence
 from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings
 from hybridrl.config.schema import DataConfig, OptimizerConfig, PPOConfig, RolloutConfig, SFTConfig, SFTTrainerConfig
@@ -40,6 +40,9 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     training.resolve_reference(section, hint, check, kl_in_reward=config.algorithm.use_kl_in_reward)
     check_served(MODEL, model, rollout, trainer.device, check)
     resolve_trained(policy, rollout.max_model_len or 0, hint, trainer, check)
+    check_plans(MODEL, model, policy.fsdp_key, actor.fsdp_config, check)
+    if config.critic.enable:
+        check_plans("critic.model", config.critic.model, "critic.fsdp", config.critic.fsdp, check)
     check_lora_sync(section, check)
     _check_learning(rollout, actor.optim, check.at(ROLLOUT), val_only=trainer.val_only)
     _check_idle(rollout, data, check.at(ROLLOUT))
@@ -70,6 +73,7 @@ def resolve_sft(config: SFTConfig, findings: Findings, machine: Machine | None =
     model = Trained("engine", "model", config.model, "optim", config.optim, "engine.fsdp_config", engine.fsdp_config)
     training.resolve_updates(model, config.trainer, check)
     resolve_trained(model, config.data.max_length, "lower data.max_length", config.trainer, check)
+    check_plans("model", config.model, model.fsdp_key, engine.fsdp_config, check)
     if config.trainer.test_freq > 0 and not config.data.val_files:
         check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")
 

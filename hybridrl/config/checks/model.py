@@ -15,7 +15,7 @@ from typing import Any
 from hybridrl.config.catalog import ALL_LINEAR, ENGINE_RANKS, disturbances, why_unsupported
 from hybridrl.config.files import adapter_settings, expected_kind, resolve_model
 from hybridrl.config.findings import Checker, show
-from hybridrl.config.schema import ActorRolloutRefConfig, ModelConfig, RolloutConfig
+from hybridrl.config.schema import ActorRolloutRefConfig, FSDPConfig, ModelConfig, RolloutConfig
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Head sizes that vLLM's attention on CPU supports (CPUAttentionBackend.get_supported_head_sizes).
@@ -75,11 +75,26 @@ def absolute(path: str) -> str:
     return str(Path(path).absolute()) if Path(path).exists() else path
 
 
-def has_model_code(kind: str | None) -> bool:
-    """Whether transformers has this type of model; checked without importing it, which takes seconds."""
+def model_code(kind: str | None) -> Path | None:
+    """The directory that transformers has for this type of model; without importing it, which takes seconds."""
     spec = find_spec("transformers")
-    root = Path(spec.origin).parent if spec and spec.origin else None
-    return bool(root and kind and (root / "models" / kind.replace("-", "_")).is_dir())
+    if not kind or spec is None or spec.origin is None:
+        return None
+    directory = Path(spec.origin).parent / "models" / kind.replace("-", "_").removesuffix("_text")
+    return directory if directory.is_dir() else None
+
+
+def check_plans(key: str, model: ModelConfig, fsdp_key: str, fsdp: FSDPConfig, check: Checker) -> None:
+    """Check whether transformers has the plans by which a model's layers and experts are to be divided: of a local
+    model, as far as the text of its family's configuration says. A run checks the model itself."""
+    settings = model_settings(model)
+    kind = (settings.get("text_config") or settings).get("model_type")
+    directory = model_code(kind)
+    code = "".join(file.read_text(encoding="utf-8") for file in directory.glob("config*.py")) if directory else ""
+    for name, size in (("tensor", fsdp.tensor_parallel_size), ("expert", fsdp.expert_parallel_size)):
+        if size > 1 and code and f"base_model_{name[0]}p_plan" not in code:
+            cause = f"transformers has no plan of {name} parallelism for the family {kind}"
+            check.error(f"{fsdp_key}.{name}_parallel_size {key}.path", cause, "set 1, and shard with FSDP alone")
 
 
 def model_settings(model: ModelConfig) -> dict[str, Any]:
@@ -104,7 +119,7 @@ def check_model(key: str, model: ModelConfig, longest: int, hint: str, check: Ch
         check.error(".path", reason)
     if settings.get("auto_map") and not model.trust_remote_code:
         code = "its config.json names Python files of the model (auto_map)"
-        if has_model_code(settings.get("model_type")):
+        if model_code(settings.get("model_type")):
             cause = f"{code}, which transformers' own code replaces; saved models do not name them"
             check.findings.info("setting", f"{key}.path={model.path}: {cause}", keys=f"{key}.path", value=model.path)
         else:

@@ -248,6 +248,22 @@ def test_areal_s_backends_divide_the_devices_likewise():
     assert mode(colocated)[0] == "colocate_async"
 
 
+@pytest.mark.parametrize(
+    ("backend", "sizes"),
+    [
+        ("fsdp:d4", (1, 1, 1)),
+        ("megatron:d4t2p2", (2, 1, 1)),
+        ("megatron:d2t2c2e4", (2, 4, 2)),
+        ("archon:d8e8", (1, 8, 1)),
+    ],
+)
+def test_areal_s_sizes_of_training_divide_layers_experts_and_rows(backend, sizes):
+    section = accepted(f'actor.backend="{backend}"', system="AReaL").actor_rollout_ref.actor
+    fsdp = section.fsdp_config
+    found = (fsdp.tensor_parallel_size, fsdp.expert_parallel_size, section.ulysses_sequence_parallel_size)
+    assert found == sizes
+
+
 @pytest.mark.parametrize(("allocation", "engine"), [("vllm:d4t2|fsdp:d8", 2), ("fsdp:d8", 1), ("d8", 1)])
 def test_areal_s_allocation_of_one_part_is_on_shared_devices(allocation, engine):
     config = accepted(f'allocation_mode="{allocation}"', system="AReaL")

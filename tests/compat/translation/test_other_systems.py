@@ -10,7 +10,7 @@ from hybridrl.compat.translation import SYSTEMS
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import resolve_config
 
-from .test_asynchronous import accepted, resolved
+from .test_asynchronous import accepted, notes, resolved
 from .test_verl import GRPO, at_hand, command_lines, errors_of
 
 TOP = Path(__file__).parents[3]
@@ -80,7 +80,7 @@ def test_a_file_with_keys_of_another_system_is_rejected_likewise(load, tmp_path)
 @pytest.mark.parametrize(
     ("system", "override", "message"),
     [
-        ("SkyRL", "trainer.strategy=megatron", "training runs on FSDP2; set fsdp2"),
+        ("SkyRL", "trainer.strategy=jax", "training runs on FSDP2; set fsdp2"),
         ("SkyRL", "generator.no_such_key=1", "it has no counterpart here; leave it out"),
         ("SkyRL", "trainer.algorithm.dynamic_sampling.type=replace", "replacing prompts is not supported"),
         ("verl", "data.image_key=images", "rows with images, videos or sounds are not supported yet"),
@@ -108,6 +108,22 @@ def test_areal_s_sections_are_not_taken_for_verl_s_of_the_same_name():
     assert config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0.1
     assert config.algorithm.norm_adv_by_std_in_grpo is False
     assert config.actor_rollout_ref.rollout.n == 2  # verl's older name
+
+
+def test_skyrl_s_megatron_sizes_are_those_of_fsdp():
+    section = "trainer.policy.megatron_config"
+    sizes = ("tensor_model_parallel_size=2", "expert_model_parallel_size=4", "context_parallel_size=2")
+    actor = accepted(
+        "trainer.strategy=megatron", *(f"{section}.{size}" for size in sizes), system="SkyRL"
+    ).actor_rollout_ref.actor
+    assert (actor.fsdp_config.tensor_parallel_size, actor.fsdp_config.expert_parallel_size) == (2, 4)
+    assert actor.ulysses_sequence_parallel_size == 2
+    more = (f"{section}.pipeline_model_parallel_size=2", f"{section}.transformer_config_kwargs.moe_aux_loss_coeff=0.1")
+    assert [note.partition(":")[0] for note in notes("trainer.strategy=megatron", *more, system="SkyRL")] == [
+        "trainer.strategy has no effect",
+        f"{section}.pipeline_model_parallel_size has no effect",
+        f"{section}.transformer_config_kwargs.moe_aux_loss_coeff has no effect",
+    ]
 
 
 def test_an_environment_of_skyrl_is_the_rows_environment():
