@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from transformers import (
 )
 
 from hybridrl.checkpoint.read import open_tensors
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, values
+from hybridrl.config.catalog import POLICY_LOSSES
 from hybridrl.core.batch import OWN_ROUTE, Batch
 from hybridrl.core.training.attention import sequence_group
 from hybridrl.core.training.fsdp import shard_and_fill
@@ -30,12 +32,13 @@ from hybridrl.core.training.learner import Learner, MiniBatch
 from hybridrl.core.training.losses import LossConfig, policy_objective
 from hybridrl.core.training.model import HOST, blank_language_model
 from hybridrl.core.training.optimizer import Optimizers
-from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.packing import MicroBatchBudget, lay_out
 from hybridrl.core.training.routes import RouterReplay
 from hybridrl.core.training.state import StateWriter, load_state, state_of
 from hybridrl.core.training.worker import columns_of
 from hybridrl.core.training.worker_group import rank_mini_batches
-from tests.core.training.families import LINEAR, SMALL, model_config
+from tests.core.algorithms.parameters import LOSS_PARAMETERS
+from tests.core.training.families import LINEAR, SMALL, load_language_model, model_config
 from tests.core.training.on_ranks import on_ranks, whole_gradient
 from tests.core.training.test_state import ALL, fsdp_config, full, optimizer_config, wait_for
 
@@ -90,6 +93,11 @@ LOSS = LossConfig(
     kl_form=None,
     own_old_log_probs=True,
 )
+OTHER = replace(LOSS, kl_coef=0.1, kl_form="k3", own_old_log_probs=False, parameters=LOSS_PARAMETERS)
+LOSSES = {name: replace(OTHER, policy_loss=name) for name in POLICY_LOSSES} | {
+    mode: replace(OTHER, aggregation=mode, scale=0.25 if mode.endswith("norm") else 1.0)
+    for mode in get_args(values.Aggregation)
+}
 
 
 @dataclass(frozen=True)
@@ -178,7 +186,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow if LAYOUTS[name].ranks > 2 els
 
 
 @pytest.fixture(scope="module")
-def rows(make_batch) -> Batch:
+def rows(make_batch, paths) -> Batch:
     batch = make_batch([4, 1, 7, 3, 5, 2], prompts=[2, 5, 1, 3, 2, 4])
     generator = torch.Generator().manual_seed(0)
     batch.prompt_ids = torch.randint(SMALL["vocab_size"], batch.prompt_ids.shape, generator=generator)
@@ -186,6 +194,12 @@ def rows(make_batch) -> Batch:
     tokens = len(batch.response_ids)
     batch.response_mask = torch.ones(tokens, dtype=torch.bool)
     batch.advantages = torch.randn(tokens, generator=generator)
+    batch.chosen = torch.rand(tokens, generator=generator) < 0.3
+    with torch.no_grad():
+        model = load_language_model(model_config(paths["a mixture"]), torch.float32)
+        log_probs = model(lay_out(batch, padded=False), 0.9).log_probs
+    for name in ("old_log_probs", "reference_log_probs", "rollout_log_probs"):
+        vars(batch)[name] = log_probs + torch.randn(tokens, generator=generator) / 5
     choices = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(2 * int(batch.lengths.sum()))])
     batch.routes = choices.view(-1, 2, 2).to(torch.int16)
     batch.routes[batch.lengths.cumsum(0) - 1] = OWN_ROUTE
@@ -208,11 +222,33 @@ def test_log_probs_and_gradients_are_those_of_one_process(paths, rows, alone, na
     for parts in on_ranks(sizes.ranks, computed, {family: paths[family] for family in families}, rows, sizes):
         for family, (log_probs, gradient, norm) in parts.items():
             right_log_probs, right, right_norm = alone[family]
-            for row, values in log_probs.items():
-                torch.testing.assert_close(values, right_log_probs[row], rtol=5e-6, atol=5e-6)
+            for row, of_row in log_probs.items():
+                torch.testing.assert_close(of_row, right_log_probs[row], rtol=5e-6, atol=5e-6)
             assert gradient.keys() == right.keys()
             assert worst(gradient, right) < 5e-6, family
             assert norm == pytest.approx(right_norm, rel=5e-6)
+
+
+def of_losses(path: str, rows: Batch, sizes: Sizes) -> dict[str, dict[str, Tensor]]:
+    """The gradient of all rows, by loss."""
+    learner, part = build(path, sizes), share(rows, sizes)
+    objectives = {name: policy_objective(learner, loss, None, []) for name, loss in LOSSES.items()}
+    return {name: whole_gradient(learner, rows, part, objective) for name, objective in objectives.items()}
+
+
+@pytest.mark.slow
+def test_the_gradient_of_every_loss_is_that_of_one_process(paths, rows) -> None:
+    path, rows = paths["a mixture"], replace(rows, routes=None)
+    (alone,) = on_ranks(1, of_losses, path, rows, ALONE)
+    assert alone.keys() == POLICY_LOSSES.keys() | set(get_args(values.Aggregation))
+    for name, sizes in LAYOUTS.items():
+        for gradients in on_ranks(sizes.ranks, of_losses, path, rows, sizes):
+            for loss, gradient in gradients.items():
+                right = alone[loss]
+                whole = sum((gradient[key] - right[key]).norm() ** 2 for key in right) ** 0.5
+                assert whole / sum(value.norm() ** 2 for value in right.values()) ** 0.5 < 5e-6, f"{name}, {loss}"
+                # Terms of several tokens may nearly cancel in a single parameter, which magnifies rounding.
+                assert worst(gradient, right) < 2e-5, f"{name}, {loss}"
 
 
 def worst(gradient: dict[str, Tensor], right: dict[str, Tensor], names: str = "") -> float:
