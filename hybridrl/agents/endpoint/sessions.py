@@ -247,7 +247,8 @@ def _as_turn(turn: SampledTurn, observed: list[int], dropped: int, reward: float
     versions = completion.versions if isinstance(completion.versions, int) else completion.versions[:kept]
     stop = "length" if completion.truncated else "stop"
     sampled, log_probs = completion.token_ids[:kept], completion.log_probs[:kept]
-    return Turn(observed, sampled, log_probs, versions, stop, fresh, reward=reward, seconds_model=turn.seconds)
+    more = {"reward": reward, "seconds_model": turn.seconds, "routes": completion.routes}
+    return Turn(observed, sampled, log_probs, versions, stop, fresh, **more)
 
 
 class AgentSessions:

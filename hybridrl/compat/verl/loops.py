@@ -52,17 +52,19 @@ class AgentLoopOutput(BaseModel, extra="allow"):
     num_turns: int = 0
     metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = Field(default_factory=dict)
+    routed_experts: Any = None
 
 
 class TokenOutput(list):
     """Sampled ids; a list for the loops of early releases, which got one, with the fields that later ones read."""
 
-    def __init__(self, completion: Completion) -> None:
+    def __init__(self, completion: Completion, prompt_ids: Sequence[int] = ()) -> None:
         super().__init__(completion.token_ids.tolist())
+        self.context = [*prompt_ids, *self]
         self.token_ids: list[int] = list(self)
         self.log_probs: list[float] = completion.log_probs.tolist()
         self.stop_reason = "length" if completion.truncated else "completed"
-        self.routed_experts, self.num_preempted = None, None
+        self.routed_experts, self.num_preempted = completion.routes, None
         self.extra_fields: dict[str, Any] = {}
 
 
@@ -87,8 +89,8 @@ class AsyncLLMServerManager:
         limit = sampling_params.get("max_tokens") or sampling_params.get("max_new_tokens")
         stop = sampling_params.get("stop") or ()
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        completion = await self._policy.generate([int(one) for one in prompt_ids], max_tokens=limit, stop=stop)
-        output = TokenOutput(completion)
+        prompt_ids = [int(one) for one in prompt_ids]
+        output = TokenOutput(await self._policy.generate(prompt_ids, max_tokens=limit, stop=stop), prompt_ids)
         self.sampled.append(output)
         return output
 
@@ -265,7 +267,9 @@ class VerlLoop(episode_loop.AgentLoop):
                     log_probs = np.array(row.response_logprobs[position : position + length], np.float32)
                     fresh = bool(turns) and position == 0
                     version, left = left[:length], left[length:]
-                    turns.append(Turn(observed, np.array(ids, np.int64), log_probs, version, "stop", fresh=fresh))
+                    tokens = np.array(ids, np.int64)
+                    more = {"fresh": fresh, "routes": row.routed_experts}  # those of the last turn are read
+                    turns.append(Turn(observed, tokens, log_probs, version, "stop", **more))
                 observed, position = ids if not sampled else [], position + length
         if not turns:
             raise EpisodeFault("the agent loop returned no sampled ids")
@@ -305,6 +309,7 @@ class VerlLoop(episode_loop.AgentLoop):
         rows = [_checked(output, server.sampled if len(outputs) == 1 else []) for output in outputs]
         for row in rows:
             row.reward_score = reward_of(row.reward_score, self.cls)
+            row.routed_experts = _routes_of(row, server.sampled)  # whatever the loop returned
         return rows
 
 
@@ -347,6 +352,13 @@ def _as_dataset_item(row: Mapping[str, Any]) -> dict[str, Any]:
     extra = mapping(row.get("extra_info"))
     added = {name: extra.get(name) or {} for name in ("tools_kwargs", "interaction_kwargs")}
     return {"index": extra.get("index", 0), **added, **row}
+
+
+def _routes_of(row: AgentLoopOutput, sampled: Sequence[TokenOutput]) -> np.ndarray | None:
+    """The experts of the last output of the engine that has the row's tokens, as far as both go."""
+    ids = [*row.prompt_ids, *row.response_ids]
+    same = (one for one in reversed(sampled) if one.context[: len(ids)] == ids[: len(one.context)])
+    return next((one.routed_experts for one in same), None)
 
 
 def _checked(output: Any, sampled: Sequence[TokenOutput]) -> AgentLoopOutput:

@@ -59,7 +59,8 @@ class SingleResponses:
 
     def scoring(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None:
         (turn,) = trajectory.turns
-        completion = Completion(turn.sampled, turn.log_probs, trajectory.truncated, turn.versions)
+        sampled = turn.sampled, turn.log_probs, trajectory.truncated, turn.versions
+        completion = Completion(*sampled, routes=turn.routes)
         self.store.add(self.requests[index], completion, score)
 
 

@@ -95,8 +95,10 @@ class Row:
 
 def _all_tokens(routes: np.ndarray | None, tokens: int) -> np.ndarray | None:
     """Return routes for all tokens of a row, of which the engine does not compute the last."""
-    missing = 0 if routes is None else tokens - len(routes)
-    return routes if routes is None else np.pad(routes, ((0, missing), (0, 0), (0, 0)), constant_values=OWN_ROUTE)
+    if routes is None:
+        return None
+    missing = max(tokens - len(routes), 0)
+    return np.pad(routes[:tokens], ((0, missing), (0, 0), (0, 0)), constant_values=OWN_ROUTE)
 
 
 @dataclass(frozen=True)

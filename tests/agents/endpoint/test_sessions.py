@@ -1,10 +1,14 @@
 """Recorded conversations: what a request continues token by token, what forks, and the rows that are trained on."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from fastapi import HTTPException
 
 from hybridrl.agents.endpoint.requests import as_rendered
 from hybridrl.agents.endpoint.sessions import Session
+from hybridrl.core.required import required
 from tests.agents.endpoint.conftest import completion_of
 
 QUESTION = {"role": "user", "content": "Guess."}
@@ -104,6 +108,21 @@ def test_the_row_of_an_unbranched_session_is_its_conversation(session, tokenizer
     sampled = [completion_of(tokenizer, text).log_probs for text in "78"]
     assert [*row.log_probs[row.mask]] == [*sampled[0], *sampled[1]]
     assert not row.log_probs[~row.mask].any()
+
+
+def test_a_row_has_the_experts_of_its_last_turn(session, tokenizer):
+    messages = [QUESTION]
+    for text, number in (("7", 1), ("8", 2)):
+        prompt = session.prompt_for(as_rendered(messages))
+        response = completion_of(tokenizer, text)
+        routes = np.full((len(prompt.ids) + len(response.token_ids) - 1, 2, 4), number, np.int16)
+        said = {"role": "assistant", "content": text}
+        session.record(prompt, replace(response, routes=routes), said)
+        messages += [said, MORE]
+    (row,) = session.trajectory().rows()
+    routes = required(row.routes)
+    assert routes.shape == (len(row.prompt_ids) + len(row.response_ids), 2, 4)
+    assert (routes[:-1] == 2).all() and (routes[-1] == -1).all()
 
 
 def test_branches_are_rows_and_each_turn_is_trained_on_once(session, tokenizer):

@@ -10,6 +10,7 @@ from hybridrl.agents.environments import EpisodeFault
 from hybridrl.agents.environments.load import check, environment_of
 from hybridrl.compat.verl.loops import VerlLoop
 from hybridrl.config import ConfigError
+from hybridrl.core.required import required
 from tests.agents.sections import environments_of
 
 LOOPS = '''
@@ -119,7 +120,8 @@ class Policy:
         self.seen.append((prompt_ids, max_tokens, stop))
         count = max_tokens or 4
         ids, log_probs = np.full(count, len(prompt_ids)), -np.arange(1, count + 1) / 10
-        return SimpleNamespace(token_ids=ids, log_probs=log_probs, truncated=max_tokens is not None)
+        routes = np.arange(len(prompt_ids) + count - 1).reshape(-1, 1, 1)
+        return SimpleNamespace(token_ids=ids, log_probs=log_probs, truncated=max_tokens is not None, routes=routes)
 
 
 class Dialogue:
@@ -159,6 +161,17 @@ def test_a_loop_of_two_turns_gets_its_arguments_the_row_and_the_log_probs_of_wha
     assert row.response_logprobs == pytest.approx([-0.1, -0.2, -0.3, -0.4, 0.0, -0.1])
     assert (row.reward_score, row.extra_fields) == (1.0, {"turn_scores": [1.0]})
     assert policy.seen == [([97, 98, 99], None, ()), ([97, 98, 99, 3, 3, 3, 3, 7], 1, ("x",))]
+
+
+@pytest.mark.parametrize(("name", "computed"), [("early", 6), ("two", 8), ("helped", 6)])
+def test_a_row_has_the_experts_of_the_last_output_with_its_tokens(settings, name, computed) -> None:
+    (row,) = run(name, settings)
+    assert len(row.prompt_ids + row.response_ids) >= computed
+    tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
+    (trained,) = VerlLoop.trajectory([row], np.zeros(sum(row.response_mask)), tokenizer).rows()
+    routes = required(trained.routes).flatten().tolist()
+    assert len(routes) == len(trained.prompt_ids) + len(trained.response_ids)
+    assert routes[:computed] == list(range(computed)) and set(routes[computed:]) <= {-1}
 
 
 def test_a_loop_that_leaves_merging_to_its_base_class_gets_the_ids_that_messages_add(settings) -> None:

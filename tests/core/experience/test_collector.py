@@ -45,7 +45,8 @@ class Client:
             length = self.lengths.get((row, number), 3)
             tokens = np.array([row, number, *[5] * (length - 2)], dtype=np.int64)
             log_probs = np.full(length, -0.5, dtype=np.float32)
-            yield [(index, Completion(tokens, log_probs, length == request.sampling.max_tokens, 0))]
+            routes = np.full((len(request.prompt_ids) + length - 1, 1, 2), 10 * row + number, dtype=np.int16)
+            yield [(index, Completion(tokens, log_probs, length == request.sampling.max_tokens, 0, routes=routes))]
 
 
 class Switch:
@@ -124,6 +125,8 @@ def test_a_step_has_the_next_prompts_with_their_responses_in_order():
     collect(experience)
     client = Client({(2, 1): 4})
     collected = collect(experience, client)
+    # Those of a row are of its prompt and sample; the engine does not compute its last token.
+    experts = [*[20] * 5, -1, *[21] * 6, -1, *[30] * 5, -1, *[31] * 5, -1]
     expected = Batch(
         prompt_lengths=torch.tensor([3, 3, 3, 3]),
         response_lengths=torch.tensor([3, 4, 3, 3]),
@@ -137,6 +140,7 @@ def test_a_step_has_the_next_prompts_with_their_responses_in_order():
         response_mask=torch.ones(13, dtype=torch.bool),
         sampled=torch.ones(13, dtype=torch.bool),
         rollout_log_probs=torch.full((13,), -0.5),
+        routes=torch.tensor(experts, dtype=torch.int16).view(-1, 1, 1).expand(-1, 1, 2),
     )
     for name in (item.name for item in fields(Batch)):
         wanted, value = vars(expected)[name], vars(collected.batch)[name]
