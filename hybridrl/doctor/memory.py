@@ -107,7 +107,7 @@ class PlannedRun:
         section, rollout = self.config.actor_rollout_ref, self.config.actor_rollout_ref.rollout
         self.engine_devices, self.apart = self.config.rollout_pool[1], self.config.separate
         width, itemsize = rollout.tensor_model_parallel_size, ITEMSIZE[rollout.dtype or "float32"]
-        self.longest, token_bytes = rollout.max_model_len or 0, 2 * sizes.layers * sizes.key * itemsize
+        self.longest, token_bytes = rollout.max_model_len or 0, sizes.layers * sizes.cached * itemsize
         self.row_bytes, self.base = self.longest * token_bytes, 0.0
         if self.on_cpu:  # vLLM packs weights again and keeps the temporary copies; the cache has the configured size
             self.weights = (sizes.parameters + sizes.copied) * itemsize / width
@@ -286,8 +286,20 @@ def memory_plan(config: PPOConfig, findings: Findings, gpus: Sequence[int], free
             phase = "the run" if plan.fullest == HOST else plan.fullest
             cause = f"memory of {plan.place}: {phase} takes an estimated {_gib(plan.peak)} GiB, and "
             report("memory.lack", f"{cause}{_gib(plan.available)} GiB are free", fix=fix)
+    _report_moved(run, findings)
     if run.on_cpu or run.gpu:
         _report_cache(run, findings)
+
+
+def _report_moved(run: PlannedRun, findings: Findings) -> None:
+    """Report what ranks exchange where there is a choice of layouts: in mixtures, and between parts of a layer."""
+    for name, shard, config, section, budget in run.learners:
+        tokens = run.micro_batch(budget, section.ppo_mini_batch_size)
+        moved = shard.moved(tokens, recomputed=config.model.enable_gradient_checkpointing)
+        if any(moved.values()) and (shard.sizes.routed or shard.sizes.tensor > 1):
+            sizes = ", ".join(f"{size / GIB:.2f} of {kind}" for kind, size in moved.items() if size)
+            cause = f"{name}: per layer and micro-batch of {tokens} tokens each device receives, in GiB: {sizes} "
+            findings.info("memory.moved", cause + "(arithmetic, not measured)")
 
 
 def _report_cache(run: PlannedRun, findings: Findings) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hybridrl.checkpoint.export import LAYER, parts
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema import FSDPConfig, ModelConfig
+from hybridrl.core.training.layout import DISPATCH, division
 from hybridrl.core.training.loading import layer_classes
 from hybridrl.core.training.lora import add_adapter
 from hybridrl.core.training.model import blank_language_model, blank_value_model, without_pairs
@@ -30,32 +31,55 @@ SMALL, TIED_COPIES = 2**23, 4
 
 
 class ModelSizes:
-    """Numbers of elements of a model, which may be on the meta device."""
+    """Numbers of elements of a model, which may be on the meta device and is divided as `fsdp` says. Raises ConfigError
+    if the family has no plan of it."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        by_layer = Counter[str]()
-        for name, parameter in model.named_parameters():
-            by_layer[LAYER.match(name)[0]] += parameter.numel()
-        trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-        self.trained, self.largest = sum(trained), max(trained)
-        # Those outside the layers (embedding, head) are gathered together.
-        self.parameters, self.outside, self.layer = by_layer.total(), by_layer.pop("", 0), max(by_layer.values())
+    def __init__(self, model: PreTrainedModel, fsdp: FSDPConfig | None = None) -> None:
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._divide(model, fsdp)
         text = model.config.get_text_config()
         values = text.to_dict()
+        latent = values.get("kv_lora_rank") or 0  # of which an engine's cache has one vector per token
         width = values.get("head_dim") or text.hidden_size // text.num_attention_heads
+        width += (values.get("qk_nope_head_dim") or 0) * bool(latent)  # else that of the rotated part alone
         self.layers, self.hidden, self.vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
         self.query = text.num_attention_heads * width
         self.key = (values.get("num_key_value_heads") or text.num_attention_heads) * width
+        self.cached = latent + values["qk_rope_head_dim"] if latent else 2 * self.key
         self.intermediate = values.get("intermediate_size") or 4 * text.hidden_size
         if experts := values.get("num_experts_per_tok") or 0:  # all that a token uses
             each = values.get("moe_intermediate_size") or self.intermediate
             experts += values.get("n_shared_experts") or 0
             self.intermediate = experts * each + (values.get("shared_expert_intermediate_size") or 0)
+        self.routed = (values.get("num_experts_per_tok") or 0) * text.hidden_size  # an input of each of them
         self.copied = sum(size for size in _fused(model) if size < SMALL)
         if text.tie_word_embeddings:
             self.copied += TIED_COPIES * text.vocab_size * text.hidden_size
         with without_pairs(model):  # torch rounds what it page-locks up to powers of two
             self.page_locked = sum(1 << (size - 1).bit_length() for size in _fused(model))
+
+    def _divide(self, model: PreTrainedModel, fsdp: FSDPConfig | None) -> None:
+        """Count what a rank has to gather: a part of what is cut, and all of the rest, of which each rank of a tensor
+        group has its own shard."""
+        self.tensor, self.expert = (fsdp.tensor_parallel_size, fsdp.expert_parallel_size) if fsdp else (1, 1)
+        cuts, trained = division(model, self.tensor, self.expert), list[int]()
+        by_layer, experts, self.held = Counter[str](), Counter[str](), 0
+        for name, parameter in model.named_parameters():
+            parts, style = cuts[name]
+            layer, size = LAYER.match(name)[0], parameter.numel()
+            copies = self.tensor if parts == 1 else 1
+            by_layer[layer] += size // parts
+            experts[layer] += (style == DISPATCH) * size // parts
+            self.held += copies * size
+            trained += [copies * size] * parameter.requires_grad
+        self.trained, self.largest, self.unsharded = sum(trained), max(trained), by_layer.total()
+        # Those outside the layers (embedding, head) are gathered together.
+        self.outside, self.layer = by_layer.pop("", 0), max(by_layer.values())
+        largest = max(by_layer, key=lambda layer: by_layer[layer])
+        self.experts = experts[largest]  # of that layer
+        styles = [style for name, (_, style) in cuts.items() if name.startswith(largest) and name.endswith("weight")]
+        self.by_columns, self.by_rows = (sum(kind in style for style in styles) for kind in ("colwise", "rowwise"))
+        self.heads = max(parts for name, (parts, _) in cuts.items() if "att" in name)  # in so many parts
 
 
 def _fused(model: PreTrainedModel) -> list[int]:
@@ -79,24 +103,25 @@ def read_models(config: PPOConfig) -> Models:
     """Read all models' sizes. Raises OSError, ValueError or ConfigError if one cannot be read or trained."""
     section, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     worker = ppo_worker_config(config, build_algorithm(config), Path(), steps=1)
-    policy = blank(section.model, "actor_rollout_ref.model")
+    policy, fsdp = blank(section.model, "actor_rollout_ref.model"), section.actor.fsdp_config
     try:
-        layer_classes(policy, section.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap)
+        layer_classes(policy, fsdp.wrap_policy.transformer_layer_cls_to_wrap)
     except ValueError as error:
         raise ValueError(f"actor_rollout_ref.actor.{error}") from error
     reference = critic = None
     if worker.reference:
-        reference = ModelSizes(blank(worker.reference_model, "actor_rollout_ref.ref.model"))
+        reference = ModelSizes(blank(worker.reference_model, "actor_rollout_ref.ref.model"), fsdp)
     if worker.critic:
-        critic = ModelSizes(blank(config.critic.model, "critic.model", values=True))
+        critic = ModelSizes(blank(config.critic.model, "critic.model", values=True), config.critic.fsdp)
     limit = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-    return Models(ModelSizes(policy), sync_buffer(policy, rollout.dtype or "float32", limit), reference, critic)
+    return Models(ModelSizes(policy, fsdp), sync_buffer(policy, rollout.dtype or "float32", limit), reference, critic)
 
 
 def blank(config: ModelConfig, key: str, *, values: bool = False) -> PreTrainedModel:
     """Build the model, with its adapter if it has one, on the meta device. Raises OSError without a config.json,
     ValueError or ConfigError if the model cannot be trained as configured."""
-    model = (blank_value_model if values else blank_language_model)(config, torch.float32).model
+    with torch.device("meta"):  # where parameters are allocated first: 30 GB for the experts of one large layer
+        model = (blank_value_model if values else blank_language_model)(config, torch.float32).model
     if config.lora_rank:
         add_adapter(model, config, torch.float32, 0, key)
     return model
@@ -114,43 +139,71 @@ class Shard:
 
     def __init__(self, sizes: ModelSizes, fsdp: FSDPConfig, *, muon: bool = False, frozen: bool = False) -> None:
         self.sizes, self.computed, ranks = sizes, ITEMSIZE[fsdp.dtype or "float32"], fsdp.fsdp_size
-        computed, adapted = self.computed, sizes.trained < sizes.parameters
+        computed, self.adapted, self.reshards = self.computed, sizes.trained < sizes.held, fsdp.reshard_after_forward
+        # Of dense parameters and of experts: by how many ranks the same part is sharded.
+        self.shards = {"dense": ranks // sizes.tensor, "experts": ranks // sizes.expert}
         stored = computed if frozen else ITEMSIZE[fsdp.model_dtype]
         # Frozen parameters under an adapter are stored in the computed type.
-        self.parameters = (sizes.trained * stored + (sizes.parameters - sizes.trained) * computed) / ranks
+        self.parameters = (sizes.trained * stored + (sizes.held - sizes.trained) * computed) / ranks
         # Gradients are reduced in float32, then kept in the stored type.
         self.gradients = sizes.trained * stored / ranks
         # AdamW keeps two per parameter, Muon one per parameter inside the layers.
-        moments = sizes.parameters + sizes.outside if muon and not adapted else 2 * sizes.trained
+        moments = sizes.held + sizes.outside if muon and not self.adapted else 2 * sizes.trained
         self.moments = moments * stored / ranks
         # Temporary memory of AdamW: at most two tensors of the largest parameter's size.
         self.optimizer_step = 2 * sizes.largest * stored / ranks
         # Parameters gathered from other ranks: those outside the layers, one layer, and the next; or all.
-        gathered = sizes.outside + 2 * sizes.layer if fsdp.reshard_after_forward else sizes.parameters
+        gathered = sizes.outside + 2 * sizes.layer if self.reshards else sizes.unsharded
         self.gathered = gathered * computed
         # Unsharded gradients of one group and their float32 copy that is reduced: either those outside the layers,
         # once the embedding has its gradient; or a layer's, while the head's gradient waits for the embedding's.
         outside, layer = sizes.outside * (computed + FULL), sizes.layer * (computed + FULL)
-        self.reduced = 0 if adapted else max(outside, layer + sizes.vocabulary * sizes.hidden * computed)
+        self.reduced = 0 if self.adapted else max(outside, layer + sizes.vocabulary * sizes.hidden * computed)
 
     def activations(self, tokens: int, model: ModelConfig, *, by_rows: bool) -> float:
         """Activations that autograd keeps of a micro-batch, at most. Under checkpointing: every layer's input, and all
         of the layer whose backward pass runs; selective checkpointing keeps the results of matrix products and
-        attention as well. `by_rows`: attention runs row by row and its output is kept twice, per row and packed."""
+        attention as well. `by_rows`: attention runs row by row and its output is kept twice, per row and packed. Of a
+        tensor group each rank has its heads, its part of the width, and the experts of its part of the tokens."""
         sizes, norms = self.sizes, 6 if self.computed == FULL else 8  # norms compute in float32
-        attention = 2 * (sizes.query + sizes.key) + by_rows * sizes.query
-        layer = norms * sizes.hidden + attention + 4 * sizes.intermediate
+        attention, inner = (sizes.query + sizes.key) / sizes.heads, sizes.intermediate / sizes.tensor
+        routed = 2 * sizes.routed / sizes.tensor  # a mixture's inputs and outputs of experts
+        layer = norms * sizes.hidden + 2 * attention + by_rows * sizes.query / sizes.heads + 4 * inner + routed
         kept = sizes.layers * layer
         if model.enable_gradient_checkpointing:
-            products = 2 * (sizes.query + sizes.key + sizes.hidden + sizes.intermediate)
+            products = 2 * (attention + sizes.hidden + inner)
             kept = sizes.layers * (sizes.hidden + products * model.selective_checkpointing) + layer
         return tokens * kept * self.computed
 
     def forward(self, tokens: int) -> float:
-        """A forward pass without gradients: at most three MLP tensors and two of the residual stream at a time."""
-        return tokens * (3 * self.sizes.intermediate + 2 * self.sizes.hidden) * self.computed
+        """A forward pass without gradients: at most three MLP tensors and two of the residual stream at a time, and a
+        mixture's inputs and outputs of experts."""
+        inner = (3 * self.sizes.intermediate + 2 * self.sizes.routed) / self.sizes.tensor
+        return tokens * (inner + 2 * self.sizes.hidden) * self.computed
 
     def logits(self, tokens: int, device: str) -> float:
         """A chunk of logits; on CUDA in the computed type, and the gradient is written in place."""
         at_once = tokens_at_once(device, self.sizes.vocabulary)
         return min(tokens, at_once) * self.sizes.vocabulary * (CHUNKS * FULL if device == "cpu" else self.computed)
+
+    def moved(self, tokens: int, *, recomputed: bool) -> dict[str, float]:
+        """Return the bytes that a rank receives for the largest layer in one micro-batch of an update, by kind. This is
+        arithmetic: tokens are spread evenly over the experts. `recomputed`: the forward pass runs twice.
+
+        FSDP gathers the other ranks' shards, before the backward pass again if they were freed, and reduces gradients
+        in float32 (Rajbhandari et al., arXiv:1910.02054, section 7). In each pass, tokens travel to their experts and
+        back (Lepikhin et al., arXiv:2006.16668). A tensor group sums the outputs of each matrix cut by rows and the
+        input's gradient of each cut by columns (Shoeybi et al., arXiv:1909.08053, section 3, where matrices with the
+        same input share a sum, which transformers' do not)."""
+        sizes = self.sizes
+        absent = {kind: 1 - 1 / count for kind, count in self.shards.items()}
+        parameters = (sizes.layer - sizes.experts) * absent["dense"] + sizes.experts * absent["experts"]
+        routed = tokens / sizes.tensor * sizes.routed * self.computed
+        # A layer's last sum is not computed again. What experts return and its gradient are gathered: together a sum.
+        again = recomputed * (sizes.by_rows - (not sizes.routed))
+        sums = sizes.by_rows + sizes.by_columns + again + (sizes.expert > 1)
+        return {
+            "parameters and gradients": parameters * ((1 + self.reshards) * self.computed + FULL * (not self.adapted)),
+            "tokens of experts": 2 * routed * (2 + recomputed) * (1 - 1 / sizes.expert),
+            "sums of a tensor group": 2 * sums * tokens * sizes.hidden * self.computed * (1 - 1 / sizes.tensor),
+        }

@@ -138,13 +138,17 @@ def test_sizes_are_read_from_config_json_alone(load):
     assert vars(ModelSizes(blank(load().actor_rollout_ref.model, "model"))) == {
         "parameters": PARAMETERS,
         "trained": PARAMETERS,
+        "held": PARAMETERS,
+        "unsharded": PARAMETERS,
         "outside": EMBEDDING + NORM,
         "layer": LAYER,
         "largest": EMBEDDING,
+        **{"tensor": 1, "expert": 1, "heads": 1, "experts": 0, "by_rows": 0, "by_columns": 0, "routed": 0},
         "layers": 2,
         "hidden": 8,
         "query": 2 * 32,
         "key": 32,
+        "cached": 2 * 32,
         "intermediate": 16,
         "vocabulary": 80,
         "copied": PARAMETERS + 4 * EMBEDDING,
@@ -176,6 +180,61 @@ def test_experts_count_as_many_as_a_token_goes_through(load, model_file):
     content = CONFIG | experts | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
     model_file.write_text(json.dumps(content))
     assert ModelSizes(blank(load().actor_rollout_ref.model, "model")).intermediate == 2 * 6
+
+
+MIXTURE = CONFIG | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 2}
+MIXTURE |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+# Per layer: query, key, value and output; four experts; router, norms of the layer and of heads.
+CUT, EXPERTS, WHOLE = 4 * 8 * 64, 4 * 3 * 8 * 6, 4 * 8 + 2 * 8 + 2 * 32
+LAYOUTS = {  # tensor and expert -> what a device gathers of a layer; copies of what is whole, in all
+    "FSDP 4": ((1, 1), CUT + WHOLE + EXPERTS, 1),
+    "TP 2 x FSDP 2, of experts too": ((2, 2), CUT / 2 + WHOLE + EXPERTS / 2, 2),
+    "EP 4": ((1, 4), CUT + WHOLE + EXPERTS / 4, 1),
+    "EP 2 x FSDP 2": ((1, 2), CUT + WHOLE + EXPERTS / 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_decides_what_a_device_gathers_and_how_often_it_is_held(load, model_file, name):
+    (tensor, expert), layer, copies = LAYOUTS[name]
+    model_file.write_text(json.dumps(MIXTURE))
+    sizes = [f"{FSDP}.tensor_parallel_size={tensor}", f"{FSDP}.expert_parallel_size={expert}"]
+    run = run_of(load("trainer.n_gpus_per_node=4", f"{ACTOR}.ppo_max_token_len_per_gpu=256", *sizes))
+    needs, outside = trainer_memory(run, "policy update"), EMBEDDING + NORM
+    held = 2 * (CUT + EXPERTS) + copies * (2 * WHOLE + outside)
+    assert needs["parameters"] == needs["gradients"] == 4 * held / 4
+    assert needs["optimizer"] == 8 * held / 4
+    assert needs["gathered"] == 4 * (outside + 2 * layer) + max(8 * outside, 8 * layer + 4 * EMBEDDING)
+    # Both layers' inputs, and one layer: norms, attention, MLP, and inputs and outputs of two experts.
+    token = 2 * 8 + 6 * 8 + (3 * 64 + 2 * 64 + 4 * 2 * 6 + 2 * 2 * 8) / tensor
+    assert needs["activations"] == 256 * 4 * token
+
+
+def test_what_a_layout_moves_is_reported_of_mixtures_and_divided_layers(load, model_file):
+    """Parameters gathered twice and a gradient, from the other three quarters; 256 tokens to two experts and back in
+    the forward pass, which runs twice, and the backward pass."""
+
+    def moved(*keys: str) -> list[str]:
+        items = report(load("trainer.n_gpus_per_node=4", f"{ACTOR}.ppo_max_token_len_per_gpu=256", *keys))
+        return [item.text.partition(" receives, ")[2] for item in items if item.code == "memory.moved"]
+
+    assert moved() == []
+    model_file.write_text(json.dumps(MIXTURE | {"hidden_size": 8 << 10}))
+    dense, experts = (CUT << 10) + (48 << 10) + 64, EXPERTS << 10
+    parameters, tokens = 12 * 3 / 4 * (dense + experts) / GIB, 12 * 3 / 4 * dense / GIB
+    assert moved() == [f"in GiB: {parameters:.2f} of parameters and gradients (arithmetic, not measured)"]
+    routed = 6 * 3 / 4 * 256 * 2 * (8 << 10) * 4 / GIB
+    kinds = f"{tokens:.2f} of parameters and gradients, {routed:.2f} of tokens of experts"
+    assert moved(f"{FSDP}.expert_parallel_size=4") == [f"in GiB: {kinds} (arithmetic, not measured)"]
+
+
+def test_an_engine_caches_one_vector_per_token_of_latent_attention(load, model_file):
+    latent = {"q_lora_rank": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 24}
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 6, "head_dim": 8}
+    names = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+    model_file.write_text(json.dumps(CONFIG | latent | experts | names))
+    sizes = ModelSizes(blank(load().actor_rollout_ref.model, "model"))
+    assert (sizes.cached, sizes.query) == (16 + 8, 2 * (24 + 8))
 
 
 def test_the_weight_sync_has_memory_for_two_buckets(load):

@@ -20,7 +20,12 @@ from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import apply_expert_parallelism, apply_tensor_parallelism
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    TensorParallelLayer,
+    apply_expert_parallelism,
+    apply_tensor_parallelism,
+)
 
 from hybridrl.config.findings import ConfigError
 from hybridrl.core import device as devices
@@ -79,10 +84,30 @@ def cut(model: PreTrainedModel, meshes: Layout) -> list[nn.Module]:
     plan = expert_plan(model)
     sharing: Any = meshes.tensor  # None, which transformers' types do not say: every rank has tokens of its own
     apply_expert_parallelism(model, meshes.expert, sharing, plan)
-    names = re.compile(
-        "|".join(name.replace(".", r"\.").replace("*", r"\d+") for name in plan if plan[name] == DISPATCH)
-    )
-    return [module for name, module in model.named_modules() if names.fullmatch(name)]
+    return [module for name, module in model.named_modules() if style_of(name, plan) == DISPATCH]
+
+
+def style_of(name: str, plan: Mapping[str, str]) -> str:
+    """Return a module's or parameter's style in a plan, in whose names a star is a number; empty if it has none."""
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
+
+
+def division(model: PreTrainedModel, tensor: int, expert: int) -> dict[str, tuple[int, str]]:
+    """Return into how many parts `cut` cuts each parameter, without groups of ranks, and the style by which it does;
+    FSDP then shards what each of so many ranks has. Raises ConfigError as `cut` does."""
+    by_tensor, by_expert = tensor_plan(model) if tensor > 1 else {}, expert_plan(model) if expert > 1 else {}
+    found = {}
+    for name, parameter in model.named_parameters():
+        module = name.rpartition(".")[0]
+        style = style_of(name, by_tensor) or style_of(module, by_tensor)
+        cuts = style and type(ALL_PARALLEL_STYLES[style]).shard_param is not TensorParallelLayer.shard_param
+        if style_of(module, by_expert) == DISPATCH:
+            found[name] = expert, DISPATCH
+        elif cuts and not (parameter.ndim == 1 and "rowwise" in style):  # a bias that is added once
+            found[name] = tensor, style
+        else:
+            found[name] = 1, ""
+    return found
 
 
 def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
