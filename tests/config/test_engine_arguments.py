@@ -113,6 +113,11 @@ def test_another_mode_is_rejected_with_those_that_there_are(models, mode, messag
     assert message in text
 
 
+def test_whether_a_model_that_is_not_here_is_a_mixture_is_not_decided_without_a_word():
+    mode, (text,), _ = replay(Path("someone/a-model"), f"{REPLAY}=auto", *ON_CUDA)
+    assert mode == "disabled" and text.endswith(f"is not on this machine; set {REPLAY}=R3 if it is a mixture")
+
+
 def test_experts_that_nothing_replays_are_not_returned(models):
     mode, (text,), config = replay(models["mixture"], f"{ROUTES}=true")
     assert mode == "disabled" and text.endswith(f"has no effect; set {REPLAY}=R3")

@@ -112,6 +112,9 @@ def resolve_router_replay(section: ActorRolloutRefConfig, check: Checker) -> Non
     )
     found = [(key, cause) for applies, key, cause in obstacles if applies]
     if replay.mode == "auto":
+        if not settings and rollout.dtype == "bfloat16":
+            cause = f"disabled, as the config.json of {section.model.path} is not on this machine"
+            check.warn(f"{REPLAY} {MODEL}.path", cause, f"set {REPLAY}=R3 if it is a mixture")
         replay.mode = "R3" if settings and rollout.dtype == "bfloat16" and not found else "disabled"
     elif replay.mode == "R3":
         for key, cause in found[:1]:

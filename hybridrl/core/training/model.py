@@ -81,10 +81,12 @@ class LanguageModel(TokenModel):
         outputs = token_outputs(hidden, self.head, inputs.targets, spec)
         return outputs.map(partial(gather_slices, slice_=inputs.slice))
 
-    def replaced_experts(self, inputs: ModelInputs) -> Tensor:
+    def replaced_experts(self, inputs: ModelInputs) -> Tensor | None:
         """Return which share of the experts that predicted each response token, in the pass just made of these inputs,
-        the routers would not have chosen [response tokens]; collective."""
-        return gather_slices(required(self.replay).replaced_share()[inputs.predictors], inputs.slice)
+        the routers would not have chosen [response tokens]; None if they chose all. Collective."""
+        if self.replay is None or self.replay.routes is None:
+            return None
+        return gather_slices(self.replay.replaced_share()[inputs.predictors], inputs.slice)
 
     @property
     def head(self) -> Head:

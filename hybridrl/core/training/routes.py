@@ -28,8 +28,8 @@ class RouterReplay:
     def __init__(self, model: PreTrainedModel) -> None:
         settings = model.config.get_text_config()
         self.family, self.layers = model.config.model_type, settings.num_hidden_layers
-        self.experts = next(int(vars(settings)[name]) for name in EXPERTS if vars(settings).get(name))
-        self.per_token = int(settings.num_experts_per_tok)
+        self.experts = next((int(vars(settings)[name]) for name in EXPERTS if vars(settings).get(name)), 0)
+        self.per_token = int(getattr(settings, "num_experts_per_tok", 0))
         self.begin(None)
         places = {name: int(found[1]) for name, _ in model.named_modules() if (found := LAYER.search(name))}
         if not places:

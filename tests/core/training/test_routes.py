@@ -124,8 +124,8 @@ def test_the_share_of_experts_that_the_routers_would_not_have_chosen(rows) -> No
     model(inputs, 1.0)
     own = torch.stack(scores, 1).topk(2).indices  # [tokens, layers, experts of a token]
     kept = torch.stack([(own == expert).any(-1) for expert in (5, 2)]).float().mean((0, 2))
-    assert torch.equal(model.replaced_experts(inputs), (1 - kept)[inputs.predictors])
-    assert 0 < float(model.replaced_experts(inputs).mean()) < 1
+    replaced = required(model.replaced_experts(inputs))
+    assert torch.equal(replaced, (1 - kept)[inputs.predictors]) and 0 < float(replaced.mean()) < 1
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -150,6 +150,11 @@ def test_a_family_whose_choice_cannot_be_replaced_is_rejected_by_name() -> None:
     model = replaying(PhimoeConfig(**SMALL, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2))
     with pytest.raises(ValueError, match=r"phimoe: layer 0 does not choose its experts in a way .*mode=disabled"):
         check_replay(model, padded=False)
+
+
+def test_a_dense_model_is_rejected_by_name() -> None:
+    with pytest.raises(ValueError, match=r"qwen3: no layer chooses its experts in a way that can be replayed; set"):
+        replaying(FAMILIES["dense"])
 
 
 @pytest.mark.parametrize("family", MIXTURES)
