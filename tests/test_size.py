@@ -14,7 +14,7 @@ LINES = {
     "agents": 6760,
     "checkpoint": 1930,
     "compat": 3100,
-    "config": 3930,
+    "config": 3940,
     "core": 11735,
     "data": 1640,
     "doctor": 4535,

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.config.checks import MODEL, ROLLOUT, algorithm, check_ignored, resolve_rollout, training
 from hybridrl.config.checks.engine import check_engine
-from hybridrl.config.checks.model import check_model, check_served, resolve_recurrence
+from hybridrl.config.checks.model import check_model, check_served, resolve_dtype, resolve_for_cpu
 from hybridrl.config.compose import CONF, usual_value
 from hybridrl.config.findings import Checker, Findings
 from hybridrl.config.load import Report, read_config
@@ -60,12 +60,12 @@ def with_model(config: EvaluationConfig, path: str, key: str = PATH) -> Evaluati
     section, check = reading.config.actor_rollout_ref, Checker(findings, values)
     model, rollout = section.model, section.rollout
     if device == "cpu":
-        resolve_recurrence(ROLLOUT, model, rollout, check)
+        resolve_for_cpu(ROLLOUT, model, rollout, check)
     for finding in findings.items:
         if finding.severity == "warning":
             warn(finding.text, finding.code)
     model.tokenizer_path = config.data.tokenizer or model.tokenizer_path  # for engines, which see no data
-    rollout.dtype, rollout.free_cache_engine = training.resolve_dtype(rollout.dtype, device), False
+    rollout.dtype, rollout.free_cache_engine = resolve_dtype(rollout.dtype, device), False
     rollout.engine_kwargs.vllm["load_format"] = "auto"  # of weights: by default they come from a trainer
     if device == "cuda" and rollout.gpu_memory_utilization == SHIPPED_SHARE:
         rollout.gpu_memory_utilization = WHOLE_SHARE

@@ -286,6 +286,17 @@ def test_an_engine_on_cpu_gets_what_a_recurrence_along_the_text_needs(load):
     assert (section.rollout.dtype, section.rollout.enable_prefix_caching) == ("float32", False)
 
 
+def test_the_adapter_of_a_mixture_is_merged_for_an_engine_on_cpu(load):
+    write(num_experts=4)
+    adapter, merged = "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora.merge is on"
+    loaded = load("trainer.device=cpu", adapter)
+    assert loaded.config.actor_rollout_ref.model.lora.merge
+    (note,) = [note for note in loaded.notes if merged in note]
+    assert note.endswith("on CPU vLLM has no adapters for mixtures of experts")
+    assert not load("trainer.device=cuda", CLUSTER, adapter).config.actor_rollout_ref.model.lora.merge
+    assert not [note for note in load("trainer.device=cpu").notes if merged in note]
+
+
 @pytest.mark.parametrize(
     ("device", "settings", "installed", "warned"),
     [

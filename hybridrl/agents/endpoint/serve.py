@@ -15,7 +15,8 @@ from pathlib import Path
 from hybridrl.agents.endpoint import ADMIN_KEY, bound
 from hybridrl.config import ConfigError
 from hybridrl.config.checks.engine import check_engine_name
-from hybridrl.config.checks.training import resolve_dtype, this_machine
+from hybridrl.config.checks.model import resolve_dtype
+from hybridrl.config.checks.training import this_machine
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import read_config
 from hybridrl.config.schema import ServedConfig, ServingConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrl.config.checks import algorithm, training
 from hybridrl.config.checks.engine import check_engine, resolve_asynchronous, resolve_router_replay
-from hybridrl.config.checks.model import check_lora_sync, check_plans, check_served, resolve_recurrence
+from hybridrl.config.checks.model import check_lora_sync, check_plans, check_served, resolve_dtype, resolve_for_cpu
 from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings
 from hybridrl.config.schema import DataConfig, OptimizerConfig, PPOConfig, RolloutConfig, SFTConfig, SFTTrainerConfig
@@ -28,8 +28,8 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     training.resolve_micro_batches(section, config.critic, trainer.devices, check)
     training.resolve_actor(actor, data, check)
     if trainer.device == "cpu":
-        resolve_recurrence(ROLLOUT, model, rollout, check)
-    rollout.dtype = training.resolve_dtype(rollout.dtype, trainer.device)
+        resolve_for_cpu(ROLLOUT, model, rollout, check)
+    rollout.dtype = resolve_dtype(rollout.dtype, trainer.device)
     resolve_rollout(rollout, trainer, data, check.at(ROLLOUT), separate=config.separate)
     policy = Trained(ACTOR, MODEL, model, f"{ACTOR}.optim", actor.optim, f"{ACTOR}.fsdp_config", actor.fsdp_config)
     training.resolve_updates(policy, trainer, check)

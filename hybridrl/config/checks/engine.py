@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 
-from hybridrl.config.catalog import ESTIMATORS, EXPERTS
-from hybridrl.config.checks.model import model_settings
+from hybridrl.config.catalog import ESTIMATORS
+from hybridrl.config.checks.model import experts_of, model_settings
 from hybridrl.config.findings import Checker, Findings, nearest, show
 from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig
 from hybridrl.config.schema_parts import SHIPPED_SHARE, WHOLE_SHARE, RolloutConfig, V1Config
@@ -101,9 +101,8 @@ def vllm_arguments() -> frozenset[str]:
 def resolve_router_replay(section: ActorRolloutRefConfig, check: Checker) -> None:
     """Decide whether a mixture is updated with the experts that the engine chose."""
     replay, rollout, settings = section.actor.router_replay, section.rollout, model_settings(section.model)
-    settings = settings.get("text_config") or settings
     obstacles = (
-        (settings and not any(map(settings.get, EXPERTS)), f"{MODEL}.path", f"{section.model.path} is no mixture"),
+        (settings and not experts_of(settings), f"{MODEL}.path", f"{section.model.path} is no mixture"),
         (rollout.name != "vllm", f"{ROLLOUT}.name", f"the engine {rollout.name} returns no experts"),
         (not rollout.enable_prefix_caching, f"{ROLLOUT}.enable_prefix_caching", "vLLM keeps experts with its prefixes"),
         (RETURN_ROUTES not in (vllm_arguments() or [RETURN_ROUTES]), f"{ROLLOUT}.name", "vLLM before 0.32 has none"),

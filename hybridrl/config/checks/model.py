@@ -12,11 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.catalog import ALL_LINEAR, ENGINE_RANKS, disturbances, why_unsupported
+from hybridrl.config.catalog import ALL_LINEAR, ENGINE_RANKS, EXPERTS, disturbances, why_unsupported
 from hybridrl.config.files import adapter_settings, expected_kind, resolve_model
 from hybridrl.config.findings import Checker, show
 from hybridrl.config.schema import ActorRolloutRefConfig, FSDPConfig, ModelConfig, RolloutConfig
 
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Head sizes that vLLM's attention on CPU supports (CPUAttentionBackend.get_supported_head_sizes).
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -70,6 +71,10 @@ def why_not_served(settings: Mapping[str, Any], longest: int) -> str | None:
     return None
 
 
+def resolve_dtype(name: str | None, device: str) -> str:
+    return DTYPES.get(name, name) if name else "bfloat16" if device == "cuda" else "float32"
+
+
 def absolute(path: str) -> str:
     """The absolute path of a file or directory, for workers on other machines; any other name unchanged."""
     return str(Path(path).absolute()) if Path(path).exists() else path
@@ -101,6 +106,12 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
     """A local model's config.json; empty for a hub model."""
     file = resolve_model(model.path) / "config.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def experts_of(settings: Mapping[str, Any]) -> int:
+    """Return how many experts a layer of a mixture has, by its config.json; 0 for another model."""
+    settings = settings.get("text_config") or settings
+    return next((settings[name] for name in EXPERTS if settings.get(name)), 0)
 
 
 def check_model(key: str, model: ModelConfig, longest: int, hint: str, check: Checker) -> None:
@@ -165,8 +176,8 @@ def check_recurrence(key: str, model: ModelConfig, device: str, check: Checker) 
         check.warn(f"{key}.path", cause, "pip install flash-linear-attention (the extra `linear`)")
 
 
-def resolve_recurrence(key: str, model: ModelConfig, rollout: RolloutConfig, check: Checker) -> None:
-    """Set what an engine on CPU requires for layers with a recurrent state."""
+def resolve_for_cpu(key: str, model: ModelConfig, rollout: RolloutConfig, check: Checker) -> None:
+    """Set what an engine on CPU requires for layers with a recurrent state, and for experts."""
 
     def changed(key: str, cause: str) -> None:
         check.warn(key, f"{key} is {cause}", valued=False)
@@ -175,17 +186,16 @@ def resolve_recurrence(key: str, model: ModelConfig, rollout: RolloutConfig, che
     if any(RECURRENT.match(name) for name in settings) and rollout.enable_prefix_caching:
         rollout.enable_prefix_caching = False
         changed(f"{key}.enable_prefix_caching", "off: on CPU no recurrent state of a prefix is cached")
-    if DELTA_RULE not in settings:
-        return
-    if rollout.dtype is None:
+    recurrent = DELTA_RULE in settings
+    if model.lora_rank and not model.lora.merge and (recurrent or experts_of(settings)):
+        model.lora.merge = True
+        cause = f"on: on CPU vLLM has no adapters for {'its linear attention' if recurrent else 'mixtures of experts'}"
+        changed("actor_rollout_ref.model.lora.merge", cause)
+    if recurrent and rollout.dtype is None:
         rollout.dtype = "bfloat16"
         changed(f"{key}.dtype", "bfloat16: vLLM computes this model's linear attention on CPU in no other type")
-    elif rollout.dtype not in ("bf16", "bfloat16"):
+    elif recurrent and rollout.dtype not in ("bf16", "bfloat16"):
         check.error(f"{key}.dtype", "on CPU vLLM computes its linear attention in bfloat16 only", "set bf16")
-    if model.lora_rank and not model.lora.merge:
-        model.lora.merge = True
-        cause = "on: on CPU vLLM has no adapters for this model's linear attention"
-        changed("actor_rollout_ref.model.lora.merge", cause)
 
 
 def _expected(name: str, value: Any) -> str:

@@ -10,8 +10,16 @@ from typing import Any
 import psutil
 import pynvml
 
-from hybridrl.config.catalog import ESTIMATORS, EXPERTS
-from hybridrl.config.checks.model import absolute, check_model, check_recurrence, model_settings, resolve_lora
+from hybridrl.config.catalog import ESTIMATORS
+from hybridrl.config.checks.model import (
+    absolute,
+    check_model,
+    check_recurrence,
+    experts_of,
+    model_settings,
+    resolve_dtype,
+    resolve_lora,
+)
 from hybridrl.config.findings import Checker, ConfigError, show
 from hybridrl.config.schema import (
     ActorConfig,
@@ -29,9 +37,7 @@ from hybridrl.config.schema import (
 from hybridrl.config.values import value_of
 
 CPU_SLOT_BYTES = 3 << 29  # measured for the smallest models: a CPU device costs processes and memory, not cores
-ACTOR, DEVICES = "actor_rollout_ref.actor", "trainer.n_gpus_per_node"
-ROLLOUT = "actor_rollout_ref.rollout"
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+ACTOR, ROLLOUT, DEVICES = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer.n_gpus_per_node"
 LOWER = "lower data.max_prompt_length or data.max_response_length"
 SURE_IN_BFLOAT16 = 1e-3  # a learning rate at which most elements move (84% measured)
 
@@ -201,7 +207,7 @@ def resolve_division(part: Trained, devices: int, check: Checker) -> None:
     own = value_of(check.values, f"{part.key}.{name}") == fsdp.ulysses_sequence_parallel_size
     size_key = f"{part.key if own else part.fsdp_key}.{name}"
     heads = settings.get("num_attention_heads") or settings.get("n_head") or 0  # unknown for a hub model
-    experts = next((settings[name] for name in EXPERTS if settings.get(name)), 0)
+    experts = experts_of(settings)
     if experts and fsdp.expert_parallel_size == 1:
         fsdp.expert_parallel_size = gcd(fsdp.tensor_parallel_size, experts)  # as an expert is never divided
     tensor, sequence = fsdp.tensor_parallel_size, fsdp.ulysses_sequence_parallel_size
@@ -237,10 +243,6 @@ def shorten(rollout: RolloutConfig, data: DataConfig, lower: str = LOWER) -> str
     """Return the fix for rows that are too long: the key that makes them long."""
     beyond = (rollout.max_model_len or 0) > data.max_prompt_length + rollout.response_length
     return f"lower {ROLLOUT}.max_model_len" if beyond else lower
-
-
-def resolve_dtype(name: str | None, device: str) -> str:
-    return DTYPES.get(name, name) if name else "bfloat16" if device == "cuda" else "float32"
 
 
 def resolve_updates(part: Trained, trainer: SFTTrainerConfig, check: Checker) -> None:
