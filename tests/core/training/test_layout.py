@@ -125,10 +125,12 @@ def paths(tmp_path_factory) -> dict[str, str]:
 REPLAYED = ["a mixture", "latent attention"]  # also computed with experts that were chosen before
 
 
-def build(path: str, sizes: Sizes) -> Learner:
+def build(path: str, sizes: Sizes, *, checkpointing: bool = False, offloaded: bool = False) -> Learner:
     meshes = layout("cpu", sizes.ranks, sizes.ranks, sizes.tensor, sizes.expert)
     config = fsdp_config(tensor_parallel_size=sizes.tensor, expert_parallel_size=sizes.expert)
-    model = shard_and_fill(blank_language_model(model_config(path), torch.float32), path, config, meshes, HOST)
+    section = replace(model_config(path), enable_gradient_checkpointing=checkpointing)
+    blank = blank_language_model(section, torch.float32)
+    model = shard_and_fill(blank, path, config, meshes, HOST, offloaded=offloaded)
     group = sequence_group(sizes.sequence, 60.0, sizes.tensor)
     built = Optimizers(model, optimizer_config(), 9)
     return Learner(model, built, config, HOST, False, Path("unused"), group, sizes.tensor)
@@ -226,6 +228,26 @@ def test_log_probs_and_gradients_are_those_of_one_process(paths, rows, alone, na
                 torch.testing.assert_close(of_row, right_log_probs[row], rtol=5e-6, atol=5e-6)
             assert gradient.keys() == right.keys()
             assert worst(gradient, right) < 5e-6, family
+            assert norm == pytest.approx(right_norm, rel=5e-6)
+
+
+def otherwise(path: str, rows: Batch, sizes: Sizes) -> list[Computed]:
+    """The same of layers that are computed again, and of parameters that stay in host memory."""
+    found = []
+    for options in ({"checkpointing": True}, {"offloaded": True}):
+        learner = build(path, sizes, **options)
+        learner.model.replay = RouterReplay(learner.model.model)
+        found.append(_computed(learner, rows, share(rows, sizes)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["TP 2", "EP 2 x FSDP 2", "EP 4 over TP 2 x FSDP 2", "Ulysses 2 x EP 2"])
+def test_they_are_where_layers_are_computed_again_and_parameters_are_in_host_memory(paths, rows, alone, name) -> None:
+    sizes, (_, right, right_norm) = LAYOUTS[name], alone["a mixture, replayed"]
+    for results in on_ranks(sizes.ranks, otherwise, paths["a mixture"], rows, sizes):
+        for _, gradient, norm in results:
+            assert worst(gradient, right) < 5e-6
             assert norm == pytest.approx(right_norm, rel=5e-6)
 
 
