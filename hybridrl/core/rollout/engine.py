@@ -220,11 +220,13 @@ class RolloutEngine(WeightTarget, Protocol):
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """Where an engine's class is, which is imported in the server's process only, and what its environment must be."""
+    """Where an engine's class is, which is imported in the server's process only, and what its environment must be.
+    `cache_bytes` is the key, below the rollout's section, by which a user may set the size of its cache."""
 
     module: str
     name: str
     environment: Callable[[RolloutConfig], dict[str, str]]
+    cache_bytes: str = ""
 
     def build(self, device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int) -> RolloutEngine:
         return vars(import_module(self.module))[self.name](device, model, rollout, engines_per_machine)

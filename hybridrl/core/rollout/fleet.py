@@ -94,7 +94,7 @@ class RolloutFleet:
         self.session, self.engine, self.model, self.rollout = session, engine, model, rollout
         self.startup_timeout, self.timeout = startup_timeout, timeout
         self.tp_size = rollout.tensor_model_parallel_size
-        self.ladder = MemoryLadder(rollout, session.device)
+        self.ladder = MemoryLadder(rollout, session.device, engine.cache_bytes)
         self.built_with: dict[int, Settings] = {}
         self.started_with = self.ladder.settings
         self.oom_kills: dict[int, int | None] = {}  # of this machine, when a server was spawned

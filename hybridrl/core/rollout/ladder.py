@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ SHARE_TOO_LARGE = re.compile(r"less than desired \w+ memory", re.IGNORECASE)  # 
 SHARE_TOO_SMALL = re.compile(r"no available memory for the cache|larger than the available KV cache", re.IGNORECASE)
 ERROR = re.compile(r"[\w.]*(Error|Exception): .*")  # in a line of a log, which begins with process and time
 KEY, SEQUENCES, SHARE = "actor_rollout_ref.rollout", "max_num_seqs", "gpu_memory_utilization"
-CACHE_BYTES = "engine_kwargs.vllm.kv_cache_memory_bytes"  # replaces the share where the user has set it
 LEAST_SHARE, LEAST_BYTES = 0.05, 1 << 20
 
 Settings = dict[str, float]  # by key below `actor_rollout_ref.rollout`
@@ -56,19 +56,24 @@ def logged(log: Path, start: int) -> list[str]:
     return []
 
 
-def memory_settings(rollout: RolloutConfig) -> Settings:
-    """Return what an engine's memory depends on and the ladder may lower."""
+def memory_settings(rollout: RolloutConfig, cache_bytes: str = "") -> Settings:
+    """Return what an engine's memory depends on and the ladder may lower. The size of the cache, an argument of the
+    engine by the key `cache_bytes`, replaces the share where the user has set it."""
     settings: Settings = {SEQUENCES: rollout.max_num_seqs, SHARE: rollout.gpu_memory_utilization}
-    cache_bytes = rollout.engine_kwargs.vllm.get("kv_cache_memory_bytes")
-    return settings | ({CACHE_BYTES: cache_bytes} if cache_bytes else {})
+    arguments, _, name = cache_bytes.rpartition(".")
+    size = attrgetter(arguments)(rollout).get(name) if arguments else None
+    return settings | ({cache_bytes: size} if size else {})
 
 
 def with_settings(rollout: RolloutConfig, settings: Settings) -> RolloutConfig:
     """Return the section with these settings."""
-    changed: dict[str, Any] = {name: value for name, value in settings.items() if name != CACHE_BYTES}
-    if CACHE_BYTES in settings:
-        arguments = rollout.engine_kwargs.vllm | {"kv_cache_memory_bytes": settings[CACHE_BYTES]}
-        changed["engine_kwargs"] = replace(rollout.engine_kwargs, vllm=arguments)
+    changed: dict[str, Any] = {}
+    for key, value in settings.items():
+        name, *argument = key.split(".")
+        changed[name] = value
+        if argument:  # of an engine
+            engine, kwargs = argument[0], getattr(rollout, name)
+            changed[name] = replace(kwargs, **{engine: getattr(kwargs, engine) | {argument[1]: value}})
     return replace(rollout, **changed)
 
 
@@ -86,8 +91,9 @@ def one_notch_lower(settings: Settings, attempt: int, device: str, reason: str) 
 
 
 def _less_memory(settings: Settings, device: str) -> Settings:
-    if cache_bytes := settings.get(CACHE_BYTES):
-        return {CACHE_BYTES: int(cache_bytes) // 2} if cache_bytes >= 2 * LEAST_BYTES else {}
+    for cache_bytes in settings.keys() - {SEQUENCES, SHARE}:
+        size = int(settings[cache_bytes])
+        return {cache_bytes: size // 2} if size >= 2 * LEAST_BYTES else {}
     share = settings[SHARE] / 2 if device == "cpu" else round(settings[SHARE] - 0.1, 3)
     return {SHARE: share} if share >= LEAST_SHARE else {}
 
@@ -98,8 +104,9 @@ class MemoryLadder:
     What worked is kept for every engine built later, and in the checkpoints of the run.
     """
 
-    def __init__(self, rollout: RolloutConfig, device: str) -> None:
-        self.device, self.configured, self.limit = device, memory_settings(rollout), rollout.request_retries
+    def __init__(self, rollout: RolloutConfig, device: str, cache_bytes: str = "") -> None:
+        self.device, self.limit = device, rollout.request_retries
+        self.configured = memory_settings(rollout, cache_bytes)
         self.settings = dict(self.configured)
         self.tried: list[tuple[Settings, str]] = []  # settings that were not enough, with the reason
 

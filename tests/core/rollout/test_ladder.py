@@ -103,10 +103,13 @@ def test_another_failure_is_no_lack_of_memory():
 
 def test_settings_replace_those_of_the_section_and_nothing_else():
     section = Section(engine_kwargs=EngineArguments({"kv_cache_memory_bytes": 64, "block_size": 16}))
-    lower = {"max_num_seqs": 8, "gpu_memory_utilization": 0.3, "engine_kwargs.vllm.kv_cache_memory_bytes": 32}
+    key = "engine_kwargs.vllm.kv_cache_memory_bytes"
+    lower = {"max_num_seqs": 8, "gpu_memory_utilization": 0.3, key: 32}
     changed = section_with(section, lower)
     assert changed == Section(8, 0.3, 3, EngineArguments({"kv_cache_memory_bytes": 32, "block_size": 16}))
-    assert memory_settings(changed) == lower and memory_settings(section_with(Section(), {"max_num_seqs": 8}))
+    assert memory_settings(changed, key) == lower
+    unset = memory_settings(section_with(Section(), {"max_num_seqs": 8}), key)
+    assert unset == {"max_num_seqs": 8, "gpu_memory_utilization": 0.5}
 
 
 def test_what_was_lowered_is_logged_once_with_the_override_to_keep_it(caplog):

@@ -56,4 +56,6 @@ def cpu_cache_bytes(token_bytes: int, rollout: RolloutConfig, engines_per_machin
     return int(max(min(wanted, free), block * (blocks + 1)) / rollout.tensor_model_parallel_size)
 
 
-VLLM = EngineEntry("hybridrl.core.rollout.vllm.engine", "VllmEngine", vllm_environment)
+VLLM = EngineEntry(
+    "hybridrl.core.rollout.vllm.engine", "VllmEngine", vllm_environment, "engine_kwargs.vllm.kv_cache_memory_bytes"
+)
