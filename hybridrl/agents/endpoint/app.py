@@ -180,6 +180,7 @@ class Api:
             {
                 name: [*map(float if name in ("log_probs", "rewards") else int, values)]
                 for name, values in vars(row).items()
+                if name != "routes"  # which are for the trainer
             }
             for row in (trajectory.rows() if turns else ())
         ]
