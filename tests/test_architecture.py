@@ -68,6 +68,9 @@ LONGEST_FUNCTION, LONGEST_FILE = 60, 400
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
 def imports(node: ast.AST) -> Iterator[str]:
     """Full names of all that is imported: `from a import b` is a.b."""
     for child in ast.walk(node):
@@ -157,6 +160,20 @@ def test_the_core_imports_itself_and_the_ground() -> None:
         if not within(imported, "core") and imported not in GROUND.split()
     ]
     assert not beyond
+
+
+def test_the_core_knows_an_engine_by_its_entry_only() -> None:
+    """Another engine is a package next to core/rollout/vllm, and a line among the plug-ins."""
+    knowing = []
+    for name, tree in TREES.items():
+        if name.startswith("core/") and not name.startswith("core/rollout/vllm/"):
+            docstrings = {
+                ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, DOCUMENTED)
+            }
+            texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+            words = [*attributes(tree), *imports(tree), *(text for text in texts if text not in docstrings)]
+            knowing += [f"{name}: {word}" for word in words if isinstance(word, str) and "vllm" in word.lower()]
+    assert not knowing
 
 
 def test_a_library_is_named_only_where_it_may_be() -> None:
