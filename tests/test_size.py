@@ -11,13 +11,13 @@ PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.
 LINES = {
     ".": 250,
-    "agents": 6760,
+    "agents": 6765,
     "checkpoint": 1930,
-    "compat": 3100,
+    "compat": 3115,
     "config": 3940,
-    "core": 11735,
+    "core": 11760,
     "data": 1640,
-    "doctor": 4535,
+    "doctor": 4540,
     "environments": 180,
     "evaluation": 2280,
     "health": 1050,

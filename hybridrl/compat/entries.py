@@ -21,7 +21,8 @@ class Entry:
     `silent` values change nothing; `follows` is a key whose value does not either; `when` limits the entry to values
     that match it. `sets` has values by key, with {value} for the entry's own, which `values` may replace, or functions
     that compute one. `drops`: values of keys that count as not set. A `named` entry rejects its keys wherever a command
-    names them. `fix` is what to do about a value, given those of all keys; nothing where it is accepted.
+    names them. One that is `usual` sets only keys that the command does not name, by whatever name. `fix` is what to do
+    about a value, given those of all keys; nothing where it is accepted.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class Entry:
     values: dict[str, Any] = field(default_factory=dict)
     when: str = ""
     named: bool = False
+    usual: bool = False
     drops: dict[str, Any] = field(default_factory=dict)
     fix: Callable[[Any, Mapping[str, Any]], str] | None = None
 
@@ -157,7 +159,7 @@ def _schedule_of_engine(engine: str, schedule: str) -> Entry:
     """An engine of verl whose schedule is another one, unless the command names it."""
     sets = {f"{part}.optim.lr_scheduler_type": schedule for part in ("actor_rollout_ref.actor", "critic")}
     why = "training runs on FSDP2, with that engine's schedule unless the command names one"
-    return combined("model_engine", why, sets, when=f"^{engine}$")
+    return combined("model_engine", why, sets, when=f"^{engine}$", usual=True)
 
 
 # A later one wins, and what the command or its file sets by hybridrl's name stays.
@@ -271,13 +273,20 @@ AREAL_STALENESS, PER_NODE = "rollout.max_head_offpolicyness", "trainer.n_gpus_pe
 ENGINES = r"(?:\w+(?:\[\w+\])?[:.])?(?:d(?P<d>\d+)|t(?P<t>\d+)|p(?P<p>\d+)|[ce]\d+)+"
 TRAINER = r"(?:\w+(?:\[\w+\])?[:.])?(?:d(?P<D>\d+)|t(?P<T>\d+)|p(?P<P>\d+)|c(?P<C>\d+)|e(?P<E>\d+))+"
 SEPARATE = {MODE: "separate_async", BOUND: lambda of: of(AREAL_STALENESS, 0)}
-FOR_TRAINING = {
+
+
+def _divided(part: str, fsdp: str) -> dict[str, Any]:
+    """How the devices of a trainer divide a model; 1 is the default of each size, and sets nothing."""
+    return {
+        f"{part}.{fsdp}.tensor_parallel_size": lambda of: of.size("T") if of.size("T") > 1 else None,
+        f"{part}.{fsdp}.expert_parallel_size": lambda of: of.size("E") if of.size("E") > 1 else None,
+        f"{part}.ulysses_sequence_parallel_size": lambda of: of.size("C") if of.size("C") > 1 else None,
+    }
+
+
+FOR_TRAINING = _divided(ACTOR, "fsdp_config") | {
     "trainer.nnodes": lambda of: math.ceil(of.size("DTPC") / of(PER_NODE, 8)),
     "trainer.n_gpus_per_node": lambda of: min(of.size("DTPC"), of(PER_NODE, 8)),
-    # 1 is the default of each, and sets nothing.
-    f"{ACTOR}.fsdp_config.tensor_parallel_size": lambda of: of.size("T") if of.size("T") > 1 else None,
-    f"{ACTOR}.fsdp_config.expert_parallel_size": lambda of: of.size("E") if of.size("E") > 1 else None,
-    f"{ACTOR}.ulysses_sequence_parallel_size": lambda of: of.size("C") if of.size("C") > 1 else None,
 }
 FOR_ROLLOUT = {
     "actor_rollout_ref.rollout.nnodes": lambda of: math.ceil(of.size("dtp") / of(PER_NODE, 8)),
@@ -305,6 +314,13 @@ OF_AREAL = [
         when=rf"^{ENGINES}$",
     ),
     combined("actor.backend", "the devices for training, and their division", FOR_TRAINING, when=rf"^{TRAINER}$"),
+    combined("critic.backend", "the division of the critic", _divided("critic", "fsdp"), when=rf"^{TRAINER}$"),
+    Entry(
+        "rejected",
+        ["actor.backend", "critic.backend"],
+        "only devices in one group, such as megatron:d4t2e2, are translated; write it so",
+        when=rf"^(?!{TRAINER}$)(megatron|archon)",
+    ),
     combined(
         "rollout.scheduling_strategy.type actor.scheduling_strategy.type",
         "",

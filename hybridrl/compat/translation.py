@@ -226,7 +226,7 @@ class Translation:
         own, are added to its `keys`, and no longer left."""
         look, sets, failed = Look(command.find, entry, [command.values[key] for key in keys]), {}, {}
         for key, value in entry.sets.items():
-            if not command.stays(key, entry.drops.get(key)):
+            if not command.stays(key, entry.drops.get(key)) and not (entry.usual and command.values.get(key)):
                 try:
                     computed = value(look) if callable(value) else value
                     sets |= {key: computed} if computed is not None else {}

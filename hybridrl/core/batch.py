@@ -115,7 +115,7 @@ class Batch:
         counts = self.episode.unique_consecutive(return_counts=True)[1]
         first = counts.cumsum(0) - counts
         number = torch.arange(len(counts)).repeat_interleave(counts)
-        whole = replace(self.select(first), episode=None, routes=None)
+        whole = replace(replace(self, routes=None).select(first), episode=None)
         of_tokens = {name: value for name, axis, value in self.filled() if axis == "response"}
         lengths = torch.zeros_like(counts).index_add_(0, number, self.response_lengths)
         return replace(whole, response_lengths=lengths, **of_tokens)

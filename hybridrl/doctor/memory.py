@@ -28,6 +28,7 @@ EXACT = ("parameters", "optimizer", "gradients", "reference", "critic", "process
 # Measured on CPU with models of negligible size (scripts/benchmark/memory_plan.py): the driver with Ray and two
 # scorers; per device, the train worker, the rollout server and the engine.
 MACHINE_BYTES, DEVICE_BYTES = 1007e6, 1447e6
+ROUTE_BYTES, ROUTE_COPIES = 2, 4  # of episodes, of their batch, and of what it shares for log-probs and for the update
 # Measured on one H100 with vLLM 0.26 (scripts/benchmark/gpu.py): what a train worker and an engine hold of the GPU
 # outside their tensors, with loaded kernels. A sleeping engine frees weights and cache, and keeps CUDA graphs, kernel
 # workspaces and NCCL buffers: 0.3 GiB with four captured sizes, while the usual number of them is assumed to take more.
@@ -183,6 +184,10 @@ def host_memory(run: PlannedRun) -> Bytes:
     memory = Bytes({kind: run.devices * size for kind, size in memory.items()})
     devices = (run.devices + run.engine_devices) / 2  # assumed, if apart: each has half of a device's processes
     memory["processes"] = MACHINE_BYTES + devices * DEVICE_BYTES
+    section = run.config.actor_rollout_ref
+    if section.actor.router_replay.mode == "R3":
+        sizes, rows = run.learners[0][1].sizes, run.config.data.train_batch_size * section.rollout.n
+        memory["routes"] = ROUTE_COPIES * rows * run.longest * sizes.layers * sizes.per_token * ROUTE_BYTES
     return memory
 
 

@@ -51,7 +51,8 @@ class ModelSizes:
             each = values.get("moe_intermediate_size") or self.intermediate
             experts += values.get("n_shared_experts") or 0
             self.intermediate = experts * each + (values.get("shared_expert_intermediate_size") or 0)
-        self.routed = (values.get("num_experts_per_tok") or 0) * text.hidden_size  # an input of each of them
+        self.per_token = values.get("num_experts_per_tok") or 0
+        self.routed = self.per_token * text.hidden_size  # an input of each of them
         self.copied = sum(size for size in _fused(model) if size < SMALL)
         if text.tie_word_embeddings:
             self.copied += TIED_COPIES * text.vocab_size * text.hidden_size
@@ -79,7 +80,7 @@ class ModelSizes:
         self.experts = experts[largest]  # of that layer
         styles = [style for name, (_, style) in cuts.items() if name.startswith(largest) and name.endswith("weight")]
         self.by_columns, self.by_rows = (sum(kind in style for style in styles) for kind in ("colwise", "rowwise"))
-        self.heads = max(parts for name, (parts, _) in cuts.items() if "att" in name)  # in so many parts
+        self.heads = max((parts for name, (parts, _) in cuts.items() if "att" in name), default=1)  # in so many parts
 
 
 def _fused(model: PreTrainedModel) -> list[int]:

@@ -66,6 +66,7 @@ def with_model(config: EvaluationConfig, path: str, key: str = PATH) -> Evaluati
             warn(finding.text, finding.code)
     model.tokenizer_path = config.data.tokenizer or model.tokenizer_path  # for engines, which see no data
     rollout.dtype, rollout.free_cache_engine = resolve_dtype(rollout.dtype, device), False
+    rollout.enable_rollout_routing_replay = False
     rollout.engine_kwargs.vllm["load_format"] = "auto"  # of weights: by default they come from a trainer
     if device == "cuda" and rollout.gpu_memory_utilization == SHIPPED_SHARE:
         rollout.gpu_memory_utilization = WHOLE_SHARE

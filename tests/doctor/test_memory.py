@@ -7,6 +7,8 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, NemotronHConfig
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Finding, Findings
@@ -143,7 +145,16 @@ def test_sizes_are_read_from_config_json_alone(load):
         "outside": EMBEDDING + NORM,
         "layer": LAYER,
         "largest": EMBEDDING,
-        **{"tensor": 1, "expert": 1, "heads": 1, "experts": 0, "by_rows": 0, "by_columns": 0, "routed": 0},
+        **{
+            "tensor": 1,
+            "expert": 1,
+            "heads": 1,
+            "experts": 0,
+            "by_rows": 0,
+            "by_columns": 0,
+            "per_token": 0,
+            "routed": 0,
+        },
         "layers": 2,
         "hidden": 8,
         "query": 2 * 32,
@@ -298,6 +309,23 @@ def test_a_machine_holds_all_its_devices_and_processes(load):
     assert needs["processes"] == MACHINE_BYTES + 2 * DEVICE_BYTES
     assert needs["parameters"] == 4 * PARAMETERS  # shards
     assert needs["rollout weights"] == 2 * 4 * (2 * PARAMETERS + 4 * EMBEDDING)  # an engine has all
+
+
+def test_a_machine_holds_the_experts_of_a_steps_tokens_that_are_replayed(load, model_file):
+    """2 prompts with 4 responses of up to 256 tokens, two layers of two experts, four times in 16 bits."""
+    model_file.write_text(json.dumps(MIXTURE))
+    config = load(f"{ACTOR}.router_replay.mode=R3")
+    (plan,), rollout = make_plans(run_of(config)), config.actor_rollout_ref.rollout
+    rows = config.data.train_batch_size * rollout.n
+    assert plan.needs["policy update"]["routes"] == 4 * rows * (rollout.max_model_len or 0) * 2 * 2 * 2
+    assert "routes" not in make_plans(run_of(load()))[0].needs["policy update"]
+
+
+def test_layers_whose_names_do_not_speak_of_attention_have_sizes_too():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(NemotronHConfig(vocab_size=16, hidden_size=64))
+    assert not any("att" in name for name, _ in model.named_parameters())
+    assert ModelSizes(model).heads == 1
 
 
 def test_checkpoints_keep_a_copy_of_what_they_write(load):

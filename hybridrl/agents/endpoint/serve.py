@@ -95,6 +95,7 @@ def run(own: dict[str, str], section: ServedConfig) -> str:
     if device == "auto":
         device = "cuda" if this_machine().gpus else "cpu"
     rollout.dtype, rollout.free_cache_engine = resolve_dtype(rollout.dtype, device), False
+    rollout.enable_rollout_routing_replay = False
     listening = bound(own["host"], int(own["port"]))  # before anything that takes long
     work_in_private()  # which is removed when this process ends
     model.path = whole_model(model.path, Path(tempfile.mkdtemp()), "model.path")

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -193,6 +193,8 @@ class Session:
         messages = [*prompt.messages, response]
         name = f"chatcmpl-{secrets.token_hex(12)}"
         turn = SampledTurn(name, prompt.parent, prompt.observed, prompt.dropped, completion, messages, called, seconds)
+        if turn.parent:  # a row has the routes of its last turn, which are of all its tokens
+            turn.parent.completion = replace(turn.parent.completion, routes=None)
         self.turns.append(turn)
         self.recorded[digests(messages, prompt.tools)[-1]] = turn
         return turn

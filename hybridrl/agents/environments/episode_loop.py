@@ -167,6 +167,8 @@ class EpisodeRun:
         began = time.monotonic()
         completion = await self.policy.generate(self.context, max_tokens=self._left())
         turn = Turn.of(observed, completion, fresh=fresh and bool(self.turns))
+        if self.turns and not fresh:  # a row has the routes of its last turn, which are of all its tokens
+            self.turns[-1] = replace(self.turns[-1], routes=None)
         self.turns.append(replace(turn, seconds_model=time.monotonic() - began))
         self.context += completion.token_ids.tolist()
 

@@ -91,6 +91,9 @@ class AsyncLLMServerManager:
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         prompt_ids = [int(one) for one in prompt_ids]
         output = TokenOutput(await self._policy.generate(prompt_ids, max_tokens=limit, stop=stop), prompt_ids)
+        for one in self.sampled[-1:]:
+            if output.context[: len(one.context)] == one.context:  # this one has the routes of all its tokens
+                one.routed_experts = None
         self.sampled.append(output)
         return output
 

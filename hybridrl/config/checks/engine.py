@@ -17,7 +17,9 @@ from hybridrl.runs.plugins import names
 MODEL, ROLLOUT, KEY = "actor_rollout_ref.model", "actor_rollout_ref.rollout", ".engine_kwargs.vllm"
 V1 = "trainer.v1"
 REPLAY, FSDP = "actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.actor.fsdp_config"
-ROUTES, RETURN_ROUTES = f"{ROLLOUT}.enable_rollout_routing_replay", "enable_return_routed_experts"
+ROUTES = f"{ROLLOUT}.enable_rollout_routing_replay"
+PER_TOKEN = "num_experts_per_tok"
+COLLECTS_ROUTES = "aux_output_config"  # an argument of vLLM since it returns the experts of every layer
 MODE, BOUND, OVER = f"{V1}.trainer_mode", f"{V1}.sampler.max_off_policy_threshold", f"{ROLLOUT}.over_sample_rate"
 
 # Arguments that hybridrl sets, by the key they are set with.
@@ -27,7 +29,8 @@ SET_BY = {
     "hf_overrides": f"{MODEL}.override_config",
     "enable_sleep_mode": f"{ROLLOUT}.free_cache_engine",
     "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
-    RETURN_ROUTES: ROUTES,
+    "enable_return_routed_experts": ROUTES,
+    COLLECTS_ROUTES: ROUTES,
     **{
         name: f"{ROLLOUT}.{name}"
         for name in (
@@ -101,24 +104,28 @@ def vllm_arguments() -> frozenset[str]:
 def resolve_router_replay(section: ActorRolloutRefConfig, check: Checker) -> None:
     """Decide whether a mixture is updated with the experts that the engine chose."""
     replay, rollout, settings = section.actor.router_replay, section.rollout, model_settings(section.model)
+    prefixes, compiled, off = f"{ROLLOUT}.enable_prefix_caching", f"{FSDP}.compile_layers", f"set {REPLAY}=disabled"
+    text, mixture = settings.get("text_config") or settings, experts_of(settings)
+    available = vllm_arguments() or [COLLECTS_ROUTES]
     obstacles = (
-        (settings and not experts_of(settings), f"{MODEL}.path", f"{section.model.path} is no mixture"),
-        (rollout.name != "vllm", f"{ROLLOUT}.name", f"the engine {rollout.name} returns no experts"),
-        (not rollout.enable_prefix_caching, f"{ROLLOUT}.enable_prefix_caching", "vLLM keeps experts with its prefixes"),
-        (RETURN_ROUTES not in (vllm_arguments() or [RETURN_ROUTES]), f"{ROLLOUT}.name", "vLLM before 0.32 has none"),
-        (section.actor.fsdp_config.compile_layers, f"{FSDP}.compile_layers", "compiled layers have their own experts"),
-        (rollout.enable_rollout_routing_replay is False, ROUTES, "the engine returns no experts"),
+        (settings and not mixture, f"{MODEL}.path", f"{section.model.path} is no mixture of experts", off),
+        (mixture and not text.get(PER_TOKEN), f"{MODEL}.path", f"its config.json does not name {PER_TOKEN}", off),
+        (rollout.name != "vllm", f"{ROLLOUT}.name", f"the engine {rollout.name} returns no experts", off),
+        (COLLECTS_ROUTES not in available, f"{ROLLOUT}.name", "vLLM returns the experts since 0.32", off),
+        (not rollout.enable_prefix_caching, prefixes, "vLLM keeps experts with its prefixes", f"set {prefixes}=true"),
+        (section.actor.fsdp_config.compile_layers, compiled, "it is not in compiled layers", f"set {compiled}=false"),
+        (rollout.enable_rollout_routing_replay is False, ROUTES, "the engine returns no experts", "leave it out"),
     )
-    found = [(key, cause) for applies, key, cause in obstacles if applies]
+    found = [rest for applies, *rest in obstacles if applies]
     if replay.mode == "auto":
         if not settings and rollout.dtype == "bfloat16":
             cause = f"disabled, as the config.json of {section.model.path} is not on this machine"
             check.warn(f"{REPLAY} {MODEL}.path", cause, f"set {REPLAY}=R3 if it is a mixture")
         replay.mode = "R3" if settings and rollout.dtype == "bfloat16" and not found else "disabled"
     elif replay.mode == "R3":
-        for key, cause in found[:1]:
-            check.error(f"{REPLAY} {key}", f"{cause}: there is nothing to replay", f"set {REPLAY}=disabled")
-    elif rollout.enable_rollout_routing_replay:
+        for key, cause, fix in found[:1]:
+            check.error(f"{REPLAY} {key}", cause, fix)
+    if replay.mode == "disabled" and rollout.enable_rollout_routing_replay:
         check.warn(f"{ROUTES} {REPLAY}", "has no effect", f"set {REPLAY}=R3")
     rollout.enable_rollout_routing_replay = replay.mode == "R3"
 

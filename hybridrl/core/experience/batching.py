@@ -110,10 +110,13 @@ def _routes(rows: Sequence[Row]) -> torch.Tensor | None:
     shapes = {row.routes.shape[1:] for row in rows if row.routes is not None}
     if not shapes:
         return None
-    lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
-    missing = (np.full((length, *shapes.copy().pop()), OWN_ROUTE, dtype=np.int16) for length in lengths)
-    parts = [none if row.routes is None else row.routes for row, none in zip(rows, missing, strict=True)]
-    return torch.from_numpy(np.concatenate(parts))
+    (shape,) = shapes
+
+    def of(row: Row) -> np.ndarray:
+        tokens = len(row.prompt_ids) + len(row.response_ids)
+        return np.full((tokens, *shape), OWN_ROUTE, dtype=np.int16) if row.routes is None else row.routes
+
+    return torch.from_numpy(np.concatenate(list(map(of, rows))))
 
 
 def _token_rewards(scores: Sequence[Score], rows_of: Sequence[Sequence[Row]]) -> torch.Tensor | None:

@@ -129,8 +129,7 @@ def policy_objective(
         output = learner.model(inputs, loss.temperature, against=against, loss_gradient=early, **options)
         if loss.own_old_log_probs:
             outputs.append(output.map(torch.detach))
-        replaced = learner.model.replaced_experts(inputs) if isinstance(learner.model, LanguageModel) else None
-        statistics = {} if replaced is None else {"replayed_experts": replaced}
+        statistics = learner.model.route_statistics(inputs) if isinstance(learner.model, LanguageModel) else {}
         if totals is None:
             return 0 * output.log_probs.sum(), {}
         total, shares = policy_loss(output, part, totals, loss)

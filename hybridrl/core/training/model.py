@@ -81,12 +81,14 @@ class LanguageModel(TokenModel):
         outputs = token_outputs(hidden, self.head, inputs.targets, spec)
         return outputs.map(partial(gather_slices, slice_=inputs.slice))
 
-    def replaced_experts(self, inputs: ModelInputs) -> Tensor | None:
-        """Return which share of the experts that predicted each response token, in the pass just made of these inputs,
-        the routers would not have chosen [response tokens]; None if they chose all. Collective."""
-        if self.replay is None or self.replay.routes is None:
-            return None
-        return gather_slices(self.replay.replaced_share()[inputs.predictors], inputs.slice)
+    def route_statistics(self, inputs: ModelInputs) -> dict[str, Tensor]:
+        """Return by name what there is of each response token [response tokens], in the pass just made of these inputs:
+        the share of the experts that predicted it which the routers would not have chosen, and whether they had to
+        choose, as the engine has not; empty without replay. Collective."""
+        if self.replay is None:
+            return {}
+        found = {name: values[inputs.predictors] for name, values in self.replay.statistics(inputs.input_ids).items()}
+        return {name: gather_slices(values, inputs.slice) for name, values in found.items()}
 
     @property
     def head(self) -> Head:

@@ -44,9 +44,14 @@ class RouterReplay:
         """Set the experts of a forward pass."""
         self.routes, self.replaced = routes, torch.zeros(())
 
-    def replaced_share(self) -> Tensor:
-        """Return which share of each token's experts in the last pass the routers would not have chosen [tokens]."""
-        return self.replaced / (self.per_token * self.routers)
+    def statistics(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Return by name what there is of each of the last pass's tokens [tokens]: the share of its experts that the
+        routers would not have chosen, and 1 where they had to choose."""
+        if self.routes is None:
+            zeros = torch.zeros(tokens.numel(), device=tokens.device)
+            return {"replaced_experts": zeros, "tokens_without_routes": zeros + 1}
+        own = (self.routes[:, 0, 0] == OWN_ROUTE).float()
+        return {"replaced_experts": self.replaced / (self.per_token * self.routers), "tokens_without_routes": own}
 
     def _fault(self, cause: str) -> ValueError:
         fix = "set actor_rollout_ref.actor.router_replay.mode=disabled"

@@ -85,11 +85,17 @@ def test_a_file_with_keys_of_another_system_is_rejected_likewise(load, tmp_path)
         ("SkyRL", "trainer.algorithm.dynamic_sampling.type=replace", "replacing prompts is not supported"),
         ("verl", "data.image_key=images", "rows with images, videos or sounds are not supported yet"),
         ("AReaL", "actor.init_from_scratch=true", "training starts from a model's weights; set false"),
+        ("AReaL", "actor.backend=megatron", "only devices in one group, such as megatron:d4t2e2, are translated"),
+        (
+            "AReaL",
+            "critic.backend='megatron:(attn:d4t2|ffn:d2e4)'",
+            "only devices in one group, such as megatron:d4t2e2",
+        ),
     ],
 )
 def test_what_another_system_has_and_is_not_here_is_rejected_in_a_line(system, override, message):
     (error,) = resolved(override, system=system).findings.errors
-    assert error.text.startswith(f"{override}: {message}")
+    assert error.text.replace("'", "").startswith(f"{override}: {message}".replace("'", ""))
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -124,6 +130,26 @@ def test_skyrl_s_megatron_sizes_are_those_of_fsdp():
         f"{section}.pipeline_model_parallel_size has no effect",
         f"{section}.transformer_config_kwargs.moe_aux_loss_coeff has no effect",
     ]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "trainer.policy.megatron_config.moe_enable_routing_replay",
+        "generator.enable_return_routed_experts",
+        "generator.inference_engine.enable_return_routed_experts",
+    ],
+)
+def test_skyrl_s_routing_replay_is_that_of_the_actor(key):
+    for value, mode in (("true", "R3"), ("false", "disabled")):
+        config = accepted(f"{key}={value}", system="SkyRL")
+        assert config.actor_rollout_ref.actor.router_replay.mode == mode
+
+
+def test_areal_s_critic_is_divided_as_its_backend_says():
+    config = accepted("actor.backend=megatron:d4t2", "critic.backend=megatron:d2t4e2c1", system="AReaL")
+    actor, critic = config.actor_rollout_ref.actor.fsdp_config, config.critic.fsdp
+    assert (actor.tensor_parallel_size, critic.tensor_parallel_size, critic.expert_parallel_size) == (2, 4, 2)
 
 
 def test_an_environment_of_skyrl_is_the_rows_environment():

@@ -312,6 +312,8 @@ def test_a_least_learning_rate_becomes_a_share_of_the_largest(words: tuple[str, 
         (("model_engine=veomni", f"{ACTOR}.optim.lr_scheduler_type=constant"), "constant"),
         (("model_engine=torchtitan", f"{ACTOR}.optim.decay_type=cosine"), "cosine"),
         (("model_engine=megatron", f"{ACTOR}.optim.lr_decay_style=linear"), "linear"),
+        (("model_engine=veomni", f"{ACTOR}.optim.lr_decay_style=linear"), "linear"),
+        (("model_engine=veomni", f"{ACTOR}.optim.warmup_style=constant"), "constant"),
     ],
 )
 def test_an_engine_s_usual_schedule_is_kept_unless_the_command_names_one(words, schedule: str) -> None:

@@ -103,7 +103,9 @@ async def scenario(engine: Any, tokenizer: Any) -> dict[str, Any]:
     found["stopped by texts"] = plain(await sampled(engine, requests(tokenizer, "\n", "=", "1")))
     parts = await interrupted(engine, wanted)
     found["parts"], found["interrupted"] = plain(parts), [one.interrupted for one in parts]
+    found["in flight"] = len(core.batch_queue or ())
     await engine.finish_sync(1, 1)  # empties the cache, which fails while a request has blocks
+    found["left in flight"] = len(core.batch_queue or ())
     found["again"] = plain(await sampled(engine, wanted))
     found["score"] = await engine.score(wanted[0].prompt_ids)
     found["tokens"] = await engine.check()

@@ -58,6 +58,11 @@ def test_interrupted_responses_begin_as_the_whole_ones_and_leave_nothing_behind(
         assert one["again"] == one["whole"]
 
 
+def test_what_is_in_flight_is_finished_before_the_cache_is_emptied(results):
+    assert [one["in flight"] for one in results] == [0, 1]
+    assert [one["left in flight"] for one in results] == [0, 0]
+
+
 def test_every_token_is_counted_once(results):
     for one in results:
         kinds = ("whole", "stopped by texts", "parts", "again")

@@ -242,7 +242,7 @@ def otherwise(path: str, rows: Batch, sizes: Sizes) -> list[Computed]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["TP 2", "EP 2 x FSDP 2", "EP 4 over TP 2 x FSDP 2", "Ulysses 2 x EP 2"])
+@pytest.mark.parametrize("name", ["EP 4 over TP 2 x FSDP 2", "Ulysses 2 x EP 2"])
 def test_they_are_where_layers_are_computed_again_and_parameters_are_in_host_memory(paths, rows, alone, name) -> None:
     sizes, (_, right, right_norm) = LAYOUTS[name], alone["a mixture, replayed"]
     for results in on_ranks(sizes.ranks, otherwise, paths["a mixture"], rows, sizes):
@@ -258,7 +258,7 @@ def of_losses(path: str, rows: Batch, sizes: Sizes) -> dict[str, dict[str, Tenso
     return {name: whole_gradient(learner, rows, part, objective) for name, objective in objectives.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_the_gradient_of_every_loss_is_that_of_one_process(paths, rows) -> None:
     path, rows = paths["a mixture"], replace(rows, routes=None)
     (alone,) = on_ranks(1, of_losses, path, rows, ALONE)

@@ -113,6 +113,7 @@ def received(path: str, rows: Batch, sizes: Sizes, recomputed: bool) -> tuple[di
     return record.bytes, [int(lengths[places].sum()) for places in part.micro_batches]
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize(("family", "name"), [*(("a mixture", name) for name in DIVIDED), ("dense", "TP 2 x FSDP 2")])
 def test_ranks_receive_as_many_bytes_as_planned(paths, rows, family, name, recomputed) -> None:

@@ -124,8 +124,19 @@ def test_the_share_of_experts_that_the_routers_would_not_have_chosen(rows) -> No
     model(inputs, 1.0)
     own = torch.stack(scores, 1).topk(2).indices  # [tokens, layers, experts of a token]
     kept = torch.stack([(own == expert).any(-1) for expert in (5, 2)]).float().mean((0, 2))
-    replaced = required(model.replaced_experts(inputs))
+    found = model.route_statistics(inputs)
+    replaced = found["replaced_experts"]
     assert torch.equal(replaced, (1 - kept)[inputs.predictors]) and 0 < float(replaced.mean()) < 1
+    assert not found["tokens_without_routes"].any()
+    routes = routes.clone()
+    routes[inputs.predictors[:2]] = OWN_ROUTE
+    inputs = lay_out(replace(rows, routes=routes), padded=False)
+    model(inputs, 1.0)
+    found = model.route_statistics(inputs)
+    assert found["tokens_without_routes"].tolist() == [1, 1, *[0] * 10] and not found["replaced_experts"][:2].any()
+    inputs = lay_out(rows, padded=False)
+    model(inputs, 1.0)
+    assert model.route_statistics(inputs)["tokens_without_routes"].all()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -189,6 +189,7 @@ class VllmEngine:
 
     async def _empty_cache(self) -> None:
         """Drop all cached prefixes, which belong to earlier weights. vLLM keeps them while a request has blocks."""
+        await self.loop.call(finish_iterations)
         if not await self.loop.call(lambda engine: engine.reset_prefix_cache()):
             raise RuntimeError("vLLM has not emptied its prefix cache: a request still has blocks of it")
 
@@ -263,6 +264,13 @@ def engine_arguments(
         rank = next(rank for rank in ENGINE_RANKS if rank >= model.lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1}
     return arguments | {name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None}
+
+
+def finish_iterations(engine: LLMEngine) -> None:
+    """Finish what the asynchronous scheduler has begun for responses that have ended since: routes of an iteration that
+    is in flight would be counted to the next cache."""
+    while engine.engine_core.engine_core.batch_queue:
+        engine.step()
 
 
 def unlink_segments() -> None:
