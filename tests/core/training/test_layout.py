@@ -44,6 +44,8 @@ from tests.core.training.test_state import ALL, fsdp_config, full, optimizer_con
 
 MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GROUPED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 QWEN3_MOE = Qwen3MoeConfig(**SMALL, **MIXTURE, num_key_value_heads=2, num_experts=8, head_dim=8, norm_topk_prob=True)
 FAMILIES = {
     "dense": Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8),
@@ -57,12 +59,7 @@ FAMILIES = {
         **SMALL,
         **MIXTURE,
         **GROUPED,
-        num_key_value_heads=4,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
+        **LATENT,
         n_group=2,
         topk_group=1,
     ),

@@ -13,19 +13,14 @@ from hybridrl.core.training.model import LanguageModel, check_replay
 from hybridrl.core.training.packing import lay_out
 from hybridrl.core.training.routes import RouterReplay
 from tests.core.training.families import SMALL
-from tests.core.training.test_layout import FAMILIES, GROUPED, MIXTURE
+from tests.core.training.test_layout import FAMILIES, GROUPED, LATENT, MIXTURE
 
 MIXTURES = {name: config for name, config in FAMILIES.items() if name != "dense"} | {
     "groups, with the scores of the experts as weights": DeepseekV2Config(
         **SMALL,
         **MIXTURE,
         **GROUPED,
-        num_key_value_heads=4,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
+        **LATENT,
         n_group=4,
         topk_group=2,
         topk_method="group_limited_greedy",
