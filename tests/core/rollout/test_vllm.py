@@ -59,6 +59,8 @@ class EndingEngine:
 
     def __init__(self, failure: str = "", reset: bool = True) -> None:
         self.failure, self.reset, self.names = failure, reset, []
+        self.engine_core = SimpleNamespace(engine_core=self)
+        self.batch_queue: list[int] = []  # iterations in flight
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.names)
@@ -67,11 +69,11 @@ class EndingEngine:
         self.names.append(name)
 
     def step(self) -> list[EngineResponse]:
-        names, self.names = self.names, []
+        names, self.names, self.batch_queue = self.names, [], self.batch_queue[1:]
         return [EngineResponse(name, None, [7, 8], failure=self.failure) for name in names]
 
     def reset_prefix_cache(self) -> bool:
-        return self.reset
+        return self.reset and not self.batch_queue
 
 
 def around(vllm: EndingEngine) -> VllmEngine:
@@ -98,7 +100,10 @@ def test_new_weights_are_not_used_with_a_cache_that_vllm_has_not_emptied():
         await engine.finish_sync(4, 3)
         return engine.sync_id, engine.version
 
-    assert asyncio.run(sync(around(EndingEngine()))) == (4, 3)
+    busy = EndingEngine()
+    busy.batch_queue = [1, 2]
+    for vllm in (EndingEngine(), busy):
+        assert asyncio.run(sync(around(vllm))) == (4, 3)
     kept = around(EndingEngine(reset=False))
     with pytest.raises(RuntimeError, match="vLLM has not emptied its prefix cache"):
         asyncio.run(sync(kept))
