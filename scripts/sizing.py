@@ -1,5 +1,5 @@
-"""How many GPUs a model takes: `python scripts/sizing.py` writes the tables of docs/machines.md, some of which a test
-compares.
+"""Number of GPUs that a model takes: `python scripts/sizing.py` writes the tables of docs/machines.md, some of which a
+test compares.
 
 The doctor plans (docs/memory.md) GRPO without a reference model for Qwen2.5's sizes, on more and more GPUs until
 it fits; and for mixtures what each layout holds and moves. Nothing is loaded; the plan itself was not measured on CUDA.

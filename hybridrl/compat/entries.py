@@ -276,7 +276,7 @@ SEPARATE = {MODE: "separate_async", BOUND: lambda of: of(AREAL_STALENESS, 0)}
 
 
 def _divided(part: str, fsdp: str) -> dict[str, Any]:
-    """How the devices of a trainer divide a model; 1 is the default of each size, and sets nothing."""
+    """Sizes by which the devices of a trainer divide a model; 1 is the default of each, and sets nothing."""
     return {
         f"{part}.{fsdp}.tensor_parallel_size": lambda of: of.size("T") if of.size("T") > 1 else None,
         f"{part}.{fsdp}.expert_parallel_size": lambda of: of.size("E") if of.size("E") > 1 else None,

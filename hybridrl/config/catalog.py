@@ -161,6 +161,7 @@ def parameter_types() -> list[tuple[str, Any]]:
 # -- families of models ------------------------------------------------------------------------------------------------
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names of their number
+NO_PLAN = "transformers has no plan of {} parallelism for the family {}"  # kind, family
 RANDOM = re.compile("drop|jitter")  # in the name of a setting that makes training random
 CHUNKED = "attention within chunks of the text"
 INDEXED = "sparse attention to the tokens that an indexer selects"

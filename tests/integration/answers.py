@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from hybridrl.config import PPOConfig
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.batching import group_by_prompt, to_batch
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
@@ -14,6 +16,9 @@ from hybridrl.core.rollout import Completion, Request, Sampling, request_seed
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import Score
+from hybridrl.runs.ppo import probe_ids, start_devices
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
+from hybridrl.runs.setup import start_session
 
 PROMPT = [1, 20, 30, 40, 50, 60, 70]
 SAMPLING = Sampling(max_tokens=16, stop_ids=(2,))
@@ -51,6 +56,19 @@ def update(workers: TrainWorkers, batch: Batch) -> dict[str, float]:
 def largest_gap(workers: TrainWorkers, batch: Batch) -> float:
     scored = workers.forward_log_probs(batch)
     return float((scored.old_log_probs - batch.rollout_log_probs)[batch.response_mask].abs().max())
+
+
+@contextmanager
+def started(config: PPOConfig, place: Path) -> Iterator[tuple[TrainWorkers, HybridEngine]]:
+    """Start the devices of a run, in a Ray of their own."""
+    (place / "logs").mkdir()
+    session = start_session(config.trainer, config.ray_kwargs.ray_init)
+    try:
+        worker = ppo_worker_config(config, build_algorithm(config), place, steps=1)
+        workers, engine = start_devices(config, session, worker, place / "logs", probe_ids(PROMPT))
+        yield TrainWorkers(workers, build_policy_plan(config), None, "float32", 120), engine
+    finally:
+        session.close()
 
 
 @contextmanager

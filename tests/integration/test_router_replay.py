@@ -18,12 +18,8 @@ from hybridrl.core.rollout import Completion, Request, Sampling
 from hybridrl.core.rollout.engine import continuation
 from hybridrl.core.rollout.vllm.engine import VllmEngine
 from hybridrl.core.rollout.vllm.settings import vllm_environment
-from hybridrl.core.training.worker_group import TrainWorkers
-from hybridrl.runs.ppo import probe_ids, start_devices
-from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.runs.setup import start_session
 from hybridrl.runtime.environment import worker_environment
-from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, update
+from tests.integration.answers import generate, largest_gap, requests, rows, started, update
 from tests.integration.test_unfinished_updates import Sender
 
 pytestmark = pytest.mark.slow
@@ -105,12 +101,7 @@ def test_an_engine_returns_the_experts_of_every_token_but_the_last(overrides, mi
 def gaps(config: PPOConfig, place: Path) -> tuple[float, float, float, float]:
     """Return the largest gap of log-probs between engine and trainer, the same without the engine's experts, which
     share of these the routers would not have chosen, and the first again after an update and a weight sync."""
-    (place / "logs").mkdir()
-    session = start_session(config.trainer, config.ray_kwargs.ray_init)
-    try:
-        worker = ppo_worker_config(config, build_algorithm(config), place, steps=1)
-        workers, engine = start_devices(config, session, worker, place / "logs", probe_ids(PROMPT))
-        trainers = TrainWorkers(workers, build_policy_plan(config), None, "float32", 120)
+    with started(config, place) as (trainers, engine):
         wanted, found = requests(1), []
         for version in range(2):
             engine.to_rollout(version)
@@ -120,8 +111,6 @@ def gaps(config: PPOConfig, place: Path) -> tuple[float, float, float, float]:
             found.append(largest_gap(trainers, replace(batch, routes=None)))
             found.append(update(trainers, batch)["actor/replaced_experts"])
         return found[0], found[1], found[2], found[3]
-    finally:
-        session.close()
 
 
 def test_the_trainer_uses_the_experts_that_the_engine_chose(overrides, mixture, tmp_path):

@@ -8,23 +8,14 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import PPOConfig, load_ppo_config
-from hybridrl.core.training.worker_group import TrainWorkers
-from hybridrl.runs.ppo import probe_ids, start_devices
-from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.runs.setup import start_session
-from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, update
+from tests.integration.answers import generate, largest_gap, requests, rows, started, update
 
 pytestmark = pytest.mark.slow
 
 
 def agrees_twice(config: PPOConfig, place: Path) -> tuple[int, int]:
     """Engine and trainer agree, also after an update; returns how many there are of trainers and of engines."""
-    (place / "logs").mkdir()
-    session = start_session(config.trainer, config.ray_kwargs.ray_init)
-    try:
-        worker = ppo_worker_config(config, build_algorithm(config), place, steps=1)
-        workers, engine = start_devices(config, session, worker, place / "logs", probe_ids(PROMPT))
-        trainers = TrainWorkers(workers, build_policy_plan(config), None, "float32", 120)
+    with started(config, place) as (trainers, engine):
         wanted = requests(3)
         engine.to_rollout(0)
         responses = generate(engine, wanted)
@@ -36,9 +27,7 @@ def agrees_twice(config: PPOConfig, place: Path) -> tuple[int, int]:
         responses = generate(engine, wanted)
         engine.to_training()
         assert largest_gap(trainers, rows(wanted, responses)) < 1e-4
-        return len(workers), len(engine.fleet)
-    finally:
-        session.close()
+        return len(trainers.group), len(engine.fleet)
 
 
 def test_tensor_parallel_engines_agree_and_leave_no_shared_memory(overrides, tmp_path):

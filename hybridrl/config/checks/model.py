@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.catalog import ALL_LINEAR, ENGINE_RANKS, EXPERTS, disturbances, why_unsupported
+from hybridrl.config.catalog import ALL_LINEAR, ENGINE_RANKS, EXPERTS, NO_PLAN, disturbances, why_unsupported
 from hybridrl.config.files import adapter_settings, expected_kind, resolve_model
 from hybridrl.config.findings import Checker, show
 from hybridrl.config.schema import ActorRolloutRefConfig, FSDPConfig, ModelConfig, RolloutConfig
@@ -98,8 +98,8 @@ def check_plans(key: str, model: ModelConfig, fsdp_key: str, fsdp: FSDPConfig, c
     code = "".join(file.read_text(encoding="utf-8") for file in directory.glob("config*.py")) if directory else ""
     for name, size in (("tensor", fsdp.tensor_parallel_size), ("expert", fsdp.expert_parallel_size)):
         if size > 1 and code and f"base_model_{name[0]}p_plan" not in code:
-            cause = f"transformers has no plan of {name} parallelism for the family {kind}"
-            check.error(f"{fsdp_key}.{name}_parallel_size {key}.path", cause, "set 1, and shard with FSDP alone")
+            keys, fix = f"{fsdp_key}.{name}_parallel_size {key}.path", "set 1, and shard with FSDP alone"
+            check.error(keys, NO_PLAN.format(name, kind), fix)
 
 
 def model_settings(model: ModelConfig) -> dict[str, Any]:

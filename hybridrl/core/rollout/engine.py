@@ -220,7 +220,7 @@ class RolloutEngine(WeightTarget, Protocol):
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """Where an engine's class is, which is imported in the server's process only, and what its environment must be.
+    """The place of an engine's class, which is imported in the server's process only, and the environment it needs.
     `cache_bytes` is the key, below the rollout's section, by which a user may set the size of its cache."""
 
     module: str

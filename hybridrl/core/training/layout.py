@@ -27,6 +27,7 @@ from transformers.distributed.tensor_parallel import (
     apply_tensor_parallelism,
 )
 
+from hybridrl.config.catalog import NO_PLAN
 from hybridrl.config.findings import ConfigError
 from hybridrl.core import device as devices
 
@@ -132,8 +133,8 @@ def expert_plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _no_plan(kind: str, model: PreTrainedModel) -> ConfigError:
-    cause = f"transformers has no plan of {kind} parallelism for the family {model.config.model_type}"
-    return ConfigError(cause, fix=f"set {kind}_parallel_size=1, and shard with FSDP alone")
+    fix = f"set {kind}_parallel_size=1, and shard with FSDP alone"
+    return ConfigError(NO_PLAN.format(kind, model.config.model_type), fix=fix)
 
 
 def shard_experts(experts: nn.Module, meshes: Layout, options: Mapping[str, Any]) -> None:

@@ -101,7 +101,7 @@ class Received(TorchDispatchMode):
 
 
 def received(path: str, rows: Batch, sizes: Sizes, recomputed: bool) -> tuple[dict[str, float], list[int]]:
-    """What this rank receives in an update, and the tokens of its micro-batches."""
+    """Return the bytes that this rank receives in an update, and the tokens of its micro-batches."""
     learner, part = build(path, sizes), share(rows, sizes)
     model = learner.model.train().model
     assert isinstance(model, PreTrainedModel)

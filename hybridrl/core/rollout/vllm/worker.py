@@ -195,8 +195,9 @@ class EngineProcess:
 
 
 class RouteDelivery:
-    """What vLLM's second model runner does for `enable_return_routed_experts`, around the methods of the first one: its
-    own connector records each token's experts, keeps those of cached prefixes, and returns them with the output."""
+    """Delivery of routes by vLLM's first model runner, as its second one does it for `enable_return_routed_experts`:
+    vLLM's own connector records each token's experts, keeps those of cached prefixes, and returns them with the output.
+    """
 
     def __init__(self, runner: Any) -> None:
         connecting = import_module("vllm.distributed.aux_output_connector.worker")  # since 0.32
