@@ -195,9 +195,8 @@ class EngineProcess:
 
 
 class RouteDelivery:
-    """Delivery of routes by vLLM's first model runner, as its second one does it for `enable_return_routed_experts`:
-    vLLM's own connector records each token's experts, keeps those of cached prefixes, and returns them with the output.
-    """
+    """Delivery of routes by vLLM's first model runner, as by its second one: vLLM's own connector records each token's
+    experts, keeps those of cached prefixes, and returns them with the output."""
 
     def __init__(self, runner: Any) -> None:
         connecting = import_module("vllm.distributed.aux_output_connector.worker")  # since 0.32
