@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1930,
     "compat": 3115,
     "config": 3940,
-    "core": 11760,
+    "core": 11785,
     "data": 1640,
     "doctor": 4540,
     "environments": 180,

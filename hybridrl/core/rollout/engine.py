@@ -5,7 +5,9 @@ in runs/plugins.py, or by an entry point of another distribution.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import combinations
@@ -116,6 +118,59 @@ class Goal:
 
     def reached(self, complete: Collection[int]) -> bool:
         return all(sum(prompt in some for prompt in complete) >= count for some, count in self.needs)
+
+
+def request_name(request: Request) -> str:
+    """Return an engine's name of a request, of which it may get several in succession."""
+    return f"{request.prompt}-{request.sample}-{os.urandom(4).hex()}"
+
+
+class Progress:
+    """Whether a goal is reached, from the names of all requests and of the responses that finish."""
+
+    def __init__(self, goal: Goal, names: Iterable[str]) -> None:
+        self.goal, self.complete = goal, set[int]()
+        self.prompts = {name: int(name.partition("-")[0]) for name in names}
+        self.missing = Counter(self.prompts.values())
+
+    def __call__(self, name: str) -> bool:
+        prompt = self.prompts.get(name)
+        if prompt is None:
+            return False
+        self.missing[prompt] -= 1
+        if not self.missing[prompt]:
+            self.complete.add(prompt)
+        return self.goal.reached(self.complete)
+
+
+LARGEST = 2**63 - 1  # of torch's integers
+STOP_CHARACTERS = 10_000  # of all texts that end a response: each is searched for after every token
+
+
+def check_request(request: Request, vocabulary: int, context: int) -> None:
+    """RejectedRequest if an engine with so many token ids, and contexts of so many tokens, cannot sample it."""
+    try:
+        _check(request, vocabulary, context)
+    except (ValueError, TypeError) as error:
+        raise RejectedRequest(str(error)) from error
+
+
+def _check(request: Request, vocabulary: int, context: int) -> None:
+    prompt, sampling = np.asarray(request.prompt_ids), request.sampling
+    if not 0 < len(prompt) < context:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens; one may have 1 to {context - 1} (rollout.max_model_len)"
+        )
+    if prompt.ndim != 1 or prompt.dtype.kind != "i":
+        raise TypeError("the prompt is no list of token ids")
+    if prompt.min() < 0 or prompt.max() >= vocabulary:
+        wrong = int(prompt[(prompt < 0) | (prompt >= vocabulary)][0])
+        raise ValueError(f"the prompt has the token id {wrong}; the model has 0 to {vocabulary - 1}")
+    for name, value in {"seed": request.seed, "max_tokens": sampling.max_tokens}.items():
+        if type(value) is not int or not 0 <= value <= LARGEST:
+            raise ValueError(f"{name}={value!r:.80} is no integer from 0 to 2**63 - 1")
+    if (size := sum(map(len, sampling.stop))) > STOP_CHARACTERS:
+        raise ValueError(f"the texts of stop have {size} characters together, more than {STOP_CHARACTERS}")
 
 
 def request_seed(run_seed: int, *keys: int | str) -> int:

@@ -208,8 +208,8 @@ class EngineLoop:
         self.calls: SimpleQueue[tuple[Callable[[LLMEngine], Any], Future]] = SimpleQueue()
         self.responses: dict[str, Future[EngineResponse]] = {}  # of unfinished requests, by name
         self.held: list[Callable[[LLMEngine], Any]] | None = None  # requests that wait for `release`
-        # Called with each response that finished: whether to interrupt the others.
-        self.enough: Callable[[EngineResponse], bool] | None = None
+        # Called with the name of each response that finished: whether to interrupt the others.
+        self.enough: Callable[[str], bool] | None = None
         self.failure: Exception | None = None
         self.thread = Thread(target=self._run, name="engine", daemon=True)
 
@@ -277,7 +277,7 @@ class EngineLoop:
                 finished = engine.step() if engine.has_unfinished_requests() else ()
                 for response in finished:
                     self.responses[response.name].set_result(response)
-                if self.enough is not None and any([self.enough(response) for response in finished]):
+                if self.enough is not None and any([self.enough(response.name) for response in finished]):
                     self._interrupt(engine)
         except BaseException as error:  # whatever ends the thread, all that waits for it must end
             self.failure = _as_exception(error)

@@ -6,8 +6,6 @@ a token. An engine over several devices has a further process for each, which im
 
 import json
 import os
-from collections import Counter
-from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
@@ -27,7 +25,16 @@ from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.required import required
-from hybridrl.core.rollout.engine import Completion, EngineStats, Goal, RejectedRequest, Request
+from hybridrl.core.rollout.engine import (
+    Completion,
+    EngineStats,
+    Goal,
+    Progress,
+    RejectedRequest,
+    Request,
+    check_request,
+    request_name,
+)
 from hybridrl.core.rollout.vllm import repairs
 from hybridrl.core.rollout.vllm.collector import Collector, EngineLoop, EngineResponse, Observer
 from hybridrl.core.rollout.vllm.settings import cache_bytes_per_token, cpu_cache_bytes
@@ -97,7 +104,7 @@ class VllmEngine:
         if parameters.stop:
             self._read_texts()
         self.observer.submitted()
-        name = f"{request.prompt}-{request.sample}-{os.urandom(4).hex()}"
+        name = request_name(request)
         if request.begun and parameters.stop:
             self.collector.begun[name] = request.begun
         response = await self._respond(name, request.prompt_ids, parameters)
@@ -198,24 +205,6 @@ class VllmEngine:
         await self.loop.call(lambda engine: engine.collective_rpc(method, args=args))
 
 
-class Progress:
-    """Whether a goal is reached, from the names of all requests and of the responses that finish."""
-
-    def __init__(self, goal: Goal, names: Iterable[str]) -> None:
-        self.goal, self.complete = goal, set[int]()
-        self.prompts = {name: int(name.partition("-")[0]) for name in names}
-        self.missing = Counter(self.prompts.values())
-
-    def __call__(self, response: EngineResponse) -> bool:
-        prompt = self.prompts.get(response.name)
-        if prompt is None:
-            return False
-        self.missing[prompt] -= 1
-        if not self.missing[prompt]:
-            self.complete.add(prompt)
-        return self.goal.reached(self.complete)
-
-
 def engine_arguments(
     device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int
 ) -> dict[str, Any]:
@@ -282,36 +271,13 @@ def unlink_segments() -> None:
                     Path(mapping.path).unlink(missing_ok=True)
 
 
-LARGEST = 2**63 - 1  # of torch's integers
-STOP_CHARACTERS = 10_000  # of all texts that end a response: each is searched for after every token
-
-
 def checked_params(request: Request, vocabulary: int, context: int) -> SamplingParams:
-    """Return the sampling parameters of a request; RejectedRequest if an engine with so many token ids, and contexts of
-    so many tokens, cannot sample it."""
+    """Return the sampling parameters of a request; RejectedRequest if the engine cannot sample it."""
+    check_request(request, vocabulary, context)
     try:
-        _check(request, vocabulary, context)
         return _params(request)
     except (ValueError, TypeError, VLLMValidationError) as error:
         raise RejectedRequest(str(error)) from error
-
-
-def _check(request: Request, vocabulary: int, context: int) -> None:
-    prompt, sampling = np.asarray(request.prompt_ids), request.sampling
-    if not 0 < len(prompt) < context:
-        raise ValueError(
-            f"the prompt has {len(prompt)} tokens; one may have 1 to {context - 1} (rollout.max_model_len)"
-        )
-    if prompt.ndim != 1 or prompt.dtype.kind != "i":
-        raise TypeError("the prompt is no list of token ids")
-    if prompt.min() < 0 or prompt.max() >= vocabulary:
-        wrong = int(prompt[(prompt < 0) | (prompt >= vocabulary)][0])
-        raise ValueError(f"the prompt has the token id {wrong}; the model has 0 to {vocabulary - 1}")
-    for name, value in {"seed": request.seed, "max_tokens": sampling.max_tokens}.items():
-        if type(value) is not int or not 0 <= value <= LARGEST:
-            raise ValueError(f"{name}={value!r:.80} is no integer from 0 to 2**63 - 1")
-    if (size := sum(map(len, sampling.stop))) > STOP_CHARACTERS:
-        raise ValueError(f"the texts of stop have {size} characters together, more than {STOP_CHARACTERS}")
 
 
 def _params(request: Request) -> SamplingParams:
