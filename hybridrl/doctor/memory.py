@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ActorConfig, CriticConfig
-from hybridrl.core.rollout.vllm.settings import cpu_cache_bytes
+from hybridrl.core.rollout.cache import cpu_cache_bytes
 from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.worker import LearnerConfig
 from hybridrl.doctor.machine import GIB, UTILIZATION
 from hybridrl.doctor.memory_sizes import FULL, ITEMSIZE, Models, ModelSizes, Shard, read_models
+from hybridrl.runs.plugins import load
 from hybridrl.runs.resume import ACTOR, PPO_SIZES, REF, ROLLOUT
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import save_times
@@ -112,7 +113,8 @@ class PlannedRun:
         self.row_bytes, self.base = self.longest * token_bytes, 0.0
         if self.on_cpu:  # vLLM packs weights again and keeps the temporary copies; the cache has the configured size
             self.weights = (sizes.parameters + sizes.copied) * itemsize / width
-            self.cache: float = cpu_cache_bytes(token_bytes, rollout, self.engine_devices // width)
+            block = load(f"engine.{rollout.name}").cpu_block
+            self.cache: float = cpu_cache_bytes(token_bytes, rollout, self.engine_devices // width, block)
             return
         # The rest of the engine's share, of which activations and graphs take a part that is not known here.
         self.weights = sizes.parameters * itemsize / width

@@ -10,9 +10,10 @@ import pytest
 from hybridrl.config import load_ppo_config
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.rollout import Request, Sampling, request_seed
+from hybridrl.core.rollout.cache import cache_bytes_per_token
 from hybridrl.core.rollout.engine import engine_metrics
 from hybridrl.core.rollout.vllm.engine import VllmEngine
-from hybridrl.core.rollout.vllm.settings import CPU_BLOCK, cache_bytes_per_token, vllm_environment
+from hybridrl.core.rollout.vllm.settings import CPU_BLOCK, vllm_environment
 from hybridrl.runtime.environment import worker_environment
 
 SHARED = [1, *range(20, 20 + CPU_BLOCK)]  # a full block of the cache; a request begins with two and ends with three

@@ -276,12 +276,14 @@ class RolloutEngine(WeightTarget, Protocol):
 @dataclass(frozen=True)
 class EngineEntry:
     """The place of an engine's class, which is imported in the server's process only, and the environment it needs.
-    `cache_bytes` is the key, below the rollout's section, by which a user may set the size of its cache."""
+    `cache_bytes` is the key, below the rollout's section, by which a user may set the size of its cache; on CPU a block
+    of the cache has `cpu_block` tokens."""
 
     module: str
     name: str
     environment: Callable[[RolloutConfig], dict[str, str]]
     cache_bytes: str = ""
+    cpu_block: int = 1
 
     def build(self, device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int) -> RolloutEngine:
         return vars(import_module(self.module))[self.name](device, model, rollout, engines_per_machine)

@@ -25,6 +25,7 @@ from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.required import required
+from hybridrl.core.rollout.cache import cache_bytes_per_token, cpu_cache_bytes
 from hybridrl.core.rollout.engine import (
     Completion,
     EngineStats,
@@ -37,7 +38,7 @@ from hybridrl.core.rollout.engine import (
 )
 from hybridrl.core.rollout.vllm import repairs
 from hybridrl.core.rollout.vllm.collector import Collector, EngineLoop, EngineResponse, Observer
-from hybridrl.core.rollout.vllm.settings import cache_bytes_per_token, cpu_cache_bytes
+from hybridrl.core.rollout.vllm.settings import CPU_BLOCK
 from hybridrl.core.rollout.vllm.worker import BACKEND, LIBRARIES, EngineProcess, adapter_request
 from hybridrl.core.weights.buckets import Bucket, Handle
 from hybridrl.data.tokenizer import read_tokenizer
@@ -242,7 +243,7 @@ def engine_arguments(
             "enable_sleep_mode": False,
             # vLLM's generator on CPU cannot continue in the middle of a prompt that was cut into chunks.
             "enable_chunked_prefill": False,
-            "kv_cache_memory_bytes": cpu_cache_bytes(token_bytes, rollout, engines_per_machine),
+            "kv_cache_memory_bytes": cpu_cache_bytes(token_bytes, rollout, engines_per_machine, CPU_BLOCK),
             **repairs.CPU_ATTENTION,
         }
     elif rollout.enable_rollout_routing_replay:
