@@ -19,6 +19,10 @@ from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.weights.sync import WeightTarget
 
 Key = tuple[int, int, int]  # of a request: prompt, sample, turn
+LARGEST = 2**63 - 1  # of torch's integers
+STOP_CHARACTERS = 10_000  # of all texts that end a response: each is searched for after every token
+REAL = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")  # of a Sampling
+WHOLE = ("top_k", "min_tokens")
 ITERATION = ("fixed", "running_request", "prefilled_token")  # what takes an iteration's time
 
 
@@ -59,6 +63,38 @@ class Request:
     @property
     def key(self) -> "Key":
         return self.prompt, self.sample, self.turn
+
+    def new_name(self) -> str:
+        """Return a name for an engine, which may get the request several times."""
+        return f"{self.prompt}-{self.sample}-{os.urandom(4).hex()}"
+
+    def check(self, vocabulary: int, context: int) -> None:
+        """RejectedRequest if an engine with so many token ids, and contexts of so many tokens, cannot sample it."""
+        try:
+            self._check(vocabulary, context)
+        except (ValueError, TypeError) as error:
+            raise RejectedRequest(str(error)) from error
+
+    def _check(self, vocabulary: int, context: int) -> None:
+        prompt, sampling = np.asarray(self.prompt_ids), self.sampling
+        if not 0 < len(prompt) < context:
+            longest = f"{context - 1} (rollout.max_model_len)"
+            raise ValueError(f"the prompt has {len(prompt)} tokens; one may have 1 to {longest}")
+        if prompt.ndim != 1 or prompt.dtype.kind != "i":
+            raise TypeError("the prompt is no list of token ids")
+        if prompt.min() < 0 or prompt.max() >= vocabulary:
+            wrong = int(prompt[(prompt < 0) | (prompt >= vocabulary)][0])
+            raise ValueError(f"the prompt has the token id {wrong}; the model has 0 to {vocabulary - 1}")
+        for name, value, least in (("seed", self.seed, 0), ("max_tokens", sampling.max_tokens, 1)):
+            if type(value) is not int or not least <= value <= LARGEST:
+                raise ValueError(f"{name}={value!r:.80} is no integer from {least} to 2**63 - 1")
+        for name, value in ((name, getattr(sampling, name)) for name in (*REAL, *WHOLE)):
+            if type(value) is not int and not (name in REAL and type(value) is float):
+                raise TypeError(f"{name}={value!r:.80} ({type(value).__name__}) is no number of its kind")
+        if wrong := [text for text in sampling.stop if not (text and isinstance(text, str))]:
+            raise TypeError(f"stop={wrong[0]!r:.80} ({type(wrong[0]).__name__}) is no text, or an empty string")
+        if (size := sum(map(len, sampling.stop))) > STOP_CHARACTERS:
+            raise ValueError(f"the texts of stop have {size} characters together, more than {STOP_CHARACTERS}")
 
 
 @dataclass(frozen=True)
@@ -120,11 +156,6 @@ class Goal:
         return all(sum(prompt in some for prompt in complete) >= count for some, count in self.needs)
 
 
-def request_name(request: Request) -> str:
-    """Return an engine's name of a request, of which it may get several in succession."""
-    return f"{request.prompt}-{request.sample}-{os.urandom(4).hex()}"
-
-
 class Progress:
     """Whether a goal is reached, from the names of all requests and of the responses that finish."""
 
@@ -141,36 +172,6 @@ class Progress:
         if not self.missing[prompt]:
             self.complete.add(prompt)
         return self.goal.reached(self.complete)
-
-
-LARGEST = 2**63 - 1  # of torch's integers
-STOP_CHARACTERS = 10_000  # of all texts that end a response: each is searched for after every token
-
-
-def check_request(request: Request, vocabulary: int, context: int) -> None:
-    """RejectedRequest if an engine with so many token ids, and contexts of so many tokens, cannot sample it."""
-    try:
-        _check(request, vocabulary, context)
-    except (ValueError, TypeError) as error:
-        raise RejectedRequest(str(error)) from error
-
-
-def _check(request: Request, vocabulary: int, context: int) -> None:
-    prompt, sampling = np.asarray(request.prompt_ids), request.sampling
-    if not 0 < len(prompt) < context:
-        raise ValueError(
-            f"the prompt has {len(prompt)} tokens; one may have 1 to {context - 1} (rollout.max_model_len)"
-        )
-    if prompt.ndim != 1 or prompt.dtype.kind != "i":
-        raise TypeError("the prompt is no list of token ids")
-    if prompt.min() < 0 or prompt.max() >= vocabulary:
-        wrong = int(prompt[(prompt < 0) | (prompt >= vocabulary)][0])
-        raise ValueError(f"the prompt has the token id {wrong}; the model has 0 to {vocabulary - 1}")
-    for name, value in {"seed": request.seed, "max_tokens": sampling.max_tokens}.items():
-        if type(value) is not int or not 0 <= value <= LARGEST:
-            raise ValueError(f"{name}={value!r:.80} is no integer from 0 to 2**63 - 1")
-    if (size := sum(map(len, sampling.stop))) > STOP_CHARACTERS:
-        raise ValueError(f"the texts of stop have {size} characters together, more than {STOP_CHARACTERS}")
 
 
 def request_seed(run_seed: int, *keys: int | str) -> int:

@@ -9,8 +9,8 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hybridrl.core import device as devices
+from hybridrl.core.required import required
 
 ALIGNMENT = 64
 LAYER = re.compile(r"(.*?\.)??\d+(?=\.|$)")  # the name of a layer: that of its tensors up to the first number
@@ -164,6 +165,59 @@ def open_buffer(handle: Handle, device: torch.device) -> torch.Tensor:
             f"the engine cannot open the trainer's memory ({error}): both must run on one machine and share its "
             "process and IPC namespaces; in a container add --ipc=host --pid=host, or start both in the same one"
         ) from error
+
+
+def describe(bucket: Bucket, handles: list[Handle | None], digests: list[int]) -> dict[str, Any]:
+    """Return what a BucketReader reads a bucket by, as plain data; a handle and a digest for each device."""
+    tensors = [asdict(tensor) for tensor in bucket.tensors]
+    return {"tensors": tensors, "start": bucket.start, "size": bucket.bytes, "handles": handles, "digests": digests}
+
+
+class BucketReader:
+    """The buckets in a process of an engine, next to the model: those in the memory of trainers on the same device, and
+    those that the first training rank sends from another device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.received = torch.empty(0, dtype=torch.uint8, device=device)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the trainers, as of an earlier attempt of a run: the handles of the next ones may be the same."""
+        self.opened: tuple[Handle, torch.Tensor] | None = None
+        self.group: devices.BroadcastGroup | None = None  # with the rank that sends
+
+    def join(self, address: str, rank: int, size: int, seconds: float) -> None:
+        """Form a group with the training rank that sends weights, and with all other engines."""
+        self.group = None
+        self.group = devices.BroadcastGroup(self.device.type, address, None, rank, size, seconds)
+
+    def read(self, place: int, info: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors of a bucket, for the engine's device in this place, as views of memory that is the
+        trainer's, to be read before the next bucket but one is filled, or was received. RuntimeError if the bytes are
+        not those that were sent."""
+        handle, start, size = info["handles"][place], info["start"], info["size"]
+        buffer = self._receive(size) if handle is None else self._open(handle)[start : start + size]
+        if digest(buffer) != info["digests"][place]:
+            raise RuntimeError("the weights that arrived are not those that were sent: the bucket's digests differ")
+        tensors = [Tensor(**item) for item in info["tensors"]]
+        return [(tensor.name, tensor.view(buffer)) for tensor in tensors]
+
+    def _open(self, handle: Handle) -> torch.Tensor:
+        if self.opened is None or self.opened[0] != handle:
+            self.opened = (handle, open_buffer(handle, self.device))
+        return self.opened[1]
+
+    def _receive(self, size: int) -> torch.Tensor:
+        if len(self.received) < size:
+            self.received = torch.empty(size, dtype=torch.uint8, device=self.device)
+        required(self.group).broadcast(self.received[:size])
+        return self.received[:size]
+
+    def close(self) -> None:
+        """Release the trainer's memory on CUDA, where the trainer frees it; on CPU both keep it for the next sync."""
+        if self.device.type != "cpu":
+            self.opened, self.received = None, self.received[:0].clone()
 
 
 def digest(buffer: torch.Tensor) -> int:

@@ -7,7 +7,6 @@ a token. An engine over several devices has a further process for each, which im
 import json
 import os
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,21 +25,12 @@ from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.required import required
 from hybridrl.core.rollout.cache import cache_bytes_per_token, cpu_cache_bytes
-from hybridrl.core.rollout.engine import (
-    Completion,
-    EngineStats,
-    Goal,
-    Progress,
-    RejectedRequest,
-    Request,
-    check_request,
-    request_name,
-)
+from hybridrl.core.rollout.engine import Completion, EngineStats, Goal, Progress, RejectedRequest, Request
 from hybridrl.core.rollout.vllm import repairs
 from hybridrl.core.rollout.vllm.collector import Collector, EngineLoop, EngineResponse, Observer
 from hybridrl.core.rollout.vllm.settings import CPU_BLOCK
 from hybridrl.core.rollout.vllm.worker import BACKEND, LIBRARIES, EngineProcess, adapter_request
-from hybridrl.core.weights.buckets import Bucket, Handle
+from hybridrl.core.weights.buckets import Bucket, Handle, describe
 from hybridrl.data.tokenizer import read_tokenizer
 
 SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_", "/dev/shm/-tp")  # Python's, vLLM 0.32's and 0.26's
@@ -105,7 +95,7 @@ class VllmEngine:
         if parameters.stop:
             self._read_texts()
         self.observer.submitted()
-        name = request_name(request)
+        name = request.new_name()
         if request.begun and parameters.stop:
             self.collector.begun[name] = request.begun
         response = await self._respond(name, request.prompt_ids, parameters)
@@ -176,10 +166,8 @@ class VllmEngine:
     async def load_bucket(
         self, bucket: Bucket, handles: list[Handle | None], digests: list[int], adapter: bool
     ) -> None:
-        tensors = [asdict(tensor) for tensor in bucket.tensors]
-        info = {"tensors": tensors, "start": bucket.start, "size": bucket.bytes, "handles": handles, "digests": digests}
         method = "load_adapter_bucket" if adapter else "update_weights"
-        await self._call_workers(method, info)
+        await self._call_workers(method, describe(bucket, handles, digests))
 
     async def finish_weights(self) -> None:
         await self._call_workers("finish_update")
@@ -274,7 +262,7 @@ def unlink_segments() -> None:
 
 def checked_params(request: Request, vocabulary: int, context: int) -> SamplingParams:
     """Return the sampling parameters of a request; RejectedRequest if the engine cannot sample it."""
-    check_request(request, vocabulary, context)
+    request.check(vocabulary, context)
     try:
         return _params(request)
     except (ValueError, TypeError, VLLMValidationError) as error:

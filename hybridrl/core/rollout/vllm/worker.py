@@ -37,9 +37,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import ADAPTER_CONFIG
 from hybridrl.core import device as devices
-from hybridrl.core.required import required
 from hybridrl.core.rollout.vllm import repairs  # which also repairs vLLM when it is imported
-from hybridrl.core.weights.buckets import Handle, Tensor, digest, open_buffer
+from hybridrl.core.weights.buckets import BucketReader, Handle
 from hybridrl.runtime.guard import end_with_parent, redirect_output
 from hybridrl.runtime.stacks import write_stacks_on_request
 
@@ -76,9 +75,7 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         end_with_parent(os.getppid(), signal.SIGKILL)
-        self.opened: tuple[Handle, torch.Tensor] | None = None
-        self.group: devices.BroadcastGroup | None = None  # with the rank that sends
-        self.received = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.reader = BucketReader(self.device)
         self.begun = False  # an update, whose layers are not those of the model until it is finished
         self.adapted: list[AdaptedLayer] = []  # out of the model while its base is loaded
 
@@ -98,26 +95,7 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
         devices.synchronize(self.device.type)  # copies may still read this bucket, which the trainer overwrites next
 
     def open_bucket(self, update_info: BucketInfo) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors as views of memory that is the trainer's, to be read before the next bucket but one is
-        filled, or was received. RuntimeError if the bytes are not those that were sent."""
-        rank = get_tensor_model_parallel_rank()
-        handle = update_info.handles[rank]
-        buffer = self.receive(update_info.size) if handle is None else self.open(handle, update_info)
-        if digest(buffer) != update_info.digests[rank]:
-            raise RuntimeError("the weights that arrived are not those that were sent: the bucket's digests differ")
-        tensors = [Tensor(**item) for item in update_info.tensors]
-        return [(tensor.name, tensor.view(buffer)) for tensor in tensors]
-
-    def open(self, handle: Handle, update_info: BucketInfo) -> torch.Tensor:
-        if self.opened is None or self.opened[0] != handle:
-            self.opened = (handle, open_buffer(handle, self.device))
-        return self.opened[1][update_info.start : update_info.start + update_info.size]
-
-    def receive(self, size: int) -> torch.Tensor:
-        if len(self.received) < size:
-            self.received = torch.empty(size, dtype=torch.uint8, device=self.device)
-        required(self.group).broadcast(self.received[:size])
-        return self.received[:size]
+        return self.reader.read(get_tensor_model_parallel_rank(), vars(update_info))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -127,16 +105,11 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
         wrap_adapted_layers(self.adapted)
-        self.close_bucket()
+        self.reader.close()
         self.begun = False
 
-    def close_bucket(self) -> None:
-        """Release the trainer's memory on CUDA, where the trainer frees it; on CPU both keep it for the next sync."""
-        if self.device.type != "cpu":
-            self.opened, self.received = None, self.received[:0].clone()
-
     def shutdown(self) -> None:
-        self.opened = self.group = None
+        self.reader.forget()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
@@ -171,10 +144,8 @@ class EngineProcess:
         self.finish_weight_update()
 
     def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
-        """Form a group with the training rank that sends weights, and with all other engines."""
-        transfer, rank = self.weight_transfer_engine, first_rank + get_tensor_model_parallel_rank()
-        transfer.group = None
-        transfer.group = devices.BroadcastGroup(transfer.device.type, address, None, rank, size, seconds)
+        rank = first_rank + get_tensor_model_parallel_rank()
+        self.weight_transfer_engine.reader.join(address, rank, size, seconds)
 
     def load_adapter_bucket(self, info: dict[str, Any]) -> None:
         tensors = self.weight_transfer_engine.open_bucket(BucketInfo(**info))
@@ -182,7 +153,7 @@ class EngineProcess:
 
     def finish_adapter(self, sync_id: int, settings: dict[str, Any]) -> None:
         tensors, self.adapter = self.adapter or {}, None
-        self.weight_transfer_engine.close_bucket()
+        self.weight_transfer_engine.reader.close()
         load_adapter(self.model_runner.lora_manager, tensors, sync_id, settings)
 
     def deliver_routes(self) -> None:
