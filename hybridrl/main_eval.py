@@ -22,7 +22,7 @@ def opened(first: EvaluationConfig) -> Iterator[Callable[[EvaluationConfig], int
     missing. Invalid input is rejected before Ray starts."""
     samples = not first.eval.responses and not all(name.startswith("http") for name in first.eval.models)
     devices = first.trainer.device, first.ray_kwargs.ray_init, first.devices_per_machine
-    server = fork_server(*devices, engine=True) if samples else nullcontext()
+    server = fork_server(*devices, engine=first.actor_rollout_ref.rollout.name) if samples else nullcontext()
     with server as forks, closing(PrivateDirectory()) as merged:
         with stage("loading torch, transformers and Ray"):  # only for a valid configuration
             from hybridrl.doctor.start import check_evaluation_start

@@ -32,7 +32,7 @@ COMMAND = Command(
         "trainer.default_local_dir",
     ),
     load=load_ppo_config,
-    open=training("hybridrl.runs.ppo:PPOJob", engine=True),
+    open=training("hybridrl.runs.ppo:PPOJob"),
 )
 
 

@@ -25,7 +25,7 @@ COMMAND = Command(
         "trainer.default_local_dir",
     ),
     load=load_sft_config,
-    open=training("hybridrl.runs.sft:SFTJob", engine=False),
+    open=training("hybridrl.runs.sft:SFTJob"),
 )
 
 

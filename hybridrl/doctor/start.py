@@ -105,18 +105,18 @@ def check_start(config: PPOConfig | SFTConfig, findings: Findings) -> bool:
     if a model cannot be used: nothing else is checked then, as each part would ask the hub again, for a minute."""
     trainer, ray_init = config.trainer, config.ray_kwargs.ray_init
     if isinstance(config, SFTConfig):
-        models, utilization = {"model": config.model}, 0.0
+        models, utilization, engine = {"model": config.model}, 0.0, ""
         tokens = config.data.train_batch_size * config.data.max_length
     else:
         section, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
         models = {"actor_rollout_ref.model": section.model}
         models |= {"critic.model": config.critic.model} if config.critic.enable else {}
-        utilization = rollout.gpu_memory_utilization
+        utilization, engine = rollout.gpu_memory_utilization, rollout.name
         tokens = config.data.train_batch_size * rollout.n * (rollout.max_model_len or 0)
     check_hub(models, findings)
     if findings.errors:
         return False
-    check_versions(trainer.device, findings, engine=isinstance(config, PPOConfig))
+    check_versions(trainer.device, findings, engine=engine)
     check_loggers(trainer.logger, findings)
     devices = config.devices_per_machine if trainer.device == "cpu" else 1
     check_machine(devices, ray_init, tokens, findings, machine_facts())

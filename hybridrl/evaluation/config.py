@@ -67,7 +67,8 @@ def with_model(config: EvaluationConfig, path: str, key: str = PATH) -> Evaluati
     model.tokenizer_path = config.data.tokenizer or model.tokenizer_path  # for engines, which see no data
     rollout.dtype, rollout.free_cache_engine = resolve_dtype(rollout.dtype, device), False
     rollout.enable_rollout_routing_replay = False
-    rollout.engine_kwargs.vllm["load_format"] = "auto"  # of weights: by default they come from a trainer
+    for arguments in vars(rollout.engine_kwargs).values():
+        arguments["load_format"] = "auto"  # of weights: by default they come from a trainer
     if device == "cuda" and rollout.gpu_memory_utilization == SHIPPED_SHARE:
         rollout.gpu_memory_utilization = WHOLE_SHARE
     check_served(MODEL, model, rollout, device, check)
@@ -128,7 +129,7 @@ def _resolve(config: EvaluationConfig, findings: Findings, follows: dict[str, st
         config.actor_rollout_ref.rollout, config.trainer, config.data, check.at(ROLLOUT), _shorter(settings)
     )
     check_ignored(config.data, rollout, check.at(ROLLOUT))
-    check_engine(rollout, check.at(ROLLOUT))
+    check_engine(rollout, config.trainer, check.at(ROLLOUT))
     algorithm.check_data(config.data, check)
     algorithm.resolve_reward(config.reward, check)
 

@@ -12,18 +12,18 @@ from hybridrl.tracking.console import stage
 Run = Callable[[Any], None]
 
 
-def training(job: str, *, engine: bool) -> Callable[[Any], AbstractContextManager[Run]]:
+def training(job: str) -> Callable[[Any], AbstractContextManager[Run]]:
     """Return what opens a kind of training: a context with what runs trainings, from data to saved model, one after
     another on the Ray of the first. Invalid input is rejected before Ray starts.
 
-    `job` names the kind's `Job`, as "module:class"; `engine`: it samples.
+    `job` names the kind's `Job`, as "module:class".
     """
 
     @contextmanager
     def opened(first: Any) -> Iterator[Run]:
-        with fork_server(
-            first.trainer.device, first.ray_kwargs.ray_init, first.devices_per_machine, engine=engine
-        ) as forks:
+        trainer, samples = first.trainer, getattr(first, "actor_rollout_ref", None)
+        engine = samples.rollout.name if samples else ""
+        with fork_server(trainer.device, first.ray_kwargs.ray_init, first.devices_per_machine, engine=engine) as forks:
             with stage("loading torch, transformers and Ray"):  # only for a valid configuration
                 from hybridrl.runs import setup
 

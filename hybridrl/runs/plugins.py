@@ -29,6 +29,7 @@ PLUGINS = {
     "skyrl": "hybridrl.compat.skyrl",
     "verl.agents": "hybridrl.compat.verl.agents",
     "verl.checkpoint": "hybridrl.compat.verl.checkpoint",
+    "engine.sglang": "hybridrl.core.rollout.sglang.settings:SGLANG",
     "engine.vllm": "hybridrl.core.rollout.vllm.settings:VLLM",
     "translation": "hybridrl.compat.translation:VERL",  # of arguments and keys that are not hybridrl's
 }

@@ -140,7 +140,10 @@ def _allocator() -> dict[str, str]:
 
 
 TRAINING = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.nn.attention.varlen", "peft")
-ENGINE = ("vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_model_runner", "vllm.lora.worker_manager")
+ENGINES = {
+    "vllm": ("vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_model_runner", "vllm.lora.worker_manager"),
+    "sglang": ("hybridrl.core.rollout.sglang.stand_ins", "sglang.srt.entrypoints.engine"),
+}
 # What libraries read when they are loaded.
 READ_ONCE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *WAITING, "LD_PRELOAD", "MALLOC_CONF", "TORCH_COMPILE_DISABLE")
 
@@ -181,14 +184,14 @@ class ForkServer:
 
 
 @contextmanager
-def fork_server(device: str, ray_init: dict, devices: int, *, engine: bool) -> Iterator[ForkServer | None]:
+def fork_server(device: str, ray_init: dict, devices: int, *, engine: str) -> Iterator[ForkServer | None]:
     """The fork server of a run on this machine's CPU with so many devices, for the time of the block; None for any
     other run."""
     if device != "cpu" or joins(ray_init) or sys.platform != "linux":
         yield None
         return
     environment = worker_environment("cpu", devices)
-    server = ForkServer(environment, TRAINING + ENGINE * engine)
+    server = ForkServer(environment, TRAINING + ENGINES.get(engine, ()))
     try:
         yield server
     finally:

@@ -10,6 +10,7 @@ from hybridrl.config.findings import Finding, Findings
 from hybridrl.core.cluster.session import RayMachine
 from hybridrl.core.device import cgroup_limits
 from hybridrl.doctor.machine import (
+    ENGINES,
     Facts,
     Gpu,
     check_devices,
@@ -182,7 +183,7 @@ def test_a_torchvision_that_does_not_import_is_named_with_its_error(install, tmp
 
 
 def test_the_installed_vllm_has_every_name_that_is_imported_from_it():
-    assert missing_symbols() == []
+    assert missing_symbols(ENGINES / "vllm", "vllm") == []
 
 
 def test_a_name_that_the_library_lacks_is_named(tmp_path, monkeypatch):

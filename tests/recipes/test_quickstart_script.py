@@ -21,12 +21,14 @@ def checkout(tmp_path: Path) -> Path:
     files = ["recipes/quickstart/make_data.py", "recipes/quickstart/warmup.yaml", "conf/sft_trainer.yaml"]
     files += ["conf/data/sft.yaml", "hybridrl/runs/sft.py", "hybridrl/data/rows.py", "hybridrl/core/training/worker.py"]
     files += ["hybridrl/core/trainer.py"]
-    for name in [*files, "scripts/install.sh", ".venv/bin/python"]:
+    pythons = [".venv/bin/python", ".venv-sglang/bin/python"]
+    for name in [*files, "scripts/install.sh", *pythons]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{name}\n")
     (tmp_path / "scripts" / "install.sh").write_text(INSTALL)
-    (tmp_path / ".venv" / "bin" / "python").write_text(PYTHON)
-    (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
+    for name in pythons:
+        (tmp_path / name).write_text(PYTHON)
+        (tmp_path / name).chmod(0o755)
     shutil.copy(SCRIPT, tmp_path / "scripts")
     return tmp_path
 
@@ -122,4 +124,4 @@ def test_a_failure_ends_the_script_with_its_status_and_discards_an_incomplete_wa
 def test_unknown_arguments_are_rejected_before_anything_runs(checkout, arguments):
     status, commands, printed = call(checkout, *arguments)
     assert (status, commands) == (2, [])
-    assert "bash scripts/quickstart.sh [--agent | --tool] [--seed N] [key=value ...]" in printed
+    assert "bash scripts/quickstart.sh [--agent | --tool] [--sglang] [--seed N] [key=value ...]" in printed

@@ -246,5 +246,5 @@ def test_libraries_read_the_user_s_own_variables_where_they_are_imported(make, w
 @pytest.mark.parametrize(("device", "address"), [("cuda", ""), ("cpu", "10.0.0.1:6379")])
 def test_on_cuda_and_in_a_joined_ray_workers_start_by_themselves(monkeypatch, device, address):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with fork_server(device, {"address": address}, 1, engine=True) as forks:
+    with fork_server(device, {"address": address}, 1, engine="vllm") as forks:
         assert forks is None

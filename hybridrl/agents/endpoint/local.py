@@ -88,6 +88,13 @@ def make_kit(model: ModelConfig, rollout: RolloutConfig) -> Kit:
     return Kit.of(tokenizer, end_tokens(model.path, tokenizer), limits, **formats)
 
 
+def _signalled(ended: asyncio.Event) -> asyncio.Event:
+    """Have the event set once this process gets a signal to end."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    return ended
+
+
 async def serve(
     entry: EngineEntry,
     model: ModelConfig,
@@ -102,14 +109,14 @@ async def serve(
 ) -> str:
     """Serve a Hugging Face model, made from `source`, by an engine of this entry, for requests to `host`, until the
     process gets a signal to end; returns why it ended otherwise. Who has the `admin_key` starts sessions."""
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, ended.set)
+    ended = _signalled(asyncio.Event())
     kit = make_kit(model, rollout)
     # The engine's own defaults are weights that a trainer sends, and no tokenizer, which schemas of responses need.
-    rollout.engine_kwargs.vllm |= {"load_format": "auto", "skip_tokenizer_init": False}
+    for arguments in vars(rollout.engine_kwargs).values():
+        arguments |= {"load_format": "auto", "skip_tokenizer_init": False}
     engine = entry.build(device, model, rollout, 1)
     await engine.connect()
+    _signalled(ended)  # SGLang has its own handlers
     policy = Local(engine, rollout, kit)
     app = create_app(policy, AgentSessions(kit), model=name, admin_key=admin_key, check=policy.check, host=host)
     stopping, dying = asyncio.create_task(ended.wait()), asyncio.create_task(policy.watch())

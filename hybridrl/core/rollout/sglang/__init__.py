@@ -1,0 +1,1 @@
+"""The SGLang rollout engine; the only package that imports SGLang."""

@@ -1,0 +1,352 @@
+"""SGLang as a rollout engine (see RolloutEngine); version 0.5.23.
+
+SGLang's front end runs in the process of the rollout server, and its scheduler with the model in a further process for
+each device, which imports `worker.py`.
+"""
+
+from hybridrl.core.rollout.sglang import stand_ins  # noqa: F401  before SGLang
+
+# isort: split
+
+import asyncio
+import json
+import multiprocessing
+import os
+import pickle
+import tempfile
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers import io_struct
+
+from hybridrl.config.custom_code import import_libraries
+from hybridrl.config.files import resolve_model
+from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.core.rollout.cache import cache_bytes_per_token, cpu_cache_bytes
+from hybridrl.core.rollout.engine import Completion, EngineStats, Goal, Progress, RejectedRequest, Request
+from hybridrl.core.rollout.sglang.worker import BEGUN, FAILURE, LIBRARIES, LOADER, PROBE, run_scheduler
+from hybridrl.core.weights.buckets import Bucket, Handle, describe
+
+CHECK_SECONDS, ABORT_SECONDS = 0.5, 0.1  # between two looks at SGLang's processes, and attempts to end all requests
+ADAPTER, SPARE = "adapter", 8  # tokens: SGLang rejects a prompt that leaves fewer than six of the longest sequence
+REAL = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+BIND = "SGLANG_CPU_OMP_THREADS_BIND"
+
+
+class SchedulerEngine(Engine):
+    """SGLang's engine with schedulers as in `worker.py`, and without a process that decodes tokens."""
+
+    run_scheduler_process_func = staticmethod(run_scheduler)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list, list]:
+        return [], []
+
+
+class SglangEngine:
+    """An SGLang engine over one tensor-parallel group of devices."""
+
+    engine: Engine
+
+    def __init__(self, device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int) -> None:
+        os.environ[LIBRARIES] = json.dumps(model.external_lib)  # read by worker.py
+        os.environ[FAILURE] = tempfile.mkstemp(prefix="engine-")[1]
+        # Without it SGLang wants a memory node for each process, to whose cores it would bind it.
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        os.environ.setdefault(BIND, "|".join([cores] * rollout.tensor_model_parallel_size))
+        import_libraries(model.external_lib)
+        self.model, self.tp_size = model, rollout.tensor_model_parallel_size
+        self.parts = {"kv_cache", "weights"} if rollout.free_cache_engine and device == "cuda" else set()
+        self.asleep = set[str]()
+        self.adapted = bool(model.lora_rank) and not model.lora.merge
+        self.arguments = engine_arguments(device, model, rollout, engines_per_machine)
+        self.version, self.context, self.updating = -1, rollout.max_model_len or 0, False
+        self.progress: Progress | None = None
+        self.running: dict[str, asyncio.Task] = {}
+        self.stats = EngineStats()
+
+    async def connect(self) -> None:
+        try:
+            self.engine = SchedulerEngine(**self.arguments)
+        except RuntimeError as error:
+            raise RuntimeError(f"SGLang did not start: {self._reason() or error}") from error
+        self.front = self.engine.tokenizer_manager
+        self.front._subprocess_watchdog.stop()  # which would end this process as well
+        self.death: asyncio.Future = asyncio.get_running_loop().create_future()
+        self.watching = asyncio.create_task(self._watch())
+        self.front.auto_create_handle_loop()
+
+    def _reason(self) -> str:
+        """Return why a process of SGLang's has ended, if it has said so."""
+        return Path(os.environ[FAILURE]).read_text(encoding="utf-8")
+
+    async def _watch(self) -> None:
+        """Note the death of a process: nothing else ends what waits for it."""
+        while len(multiprocessing.active_children()) >= self.tp_size:
+            await asyncio.sleep(CHECK_SECONDS)
+        self.death.set_result(f"the engine is dead: {self._reason() or 'a process of its devices ended'}")
+
+    async def _alive(self, call: Awaitable[Any]) -> Any:
+        """Return what a call returns; RuntimeError if a process of SGLang's ends before."""
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({task, self.death}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return await task
+            raise RuntimeError(self.death.result())
+        finally:
+            task.cancel()
+
+    async def _call_processes(self, method: str, **arguments: Any) -> None:
+        """Call a method of `worker.Scheduler` in every process."""
+        try:
+            await self._alive(asyncio.to_thread(self.engine.collective_rpc, method, **arguments))
+        except AssertionError as error:
+            raise RuntimeError(str(error)) from error
+
+    async def _observe(self) -> dict[str, Any]:
+        """Return the state of the first process, whose iterations are added to the statistics."""
+        (state,) = await self._alive(self.front.get_internal_state())
+        for seconds, running, waiting, cache, prefilled, sampled in state["iterations"]:
+            self.stats.observe(seconds, running, waiting, cache, prefilled)
+            self.stats.tokens += sampled
+        self.stats.preemptions += state["retracted"]
+        return state
+
+    async def renew(self, log_file: str) -> None:
+        if self.updating:
+            await self.finish_weights()
+        await self._call_processes("renew", log_file=log_file)
+        await self._observe()
+        self.version, self.progress, self.stats = -1, None, EngineStats()
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        vocabulary = self.front.model_config.vocab_size
+        request.check(vocabulary, self.context)
+        name, version = request.new_name(), self.version
+        params = sampling_params(request, vocabulary, self.context)
+        task = asyncio.ensure_future(self._respond(name, request.prompt_ids, params))
+        self.running[name] = task
+        task.add_done_callback(lambda _: self.running.pop(name))
+        response = await task
+        if self.progress is not None and self.progress(name):
+            self.progress = None
+            await self.interrupt()
+        about = response["meta_info"]
+        ended, interrupted = about["finish_reason"], about["finish_reason"]["type"] == "abort"
+        if interrupted and ended.get("status_code"):  # and not by `interrupt`
+            raise RuntimeError(f"SGLang ended the request: {ended.get('message')}")
+        self.stats.prefix_queries += len(request.prompt_ids)
+        self.stats.prefix_hits += about.get("cached_tokens", 0)
+        ids, log_probs = response.get("output_ids") or [], about.get("output_token_logprobs") or []
+        if len(ids) != len(log_probs) and not interrupted:
+            raise RuntimeError(f"SGLang returned {len(ids)} tokens and {len(log_probs)} log-probs")
+        count = min(len(ids), len(log_probs))
+        token_ids, sampled = np.array(ids, np.int64), np.array([one[0] for one in log_probs], np.float32)
+        return Completion(token_ids[:count], sampled[:count], ended["type"] == "length", version, interrupted)
+
+    async def _respond(self, name: str, prompt_ids: Any, params: dict[str, Any], **more: Any) -> dict[str, Any]:
+        adapter = {"lora_path": ADAPTER} if self.adapted else {}
+        ids = np.asarray(prompt_ids).tolist()
+        more |= {"rid": name, "input_ids": ids, "sampling_params": params, "return_logprob": True, **adapter}
+        request = io_struct.GenerateReqInput(**more)
+        try:
+            return await self._alive(_last(self.front.generate_request(request)))
+        except (ValueError, TypeError) as error:
+            raise RejectedRequest(str(error)) from error
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        name, params = f"{PROBE}-{os.urandom(4).hex()}", {"max_new_tokens": 1, "temperature": 1.0}
+        response = await self._respond(name, token_ids, params, logprob_start_len=0)
+        return [one[0] for one in response["meta_info"]["input_token_logprobs"][1:]]
+
+    async def hold(self) -> None:
+        if not self.running:  # an episode's later turn comes while others run, and continues what is cached
+            await self._call_processes("empty_cache")
+        await self._dispatch(io_struct.PauseGenerationReqInput(mode="in_place"))
+        self.before, self.queued = set(self.running), (await self._observe())["queued"]
+
+    async def release(self, goal: Goal | None = None) -> None:
+        while (await self._observe())["queued"] < self.queued + len(self.running.keys() - self.before):
+            await asyncio.sleep(0)  # until all that were held are there
+        self.progress = Progress(goal, self.running) if goal else None
+        await self._dispatch(io_struct.ContinueGenerationReqInput())
+
+    async def _dispatch(self, request: Any) -> None:
+        """Send a request to the processes alone: the front end would keep later ones from them."""
+        await self._alive(self.front._async_dispatch_to_scheduler(request))
+
+    async def interrupt(self) -> None:
+        await self._dispatch(io_struct.ContinueGenerationReqInput())  # of an attempt that ended before `release`
+        pending = set(self.running.values())
+        while pending:  # one that is on its way to SGLang's process is not ended yet
+            self.front.abort_request(abort_all=True)
+            _, pending = await asyncio.wait(pending, timeout=ABORT_SECONDS)
+
+    async def check(self) -> int:
+        return (await self._observe())["sampled"]
+
+    async def take_stats(self) -> EngineStats:
+        await self._observe()
+        taken, self.stats = self.stats, EngineStats()
+        return taken
+
+    async def sleep(self) -> None:
+        """On CUDA memory is freed; weights come back from the trainer, and the base of an adapter from host memory."""
+        if awake := sorted(self.parts - self.asleep):
+            parts = io_struct.ReleaseMemoryOccupationReqInput(tags=awake)
+            await self._alive(self.front.release_memory_occupation(parts))
+            self.asleep |= self.parts
+
+    async def wake(self, part: str) -> None:
+        if part in self.asleep:  # SGLang's process would end otherwise
+            parts = io_struct.ResumeMemoryOccupationReqInput(tags=[part])
+            await self._alive(self.front.resume_memory_occupation(parts))
+            self.asleep.discard(part)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    async def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
+        await self._call_processes("join_trainer", address=address, first_rank=first_rank, size=size, seconds=seconds)
+
+    async def begin_weights(self) -> None:
+        if self.updating:
+            await self.finish_weights()
+        if hasattr(self.front, "begin_weight_update"):  # not in earlier versions, which need no preparation
+            await self._update(self.front.begin_weight_update(io_struct.BeginWeightUpdateReqInput()))
+        self.updating = True
+
+    async def load_bucket(
+        self, bucket: Bucket, handles: list[Handle | None], digests: list[int], adapter: bool
+    ) -> None:
+        if adapter and not self.updating:
+            await self.begin_weights()
+        # A tensor, which SGLang moves to the device, and in its name where the bucket is.
+        info = json.dumps(describe(bucket, handles, digests) | {"adapter": adapter})
+        payload = pickle.dumps([(info, torch.zeros(1))])
+        each = {"serialized_named_tensors": [payload] * self.tp_size, "load_format": LOADER, "flush_cache": False}
+        await self._update(self.front.update_weights_from_tensor(io_struct.UpdateWeightsFromTensorReqInput(**each)))
+
+    async def finish_weights(self) -> None:
+        self.updating = False
+        if hasattr(self.front, "end_weight_update"):
+            await self._update(self.front.end_weight_update(io_struct.EndWeightUpdateReqInput()))
+
+    async def finish_sync(self, sync_id: int, version: int) -> None:
+        if self.updating:  # by the buckets of an adapter
+            await self.finish_weights()
+        if self.adapted:
+            await self._load_adapter()
+        await self._call_processes("finish_sync", sync_id=sync_id)
+        self.version = version
+
+    async def held_sync(self) -> int:
+        return (await self._observe())["sync_id"]
+
+    async def _load_adapter(self) -> None:
+        """Replace the adapter by the one that has arrived in the processes."""
+        model = self.model
+        if ADAPTER in self.front.lora_ref_cache:
+            unload = io_struct.UnloadLoRAAdapterReqInput(lora_name=ADAPTER)
+            await self._update(self.front.unload_lora_adapter(unload))
+        load = io_struct.LoadLoRAAdapterFromTensorsReqInput(
+            lora_name=ADAPTER,
+            config_dict={"r": model.lora_rank, "lora_alpha": model.lora_alpha, "peft_type": "LORA", "bias": "none"},
+            serialized_named_tensors=[pickle.dumps({})] * self.tp_size,
+        )
+        await self._update(self.front.load_lora_adapter_from_tensors(load))
+
+    async def _update(self, call: Awaitable[Any]) -> None:
+        """Make a call of an update of weights. SGLang does not raise where one fails."""
+        result = await self._alive(call)
+        updated, message = result if isinstance(result, tuple) else (result.success, result.error_message)
+        if not updated:
+            raise RuntimeError(f"SGLang has not updated its weights: {message}")
+
+
+async def _last(responses: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+    """Return the last of a request's outputs. All are read: until then a request counts as unfinished."""
+    return [response async for response in responses][-1]
+
+
+def engine_arguments(
+    device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int
+) -> dict[str, Any]:
+    """Return SGLang's arguments. Those in `engine_kwargs` were checked with the configuration."""
+    path, longest = str(resolve_model(model.path)), rollout.max_model_len or 0
+    arguments: dict[str, Any] = {
+        "model_path": path,
+        "tokenizer_path": model.tokenizer_path or path,
+        "trust_remote_code": model.trust_remote_code,
+        "json_model_override_args": json.dumps(model.override_config),
+        "device": device,
+        "dtype": rollout.dtype,
+        "load_format": "dummy",
+        "custom_weight_loader": [LOADER],
+        "tp_size": rollout.tensor_model_parallel_size,
+        "context_length": longest + SPARE,
+        "max_running_requests": rollout.max_num_seqs,
+        "max_prefill_tokens": rollout.max_num_batched_tokens,
+        "chunked_prefill_size": rollout.max_num_batched_tokens if rollout.enable_chunked_prefill else -1,
+        "disable_radix_cache": not rollout.enable_prefix_caching,
+        "cuda_graph_bs_decode": rollout.cudagraph_capture_sizes or None,
+        "disable_cuda_graph": rollout.enforce_eager or device == "cpu",
+        "mem_fraction_static": rollout.gpu_memory_utilization,
+        "enable_memory_saver": rollout.free_cache_engine and device == "cuda",
+        "random_seed": rollout.seed,
+        "sampling_backend": "pytorch",  # the one that uses the seeds of requests
+        "constrained_json_disable_any_whitespace": True,  # small models would not end it
+    }
+    if device == "cpu":
+        token_bytes = cache_bytes_per_token(model, rollout)
+        cache = cpu_cache_bytes(token_bytes, rollout, engines_per_machine, 1) * rollout.tensor_model_parallel_size
+        arguments |= {
+            "attention_backend": "torch_native",
+            "disable_overlap_schedule": True,
+            "max_total_tokens": cache // token_bytes + SPARE,
+            "mem_fraction_static": 0.05,  # of which SGLang only checks that it is enough
+            "sleep_on_idle": True,
+        }
+    if model.lora_rank and not model.lora.merge:  # one adapter at a time
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": model.lora_rank,
+            "lora_target_modules": ["all"],
+            "max_loras_per_batch": 1,
+            "enable_weights_cpu_backup": device == "cuda",  # of the base, which is sent once
+            "lora_backend": "torch_native" if device == "cpu" else "csgmv",
+        }
+    return arguments | {name: value for name, value in rollout.engine_kwargs.sglang.items() if value is not None}
+
+
+def sampling_params(request: Request, vocabulary: int, context: int) -> dict[str, Any]:
+    """Return SGLang's sampling parameters; RejectedRequest for what would end SGLang's process."""
+    sampling = request.sampling
+    real = {name: getattr(sampling, name) for name in REAL}
+    whole = {"top_k": sampling.top_k, "min_new_tokens": sampling.min_tokens, "max_new_tokens": sampling.max_tokens}
+    wrong = [f"{name}={value!r:.80} is no number" for name, value in real.items() if type(value) not in (int, float)]
+    wrong += [f"{name}={value!r:.80} is no integer" for name, value in whole.items() if type(value) is not int]
+    if sampling.min_p:
+        wrong.append(f"min_p={sampling.min_p}: SGLang does not sample with it where requests have seeds")
+    if not all(type(text) is str and text for text in sampling.stop):
+        wrong.append("stop has an empty string, or what is not one (type str)")
+    if wrong:
+        raise RejectedRequest(wrong[0])
+    return {
+        **real,
+        **whole,
+        "top_k": min(sampling.top_k, vocabulary),
+        "max_new_tokens": min(sampling.max_tokens, context - len(request.prompt_ids)),
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "json_schema": sampling.json_schema,
+        "sampling_seed": request.seed,
+        "custom_params": {BEGUN: request.begun},
+    }

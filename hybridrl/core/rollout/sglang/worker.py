@@ -1,0 +1,249 @@
+"""The part of the SGLang engine that runs in SGLang's scheduler processes, next to the model.
+
+`run_scheduler` is the target of these processes. `load_bucket` is SGLang's custom loader of weights, which it finds by
+name; it gets the place of a bucket in the trainer's memory instead of tensors.
+"""
+
+from hybridrl.core.rollout.sglang import stand_ins  # noqa: F401  before SGLang
+
+# isort: split
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from sglang.srt.layers import sampler
+from sglang.srt.layers.rotary_embedding import base as rotary
+from sglang.srt.lora.lora_manager import LoRAManager
+from sglang.srt.managers import scheduler as scheduling
+from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, FINISH_MATCHED_TOKEN, Req
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from torch.overrides import TorchFunctionMode
+
+from hybridrl.config.custom_code import import_libraries
+from hybridrl.core import device as devices
+from hybridrl.core.rollout.engine import LARGEST
+from hybridrl.core.weights.buckets import BucketReader
+from hybridrl.runtime.guard import end_with_parent, redirect_output
+from hybridrl.runtime.stacks import write_stacks_on_request
+
+LOADER = f"{__name__}.load_bucket"
+LIBRARIES, FAILURE = "HYBRIDRL_EXTERNAL_LIB", "HYBRIDRL_ENGINE_FAILURE"
+BEGUN = "begun"  # of a request's own parameters: the tokens of its response in its prompt
+PROBE = "probe"  # how the names of requests begin that prove a sync
+
+LOAD_FROM_TENSORS = LoRAManager.load_lora_adapter_from_tensors
+BATCH_INFO = SamplingBatchInfo.from_schedule_batch
+GENERATOR, PRIME = torch.Generator(), 1_000_003
+
+
+def load_bucket(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Load a bucket into the model, or keep it if it is an adapter's. RuntimeError in every process of the engine if
+    one of them fails: SGLang hears of the first one's failure only."""
+    info, reader, failure = json.loads(named_tensors[0][0]), Scheduler.reader, ""
+    try:
+        tensors = reader.read(get_parallel().tp_rank, info)
+        if info["adapter"]:
+            Scheduler.adapter |= {name: tensor.cpu().clone() for name, tensor in tensors}
+        else:
+            model.load_weights(tensors)
+        devices.synchronize(reader.device.type)  # copies may still read this bucket, which the trainer overwrites next
+    except Exception as error:  # of a model's own loader
+        failure = f"{type(error).__name__}: {error}"
+    group = get_parallel().tp_group.cpu_group
+    failures = [failure] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group)
+    if failure := "".join(failures):
+        raise RuntimeError(failure)
+
+
+def load_adapter(manager: LoRAManager, lora_ref: Any, tensors: dict, config_dict: dict, *more: Any) -> Any:
+    """SGLang's loader of an adapter from tensors, with those that have arrived here, for the layers that they name."""
+    tensors, Scheduler.adapter = Scheduler.adapter, {}
+    layers = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
+    return LOAD_FROM_TENSORS(manager, lora_ref, tensors, config_dict | {"target_modules": sorted(layers)}, *more)
+
+
+def returned(update: Callable) -> Callable:
+    """Have an update of weights that raises return its failure instead, which would end SGLang's process."""
+
+    def wrapped(self: WeightUpdater, *arguments: Any, **options: Any) -> tuple[bool, str]:
+        try:
+            return update(self, *arguments, **options)
+        except Exception as error:
+            return False, str(error)
+
+    return wrapped
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def seeded(batch: Any, vocab_size: int) -> SamplingBatchInfo:
+    """Return what a batch is sampled with, with the seed of each request, which SGLang uses in its deterministic mode
+    only. That mode is for CUDA; seeds alone need nothing of it."""
+    info = BATCH_INFO(batch, vocab_size)
+    seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=info.device)
+    return info
+
+
+def draw(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Sample one index of each row [rows, 1] from log-probs [rows, vocabulary], not normalised, as SGLang's
+    `multinomial_with_seed`, whose kernel is for CUDA: the largest sum with Gumbel noise, which follows from the row's
+    seed and position alone."""
+    noise = torch.empty_like(log_probs)
+    for row, seed, position in zip(noise, seeds.tolist(), positions.tolist(), strict=True):
+        row.exponential_(generator=GENERATOR.manual_seed((seed * PRIME + position) % LARGEST))
+    return (log_probs - noise.log()).argmax(dim=1, keepdim=True)
+
+
+def ends(request: Req, new_tokens: int = 1) -> bool:
+    """Return whether a stop token of the request, and not one of the model's, or a text ends a response, with the token
+    that completes it; as `Req._check_str_based_finish`. One that was interrupted has begun in the prompt."""
+    params, sampled = request.sampling_params, request.output_ids
+    stops, texts = () if params.ignore_eos else params.stop_token_ids or (), params.stop_strs or ()
+    longest = 4 * max(map(len, texts), default=0) + 4  # tokens of a text: a character has up to four bytes
+    begun = min((params.custom_params or {}).get(BEGUN, 0), longest)
+    earlier = request.origin_input_ids[len(request.origin_input_ids) - begun :]
+    for end in range(len(sampled) - new_tokens + 1, len(sampled) + 1):
+        reason: Any = FINISH_MATCHED_TOKEN(matched=sampled[end - 1]) if sampled[end - 1] in stops else None
+        if texts and reason is None:
+            written = request.tokenizer.decode([*earlier, *sampled[max(end - longest, 0) : end]][-longest:])
+            reason = next((FINISH_MATCHED_STR(matched=text) for text in texts if text in written), None)
+        if reason is not None:
+            request.finished_reason, request.finished_len = reason, end
+            return True
+    return False
+
+
+class Unpinned(TorchFunctionMode):
+    """Memory that is requested pinned, as for adapters, is not: without CUDA there is no such memory."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+class Scheduler(scheduling.Scheduler):
+    """SGLang's scheduler, which also reports what its iterations had, and gives token ids to the server directly,
+    although it has a tokenizer: texts that end a response and JSON schemas need one."""
+
+    reader: ClassVar[BucketReader]
+    adapter: ClassVar[dict[str, torch.Tensor]] = {}  # tensors of the next adapter that have arrived
+
+    def __init__(self, *arguments: Any) -> None:
+        self.sync_id = self.sampled = self.retracted = 0
+        self.iterations: list[tuple] = []  # seconds, running, waiting, share of the cache, prefilled, sampled
+        self.since = 0.0  # the end of the last iteration, or the first request after a pause
+        with ended_by_failure():
+            super().__init__(*arguments)
+            Scheduler.reader = BucketReader(next(self.tp_worker.model_runner.model.parameters()).device)
+
+    def init_ipc_channels(self, port_args: Any) -> None:
+        self.skip_tokenizer_init = True
+        super().init_ipc_channels(port_args)
+        self.skip_tokenizer_init = False
+
+    def run_event_loop(self) -> None:
+        with ended_by_failure():
+            super().run_event_loop()
+
+    def run_batch(self, batch: Any, *arguments: Any, **options: Any) -> Any:
+        self.since = self.since or time.monotonic()
+        return super().run_batch(batch, *arguments, **options)
+
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        running, rows = max(len(self.running_batch.reqs), len(batch.reqs)), len(batch.reqs)
+        prefills, probes = batch.forward_mode.is_extend(), all(req.rid.startswith(PROBE) for req in batch.reqs)
+        computed = batch.extend_num_tokens if prefills else 0
+        sampled = rows - (prefills and self.chunked_req in batch.reqs)
+        super().process_batch_result(batch, result)
+        if rows and not probes:
+            now, pool = time.monotonic(), self.token_to_kv_pool_allocator
+            free = (pool.available_size() + self.tree_cache.evictable_size()) / self.max_total_num_tokens
+            self.iterations.append((now - self.since, running, len(self.waiting_queue), 1 - free, computed, sampled))
+            self.sampled, self.since = self.sampled + sampled, now
+
+    def on_idle(self) -> None:
+        self.since = 0.0
+        super().on_idle()
+
+    def _add_request_to_queue(self, request: Req, is_retracted: bool = False) -> None:
+        self.retracted += is_retracted
+        super()._add_request_to_queue(request, is_retracted)
+
+    def get_internal_state(self, recv_req: Any) -> GetInternalStateReqOutput:
+        """Return what this process has done since the last call, in place of SGLang's own report."""
+        iterations, self.iterations, retracted, self.retracted = self.iterations, [], self.retracted, 0
+        queued = len(self.waiting_queue) + len(self.grammar_manager.grammar_queue)
+        state = {"iterations": iterations, "retracted": retracted, "sampled": self.sampled, "queued": queued}
+        return GetInternalStateReqOutput(internal_state=state | {"sync_id": self.sync_id})
+
+    # Called by name from the server, in every process of the engine.
+
+    def renew(self, log_file: str) -> None:
+        """Serve a run's next attempt."""
+        redirect_output(log_file)
+        self.empty_cache()
+        self.reader.forget()
+        Scheduler.adapter = {}
+        self.sync_id = self.sampled = 0
+
+    def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
+        self.reader.join(address, first_rank + get_parallel().tp_rank, size, seconds)
+
+    def empty_cache(self) -> None:
+        """Drop all cached prefixes, which belong to earlier weights."""
+        if not self.flush_cache():
+            raise RuntimeError("SGLang has not emptied its prefix cache: a request still has a part of it")
+
+    def finish_sync(self, sync_id: int) -> None:
+        self.reader.close()
+        self.empty_cache()
+        self.sync_id = sync_id
+
+
+@contextmanager
+def ended_by_failure() -> Iterator[None]:
+    """End the process if the block fails, with the reason in the file that the server reads; SGLang would end the
+    server as well."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        Path(os.environ[FAILURE]).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        os._exit(1)
+
+
+def run_scheduler(*arguments: Any) -> None:
+    """Be a process of an engine."""
+    end_with_parent(os.getppid(), signal.SIGKILL)
+    write_stacks_on_request()
+    import_libraries(json.loads(os.environ[LIBRARIES]))
+    scheduling.Scheduler = Scheduler
+    SamplingBatchInfo.from_schedule_batch = seeded
+    Req._check_str_based_finish, Req._check_token_based_finish = ends, lambda *_: False
+    LoRAManager.load_lora_adapter_from_tensors = load_adapter
+    WeightUpdater.update_weights_from_tensor = returned(WeightUpdater.update_weights_from_tensor)
+    settings = arguments[0]
+    if settings.device == "cpu":
+        rotary._is_cpu = True  # otherwise it looks for a kernel of vLLM's, which it does not use
+        sampler.multinomial_with_seed = draw
+    with Unpinned() if settings.device == "cpu" and settings.enable_lora else nullcontext():
+        scheduling.run_scheduler_process(*arguments)
