@@ -99,6 +99,11 @@ class Look:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{key}={show(value)}") from error
 
+    @property
+    def serves_sglang(self) -> bool:
+        """Whether AReaL would have SGLang as its engine."""
+        return any(str(self._find(key, "")).startswith("sglang") for key in ("allocation_mode", "rollout.backend"))
+
     def size(self, groups: str) -> int:
         return math.prod(int(self._match[group] or 1) for group in groups)
 
@@ -269,6 +274,15 @@ OF_SKYRL = [
 
 # AReaL
 AREAL_STALENESS, PER_NODE = "rollout.max_head_offpolicyness", "trainer.n_gpus_per_node"
+# Arguments of SGLang in AReaL's section, but those for which SGLang's name is used, and the key that sets each here.
+SERVER_ARGS = {
+    "context_length": f"{ROLLOUT}.max_model_len",
+    "max_running_requests": f"{ROLLOUT}.max_num_seqs",
+    "max_prefill_tokens": f"{ROLLOUT}.max_num_batched_tokens",
+    "mem_fraction_static": f"{ROLLOUT}.gpu_memory_utilization",
+    "dtype": f"{ROLLOUT}.dtype",
+    "disable_cuda_graph": f"{ROLLOUT}.enforce_eager",
+}
 # An engine's or trainer's devices, such as sglang:d4t2: data, tensor, pipeline and context parallel.
 ENGINES = r"(?:\w+(?:\[\w+\])?[:.])?(?:d(?P<d>\d+)|t(?P<t>\d+)|p(?P<p>\d+)|[ce]\d+)+"
 TRAINER = r"(?:\w+(?:\[\w+\])?[:.])?(?:d(?P<D>\d+)|t(?P<T>\d+)|p(?P<P>\d+)|c(?P<C>\d+)|e(?P<E>\d+))+"
@@ -289,12 +303,23 @@ FOR_TRAINING = _divided(ACTOR, "fsdp_config") | {
     "trainer.n_gpus_per_node": lambda of: min(of.size("DTPC"), of(PER_NODE, 8)),
 }
 FOR_ROLLOUT = {
+    f"{ROLLOUT}.name": lambda of: "sglang" if of.serves_sglang else None,
     "actor_rollout_ref.rollout.nnodes": lambda of: math.ceil(of.size("dtp") / of(PER_NODE, 8)),
     "actor_rollout_ref.rollout.n_gpus_per_node": lambda of: min(of.size("dtp"), of(PER_NODE, 8)),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": lambda of: of.size("t"),
 }
 
 OF_AREAL = [
+    *(
+        combined(f"sglang.{name}", f"{key} = its value", {key: lambda of: of.value if of.serves_sglang else None})
+        for name, key in SERVER_ARGS.items()
+    ),
+    combined(
+        "sglang.disable_radix_cache",
+        f"{ROLLOUT}.enable_prefix_caching=false",
+        {f"{ROLLOUT}.enable_prefix_caching": lambda of: False if of.serves_sglang else None},
+        silent=[False],
+    ),
     combined(
         AREAL_STALENESS,
         "colocate_async, with max_off_policy_threshold at its value",

@@ -40,7 +40,7 @@ class ForeignCommand:
 
     `values` and `texts` are by the current names of their keys; `around` is what its custom file sets. `arguments` are
     those that result, each with the one that was written, or none where its key is left to `check`; `others` are the
-    keys of other systems.
+    keys of other systems. `engine` is SkyRL's, whose arguments it has in one section for any engine.
     """
 
     schema: type
@@ -50,6 +50,7 @@ class ForeignCommand:
     arguments: list[tuple[str, str]] = field(default_factory=list)
     others: dict[str, list[str]] = field(default_factory=dict)
     findings: Findings = field(default_factory=Findings)
+    engine: Any = "vllm"
 
     def put(self, key: str, value: str, text: str) -> None:
         self.arguments.append((f"++{key}={value}", text if holds(tree(self.schema), key) else ""))
@@ -152,6 +153,8 @@ class Translation:
     def translate(self, arguments: Iterable[Argument], schema: type, around: Mapping[str, Any]) -> ForeignCommand:
         """Translate the arguments of a command. `around`: what its custom file sets, by key."""
         command = ForeignCommand(schema, {self.current_name(key): value for key, value in around.items()})
+        arguments = [*arguments]
+        command.engine = {self.current_name(one.key): one.value for one in arguments}.get("generator.backend", "vllm")
         for argument in arguments:
             for single in self._keys_of_section(argument, schema):
                 self._translate(single, command)
@@ -174,6 +177,8 @@ class Translation:
     def _translate(self, argument: Argument, command: ForeignCommand) -> None:
         text, raw, findings = argument.text, argument.raw, command.findings
         key, entry, held = self.meets(argument.key, command.schema, argument.value)
+        if key != argument.key and command.engine == "sglang":
+            key = key.replace(".engine_kwargs.vllm", ".engine_kwargs.sglang")
         command.values[key], command.texts[key] = argument.value, text.lstrip("+")
         choice = None if argument.package else self.table.get("choices", {}).get(key)
         if key != argument.key and held and not argument.package:  # Hydra's way to say where a group's values go

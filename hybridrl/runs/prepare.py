@@ -21,6 +21,7 @@ from hybridrl.config.custom_code import attempt, check_syntax, import_libraries,
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings, nearest
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig, RowsConfig, SFTTrainerConfig
+from hybridrl.config.schema_parts import RolloutConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.training.layout import expert_plan, tensor_plan
 from hybridrl.core.training.loading import load_settings
@@ -157,7 +158,7 @@ def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
         models["critic.model.path"] = config.critic.model
     for key, model in models.items():
         with inputs.rejections.gathered():
-            reject_hub_model(model, key, section.rollout.max_model_len or 0 if model is section.model else 0)
+            reject_hub_model(model, key, section.rollout if model is section.model else None, config.trainer.device)
             reject_damaged_weights(model, key)
     divisions = {"actor_rollout_ref.model.path": section.actor.fsdp_config, "critic.model.path": config.critic.fsdp}
     for key, division in divisions.items():
@@ -295,9 +296,9 @@ ROPE_SETTINGS = {
 }
 
 
-def reject_hub_model(model: ModelConfig, key: str, served: int = 0) -> None:
-    """Reject a hub model that is missing or cannot be trained, or served with rows of `served` tokens; a local one was
-    checked with the configuration."""
+def reject_hub_model(model: ModelConfig, key: str, served: RolloutConfig | None = None, device: str = "") -> None:
+    """Reject a hub model that is missing or cannot be trained, or served as `served` says; a local one was checked with
+    the configuration."""
     if resolve_model(model.path).is_dir():
         return
     try:
@@ -308,7 +309,10 @@ def reject_hub_model(model: ModelConfig, key: str, served: int = 0) -> None:
             f"{key}={model.path} is neither a directory nor a model that the hub provides ({reason})"
         ) from error
     settings |= model.override_config
-    if reason := why_unsupported(settings) or (why_not_served(settings, served) if served else None):
+    reason = why_unsupported(settings)
+    if served and not reason:
+        reason = why_not_served(settings, served.max_model_len or 0, served.name, device)
+    if reason:
         raise ConfigError(f"{key}={model.path}: {reason}")
 
 

@@ -444,7 +444,7 @@ def test_a_settings_file_is_read_and_the_command_wins(migrate, tmp_path):
         "defaults: [ppo_trainer, _self_]\n"
         "hydra: {searchpath: [file://verl/trainer/config]}\n"
         "data: {train_files: rows.parquet, max_response_length: 64, unheard_of: 1}\n"
-        "actor_rollout_ref: {rollout: {n: 4, name: sglang, response_length: '${data.max_response_length}'}}\n"
+        "actor_rollout_ref: {rollout: {n: 4, name: trtllm, response_length: '${data.max_response_length}'}}\n"
         "reward_model: {reward_manager: dapo}\n"
     )
     status, output = migrate(
@@ -460,7 +460,7 @@ def test_a_settings_file_is_read_and_the_command_wins(migrate, tmp_path):
         "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
     ]
     assert status == 1 and "# error [unknown-key]" in output and "unknown key data.unheard_of" in output
-    assert "# error [value] actor_rollout_ref.rollout.name=sglang: choose vllm" in output
+    assert "# error [value] actor_rollout_ref.rollout.name=trtllm: choose sglang | vllm" in output
 
 
 def test_a_missing_settings_file_is_reported(migrate):
@@ -553,6 +553,8 @@ actor:
 ref: {path: '${actor.path}', dtype: bfloat16}
 train_dataset: {path: openai/gsm8k, batch_size: 256, type: rl}
 saver: {freq_epochs: 1, freq_steps: null}
+sglang: {model_path: '${actor.path}', random_seed: 1, mem_fraction_static: 0.8, schedule_policy: lpm, page_size: null}
+vllm: {model: '${actor.path}', gpu_memory_utilization: 0.9}
 """
 
 
@@ -570,6 +572,9 @@ def test_areal_s_yaml_is_read_with_and_without_its_script(migrate, doctor, tmp_p
         "trainer.n_gpus_per_node=4",
         "actor_rollout_ref.rollout.n_gpus_per_node=4",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.name=sglang",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.8",
+        "actor_rollout_ref.rollout.engine_kwargs.sglang.schedule_policy=lpm",
         "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}",
         "algorithm.adv_estimator=grpo",
         "trainer.save_freq_epochs=1",

@@ -71,3 +71,37 @@ def test_a_family_whose_window_is_wider_in_the_engine_is_rejected_for_rows_longe
     assert why_not_served(settings, 4096) is None
     assert "beyond sliding_window=4096 tokens vLLM computes other log-probs" in why_not_served(settings, 4097)
     assert why_not_served(settings | {"model_type": "gemma3_text"}, 4097) is None
+
+
+def test_a_window_that_sglang_ignores_is_a_limit_of_rows():
+    for kind in ("mistral", "qwen2"):
+        settings = {"model_type": kind, "sliding_window": 4096}
+        assert why_not_served(settings, 4096, "sglang") is None
+        assert why_not_served(settings, 4097) is None
+        reason = why_not_served(settings, 4097, "sglang")
+        assert "beyond sliding_window=4096 tokens SGLang computes other log-probs" in reason
+        assert "it has no window for them, and a row may have 4097" in reason
+    assert (
+        why_not_served({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, 9, "sglang") is None
+    )
+    assert why_not_served({"model_type": "mistral", "sliding_window": None}, 9, "sglang") is None
+    assert why_not_served({"model_type": "gemma3_text", "sliding_window": 8}, 9, "sglang") is None
+    assert "its window is a token wider" in why_not_served({"model_type": "cohere2", "sliding_window": 8}, 9, "sglang")
+
+
+def test_a_family_for_which_sglang_has_no_code_on_cpu_is_rejected_there_only():
+    assert "SGLang has no implementation of it" in why_not_served({"model_type": "bamba"}, 10, "sglang", "cuda")
+    for settings, part in (
+        ({"model_type": "qwen3_next", "linear_num_value_heads": 4}, "layers with a recurrent state"),
+        ({"model_type": "falcon_h1", "mamba_d_ssm": 64}, "layers with a recurrent state"),
+        ({"model_type": "gpt_oss"}, "attention sinks"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "latent attention"),
+        ({"model_type": "gemma2", "final_logit_softcapping": 30.0}, "capped logits"),
+        ({"model_type": "qwen2_moe"}, "the gate of shared experts"),
+    ):
+        reason = why_not_served(settings, 10, "sglang", "cpu")
+        assert reason == f"model_type={settings['model_type']}: SGLang computes {part} on GPUs only"
+        assert why_not_served(settings, 10, "sglang", "cuda") is None
+    assert why_not_served({"model_type": "qwen3_moe", "num_experts": 8}, 10, "sglang", "cpu") is None
+    gemma = {"model_type": "gemma3_text", "final_logit_softcapping": None, "attn_logit_softcapping": None}
+    assert why_not_served(gemma, 10, "sglang", "cpu") is None

@@ -256,6 +256,7 @@ def test_a_head_size_that_the_engine_on_cpu_lacks_is_rejected(load, settings):
         "80, 96, 112, 128, 160, 192, 224, 256, 512; use another model, or a GPU"
     ]
     load("trainer.device=cuda", "ray_kwargs.ray_init.address=auto")
+    load("trainer.device=cpu", "actor_rollout_ref.rollout.name=sglang")  # which has any size
 
 
 def test_head_sizes_on_cpu_are_those_of_vllm():
@@ -295,6 +296,8 @@ def test_the_adapter_of_a_mixture_is_merged_for_an_engine_on_cpu(load):
     assert note.endswith("on CPU vLLM has no adapters for mixtures of experts")
     assert not load("trainer.device=cuda", CLUSTER, adapter).config.actor_rollout_ref.model.lora.merge
     assert not [note for note in load("trainer.device=cpu").notes if merged in note]
+    (note,) = [note for note in load("trainer.device=cpu", f"{ROLLOUT}.name=sglang", adapter).notes if merged in note]
+    assert note.endswith("on CPU SGLang has no adapters for mixtures of experts")
 
 
 @pytest.mark.parametrize(

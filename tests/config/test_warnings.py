@@ -1,5 +1,7 @@
 import pytest
 
+from .conftest import errors_of
+
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
 
@@ -217,3 +219,44 @@ def test_without_such_ratios_sampling_may_truncate(load):
 def test_no_prompts_are_left_out_where_steps_are_counted_or_take_what_they_need(load, other):
     said = load(*QUIET, "data.drop_last=true", other).notes
     assert [note for note in said if "data.drop_last has no effect with" in note], said
+
+
+CORRECTION = "algorithm.rollout_correction"
+SGLANG = (f"{ROLLOUT}.name=sglang", "trainer.device=cpu")
+
+
+@pytest.mark.parametrize("truncation", ["top_p=0.9", "top_k=20"])
+@pytest.mark.parametrize("reads", ["rollout_is=token", "rollout_rs=token_k1"])
+def test_a_correction_by_log_probs_before_the_truncation_is_rejected_with_sglang(load, truncation, reads):
+    threshold = [f"{CORRECTION}.rollout_rs_threshold=0.5_2.0"] * reads.startswith("rollout_rs")
+    keys = [*SGLANG, f"{CORRECTION}.{reads}", *threshold, f"{ROLLOUT}.{truncation}"]
+    (line,) = errors_of(load, *keys)
+    assert line.startswith(f"{CORRECTION}.{reads.split('=')[0]}=")
+    assert "the log-probs of sglang are of the distribution before top_p and top_k truncate it" in line
+    assert line.endswith(f"set {ROLLOUT}.top_p=1 and {ROLLOUT}.top_k=-1, or {CORRECTION}.bypass_mode=true")
+    assert load(*(key for key in keys if truncation not in key))
+
+
+def test_a_correction_that_asynchronous_rollout_chooses_is_checked_likewise(load):
+    keys = (*SGLANG, "trainer.v1.trainer_mode=colocate_async", f"{ROLLOUT}.top_p=0.9")
+    (line,) = errors_of(load, *keys)
+    assert line.startswith(f"{CORRECTION}.rollout_is=auto: the log-probs of sglang")
+    assert load(*keys, f"{CORRECTION}.bypass_mode=true")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (f"{ROLLOUT}.top_p=0.9",),
+        (f"{ROLLOUT}.top_p=0.9", f"{CORRECTION}.bypass_mode=true"),
+        (f"{ROLLOUT}.val_kwargs.top_p=0.9", f"{ROLLOUT}.val_kwargs.top_k=20", f"{CORRECTION}.rollout_is=token"),
+    ],
+)
+def test_truncation_is_accepted_where_no_correction_reads_its_log_probs(load, keys):
+    assert not [note for note in load(*SGLANG, *keys).notes if "ratio" in note]
+
+
+def test_a_penalty_changes_the_log_probs_of_every_engine(load):
+    keys = (f"{ROLLOUT}.repetition_penalty=1.1", f"{CORRECTION}.rollout_is=token")
+    for engine in (SGLANG, ("trainer.device=cpu",)):
+        assert len([note for note in load(*engine, *keys).notes if "every ratio is wrong" in note]) == 1

@@ -48,7 +48,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     _check_idle(rollout, data, check.at(ROLLOUT))
     if trainer.test_freq > 0 and not data.val_files:
         check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")
-    check_engine(rollout, check.at(ROLLOUT))
+    check_engine(rollout, trainer, check.at(ROLLOUT))
     resolve_router_replay(section, check)
     algorithm.check_data(data, check)
     resolve_asynchronous(config, check)

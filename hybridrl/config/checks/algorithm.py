@@ -2,7 +2,7 @@
 the others. The contents of files are checked when they are read."""
 
 from hybridrl.config.catalog import BYPASS_LOSSES, DEFAULT_POLICY_LOSS, ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
-from hybridrl.config.checks.engine import MODE
+from hybridrl.config.checks.engine import MODE, UNTRUNCATED
 from hybridrl.config.findings import Checker, nearest
 from hybridrl.config.schema import ActorConfig, ActorRolloutRefConfig, DataConfig, SFTTrainerConfig
 from hybridrl.config.schema_parts import AlgorithmConfig, FilterGroupsConfig, RewardConfig, RolloutCorrectionConfig
@@ -78,7 +78,19 @@ def check_bypass(correction: RolloutCorrectionConfig, section: ActorRolloutRefCo
             why = "with bypass_mode: weights are computed per micro-batch"
             check.idle(".rollout_is_batch_normalize .bypass_mode", why)
     reads_rollout = "bypass_mode" if correction.bypass_mode else "rollout_is" if correction.rollout_is else "rollout_rs"
-    if vars(correction)[reads_rollout] and (rollout.top_p < 1 or rollout.top_k > 0 or rollout.repetition_penalty != 1):
+    reads = bool(vars(correction)[reads_rollout])
+    truncated = reads and (rollout.top_p < 1 or rollout.top_k > 0)
+    if truncated and rollout.name in UNTRUNCATED:
+        # In bypass mode this is what is wanted: log-probs like the trainer's, with ratios of 1 before the first update.
+        if not correction.bypass_mode:
+            cause = (
+                f"the log-probs of {rollout.name} are of the distribution before top_p and top_k truncate it, so no "
+            )
+            cause += "ratio corrects for what was sampled"
+            fix = f"set {ROLLOUT}.top_p=1 and {ROLLOUT}.top_k=-1, or {CORRECTION}.bypass_mode=true"
+            check.error(f".{reads_rollout} {ROLLOUT}.name {ROLLOUT}.top_p {ROLLOUT}.top_k {MODE}", cause, fix)
+        truncated = False
+    if truncated or (reads and rollout.repetition_penalty != 1):
         keys = f".{reads_rollout} {ROLLOUT}.top_p {ROLLOUT}.top_k {ROLLOUT}.repetition_penalty {MODE}"
         cause = "with top_p, top_k or repetition_penalty the rollout's log-probs are of the truncated distribution, so "
         cause += "every ratio is wrong: by the probability of the tokens that are kept, or by the penalty"

@@ -1,20 +1,22 @@
-"""Arguments of vLLM's engine that a user adds as rollout.engine_kwargs.vllm, judged without importing vLLM; and
+"""Arguments of an engine that a user adds as rollout.engine_kwargs.<engine>, judged without importing the engine; and
 rollouts that are continued over steps: what goes with them, and how the age of their tokens is corrected for."""
 
 import ast
 import functools
+from dataclasses import dataclass
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from hybridrl.config.catalog import ESTIMATORS
 from hybridrl.config.checks.model import experts_of, model_settings
 from hybridrl.config.findings import Checker, Findings, nearest, show
-from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig
+from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig, SFTTrainerConfig
 from hybridrl.config.schema_parts import SHIPPED_SHARE, WHOLE_SHARE, RolloutConfig, V1Config
 from hybridrl.runs.plugins import names
 
-MODEL, ROLLOUT, KEY = "actor_rollout_ref.model", "actor_rollout_ref.rollout", ".engine_kwargs.vllm"
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 V1 = "trainer.v1"
 REPLAY, FSDP = "actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.actor.fsdp_config"
 ROUTES = f"{ROLLOUT}.enable_rollout_routing_replay"
@@ -22,36 +24,99 @@ PER_TOKEN = "num_experts_per_tok"
 COLLECTS_ROUTES = "aux_output_config"  # an argument of vLLM since it returns the experts of every layer
 MODE, BOUND, OVER = f"{V1}.trainer_mode", f"{V1}.sampler.max_off_policy_threshold", f"{ROLLOUT}.over_sample_rate"
 
-# Arguments that hybridrl sets, by the key they are set with.
-SET_BY = {
-    "model": f"{MODEL}.path",
-    "trust_remote_code": f"{MODEL}.trust_remote_code",
-    "hf_overrides": f"{MODEL}.override_config",
-    "enable_sleep_mode": f"{ROLLOUT}.free_cache_engine",
-    "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
-    "enable_return_routed_experts": ROUTES,
-    COLLECTS_ROUTES: ROUTES,
-    **{
-        name: f"{ROLLOUT}.{name}"
-        for name in (
-            "dtype", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill",
-            "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "cudagraph_capture_sizes",
-        )
-    },
-}  # fmt: skip
 WEIGHTS = "weights come from the trainer"
 PLACES = "hybridrl starts one engine per tensor-parallel group of devices"
-# Arguments that must be as hybridrl sets them, with the reason.
-FIXED = {
-    "logprobs_mode": "log-probs must be those of the distribution sampled from, or every importance ratio is wrong",
-    "skip_tokenizer_init": "the engine works on token ids",
-    "load_format": WEIGHTS,
-    "weight_transfer_config": WEIGHTS,
-    "worker_extension_cls": WEIGHTS,
-    "distributed_executor_backend": PLACES,
-    "pipeline_parallel_size": PLACES,
-    "data_parallel_size": PLACES,
-}
+TOKENS = "the engine works on token ids"
+
+
+@dataclass(frozen=True)
+class EngineArguments:
+    """Arguments of an engine: those that hybridrl sets, by the key that they are set with, and those that must be as
+    hybridrl sets them, with the reason. `files` are the engine's sources with a class field for each argument."""
+
+    title: str
+    set_by: dict[str, str]
+    fixed: dict[str, str]
+    files: str
+
+    @functools.cached_property
+    def known(self) -> frozenset[str]:
+        """Names that the installed engine has, read from its source: importing it takes seconds. Empty if there is no
+        such engine here."""
+        package, _, pattern = self.files.partition("/")
+        spec = find_spec(package)
+        files = Path(spec.origin).parent.glob(pattern) if spec and spec.origin else ()
+        nodes = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
+        fields = [field for node in nodes if isinstance(node, ast.ClassDef) for field in node.body]
+        targets = [field.target for field in fields if isinstance(field, ast.AnnAssign)]
+        return frozenset(target.id for target in targets if isinstance(target, ast.Name))
+
+
+VLLM = EngineArguments(
+    "vLLM",
+    {
+        "model": f"{MODEL}.path",
+        "trust_remote_code": f"{MODEL}.trust_remote_code",
+        "hf_overrides": f"{MODEL}.override_config",
+        "enable_sleep_mode": f"{ROLLOUT}.free_cache_engine",
+        "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
+        "enable_return_routed_experts": ROUTES,
+        COLLECTS_ROUTES: ROUTES,
+        **{
+            name: f"{ROLLOUT}.{name}"
+            for name in (
+                "dtype", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill",
+                "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "cudagraph_capture_sizes",
+            )
+        },
+    },
+    {
+        "logprobs_mode": "log-probs must be those of the distribution sampled from, or every importance ratio is wrong",
+        "skip_tokenizer_init": TOKENS,
+        **dict.fromkeys(("load_format", "weight_transfer_config", "worker_extension_cls"), WEIGHTS),
+        **dict.fromkeys(("distributed_executor_backend", "pipeline_parallel_size", "data_parallel_size"), PLACES),
+    },
+    "vllm/engine/arg_utils.py",
+)  # fmt: skip
+SGLANG = EngineArguments(
+    "SGLang",
+    {
+        "model_path": f"{MODEL}.path",
+        "tokenizer_path": f"{MODEL}.tokenizer_path",
+        "trust_remote_code": f"{MODEL}.trust_remote_code",
+        "json_model_override_args": f"{MODEL}.override_config",
+        "device": "trainer.device",
+        "dtype": f"{ROLLOUT}.dtype",
+        "random_seed": f"{ROLLOUT}.seed",
+        "tp_size": f"{ROLLOUT}.tensor_model_parallel_size",
+        "context_length": f"{ROLLOUT}.max_model_len",
+        "max_running_requests": f"{ROLLOUT}.max_num_seqs",
+        "max_prefill_tokens": f"{ROLLOUT}.max_num_batched_tokens",
+        "disable_radix_cache": f"{ROLLOUT}.enable_prefix_caching",
+        "disable_cuda_graph": f"{ROLLOUT}.enforce_eager",
+        "cuda_graph_bs": f"{ROLLOUT}.cudagraph_capture_sizes",
+        "cuda_graph_bs_decode": f"{ROLLOUT}.cudagraph_capture_sizes",
+        "mem_fraction_static": f"{ROLLOUT}.gpu_memory_utilization",
+        "enable_memory_saver": f"{ROLLOUT}.free_cache_engine",
+    },
+    {
+        "chunked_prefill_size": f"{ROLLOUT}.max_num_batched_tokens sets it, or .enable_chunked_prefill=false",
+        "sampling_backend": "pytorch is the one that samples by the seed of each request",
+        "enable_return_routed_experts": "the experts that SGLang chose are not replayed yet",
+        "skip_tokenizer_init": TOKENS,
+        **dict.fromkeys(("load_format", "custom_weight_loader", "enable_weights_cpu_backup"), WEIGHTS),
+        **dict.fromkeys(
+            ("dp_size", "attn_dp_size", "pp_size", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id",
+             "gpu_id_step", "use_ray", "disaggregation_mode", "tokenizer_worker_num", "detokenizer_worker_num"), PLACES
+        ),
+    },
+    "sglang/srt/arg_groups/fields/*.py",
+)  # fmt: skip
+ENGINES = {"vllm": VLLM, "sglang": SGLANG}
+UNTRUNCATED = ("sglang",)  # engines whose log-probs are those of the distribution before top_p and top_k truncate it
+# SGLang's implementations of attention that are for other devices than hybridrl's.
+ELSEWHERE = {"ascend": "NPUs", "aiter": "AMD's GPUs", "wave": "AMD's GPUs", "intel_xpu": "Intel's GPUs"}
+BATCH_INVARIANT = "enable_deterministic_inference"
 
 
 def check_engine_name(name: str, findings: Findings) -> None:
@@ -60,45 +125,53 @@ def check_engine_name(name: str, findings: Findings) -> None:
         findings.error("value", f"choose {' | '.join(engines)}", keys=f"{ROLLOUT}.name", value=name)
 
 
-def check_engine(rollout: RolloutConfig, check: Checker) -> None:
-    """Reject an unknown engine, arguments that hybridrl sets itself, and names that the installed vLLM lacks."""
+def check_engine(rollout: RolloutConfig, trainer: SFTTrainerConfig, check: Checker) -> None:
+    """Reject an unknown engine, arguments that hybridrl sets itself, and names that the installed engine lacks."""
     check_engine_name(rollout.name, check.findings)
-    if options := [name for name in rollout.engine_kwargs.vllm if "lora" in name]:
-        cause = f"{ROLLOUT}{KEY}: {', '.join(options)} follow from {MODEL}.lora_rank, which configures"
-        keys = [KEY, *(f"{KEY}.{option}" for option in options)]
-        check.error(keys, f"{cause} trainer and engine alike", "leave them out", valued=False)
-    for name, value in rollout.engine_kwargs.vllm.items():
-        if value is None:
+    for name, engine in ENGINES.items():
+        key, given = f".engine_kwargs.{name}", vars(rollout.engine_kwargs)[name]
+        if rollout.name in ENGINES and rollout.name != name:
+            if given:
+                check.idle(f"{key} .name", f"with {ROLLOUT}.name={rollout.name}")
             continue
-        if key := SET_BY.get(name):
-            check.error(
-                f"{KEY}.{name} {key}", f"{key} sets it, for trainer and engine alike", f"set {key}={show(value)}"
-            )
-        elif name in FIXED:
-            check.error(f"{KEY}.{name}", FIXED[name], "leave it out")
-        elif (known := vllm_arguments()) and name not in known:
-            near = nearest(name, sorted(known))
-            fix = f"did you mean {' or '.join(near)}?" if near else "leave it out"
-            check.error(f"{KEY}.{name}", "the engine of the installed vLLM has no such argument", fix)
+        if options := [option for option in given if "lora" in option]:
+            cause = f"{ROLLOUT}{key}: {', '.join(options)} follow from {MODEL}.lora_rank, which configures"
+            keys = [key, *(f"{key}.{option}" for option in options)]
+            check.error(keys, f"{cause} trainer and engine alike", "leave them out", valued=False)
+        for option, value in given.items():
+            if value is not None:
+                _check_argument(engine, f"{key}.{option}", option, value, check)
+    if rollout.name == "sglang":
+        _check_sglang(rollout, trainer, check)
 
 
-@functools.cache
-def vllm_arguments() -> frozenset[str]:
-    """Return the arguments of the installed vLLM's engine, read from its source: importing it takes seconds. Empty if
-    there is no vLLM here."""
-    spec = find_spec("vllm")
-    file = Path(spec.origin).parent / "engine" / "arg_utils.py" if spec and spec.origin else None
-    if file is None or not file.is_file():
-        return frozenset()
-    classes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
-    fields = [
-        node.target.id
-        for one in classes
-        if one.name in ("EngineArgs", "AsyncEngineArgs")
-        for node in one.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    ]
-    return frozenset(fields)
+def _check_argument(engine: EngineArguments, key: str, name: str, value: Any, check: Checker) -> None:
+    if setter := engine.set_by.get(name):
+        shown = show(not value if name.startswith("disable_") and ".enable_" in setter else value)
+        check.error(f"{key} {setter}", f"{setter} sets it, for trainer and engine alike", f"set {setter}={shown}")
+    elif name in engine.fixed:
+        check.error(key, engine.fixed[name], "leave it out")
+    elif engine.known and name not in engine.known:
+        near = nearest(name, sorted(engine.known))
+        fix = f"did you mean {' or '.join(near)}?" if near else "leave it out"
+        check.error(key, f"the engine of the installed {engine.title} has no such argument", fix)
+
+
+def _check_sglang(rollout: RolloutConfig, trainer: SFTTrainerConfig, check: Checker) -> None:
+    """Check what SGLang computes with on this device, and whether responses are reproducible there."""
+    key, given, on_cpu = ".engine_kwargs.sglang", rollout.engine_kwargs.sglang, trainer.device == "cpu"
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        used, fix = given.get(name), f"set {'torch_native' if on_cpu else 'fa3, flashinfer or triton'}, or leave it out"
+        if used in ELSEWHERE:
+            check.error(f"{key}.{name}", f"this attention is for {ELSEWHERE[used]}", fix)
+        elif on_cpu and used not in (None, "torch_native"):
+            check.error(f"{key}.{name} trainer.device", "SGLang does not compute it on CPU", fix)
+    if on_cpu and given.get(BATCH_INVARIANT):
+        check.error(f"{key}.{BATCH_INVARIANT} trainer.device", "SGLang has its kernels on CUDA only", "leave it out")
+    asked = "trainer.deterministic" if trainer.deterministic else f"{ROLLOUT}.full_determinism"
+    if not on_cpu and (trainer.deterministic or rollout.full_determinism) and not given.get(BATCH_INVARIANT):
+        cause = "SGLang's responses may still differ from run to run, as its kernels depend on what else is in a batch"
+        check.warn(f"{asked} {key}.{BATCH_INVARIANT}", cause, f"set +{ROLLOUT}{key}.{BATCH_INVARIANT}=true")
 
 
 def resolve_router_replay(section: ActorRolloutRefConfig, check: Checker) -> None:
@@ -106,11 +179,11 @@ def resolve_router_replay(section: ActorRolloutRefConfig, check: Checker) -> Non
     replay, rollout, settings = section.actor.router_replay, section.rollout, model_settings(section.model)
     prefixes, compiled, off = f"{ROLLOUT}.enable_prefix_caching", f"{FSDP}.compile_layers", f"set {REPLAY}=disabled"
     text, mixture = settings.get("text_config") or settings, experts_of(settings)
-    available = vllm_arguments() or [COLLECTS_ROUTES]
+    available = VLLM.known or [COLLECTS_ROUTES]
     obstacles = (
         (settings and not mixture, f"{MODEL}.path", f"{section.model.path} is no mixture of experts", off),
         (mixture and not text.get(PER_TOKEN), f"{MODEL}.path", f"its config.json does not name {PER_TOKEN}", off),
-        (rollout.name != "vllm", f"{ROLLOUT}.name", f"the engine {rollout.name} returns no experts", off),
+        (rollout.name != "vllm", f"{ROLLOUT}.name", f"the experts that {rollout.name} chose are not replayed yet", off),
         (COLLECTS_ROUTES not in available, f"{ROLLOUT}.name", "vLLM returns the experts since 0.32", off),
         (not rollout.enable_prefix_caching, prefixes, "vLLM keeps experts with its prefixes", f"set {prefixes}=true"),
         (section.actor.fsdp_config.compile_layers, compiled, "it is not in compiled layers", f"set {compiled}=false"),
@@ -118,7 +191,7 @@ def resolve_router_replay(section: ActorRolloutRefConfig, check: Checker) -> Non
     )
     found = [rest for applies, *rest in obstacles if applies]
     if replay.mode == "auto":
-        if not settings and rollout.dtype == "bfloat16":
+        if not settings and rollout.dtype == "bfloat16" and rollout.name == "vllm":
             cause = f"disabled, as the config.json of {section.model.path} is not on this machine"
             check.warn(f"{REPLAY} {MODEL}.path", cause, f"set {REPLAY}=R3 if it is a mixture")
         replay.mode = "R3" if settings and rollout.dtype == "bfloat16" and not found else "disabled"

@@ -37,12 +37,25 @@ IMPLIED = {
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
 }
-# Model type -> why an engine cannot take its weights from a trainer.
+# Engine -> model type -> why the engine cannot take its weights from a trainer.
 NOT_SERVED = {
-    "gpt_oss": "vLLM copies its experts past the reload of weights, so an engine would keep the old ones",
-    "bamba": "vLLM has had no implementation of it since 0.23",
+    "vllm": {
+        "gpt_oss": "vLLM copies its experts past the reload of weights, so an engine would keep the old ones",
+        "bamba": "vLLM has had no implementation of it since 0.23",
+    },
+    "sglang": {"bamba": "SGLang has no implementation of it"},
 }
-WIDER_WINDOW = ("cohere2", "cohere2_moe")  # model types whose window is a token wider in vLLM than in transformers
+# Model types whose window is a token wider in engines than in transformers, and those that SGLang gives none.
+WIDER_WINDOW = ("cohere2", "cohere2_moe")
+NO_WINDOW = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2")
+# How a model type, or a setting that has a value, begins -> the part of the model that SGLang computes on GPUs only.
+GPU_ONLY = {
+    RECURRENT.pattern: "layers with a recurrent state",
+    "kv_lora_rank": "latent attention",
+    "(attn|final)_logit_softcapping": "capped logits",
+    "gpt_oss": "attention sinks",
+    "qwen2_moe": "the gate of shared experts",
+}
 
 # What peft can do beyond a pair of matrices next to a linear layer -> the value at which it does not.
 PLAIN = {"use_dora": False, "use_rslora": False, "lora_bias": False, "bias": "none", "rank_pattern": {}}
@@ -57,17 +70,22 @@ def why_name_unsupported(path: str) -> str | None:
     return f"by its name ({match[0].strip('-')}) the model reads more than text, which is not trained yet"
 
 
-def why_not_served(settings: Mapping[str, Any], longest: int) -> str | None:
+def why_not_served(settings: Mapping[str, Any], longest: int, engine: str = "vllm", device: str = "") -> str | None:
     """The reason why a model with these settings can be fine-tuned but not trained with rollout of sequences of up to
-    `longest` tokens, or None."""
-    kind, window = settings.get("model_type"), settings.get("sliding_window")
-    if kind in NOT_SERVED:
-        return f"model_type={kind}: {NOT_SERVED[kind]}; it can be fine-tuned (main_sft)"
-    if kind in WIDER_WINDOW and isinstance(window, int) and longest > window:
-        cause = (
-            f"model_type={kind}: beyond sliding_window={window} tokens vLLM computes other log-probs than the trainer, "
-        )
-        return f"{cause}as its window is a token wider, and a row may have {longest}"
+    `longest` tokens by this engine, or None."""
+    kind, window, sglang = settings.get("model_type"), settings.get("sliding_window"), engine == "sglang"
+    if reason := NOT_SERVED.get(engine, NOT_SERVED["vllm"]).get(kind):
+        return f"model_type={kind}: {reason}; it can be fine-tuned (main_sft)"
+    names = [str(kind), *(name for name, value in settings.items() if value)]
+    parts = [part for start, part in GPU_ONLY.items() if any(re.match(start, name) for name in names)]
+    if sglang and device == "cpu" and parts:
+        return f"model_type={kind}: SGLang computes {parts[0]} on GPUs only"
+    difference = "its window is a token wider" if kind in WIDER_WINDOW else ""
+    if sglang and kind in NO_WINDOW and settings.get("use_sliding_window", True):
+        difference = "it has no window for them"
+    if difference and isinstance(window, int) and longest > window:
+        cause = f"model_type={kind}: beyond sliding_window={window} tokens {'SGLang' if sglang else 'vLLM'} computes "
+        return f"{cause}other log-probs than the trainer, as {difference}, and a row may have {longest}"
     return None
 
 
@@ -148,12 +166,13 @@ def check_served(key: str, model: ModelConfig, rollout: RolloutConfig, device: s
     changes = model.override_config.items()  # as they were written: other values are reported with the model
     usable = {name: value for name, value in changes if not _expected(name, value)}
     settings = model_settings(model) | usable
-    if reason := why_not_served(settings, rollout.max_model_len or 0):
+    if reason := why_not_served(settings, rollout.max_model_len or 0, rollout.name, device):
         check.error(f"{key}.path", reason)
     heads, width = settings.get("num_attention_heads"), settings.get("hidden_size")
     size = settings.get("head_dim") or (width // heads if heads and width else None)
+    of_vllm = device == "cpu" and rollout.name != "sglang"
     # A model with latent attention has another backend.
-    if device == "cpu" and size and not settings.get("kv_lora_rank") and size not in CPU_HEAD_SIZES:
+    if of_vllm and size and not settings.get("kv_lora_rank") and size not in CPU_HEAD_SIZES:
         cause = f"its attention heads have size {size}, and vLLM on CPU supports {', '.join(map(str, CPU_HEAD_SIZES))}"
         check.error(f"{key}.path", cause, "use another model, or a GPU")
     ranks, groups = rollout.tensor_model_parallel_size, settings.get("num_key_value_heads") or heads
@@ -177,19 +196,20 @@ def check_recurrence(key: str, model: ModelConfig, device: str, check: Checker) 
 
 
 def resolve_for_cpu(key: str, model: ModelConfig, rollout: RolloutConfig, check: Checker) -> None:
-    """Set what an engine on CPU requires for layers with a recurrent state, and for experts."""
+    """Set what an engine on CPU requires for layers with a recurrent state (vLLM's), and for experts."""
 
     def changed(key: str, cause: str) -> None:
         check.warn(key, f"{key} is {cause}", valued=False)
 
-    settings = model_settings(model)
+    settings, sglang = model_settings(model), rollout.name == "sglang"
     if any(RECURRENT.match(name) for name in settings) and rollout.enable_prefix_caching:
         rollout.enable_prefix_caching = False
         changed(f"{key}.enable_prefix_caching", "off: on CPU no recurrent state of a prefix is cached")
-    recurrent = DELTA_RULE in settings
+    recurrent = DELTA_RULE in settings and not sglang
     if model.lora_rank and not model.lora.merge and (recurrent or experts_of(settings)):
         model.lora.merge = True
-        cause = f"on: on CPU vLLM has no adapters for {'its linear attention' if recurrent else 'mixtures of experts'}"
+        cause = f"on: on CPU {'SGLang' if sglang else 'vLLM'} has no adapters for "
+        cause += "its linear attention" if recurrent else "mixtures of experts"
         changed("actor_rollout_ref.model.lora.merge", cause)
     if recurrent and rollout.dtype is None:
         rollout.dtype = "bfloat16"

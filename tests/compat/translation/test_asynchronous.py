@@ -237,6 +237,7 @@ def test_areal_s_allocation_divides_the_devices(allocation, training, rollout, e
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == training
     assert config.rollout_pool == rollout
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == engine
+    assert config.actor_rollout_ref.rollout.name == ("sglang" if "sglang" in allocation else "vllm")
 
 
 def test_areal_s_backends_divide_the_devices_likewise():
@@ -244,6 +245,7 @@ def test_areal_s_backends_divide_the_devices_likewise():
     config = accepted(*backends, system="AReaL")
     assert mode(config) == ("separate_async", 0)
     assert (config.trainer.n_gpus_per_node, config.rollout_pool) == (2, (1, 4))
+    assert config.actor_rollout_ref.rollout.name == "sglang"
     colocated = accepted(*backends, "rollout.scheduling_strategy.type=colocation", system="AReaL")
     assert mode(colocated)[0] == "colocate_async"
 
@@ -264,11 +266,17 @@ def test_areal_s_sizes_of_training_divide_layers_experts_and_rows(backend, sizes
     assert found == sizes
 
 
-@pytest.mark.parametrize(("allocation", "engine"), [("vllm:d4t2|fsdp:d8", 2), ("fsdp:d8", 1), ("d8", 1)])
+@pytest.mark.parametrize(
+    ("allocation", "engine"), [("vllm:d4t2|fsdp:d8", 2), ("sglang:d4t2|fsdp:d8", 2), ("fsdp:d8", 1), ("d8", 1)]
+)
 def test_areal_s_allocation_of_one_part_is_on_shared_devices(allocation, engine):
     config = accepted(f'allocation_mode="{allocation}"', system="AReaL")
     assert mode(config)[0] == "sync"
-    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == engine
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.name, rollout.tensor_model_parallel_size) == (
+        "sglang" if "sglang" in allocation else "vllm",
+        engine,
+    )
 
 
 def test_areal_s_bound_alone_continues_rollouts_on_shared_devices():

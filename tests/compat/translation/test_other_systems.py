@@ -168,3 +168,39 @@ def test_a_command_with_keys_of_hybridrl_alone_loads_no_translation(tmp_path):
     )
     printed = subprocess.run([sys.executable, "-c", code], cwd=TOP, capture_output=True, text=True, check=True).stdout
     assert printed == "{'bonus': 1, 'x': 1} []\n"
+
+
+SECTIONS = (
+    *("sglang.context_length=32768", "sglang.mem_fraction_static=0.8", "sglang.disable_radix_cache=true"),
+    *("sglang.max_running_requests=64", "sglang.disable_cuda_graph=false", "sglang.schedule_policy=lpm"),
+    *("sglang.attention_backend=fa3", "sglang.skip_tokenizer_init=true", "sglang.chunked_prefill_size=-1"),
+    *("sglang.max_prefill_tokens=4096", "sglang.max_total_tokens=null", "vllm.gpu_memory_utilization=0.9"),
+)
+
+
+@pytest.mark.parametrize("backend", ['allocation_mode="sglang:d4+fsdp:d4"', 'rollout.backend="sglang:d4t2"'])
+def test_areal_s_section_of_its_engine_becomes_keys_or_arguments_of_the_engine(backend):
+    rollout = accepted(backend, *SECTIONS, system="AReaL").actor_rollout_ref.rollout
+    assert rollout.name == "sglang"
+    assert (rollout.max_model_len, rollout.max_num_seqs, rollout.max_num_batched_tokens) == (32768, 64, 4096)
+    assert (rollout.gpu_memory_utilization, rollout.enforce_eager, rollout.enable_prefix_caching) == (0.8, False, False)
+    assert rollout.engine_kwargs.sglang == {"schedule_policy": "lpm", "attention_backend": "fa3"}
+
+
+def test_areal_s_section_of_an_engine_that_it_does_not_use_changes_nothing():
+    allocation = 'allocation_mode="vllm:d4+fsdp:d4"'
+    rollout = accepted(allocation, *SECTIONS, system="AReaL").actor_rollout_ref.rollout
+    plain = accepted(allocation, "vllm.gpu_memory_utilization=0.9", system="AReaL").actor_rollout_ref.rollout
+    rollout.engine_kwargs.sglang = {}  # which vLLM does not read
+    assert rollout == plain and rollout.gpu_memory_utilization == 0.9
+
+
+@pytest.mark.parametrize("section", ["generator", "generator.inference_engine"])
+def test_skyrl_s_engine_is_kept_with_its_arguments(section):
+    keys = (f"{section}.engine_init_kwargs.page_size=16", f"{section}.backend=sglang")
+    rollout = accepted(*keys, system="SkyRL").actor_rollout_ref.rollout
+    assert (rollout.name, rollout.engine_kwargs.sglang, rollout.engine_kwargs.vllm) == ("sglang", {"page_size": 16}, {})
+    rollout = accepted(
+        keys[0].replace("page", "block"), f"{section}.backend=vllm", system="SkyRL"
+    ).actor_rollout_ref.rollout
+    assert (rollout.name, rollout.engine_kwargs.sglang, rollout.engine_kwargs.vllm) == ("vllm", {}, {"block_size": 16})
