@@ -1,5 +1,6 @@
 """Real parts, shared by a module: one Ray, one group of workers, one tiny model."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from hybridrl.runtime.environment import fork_server
 from tests.integration.answers import PROMPT
 
 ROOT = Path(__file__).parents[2]
+ENGINE = os.environ.get("HYBRIDRL_TEST_ENGINE", "vllm")  # of scripts/test.sh --sglang: the same proofs
 
 
 @pytest.fixture(scope="session")
@@ -67,6 +69,7 @@ def overrides(tiny) -> Callable[..., list[str]]:
             "data.max_response_length": 24,
             "actor_rollout_ref.model.path": tiny / "model",
             "actor_rollout_ref.rollout.n": 4,
+            "actor_rollout_ref.rollout.name": ENGINE,
             "algorithm.adv_estimator": "grpo",
             "actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
             "actor_rollout_ref.rollout.max_num_seqs": 32,
@@ -102,7 +105,7 @@ def parts(config, session, tmp_path_factory):
 def forks(overrides, tmp_path_factory):
     """Where the workers of all modules come from."""
     config = load_ppo_config(overrides(tmp_path_factory.mktemp("forks")))
-    with fork_server(config.trainer.device, {}, config.devices_per_machine, engine=True) as server:
+    with fork_server(config.trainer.device, {}, config.devices_per_machine, engine=ENGINE) as server:
         yield server
 
 

@@ -45,6 +45,7 @@ from tests.integration.answers import (
     tokens,
     update,
 )
+from tests.integration.conftest import ENGINE
 
 FILE = Path(__file__).with_name("agents.py")
 LIMITS = Limits(prompt=32, response=416, context=448)
@@ -278,9 +279,11 @@ def episodes(config, engine, tokenizer, prompts, workers: EpisodeWorkers | None,
 
 
 def assert_equal(one: Batch, other: Batch) -> None:
-    for (name, axis, value), (name_there, _, there) in zip(one.filled(), other.filled(), strict=True):
+    for (name, _, value), (name_there, _, there) in zip(one.filled(), other.filled(), strict=True):
         assert (name, value.dtype) == (name_there, there.dtype)
-        assert torch.equal(value, there), (name, axis)
+        # SGLang's sums depend on what else is in a batch, in the last bits.
+        close = {"rtol": 0.0, "atol": 1e-5 if ENGINE == "sglang" and value.is_floating_point() else 0.0}
+        torch.testing.assert_close(value, there, **close, msg=lambda text, name=name: f"{name}: {text}")
 
 
 class Decoding:

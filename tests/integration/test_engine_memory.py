@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hybridrl.config import load_ppo_config
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 from tests.integration.answers import PROMPT, generate, generate_disturbed, requests, tokens
+from tests.integration.test_engine import server_processes
 
 LACKING = Path(__file__).with_name("no_memory.py")
 
@@ -30,7 +30,7 @@ def test_engines_without_memory_start_with_fewer_requests_and_one_that_dies_of_i
     wanted = requests(8, 4)
     engine.to_rollout(0)
     undisturbed = tokens(generate(engine, wanted))
-    dying = next(one for one in psutil.Process().children(recursive=True) if "RolloutServer" in " ".join(one.cmdline()))
+    (dying,) = server_processes()
 
     def run_out_of_memory() -> None:
         for log in tmp_path.glob("rollout-*.log"):

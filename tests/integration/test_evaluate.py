@@ -47,7 +47,7 @@ def kill_within(arguments: list[str], out: Path, least: int) -> None:
     assert process.wait(60) == 128 + signal.SIGKILL
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_a_killed_evaluation_resumes_with_the_same_table_and_samples_nothing_twice(tiny, tmp_path):
     places = tmp_path / "alone", tmp_path / "killed"
     alone, killed = (place / "model" for place in places)

@@ -173,6 +173,7 @@ def fine_tuned(tiny, tmp_path_factory) -> Path:
     return directory / "global_step_1" / "actor"
 
 
+@pytest.mark.drill
 def test_a_run_with_adapters_resumes_exactly_from_a_checkpoint_and_is_merged(overrides, tiny, fine_tuned, tmp_path):
     """Policy and critic with adapters, and the exact KL to the base model."""
 

@@ -85,7 +85,7 @@ def test_every_name_of_the_table_stands_for_something(name: str) -> None:
     assert load(name) is not None
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_a_run_has_the_engine_and_the_reward_manager(run: Run, overrides, tmp_path: Path) -> None:
     keys = {"actor_rollout_ref.rollout.name": "mine", "reward.reward_manager.name": "doubled"}
     steps = {"trainer.total_training_steps": 1, "trainer.n_gpus_per_node": 1}
@@ -97,7 +97,7 @@ def test_a_run_has_the_engine_and_the_reward_manager(run: Run, overrides, tmp_pa
     first, second = (score(tmp_path / name) for name in ("plain", "other"))
     assert second == pytest.approx(2 * first) and first > 0
     unknown = run("-m", "hybridrl.main_ppo", *overrides(tmp_path / "unknown", {"actor_rollout_ref.rollout.name": "me"}))
-    assert "actor_rollout_ref.rollout.name=me: choose vllm | mine" in unknown
+    assert "actor_rollout_ref.rollout.name=me: choose sglang | vllm | mine" in unknown
 
 
 def score(directory: Path) -> float:

@@ -20,6 +20,7 @@ SEPARATE = {
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.drill
 def test_with_a_threshold_of_zero_a_run_on_two_machines_is_the_one_on_shared_devices(overrides, tmp_path):
     steps = {"trainer.total_training_steps": 3}
     finish(start("main_ppo", overrides(tmp_path / "shared", steps | {"trainer.n_gpus_per_node": 1})))

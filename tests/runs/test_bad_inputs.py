@@ -306,7 +306,7 @@ REJECTED = {
     "a negative temperature": ([f"{ROLLOUT}.temperature=-1"], [f"{ROLLOUT}.temperature=-1", "at least 0"]),
     "no probability": ([f"{ROLLOUT}.top_p=0"], [f"{ROLLOUT}.top_p=0", "more than 0"]),
     "a response beyond the model": (["data.max_response_length=1000000"], ["data.max_response_length"]),
-    "another engine": ([f"{ROLLOUT}.name=sglang"], [f"{ROLLOUT}.name=sglang", "vllm"]),
+    "another engine": ([f"{ROLLOUT}.name=trtllm"], [f"{ROLLOUT}.name=trtllm", "sglang | vllm"]),
     "another trainer": ([f"{ACTOR}.strategy=megatron"], [f"{ACTOR}.strategy=megatron", "fsdp2"]),
     "a reward model": (["reward_model.enable=true"], ["reward_model.enable=true", f"{REWARD}.path"]),
     # the run's directory, and trackers
