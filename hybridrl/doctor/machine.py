@@ -138,21 +138,21 @@ def missing_symbols(engine: Path, library: str) -> list[str]:
 def _check_engine(engine: str, device: str, findings: Findings, find: Find) -> None:
     """Check that the engine is installed, in the build for the device."""
     builds = {name: there for name in BUILDS[engine].values() if (there := find(name))}
-    code, install = f"versions.{engine}", install_command(BUILDS[engine][device], device, engine)
+    install = install_command(BUILDS[engine][device], device, engine)
     if len(builds) > 1:
         cause = f"{' and '.join(builds)} are both installed, one over the other's files"
-        findings.warn(code, cause, f"pip uninstall -y {' '.join(builds)}, then {install}")
+        findings.warn("versions.engine", cause, f"pip uninstall -y {' '.join(builds)}, then {install}")
         return
     setting = {"keys": "trainer.device", "value": device}
     if not builds:
         run = f"; then run with {PYTHON[engine]}/bin/python"
-        findings.error(code, f"{TITLES[engine]} is not installed", f"{install}{run}", **setting)
+        findings.error("versions.engine", f"{TITLES[engine]} is not installed", f"{install}{run}", **setting)
     for name, there in builds.items() if engine == "vllm" else ():
         # A build from source for CPUs is called vllm too.
         kind = "cpu" if name == BUILDS["vllm"]["cpu"] or "+cpu" in there else "cuda"
         if kind != device:
             cause = f"{name} {there} is installed, which is built for {kind}"
-            findings.error(code, cause, f"pip uninstall -y {name}, then {install}", **setting)
+            findings.error("versions.engine", cause, f"pip uninstall -y {name}, then {install}", **setting)
 
 
 def _requirements(name: str, extra: str = "") -> list[Requirement]:

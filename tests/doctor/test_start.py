@@ -81,7 +81,7 @@ def test_a_supervised_run_needs_no_engine(supervised, command, monkeypatch):
         config.trainer.device, findings = "cuda", Findings()
         start.check_start(config, findings)
         codes.append({finding.code for finding in findings.errors})
-    assert "versions.vllm" not in codes[0] and "versions.vllm" in codes[1]
+    assert "versions.engine" not in codes[0] and "versions.engine" in codes[1]
 
 
 def test_rows_and_checkpoints_of_a_supervised_run_are_compared_with_machine_and_disk(supervised):

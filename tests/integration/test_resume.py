@@ -12,6 +12,7 @@ import torch
 from hybridrl.checkpoint.read import read_shards
 from hybridrl.core.required import required
 from hybridrl.doctor.selftest_resume import MACHINE_METRICS
+from tests.integration.test_engine import command
 from tests.integration.test_run import assert_gone, driver_of, finish, metrics, start, wait_for_step
 
 pytestmark = pytest.mark.slow
@@ -57,7 +58,7 @@ def victim(process, kind: str) -> psutil.Process:
     driver = driver_of(process)
     if kind == "driver":
         return driver
-    return next(p for p in required(driver.parent()).children(recursive=True) if kind in " ".join(p.cmdline()))
+    return next(p for p in required(driver.parent()).children(recursive=True) if kind in command(p))
 
 
 def kill_in_step(process, kind: str, directory: Path, step: int, generator: random.Random) -> None:
