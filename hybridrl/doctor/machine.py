@@ -77,7 +77,7 @@ def check_versions(device: str, findings: Findings, find: Find = installed, *, e
     here = "sglang" if find("sglang") and not any(map(find, BUILDS["vllm"].values())) else "vllm"
     used = here if engine is None else engine
     if used in BUILDS:
-        _check_engine(used, device, findings, find)
+        _check_engine(used, device, findings, find, chosen=engine is not None)
     one = used if used in BUILDS else here
     for needed in _requirements(PACKAGE, EXTRAS[one][device]):
         there, install = find(needed.name), install_command(str(needed), device, one)
@@ -135,7 +135,7 @@ def missing_symbols(engine: Path, library: str) -> list[str]:
     return [*missing]
 
 
-def _check_engine(engine: str, device: str, findings: Findings, find: Find) -> None:
+def _check_engine(engine: str, device: str, findings: Findings, find: Find, *, chosen: bool) -> None:
     """Check that the engine is installed, in the build for the device."""
     builds = {name: there for name in BUILDS[engine].values() if (there := find(name))}
     install = install_command(BUILDS[engine][device], device, engine)
@@ -145,8 +145,9 @@ def _check_engine(engine: str, device: str, findings: Findings, find: Find) -> N
         return
     setting = {"keys": "trainer.device", "value": device}
     if not builds:
-        run = f"; then run with {PYTHON[engine]}/bin/python"
-        findings.error("versions.engine", f"{TITLES[engine]} is not installed", f"{install}{run}", **setting)
+        named = {"keys": "actor_rollout_ref.rollout.name", "value": engine} if chosen else setting
+        fix = f"{install}; then run with {PYTHON[engine]}/bin/python"
+        findings.error("versions.engine", f"{TITLES[engine]} is not installed", fix, **named)
     for name, there in builds.items() if engine == "vllm" else ():
         # A build from source for CPUs is called vllm too.
         kind = "cpu" if name == BUILDS["vllm"]["cpu"] or "+cpu" in there else "cuda"

