@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1930,
     "compat": 3145,
     "config": 4050,
-    "core": 12450,
+    "core": 12455,
     "data": 1640,
     "doctor": 4550,
     "environments": 180,

@@ -1,7 +1,6 @@
 """SGLang as a rollout engine (see RolloutEngine); version 0.5.23.
 
-SGLang's front end runs in the process of the rollout server, and its scheduler with the model in a further process for
-each device, which imports `worker.py`.
+Its front end runs in the process of the server, and its scheduler with the model in a further one for each device.
 """
 
 from hybridrl.core.rollout.sglang import stand_ins  # noqa: F401  before SGLang
@@ -27,14 +26,12 @@ from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.rollout.cache import cache_bytes_per_token, cpu_cache_bytes
-from hybridrl.core.rollout.engine import Completion, EngineStats, Goal, Progress, RejectedRequest, Request
+from hybridrl.core.rollout.engine import REAL, Completion, EngineStats, Goal, RejectedRequest, Request
 from hybridrl.core.rollout.sglang.worker import BEGUN, FAILURE, LIBRARIES, LOADER, PROBE, run_scheduler
-from hybridrl.core.weights.buckets import Bucket, Handle, describe
+from hybridrl.core.weights.buckets import Bucket, describe
 
 CHECK_SECONDS, ABORT_SECONDS = 0.5, 0.1  # between two looks at SGLang's processes, and attempts to end all requests
 ADAPTER, SPARE = "adapter", 8  # tokens: SGLang rejects a prompt that leaves fewer than six of the longest sequence
-REAL = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 class SchedulerEngine(Engine):
@@ -50,14 +47,9 @@ class SchedulerEngine(Engine):
 class SglangEngine:
     """An SGLang engine over one tensor-parallel group of devices."""
 
-    engine: Engine
-
     def __init__(self, device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int) -> None:
         os.environ[LIBRARIES] = json.dumps(model.external_lib)  # read by worker.py
-        os.environ[FAILURE] = tempfile.mkstemp(prefix="engine-")[1]
-        # Without it SGLang wants a memory node for each process, to whose cores it would bind it.
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        os.environ.setdefault(BIND, "|".join([cores] * rollout.tensor_model_parallel_size))
+        os.environ[FAILURE] = f"{tempfile.gettempdir()}/sglang-{os.getpid()}"
         import_libraries(model.external_lib)
         self.model, self.tp_size = model, rollout.tensor_model_parallel_size
         self.parts = {"kv_cache", "weights"} if rollout.free_cache_engine and device == "cuda" else set()
@@ -65,28 +57,33 @@ class SglangEngine:
         self.adapted = bool(model.lora_rank) and not model.lora.merge
         self.arguments = engine_arguments(device, model, rollout, engines_per_machine)
         self.version, self.context, self.updating = -1, rollout.max_model_len or 0, False
-        self.progress: Progress | None = None
+        self.calling, self.holding = asyncio.Lock(), asyncio.Lock()
         self.running: dict[str, asyncio.Task] = {}
         self.stats = EngineStats()
 
     async def connect(self) -> None:
+        others = multiprocessing.active_children()
         try:
             self.engine = SchedulerEngine(**self.arguments)
         except RuntimeError as error:
             raise RuntimeError(f"SGLang did not start: {self._reason() or error}") from error
         self.front = self.engine.tokenizer_manager
+        self.processes = [process for process in multiprocessing.active_children() if process not in others]
         self.front._subprocess_watchdog.stop()  # which would end this process as well
+        if self.front.max_req_input_len < self.context:
+            raise RuntimeError(f"rollout.max_model_len={self.context} is larger than the available KV cache of SGLang")
         self.death: asyncio.Future = asyncio.get_running_loop().create_future()
         self.watching = asyncio.create_task(self._watch())
         self.front.auto_create_handle_loop()
 
     def _reason(self) -> str:
-        """Return why a process of SGLang's has ended, if it has said so."""
-        return Path(os.environ[FAILURE]).read_text(encoding="utf-8")
+        """Return why the first process of SGLang's has ended that said so."""
+        file = Path(os.environ[FAILURE])
+        return file.read_text(encoding="utf-8").partition("\n")[0] if file.exists() else ""
 
     async def _watch(self) -> None:
         """Note the death of a process: nothing else ends what waits for it."""
-        while len(multiprocessing.active_children()) >= self.tp_size:
+        while all(process.is_alive() for process in self.processes):
             await asyncio.sleep(CHECK_SECONDS)
         self.death.set_result(f"the engine is dead: {self._reason() or 'a process of its devices ended'}")
 
@@ -103,10 +100,18 @@ class SglangEngine:
 
     async def _call_processes(self, method: str, **arguments: Any) -> None:
         """Call a method of `worker.Scheduler` in every process."""
-        try:
-            await self._alive(asyncio.to_thread(self.engine.collective_rpc, method, **arguments))
-        except AssertionError as error:
-            raise RuntimeError(str(error)) from error
+        async with self.calling:  # one answer at a time
+            try:
+                await self._alive(asyncio.to_thread(self.engine.collective_rpc, method, **arguments))
+            except AssertionError as error:
+                raise RuntimeError(str(error)) from error
+
+    async def _empty(self) -> None:
+        """End requests whose callers have given up, and drop all cached prefixes, which belong to earlier weights."""
+        await self.interrupt()
+        result = await self._alive(self.front.flush_cache(timeout_s=60))
+        if not result.success:
+            raise RuntimeError(f"SGLang has not emptied its prefix cache: {result.message}")
 
     async def _observe(self) -> dict[str, Any]:
         """Return the state of the first process, whose iterations are added to the statistics."""
@@ -120,11 +125,10 @@ class SglangEngine:
     async def renew(self, log_file: str) -> None:
         if self.updating:
             await self.finish_weights()
+        await self._empty()
         await self._call_processes("renew", log_file=log_file)
         await self._observe()
-        self.version, self.progress, self.stats = -1, None, EngineStats()
-
-    # -- generation ----------------------------------------------------------------------------------------------------
+        self.version, self.stats = -1, EngineStats()
 
     async def generate(self, request: Request) -> Completion:
         vocabulary = self.front.model_config.vocab_size
@@ -135,9 +139,6 @@ class SglangEngine:
         self.running[name] = task
         task.add_done_callback(lambda _: self.running.pop(name))
         response = await task
-        if self.progress is not None and self.progress(name):
-            self.progress = None
-            await self.interrupt()
         about = response["meta_info"]
         ended, interrupted = about["finish_reason"], about["finish_reason"]["type"] == "abort"
         if interrupted and ended.get("status_code"):  # and not by `interrupt`
@@ -159,6 +160,8 @@ class SglangEngine:
         try:
             return await self._alive(_last(self.front.generate_request(request)))
         except (ValueError, TypeError) as error:
+            if "Aborted by AbortReq" in str(error):  # before its grammar was ready
+                return {"meta_info": {"finish_reason": {"type": "abort"}}}
             raise RejectedRequest(str(error)) from error
 
     async def score(self, token_ids: list[int]) -> list[float]:
@@ -167,23 +170,22 @@ class SglangEngine:
         return [one[0] for one in response["meta_info"]["input_token_logprobs"][1:]]
 
     async def hold(self) -> None:
+        await self.holding.acquire()
         if not self.running:  # an episode's later turn comes while others run, and continues what is cached
-            await self._call_processes("empty_cache")
-        await self._dispatch(io_struct.PauseGenerationReqInput(mode="in_place"))
+            await self._alive(self.front.flush_cache(timeout_s=60))
+        await self._alive(self.front._async_dispatch_to_scheduler(io_struct.PauseGenerationReqInput(mode="in_place")))
         self.before, self.queued = set(self.running), (await self._observe())["queued"]
 
     async def release(self, goal: Goal | None = None) -> None:
         while (await self._observe())["queued"] < self.queued + len(self.running.keys() - self.before):
             await asyncio.sleep(0)  # until all that were held are there
-        self.progress = Progress(goal, self.running) if goal else None
-        await self._dispatch(io_struct.ContinueGenerationReqInput())
-
-    async def _dispatch(self, request: Any) -> None:
-        """Send a request to the processes alone: the front end would keep later ones from them."""
-        await self._alive(self.front._async_dispatch_to_scheduler(request))
+        needs = [(list(prompts), count) for prompts, count in goal.needs] if goal else []
+        await self._call_processes("release", needs=needs, names=list(self.running))
+        self.holding.release()
 
     async def interrupt(self) -> None:
-        await self._dispatch(io_struct.ContinueGenerationReqInput())  # of an attempt that ended before `release`
+        if self.holding.locked():  # an attempt ended before `release`
+            await self.release()
         pending = set(self.running.values())
         while pending:  # one that is on its way to SGLang's process is not ended yet
             self.front.abort_request(abort_all=True)
@@ -199,6 +201,7 @@ class SglangEngine:
 
     async def sleep(self) -> None:
         """On CUDA memory is freed; weights come back from the trainer, and the base of an adapter from host memory."""
+        await self._empty()
         if awake := sorted(self.parts - self.asleep):
             parts = io_struct.ReleaseMemoryOccupationReqInput(tags=awake)
             await self._alive(self.front.release_memory_occupation(parts))
@@ -210,21 +213,18 @@ class SglangEngine:
             await self._alive(self.front.resume_memory_occupation(parts))
             self.asleep.discard(part)
 
-    # -- weights -------------------------------------------------------------------------------------------------------
-
     async def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
         await self._call_processes("join_trainer", address=address, first_rank=first_rank, size=size, seconds=seconds)
 
     async def begin_weights(self) -> None:
+        await self._empty()
         if self.updating:
             await self.finish_weights()
         if hasattr(self.front, "begin_weight_update"):  # not in earlier versions, which need no preparation
             await self._update(self.front.begin_weight_update(io_struct.BeginWeightUpdateReqInput()))
         self.updating = True
 
-    async def load_bucket(
-        self, bucket: Bucket, handles: list[Handle | None], digests: list[int], adapter: bool
-    ) -> None:
+    async def load_bucket(self, bucket: Bucket, handles: list, digests: list[int], adapter: bool) -> None:
         if adapter and not self.updating:
             await self.begin_weights()
         # A tensor, which SGLang moves to the device, and in its name where the bucket is.
@@ -243,6 +243,7 @@ class SglangEngine:
             await self.finish_weights()
         if self.adapted:
             await self._load_adapter()
+        await self._empty()
         await self._call_processes("finish_sync", sync_id=sync_id)
         self.version = version
 
@@ -252,7 +253,7 @@ class SglangEngine:
     async def _load_adapter(self) -> None:
         """Replace the adapter by the one that has arrived in the processes."""
         model = self.model
-        if ADAPTER in self.front.lora_ref_cache:
+        if ADAPTER in self.front.lora_registry.get_all_adapters() or ADAPTER in self.front.pending_lora_unloads:
             unload = io_struct.UnloadLoRAAdapterReqInput(lora_name=ADAPTER)
             await self._update(self.front.unload_lora_adapter(unload))
         load = io_struct.LoadLoRAAdapterFromTensorsReqInput(
@@ -275,9 +276,7 @@ async def _last(responses: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
     return [response async for response in responses][-1]
 
 
-def engine_arguments(
-    device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int
-) -> dict[str, Any]:
+def engine_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, engines: int) -> dict[str, Any]:
     """Return SGLang's arguments. Those in `engine_kwargs` were checked with the configuration."""
     path, longest = str(resolve_model(model.path)), rollout.max_model_len or 0
     arguments: dict[str, Any] = {
@@ -300,18 +299,18 @@ def engine_arguments(
         "mem_fraction_static": rollout.gpu_memory_utilization,
         "enable_memory_saver": rollout.free_cache_engine and device == "cuda",
         "random_seed": rollout.seed,
+        "sleep_on_idle": True,  # the trainer needs the cores
         "sampling_backend": "pytorch",  # the one that uses the seeds of requests
         "constrained_json_disable_any_whitespace": True,  # small models would not end it
     }
     if device == "cpu":
         token_bytes = cache_bytes_per_token(model, rollout)
-        cache = cpu_cache_bytes(token_bytes, rollout, engines_per_machine, 1) * rollout.tensor_model_parallel_size
+        cache = cpu_cache_bytes(token_bytes, rollout, engines, 1) * rollout.tensor_model_parallel_size
         arguments |= {
             "attention_backend": "torch_native",
             "disable_overlap_schedule": True,
             "max_total_tokens": cache // token_bytes + SPARE,
             "mem_fraction_static": 0.05,  # of which SGLang only checks that it is enough
-            "sleep_on_idle": True,
         }
     if model.lora_rank and not model.lora.merge:  # one adapter at a time
         arguments |= {
@@ -326,21 +325,13 @@ def engine_arguments(
 
 
 def sampling_params(request: Request, vocabulary: int, context: int) -> dict[str, Any]:
-    """Return SGLang's sampling parameters; RejectedRequest for what would end SGLang's process."""
+    """Return SGLang's sampling parameters; RejectedRequest for what it cannot sample with."""
     sampling = request.sampling
-    real = {name: getattr(sampling, name) for name in REAL}
-    whole = {"top_k": sampling.top_k, "min_new_tokens": sampling.min_tokens, "max_new_tokens": sampling.max_tokens}
-    wrong = [f"{name}={value!r:.80} is no number" for name, value in real.items() if type(value) not in (int, float)]
-    wrong += [f"{name}={value!r:.80} is no integer" for name, value in whole.items() if type(value) is not int]
     if sampling.min_p:
-        wrong.append(f"min_p={sampling.min_p}: SGLang does not sample with it where requests have seeds")
-    if not all(type(text) is str and text for text in sampling.stop):
-        wrong.append("stop has an empty string, or what is not one (type str)")
-    if wrong:
-        raise RejectedRequest(wrong[0])
+        raise RejectedRequest(f"min_p={sampling.min_p}: SGLang does not sample with it where requests have seeds")
     return {
-        **real,
-        **whole,
+        **{name: getattr(sampling, name) for name in REAL},
+        "min_new_tokens": sampling.min_tokens,
         "top_k": min(sampling.top_k, vocabulary),
         "max_new_tokens": min(sampling.max_tokens, context - len(request.prompt_ids)),
         "stop": list(sampling.stop),

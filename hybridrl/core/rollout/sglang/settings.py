@@ -13,7 +13,8 @@ ENVIRONMENT = {
 
 def sglang_environment(rollout: RolloutConfig) -> dict[str, str]:
     """Return the environment variables of a server with SGLang."""
-    return ENVIRONMENT
+    # SGLang wants cores for each process on a CPU, or as many memory nodes; it binds its own kernels alone to them.
+    return ENVIRONMENT | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * rollout.tensor_model_parallel_size)}
 
 
 SGLANG = EngineEntry(

@@ -14,8 +14,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -24,16 +23,15 @@ from sglang.srt.layers import sampler
 from sglang.srt.layers.rotary_embedding import base as rotary
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.managers import scheduler as scheduling
-from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+from sglang.srt.managers.io_struct import AbortReq, ContinueGenerationReqInput, GetInternalStateReqOutput
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, FINISH_MATCHED_TOKEN, Req
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from torch.overrides import TorchFunctionMode
 
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.core import device as devices
-from hybridrl.core.rollout.engine import LARGEST
+from hybridrl.core.rollout.engine import LARGEST, Goal, Progress
 from hybridrl.core.weights.buckets import BucketReader
 from hybridrl.runtime.guard import end_with_parent, redirect_output
 from hybridrl.runtime.stacks import write_stacks_on_request
@@ -44,13 +42,12 @@ BEGUN = "begun"  # of a request's own parameters: the tokens of its response in 
 PROBE = "probe"  # how the names of requests begin that prove a sync
 
 LOAD_FROM_TENSORS = LoRAManager.load_lora_adapter_from_tensors
-BATCH_INFO = SamplingBatchInfo.from_schedule_batch
+BATCH_INFO, UPDATE_FINISH_STATE = SamplingBatchInfo.from_schedule_batch, Req.update_finish_state
 GENERATOR, PRIME = torch.Generator(), 1_000_003
 
 
 def load_bucket(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Load a bucket into the model, or keep it if it is an adapter's. RuntimeError in every process of the engine if
-    one of them fails: SGLang hears of the first one's failure only."""
+    """Load a bucket into the model, or keep it if it is an adapter's."""
     info, reader, failure = json.loads(named_tensors[0][0]), Scheduler.reader, ""
     try:
         tensors = reader.read(get_parallel().tp_rank, info)
@@ -61,6 +58,11 @@ def load_bucket(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> No
         devices.synchronize(reader.device.type)  # copies may still read this bucket, which the trainer overwrites next
     except Exception as error:  # of a model's own loader
         failure = f"{type(error).__name__}: {error}"
+    raise_in_all(failure)
+
+
+def raise_in_all(failure: str) -> None:
+    """RuntimeError in every process of an engine if one has a failure: SGLang hears of the first one's only."""
     group = get_parallel().tp_group.cpu_group
     failures = [failure] * dist.get_world_size(group)
     dist.all_gather_object(failures, failure, group)
@@ -72,7 +74,9 @@ def load_adapter(manager: LoRAManager, lora_ref: Any, tensors: dict, config_dict
     """SGLang's loader of an adapter from tensors, with those that have arrived here, for the layers that they name."""
     tensors, Scheduler.adapter = Scheduler.adapter, {}
     layers = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
-    return LOAD_FROM_TENSORS(manager, lora_ref, tensors, config_dict | {"target_modules": sorted(layers)}, *more)
+    result = LOAD_FROM_TENSORS(manager, lora_ref, tensors, config_dict | {"target_modules": sorted(layers)}, *more)
+    raise_in_all("" if result.success else result.error_message)
+    return result
 
 
 def returned(update: Callable) -> Callable:
@@ -87,12 +91,8 @@ def returned(update: Callable) -> Callable:
     return wrapped
 
 
-# -- sampling ----------------------------------------------------------------------------------------------------------
-
-
 def seeded(batch: Any, vocab_size: int) -> SamplingBatchInfo:
-    """Return what a batch is sampled with, with the seed of each request, which SGLang uses in its deterministic mode
-    only. That mode is for CUDA; seeds alone need nothing of it."""
+    """Return what a batch is sampled with, with seeds, which SGLang otherwise has in its deterministic mode only."""
     info = BATCH_INFO(batch, vocab_size)
     seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
     info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=info.device)
@@ -100,13 +100,22 @@ def seeded(batch: Any, vocab_size: int) -> SamplingBatchInfo:
 
 
 def draw(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Sample one index of each row [rows, 1] from log-probs [rows, vocabulary], not normalised, as SGLang's
-    `multinomial_with_seed`, whose kernel is for CUDA: the largest sum with Gumbel noise, which follows from the row's
-    seed and position alone."""
+    """Sample an index of each row [rows, 1] of log-probs [rows, vocabulary], as SGLang's `multinomial_with_seed`, whose
+    kernel is for CUDA: the largest sum with Gumbel noise, which follows from the row's seed and position alone."""
     noise = torch.empty_like(log_probs)
     for row, seed, position in zip(noise, seeds.tolist(), positions.tolist(), strict=True):
         row.exponential_(generator=GENERATOR.manual_seed((seed * PRIME + position) % LARGEST))
     return (log_probs - noise.log()).argmax(dim=1, keepdim=True)
+
+
+def finish(request: Req, new_tokens: int = 1) -> None:
+    """Note how a response has ended, if it has, as `Req.update_finish_state`. An interruption ends it only if the token
+    that was sampled meanwhile does not: SGLang would not look at that one."""
+    interrupted, request.to_finish = request.to_finish, None
+    if not (interrupted and interrupted.status_code):
+        UPDATE_FINISH_STATE(request, new_tokens)
+    if interrupted and not request.finished():
+        request.finished_reason = interrupted
 
 
 def ends(request: Req, new_tokens: int = 1) -> bool:
@@ -128,16 +137,9 @@ def ends(request: Req, new_tokens: int = 1) -> bool:
     return False
 
 
-class Unpinned(TorchFunctionMode):
-    """Memory that is requested pinned, as for adapters, is not: without CUDA there is no such memory."""
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.Tensor.pin_memory:
-            return args[0]
-        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
-
-
-# -- the process -------------------------------------------------------------------------------------------------------
+def unpinned(make: Callable) -> Callable:
+    """Return a function of torch that makes tensors, without pinned memory, of which there is none without CUDA."""
+    return lambda *arguments, pin_memory=False, **options: make(*arguments, **options)
 
 
 class Scheduler(scheduling.Scheduler):
@@ -150,6 +152,7 @@ class Scheduler(scheduling.Scheduler):
     def __init__(self, *arguments: Any) -> None:
         self.sync_id = self.sampled = self.retracted = 0
         self.iterations: list[tuple] = []  # seconds, running, waiting, share of the cache, prefilled, sampled
+        self.enough: Progress | None = None  # decides when the requests that were released are interrupted
         self.since = 0.0  # the end of the last iteration, or the first request after a pause
         with ended_by_failure():
             super().__init__(*arguments)
@@ -169,16 +172,20 @@ class Scheduler(scheduling.Scheduler):
         return super().run_batch(batch, *arguments, **options)
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
-        running, rows = max(len(self.running_batch.reqs), len(batch.reqs)), len(batch.reqs)
-        prefills, probes = batch.forward_mode.is_extend(), all(req.rid.startswith(PROBE) for req in batch.reqs)
-        computed = batch.extend_num_tokens if prefills else 0
-        sampled = rows - (prefills and self.chunked_req in batch.reqs)
+        running, before = [req for req in batch.reqs if not req.finished()], len(self.running_batch.reqs)
+        probes, tokens = all(req.rid.startswith(PROBE) for req in running), [len(req.output_ids) for req in running]
         super().process_batch_result(batch, result)
-        if rows and not probes:
+        if not probes:
             now, pool = time.monotonic(), self.token_to_kv_pool_allocator
+            sampled = sum(len(req.output_ids) for req in running) - sum(tokens)
             free = (pool.available_size() + self.tree_cache.evictable_size()) / self.max_total_num_tokens
-            self.iterations.append((now - self.since, running, len(self.waiting_queue), 1 - free, computed, sampled))
+            computed = batch.extend_num_tokens if batch.forward_mode.is_extend() else 0
+            had = max(before, len(running)), len(self.waiting_queue), 1 - free, computed, sampled
+            self.iterations.append((now - self.since, *had))
             self.sampled, self.since = self.sampled + sampled, now
+        if self.enough and any([self.enough(req.rid) for req in running if req.finished()]):
+            self.enough = None
+            self.abort_request(AbortReq(abort_all=True))
 
     def on_idle(self) -> None:
         self.since = 0.0
@@ -191,16 +198,15 @@ class Scheduler(scheduling.Scheduler):
     def get_internal_state(self, recv_req: Any) -> GetInternalStateReqOutput:
         """Return what this process has done since the last call, in place of SGLang's own report."""
         iterations, self.iterations, retracted, self.retracted = self.iterations, [], self.retracted, 0
-        queued = len(self.waiting_queue) + len(self.grammar_manager.grammar_queue)
-        state = {"iterations": iterations, "retracted": retracted, "sampled": self.sampled, "queued": queued}
-        return GetInternalStateReqOutput(internal_state=state | {"sync_id": self.sync_id})
+        queued = len(self.waiting_queue) + len(self.grammar_manager)
+        state = {"iterations": iterations, "retracted": retracted, "sampled": self.sampled, "sync_id": self.sync_id}
+        return GetInternalStateReqOutput(internal_state=state | {"queued": queued})
 
     # Called by name from the server, in every process of the engine.
 
     def renew(self, log_file: str) -> None:
         """Serve a run's next attempt."""
         redirect_output(log_file)
-        self.empty_cache()
         self.reader.forget()
         Scheduler.adapter = {}
         self.sync_id = self.sampled = 0
@@ -208,26 +214,25 @@ class Scheduler(scheduling.Scheduler):
     def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
         self.reader.join(address, first_rank + get_parallel().tp_rank, size, seconds)
 
-    def empty_cache(self) -> None:
-        """Drop all cached prefixes, which belong to earlier weights."""
-        if not self.flush_cache():
-            raise RuntimeError("SGLang has not emptied its prefix cache: a request still has a part of it")
-
     def finish_sync(self, sync_id: int) -> None:
         self.reader.close()
-        self.empty_cache()
         self.sync_id = sync_id
+
+    def release(self, needs: list[tuple[list[int], int]], names: list[str]) -> None:
+        """Start what was held, and interrupt it once the goal is reached, after the same iteration every time."""
+        self.enough = Progress(Goal(needs), names) if needs else None
+        self.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
 
 @contextmanager
 def ended_by_failure() -> Iterator[None]:
-    """End the process if the block fails, with the reason in the file that the server reads; SGLang would end the
-    server as well."""
+    """End the process if the block fails, with the reason in a file of the server, which SGLang would end as well."""
     try:
         yield
     except Exception as error:
         traceback.print_exc()
-        Path(os.environ[FAILURE]).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        with open(os.environ[FAILURE], "a", encoding="utf-8") as file:
+            file.write(f"{type(error).__name__}: {error}\n")
         os._exit(1)
 
 
@@ -238,12 +243,13 @@ def run_scheduler(*arguments: Any) -> None:
     import_libraries(json.loads(os.environ[LIBRARIES]))
     scheduling.Scheduler = Scheduler
     SamplingBatchInfo.from_schedule_batch = seeded
-    Req._check_str_based_finish, Req._check_token_based_finish = ends, lambda *_: False
+    Req.update_finish_state, Req._check_str_based_finish = finish, ends
+    Req._check_token_based_finish = lambda *_: False
     LoRAManager.load_lora_adapter_from_tensors = load_adapter
     WeightUpdater.update_weights_from_tensor = returned(WeightUpdater.update_weights_from_tensor)
-    settings = arguments[0]
-    if settings.device == "cpu":
+    if arguments[0].device == "cpu":
         rotary._is_cpu = True  # otherwise it looks for a kernel of vLLM's, which it does not use
         sampler.multinomial_with_seed = draw
-    with Unpinned() if settings.device == "cpu" and settings.enable_lora else nullcontext():
-        scheduling.run_scheduler_process(*arguments)
+        torch.Tensor.pin_memory = lambda self, device=None: self
+        torch.empty, torch.tensor = unpinned(torch.empty), unpinned(torch.tensor)  # of adapters
+    scheduling.run_scheduler_process(*arguments)
