@@ -65,8 +65,8 @@ def run(tmp_path: Path) -> Run:
 
 def test_names_are_those_of_all_distributions_and_an_entry_replaces_ours(run: Run) -> None:
     code = "from hybridrl.runs.plugins import load, names; print(names('engine'), names('command'), load('page'))"
-    assert run("-c", code) == "['vllm', 'mine'] ['greet'] another page\n"
-    assert names("engine") == ["vllm"] and names("command") == []
+    assert run("-c", code) == "['sglang', 'vllm', 'mine'] ['greet'] another page\n"
+    assert names("engine") == ["sglang", "vllm"] and names("command") == []
 
 
 def test_a_command_is_run_by_its_name(run: Run) -> None:
