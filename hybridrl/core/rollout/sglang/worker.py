@@ -251,5 +251,6 @@ def run_scheduler(*arguments: Any) -> None:
         rotary._is_cpu = True  # otherwise it looks for a kernel of vLLM's, which it does not use
         sampler.multinomial_with_seed = draw
         torch.Tensor.pin_memory = lambda self, device=None: self
-        torch.empty, torch.tensor = unpinned(torch.empty), unpinned(torch.tensor)  # of adapters
+        # Of adapters.
+        torch.empty, torch.tensor, torch.zeros = map(unpinned, (torch.empty, torch.tensor, torch.zeros))
     scheduling.run_scheduler_process(*arguments)
