@@ -16,7 +16,7 @@ if [[ ${1:-} == --sglang ]]; then
     shift
     export HYBRIDRL_TEST_ENGINE=sglang
     venv=.venv-sglang engine=(--sglang) files=(tests/integration/test_{engine,sglang}.py)
-    slow=(tests/integration/test_{continued_conversations,deterministic,lora,separate,tensor_parallel}.py)
+    slow=(tests/integration/test_{deterministic,lora,separate,tensor_parallel}.py)
 fi
 select="not gpu and not slow and not drill"
 case ${1:-} in

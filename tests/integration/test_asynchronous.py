@@ -85,7 +85,7 @@ def test_a_run_that_is_killed_with_responses_under_way_ends_as_one_that_never_wa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("component", ["raylet/raylet", "gcs/gcs_server"])
+@pytest.mark.parametrize("component", ["raylet/raylet", pytest.param("gcs/gcs_server", marks=pytest.mark.drill)])
 def test_a_lost_ray_restarts_the_run_by_its_name(overrides, tmp_path, component):
     more = {"trainer.total_training_steps": 6, "trainer.save_freq": 1, "trainer.max_restarts": 1}
     keys = overrides(tmp_path, more | CONTINUED)

@@ -49,7 +49,7 @@ def test_with_a_bound_of_0_the_run_is_the_synchronous_one(arguments, tmp_path):
         assert {name: found[step].get(name) for name in same} == {name: values[name] for name in same}
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_conversations_continue_in_later_steps_and_after_a_kill(arguments, tmp_path):
     keys = arguments(
         tmp_path,
