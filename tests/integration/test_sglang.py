@@ -4,7 +4,6 @@ where it is installed."""
 import asyncio
 import json
 import os
-import sys
 import textwrap
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
@@ -306,4 +305,4 @@ def test_a_run_trains_with_an_adapter_and_responses_under_way(overrides, tmp_pat
     finish(start("main_ppo", overrides(tmp_path / "run", more)))
     found = metrics(tmp_path / "run")
     assert max(values.get("training/log_probs_diff_max", 0.0) for values in found.values()) < 1e-4
-    assert max(found) == 3 and "vllm" not in sys.modules
+    assert max(found) == 3

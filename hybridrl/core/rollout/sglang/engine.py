@@ -14,6 +14,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import AsyncIterator, Awaitable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,12 @@ class SglangEngine:
         import_libraries(model.external_lib)
         self.model, self.tp_size = model, rollout.tensor_model_parallel_size
         self.parts = {"kv_cache", "weights"} if rollout.free_cache_engine and device == "cuda" else set()
-        self.asleep = set[str]()
         self.adapted = bool(model.lora_rank) and not model.lora.merge
         self.arguments = engine_arguments(device, model, rollout, engines_per_machine)
         self.version, self.context, self.updating = -1, rollout.max_model_len or 0, False
         self.calling, self.holding = asyncio.Lock(), asyncio.Lock()
         self.running: dict[str, asyncio.Task] = {}
-        self.stats = EngineStats()
+        self.asleep, self.stats = set[str](), EngineStats()
 
     async def connect(self) -> None:
         others = multiprocessing.active_children()
@@ -106,9 +106,8 @@ class SglangEngine:
             except AssertionError as error:
                 raise RuntimeError(str(error)) from error
 
-    async def _empty(self) -> None:
-        """End requests whose callers have given up, and drop all cached prefixes, which belong to earlier weights."""
-        await self.interrupt()
+    async def _flush(self) -> None:
+        """Drop all cached prefixes, once what has ended has left the cache."""
         result = await self._alive(self.front.flush_cache(timeout_s=60))
         if not result.success:
             raise RuntimeError(f"SGLang has not emptied its prefix cache: {result.message}")
@@ -125,7 +124,7 @@ class SglangEngine:
     async def renew(self, log_file: str) -> None:
         if self.updating:
             await self.finish_weights()
-        await self._empty()
+        await self._flush()
         await self._call_processes("renew", log_file=log_file)
         await self._observe()
         self.version, self.stats = -1, EngineStats()
@@ -133,10 +132,8 @@ class SglangEngine:
     async def generate(self, request: Request) -> Completion:
         vocabulary = self.front.model_config.vocab_size
         request.check(vocabulary, self.context)
-        name, version = request.new_name(), self.version
-        params = sampling_params(request, vocabulary, self.context)
-        task = asyncio.ensure_future(self._respond(name, request.prompt_ids, params))
-        self.running[name] = task
+        name, version, params = request.new_name(), self.version, sampling_params(request, vocabulary, self.context)
+        self.running[name] = task = asyncio.ensure_future(self._respond(name, request.prompt_ids, params))
         task.add_done_callback(lambda _: self.running.pop(name))
         response = await task
         about = response["meta_info"]
@@ -171,25 +168,30 @@ class SglangEngine:
 
     async def hold(self) -> None:
         await self.holding.acquire()
-        if not self.running:  # an episode's later turn comes while others run, and continues what is cached
-            await self._alive(self.front.flush_cache(timeout_s=60))
-        await self._alive(self.front._async_dispatch_to_scheduler(io_struct.PauseGenerationReqInput(mode="in_place")))
-        self.before, self.queued = set(self.running), (await self._observe())["queued"]
+        with ExitStack() as if_it_fails:
+            if_it_fails.callback(self.holding.release)
+            if not self.running:  # an episode's later turn comes while others run, and continues what is cached
+                await self._flush()
+            await self._alive(
+                self.front._async_dispatch_to_scheduler(io_struct.PauseGenerationReqInput(mode="in_place"))
+            )
+            self.before, self.queued = set(self.running), (await self._observe())["queued"]
+            if_it_fails.pop_all()
 
     async def release(self, goal: Goal | None = None) -> None:
-        while (await self._observe())["queued"] < self.queued + len(self.running.keys() - self.before):
-            await asyncio.sleep(0)  # until all that were held are there
-        needs = [(list(prompts), count) for prompts, count in goal.needs] if goal else []
-        await self._call_processes("release", needs=needs, names=list(self.running))
-        self.holding.release()
+        with ExitStack() as at_the_end:
+            at_the_end.callback(self.holding.release)
+            while (await self._observe())["queued"] < self.queued + len(self.running.keys() - self.before):
+                await asyncio.sleep(0)  # until all that were held are there
+            needs = [(list(prompts), count) for prompts, count in goal.needs] if goal else []
+            await self._call_processes("release", needs=needs, names=list(self.running))
 
     async def interrupt(self) -> None:
-        if self.holding.locked():  # an attempt ended before `release`
-            await self.release()
-        pending = set(self.running.values())
-        while pending:  # one that is on its way to SGLang's process is not ended yet
-            self.front.abort_request(abort_all=True)
-            _, pending = await asyncio.wait(pending, timeout=ABORT_SECONDS)
+        async with self.holding:  # not between `hold` and `release`
+            pending = set(self.running.values())
+            while pending:  # one that is on its way to SGLang's process is not ended yet
+                self.front.abort_request(abort_all=True)
+                _, pending = await asyncio.wait(pending, timeout=ABORT_SECONDS)
 
     async def check(self) -> int:
         return (await self._observe())["sampled"]
@@ -201,7 +203,8 @@ class SglangEngine:
 
     async def sleep(self) -> None:
         """On CUDA memory is freed; weights come back from the trainer, and the base of an adapter from host memory."""
-        await self._empty()
+        await self.interrupt()  # requests whose callers have given up
+        await self._flush()
         if awake := sorted(self.parts - self.asleep):
             parts = io_struct.ReleaseMemoryOccupationReqInput(tags=awake)
             await self._alive(self.front.release_memory_occupation(parts))
@@ -217,7 +220,7 @@ class SglangEngine:
         await self._call_processes("join_trainer", address=address, first_rank=first_rank, size=size, seconds=seconds)
 
     async def begin_weights(self) -> None:
-        await self._empty()
+        await self.interrupt()  # as before `sleep`
         if self.updating:
             await self.finish_weights()
         if hasattr(self.front, "begin_weight_update"):  # not in earlier versions, which need no preparation
@@ -228,8 +231,8 @@ class SglangEngine:
         if adapter and not self.updating:
             await self.begin_weights()
         # A tensor, which SGLang moves to the device, and in its name where the bucket is.
-        info = json.dumps(describe(bucket, handles, digests) | {"adapter": adapter})
-        payload = pickle.dumps([(info, torch.zeros(1))])
+        info = describe(bucket, handles, digests) | {"adapter": adapter}
+        payload = pickle.dumps([(json.dumps(info), torch.zeros(1))])
         each = {"serialized_named_tensors": [payload] * self.tp_size, "load_format": LOADER, "flush_cache": False}
         await self._update(self.front.update_weights_from_tensor(io_struct.UpdateWeightsFromTensorReqInput(**each)))
 
@@ -243,7 +246,7 @@ class SglangEngine:
             await self.finish_weights()
         if self.adapted:
             await self._load_adapter()
-        await self._empty()
+        await self._flush()
         await self._call_processes("finish_sync", sync_id=sync_id)
         self.version = version
 

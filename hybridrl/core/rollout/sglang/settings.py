@@ -1,20 +1,19 @@
-"""What SGLang must be given from outside. Does not import it."""
+"""Environment of a server with SGLang, and its entry among the engines; does not import it."""
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.core.rollout.engine import EngineEntry
 
-ENVIRONMENT = {
-    # The longest sequence is rollout.max_model_len, which is checked against the model with the configuration.
-    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-    # Log-probs of the distribution that was sampled from, before it is truncated: the trainer's, at its temperature.
-    "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-}
-
 
 def sglang_environment(rollout: RolloutConfig) -> dict[str, str]:
     """Return the environment variables of a server with SGLang."""
-    # SGLang wants cores for each process on a CPU, or as many memory nodes; it binds its own kernels alone to them.
-    return ENVIRONMENT | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * rollout.tensor_model_parallel_size)}
+    return {
+        # The longest sequence is rollout.max_model_len, which is checked against the model with the configuration.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        # Log-probs of the distribution that was sampled from, before it is truncated: the trainer's.
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        # It wants cores for each process on a CPU, or as many memory nodes; its own kernels alone are bound to them.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * rollout.tensor_model_parallel_size),
+    }
 
 
 SGLANG = EngineEntry(

@@ -202,10 +202,8 @@ class Scheduler(scheduling.Scheduler):
         state = {"iterations": iterations, "retracted": retracted, "sampled": self.sampled, "sync_id": self.sync_id}
         return GetInternalStateReqOutput(internal_state=state | {"queued": queued})
 
-    # Called by name from the server, in every process of the engine.
-
     def renew(self, log_file: str) -> None:
-        """Serve a run's next attempt."""
+        """Serve a run's next attempt. This and what follows is called by name, in every process of the engine."""
         redirect_output(log_file)
         self.reader.forget()
         Scheduler.adapter = {}
@@ -250,7 +248,7 @@ def run_scheduler(*arguments: Any) -> None:
     if arguments[0].device == "cpu":
         rotary._is_cpu = True  # otherwise it looks for a kernel of vLLM's, which it does not use
         sampler.multinomial_with_seed = draw
-        torch.Tensor.pin_memory = lambda self, device=None: self
-        # Of adapters.
-        torch.empty, torch.tensor, torch.zeros = map(unpinned, (torch.empty, torch.tensor, torch.zeros))
+        if arguments[0].enable_lora:
+            torch.Tensor.pin_memory = lambda self, device=None: self
+            torch.empty, torch.tensor, torch.zeros = map(unpinned, (torch.empty, torch.tensor, torch.zeros))
     scheduling.run_scheduler_process(*arguments)

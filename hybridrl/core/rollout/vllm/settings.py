@@ -1,4 +1,4 @@
-"""What vLLM must be given from outside. Does not import it."""
+"""Environment of a server with vLLM, and its entry among the engines; does not import it."""
 
 import os
 
