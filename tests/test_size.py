@@ -25,7 +25,7 @@ LINES = {
     "report": 2490,
     "rewards": 2870,
     "runs": 3030,
-    "runtime": 1530,
+    "runtime": 1532,
     "tracking": 1850,
 }
 FILES = {"core": 68, "hybridrl": 242}

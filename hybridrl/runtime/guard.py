@@ -87,16 +87,21 @@ class _Guard:
 
     def __init__(self, handlers: Mapping[signal.Signals, Any]) -> None:
         self.reader, self.writer = os.pipe()
-        self.signalled, guard, self.child = False, os.getpid(), os.fork()
+        self.signalled, guard = False, os.getpid()
+        # One that came before `forward` is in place would be lost: to the driver that has ended, of one started again.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        self.child = os.fork()
         if self.child == 0:
             end_with_parent(guard, signal.SIGTERM)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return
         os.close(self.writer)
         for number, handler in handlers.items():
             if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.forward)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def run(self, work: Callable[[], int]) -> int:
         global _to_guard

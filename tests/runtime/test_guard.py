@@ -271,17 +271,24 @@ sys.exit(guard.guarded(work))
     assert done.stdout.count("starting it again from the last checkpoint") == starts - 1
 
 
-def test_a_driver_that_is_started_again_gets_the_signals_that_its_guard_gets(tmp_path):
+@pytest.mark.parametrize("delay", [0, 1], ids=["at once", "before the guard runs again"])
+def test_a_driver_that_is_started_again_gets_the_signals_that_its_guard_gets(tmp_path, delay):
     code = f"""
 import os, signal, sys, time
 from pathlib import Path
 from hybridrl.runtime import guard
+fork = os.fork
+def slow():
+    child = fork()
+    time.sleep({delay} if child else 0)
+    return child
+os.fork = slow
 def work():
     guard.may_restart(1)
     if guard.before is None:
         os._exit(3)
-    Path({str(tmp_path / "started")!r}).touch()
     try:
+        Path({str(tmp_path / "started")!r}).touch()
         time.sleep(60)
     except KeyboardInterrupt:
         return 7
