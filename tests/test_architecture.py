@@ -297,6 +297,22 @@ def value_nodes(node: yaml.Node) -> Iterator[yaml.Node]:
             yield key
 
 
+@pytest.mark.parametrize("file", sorted(TOP.glob("scripts/**/*.py")), ids=lambda path: path.name)
+def test_a_program_is_a_file_and_no_string(file: Path) -> None:
+    """Nothing checks a program in a string, and its script is run only now and then."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert [text for text in texts if is_program(text)] == []
+
+
+def is_program(text: str) -> bool:
+    """Whether a text is Python that imports or defines something."""
+    try:
+        return any(isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef) for node in ast.parse(text).body)
+    except (SyntaxError, ValueError):  # also a text that cannot be encoded
+        return False
+
+
 def test_a_class_has_its_name_for_itself() -> None:
     places: dict[str, list[str]] = {}
     for name, tree in TREES.items():

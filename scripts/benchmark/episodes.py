@@ -34,36 +34,17 @@ from hybridrl.core.rollout import Completion, Request, RolloutClient, Sampling
 from hybridrl.runs.ppo import start_devices
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 
-ENVIRONMENT = """
-import asyncio
-from hybridrl.environments import Environment, Step
-
-
-class Talk(Environment):
-    async def step(self, response):
-        await asyncio.sleep(self.config["seconds"])
-        if response.turn + 1 == self.config["turns"]:
-            return Step(done=True, reward=1.0)
-        return Step([{"role": "user", "content": "more"}])
-
-
-class Sleep(Environment):
-    def step(self, response):
-        import time
-        time.sleep(self.config["seconds"])
-        return Step([{"role": "user", "content": "more"}], done=response.turn + 1 == self.config["turns"])
-"""
+ENVIRONMENTS = Path(__file__).with_name("waiting_environments.py")
 
 
 def open_workers(
     session: RaySession, directory: Path, name: str, turns: int, seconds: float, end: int, limits: Limits
 ) -> EpisodeWorkers:
-    """Start one process whose episodes run in a class of ENVIRONMENT."""
-    (directory / "talk.py").write_text(ENVIRONMENT)
+    """Start one process whose episodes run in a class of ENVIRONMENTS."""
     load = partial(AutoTokenizer.from_pretrained, str(directory / "data" / "model"))
     kwargs = {"turns": turns, "seconds": seconds}
     values = value_of(shipped("ppo_trainer").values, "actor_rollout_ref.rollout")
-    chosen = {"environment": f"{directory}/talk.py:{name}", "environment_kwargs": kwargs}
+    chosen = {"environment": f"{ENVIRONMENTS}:{name}", "environment_kwargs": kwargs}
     multi_turn = MultiTurnConfig(**values["multi_turn"] | chosen)
     environments = EnvironmentSettings(multi_turn, AgentConfig(**values["agent"]))
     settings = EpisodeSettings(load, environments, limits, (end,), formats={"format": "hermes"})

@@ -20,7 +20,7 @@ from hybridrl.tracking import read_metrics
 
 VALIDATION = re.compile(r"val-core/.*/mean@\d+")
 MODES = ("sync", "colocate_async")
-REWARD = "def compute_score(solution_str, **_):\n    return len(solution_str) / 100\n"
+REWARDS = Path(__file__).with_name("constructed_rewards.py")
 SETTINGS = [
     "actor_rollout_ref.rollout.max_num_seqs=16",
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
@@ -42,7 +42,6 @@ def main() -> None:
     options = parser.parse_args()
     with TemporaryDirectory() as place:
         directory = Path(place)
-        (directory / "reward.py").write_text(REWARD)
         start = warm_start(0, directory, options.tiny)
         rows = start[0].partition("=")[2]
         command = [
@@ -50,7 +49,8 @@ def main() -> None:
             *("--config-path", f"{TOP}/recipes/quickstart", "--config-name", "train"),
             *start,
             f"data.val_files={Path(rows).with_name('val.jsonl')}",
-            f"reward.custom_reward_function.path={directory}/reward.py",
+            f"reward.custom_reward_function.path={REWARDS}",
+            "reward.custom_reward_function.name=length",
             *SETTINGS,
             f"trainer.total_training_steps={options.steps}",
             f"trainer.default_local_dir={directory}/runs",

@@ -76,11 +76,10 @@ def make_model(shape: dict[str, int], directory: Path) -> int:
 
 
 def overrides(model: Path, directory: Path, critic: bool, more: list[str]) -> list[str]:
-    rows, reward = directory / "rows.jsonl", directory / "reward.py"
+    rows = directory / "rows.jsonl"
     question = [{"role": "user", "content": "x" * (PROMPT - 20)}]
     row = {"data_source": "none", "prompt": question, "reward_model": {"ground_truth": ""}}
     rows.write_text(f"{json.dumps(row)}\n" * 8)
-    reward.write_text("def compute_score(solution_str, **_):\n    return len(solution_str) % 7\n")
     values = {
         "data.train_files": rows,
         "data.train_batch_size": 4,
@@ -97,7 +96,7 @@ def overrides(model: Path, directory: Path, critic: bool, more: list[str]) -> li
         "critic.ppo_max_token_len_per_gpu": 1024,
         "critic.forward_max_token_len_per_gpu": 1024,
         "algorithm.adv_estimator": "gae" if critic else "grpo",
-        "reward.custom_reward_function.path": reward,
+        "reward.custom_reward_function.path": Path(__file__).with_name("constructed_rewards.py"),
         "trainer.device": "cpu",
         "trainer.n_gpus_per_node": 1,
         "trainer.total_training_steps": 2,

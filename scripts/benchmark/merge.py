@@ -189,9 +189,11 @@ def watch_memory(pid: int, peaks: dict[str, int]) -> None:
 
 def imports_alone() -> int:
     """Return the peak memory of the command's imports."""
-    code = "import hybridrl.model_merger.merge; print(*open('/proc/self/status'))"
-    status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    process = subprocess.Popen([sys.executable, "-m", "hybridrl.model_merger.merge"])
+    peaks: dict[str, int] = {}
+    watch_memory(process.pid, peaks)
+    assert process.wait() == 0
+    return sum(peaks.values())
 
 
 def print_table(dtype: str, measured: dict[str, Any]) -> None:

@@ -17,19 +17,12 @@ from hybridrl.tracking.report import COLORS, STYLE, read_metrics
 
 SEED = 0
 RATE, REWARD = "actor_rollout_ref.actor.optim.lr", "reward.custom_reward_function"
-LENGTH = """
-def compute_score(solution_str, ground_truth):
-    return {"score": len(solution_str) / 100, "acc": float(solution_str.rpartition("#### ")[2] == ground_truth)}
-"""
-SAME = """
-def compute_score(solution_str, ground_truth):
-    return {"score": 1.0, "acc": float(solution_str.rpartition("#### ")[2] == ground_truth)}
-"""
+REWARDS = Path(__file__).with_name("constructed_rewards.py")
 RUNS = {
     "learns": [],
     "learning rate x 100": [f"{RATE}=1e-2"],
-    "paid for length": [f"{REWARD}.path={{}}/length.py", f"{REWARD}.name=compute_score"],
-    "same reward for all": [f"{REWARD}.path={{}}/same.py", f"{REWARD}.name=compute_score"],
+    "paid for length": [f"{REWARD}.path={REWARDS}", f"{REWARD}.name=paid_for_length"],
+    "same reward for all": [f"{REWARD}.path={REWARDS}", f"{REWARD}.name=same_for_all"],
 }
 PANELS = {
     "critic/score/mean": "training score",
@@ -50,7 +43,7 @@ def train(name: str, start: list[str], steps: int, directory: Path) -> Path:
         words = ["-m", "hybridrl.main_ppo", "--config-path", "recipes/quickstart", "--config-name", "train", *start]
         keys = {"default_local_dir": run, "total_training_steps": steps, "seed": SEED, "logger": "[console]"}
         words += [f"trainer.{key}={value}" for key, value in keys.items()]
-        if not python([*words, *(override.format(directory) for override in RUNS[name])]):
+        if not python([*words, *RUNS[name]]):
             sys.exit(f"the run {name} failed")
     return run
 
@@ -80,8 +73,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         directory = (options.runs or Path(place)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "length.py").write_text(LENGTH)
-        (directory / "same.py").write_text(SAME)
         start = warm_start(SEED, directory, options.tiny)
         start.append(f"data.val_files={Path(start[0].partition('=')[2]).with_name('val.jsonl')}")
         draw({name: train(name, start, options.steps, directory) for name in options.only}, options.out)

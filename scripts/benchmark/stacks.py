@@ -24,39 +24,19 @@ import psutil
 from hybridrl.runtime import stacks
 
 TOP = Path(__file__).parents[2]
-ACTOR = """
-import importlib, random, sys, threading, time
-from hybridrl.runtime.guard import begin_actor
-begin_actor(sys.argv[1])
-
-def imports():
-    while True:
-        for name in "json.decoder csv fractions difflib html.parser tarfile email.parser http.cookies ast pdb".split():
-            for module in [module for module in [*sys.modules] if module.startswith(name.split(".")[0])]:
-                sys.modules.pop(module, None)
-            sum(range(random.randrange(int(sys.argv[3])) if random.random() < 0.1 else 0))
-            try:
-                importlib.import_module(name)
-            except (ImportError, KeyError, AttributeError):  # another thread has removed a module meanwhile
-                pass
-
-for _ in range(int(sys.argv[2])):
-    threading.Thread(target=imports, daemon=True).start()
-print("ready", flush=True)
-exec(sys.argv[4])
-"""
-WAITS, KEEPS_THE_GIL = "time.sleep(9999)", "sum(range(10**12))"
+ACTOR = Path(__file__).with_name("stacks_actor.py")
+WAITS, KEEPS_THE_GIL = "waits", "computes"
 LONGEST = 5_000_000  # numbers to add: about a tenth of a second
 SHORT_SECONDS = 0.02
 
 
 @contextmanager
-def actor(log: Path, threads: int, code: str = WAITS, longest: int = 1) -> Iterator[subprocess.Popen]:
+def actor(log: Path, threads: int, work: str = WAITS, longest: int = 1) -> Iterator[subprocess.Popen]:
     """Start a process that writes to a log and takes requests. Now and then one of its threads that import keeps the
     GIL, and adds up to `longest` numbers."""
     log.unlink(missing_ok=True)
     environment = os.environ | {"PYTHONPATH": str(TOP)}
-    command = [sys.executable, "-c", ACTOR, str(log), str(threads), str(longest), code]
+    command = [sys.executable, ACTOR, log, str(threads), str(longest), work]
     process = subprocess.Popen(command, env=environment)
     try:
         while not log.exists() or "\n" not in log.read_text(errors="replace"):
@@ -103,10 +83,10 @@ def signalled(directory: Path, threads: int, count: int) -> bool:
 def named(directory: Path) -> bool:
     """Return whether a stopped process and one that keeps the GIL are named."""
     parts = []
-    for code, text in ((WAITS, "stopped (state T"), (KEEPS_THE_GIL, "no thread has run Python")):
+    for work, text in ((WAITS, "stopped (state T"), (KEEPS_THE_GIL, "no thread has run Python")):
         log = directory / "named.log"
-        with actor(log, 0, code) as process:
-            if code is WAITS:
+        with actor(log, 0, work) as process:
+            if work is WAITS:
                 process.send_signal(signal.SIGSTOP)
                 while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
                     time.sleep(0.01)

@@ -16,47 +16,9 @@ from tempfile import TemporaryDirectory
 from side_by_side import ROUNDS, Row, arguments, formatted, in_turn, report
 from warm_start import TOP, warm_start
 
-# Runs in a separate process, as the imports of this script would be counted as the driver's.
-PARTS = """
-import contextlib, functools, sys, time
-began = float(sys.argv.pop(1))
-from hybridrl import main_ppo
-def report(part):
-    print(f"PART {part} {time.time() - began:.2f}", flush=True)
-def report_after(owner, name, part):
-    plain = getattr(owner, name)
-    @functools.wraps(plain)
-    def wrapped(*args, **kwargs):
-        result = plain(*args, **kwargs)
-        report(part)
-        return result
-    setattr(owner, name, wrapped)
-fork_server = main_ppo.fork_server
-@contextlib.contextmanager
-def reported(*args, **kwargs):
-    report("configuration")
-    with fork_server(*args, **kwargs) as forks:
-        from hybridrl.core import hybrid_engine
-        from hybridrl.doctor import start
-        from hybridrl.runs import ppo, setup
-        from hybridrl.core.trainer import RLTask
-        report("imports of the driver")
-        # Each function is replaced in the module that calls it.
-        report_after(start, "check_run_start", "checks")
-        report_after(ppo, "prepare", "data and reward")
-        report_after(setup, "start_session", "Ray")
-        report_after(ppo, "start_train_workers", "actors requested")
-        report_after(ppo, "start_devices", "engines and trainers")
-        report_after(hybrid_engine.HybridEngine, "to_rollout", "first weight sync")
-        report_after(RLTask, "train_step", "first step")
-        yield forks
-main_ppo.fork_server = reported
-sys.exit(main_ppo.main(sys.argv[1:]))
-"""
 
-
-def imported(statement: str) -> None:
-    subprocess.run([sys.executable, "-c", statement], check=True)
+def imported(modules: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import {modules}"], check=True)
 
 
 def run_parts(overrides: list[str], tiny: bool) -> list[tuple[str, float]]:
@@ -72,7 +34,7 @@ def run_parts(overrides: list[str], tiny: bool) -> list[tuple[str, float]]:
             f"trainer.default_local_dir={place}/run",
             *overrides,
         ]
-        command = [sys.executable, "-c", PARTS, str(time.time()), *start, *more]
+        command = [sys.executable, f"{TOP}/scripts/benchmark/timed_start.py", str(time.time()), *start, *more]
         output = subprocess.run(
             command, capture_output=True, text=True, cwd=place, env=os.environ | {"PYTHONPATH": str(TOP)}
         )
@@ -87,9 +49,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the imports")
     parser.add_argument("overrides", nargs="*", help="key=value of the run")
     options = parser.parse_args()
-    statements = {"command": "import hybridrl.main_ppo", "torch, ray": "import torch, ray"}
-    seconds = in_turn({name: partial(imported, statement) for name, statement in statements.items()}, options.rounds)
-    ours, libraries = seconds["command"], seconds["torch, ray"]
+    imports = {modules: partial(imported, modules) for modules in ("hybridrl.main_ppo", "torch, ray")}
+    ours, libraries = in_turn(imports, options.rounds).values()
     rows = [
         Row(
             "import of hybridrl.main_ppo",

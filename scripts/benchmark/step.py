@@ -91,7 +91,6 @@ def impose(name: str) -> None:
 
 
 def configuration(case: Case, directory: Path, slots: int, more: list[str]) -> PPOConfig:
-    (directory / "reward.py").write_text("def compute_score(solution_str, **_):\n    return len(solution_str) % 7\n")
     values = {
         "data.train_files": case.rows,
         "data.shuffle": "false",
@@ -106,7 +105,7 @@ def configuration(case: Case, directory: Path, slots: int, more: list[str]) -> P
         "actor_rollout_ref.actor.ppo_mini_batch_size": case.responses.prompts // case.updates,
         "actor_rollout_ref.actor.optim.lr": case.lr,
         "algorithm.adv_estimator": "grpo",
-        "reward.custom_reward_function.path": directory / "reward.py",
+        "reward.custom_reward_function.path": f"{HERE}/constructed_rewards.py",
         "trainer.seed": SEED,
         "trainer.device": "cpu",
         "trainer.n_gpus_per_node": slots,

@@ -14,6 +14,7 @@ import pytest
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.load import resolve_config
+from tests.changed_drills import called_for, script_of
 from tests.report.synthetic import write_run
 from tests.scripts import run_script
 
@@ -33,6 +34,8 @@ ELSEWHERE = {
     "scripts/benchmark/families.py": "tests/integration/test_families.py",
     "scripts/benchmark/log_probs.py": "scripts/benchmark/all.py",
     "scripts/benchmark/stacks.py": "tests/runtime/test_stacks.py",
+    "scripts/benchmark/stacks_actor.py": "scripts/benchmark/stacks.py",
+    "scripts/benchmark/timed_start.py": "scripts/benchmark/start_up.py",
     "scripts/benchmark/trl_peer.py": "scripts/benchmark/step.py",  # in an environment with TRL
 }
 BROWSER = """#!/bin/bash
@@ -200,11 +203,6 @@ DRILLS = (
 )
 
 
-def script_of(name: str) -> str:
-    script = name.split()[0]
-    return script if "/" in script else f"scripts/benchmark/{script}.py"
-
-
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with what scripts read: pages without their tables, rows, a run; and a stand-in of a browser."""
@@ -224,9 +222,22 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_script_has_a_smallest_run() -> None:
-    assert sorted([*{script_of(name) for name in RUNS}, *ELSEWHERE]) == PYTHON
+    assert sorted([*{script_of(name.split()[0]) for name in RUNS}, *ELSEWHERE]) == PYTHON
     for script, file in ELSEWHERE.items():
         assert Path(script).name in (ROOT / file).read_text(), f"{file} does not run {script}"
+
+
+def test_a_change_calls_for_the_drills_of_the_scripts_that_use_it():
+    """The module of `timed_start`, whose name is in a string of `start_up`; a script next to others; any other file."""
+    test = "tests/integration/test_scripts.py::test_a_script_runs_at_its_smallest_size"
+    drills = [*(f"{test}[{name}]" for name in DRILLS), "tests/integration/test_silence.py::test_one[sleep]"]
+
+    def scripts(changed: str) -> list[str]:
+        return [drill.partition("[")[2].removesuffix("]") for drill in called_for(drills, {changed})]
+
+    assert scripts("hybridrl/runs/command.py") == ["start_up"]
+    assert scripts("scripts/benchmark/waiting_environments.py") == ["episodes", "episodes --sleeping"]
+    assert scripts("tests/integration/test_silence.py") == scripts("README.md") == []
 
 
 @pytest.fixture
@@ -287,7 +298,9 @@ def test_a_script_runs_at_its_smallest_size(name, here, tiny, monkeypatch):
     arguments = run.arguments.replace("HERE", str(here)).replace("QUICKSTART", str(tiny)).split()
     monkeypatch.setenv("QUICKSTART_DATA", str(tiny))
     before = {file: file.read_bytes() for file in (ROOT / "docs").iterdir()}
-    done = subprocess.run([sys.executable, script_of(name), *arguments], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, script_of(name.split()[0]), *arguments], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     printed = done.stdout + "".join(file.read_text() for file in here.glob("docs/*.md"))
     lines = printed.splitlines()
