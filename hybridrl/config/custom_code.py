@@ -1,5 +1,9 @@
-"""Custom Python code that a key names: path/to/file.py:function, a class in a file, or a module."""
+"""Custom Python code that a key names: path/to/file.py:function, a class in a file, or a module.
 
+Wherever such code is called, it gets values of its own, and a process that it forks does not return into hybridrl.
+"""
+
+import copy
 import functools
 import importlib
 import inspect
@@ -7,6 +11,7 @@ import json
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,12 +19,14 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from hybridrl.config.findings import ConfigError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 OWN_KEYS = "HYBRIDRL_OWN"
+IMMUTABLE = (str, int, float, bool, type(None), bytes)
 PREFIX = "own_"  # of the names of modules that are loaded from files
 # Such a file may fail in verl's own imports, if a copy of verl is in the working directory.
 IMPORTS_VERL = re.compile(r"^\s*(from|import)\s+verl\b", re.MULTILINE)
@@ -80,7 +87,8 @@ def load_module(path: str, key: str) -> ModuleType:
         module = module_from_spec(spec_from_loader(loader.name, loader))
         sys.modules[module.__name__] = module  # dataclasses and typing look a class's module up there
         sys.path.append(str(file.parent))  # as for a script: the files next to it can be imported
-        loader.exec_module(module)
+        with ending_forks():
+            loader.exec_module(module)
         return module
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise ConfigError(f"{key}={path} does not import: {where(error, path)}") from error
@@ -121,7 +129,20 @@ def import_libraries(names: list[str], key: str = "actor_rollout_ref.model.exter
         _import_once(name if name.endswith(".py") or "://" in name else f"pkg://{name}", key)
 
 
-@functools.cache
+def once(function: Callable[P, T]) -> Callable[P, T]:
+    """Call a function once for each of its arguments. functools.cache does not: threads that call it at the same time
+    each get a value of their own, such as another event loop."""
+    cached, lock = functools.cache(function), threading.RLock()
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **named: P.kwargs) -> T:
+        with lock:
+            return cached(*arguments, **named)
+
+    return call
+
+
+@once
 def _import_once(path: str, key: str) -> None:
     load_module(path, key)
 
@@ -164,3 +185,44 @@ def attempt(call: Callable[[], T]) -> T | Exception:
         return call()
     except Exception as error:
         return error
+
+
+@contextmanager
+def ending_forks() -> Iterator[None]:
+    """End a process that the code within has forked and that leaves it, as a script ends: what follows is the work of
+    the process that entered, such as to send a score."""
+    process, error = os.getpid(), None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        # GeneratorExit is no end: a process that multiprocessing has forked may collect what its parent had begun.
+        if os.getpid() != process and not isinstance(error, GeneratorExit):
+            _end_process(error)
+
+
+def _end_process(error: BaseException | None) -> NoReturn:
+    code = error.code if isinstance(error, SystemExit) else error and 1
+    try:
+        if not isinstance(error, SystemExit | None):
+            traceback.print_exception(error)
+        elif isinstance(code, str):
+            print(code, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code & 0xFF if isinstance(code, int) else code is not None)
+
+
+def own(value: Any) -> Any:
+    """Return a value for custom code, which may change it: a copy, except of what cannot change or is called."""
+    kind = type(value)
+    if kind is dict:
+        return {key: own(item) for key, item in value.items()}
+    if kind is list:
+        return [own(item) for item in value]
+    if kind is functools.partial:
+        return functools.partial(value.func, *own(list(value.args)), **own(value.keywords))
+    return value if kind in IMMUTABLE or callable(value) else copy.deepcopy(value)

@@ -21,7 +21,7 @@ from inspect import Parameter
 from typing import Any
 
 from hybridrl.config import ConfigError
-from hybridrl.config.custom_code import load_module
+from hybridrl.config.custom_code import ending_forks, load_module, once, own
 from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.config.values import REWARD_MANAGERS
 from hybridrl.rewards.score import WRITTEN, OutOfTime, Score, ScoringRequest, combined, to_score
@@ -127,7 +127,7 @@ BATCH_KEYWORDS = ("data_sources", "solution_strs", "ground_truths", "extra_infos
 # Passed only to a function that names it: sending tokens to the scoring processes costs as much as the text.
 TOKENS = "response_ids"
 # verl adds these to every response's extra_info; here a response is the one turn after the prompt's.
-_ROLLOUT_FACTS = {"num_turns": 2, "rollout_reward_scores": {}}
+_ROLLOUT_FACTS: dict[str, Any] = {"num_turns": 2, "rollout_reward_scores": {}}
 
 _CUSTOM = "reward.custom_reward_function"
 _MANAGER = "reward.reward_manager"
@@ -163,13 +163,16 @@ class Bound:
         return self._call({plural: [row[name] for row in rows] for name, plural in names})
 
     def _call(self, values: Mapping[str, Any]) -> Any:
-        returned = self.function(**{name: values[ours] for name, ours in self.keywords.items()} | self.fixed)
+        named = {name: values[ours] for name, ours in self.keywords.items() if name not in self.fixed}
+        with ending_forks():
+            returned = self.function(**own(named), **own(self.fixed))
         if not inspect.iscoroutine(returned):
             return returned
 
         async def ended() -> tuple[Any, SystemExit | None]:  # a SystemExit would end the event loop
             try:
-                return await returned, None
+                with ending_forks():
+                    return await returned, None
             except SystemExit as exited:
                 return None, exited
 
@@ -186,7 +189,7 @@ class Bound:
         return value
 
 
-@functools.cache
+@once
 def _event_loop() -> asyncio.AbstractEventLoop:
     """Return the one event loop of the process: clients that the user's file keeps stay bound to it.
 

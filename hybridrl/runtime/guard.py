@@ -31,6 +31,7 @@ from hybridrl.tracking.faults import REQUESTED, record
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOG_BYTES = 64 << 20  # of a log to which custom code writes
 KERNEL_COUNTS = Path("/proc/vmstat")
 ENDED = b"."  # from a driver that has ended by itself, with or without an exception
 ENDED_BY_LIBRARY = (
@@ -166,6 +167,16 @@ def redirect_output(log_file: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+def bound_log(log_file: str | Path | None) -> None:
+    """Remove the second half of what a file has beyond LOG_BYTES: its beginning and its end say most. Whoever writes to
+    it appends."""
+    with contextlib.suppress(OSError):
+        if log_file is not None and os.stat(log_file).st_size > LOG_BYTES:
+            os.truncate(log_file, LOG_BYTES // 2)
+            with open(log_file, "a", encoding="utf-8") as file:
+                file.write(f"\n--- what was written here is removed: a log has at most {LOG_BYTES >> 20} MiB ---\n")
 
 
 def _prctl(option: int, value: int) -> None:

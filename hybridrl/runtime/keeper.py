@@ -82,7 +82,12 @@ def keep(directory: Path, owner: int) -> None:
 
 def working_in(directory: Path) -> list[int]:
     """Return the processes that were started with this TMPDIR."""
-    variable, pids = os.fsencode(f"TMPDIR={directory}"), []
+    return started_with(f"TMPDIR={directory}")
+
+
+def started_with(assignment: str) -> list[int]:
+    """Return the processes that were started with this variable, such as NAME=value."""
+    variable, pids = os.fsencode(assignment), []
     for process in Path("/proc").glob("[0-9]*"):  # not */environ: glob fails if one ends before it looks for that
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if variable in (process / "environ").read_bytes().split(b"\0"):

@@ -1,11 +1,20 @@
+import ast
+import importlib
+import re
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hybridrl.config import ConfigError
-from hybridrl.config.custom_code import load_function, publish_own_keys
+from hybridrl.config import ConfigError, custom_code
+from hybridrl.config.custom_code import load_function, once, own, publish_own_keys
 
 KEY = "algorithm.adv_estimator"
 
@@ -43,3 +52,73 @@ def test_own_keys_are_found_in_the_environment_of_processes_started_afterwards(m
     publish_own_keys({"bonus": 0.5, "deep": {"names": ["a"]}})
     code = "import json, os; print(json.loads(os.environ['HYBRIDRL_OWN'])['deep']['names'][0])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "a\n"
+
+
+def test_a_function_that_threads_enter_together_is_called_once_for_each_argument():
+    calls = []
+
+    @once
+    def slow(number: int) -> object:
+        calls.append(number)
+        time.sleep(0.02)
+        return object()
+
+    assert [len(set(in_threads(partial(slow, number)))) for number in (1, 2)] == [1, 1]
+    assert calls == [1, 2]
+
+
+def in_threads(call: Callable[[], Any]) -> list[int]:
+    """Return the identities of what 64 threads get that call at the same time."""
+    barrier = threading.Barrier(64)
+
+    def enter(_: int) -> Any:
+        barrier.wait(20)
+        return call()
+
+    with ThreadPoolExecutor(64) as pool:
+        return [id(result) for result in [*pool.map(enter, range(64))]]
+
+
+PACKAGE = Path(custom_code.__file__).parent.parent
+THREADED = ("agents", "compat", "rewards")  # packages whose functions threads enter
+# Those whose results are values: one that is computed twice is as good as the first.
+VALUES = {"scorer_of", "_truth", "rewards.load:_load"}
+ARGUMENTS = {
+    "_import_once": ("pkg://json", "key"),
+    "_interactions": (None,),
+    "_tools": ("{}", None, None, (), 1.0),
+    "placeholder": ("verl.some.Class",),
+    "prepare": ((),),
+}
+
+
+def test_what_must_exist_once_exists_once_in_64_threads(tmp_path):
+    (tmp_path / "one.py").write_text(
+        "class One:\n    def reset(self, messages): ...\n    def step(self, response): ..."
+    )
+    (tmp_path / "loops.yaml").write_text("[{name: one, _target_: tests.integration.agents.EchoLoop}]")
+    more = {"environment_class": (f"{tmp_path / 'one.py'}:One",), "_load": (str(tmp_path / "loops.yaml"),)}
+    files = [file for package in THREADED for file in (PACKAGE / package).rglob("*.py")]
+    found = []
+    for file in [*files, PACKAGE / "config" / "custom_code.py"]:
+        module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+        for node in ast.parse(file.read_text()).body:
+            decorators = " ".join(map(ast.unparse, getattr(node, "decorator_list", ())))
+            if isinstance(node, ast.FunctionDef) and re.search("cache|once", decorators):
+                known = {node.name, f"{module}:{node.name}"} & VALUES
+                assert known or decorators == "once", f"{module}: threads may enter {node.name} together: use once"
+                found += [] if known else [(module, node.name)]
+    assert len(found) >= 9
+    for module, name in found:
+        function = getattr(importlib.import_module(f"hybridrl.{module}"), name)
+        assert len(set(in_threads(partial(function, *(ARGUMENTS | more).get(name, ()))))) == 1
+
+
+def test_a_value_for_custom_code_is_a_copy_unless_it_cannot_change_or_is_called():
+    given = {"list": [{"deep": [1]}], "tuple": ([1],), "set": {1}, "text": "x" * 100, "function": print}
+    copied, bound = own(given), own(partial(dict, inner=given["list"]))
+    for changed in (copied["list"][0]["deep"], copied["tuple"][0], bound.keywords["inner"]):
+        changed.append(2)
+    copied["set"].add(2)
+    assert given["list"] == [{"deep": [1]}] and given["tuple"] == ([1],) and given["set"] == {1}
+    assert copied["text"] is given["text"] and copied["function"] is print and bound.func is dict

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from hybridrl.config import ConfigError
+from hybridrl.config.schema_parts import RewardManagerConfig, RewardManagerModuleConfig
 from hybridrl.core.required import required
 from hybridrl.rewards.load import check_data_sources, load_reward
+from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import ScoringRequest
 
 ANSWER = ScoringRequest("gsm8k", "so #### 42", "42", {"index": 3})
@@ -148,3 +150,56 @@ def test_a_scoring_process_imports_no_heavy_library():
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.strip() == "set()"
+
+
+CHANGES = """
+LIST = []
+def spoil(value):
+    if isinstance(value, dict):
+        [spoil(item) for item in value.values()]
+        value["added"] = value.get("added", 0) + 1
+    elif isinstance(value, list):
+        value.append(len(value))
+    return str(value)
+def compute_score(ground_truth, extra_info, response_ids=None, options=None):
+    return {"score": 1.0, "seen": [spoil(value) for value in (ground_truth, extra_info, response_ids, options)]}
+def together(ground_truths, extra_infos, options=None):
+    return [{"score": 1.0, "seen": [spoil(truth), spoil(extra), spoil(options)]}
+            for truth, extra in zip(ground_truths, extra_infos)]
+def manager(compute_score, ground_truth, extra_info):
+    return compute_score(ground_truth=ground_truth, extra_info=extra_info)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["alone", "several", "together", "manager"])
+def test_what_a_reward_gets_is_its_own(reward_config, tmp_path, kind, workers):
+    more = {"functions": {"again": str(tmp_path / "my_reward.py")}} if kind == "several" else {}
+    if kind == "manager":
+        module = RewardManagerModuleConfig(str(tmp_path / "my_reward.py"), "manager")
+        more = {"reward_manager": RewardManagerConfig("importlib", "manager", module)}
+    name, manager = ("together", "batch") if kind == "together" else ("compute_score", "naive")
+    options = {"deep": [1, {"more": []}]}
+    config = reward_config(CHANGES, name=name, manager=manager, num_workers=workers, more=more, options=options)
+    truth, extra, ids = {"target": [1]}, {"nested": {"list": [1]}, "list": [{}]}, [5, 6]
+    requests = [ScoringRequest("test", "x", truth, extra, ids) for _ in range(8)]  # of one row, as in a run
+    with ScorerPool(config) as pool:
+        seen = [future.result(20).extras["seen"] for future in pool.submit(requests)]
+    if kind == "together":  # the options of one call are those of all of its responses
+        seen = [one[:2] for one in seen]
+    assert seen == [seen[0]] * 8 and "'added': 1" in str(seen[0])
+    assert (truth, extra, ids) == ({"target": [1]}, {"nested": {"list": [1]}, "list": [{}]}, [5, 6])
+    assert options == {"deep": [1, {"more": []}]}
+
+
+LOOPS = """
+import asyncio, sys
+sys.setswitchinterval(1e-6)
+async def compute_score(): return {"score": 1.0, "loop": id(asyncio.get_running_loop())}
+"""
+
+
+def test_coroutines_that_begin_at_the_same_time_have_one_event_loop(reward_config):
+    with ScorerPool(reward_config(LOOPS)) as pool:
+        scores = [future.result(20) for future in pool.submit([ScoringRequest("test", "x", "", {})] * 128)]
+    assert len({score.extras["loop"] for score in scores}) == 1

@@ -23,6 +23,7 @@ from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments import ONLINE, EpisodeFault, Message
 from hybridrl.agents.environments.episode_loop import Kit, PausablePolicy
 from hybridrl.agents.environments.user_code import UserCodeError, contained, reward_of
+from hybridrl.config.custom_code import own
 from hybridrl.config.schema_parts import AgentConfig
 from hybridrl.core.experience.trajectory import Policy, Trajectory
 from hybridrl.core.rollout import Completion
@@ -118,7 +119,7 @@ class Agents:
         session, turns = self.sessions.start(messages, row=row), OneAtATime(policy)
         self.policies[session.id] = turns
         stop, fault, detail, clock = "", None, "", None
-        data = {**row, "messages": list(messages)}
+        data = own({**row, "messages": list(messages)})
         try:
             address = await self.start()
             if self.waiting:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
@@ -22,6 +22,7 @@ from hybridrl.agents.environments import Environment, EpisodeFault, Message, Res
 from hybridrl.agents.environments.calls import CallParser, call_parser
 from hybridrl.agents.environments.dialogue import LONG, Dialogue, characters
 from hybridrl.agents.environments.user_code import UserCodeError, contained, finished, metrics_of, reward_of
+from hybridrl.config.custom_code import once, own
 from hybridrl.core.experience.trajectory import Policy, Trajectory, Turn
 from hybridrl.core.rollout import Completion
 from hybridrl.rewards.score import OutOfTime
@@ -75,7 +76,7 @@ class Kit:
     ) -> Self:
         """Return the kit of a model: `format` of its tool calls, `arguments` of its chat template."""
         dialogue = Dialogue(tokenizer, end_ids, arguments=arguments, history_reasoning=history_reasoning)
-        parser = cache(partial(call_parser, format, model_type, dialogue))
+        parser = once(partial(call_parser, format, model_type, dialogue))
         return cls(tokenizer, dialogue, parser, frozenset((*end_ids, *dialogue.stop_ids)), limits)
 
     def of_row(self, row: Mapping[str, Any]) -> Self:
@@ -138,7 +139,7 @@ class EpisodeRun:
     async def _turns(self, messages: list[Message]) -> str:
         """Alternate between policy and environment; return why the episode ended."""
         self.trusted = messages
-        self.messages = list(await self._call(self.environment.reset, list(messages)))
+        self.messages = list(await self._call(self.environment.reset, own(list(messages))))
         observed, fresh = await self._start(), True
         if len(observed) > self.kit.limits.prompt:
             raise EpisodeFault(
@@ -278,7 +279,7 @@ async def _encoded(encode: Callable[[], T], messages: Sequence[Message]) -> T:
 
 def _as_message(call: ToolCall) -> Message:
     """Return a call as chat templates read it."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": own(dict(call.arguments))}}
 
 
 class AgentLoop(ABC):

@@ -24,7 +24,7 @@ from hybridrl.agents.environments.function_process import FunctionProcesses
 from hybridrl.agents.environments.tools import FUNCTION_TOOL, FunctionTool, Tool, ToolEnvironment, check_schema
 from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config import ConfigError
-from hybridrl.config.custom_code import import_libraries, load_class, load_module, where
+from hybridrl.config.custom_code import import_libraries, load_class, load_module, once, own, where
 from hybridrl.config.findings import Findings
 from hybridrl.runs.plugins import load
 
@@ -107,7 +107,7 @@ def environment_of(row: Row, settings: EnvironmentSettings) -> Make | AgentLoop 
 def _named(name: str, row: Row, settings: EnvironmentSettings) -> Make:
     """What makes an environment by its name, or by path.py:Class. Those of an installed skyrl_gym come first."""
     turns = settings.multi_turn.max_assistant_turns
-    config = _config(name, settings.multi_turn.environment_kwargs)
+    config = own(_config(name, settings.multi_turn.environment_kwargs))
     if ":" in name:
         cls = environment_class(name)
         if hasattr(cls, "reset"):
@@ -128,7 +128,7 @@ def _config(name: str, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     return mapping(kwargs[name]) if name in kwargs else {key: kwargs[key] for key in kwargs if key not in others}
 
 
-@functools.cache
+@once
 def environment_class(name: str) -> type:
     """The class of path.py:Class; ConfigError if it is no environment."""
     cls = load_class(*name.rsplit(":", 1), key=ENVIRONMENT)
@@ -182,7 +182,7 @@ def load_tools(settings: EnvironmentSettings) -> Mapping[str, Tool]:
     return _tools(json.dumps(configs), multi_turn.tool_config_path, *functions)
 
 
-@functools.cache
+@once
 def _tools(
     built_in: str, classes: str | None, functions: str | None, libraries: tuple[str, ...], seconds: float
 ) -> Mapping[str, Tool]:
@@ -229,12 +229,12 @@ def function_tools(path: str, libraries: tuple[str, ...] = (), seconds: float = 
     return tools
 
 
-@functools.cache
+@once
 def _interactions(path: str | None) -> dict[str, Any]:
     return load(VERL).load_interactions(path) if path else {}
 
 
-@functools.cache
+@once
 def prepare(libraries: tuple[str, ...]) -> None:
     """Provide what custom files import: verl's names, and what the libraries register; once per process."""
     load(VERL).provide_imports()

@@ -5,7 +5,6 @@ The servers' file is that of other clients: {"mcpServers": {name: {"command", "a
 
 import asyncio
 import contextlib
-import functools
 import importlib
 import importlib.util
 import json
@@ -21,6 +20,7 @@ from hybridrl.agents.environments import ToolError
 from hybridrl.agents.environments.tools import Tool
 from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config import ConfigError
+from hybridrl.config.custom_code import once
 
 SECONDS_TO_START = 60.0
 SECONDS_TO_RESPOND = 5.0  # of a server that is asked whether it is there after a call has failed
@@ -196,7 +196,7 @@ def _first(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-@functools.cache
+@once
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="mcp").start()

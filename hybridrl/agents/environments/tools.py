@@ -37,6 +37,7 @@ from hybridrl.agents.environments.user_code import (
     unreachable,
 )
 from hybridrl.config import ConfigError
+from hybridrl.config.custom_code import own
 from hybridrl.config.schema_parts import MultiTurnConfig
 from hybridrl.rewards.score import OutOfTime
 
@@ -189,7 +190,7 @@ class ToolEnvironment(Environment):
 
     async def reset(self, messages: list[Message]) -> list[Message]:
         for name, tool in self._tools.items():
-            self._states[name] = await finished(tool.start, self.row, seconds=self._settings.tool_timeout)
+            self._states[name] = await finished(tool.start, own(self.row), seconds=self._settings.tool_timeout)
         return messages
 
     async def step(self, response: Response) -> Step:
@@ -250,7 +251,7 @@ class ToolEnvironment(Environment):
             try:
                 seconds = None if tool.limited else self._settings.tool_timeout
                 with contained(tool, ToolError, EpisodeFault, OutOfTime):
-                    returned = await finished(tool.call, self._states.get(tool.name), arguments, seconds=seconds)
+                    returned = await finished(tool.call, self._states.get(tool.name), own(arguments), seconds=seconds)
                     return to_result(returned, f"the tool {tool.name}"), "ok"
             except ToolError as error:
                 return ToolResult(str(error)), "error"

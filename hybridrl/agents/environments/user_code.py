@@ -20,7 +20,7 @@ from typing import Any
 from urllib.error import URLError
 
 from hybridrl.agents.environments import EpisodeFault, ToolError
-from hybridrl.config.custom_code import text_of, where
+from hybridrl.config.custom_code import ending_forks, text_of, where
 from hybridrl.config.findings import ConfigError
 from hybridrl.rewards.score import OutOfTime, Score, as_number, as_score
 
@@ -50,9 +50,11 @@ def contained(
     what: Any, *passing: type[Exception], arguments: tuple[Any, ...] = (), interrupts: bool = False
 ) -> Iterator[None]:
     """Raise UserCodeError in place of whatever the code within raises, except `passing`, one that is raised already,
-    and the end of the task that it runs in. KeyboardInterrupt is the user's, at the terminal, unless `interrupts`."""
+    and the end of the task that it runs in. KeyboardInterrupt is the user's, at the terminal, unless `interrupts`. What
+    the code has forked ends here."""
     try:
-        yield
+        with ending_forks():
+            yield
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt) and not interrupts
         if stopped or isinstance(error, (*passing, UserCodeError, *ENDS_TASKS)):

@@ -30,9 +30,10 @@ from hybridrl.agents.environments import (
 from hybridrl.agents.environments.episode_loop import AgentLoop, EpisodeRun, Kit, Limits, PausablePolicy
 from hybridrl.agents.environments.load import environment_of, runs_function
 from hybridrl.agents.environments.user_code import UserCodeError, contained
+from hybridrl.config.custom_code import own
 from hybridrl.core.experience.trajectory import Policy, Trajectory
 from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling, request_seed
-from hybridrl.runtime.guard import begin_actor
+from hybridrl.runtime.guard import begin_actor, bound_log
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +166,11 @@ class EpisodeWorker:
     """Episodes as tasks of one event loop; plain functions of environments run in threads. Episodes of several calls
     run at the same time, and those that a call has left are abandoned when it ends."""
 
+    log: str | None = None  # to which environments, tools and agents write as well
+
     def __init__(self, log: str, settings: EpisodeSettings) -> None:
         begin_actor(log)
+        self.log = log
         logging.basicConfig(format="%(asctime)s %(message)s")
         self.begin(settings)
 
@@ -205,6 +209,7 @@ class EpisodeWorker:
     async def take(self, name: str) -> bytes:
         """Return what episodes of this call ask for, and those that ended, as pickled pairs of ticket and Request or
         Trajectory; nothing after some seconds without any."""
+        bound_log(self.log)
         queue, ready = self._call(name).ready, []
         with contextlib.suppress(TimeoutError):
             ready.append(await asyncio.wait_for(queue.get(), HEARTBEAT_SECONDS))
@@ -243,6 +248,7 @@ class EpisodeWorker:
         call.ready.put_nowait((ticket, trajectory))
 
     async def _episode(self, call: DispatchCall, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
+        spec = replace(spec, messages=own([*spec.messages]), row=own(spec.row))  # which samples of a prompt share
         kit = self.kit.of_row(spec.row)
         policy = partial(WorkerPolicy, kit, call, ticket, spec)
         if self.agents and runs_function(spec.row, self.environments):

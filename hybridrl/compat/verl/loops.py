@@ -24,7 +24,7 @@ from hybridrl.compat.verl.names import by_name, get_event_loop
 from hybridrl.compat.verl.tools import initialize_tools_from_config, load_interactions, load_verl_class, read_entries
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_section
-from hybridrl.config.custom_code import taken
+from hybridrl.config.custom_code import once, own, taken
 from hybridrl.core.experience.trajectory import Policy, Trajectory, Turn
 from hybridrl.core.rollout import Completion
 
@@ -299,12 +299,12 @@ class VerlLoop(episode_loop.AgentLoop):
         """
         section, server = _section(config), AsyncLLMServerManager(policy, dialogue)
         server.tools, server.interactions = self.tools, self.interactions
-        data, own = DictConfigWrap(section.data), copy.copy(tokenizer)
+        data, copied, kwargs = DictConfigWrap(section.data), copy.copy(tokenizer), own(self.kwargs)
         # A list of ids, as it was when these loops were written.
-        own.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
-        own.call_parser = call_parser
-        given = {"processor": None, "dataset_cls": None, "dataset_config": data, "data_config": data, **self.kwargs}
-        given |= {"trainer_config": DictConfigWrap(section), "server_manager": server, "tokenizer": own}
+        copied.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+        copied.call_parser = call_parser
+        given = {"processor": None, "dataset_cls": None, "dataset_config": data, "data_config": data, **kwargs}
+        given |= {"trainer_config": DictConfigWrap(section), "server_manager": server, "tokenizer": copied}
         loop = self.cls(**taken(self.cls, given))
         fields = {**_as_dataset_item(self.row), "raw_prompt": messages, "messages": messages}
         returned = await loop.run(**taken(loop.run, {**fields, "sampling_params": dict(sampling_params)}))
@@ -325,7 +325,7 @@ def agent_loop(name: str, path: str | None) -> VerlLoop:
     return loops[name]
 
 
-@functools.cache
+@once
 def _load(path: str) -> dict[str, VerlLoop]:
     loops = {}
     for index, entry in enumerate(read_entries(path, LOOPS, "agent_loops")):

@@ -19,6 +19,7 @@ from typing import Any
 
 from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.compat.verl import graders
+from hybridrl.config.custom_code import once
 from hybridrl.rewards.scorers.short_answers import last_tagged, normalised
 
 logger = logging.getLogger(__name__)
@@ -228,7 +229,7 @@ class _OrReplacement(Loader):
             self._replacements.exec_module(module)
 
 
-@functools.cache
+@once
 def placeholder(name: str) -> type:
     """Return a class with the name of a verl class, which can be inherited from but not instantiated."""
 

@@ -1,6 +1,7 @@
 """The needs of a step of the algorithm, the way from scored responses to advantages, and the functions of names."""
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module
@@ -87,7 +88,10 @@ class Algorithm:
             metrics |= correction_metrics
         # A rejected token is not trained on; its reward and its value still belong to the tokens before it.
         written = replace(corrected, response_mask=batch.response_mask)
-        advantages, returns, *logged = self.estimator(written.by_episode())
+        rows = written.by_episode()
+        if ".py:" in str(self.entry.function):  # custom code may change what it gets
+            rows = deepcopy(replace(rows, routes=None))
+        advantages, returns, *logged = self.estimator(rows)
         metrics |= {f"algorithm/{name}": float(value) for more in logged for name, value in more.items()}
         rejected = required(batch.response_mask) & ~required(corrected.response_mask)
         advantages, returns = advantages.masked_fill(rejected, 0), returns.masked_fill(rejected, 0)

@@ -9,7 +9,6 @@ calls (seccomp) holds every guarantee of docs/rewards.md by itself; Landlock and
 import contextlib
 import ctypes
 import errno
-import functools
 import json
 import marshal
 import mmap
@@ -192,9 +191,8 @@ def _if_any_bit(argument: int, bits: int, then: int, otherwise: int | None = Non
     return test if otherwise is None else [*test, (_RETURN, 0, 0, otherwise)]
 
 
-@functools.cache
 def pack() -> int:
-    """Return the descriptor of a file in memory with the code of every module, compiled once per calling process."""
+    """Return the descriptor of a file in memory with the code of every module, compiled now."""
     modules: dict[str, tuple[str, bool, int, int]] = {}
     codes: list[bytes] = []
     end = 0

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridrl.config import ConfigError
+from hybridrl.config.custom_code import once
 from hybridrl.rewards.sandbox.confinement import pack, supported
 
 _ROOT = str(Path(__file__).resolve().parents[3])
@@ -23,6 +24,9 @@ START = (
     "import sys; sys.path.append({root!r}); from hybridrl.rewards.sandbox.{module} import main; sys.path.pop(); "
     "main{descriptors}"
 )
+
+
+_packed = once(pack)
 
 
 class SandboxError(RuntimeError):
@@ -76,7 +80,9 @@ def run(
     with open(os.memfd_create("tests"), "w+") as tests:
         json.dump(inputs, tests)
         tests.seek(0)
-        module, descriptors = ("asserts", (pack(), tests.fileno())) if kind == "asserts" else ("inside", (pack(),))
+        module, descriptors = (
+            ("asserts", (_packed(), tests.fileno())) if kind == "asserts" else ("inside", (_packed(),))
+        )
         lines = _lines(module, descriptors, json.dumps(job), limits.total_seconds)
     outputs = [json.loads(line) for line in lines[: len(inputs)]]
     if mark:  # only a run that was completed has printed it

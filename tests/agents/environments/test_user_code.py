@@ -1,6 +1,10 @@
 """Whatever the user's code raises, an episode's call of it ends with one error, with the line and the arguments."""
 
 import asyncio
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -48,6 +52,24 @@ def test_whatever_is_raised_is_one_error_and_ends_neither_loop_nor_thread(functi
 
     failed = asyncio.run(run())
     assert isinstance(failed.cause, Exception) and failed.fault == f"raised:{type(failed.cause).__name__}"
+
+
+def forking(end: Callable[[], object]) -> int:
+    """Return the process that ends so, in the process that has forked it."""
+    return os.fork() or end()
+
+
+async def forking_coroutine(end: Callable[[], object]) -> int:
+    return forking(end)
+
+
+@pytest.mark.parametrize("function", [forking, forking_coroutine])
+@pytest.mark.parametrize(
+    ("end", "status"), [(sys.exit, 0), (partial(sys.exit, 3), 3), (partial(int, "x"), 1), (int, 0)]
+)
+async def test_what_code_has_forked_ends_as_a_script_and_never_returns(function, end, status) -> None:
+    child = await finished(function, end)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
 
 
 def test_the_error_has_the_line_and_what_the_function_was_called_with() -> None:

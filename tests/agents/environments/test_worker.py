@@ -15,6 +15,7 @@ from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec, Ep
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling
 from hybridrl.core.rollout.engine import FatalRequest, RejectedRequest
+from tests.agents.endpoint.conftest import completion_of
 from tests.agents.sections import environments_of
 
 LIMITS = Limits(prompt=100, response=300, context=400)
@@ -34,6 +35,22 @@ class Reads(Environment):
         if response.turn:
             return Step(done=True)
         return Step(replace=[message]) if self.row.get("replaces") else Step([message])
+'''
+CHANGES = '''
+from hybridrl.agents.environments import Environment, Step
+
+
+class Changes(Environment):
+    """Changes all that it gets, and rewards by what it found."""
+
+    def reset(self, messages):
+        messages[0]["content"] += "!"
+        self.row["deep"]["list"].append(1)
+        self.config["deep"]["list"].append(1)
+        return messages
+
+    def step(self, response):
+        return Step(done=True, reward=len(self.row["deep"]["list"]) + len(self.config["deep"]["list"]))
 '''
 AGENT = """
 async def agent(*_):
@@ -230,3 +247,18 @@ def test_a_text_is_only_left_out_unread_if_no_tokenizer_could_make_it_fit(tokeni
     assert not dialogue.exceeds(many, 10_000), "each of its tokens may be the longest"
     assert dialogue.exceeds([{"role": "user", "content": "a" * (2 * 10_000 * longest + 1)}], 10_000)
     assert not dialogue.exceeds([{"role": "user", "content": " " * (2 * 10_000 * longest + 1)}], 10_000)
+
+
+def test_an_environment_changes_its_own_row_messages_and_settings_only(tokenizer, tmp_path):
+    worker = make_worker(tokenizer, tmp_path)
+    (tmp_path / "changes.py").write_text(CHANGES)
+    kind = {"environment": f"{tmp_path}/changes.py:Changes", "environment_kwargs": {"deep": {"list": []}}}
+    worker.environments, row = environments_of(**kind), {"deep": {"list": []}}
+    prompts = []
+
+    def answer(request: Request) -> Completion:
+        prompts.append(request.prompt_ids)
+        return completion_of(tokenizer, "x")
+
+    assert [one.reward for one in run(worker, [row] * 4, answer)] == [2.0] * 4
+    assert all(ids == prompts[0] for ids in prompts)
