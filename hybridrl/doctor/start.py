@@ -26,6 +26,7 @@ from hybridrl.runs.prepare import reject_unusable_overrides
 from hybridrl.runs.settings import build_algorithm, contents_to_save
 from hybridrl.runs.setup import save_times
 from hybridrl.runtime.environment import joins
+from hybridrl.runtime.guard import LOG_BYTES
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.records import COMPRESSED
 
@@ -148,6 +149,7 @@ def check_space(config: PPOConfig | SFTConfig, findings: Findings, steps: int | 
         most = math.inf if config.trainer.max_rollout_data_gb is None else config.trainer.max_rollout_data_gb * 1e9
         samples = int(min((steps or config.trainer.total_training_steps or 0) * of_step, most))
     of_samples = f"the samples of all steps take up to {amount(samples)}"
+    log = LOG_BYTES if isinstance(config, PPOConfig) and config.reward.num_workers else 0
     size = _checkpoint_bytes(config) if times.ever else None
     if not size:
         if samples > free:
@@ -157,11 +159,11 @@ def check_space(config: PPOConfig | SFTConfig, findings: Findings, steps: int | 
     saves = (steps or 1) // times.steps if times.steps > 0 else 1
     kept = max(min(config.trainer.max_actor_ckpt_to_keep or saves, saves), 1)
     cause = f"a checkpoint takes about {amount(size)}, and {amount(free)} are free in {existing}"
-    cause += f"; {of_samples}" * bool(samples)
-    if (kept + 1) * size + samples <= free:
+    cause += f"; {of_samples}" * bool(samples) + f"; logs/reward.log takes up to {amount(log)}" * bool(log)
+    if (kept + 1) * size + samples + log <= free:
         findings.info("run.disk", cause)
     else:
-        fit = (free - samples) // size - 1
+        fit = (free - samples - log) // size - 1
         fix = f"set {KEEP}={fit}" if fit > 0 else f"free some, or move {KEY} to a larger disk"
         fix += f", or set a lower {SAMPLES}" * (samples > size)
         findings.warn("run.disk", f"{cause}: not enough for {kept} and one being written", fix, keys=(KEEP, KEY))

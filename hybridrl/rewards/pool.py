@@ -27,14 +27,16 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_parts import RewardConfig
-from hybridrl.core.cluster import Actor, RaySession, gather, kill, spawn
+from hybridrl.core.cluster import Actor, RaySession, WorkerDied, gather, kill, spawn
+from hybridrl.core.required import required
 from hybridrl.rewards.load import in_one_call, processes, seconds_between_calls
 from hybridrl.rewards.process import LOAD_TIMEOUT, CallerScorer, Launch, ScorerDied, ScoringProcess
 from hybridrl.rewards.score import WRITTEN, WRITTEN_IDS, Score, ScoringRequest
 from hybridrl.runtime.guard import begin_actor
+from hybridrl.tracking.console import warn
 
 _MOST_AT_ONCE = 256  # requests sent to a scorer together: enough that sending is cheap compared with scoring
-_RESTARTS = 3  # of an actor that dies; Ray repeats the calls that were in progress
+_RESTARTS = 3  # of an actor that dies before it has loaded the reward
 _STOP_TIMEOUT = 10.0
 
 LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
@@ -221,24 +223,48 @@ def open_scorer_pool(
 def _start_actor(session: RaySession, machine: int, share: int, logs: Path, setup: Setup) -> list["RemoteScorer"]:
     """Start the ScoringActor of a machine; return a scorer for each of its processes."""
     log, reward_log = f"{logs}/scoring-{machine}.log", f"{logs}/reward{f'-{machine}' * bool(machine)}.log"
-    handle = spawn(
-        ScoringActor,
-        session,
-        session.first_devices[machine],
-        {},
-        *(log, reward_log, share, setup),
-        max_concurrency=share + 1,  # one call per process, and `stop`
-        max_restarts=_RESTARTS,
-        max_task_retries=_RESTARTS,
-    )
+    given = ScoringActor, session, session.first_devices[machine], {}, log, reward_log, share, setup
+    start = functools.partial(spawn, *given, max_concurrency=share + 1)  # one call per process, and `stop`
+    actor = ReplacedActor(start, share, log)
+    return [RemoteScorer(actor, index, setup[0]) for index in range(share)]
 
-    @functools.cache  # each of the scorers is stopped
-    def stop() -> None:
-        with contextlib.suppress(Exception):  # it or Ray may have ended, and nothing needs its result
-            gather([handle.stop.remote()], "scorer.stop", _STOP_TIMEOUT)
-        kill(handle)
 
-    return [RemoteScorer(handle, index, log, setup[0], stop) for index in range(share)]
+class ReplacedActor:
+    """A ScoringActor, which is replaced when it is lost; `share` scorers use it, each from its thread."""
+
+    def __init__(self, start: Callable[[], Actor], share: int, log: str) -> None:
+        self._start, self._share, self._log, self._handle = start, share, log, start()
+        self._changing, self._alone = threading.Lock(), threading.Lock()
+        self._places, self._stopped = threading.Semaphore(share), False
+        self.lost: WorkerDied | None = None  # how it was lost last
+
+    def call(self, method: str, *arguments: Any, seconds: float, key: str, alone: bool = False) -> Any:
+        """Return the result of a call, next to which no other runs if it is `alone`; None if the actor was lost."""
+        with contextlib.ExitStack() as taken:
+            for place in [self._alone, *[self._places] * self._share] if alone else [self._places]:
+                taken.enter_context(place)
+            handle = self._handle
+            try:
+                ref = getattr(handle, method).remote(*arguments)
+                return gather([ref], f"scorer.{method}", seconds, [self._log], key=key)[0]
+            except WorkerDied as lost:
+                with self._changing:
+                    if self._stopped:
+                        raise
+                    if self._handle is handle:
+                        warn(f"a scoring actor was lost: {lost.cause or lost}; its log: {self._log}", lost.code)
+                        kill(handle)
+                        self._handle, self.lost = self._start(), lost
+        return None
+
+    def stop(self) -> None:
+        """End the actor, once."""
+        with self._changing:
+            if not self._stopped:
+                self._stopped = True
+                with contextlib.suppress(Exception):  # it or Ray may have ended, and nothing needs its result
+                    gather([self._handle.stop.remote()], "scorer.stop", _STOP_TIMEOUT)
+                kill(self._handle)
 
 
 class DecodingScorer:
@@ -283,10 +309,7 @@ class ScoringActor:
         begin_actor(log)
         config, data_sources, load_tokenizer, driver, driver_host = setup
         # Rewards see what they would see as children of the driver; a further machine adds what is its own.
-        if socket.gethostname() == driver_host:
-            environment = driver.environment
-        else:
-            environment = driver.environment | dict(os.environ)
+        environment = driver.environment | ({} if socket.gethostname() == driver_host else dict(os.environ))
         directory = driver.directory if os.path.isdir(driver.directory) else None
         launch = Launch([*driver.path, *sys.path], directory, environment)
         tokenizer = load_tokenizer()
@@ -340,26 +363,38 @@ def unpacked(content: bytes) -> list[ScoringRequest]:
 class RemoteScorer:
     """One process of a ScoringActor, as the pool sees it; `stop` ends the actor."""
 
-    def __init__(self, handle: Actor, index: int, log: str, config: RewardConfig, stop: Callable[[], None]) -> None:
-        self._handle, self._index, self._log, self.stop = handle, index, log, stop
+    def __init__(self, actor: ReplacedActor, index: int, config: RewardConfig) -> None:
+        self._actor, self._index, self._whole, self.stop = actor, index, in_one_call(config), actor.stop
         # Bounds a call: the limits within the actor end it long before.
         self._seconds = LOAD_TIMEOUT + 2 * (config.timeout + seconds_between_calls(config))
 
     def start(self) -> bool:
-        call = self._handle.start.remote(self._index)
-        (reply,) = gather([call], "scorer.start", 2 * LOAD_TIMEOUT, [self._log], key="")
-        if isinstance(reply, tuple):
-            raise reply[0](reply[1])
-        return reply
+        for _ in range(_RESTARTS):
+            reply = self._actor.call("start", self._index, seconds=2 * LOAD_TIMEOUT, key="")
+            if isinstance(reply, tuple):
+                raise reply[0](reply[1])
+            if reply is not None:
+                return reply
+        raise required(self._actor.lost)
 
-    def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
-        call = self._handle.score.remote(self._index, packed(requests))
-        (reply,) = gather(
-            [call], "scorer.score", self._seconds * (1 + len(requests)), [self._log], key="reward.timeout"
-        )
-        scores, reason = pickle.loads(reply)
-        yield from scores
-        if reason is not None:
-            raise reason[0](reason[1])
+    def score(self, requests: Sequence[ScoringRequest], *, suspects: bool = False) -> Iterator[Score]:
+        """Yield one Score per request, in order. Those during which the actor was lost are `suspects`: scored again
+        with no others, then in halves, until one is left, whose reward may have killed its parent."""
+        limits = {"seconds": self._seconds * (1 + len(requests)), "key": "reward.timeout"}
+        reply = self._actor.call("score", self._index, packed(requests), alone=suspects, **limits)
+        if reply is not None:
+            scores, reason = pickle.loads(reply)
+            yield from scores
+            if reason is not None:
+                raise reason[0](reason[1])
+            return
+        self.start()  # raises if the actor cannot run at all, for which no request is to blame
+        middle = len(requests) // 2 * (suspects and not self._whole)
+        if suspects and not middle:
+            detail = f"the scoring actor died twice while it scored this: {required(self._actor.lost).cause}"
+            yield from [Score(None, fault="died", detail=detail)] * len(requests)
+        else:
+            for part in filter(None, (requests[:middle], requests[middle:])):
+                yield from self.score(part, suspects=True)
 
     def close(self) -> None: ...

@@ -7,10 +7,7 @@ scores until the supervisor closes the socket; it does not interrupt a plain fun
 import contextlib
 import logging
 import os
-import pickle
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -27,8 +24,9 @@ from hybridrl.config import ConfigError
 from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.core.required import required
 from hybridrl.rewards.load import CPU_SECONDS, calls_at_once, in_one_call, load_reward, seconds_between_calls
-from hybridrl.rewards.score import Score, ScoringRequest, fault_of, score_request
-from hybridrl.runtime.guard import end_with_parent
+from hybridrl.rewards.program import NoMessage, Program, messages_of
+from hybridrl.rewards.score import Score, ScoringRequest, checked, fault_of, score_request
+from hybridrl.runtime.guard import bound_log
 
 _LOADS = 3  # attempts of a process that is killed meanwhile, from outside or by the kernel
 LOAD_TIMEOUT = 300  # seconds to import the user's file: a large library on a busy machine takes tens
@@ -37,13 +35,8 @@ _GRACE = 1.0
 # Seconds that a process has to end once its socket is closed, so that its exit code is the one reported.
 _END_TIMEOUT = 2.0
 _SECONDS_BETWEEN_CHECKS = 0.1  # of a process's memory
-_MIB = 1 << 20
+_MIB, _PAGE = 1 << 20, os.sysconf("SC_PAGE_SIZE")
 _MIN_DEFAULT_MEMORY, _DEFAULT_SHARE = 4096, 8
-# Starts each message, so that anything else written to the socket is recognised as not being one.
-_MAGIC = b"\x00hybridrl"
-_LENGTH = 8
-_HEADER = len(_MAGIC) + _LENGTH
-_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -67,10 +60,6 @@ class ScorerDied(RuntimeError):
 
 class _MemoryExceeded(Exception):
     """A scoring process is above reward.memory_mb."""
-
-
-class NoMessage(Exception):
-    """Something other than a message arrived on the socket."""
 
 
 class ScoringProcess:
@@ -191,13 +180,14 @@ class ScoringProcess:
         program raises by mistake.
         """
         try:
-            return Score(*self._reply(self._limit))
+            return checked(self._reply(self._limit))
         except TimeoutError:
             fault, detail = "timeout", f"no score within {self._config.timeout:g} s (reward.timeout)"
         except _MemoryExceeded as error:
             fault, detail = "memory", f"the scoring process used {error}"
-        except (NoMessage, TypeError):
-            fault, detail = "died", "what the scoring process sent is not a score: the reward wrote to its connection"
+        except (NoMessage, TypeError) as error:
+            said = str(error) or "the reward, or what it has started, wrote to its connection"
+            fault, detail = "died", f"what the scoring process sent is not the next score: {said}"
         except (EOFError, OSError):
             ended = self._kill(_END_TIMEOUT)
             by_signal = {signal.SIGPROF: "overran", signal.SIGKILL: "killed", signal.SIGTERM: "killed"}
@@ -213,7 +203,8 @@ class ScoringProcess:
             now = time.monotonic()
             if now >= self._next_check:
                 self._next_check = now + _SECONDS_BETWEEN_CHECKS
-                if _max_memory(program.process.pid) > self._memory_mb * _MIB:
+                bound_log(self._log_path)
+                if _exceeds(program.process.pid, self._memory_mb * _MIB):
                     raise _MemoryExceeded(f"more than {self._memory_mb:,} MiB of memory (reward.memory_mb)")
             try:
                 return program.messages.receive(min(_SECONDS_BETWEEN_CHECKS, max(deadline - now, 0)))
@@ -227,91 +218,36 @@ class ScoringProcess:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _max_memory(process: int) -> int:
-    """Return the resident bytes of a process, or of a descendant with more; 0 where the system does not report it.
+def _exceeds(process: int, limit: int) -> bool:
+    """Whether a process, its group and its descendants hold more bytes than the limit; those they share count once."""
+    members = [process, *_members(process)]
+    resident = [_bytes(member, "statm") for member in members]
+    if sum(resident) <= limit:  # reading the proportional set sizes takes a hundred times as long
+        return False
+    shares = [_bytes(member, "smaps_rollup") for member in members]
+    return (sum(shares) or max(resident)) > limit
 
-    The sum would count memory that they share several times.
-    """
-    own, children = 0, []
+
+def _members(process: int) -> set[int]:
+    """Return the other processes of a group, and those that they or its first one have started."""
+    found, waiting = {process}, [process]
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            waiting += [int(entry)] if os.getpgid(int(entry)) == process else []
+    while waiting:
+        found.add(member := waiting.pop())
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for task in Path(f"/proc/{member}/task").iterdir():
+                waiting += {int(child) for child in (task / "children").read_text().split()} - found
+    return found - {process}
+
+
+def _bytes(process: int, file: str) -> int:
+    """Return the resident bytes of a process (statm) or its proportional set size; 0 where the system does not say."""
     with contextlib.suppress(OSError, IndexError):  # it has ended meanwhile
-        own = int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        for task in Path(f"/proc/{process}/task").iterdir():
-            children += [int(child) for child in (task / "children").read_text().split()]
-    return max([own, *map(_max_memory, children)])
-
-
-class Messages:
-    """Pickled messages over one end of a socket. A partly received message is kept across a timeout."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end, self._received = end, bytearray()
-        self.close = end.close
-
-    def send(self, message: Any, seconds: float | None = None) -> None:
-        """Send a message. OSError: the other side has ended; TimeoutError: it does not read."""
-        content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._end.settimeout(seconds)
-        self._end.sendall(_MAGIC + len(content).to_bytes(_LENGTH) + content)
-
-    def receive(self, seconds: float | None = None) -> Any:
-        """Return the next message. TimeoutError: none in time; EOFError or OSError: the other side has ended."""
-        deadline = None if seconds is None else time.monotonic() + seconds
-        self._fill(_HEADER, deadline)
-        if not self._received.startswith(_MAGIC):
-            raise NoMessage
-        length = int.from_bytes(self._received[len(_MAGIC) : _HEADER])
-        self._fill(_HEADER + length, deadline)
-        content = bytes(self._received[_HEADER : _HEADER + length])
-        del self._received[: _HEADER + length]
-        try:
-            return pickle.loads(content)
-        except Exception as error:  # foreign bytes in the middle of a message can raise anything
-            raise NoMessage from error
-
-    def _fill(self, count: int, deadline: float | None) -> None:
-        """Wait until `count` bytes have been received."""
-        while len(self._received) < count:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError
-            self._end.settimeout(left)
-            if not (received := self._end.recv(_CHUNK)):
-                raise EOFError
-            self._received += received
-
-
-class Program:
-    """A bare interpreter that runs `main(descriptor, parent)` of a module with this `sys.path`, and the messages to it.
-
-    It does not import the driver's main module. In a group of its own it is not reached by the terminal's Ctrl-C, and
-    is killed with its own children. `options` are those of Popen.
-    """
-
-    def __init__(self, module: str, path: Sequence[str], **options: Any) -> None:
-        ours, theirs = socket.socketpair()
-        self.messages, descriptor = Messages(ours), theirs.fileno()
-        code = f"import sys; sys.path[:] = {list(path)}; from {module} import main; main({descriptor}, {os.getpid()})"
-        options |= {"pass_fds": [descriptor], "process_group": 0, "stdin": subprocess.DEVNULL}
-        with theirs:
-            self.process = subprocess.Popen([sys.executable, "-u", "-c", code], **options)
-
-    def kill(self, seconds_to_end: float) -> int:
-        """Kill the process, unless it ends in time, and all that it started; return its exit code."""
-        if self.process.returncode is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(seconds_to_end)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()  # in case it has left its group
-        return self.process.wait()
-
-
-def messages_of(descriptor: int, parent: int) -> Messages:
-    """Return the messages to the parent, in a Program, which ends with it."""
-    end_with_parent(parent, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the driver, which ends this process
-    os.set_inheritable(descriptor, False)  # processes that this one starts must not keep the socket open
-    return Messages(socket.socket(fileno=descriptor))
+        text = Path(f"/proc/{process}/{file}").read_text()
+        return int(text.split()[1]) * _PAGE if file == "statm" else int(text.partition("\nPss:")[2].split()[0]) << 10
+    return 0
 
 
 def main(descriptor: int, supervisor: int) -> None:

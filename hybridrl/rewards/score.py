@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LARGEST = 1e18  # of a score: estimators and losses square it in float32
+LONGEST = 100  # characters of the name of a fault
 MOST_BITS = 1023  # of an integer that is a number of a sample: a float holds it
 # In `extra_info` of a conversation: what the policy itself wrote, a turn per line, without what it read; and until it
 # is decoded, the token ids of each turn.
@@ -59,6 +60,21 @@ class Score:
         return replace(self, value=value, token_rewards=[*others, last + value - self.value])
 
 
+def checked(fields: Any) -> Score:
+    """Return the score with these fields, which come from a scoring process; TypeError if they are not those of one,
+    which a reward may have written itself."""
+    score = Score(*fields)
+    value, tokens = score.value, score.token_rewards
+    numbers = [] if value is None else [value, *(tokens or ())]
+    if not all(type(number) is float and abs(number) <= LARGEST for number in numbers):
+        raise TypeError(f"its value is {value!r:.40}")
+    if (value is None) != isinstance(score.fault, str) or not isinstance(tokens, list | None):
+        raise TypeError(f"its fault is {score.fault!r:.40}")
+    if not (isinstance(score.extras, dict) and isinstance(score.detail, str) and isinstance(score.text, str | None)):
+        raise TypeError("it has a field of another type")
+    return replace(score, fault=score.fault and score.fault[:LONGEST], detail=score.detail[: 10 * LONGEST])
+
+
 class OutOfTime(Exception):
     """A call of a reward function was cancelled at its time limit."""
 
@@ -99,15 +115,16 @@ def to_score(returned: Any, *, needs_score: bool = True) -> Score:
     if returned.get("token_rewards") is None:
         if "score" not in returned and needs_score:
             return Score(None, fault="type", detail=f'returned a dict without "score"; its keys: {list(returned)}')
+        if "score" in returned and returned["score"] is None:  # one of several rewards may abstain
+            return replace(as_score(None), extras={name: extras[name] for name in extras if name != "score"})
         return as_score(returned.get("score", 0.0), extras)
 
     tokens, total = returned["token_rewards"], returned.get("score")
     numbers = [as_number(number) for number in list(tokens)]
     if not numbers or None in numbers:
         return Score(None, fault="type", detail=f"token_rewards is not a list of numbers: {tokens!r:.80}")
-    value = math.fsum(numbers)
-    if not math.isfinite(value):
-        return Score(None, fault="nan", detail=f"token_rewards add up to {value}")
+    if not all(abs(number) <= LARGEST for number in numbers) or abs(value := math.fsum(numbers)) > LARGEST:
+        return Score(None, fault="nan", detail=f"token_rewards, or their sum, are not finite or beyond {LARGEST:g}")
     if total is not None and not math.isclose(as_number(total) or 0.0, value, rel_tol=1e-4, abs_tol=1e-6):
         detail = f"token_rewards sum to {value:g}, but score is {total!r:.40}; leave score out, or make them agree"
         return Score(None, fault="type", detail=detail)
@@ -118,25 +135,30 @@ def combined(main: Score, further: Mapping[str, Score], weights: Mapping[str, fl
     """Combine scores into one, keeping each under its name; the first fault among them is the result's.
 
     The keys of `weights` are keys of the main score's extras, names of `further`, or "score", the main score's value.
-    Empty: the main value and all further ones have equal weight.
+    Empty: the main value and all further ones have equal weight. One that is None abstains: the others are added.
     """
     for name, score in further.items():
-        if score.fault is not None:
+        if score.fault not in (None, "none"):
             return replace(score, detail=f"{name}: {score.detail}")
-    if main.fault is not None:
+    if main.fault not in (None, "none"):
         return main
     components = main.extras | {name: score.value for name, score in further.items()} | {"score": main.value}
     weights = weights or dict.fromkeys(["score", *further], 1.0)
-    for name in weights:
+    if main.fault == "none" and not main.extras:  # no dict, whose keys would be the others
+        components = dict.fromkeys(weights) | components
+    voting = {name: weight for name, weight in weights.items() if components.get(name, ...) is not None}
+    if not voting:
+        return Score(None, fault="none", detail=f"every reward returned None: {', '.join(weights)}")
+    for name in voting:
         if not isinstance(components.get(name), bool | int | float):
             detail = (
                 f'reward.weights.{name}: the reward gave no number under "{name}"; its keys: {", ".join(components)}'
             )
             return Score(None, fault="type", detail=detail)
-    value = sum(weight * float(components[name]) for name, weight in weights.items())
-    if not math.isfinite(value):
-        return Score(None, fault="nan", detail=f"the weighted sum is {value}")
-    return replace(main.with_value(value), extras=components | {"score": value})
+    total = as_score(sum(weight * float(components[name]) for name, weight in voting.items()))
+    if total.value is None:
+        return replace(total, detail=f"the weighted sum: {total.detail}")
+    return replace(main.with_value(total.value), extras=components | {"score": total.value}, fault=None, detail="")
 
 
 def component_means(scores: Sequence[Score]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from hybridrl.config import load_ppo_config
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.doctor.full import check_run_directory
 from hybridrl.runs.prepare import prepare
+from hybridrl.runtime.guard import LOG_BYTES
 
 
 @pytest.fixture
@@ -36,11 +37,13 @@ def test_disk_space_is_not_reported_if_nothing_is_saved(check):
 
 
 def test_a_disk_that_cannot_hold_the_steps_is_a_warning(check, free_space):
-    free_space(2_500_000)
+    free_space(2_500_000 + LOG_BYTES)  # what a reward prints
     # 2 x 320 x 64 + 4 x 64 x 64 + 3 x 64 + 3 x 64 x 32 + 3 x 64 = 63,872 parameters of 12 bytes: 766,464 bytes a step
     findings = check("trainer.save_freq=1")["run.disk"]
     assert findings.severity == "warning" and "not enough for 3 and one being written" in findings.cause
     assert findings.fix == "set trainer.max_actor_ckpt_to_keep=2"
+    assert "logs/reward.log takes up to 64 MiB" in findings.cause
+    assert check("trainer.save_freq=1", "reward.num_workers=0")["run.disk"].severity == "info"
     assert check("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2")["run.disk"].severity == "info"
 
 

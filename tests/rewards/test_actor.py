@@ -1,4 +1,5 @@
 import os
+import pickle
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -11,8 +12,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from hybridrl.config import ConfigError
-from hybridrl.core.cluster import RaySession
-from hybridrl.rewards.pool import DecodingScorer, open_scorer_pool
+from hybridrl.core.cluster import RaySession, WorkerDied
+from hybridrl.core.cluster.failures import Cause
+from hybridrl.rewards.pool import DecodingScorer, RemoteScorer, ScorerPool, open_scorer_pool, unpacked
 from hybridrl.rewards.process import CallerScorer
 from hybridrl.rewards.score import Score, ScoringRequest
 from tests.rewards.test_pool import OBEDIENT, exists, results, values, wait_until
@@ -119,6 +121,61 @@ def test_actors_on_every_machine_score_with_the_limits_of_a_local_process(
     config = reward_config(source)
     with pytest.raises(ConfigError, match="OSError: no licence"):
         open_scorer_pool(session, config, tmp_path, (), load).wait_until_loaded()
+
+
+KILLS = """
+import os
+def compute_score(solution_str, ground_truth):
+    if solution_str.startswith("exit"): os.kill(os.getppid(), 9)
+    return float(ground_truth)
+"""
+
+
+@pytest.mark.slow
+def test_a_reward_that_kills_its_supervisor_costs_that_response_only(session, reward_config, tokenizer_path, tmp_path):
+    load = partial(PreTrainedTokenizerFast.from_pretrained, tokenizer_path)
+    with open_scorer_pool(session, reward_config(KILLS, num_workers=2), tmp_path, (), load) as pool:
+        pool.wait_until_loaded()
+        texts = ["exit" if number in (0, 5) else "fine" for number in range(12)]
+        scores = [future.result(300) for future in pool.submit(encoded(*texts))]
+    assert values(scores) == [None, 1, 2, 3, 4, None, *range(6, 12)]
+    assert {scores[number].fault for number in (0, 5)} == {"died"} and "died twice while" in scores[0].detail
+
+
+class Machine:
+    """Stands in for a ReplacedActor, which is lost during calls with one of the `fatal` texts."""
+
+    def __init__(self, *fatal: str) -> None:
+        self.fatal, self.lost, self.calls, self.stop = fatal, WorkerDied("lost"), [], lambda: None
+
+    def call(self, method: str, index: int, content: bytes = b"", *, alone: bool = False, **limits: object):
+        texts = [request.solution for request in unpacked(content)] if method == "score" else []
+        self.calls.append((method, alone, len(texts)))
+        if set(texts) & set(self.fatal):
+            self.lost.cause = Cause("scorer", "RayActorError", "it ended without a message")
+            return None
+        return False if method == "start" else pickle.dumps(([Score(float(text)) for text in texts], None))
+
+
+def test_the_response_of_which_the_supervisor_dies_is_found_alone_and_the_others_keep_their_scores(reward_config):
+    machine = Machine("3", "4")
+    with ScorerPool(
+        config := reward_config("def compute_score(): ..."), scorers=[RemoteScorer(machine, 0, config)]
+    ) as pool:
+        scores = results(pool.submit([ScoringRequest("", str(number), None, {}) for number in range(32)]))
+    assert values(scores) == [0, 1, 2, None, None, *range(5, 32)]
+    assert "ended without a message" in scores[3].detail
+    assert all(method == "start" or alone for method, alone, _ in machine.calls[2:8])  # until both are found
+    assert max(count for _, alone, count in machine.calls if not alone) > 1  # what follows runs together again
+    assert len(machine.calls) < 40
+
+
+def test_one_call_for_all_responses_is_not_divided_and_a_second_death_is_a_fault_of_all(reward_config):
+    config = reward_config("def compute_score(): ...", manager="batch")
+    with ScorerPool(config, scorers=[RemoteScorer(machine := Machine("1"), 0, config)]) as pool:
+        scores = results(pool.submit([ScoringRequest("", str(number), None, {}) for number in range(4)]))
+    assert [score.fault for score in scores] == ["died"] * 4
+    assert [call for call in machine.calls if call[0] == "score"] == [("score", False, 4), ("score", True, 4)]
 
 
 def parent(pid: int) -> int:

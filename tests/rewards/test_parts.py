@@ -21,6 +21,7 @@ def parts(reward_config, tmp_path):
 
     def score(source: str | None, data_source: str = "test", **more) -> Score:
         functions = {name: f"{tmp_path / 'further.py'}{tail}" for name, tail in more.pop("functions", {}).items()}
+        functions |= more.pop("further", {})
         config = reward_config(source, more=more | {"functions": functions})
         return score_request(load_reward(config).score, ScoringRequest(data_source, "four", "42", {}))
 
@@ -55,6 +56,37 @@ def test_the_main_function_is_not_called_if_it_has_no_weight(parts, reward_confi
 def test_a_fault_of_any_function_is_the_responses(parts):
     score = parts(DICT, functions={"judge": ":failing"}, weights={"judge": 1, "correct": 1})
     assert (score.value, score.fault) == (None, "raised:OSError")
+
+
+ABSTAINS = """
+def compute_score(solution_str): return None if solution_str == "four" else 1.0
+def two(solution_str): return 2.0
+def half(solution_str): return {"score": None, "note": "no opinion"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("main", "functions", "weights", "value"),
+    [
+        ("0.5", {"a": "", "b": ":two"}, {}, 2.5),
+        ("None", {"b": ":two"}, {}, 2.0),
+        ("{'score': None, 'format': 0.5}", {"b": ":two"}, {"score": 9, "format": 1, "b": 1}, 2.5),
+        ("{'correct': None, 'format': 0.5}", {}, {"correct": 1, "format": 2}, 1.0),
+        ("0.5", {"half": ":half"}, {"score": 1, "half": 7}, 0.5),
+        ("None", {"a": "", "half": ":half"}, {}, None),
+        ("{'correct': None, 'format': None}", {}, {"correct": 1, "format": 2}, None),
+        ("None", {}, {}, None),
+    ],
+)
+def test_a_reward_that_returns_none_leaves_the_response_to_the_others(parts, tmp_path, main, functions, weights, value):
+    (tmp_path / "abstains.py").write_text(ABSTAINS)
+    functions = {name: f"{tmp_path / 'abstains.py'}{tail}" for name, tail in functions.items()}
+    score = parts(f"def compute_score(solution_str): return {main}", further=functions, weights=weights)
+    assert (score.value, score.fault) == (value, "none" if value is None else None)
+    if value is not None:
+        assert all(score.extras[name] is None for name in functions if name in ("a", "half"))
+    elif functions or weights:
+        assert "every reward returned None: " in score.detail
 
 
 @pytest.mark.parametrize("name", ["accuracy", "note"])

@@ -27,7 +27,7 @@ from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.rollout.ladder import MemoryLadder
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import TrainWorkers
-from hybridrl.rewards.pool import RemoteScorer, ScorerPool
+from hybridrl.rewards.pool import RemoteScorer, ReplacedActor, ScorerPool
 from hybridrl.rewards.score import ScoringRequest
 from hybridrl.runs.resume import with_restarts
 from hybridrl.runtime import stacks
@@ -246,9 +246,8 @@ def test_a_rollout_server_whose_responses_are_lost_is_rebuilt_whether_or_not_it_
 @every_error
 def test_a_scoring_actor_that_is_lost_ends_the_attempt_and_no_response_counts_as_a_fault(config, error):
     def score() -> None:
-        scorer = RemoteScorer(Actor(error), 0, "/run/logs/scoring-0.log", config.reward, lambda: None)
-        scorer.start = lambda: False
-        with ScorerPool(config.reward, scorers=[scorer]) as pool:
+        actor = ReplacedActor(lambda: Actor(error), 1, "/run/logs/scoring-0.log")
+        with ScorerPool(config.reward, scorers=[RemoteScorer(actor, 0, config.reward)]) as pool:
             futures: list[Future] = pool.submit([ScoringRequest("test", "4", "4", {})])
             futures[0].result(timeout=10)
 

@@ -10,8 +10,6 @@ Imports nothing heavy, since the process of an agent starts for each episode.
 import asyncio
 import inspect
 import os
-import pickle
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -23,9 +21,10 @@ import httpx
 from hybridrl.agents.environments import AGENT
 from hybridrl.agents.environments.user_code import UserCodeError, contained, finished
 from hybridrl.config.custom_code import load_function
-from hybridrl.runtime.guard import end_with_parent
+from hybridrl.rewards.program import NoMessage, Program, messages_of
+from hybridrl.rewards.score import plain
 
-PROCESS = "from hybridrl.agents.endpoint.functions import main; main()"
+SECONDS_TO_END = 1.0  # of a process whose connection is closed
 Agent = Callable[..., Any]
 
 
@@ -47,40 +46,36 @@ async def call_agent(agent: Agent, data: Mapping[str, Any], base_url: str, api_k
 
 
 async def run_in_process(function: str, data: Mapping[str, Any], base_url: str, api_key: str, timeout: float) -> Any:
-    """Call an agent in a process of its own, which is killed if this is cancelled."""
+    """Call an agent in a process of its own, which ends when the agent has returned or this is cancelled, with all that
+    it has started."""
     variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_TIMEOUT": f"{timeout:g}"}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PROCESS),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=os.environ | variables,
-    )
+    program = Program(__name__, sys.path, env=os.environ | variables)
     try:
-        given = pickle.dumps((function, data, base_url, api_key, timeout))
-        written, _ = await process.communicate(given)
+        await finished(program.messages.send, (function, data, base_url, api_key, timeout))
+        returned, error = await finished(program.messages.receive)
+    except UserCodeError as failure:
+        if isinstance(failure.cause, NoMessage):
+            raise RuntimeError(f"what the agent's process sent is not what it returned ({failure.cause})") from None
+        status = await finished(program.kill, SECONDS_TO_END)
+        raise RuntimeError(f"the agent's process ended with exit status {status}") from None
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise RuntimeError(f"the agent's process ended with exit status {process.returncode}")
-    returned, error = pickle.loads(written)
+        program.kill(0)  # ends a thread that still waits for a message
+        program.messages.close()
     if error:
         raise RuntimeError(error)
     return returned
 
 
-def main() -> None:
-    """Be the process of one agent: read its episode from standard input, and write what the agent returned."""
-    end_with_parent(os.getppid(), signal.SIGKILL)
-    function, *arguments = pickle.load(sys.stdin.buffer)
-    result = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the agent prints goes to the log
+def main(descriptor: int, parent: int) -> None:
+    """Be the process of one agent: receive its episode, and send what the agent returned, and how it failed."""
+    messages = messages_of(descriptor, parent)
+    function, *arguments = messages.receive()
     try:
         with contained(function.rpartition(":")[2]):
-            answer = asyncio.run(call_agent(load_agent(function), *arguments)), ""
+            returned = asyncio.run(call_agent(load_agent(function), *arguments))
+            returned = dict(returned) if isinstance(returned, Mapping) else returned
+            reply = plain(returned), ""
     except UserCodeError as error:
         traceback.print_exc()
-        answer = None, str(error)
-    with result:
-        pickle.dump(answer, result)
+        reply = None, str(error)
+    messages.send(reply)

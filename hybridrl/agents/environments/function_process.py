@@ -19,7 +19,7 @@ from hybridrl.agents.environments import EpisodeFault, ToolError
 from hybridrl.agents.environments.user_code import ToolResult, UserCodeError, contained, to_result, unreachable
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_module
-from hybridrl.rewards.process import Program, messages_of
+from hybridrl.rewards.program import NoMessage, Program, messages_of
 from hybridrl.rewards.score import OutOfTime
 
 KEY = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
@@ -50,9 +50,10 @@ class FunctionProcesses:
                 self._idle += [process] if process else []
                 self._count -= not process
                 self._changed.notify()
-        if isinstance(reply, ToolResult):
-            return reply
-        kind, text, trace, outside = reply
+        kind, text, *more = reply
+        if not kind:
+            return ToolResult(text, *more)
+        trace, outside = more
         if kind in (ToolError.__name__, EpisodeFault.__name__):
             raise (ToolError if kind == ToolError.__name__ else EpisodeFault)(text)
         error = type(kind, (ConnectionError if outside else Exception,), {})(text)
@@ -96,6 +97,8 @@ class _Process:
             return self._messages.receive(seconds)
         except TimeoutError:
             raise OutOfTime(f"time limit of {seconds:g} s reached") from None
+        except NoMessage as error:
+            raise RuntimeError(f"what the tool's process sent is not its next result ({error})") from None
         except (EOFError, OSError):
             raise RuntimeError(f"the tool's process {self.kill()}") from None
 
@@ -105,7 +108,7 @@ class _Process:
             reason = self._messages.receive(SECONDS_TO_LOAD)
         except TimeoutError:
             reason = f"{KEY}={path} was not imported within {SECONDS_TO_LOAD:g} s"
-        except (EOFError, OSError):
+        except (NoMessage, EOFError, OSError):
             reason = f"the process that imports {KEY}={path} {self.kill()}"
         if reason:
             raise EpisodeFault(reason)
@@ -148,7 +151,8 @@ def _reply(function: Any, name: str, arguments: dict[str, Any]) -> Any:
             returned = function(**arguments)
             if inspect.isawaitable(returned):
                 returned = asyncio.run(_awaited(returned))
-            return to_result(returned, f"the tool {name}")
+            result = to_result(returned, f"the tool {name}")
+            return "", result.text, result.reward, dict(result.metrics)  # plain values, as all that is sent
     except UserCodeError as failure:
         error = failure.cause
         kinds = [kind.__name__ for kind in (ToolError, EpisodeFault) if isinstance(error, kind)]

@@ -95,7 +95,7 @@ def test_a_function_without_a_complete_description_is_rejected_by_name_and_argum
 
 
 CALLED = '''
-import os, re, time
+import os, pickle, re, time
 from hybridrl.environments import EpisodeFault, ToolError
 
 class Unreachable(ConnectionError): ...
@@ -134,6 +134,17 @@ def act(what: str):
             return "text", float("nan")
         case "process":
             return os.getpid(), 0.5, {"hits": 2}
+        case "fork exit" if os.fork() == 0:
+            raise SystemExit(0)
+        case "fork raise" if os.fork() == 0:
+            raise KeyError("child")
+        case "fork return" if os.fork() == 0:
+            return "child"
+        case "write":
+            link = next(one for one in range(3, 99) if os.path.exists(f"/proc/self/fd/{one}")
+                        and "socket" in os.readlink(f"/proc/self/fd/{one}"))
+            content = pickle.dumps((99, ("", "forged", None, {})))
+            os.write(link, b"\\0hybridrl" + len(content).to_bytes(8) + content)
 
 async def where():
     """Return the process."""
@@ -175,6 +186,19 @@ def test_a_plain_function_runs_in_another_process_which_is_used_again_and_a_coro
     assert one == other == ("ok", one[1], 0.5) and int(one[1]) != os.getpid()
     assert here == ("ok", str(os.getpid()), None)
     assert [act("count")[0][1] for _ in range(2)] == ["1", "2"]
+
+
+def test_what_a_function_forks_returns_no_result(act) -> None:
+    for what in ("fork exit", "fork raise", "fork return"):
+        assert act(what)[0][:2] == ("ok", "")
+        assert act("process")[0][0] == act("count")[0][0] == "ok"
+    assert int(act("count")[0][1]) == 4  # all in one process
+
+
+def test_a_result_that_is_not_the_next_one_is_an_error_and_the_process_is_replaced(act) -> None:
+    ((outcome, text, _),) = act("write")
+    assert outcome == "error" and "is not its next result (it has the number 99" in text
+    assert act("count") == [("ok", "1", None)]
 
 
 def test_a_process_that_is_killed_while_it_waits_is_replaced(act) -> None:
