@@ -87,7 +87,7 @@ def load_module(path: str, key: str) -> ModuleType:
         module = module_from_spec(spec_from_loader(loader.name, loader))
         sys.modules[module.__name__] = module  # dataclasses and typing look a class's module up there
         sys.path.append(str(file.parent))  # as for a script: the files next to it can be imported
-        with ending_forks():
+        with EndingForks():
             loader.exec_module(module)
         return module
     except (Exception, SystemExit) as error:  # whatever the user's code raises
@@ -187,19 +187,16 @@ def attempt(call: Callable[[], T]) -> T | Exception:
         return error
 
 
-@contextmanager
-def ending_forks() -> Iterator[None]:
-    """End a process that the code within has forked and that leaves it, as a script ends: what follows is the work of
-    the process that entered, such as to send a score."""
-    process, error = os.getpid(), None
-    try:
-        yield
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
+class EndingForks:
+    """A block that ends a process which the code within has forked and which leaves it, as a script ends: what follows
+    is the work of the process that entered, such as to send a score."""
+
+    def __enter__(self) -> None:
+        self._process = os.getpid()
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         # GeneratorExit is no end: a process that multiprocessing has forked may collect what its parent had begun.
-        if os.getpid() != process and not isinstance(error, GeneratorExit):
+        if os.getpid() != self._process and not isinstance(error, GeneratorExit):
             _end_process(error)
 
 

@@ -21,7 +21,7 @@ from inspect import Parameter
 from typing import Any
 
 from hybridrl.config import ConfigError
-from hybridrl.config.custom_code import ending_forks, load_module, once, own
+from hybridrl.config.custom_code import EndingForks, load_module, once, own
 from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.config.values import REWARD_MANAGERS
 from hybridrl.rewards.score import WRITTEN, OutOfTime, Score, ScoringRequest, combined, to_score
@@ -163,15 +163,15 @@ class Bound:
         return self._call({plural: [row[name] for row in rows] for name, plural in names})
 
     def _call(self, values: Mapping[str, Any]) -> Any:
-        named = {name: values[ours] for name, ours in self.keywords.items() if name not in self.fixed}
-        with ending_forks():
-            returned = self.function(**own(named), **own(self.fixed))
+        named = {name: values[ours] for name, ours in self.keywords.items()} | self.fixed
+        with EndingForks():
+            returned = self.function(**own(named))
         if not inspect.iscoroutine(returned):
             return returned
 
         async def ended() -> tuple[Any, SystemExit | None]:  # a SystemExit would end the event loop
             try:
-                with ending_forks():
+                with EndingForks():
                     return await returned, None
             except SystemExit as exited:
                 return None, exited

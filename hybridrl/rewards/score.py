@@ -65,14 +65,16 @@ def checked(fields: Any) -> Score:
     which a reward may have written itself."""
     score = Score(*fields)
     value, tokens = score.value, score.token_rewards
-    numbers = [] if value is None else [value, *(tokens or ())]
+    numbers = (0.0 if value is None else value, *(tokens or ()))
     if not all(type(number) is float and abs(number) <= LARGEST for number in numbers):
         raise TypeError(f"its value is {value!r:.40}")
     if (value is None) != isinstance(score.fault, str) or not isinstance(tokens, list | None):
         raise TypeError(f"its fault is {score.fault!r:.40}")
     if not (isinstance(score.extras, dict) and isinstance(score.detail, str) and isinstance(score.text, str | None)):
         raise TypeError("it has a field of another type")
-    return replace(score, fault=score.fault and score.fault[:LONGEST], detail=score.detail[: 10 * LONGEST])
+    if score.fault is not None:
+        score.fault, score.detail = score.fault[:LONGEST], score.detail[: 10 * LONGEST]
+    return score
 
 
 class OutOfTime(Exception):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hybridrl.config.custom_code import ending_forks
+from hybridrl.config.custom_code import EndingForks
 from hybridrl.rewards import program
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import LARGEST
@@ -90,7 +90,7 @@ def test_a_file_that_forks_while_it_is_imported_has_one_process(reward_config):
 
 def test_a_process_that_collects_what_its_parent_had_begun_does_not_end_of_it():
     def begun():
-        with ending_forks():
+        with EndingForks():
             yield
 
     generator = begun()

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.error import URLError
 
 from hybridrl.agents.environments import EpisodeFault, ToolError
-from hybridrl.config.custom_code import ending_forks, text_of, where
+from hybridrl.config.custom_code import EndingForks, text_of, where
 from hybridrl.config.findings import ConfigError
 from hybridrl.rewards.score import OutOfTime, Score, as_number, as_score
 
@@ -53,7 +53,7 @@ def contained(
     and the end of the task that it runs in. KeyboardInterrupt is the user's, at the terminal, unless `interrupts`. What
     the code has forked ends here."""
     try:
-        with ending_forks():
+        with EndingForks():
             yield
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt) and not interrupts
