@@ -169,6 +169,40 @@ def end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int
     return tuple(sorted({tokenizer.eos_token_id, *further}))
 
 
+class ResponseDecoder:
+    """Decodes responses as rewards, environments and clients read them: without the tokens `left_out`, which end a
+    response, pad it, or mark turns. Any other special token is text, as a policy may have to write it: <answer>."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Iterable[int]) -> None:
+        named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
+        turns = attempt(partial(_turn_tokens, tokenizer))  # without a template, or if it rejects short messages, none
+        turns = [] if isinstance(turns, Exception) else tokenizer.convert_tokens_to_ids(sorted(turns))
+        self.tokenizer, self.left_out = tokenizer, sorted({*end_ids, *named, *turns})
+        self._kept = np.ones(self.left_out[-1] + 2, bool)  # the last for all larger ids
+        self._kept[self.left_out] = False
+
+    def __call__(self, ids: Sequence[int] | np.ndarray) -> str:
+        ids = np.asarray(ids, np.int64)  # which the library turns into a list faster than it looks at one
+        ids = ids[self._kept.take(ids, mode="clip")]
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _turn_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the special tokens that the chat template writes for every message. Those of a pair, such as <think> and
+    </think>, are tags that it may mention or leave empty there, unless the text of a user is between them."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    chat = [{"role": role, "content": f"qz{n}zq"} for n, role in enumerate(["user", "assistant"] * 2)]
+    short, long = (str(tokenizer.apply_chat_template(part, tokenize=False)) for part in (chat[:2], chat))
+    before = long.partition(chat[2]["content"])[0]
+
+    def is_tag(token: str) -> bool:
+        name = token[1:].removeprefix("/")
+        opening, closing = token[0] + name, f"{token[0]}/{name}"
+        return {opening, closing} <= special and before.rfind(opening) <= before.rfind(closing)
+
+    return {token for token in special if long.count(token) > short.count(token) and not is_tag(token)}
+
+
 def as_messages(value: Any) -> list[Message] | None:
     """Return the value as chat messages, or None if it is not a chat: JSON text of messages is decoded, parts that are
     all text become one text, and fields that are null are left out. A message with calls needs no content."""
@@ -203,6 +237,12 @@ def from_json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def as_object(value: Any) -> dict[str, Any] | None:
+    """Return an object, also one that is JSON text; None for any other value."""
+    value = from_json(value) if isinstance(value, str) else value
+    return value if isinstance(value, dict) else None
 
 
 def as_tools(value: Any) -> list[dict[str, Any]] | None:

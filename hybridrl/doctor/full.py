@@ -17,6 +17,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.core.required import required
 from hybridrl.data.prompts import PromptDataset
+from hybridrl.data.tokenizer import ResponseDecoder, end_tokens
 from hybridrl.doctor.machine import check_devices, check_extensions
 from hybridrl.doctor.rows import check_rows, check_template
 from hybridrl.doctor.start import KEY, check_space, check_start
@@ -90,10 +91,11 @@ def try_on_rows(
     loading has its own limit."""
     directory = Path(tempfile.mkdtemp(prefix="hybridrl-doctor-"))
     log, limit = directory / "reward.log", config.reward.timeout
+    decoder = ResponseDecoder(tokenizer, end_tokens(config.actor_rollout_ref.model.path, tokenizer))
     try:
         with findings.gathered("reward.load"):
             if late := try_reward(
-                config.reward, config.data.max_response_length, tokenizer, datasets, findings, log, seconds
+                config.reward, config.data.max_response_length, decoder, datasets, findings, log, seconds
             ):
                 cause = f"{late} responses had no score after {seconds:g} s, and a run ends a call only after "
                 cause += f"reward.timeout={limit:g} seconds"

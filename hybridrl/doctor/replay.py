@@ -8,12 +8,11 @@ are used again. Weights are those before the step if the checkpoint of the step 
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.files import faults
 from hybridrl.checkpoint.store import Checkpoint, list_checkpoints
@@ -24,7 +23,7 @@ from hybridrl.core.training.learner import MiniBatch
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import POLICY_FIELDS, TrainWorkers
 from hybridrl.doctor import directory_parser, load_config
-from hybridrl.runs.prepare import tokenizer_elsewhere
+from hybridrl.runs.prepare import decoder_elsewhere
 from hybridrl.runs.sample_log import read_batch, replays
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import padded_plans, start_session, start_train_workers
@@ -77,7 +76,7 @@ def replay(directory: Path, step: int | None) -> list[dict[str, object]]:
     if logged is not None:
         info(f"actor/grad_norm of the step was {logged:.4g}")
     info(noise(norms, updates, config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size))
-    return described(again.by_episode(), norms, tokenizer_elsewhere(config.data, config.actor_rollout_ref.model))
+    return described(again.by_episode(), norms, decoder_elsewhere(config.data, config.actor_rollout_ref.model))
 
 
 def response_norms(workers: TrainWorkers, batch: Batch, step: int) -> tuple[list[float], list[tuple[list[int], float]]]:
@@ -154,7 +153,7 @@ def start(config: PPOConfig, directory: Path, stack: ExitStack) -> TrainWorkers:
     return TrainWorkers(group, *plans, config.actor_rollout_ref.rollout.dtype, trainer.step_timeout)
 
 
-def described(batch: Batch, norms: list[float], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, object]]:
+def described(batch: Batch, norms: list[float], decode: Callable[[list[int]], str]) -> list[dict[str, object]]:
     """Return a description of every response, that with the largest gradient first."""
     gaps = (batch.old_log_probs - batch.rollout_log_probs).abs()
     rows = []
@@ -173,8 +172,8 @@ def described(batch: Batch, norms: list[float], tokenizer: PreTrainedTokenizerBa
                 "tokens": len(places),
                 "least_log_prob": float(batch.old_log_probs[places].min()),
                 "largest_gap": float(gaps[places].max()),
-                "prompt": tokenizer.decode(part.prompt_ids.tolist(), skip_special_tokens=True),
-                "response": tokenizer.decode(part.response_ids.tolist(), skip_special_tokens=True),
+                "prompt": decode(part.prompt_ids.tolist()),
+                "response": decode(part.response_ids.tolist()),
             }
         )
     return rows

@@ -27,7 +27,7 @@ from hybridrl.core.rollout import RolloutClient
 from hybridrl.core.rollout.client import ServerHandle
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
-from hybridrl.data.tokenizer import end_tokens
+from hybridrl.data.tokenizer import ResponseDecoder, end_tokens
 from hybridrl.evaluation.config import with_model
 from hybridrl.evaluation.plan import Origin, PlannedResponse, Target, collect_questions, counts, plan, reject_large_k
 from hybridrl.evaluation.results import write_results
@@ -46,6 +46,7 @@ from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.runs import plugins
 from hybridrl.runs.prepare import (
+    decoder_elsewhere,
     model_tokenizer,
     reject_damaged_weights,
     reject_hub_model,
@@ -109,6 +110,7 @@ class ModelEvaluation:
         findings.close()
         model = self.config.actor_rollout_ref.model.path
         stop_ids = () if self.tokenizer is None else end_tokens(model, self.tokenizer)
+        self.decoder = self.tokenizer and ResponseDecoder(self.tokenizer, stop_ids)
         self.sampling = validation_sampling(self.config.actor_rollout_ref.rollout, stop_ids)
         self.counts = counts(self.questions, config.eval.n, self.sampling.temperature)
         greedy = config.eval.greedy and self.sampling.temperature > 0
@@ -191,7 +193,7 @@ class ModelEvaluation:
                 reject_failing_reward(
                     self.config.reward,
                     self.config.data.max_response_length,
-                    self.tokenizer,
+                    self.decoder,
                     self.datasets,
                     directory / REWARD_LOG,
                 )
@@ -259,10 +261,11 @@ class ModelEvaluation:
     def runner(self, sessions: Sessions, merge: Merge, directory: Path) -> Iterator[EpisodeRunner]:
         """Start scorers, engines and processes of episodes."""
         config, logs = self.config, directory / "logs"
-        load = partial(tokenizer_elsewhere, config.data, config.actor_rollout_ref.model)
+        model = config.actor_rollout_ref.model
+        load, decoder = (partial(call, config.data, model) for call in (tokenizer_elsewhere, decoder_elsewhere))
         with ExitStack() as stack:
             session = stack.enter_context(sessions.open(config.trainer, config.ray_kwargs.ray_init, config.own))
-            scorers = stack.enter_context(open_scorer_pool(session, config.reward, logs, self.sources, load))
+            scorers = stack.enter_context(open_scorer_pool(session, config.reward, logs, self.sources, decoder))
             episodes = None
             if self.runs_episodes:
                 ends = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)

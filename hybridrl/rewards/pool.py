@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_parts import RewardConfig
@@ -39,9 +38,11 @@ _MOST_AT_ONCE = 256  # requests sent to a scorer together: enough that sending i
 _RESTARTS = 3  # of an actor that dies before it has loaded the reward
 _STOP_TIMEOUT = 10.0
 
-LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
+Decode = Callable[[Sequence[int] | np.ndarray], str]
 Reason = tuple[type[Exception], str]  # why scoring ends: ConfigError or ScorerDied, and its message
-Setup = tuple[RewardConfig, frozenset[str], LoadTokenizer, Launch, str]  # the last two: the driver's, and its host
+Setup = tuple[
+    RewardConfig, frozenset[str], Callable[[], Decode], Launch, str
+]  # the last two: the driver's, and its host
 
 
 class Scorer(Protocol):
@@ -201,19 +202,19 @@ class ScorerPool:
 
 
 def open_scorer_pool(
-    session: RaySession, config: RewardConfig, logs: Path, data_sources: Collection[str], load_tokenizer: LoadTokenizer
+    session: RaySession, config: RewardConfig, logs: Path, data_sources: Collection[str], load: Callable[[], Decode]
 ) -> ScorerPool:
     """Return a pool whose `reward.num_workers` processes are spread over the machines of the session.
 
-    Requests may hold token ids instead of text: `load_tokenizer` is pickled and called once per actor. What a reward
-    prints goes to reward.log in `logs`, on further machines to reward-1.log and so on. The actors load in parallel with
-    what else starts: call `wait_until_loaded` before the first step.
+    Requests may hold token ids instead of text: `load`, which returns their decoder, is pickled and called once per
+    actor. What a reward prints goes to reward.log in `logs`, on further machines to reward-1.log and so on. The actors
+    load in parallel with what else starts: call `wait_until_loaded` before the first step.
     """
     if config.num_workers == 0:
-        return ScorerPool(config, scorers=[DecodingScorer(CallerScorer(config, data_sources), load_tokenizer())])
+        return ScorerPool(config, scorers=[DecodingScorer(CallerScorer(config, data_sources), load())])
     total, machines = processes(config), len(session.first_devices)
     shares = [total // machines + (machine < total % machines) for machine in range(machines)]
-    setup = config, frozenset(data_sources), load_tokenizer, Launch.here(), socket.gethostname()
+    setup = config, frozenset(data_sources), load, Launch.here(), socket.gethostname()
     scorers: list[Scorer] = []
     for machine, share in enumerate(shares):
         scorers += _start_actor(session, machine, share, logs, setup) if share else []
@@ -270,8 +271,8 @@ class ReplacedActor:
 class DecodingScorer:
     """Decodes responses given as token ids only, passes them to `scorer`, and adds the text to the Score."""
 
-    def __init__(self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._scorer, self._tokenizer = scorer, tokenizer
+    def __init__(self, scorer: Scorer, decode: Decode) -> None:
+        self._scorer, self._decode = scorer, decode
         self._takes_tokens: bool | None = None  # None: not started
         self.stop, self.close = scorer.stop, scorer.close
 
@@ -282,11 +283,9 @@ class DecodingScorer:
     def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
         if self._takes_tokens is None:  # in an actor that Ray has restarted
             self.start()
-        encoded = [one.response_ids for one in requests if one.solution is None]
-        decoded = iter(self._tokenizer.batch_decode(encoded, skip_special_tokens=True) if encoded else ())
         texts, ready = [], []
         for one in requests:
-            texts.append(next(decoded) if one.solution is None else None)
+            texts.append(self._decode(required(one.response_ids)) if one.solution is None else None)
             text = one.solution if texts[-1] is None else texts[-1]
             ids = one.response_ids if self._takes_tokens else None
             ids = None if ids is None else np.asarray(ids).tolist()
@@ -297,26 +296,25 @@ class DecodingScorer:
     def _decoded(self, extra_info: dict[str, Any]) -> dict[str, Any]:
         if WRITTEN_IDS not in extra_info:
             return extra_info
-        texts = self._tokenizer.batch_decode(extra_info[WRITTEN_IDS], skip_special_tokens=True)
+        texts = map(self._decode, extra_info[WRITTEN_IDS])
         return {name: value for name, value in extra_info.items() if name != WRITTEN_IDS} | {WRITTEN: "\n".join(texts)}
 
 
 class ScoringActor:
-    """The Ray actor of one machine: `share` scoring processes and a tokenizer, with a thread per process."""
+    """The Ray actor of one machine: `share` scoring processes and a decoder, with a thread per process."""
 
     def __init__(self, log: str, reward_log: str, share: int, setup: Setup) -> None:
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         begin_actor(log)
-        config, data_sources, load_tokenizer, driver, driver_host = setup
+        config, data_sources, load, driver, driver_host = setup
         # Rewards see what they would see as children of the driver; a further machine adds what is its own.
         environment = driver.environment | ({} if socket.gethostname() == driver_host else dict(os.environ))
         directory = driver.directory if os.path.isdir(driver.directory) else None
         launch = Launch([*driver.path, *sys.path], directory, environment)
-        tokenizer = load_tokenizer()
+        decode = load()
         gc.freeze()  # the many objects of the libraries need not be visited by every full collection
         self._scorers = [
-            DecodingScorer(ScoringProcess(config, data_sources, Path(reward_log), launch), tokenizer)
-            for _ in range(share)
+            DecodingScorer(ScoringProcess(config, data_sources, Path(reward_log), launch), decode) for _ in range(share)
         ]
 
     def start(self, index: int) -> bool | Reason:

@@ -27,12 +27,12 @@ from hybridrl.core.trainer import RLTask, Schedule, Task
 from hybridrl.core.training.worker import TrainWorker, WorkerConfig
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.core.weights.sync import BroadcastSync, ColocatedSync
-from hybridrl.data.tokenizer import end_tokens
+from hybridrl.data.tokenizer import ResponseDecoder, end_tokens
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.rewards.score import FaultGuard
 from hybridrl.runs.plugins import load as plugin
-from hybridrl.runs.prepare import prepare, tokenizer_elsewhere
+from hybridrl.runs.prepare import decoder_elsewhere, prepare, tokenizer_elsewhere
 from hybridrl.runs.resume import ResumePlan, plan_resume
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.sample_log import SampleLog
@@ -78,15 +78,17 @@ class PPOJob:
         # Here, as Ray has not started yet and the directory, where the reward logs, is locked for this run.
         if scored := self.inputs.scored:
             reward, longest = self.config.reward, self.config.data.max_response_length
+            ends = end_tokens(self.config.actor_rollout_ref.model.path, self.tokenizer)
+            decoder, log = ResponseDecoder(self.tokenizer, ends), directory / "logs" / "reward.log"
             with stage("trying the reward on a few rows"):
-                reject_failing_reward(reward, longest, self.tokenizer, scored, directory / "logs" / "reward.log")
+                reject_failing_reward(reward, longest, decoder, scored, log)
         return self.resume
 
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
         config, inputs, logs, self.stack = self.config, self.inputs, directory / "logs", stack
         section, trainer = config.actor_rollout_ref, config.trainer
-        load = partial(tokenizer_elsewhere, config.data, section.model)
-        self.scorers = stack.enter_context(open_scorer_pool(session, config.reward, logs, inputs.data_sources, load))
+        load, decoder = (partial(call, config.data, section.model) for call in (tokenizer_elsewhere, decoder_elsewhere))
+        self.scorers = stack.enter_context(open_scorer_pool(session, config.reward, logs, inputs.data_sources, decoder))
         worker = ppo_worker_config(config, self.algorithm, directory, plan.steps)
         saved = plan.checkpoint.state if plan.checkpoint else {}
         self.episodes = None

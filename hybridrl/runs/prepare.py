@@ -31,7 +31,7 @@ from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan
 from hybridrl.data.conversations import ConversationDataset, Replay, load_conversations
 from hybridrl.data.order import Order, build_order
 from hybridrl.data.prompts import PromptDataset, load_prompts
-from hybridrl.data.tokenizer import end_tokens, load_tokenizer
+from hybridrl.data.tokenizer import ResponseDecoder, end_tokens, load_tokenizer
 from hybridrl.health.rules import custom_rules
 from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.runs.algorithm_trial import try_estimator, try_policy_loss, try_schedule
@@ -144,6 +144,12 @@ def tokenizer_elsewhere(data: RowsConfig, model: ModelConfig) -> PreTrainedToken
     """The tokenizer of a run, in another process than the driver's, where no library is imported yet."""
     import_libraries(model.external_lib)
     return model_tokenizer(data, model)
+
+
+def decoder_elsewhere(data: RowsConfig, model: ModelConfig) -> ResponseDecoder:
+    """The decoder of a run's responses, in another process than the driver's."""
+    tokenizer = tokenizer_elsewhere(data, model)
+    return ResponseDecoder(tokenizer, end_tokens(model.path, tokenizer))
 
 
 def _check_models(config: PPOConfig, inputs: RunInputs) -> None:

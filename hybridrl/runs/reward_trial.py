@@ -11,19 +11,17 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from hybridrl.checkpoint.resume import fingerprint
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.core.required import required
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts
-from hybridrl.data.tokenizer import as_chat
+from hybridrl.data.tokenizer import ResponseDecoder, as_chat
 from hybridrl.rewards.load import scorer_of, seconds_between_calls, uses_built_in
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.score import Score, ScoringRequest
-from hybridrl.runs.settings import reward_code
+from hybridrl.runs.settings import reward_code, reward_files
 from hybridrl.tracking.console import warn
 
 ROWS, MOST_ROWS = 8, 64  # rows of each data source, and of a dataset with many of them
@@ -87,13 +85,12 @@ class Trial:
 
 class RewardTrial:
     """Scores responses to a few rows of `datasets`, by key, one row after another in the background, so that it can end
-    after any of them. Without a tokenizer a reward gets texts only; a response has up to `longest` tokens."""
+    after any of them. They are encoded and decoded as those of a run; without a `decoder` a reward gets texts only. A
+    response has up to `longest` tokens."""
 
-    def __init__(
-        self, reward: RewardConfig, longest: int, tokenizer: PreTrainedTokenizerBase | None, datasets: Datasets
-    ) -> None:
+    def __init__(self, reward: RewardConfig, longest: int, decoder: ResponseDecoder | None, datasets: Datasets) -> None:
         self.trials: list[Trial] = []
-        self._reward, self._longest, self._tokenizer, self._datasets = reward, longest, tokenizer, datasets
+        self._reward, self._longest, self._decoder, self._datasets = reward, longest, decoder, datasets
         self._planned: Counter[tuple[str, str]] = Counter()  # rows of each dataset and data source
         self._end = threading.Event()
 
@@ -125,10 +122,10 @@ class RewardTrial:
             row, requests = trial.prompt, []
             for one in trial.responses:
                 ids = None
-                if self._tokenizer is not None:
-                    ids = self._tokenizer(one.text, add_special_tokens=False)["input_ids"]
-                    ids.append(self._tokenizer.eos_token_id)  # as it is sampled
-                    one.tokens = len(ids)
+                if self._decoder is not None:
+                    ids = self._decoder.tokenizer(one.text, add_special_tokens=False)["input_ids"]
+                    ids.append(self._decoder.tokenizer.eos_token_id)  # as it is sampled
+                    one.tokens, one.text = len(ids), self._decoder(ids)
                 requests.append(ScoringRequest(row.data_source, one.text, row.ground_truth, row.extra_info, ids))
             try:
                 futures = pool.submit(requests)
@@ -150,7 +147,7 @@ class RewardTrial:
 def try_reward(
     reward: RewardConfig,
     longest: int,
-    tokenizer: PreTrainedTokenizerBase | None,
+    decoder: ResponseDecoder | None,
     datasets: Datasets,
     findings: Findings,
     log: Path,
@@ -159,11 +156,12 @@ def try_reward(
     """Load the reward in a process of its own, and report how it scores a few rows, for `seconds` at most; 0: it is
     only loaded. Returns how many responses had no score by then; raises ConfigError if it does not load."""
     sources = {source for data in datasets.values() for source in data.data_sources}
+    _report_left_out(reward, decoder, datasets, findings)
     try:
         with ScorerPool(replace(reward, num_workers=1, retries=0), log, sources) as pool:
             if not seconds:
                 return 0
-            trial = RewardTrial(reward, longest, tokenizer, datasets)
+            trial = RewardTrial(reward, longest, decoder, datasets)
             trial.start(pool)
             trial.finish(findings, seconds, log)
             return sum(one.score is None for row in trial.trials for one in row.responses)
@@ -173,18 +171,19 @@ def try_reward(
 
 
 def reject_failing_reward(
-    reward: RewardConfig, longest: int, tokenizer: PreTrainedTokenizerBase | None, datasets: Datasets, log: Path
+    reward: RewardConfig, longest: int, decoder: ResponseDecoder | None, datasets: Datasets, log: Path
 ) -> None:
     """Try the reward before anything heavy starts. Prints warnings; raises ConfigError if it does not load, or scores
-    no row of a data source. One with a limited rate of calls is only loaded; nothing is done with one that is called in
-    the driver, where nothing ends a call. What an earlier run has tried is not tried again."""
-    if not reward.num_workers:
-        return
-    limited, tried = seconds_between_calls(reward), _identity(reward, longest, tokenizer, datasets)
+    no row of a data source. One with a limited rate of calls is only loaded; one that is called in the driver, where
+    nothing ends a call, is not called. What an earlier run has tried is not tried again."""
+    limited, tried = seconds_between_calls(reward), _identity(reward, longest, decoder, datasets)
     findings = _TRIED.get(tried)
     if findings is None:
         findings = Findings()
-        try_reward(reward, longest, tokenizer, datasets, findings, log, 0 if limited else SECONDS)
+        if reward.num_workers:
+            try_reward(reward, longest, decoder, datasets, findings, log, 0 if limited else SECONDS)
+        else:
+            _report_left_out(reward, decoder, datasets, findings)
         if not findings.errors:
             _TRIED[tried] = findings
     for finding in findings.items:
@@ -193,12 +192,11 @@ def reject_failing_reward(
     findings.close()
 
 
-def _identity(reward: RewardConfig, longest: int, tokenizer: PreTrainedTokenizerBase | None, datasets: Datasets) -> str:
+def _identity(reward: RewardConfig, longest: int, decoder: ResponseDecoder | None, datasets: Datasets) -> str:
     """Return a hash of what decides the findings: the reward with its files, the rows, the longest response."""
     rows = {key: (sorted(prompts.data_sources), spread_rows(prompts)) for key, prompts in datasets.items()}
-    return fingerprint(
-        asdict(reward), reward_code(reward), rows, longest, tokenizer and tokenizer.name_or_path, default=str
-    )
+    left_out = decoder and (decoder.tokenizer.name_or_path, decoder.left_out)
+    return fingerprint(asdict(reward), reward_code(reward), rows, longest, left_out, default=str)
 
 
 def spread_rows(prompts: PromptDataset | Prompts) -> list[Prompt]:
@@ -220,13 +218,14 @@ def make_responses(prompt: Prompt, rows: Sequence[Prompt], built_in: bool) -> li
     scorer, echo = scorer_of(prompt.data_source) if built_in else None, as_chat(prompt.messages)[-1]["content"]
     made = [TrialResponse(EMPTY, ""), TrialResponse(ECHO, echo if isinstance(echo, str) else str(echo))]
     made.append(TrialResponse(WORD, " ".join(["the"] * 500)))
-    if scorer in UNANSWERED:
+    if scorer in UNANSWERED or prompt.ground_truth is None:
         return made
     forms = (FORMS[scorer],) if scorer in FORMS else USUAL
     truth = _as_text(prompt.ground_truth, scorer)
     truths = list(dict.fromkeys(form.format(truth) for form in forms))
     made[1:1] = [*(TrialResponse(TRUTH, text) for text in truths), TrialResponse(AGAIN, truths[0])]
-    of_source = (_as_text(row.ground_truth, scorer) for row in rows if row.data_source == prompt.data_source)
+    others = (row.ground_truth for row in rows if row.data_source == prompt.data_source)
+    of_source = (_as_text(other, scorer) for other in others if other is not None)
     if (other := next((text for text in of_source if text != truth), None)) is not None:
         made.append(TrialResponse(OTHER, "\n".join(form.format(other) for form in forms)))
     marked = [form for form in forms if form != "{}"]
@@ -244,6 +243,22 @@ def _as_text(truth: Any, scorer: str | None) -> str:
 
 
 # -- what the scores say -----------------------------------------------------------------------------------------------
+
+
+def _report_left_out(reward: RewardConfig, decode: ResponseDecoder | None, data: Datasets, findings: Findings) -> None:
+    """Warn of tokens that are left out of every response, and that a file of the reward or a ground truth names."""
+    texts = [(str(file), file.read_text(errors="replace")) for file in reward_files(reward)]
+    for key, prompts in data.items():
+        some = (prompts[index] for index in range(0, len(prompts), -(-len(prompts) // SEARCHED)))
+        texts += [(f"{key}, ground truth of row {one.row}", str(one.ground_truth)) for one in some]
+    for name in [decode.tokenizer.decode([token]) for token in decode.left_out] if decode else ():
+        places = [place for place, text in texts if name in text]
+        if places and any(map(str.isalpha, name)):  # others are in any text, such as a line break
+            cause = f"{places[0]}{f' and {len(places) - 1} more' * (len(places) > 1)}: {name} is left out of what a "
+            cause += "reward reads, as a token that ends a response, pads it or marks a turn"
+            findings.warn(
+                "reward.left-out", cause, "do not look for it; a tag must be another token, which ends nothing"
+            )
 
 
 def faults(scores: Sequence[Score | None]) -> Iterator[tuple[str, int, int]]:

@@ -314,10 +314,15 @@ def score_fingerprint(reward: RewardConfig, data: str) -> str:
     return fingerprint(asdict(reward), reward_code(reward), data, code_fingerprint())
 
 
+def reward_files(reward: RewardConfig) -> list[Path]:
+    """The files that custom reward functions are in."""
+    scripts = (SCRIPT.fullmatch(str(value)) for value in flatten(asdict(reward)).values())
+    return [file for script in scripts if script and (file := script_path(script[1])).is_file()]
+
+
 def reward_code(reward: RewardConfig) -> list[str]:
     """The hashes of the files that custom reward functions are in."""
-    scripts = (SCRIPT.fullmatch(str(value)) for value in flatten(asdict(reward)).values())
-    return [hashlib.sha256(script_path(script[1]).read_bytes()).hexdigest() for script in scripts if script]
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in reward_files(reward)]
 
 
 def contents_to_save(

@@ -1,3 +1,4 @@
+import copy
 import json
 import logging
 import socket
@@ -8,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.data.tokenizer import ResponseDecoder, load_tokenizer
 from tests.data import stand_ins
 
 
@@ -187,3 +188,37 @@ def test_a_tokenizer_that_normalises_text_is_read_with_a_warning(tmp_path, caplo
     place = stand_ins.write(tmp_path / "a", stand_ins.of_lower_case_words, "BertTokenizer", "bert")
     load_tokenizer(str(place))
     assert "changes text: 'What is a mask?' becomes 'what is a mask?'" in caplog.text
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+TAGS = [f"<{slash}{name}>" for name in ("answer", "think", "tool_call") for slash in ("", "/")]
+TEMPLATES = {
+    "it has none": None,
+    "it raises": "{{ raise_exception('no') }}",
+    "of ChatML": CHATML,
+    "it mentions tags at the start": "Write <think> </think>, then <answer> </answer>. " + CHATML,
+    "it mentions tags after each message": CHATML.replace("<|im_end|>", " (write <answer></answer>)<|im_end|>"),
+    "it writes empty thoughts": CHATML.replace("{{ m.c", "{% if m.role != 'user' %}<think></think>{% endif %}{{ m.c"),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("clean_up", [False, True])
+def test_tags_that_are_special_tokens_are_part_of_a_response(tokenizer, template, clean_up):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(TAGS, special_tokens=True)
+    tokenizer.chat_template, tokenizer.clean_up_tokenization_spaces = template, clean_up
+    text = " ".join(TAGS) + " 7 , 8 ."
+    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert ResponseDecoder(tokenizer, [])(ids) == text
+    ended = ResponseDecoder(tokenizer, tokenizer.convert_tokens_to_ids([TAGS[1]]))
+    assert ended(ids) == text.replace(TAGS[1], "") and ended([]) == ""
+
+
+@pytest.mark.parametrize("opening", ["<|im_start|>", "[INST]", "<user>"])
+def test_the_tokens_around_the_messages_of_users_are_no_part_of_a_response(tokenizer, opening):
+    tokenizer = copy.deepcopy(tokenizer)
+    closing = "<|im_end|>" if "|" in opening else f"{opening[0]}/{opening[1:]}"
+    tokenizer.add_tokens([opening, closing], special_tokens=True)
+    tokenizer.chat_template = f"{{% for m in messages %}}{opening}{{{{ m.content }}}}{closing}{{% endfor %}}"
+    assert ResponseDecoder(tokenizer, [])(tokenizer(f"7{closing}{opening}8{closing}")["input_ids"]) == "78"

@@ -1,3 +1,4 @@
+import copy
 import json
 import re
 import time
@@ -10,6 +11,7 @@ from transformers import Qwen2Tokenizer
 from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.findings import Findings
 from hybridrl.data.prompts import Prompt
+from hybridrl.data.tokenizer import ResponseDecoder
 from hybridrl.doctor.__main__ import main
 from hybridrl.doctor.full import try_on_rows
 from hybridrl.runs.reward_trial import reject_failing_reward, spread_rows
@@ -330,12 +332,13 @@ def test_rows_are_spread_over_sources_and_over_the_data():
 def reject(command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path) -> Callable[..., None]:
     """Try a reward, given as source, on rows of one data source, as a run does before it starts."""
 
-    def run(source: str, *truths: str) -> None:
+    def run(source: str, *truths: str, tokenizer: Qwen2Tokenizer = tokenizer, ends=(), more=()) -> None:
         (tmp_path / "reward.py").write_text(source)
-        config = load_ppo_config([*command, f"reward.custom_reward_function.path={tmp_path}/reward.py"])
+        config = load_ppo_config([*command, f"reward.custom_reward_function.path={tmp_path}/reward.py", *more])
         prompts = rows(*[("mine", truth) for truth in truths])
         data = {"data.train_files": prompts}
-        reject_failing_reward(config.reward, config.data.max_response_length, tokenizer, data, tmp_path / "log")
+        decoder = ResponseDecoder(tokenizer, tokenizer.convert_tokens_to_ids([*ends]))
+        reject_failing_reward(config.reward, config.data.max_response_length, decoder, data, tmp_path / "log")
 
     return run
 
@@ -380,3 +383,31 @@ def test_one_row_of_several_on_which_the_reward_fails_does_not_stop_a_run(reject
         *("1", "2", "3"),
     )
     assert "warning: data.train_files, mine: 11 of" in capsys.readouterr().out
+
+
+TAGGED = """
+import re
+def compute_score(solution_str, ground_truth):
+    found = re.findall("<answer>(.*?)</answer>", solution_str)
+    return float(bool(found) and found[-1] == ground_truth)
+"""
+
+
+@pytest.mark.parametrize("ends", [(), ("</answer>",)], ids=["no end token", "one that ends responses"])
+def test_a_reward_is_tried_on_the_text_that_a_run_gives_it(reject, tokenizer, capsys, ends):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<answer>", "</answer>"], special_tokens=True)
+    reject(TAGGED, "1", "2", tokenizer=tokenizer, ends=ends)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("on 2 of 2 rows the ground truth scores no more than an empty response" in printed) == bool(ends)
+    assert ("reward.py: </answer> is left out of what a reward reads" in printed) == bool(ends)
+
+
+@pytest.mark.parametrize("more", [(), ("reward.num_workers=0",), ("reward.reward_manager.name=rate_limited",)])
+def test_a_token_that_no_response_has_as_text_is_named_if_the_reward_or_a_truth_has_it(reject, capsys, more):
+    reject("def compute_score(solution_str): return len(solution_str.split('<|im_start|>')[-1])", "1", more=more)
+    reject("def compute_score(solution_str): return 1.0", "1", "2<|im_end|>", "3<|im_end|>", more=more)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "/reward.py: <|im_start|> is left out of what a reward reads" in printed
+    assert "data.train_files, ground truth of row 1 and 1 more: <|im_end|> is left out" in printed
+    assert printed.count("is left out") == 2

@@ -14,12 +14,13 @@ from transformers import PreTrainedTokenizerFast
 from hybridrl.config import ConfigError
 from hybridrl.core.cluster import RaySession, WorkerDied
 from hybridrl.core.cluster.failures import Cause
+from hybridrl.data.tokenizer import ResponseDecoder
 from hybridrl.rewards.pool import DecodingScorer, RemoteScorer, ScorerPool, open_scorer_pool, unpacked
 from hybridrl.rewards.process import CallerScorer
 from hybridrl.rewards.score import Score, ScoringRequest
 from tests.rewards.test_pool import OBEDIENT, exists, results, values, wait_until
 
-WORDS = ["<end>", "loop", "exit", "fine", "four", "two"]
+WORDS = ["<end>", "loop", "exit", "fine", "four", "two", "<tag>"]
 SHOWS = """
 import os
 def compute_score(solution_str, ground_truth, response_ids=None):
@@ -36,8 +37,13 @@ def tokenizer_path(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer")
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}))
     tokenizer.decoder = Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(path)
+    special = {"eos_token": "<end>", "extra_special_tokens": ["<tag>"]}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(path)
     return path
+
+
+def load_decoder(path: Path) -> ResponseDecoder:
+    return ResponseDecoder(PreTrainedTokenizerFast.from_pretrained(path), [0])
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +62,7 @@ def encoded(*texts: str) -> list[ScoringRequest]:
 
 
 def test_a_decoding_scorer_returns_the_text_with_the_score(reward_config, tokenizer_path):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_path)
-    scorer = DecodingScorer(CallerScorer(reward_config(SHOWS), ()), tokenizer)
+    scorer = DecodingScorer(CallerScorer(reward_config(SHOWS), ()), load_decoder(tokenizer_path))
     assert scorer.start() is True
     first, second = scorer.score([*encoded("four"), ScoringRequest("test", "as text", "1", {})])
     assert (first.text, first.extras["text"], first.extras["ids"]) == ("four", "four", [4.0, 0.0])
@@ -65,15 +70,14 @@ def test_a_decoding_scorer_returns_the_text_with_the_score(reward_config, tokeni
 
 
 def test_what_the_policy_wrote_is_decoded_a_turn_per_line(reward_config, tokenizer_path):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_path)
-    scorer = DecodingScorer(CallerScorer(reward_config(WRITTEN), ()), tokenizer)
-    turns = [[WORDS.index(text), 0] for text in ("four", "fine")]
+    scorer = DecodingScorer(CallerScorer(reward_config(WRITTEN), ()), load_decoder(tokenizer_path))
+    turns = [[WORDS.index(text), 0] for text in ("four", "<tag>")]
     (score,) = scorer.score([ScoringRequest("test", "all", "1", {"written_ids": turns, "index": 3})])
-    assert score.extras["found"] == "{'index': 3, 'written': 'four\\nfine'}"
+    assert score.extras["found"] == "{'index': 3, 'written': 'four\\n<tag>'}"
 
 
 def test_scoring_in_the_caller_needs_no_actor(reward_config, tokenizer_path, tmp_path):
-    load = partial(PreTrainedTokenizerFast.from_pretrained, tokenizer_path)
+    load = partial(load_decoder, tokenizer_path)
     with open_scorer_pool(None, reward_config(OBEDIENT, num_workers=0), tmp_path, (), load) as pool:
         assert results(pool.submit(encoded("fine")))[0].text == "fine"
 
@@ -84,7 +88,7 @@ def test_actors_on_every_machine_score_with_the_limits_of_a_local_process(
 ):
     """One pool proves it all, since actors take seconds to start."""
     monkeypatch.setenv("MY_KEY", "from the driver")
-    load = partial(PreTrainedTokenizerFast.from_pretrained, tokenizer_path)
+    load = partial(load_decoder, tokenizer_path)
     config = reward_config(OBEDIENT, num_workers=3, timeout=1)
     with open_scorer_pool(session, config, tmp_path, (), load) as pool:
         pool.wait_until_loaded()

@@ -132,7 +132,7 @@ class Core:
     def _text(self, completion: Completion, stop: Sequence[str], *, special: bool = False) -> str:
         """Decode a response without its end token, up to the first of the texts in `stop`."""
         ids = self.kit.content(completion.token_ids)
-        text = self.kit.tokenizer.decode(ids, skip_special_tokens=not special)
+        text = self.kit.tokenizer.decode(ids) if special else self.kit.decode(ids)
         return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=None)]
 
     def _read(self, text: str, tools: Sequence[Schema]) -> tuple[str, list[ToolCall]]:

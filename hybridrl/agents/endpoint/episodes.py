@@ -44,7 +44,6 @@ from hybridrl.core.cluster import RaySession
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import as_chat, end_tokens
 from hybridrl.rewards.load import uses_built_in
-from hybridrl.rewards.pool import LoadTokenizer
 from hybridrl.runs.plugins import load
 from hybridrl.tracking.console import info
 
@@ -53,6 +52,7 @@ FULL = "actor_rollout_ref.rollout.full_determinism"
 CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # of a machine
 
 EpisodesConfig = schema.PPOConfig | schema.EvaluationConfig
+LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
 
 logger = logging.getLogger(__name__)
 

@@ -230,7 +230,7 @@ class Session:
         if turns and turns[-1].stop == "length":
             stop = "max_tokens"
         found = Trajectory(turns, stop, self.turns[-1].messages if turns else (), "", reward, metrics)
-        text = self.kit.tokenizer.decode(found.rows()[-1].response_ids, skip_special_tokens=True) if turns else ""
+        text = self.kit.decode(found.rows()[-1].response_ids) if turns else ""
         return Trajectory(turns, stop, found.messages, text, reward, metrics)
 
 

@@ -25,6 +25,7 @@ from hybridrl.agents.environments.user_code import UserCodeError, contained, fin
 from hybridrl.config.custom_code import once, own
 from hybridrl.core.experience.trajectory import Policy, Trajectory, Turn
 from hybridrl.core.rollout import Completion
+from hybridrl.data.tokenizer import ResponseDecoder
 from hybridrl.rewards.score import OutOfTime
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Kit:
     parser: Callable[[], CallParser]
     end_ids: frozenset[int]
     limits: Limits
+    decode: ResponseDecoder
 
     @classmethod
     def of(
@@ -77,7 +79,8 @@ class Kit:
         """Return the kit of a model: `format` of its tool calls, `arguments` of its chat template."""
         dialogue = Dialogue(tokenizer, end_ids, arguments=arguments, history_reasoning=history_reasoning)
         parser = once(partial(call_parser, format, model_type, dialogue))
-        return cls(tokenizer, dialogue, parser, frozenset((*end_ids, *dialogue.stop_ids)), limits)
+        ends = frozenset((*end_ids, *dialogue.stop_ids))
+        return cls(tokenizer, dialogue, parser, ends, limits, ResponseDecoder(tokenizer, ends))
 
     def of_row(self, row: Mapping[str, Any]) -> Self:
         """Return the kit of an episode, whose row may have arguments of its own for the chat template."""
@@ -133,7 +136,7 @@ class EpisodeRun:
                 logger.exception("an environment's close failed")
         if not self.turns and fault is None:
             fault, detail = "timeout", "the episode reached its time limit before its first response"
-        text = self.kit.tokenizer.decode(self.context[self.prompt_length :], skip_special_tokens=True)
+        text = self.kit.decode(self.context[self.prompt_length :])
         return Trajectory(self.turns, stop, self.messages, text, self.reward, self.metrics, fault, detail)
 
     async def _turns(self, messages: list[Message]) -> str:
@@ -183,7 +186,7 @@ class EpisodeRun:
         """Decode and parse the last turn, and add it to the conversation."""
         kit, turn = self.kit, self.turns[-1]
         ids, calls = kit.content(turn.sampled), []
-        text = kit.tokenizer.decode(ids, skip_special_tokens=not self.environment.tools)
+        text = kit.tokenizer.decode(ids) if self.environment.tools else kit.decode(ids)
         if self.environment.tools:
             text, calls = kit.parser()(text, self.environment.tools)
         message: Message = {"role": "assistant", "content": text}

@@ -1,6 +1,7 @@
 """The endpoint over a socket, with OpenAI's own client."""
 
 import asyncio
+import copy
 import json
 
 import httpx
@@ -26,6 +27,15 @@ async def test_a_chat_is_answered_with_usage_and_reason(endpoint):
     assert (choice.message.content, choice.message.reasoning_content, choice.finish_reason) == ("7", "hm", "stop")
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens > 20
     assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion"
+
+
+async def test_clients_and_rewards_read_tags_that_are_special_tokens(endpoint, tokenizer):
+    tagged = copy.deepcopy(tokenizer)
+    tagged.add_tokens(["<answer>", "</answer>"], special_tokens=True)
+    async with endpoint(["<answer>7</answer>"], tokenizer=tagged) as served:
+        served.script.tokenizer, session = tagged, served.sessions.start()
+        answer = await ask(served.client(session))
+    assert answer.choices[0].message.content == session.trajectory().text == "<answer>7</answer>"
 
 
 async def test_what_the_client_wants_of_sampling_reaches_the_policy(endpoint, tokenizer):

@@ -1,7 +1,6 @@
 """Metrics of episodes with several turns are of what the policy wrote, not of what it read."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -73,11 +72,10 @@ def test_a_sampled_token_is_written_as_sampled_whether_or_not_it_is_trained_on()
 
 
 def test_a_row_of_a_replay_is_described_by_what_the_policy_wrote():
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids))
     batch = to_batch([[game([7, 9], [8], sample=0), game([5], sample=1)]])
     batch.advantages = required(batch.rollout_log_probs).clone()
     batch.old_log_probs = torch.where(batch.response_mask, -1.25, -9.0)  # of what it read the trainer's are any
-    rows = described(batch, [1.0, 0.5], tokenizer)
+    rows = described(batch, [1.0, 0.5], str)
     assert [row["tokens"] for row in rows] == [3, 1]
     assert [row["least_log_prob"] for row in rows] == [-1.25, -1.25]
     assert [row["largest_gap"] for row in rows] == [0.25, 0.25]

@@ -1,6 +1,7 @@
 """One episode: the tokens of its row, every limit with its stop reason, and what its environment may do wrong."""
 
 import asyncio
+import copy
 import threading
 import time
 from collections.abc import Sequence
@@ -333,3 +334,11 @@ async def test_plain_functions_of_many_environments_wait_at_the_same_time(tokeni
     episodes = [EpisodeRun(shared, Policy(tokenizer, ["7"]), Meeting({}, {})) for _ in range(4)]
     found = await asyncio.gather(*(episode.run(QUESTION) for episode in episodes))
     assert [one.stop for one in found] == ["completed"] * 4
+
+
+def test_environment_and_reward_read_tags_that_are_special_tokens(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<answer>", "</answer>"], special_tokens=True)
+    trajectory, _ = run(tokenizer, ["<answer>7</answer>", "stop"])
+    assert trajectory.messages[2]["content"] == "You said <answer>7</answer>"
+    assert trajectory.text == "<answer>7</answer>\nuser\nYou said <answer>7</answer>\nassistant\nstop"
