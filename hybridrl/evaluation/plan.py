@@ -250,13 +250,15 @@ def _chosen(
 
 def _best(checkpoints: list[SavedCheckpoint], keep_best: str | None, setting: str) -> SavedCheckpoint:
     """Return the checkpoint with the best validation: of the metric given, with a leading "-" its least, or of the mean
-    over data sources."""
+    over data sources, of those that each of them has: a validation may have no score of a source."""
+    validated = [set(filter(is_validation_score, one.state["metrics"])) for one in checkpoints]
+    common = set.intersection(*filter(None, validated)) if any(validated) else set()
 
     def score(one: SavedCheckpoint) -> float:
         values = one.state["metrics"]
         if keep_best:
             return values.get(keep_best.removeprefix("-"), np.nan) * (-1 if keep_best.startswith("-") else 1)
-        scores = [value for name, value in values.items() if is_validation_score(name)]
+        scores = [values[name] for name in common if name in values]
         return float(np.mean(scores)) if scores else np.nan
 
     measured = [one for one in checkpoints if not np.isnan(score(one))]

@@ -50,6 +50,7 @@ class History:
     steps: int = 0
     step: int = 0
     stride: int = 1  # steps from one that is selected to the next
+    sources: int = 0  # that a validation had scores of
     moved: set[tuple[str, int]] = field(default_factory=set)  # metrics that rose (1) or fell (-1), and did not return
 
     def add(self, step: int, metrics: Metrics) -> None:
@@ -62,7 +63,8 @@ class History:
         if len(self.selected) == 2 * WINDOW:
             self.selected, self.stride = self.selected[1::2], 2 * self.stride
         scores = [value for name, value in metrics.items() if is_validation_score(name)]
-        if scores:
+        self.sources = max(self.sources, len(scores))
+        if scores and len(scores) == self.sources:  # of fewer, as a grader failed on one, the mean is another figure
             self.validations.append(Validation(step, fmean(scores), mean(self.last(SCORE, 5)) or 0.0))
 
     def last(self, name: str, count: int) -> list[float]:

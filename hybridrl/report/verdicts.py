@@ -103,12 +103,10 @@ def series(contents: Contents, name: str, steps: dict | None = None) -> Points:
 
 
 def validation_mean(contents: Contents) -> Points:
-    """Return the mean over the data sources of each validation."""
-    scores: dict[int, list[float]] = {}
-    for steps, values in validations(contents).values():
-        for step, value in zip(steps, values, strict=True):
-            scores.setdefault(step, []).append(value)
-    return sorted(scores), [fmean(scores[step]) for step in sorted(scores)]
+    """Return the mean over the data sources of each validation that has a score of every one."""
+    curves = [dict(zip(*points, strict=True)) for points in validations(contents).values()]
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    return steps, [fmean(curve[step] for curve in curves) for step in steps]
 
 
 def risen(values: Sequence[float]) -> int:

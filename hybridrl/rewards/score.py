@@ -292,7 +292,7 @@ class FaultGuard:
         """Under "zero" set the value of faults to 0.0 in place; under "stop" raise RewardFaults at the first fault."""
         failed = [score for score in scores if score.fault is not None]
         if failed and self.on_error == "stop":
-            raise RewardFaults(f"{_diagnosis(scores)}; reward.on_error=stop ends the run at the first")
+            raise RewardFaults(f"{diagnosis(scores)}; reward.on_error=stop ends the run at the first")
         if self.on_error == "zero":
             for score in failed:
                 score.value = 0.0
@@ -305,14 +305,15 @@ class FaultGuard:
         self.steps_above = self.steps_above + 1 if above else 0
         if faults and self.steps_above >= self.max_fault_steps:
             raise RewardFaults(
-                f"{_diagnosis(scores)}, and more than reward.max_fault_rate={self.max_fault_rate:g} "
+                f"{diagnosis(scores)}, and more than reward.max_fault_rate={self.max_fault_rate:g} "
                 f"failed in {self.steps_above} steps in a row (reward.max_fault_steps)"
             )
         by_class = {f"reward/faults/{fault}": count for fault, count in faults.items()}
         return {"reward/faults": faults.total(), **by_class}
 
 
-def _diagnosis(scores: list[Score]) -> str:
+def diagnosis(scores: Sequence[Score]) -> str:
+    """Describe the faults of some scores by the most frequent one."""
     failed = [score for score in scores if score.fault is not None]
     fault, count = Counter(score.fault for score in failed).most_common(1)[0]
     example = next(score.detail for score in failed if score.fault == fault)

@@ -124,11 +124,12 @@ class PPOJob:
             function_scores=not uses_built_in(config.reward),
             add_environment_reward=config.reward.add_environment_reward,
         )
-        experience = self._experience(runner, stop_ids)
-        evaluator = None
+        reward, evaluator = config.reward, None
+        guard = FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps)
+        experience = self._experience(runner, stop_ids, guard)
         if self.inputs.validation:
             sampling = validation_sampling(rollout, stop_ids)
-            evaluator = Evaluator(self.engine, self.inputs.validation, runner, sampling, rollout.val_kwargs.n)
+            evaluator = Evaluator(self.engine, self.inputs.validation, runner, sampling, rollout.val_kwargs.n, guard)
         sample_log = SampleLog(
             tracker,
             training_dir=trainer.rollout_data_dir,
@@ -159,14 +160,13 @@ class PPOJob:
         }
         return task, parts
 
-    def _experience(self, runner: EpisodeRunner, stop_ids: tuple[int, ...]) -> Experience:
-        config, data, reward = self.config, self.config.data, self.config.reward
+    def _experience(self, runner: EpisodeRunner, stop_ids: tuple[int, ...], guard: FaultGuard) -> Experience:
+        config, data = self.config, self.config.data
         rollout, filter_groups, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups, None
         if filter_groups.enable and rollout.n > 1:
             metric = filter_groups.metric or "score"
             limit, least = filter_groups.max_num_gen_batches, config.actor_rollout_ref.actor.ppo_mini_batch_size
             group_filter = GroupFilter(metric, limit, data.gen_batch_size, least)
-        guard = FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps)
         total = self.resume.total_prompts
         plan = SamplingPlan(
             prompts_per_step=data.train_batch_size,

@@ -35,6 +35,19 @@ def test_a_run_is_its_last_healthy_checkpoint_its_best_or_all(run):
     assert found(f"{run}:best", keep_best="loss") == [two]
 
 
+def test_checkpoints_are_compared_by_the_data_sources_that_every_validation_has(run):
+    for step, hard in ((2, 0.2), (10, 0.1)):  # of the first one no easy sample could be graded
+        file = run / f"global_step_{step}" / "state.json"
+        state = json.loads(file.read_text())
+        easy = state["metrics"].pop("val-core/maths/acc/mean@1")
+        state["metrics"] |= {"val-core/hard/acc/mean@1": hard} | (
+            {"val-core/maths/acc/mean@1": easy} if step > 2 else {}
+        )
+        file.write_text(json.dumps(state))
+        write_manifest(file.parent)
+    assert found(f"{run}:best") == [("my-run-global_step_2", f"{run}/global_step_2/actor")]
+
+
 def test_a_checkpoint_is_its_policy(run):
     expected = [("my-run-global_step_2", f"{run}/global_step_2/actor")]
     assert found(run / "global_step_2") == found(run / "global_step_2" / "actor") == expected

@@ -194,6 +194,14 @@ def test_at_most_one_of_a_hundred_validations_that_only_vary_is_overfitting(nois
     assert raised <= 1
 
 
+def test_a_validation_without_a_score_of_one_data_source_is_no_fall():
+    history = History()
+    for step in range(4):
+        easy = {} if step % 2 else {"val-core/easy/acc/mean@1": 0.9}
+        history.add(step, {"val-core/hard/acc/mean@1": 0.1} | easy)
+    assert [(one.step, one.score) for one in history.validations] == [(0, 0.5), (2, 0.5)]
+
+
 def test_metrics_that_a_run_does_not_have_or_that_are_not_finite_are_no_diagnosis():
     assert begun([{"train/loss": 1.0}] * 120) == []
     assert begun([dict.fromkeys(HEALTHY, float("nan"))] * 120) == []

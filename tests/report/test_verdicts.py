@@ -6,7 +6,7 @@ import pytest
 
 from hybridrl.report.contents import Contents
 from hybridrl.report.samples import ChosenSamples
-from hybridrl.report.verdicts import duration, lights, number, sentence
+from hybridrl.report.verdicts import duration, lights, number, sentence, validation_mean
 from tests.report.synthetic import write_metrics
 
 
@@ -103,3 +103,10 @@ def test_prompts_that_teach_nothing_are_a_warning_unless_they_are_solved(tmp_pat
     samples = ChosenSamples(last_faults=0.0, solved=solved, stuck=stuck)
     light = lights(Contents(tmp_path), samples)[2]
     assert light.state == state and reason in light.reason
+
+
+def test_the_mean_over_data_sources_is_of_validations_that_have_a_score_of_each(tmp_path):
+    hard, easy = "val-core/hard/acc/mean@1", "val-core/easy/acc/mean@1"
+    write_metrics(tmp_path, [{hard: 0.1, easy: 0.9}, {hard: 0.2}, {}, {hard: 0.3, easy: 0.9}])
+    steps, means = validation_mean(Contents(tmp_path))
+    assert len(steps) == 2 and means == pytest.approx([0.5, 0.6])

@@ -1,5 +1,6 @@
 """Validation: held-out prompts, sampled, scored and summarised under verl's names. Changes nothing in training."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +12,11 @@ from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import PromptDataset
+from hybridrl.rewards.score import FaultGuard, diagnosis
 
 BOOTSTRAP_DRAWS = 1000
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -24,21 +28,24 @@ class Evaluator:
     runner: EpisodeRunner
     sampling: Sampling
     samples_per_prompt: int
+    guard: FaultGuard
 
     def evaluate(self, step: int) -> tuple[list[Episode], dict[str, float]]:
         """Return every sample of the policy after `step` steps, and the metrics. The engines keep the devices.
 
-        A fault of the grader counts as a score of 0, and faults are counted separately.
+        What becomes of a fault of the grader is as in training; faults are counted separately.
         """
         self.engine.to_rollout(version=step)
         prompts = list(self.prompts)
         rows = [prompt.row for prompt in prompts]
         samples, timings = self.runner.run(prompts, self.samples_per_prompt, self.sampling, rows, stream="validation")
+        self.guard.apply([sample.score for sample in samples])
         faults = sum(sample.score.fault is not None for sample in samples)
         metrics = validation_metrics(samples, self.samples_per_prompt)
         metrics["val-aux/response_length/mean"] = float(np.mean([sample.sampled_tokens for sample in samples]))
         if faults:
             metrics["val-aux/reward/faults"] = faults
+            logger.warning("validation after step %d: %s", step, diagnosis([sample.score for sample in samples]))
         for source in {sample.prompt.data_source for sample in samples}:
             of_source = self.runner.metrics([one for one in samples if one.prompt.data_source == source])
             metrics |= {f"val-aux/{source}/{name}": value for name, value in of_source.items()}
@@ -50,18 +57,21 @@ def validation_metrics(samples: Sequence[Episode], count: int) -> dict[str, floa
 
     `val-core` holds the main variable (`acc` if the reward gives it for every response, else `reward`) at the largest
     n, as in verl; the rest is `val-aux`. maj@k, the score of the most frequent prediction among k responses, needs the
-    reward to give `pred`. A number that only some responses have has its mean over those, and nothing else.
+    reward to give `pred`. A number that only some responses have has its mean over those, and nothing else. A response
+    without a score is left out: all figures are means over the prompts that have one, of those that each of them has.
     """
     metrics: dict[str, float] = {}
     sources: dict[str, list[list[Episode]]] = defaultdict(list)
     for start in range(0, len(samples), count):
-        sources[samples[start].prompt.data_source].append(list(samples[start : start + count]))
+        if graded := [one for one in samples[start : start + count] if one.score.value is not None]:
+            sources[graded[0].prompt.data_source].append(graded)
     for source, groups in sources.items():
         tables = _variables(groups)
-        core = "acc" if "acc" in tables and not np.isnan(tables["acc"]).any() else "reward"
+        whole = {name for name, values in tables.items() if not np.isnan(np.concatenate(values)).any()}
+        core = "acc" if "acc" in whole else "reward"
         for variable, values in tables.items():
-            if np.isnan(values).any():
-                metrics[f"val-aux/{source}/{variable}/mean@{count}"] = float(np.nanmean(values))
+            if variable not in whole:
+                metrics[f"val-aux/{source}/{variable}/mean@{count}"] = float(np.nanmean(np.concatenate(values)))
                 continue
             for name, value in _table_metrics(values, _predictions(groups), count).items():
                 largest = name.split("@")[1].split("/")[0] == str(count)
@@ -70,17 +80,17 @@ def validation_metrics(samples: Sequence[Episode], count: int) -> dict[str, floa
     return metrics
 
 
-def _variables(groups: list[list[Episode]]) -> dict[str, np.ndarray]:
-    """Return each numeric value of the scores as a table [prompts, samples]; NaN where a response has no such number,
-    and 0 where the grader failed. `reward` is the score, also if the reward gives another number of that name, which is
-    left to training's metrics and the samples."""
-    tables = {"reward": np.array([[s.score.value or 0.0 for s in group] for group in groups])}
+def _variables(groups: list[list[Episode]]) -> dict[str, list[np.ndarray]]:
+    """Return each numeric value of the scores by prompt; NaN where a response has no such number, and 0 where the
+    grader failed and that counts as 0. `reward` is the score, also if the reward gives another number of that name,
+    which is left to training's metrics and the samples."""
+    tables = {"reward": [np.array([s.score.value for s in group], dtype=float) for group in groups]}
     names = sorted({name for group in groups for s in group for name in s.score.extras} - {"score", *tables})
     for name in names:
         column = [[0.0 if s.score.fault else s.score.extras.get(name) for s in group] for group in groups]
         values = [value for row in column for value in row if value is not None]
         if values and all(isinstance(value, bool | int | float) for value in values):
-            tables[name] = np.array(column, dtype=float)
+            tables[name] = [np.array(row, dtype=float) for row in column]
     return tables
 
 
@@ -91,21 +101,20 @@ def _predictions(groups: list[list[Episode]]) -> list[list[str]] | None:
     return [[str(sample.score.extras.get("pred", "")) for sample in group] for group in groups]
 
 
-def _table_metrics(values: np.ndarray, predictions: list[list[str]] | None, count: int) -> dict[str, float]:
-    metrics = {f"mean@{count}": float(values.mean())}
+def _table_metrics(values: list[np.ndarray], predictions: list[list[str]] | None, count: int) -> dict[str, float]:
+    metrics = {f"mean@{count}": float(np.mean([row.mean() for row in values]))}
     if count == 1:
         return metrics
-    metrics[f"std@{count}"] = float(values.std(axis=1).mean())
-    random = np.random.default_rng(0)
+    metrics[f"std@{count}"] = float(np.mean([row.std() for row in values]))
+    randoms = {len(row): np.random.default_rng(0) for row in values}
     sizes = sorted({2**power for power in range(1, 11) if 2**power < count} | {count})
     for size in sizes:
-        draws = random.integers(count, size=(BOOTSTRAP_DRAWS, size))
-        estimates = {
-            "best": [row[draws].max(axis=1) for row in values],
-            "worst": [row[draws].min(axis=1) for row in values],
-        }
+        of_length = {n: random.integers(n, size=(BOOTSTRAP_DRAWS, size)) for n, random in randoms.items()}
+        draws = [of_length[len(row)] for row in values]
+        drawn = [row[places] for row, places in zip(values, draws, strict=True)]
+        estimates = {"best": [each.max(axis=1) for each in drawn], "worst": [each.min(axis=1) for each in drawn]}
         if predictions is not None:
-            estimates["maj"] = [_majority(row, words, draws) for row, words in zip(values, predictions, strict=True)]
+            estimates["maj"] = list(map(_majority, values, predictions, draws))
         for name, table in estimates.items():  # [prompts, draws]
             metrics[f"{name}@{size}/mean"] = float(np.mean(table))
             metrics[f"{name}@{size}/std"] = float(np.std(table, axis=1).mean())

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -9,11 +10,13 @@ from hybridrl.core.experience.evaluator import Evaluator, validation_metrics
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import Prompt
-from hybridrl.rewards.score import Score
+from hybridrl.rewards.score import FaultGuard, Score
 from hybridrl.runs.settings import validation_sampling
+from hybridrl.tracking.sink import is_validation_score
 
 # 1,000 draws of values between 0 and 1 lie within three deviations of their mean, 3 * 0.5 / sqrt(1000).
 BOOTSTRAP = 0.05
+EXCLUDE = FaultGuard("exclude", 1.0, 1)
 FAULT = Score(None, fault="timeout", detail="no score within 60 s")
 
 
@@ -133,17 +136,25 @@ def test_the_same_samples_give_the_same_estimates():
 def test_a_number_that_some_responses_lack_has_its_mean_over_the_others():
     samples = episodes([scored(1.0, format=1.0, some=None), scored(0.0, some=3)], [scored(0.0, some=1), FAULT])
     metrics = validation_metrics(samples, 2)
-    assert metrics["val-aux/maths/format/mean@2"] == 0.5  # 1 of one response, 0 of the fault
-    assert metrics["val-aux/maths/some/mean@2"] == pytest.approx((3 + 1 + 0) / 3)
+    assert metrics["val-aux/maths/format/mean@2"] == 1.0
+    assert metrics["val-aux/maths/some/mean@2"] == pytest.approx((3 + 1) / 2)
     assert not any(name.startswith("val-aux/maths/format/best") for name in metrics)
     assert metrics["val-core/maths/reward/mean@2"] == 0.25
 
 
-def test_a_fault_of_the_grader_counts_as_zero_and_as_no_prediction():
-    samples = episodes([FAULT, scored(1.0, acc=1.0, pred="a")], [scored(1.0, acc=1.0, pred="a"), FAULT])
-    metrics = validation_metrics(samples, 2)
-    assert metrics["val-core/maths/acc/mean@2"] == metrics["val-aux/maths/reward/mean@2"] == 0.5
-    assert metrics["val-core/maths/acc/maj@2/mean"] == pytest.approx(0.5, abs=BOOTSTRAP)
+def good(value: float, pred: str = "a") -> Score:
+    return scored(value, acc=value, pred=pred)
+
+
+def test_a_prompt_has_the_samples_that_were_graded_and_one_without_any_is_left_out():
+    mixed, alone = [good(1.0), good(0.0, "b"), good(0.0, "b")], [FAULT, good(1.0), FAULT]
+    expected = validation_metrics(episodes(mixed, [good(1.0)] * 3), 3)
+    metrics = validation_metrics(episodes(mixed, alone, [FAULT] * 3, alone), 3)
+    assert metrics.keys() == expected.keys()
+    assert metrics["val-core/maths/acc/mean@3"] == pytest.approx((1 / 3 + 1 + 1) / 3)
+    for name in ("val-core/maths/acc/best", "val-core/maths/acc/maj", "val-aux/maths/acc/worst"):
+        first = 2 * expected[f"{name}@3/mean"] - 1  # the other prompt's is 1
+        assert metrics[f"{name}@3/mean"] == pytest.approx((first + 2) / 3)
 
 
 class Runner:
@@ -167,11 +178,11 @@ def test_an_evaluation_samples_every_prompt_and_reports_metrics_lengths_faults_a
     samples = episodes([scored(1.0), scored(0.0)], [FAULT, scored(1.0)], tokens=3)
     prompts = [samples[0].prompt, samples[2].prompt]
     sampling, runner = Sampling(max_tokens=8, stop_ids=(0,)), Runner(samples)
-    returned, metrics = Evaluator(runner, prompts, runner, sampling, 2).evaluate(7)
+    returned, metrics = Evaluator(runner, prompts, runner, sampling, 2, EXCLUDE).evaluate(7)
     assert returned == samples
     assert runner.version == 7
     assert runner.arguments == (prompts, 2, sampling, [0, 1], "validation")
-    assert metrics["val-core/maths/reward/mean@2"] == 0.5
+    assert metrics["val-core/maths/reward/mean@2"] == (0.5 + 1.0) / 2
     assert metrics["val-aux/response_length/mean"] == 3.0
     assert metrics["val-aux/reward/faults"] == 1
     assert metrics["timing_s/testing"] == 2.5
@@ -180,8 +191,22 @@ def test_an_evaluation_samples_every_prompt_and_reports_metrics_lengths_faults_a
 def test_without_faults_none_are_reported():
     samples = episodes([scored(1.0)])
     runner = Runner(samples)
-    _, metrics = Evaluator(runner, [samples[0].prompt], runner, Sampling(8, (0,)), 1).evaluate(0)
+    _, metrics = Evaluator(runner, [samples[0].prompt], runner, Sampling(8, (0,)), 1, EXCLUDE).evaluate(0)
     assert "val-aux/reward/faults" not in metrics
+
+
+@pytest.mark.parametrize(("on_error", "mean"), [("exclude", 1.0), ("zero", 0.25)])
+def test_what_becomes_of_a_fault_is_as_in_training(on_error, mean, caplog):
+    faults = [replace(FAULT) for _ in range(3)]
+    for samples, graded in ((episodes([faults[0], good(1.0)], faults[1:]), True), (episodes(faults), False)):
+        runner, guard = Runner(samples), FaultGuard(on_error, 1.0, 1)
+        count = 2 if graded else 3
+        _, metrics = Evaluator(runner, [samples[0].prompt], runner, Sampling(8, (0,)), count, guard).evaluate(4)
+        assert metrics["val-aux/reward/faults"] == 3
+        if graded:
+            assert metrics["val-core/maths/acc/mean@2"] == metrics["val-aux/maths/reward/mean@2"] == mean
+        assert any(map(is_validation_score, metrics)) == (graded or on_error == "zero")
+    assert "validation after step 4: the reward function failed on 3 of 4 responses, mostly" in caplog.text
 
 
 def test_validation_has_a_separate_temperature_whatever_do_sample_is() -> None:
