@@ -12,7 +12,7 @@ from hybridrl.config.compose import as_section
 from hybridrl.config.custom_code import calling, load_class
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.prompts import PromptDataset, construct
+from hybridrl.data.prompts import PromptDataset, construct, with_objects
 from hybridrl.data.rows import Rows
 
 KEY = "data.sampler.class_path"
@@ -86,7 +86,7 @@ class RowValues(Sequence[dict[str, Any]]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._rows[index].values
+        return with_objects(self._rows[index].values)
 
 
 def build_order(config: DataConfig, prompts: PromptDataset, custom_keys: dict[str, Any] | None = None) -> Order:

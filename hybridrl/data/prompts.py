@@ -33,6 +33,7 @@ from hybridrl.data.tokenizer import (
     TokenRows,
     as_chat,
     as_messages,
+    as_object,
     as_tools,
     encode,
     from_json,
@@ -54,6 +55,7 @@ ENVIRONMENTS = ("agent_name", "env_class")  # verl's and SkyRL's columns that na
 EPISODE_FIELDS = ("tools_kwargs", "interaction_kwargs", "tool_selection")  # columns, or fields of extra_info
 ROLES = {"system", "user", "assistant", "tool", "developer", "function"}  # usual ones
 SYSTEM_FIX = "; put the system message into the user's, or set actor_rollout_ref.model.custom_chat_template"
+NULL_TRUTH = "the ground truth is null: set reward.custom_reward_function.path, a built-in reward needs one"
 # AReaL's texts contain the turns of one model's chat template, which the template of the trained model adds again.
 TURNS = re.compile(r"<[|\uff5c]User[|\uff5c]>(.*)<[|\uff5c]Assistant[|\uff5c]>(?:<think>)?\s*", re.DOTALL)
 
@@ -111,12 +113,13 @@ def load_prompts(
     shuffle: bool,
     key: str,
     custom_keys: dict[str, Any] | None = None,
+    needs_truth: bool = True,
 ) -> PromptDataset:
     """Read, check and tokenize the rows of `files`, or those of a custom dataset class.
 
     `max_samples`, `shuffle` and `key` are as in `load_rows`; `custom_keys` are the user's own keys under `data`, for a
-    custom class. A prompt beyond `config.max_prompt_length` is dropped, truncated or rejected as configured. Raises
-    ConfigError that lists all bad rows together.
+    custom class; with `needs_truth` a ground truth must not be null. A prompt beyond `config.max_prompt_length` is
+    dropped, truncated or rejected as configured. Raises ConfigError that lists all bad rows together.
     """
     faults, selection = Faults(key), {"shuffle": shuffle, "seed": config.seed or 0}
     check_template_arguments(tokenizer, config.apply_chat_template_kwargs)
@@ -126,7 +129,7 @@ def load_prompts(
         rows = _custom_rows(config, arguments | {"max_samples": max_samples}, faults).sample(max_samples, **selection)
     else:
         rows = load_rows(files, faults, key=key, max_samples=max_samples, **selection)
-    sources, environments, fields = _check(rows, config, tokenizer, faults, key)
+    sources, environments, fields = _check(rows, config, tokenizer, faults, key, needs_truth)
     kept, ids, overlong = [], TokenRows(), []
     tokenized = zip(rows, _tokens(rows, config, tokenizer), strict=True)
     for index, (row, tokens) in enumerate(with_progress(tokenized, len(rows))):
@@ -172,22 +175,24 @@ class Prompts(list[Prompt]):
 
 
 def read_prompts(
-    files: list[str], config: DataConfig, *, max_samples: int = -1, shuffle: bool = False, key: str
+    files: list[str], config: DataConfig, *, max_samples: int, shuffle: bool, key: str, needs_truth: bool = True
 ) -> Prompts:
     """Read and check the rows of `files` for what needs no token ids, such as an endpoint. The options are those of
     `load_prompts`. Raises ConfigError that lists all bad rows together."""
     faults = Faults(key)
     rows = load_rows(files, faults, key=key, max_samples=max_samples, shuffle=shuffle, seed=config.seed or 0)
-    return Prompts(prompt for _, prompt in _parsed(rows, config, faults))
+    return Prompts(prompt for _, prompt in _parsed(rows, config, faults, needs_truth))
 
 
-def read_responses(files: list[str], config: DataConfig, *, key: str, truth_key: str) -> Prompts:
+def read_responses(
+    files: list[str], config: DataConfig, *, key: str, truth_key: str, needs_truth: bool = True
+) -> Prompts:
     """Read the rows of stored responses, which need a data source and no prompt; `truth_key` is the column of the
-    ground truth. Raises ConfigError that lists all bad rows together."""
+    ground truth, `needs_truth` as in `load_prompts`. Raises ConfigError that lists all bad rows together."""
     faults, prompts = Faults(key), Prompts()
     for row in load_rows(files, faults, key=key, max_samples=-1, shuffle=False, seed=0):
         values = {config.prompt_key: "none"} | row.values | {"reward_model": row.values.get(truth_key)}
-        prompt = _parse(replace(row, values=values), config)
+        prompt = _parse(replace(row, values=values), config, needs_truth=needs_truth)
         if isinstance(prompt, Prompt) and prompt.data_source == UNKNOWN_SOURCE:
             names = ", ".join(row.values)
             faults.add(row.place, f"no data source: data.reward_fn_key={config.reward_fn_key}; the row has {names}")
@@ -200,10 +205,12 @@ def read_responses(files: list[str], config: DataConfig, *, key: str, truth_key:
     return prompts
 
 
-def _parsed(rows: Iterable[DataRow], config: DataConfig, faults: Faults) -> Iterator[tuple[DataRow, Prompt]]:
+def _parsed(
+    rows: Iterable[DataRow], config: DataConfig, faults: Faults, needs_truth: bool
+) -> Iterator[tuple[DataRow, Prompt]]:
     """Yield the rows that are prompts; raise ConfigError with the faults of all others at the end."""
     for row in rows:
-        prompt = _parse(row, config)
+        prompt = _parse(row, config, needs_truth=needs_truth)
         if isinstance(prompt, Prompt):
             yield row, prompt
         else:
@@ -212,14 +219,14 @@ def _parsed(rows: Iterable[DataRow], config: DataConfig, faults: Faults) -> Iter
 
 
 def _check(
-    rows: Rows, config: DataConfig, tokenizer: PreTrainedTokenizerBase, faults: Faults, key: str
+    rows: Rows, config: DataConfig, tokenizer: PreTrainedTokenizerBase, faults: Faults, key: str, needs_truth: bool
 ) -> tuple[set[str], set[str], set[str]]:
     """Collect the faults of all rows, log their formats and unknown roles, and return their data sources, and the
     environments and fields of episodes that they name."""
     formats, roles, template = Counter[str](), Counter[str](), str(tokenizer.chat_template or "")
     sources, environments, fields = set[str](), set[str](), set[str]()
     chats = with_tools = as_text = own_arguments = 0
-    for row, prompt in _parsed(with_progress(rows, len(rows), "checking"), config, faults):
+    for row, prompt in _parsed(with_progress(rows, len(rows), "checking"), config, faults, needs_truth):
         formats[to_verl_format(row.values, config.reward_fn_key)[0]] += 1
         sources.add(prompt.data_source)
         environments.update(str(name) for column in ENVIRONMENTS if (name := row.values.get(column)))
@@ -251,9 +258,9 @@ def _holds(prompt: Prompt, name: str) -> bool:
     return any(item is not None for item in value.values()) if isinstance(value, Mapping) else bool(value)
 
 
-def _parse(row: DataRow, config: DataConfig) -> Prompt | list[str]:
+def _parse(row: DataRow, config: DataConfig, *, needs_truth: bool = False) -> Prompt | list[str]:
     """Return the row as a prompt without ids, or all faults of the row."""
-    columns = _with_objects(row.values)
+    columns = with_objects(row.values)
     form, values = to_verl_format(columns, config.reward_fn_key)
     prompt = values.get(config.prompt_key if form != AREAL else "prompt")
     messages = as_messages(prompt) or (prompt if isinstance(prompt, str) else None)
@@ -263,19 +270,22 @@ def _parse(row: DataRow, config: DataConfig) -> Prompt | list[str]:
         faults.append(f"data.tools_key={config.tools_key} must hold a list of schemas of tools ([{{...}}, ...])")
     if not messages:
         faults.append(_no_prompt(columns, config.prompt_key))
-    if config.ground_truth_key:
-        ground_truth = _in_column(config.ground_truth_key, columns)
+    if key := config.ground_truth_key:
+        has_truth, ground_truth = key in columns, _in_column(key, columns)
         # Environments find it where they find that of other rows.
-        columns |= {name: (_as_object(columns.get(name)) or {}) | {"ground_truth": ground_truth} for name in TRUTHS}
+        columns |= {name: (as_object(columns.get(name)) or {}) | {"ground_truth": ground_truth} for name in TRUTHS}
     else:
-        reward = values.get("reward_model")
-        ground_truth = reward.get("ground_truth") if isinstance(reward, dict) else None
-    if ground_truth is None:
-        faults.append(_no_truth(row.values, values.get("reward_model"), config.ground_truth_key))
+        reward = as_object(values.get("reward_model")) or {}
+        has_truth, ground_truth = "ground_truth" in reward, reward.get("ground_truth")
+    if not has_truth:
+        faults.append(_no_truth(row.values, values.get("reward_model"), key))
+    elif ground_truth is None and needs_truth:
+        faults.append(NULL_TRUTH)
     faults += [fault for fault in (multimodal_fault(row.values, messages), row_fault(row.values)) if fault]
     extra_info = values.get("extra_info") or {}
     if not isinstance(extra_info, dict):
-        faults.append("extra_info is not an object ({...})")
+        fix = "write it with json.dumps, or under another name"
+        faults.append(f"extra_info is not an object ({{...}}) or JSON text of one, but {extra_info!r:.60}: {fix}")
     source = values.get(config.reward_fn_key)
     if isinstance(source, list | dict):
         faults.append(f"data.reward_fn_key={config.reward_fn_key} must hold a text, the row has {source!r:.60}")
@@ -288,20 +298,20 @@ def _parse(row: DataRow, config: DataConfig) -> Prompt | list[str]:
 def _in_column(name: str, columns: dict[str, Any]) -> Any:
     """Return the ground truth of a column: its value, or that under ground_truth if it is an object with one."""
     value = columns.get(name)
-    truth = _as_object(value)
+    truth = as_object(value)
     return value if truth is None else truth.get("ground_truth", value)
 
 
-def _with_objects(columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns, with the objects in place of their JSON texts where the ground truth may be."""
-    decoded = {name: _as_object(columns[name]) for name in TRUTHS if isinstance(columns.get(name), str)}
-    return columns | {name: value for name, value in decoded.items() if value is not None}
+def with_objects(columns: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns with what JSON texts hold in their place, where rewards and environments look for it."""
+    columns = _decoded(columns, (*TRUTHS, "extra_info", *EPISODE_FIELDS))
+    extra = columns.get("extra_info")
+    return columns | {"extra_info": _decoded(extra, EPISODE_FIELDS)} if isinstance(extra, dict) else columns
 
 
-def _as_object(value: Any) -> dict[str, Any] | None:
-    """Return an object, also one that is JSON text; None for any other value."""
-    value = from_json(value) if isinstance(value, str) else value
-    return value if isinstance(value, dict) else None
+def _decoded(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    held = {name: from_json(values[name]) for name in names if isinstance(values.get(name), str)}
+    return values | {n: one for n, one in held.items() if isinstance(one, dict) or (one and n in EPISODE_FIELDS)}
 
 
 def _no_prompt(columns: dict[str, Any], key: str) -> str:
@@ -317,8 +327,7 @@ def _no_truth(columns: dict[str, Any], reward: Any, key: str | None) -> str:
     near = difflib.get_close_matches(key or "", columns, n=1) or [name for name in TRUTH_NAMES if name in columns]
     hint = f"; set data.ground_truth_key={near[0]}?" if near and key not in near[:1] else ""
     if key:
-        absent = "is null there" if key in columns else f"is no column: the row has {', '.join(columns)}"
-        return f"no ground truth: data.ground_truth_key={key} {absent}{hint}"
+        return f"no ground truth: data.ground_truth_key={key} is no column: the row has {', '.join(columns)}{hint}"
     if isinstance(reward, str | list):
         kind = "a text" if isinstance(reward, str) else "a list"
         return (
@@ -334,7 +343,7 @@ def to_verl_format(values: dict[str, Any], source_key: str) -> tuple[str, dict[s
     SkyRL: {prompt, env_class, reward_spec: {ground_truth}}. AReaL (boba): {prompt, query_id, task, solutions}, for
     programs input_output instead of solutions. Any other row is treated as verl's, and checked as such.
     """
-    values = _with_objects(values)
+    values = with_objects(values)
     if isinstance(values.get("reward_model"), dict):
         return VERL, values
     if isinstance(values.get("reward_spec"), dict):

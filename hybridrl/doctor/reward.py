@@ -30,6 +30,7 @@ from hybridrl.core.algorithms.algorithm import bind, find_estimator
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.trajectory import TRUNCATED
 from hybridrl.data.rows import DataRow, Faults, Rows, load_rows
+from hybridrl.data.tokenizer import as_object
 from hybridrl.doctor import directory_parser, load_config, show
 from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.rewards.pool import ScorerPool
@@ -84,7 +85,8 @@ def examine(arguments: argparse.Namespace, findings: Findings) -> None:
     """Score the rows and compare. Raises ConfigError if they cannot be scored at all."""
     bad_rows = Faults(KEY)
     rows = load_rows([arguments.rows], bad_rows, key=KEY, max_samples=-1, shuffle=False, seed=0)
-    parsed = [_parse(row, arguments.data_source, bad_rows) for row in rows]
+    needs_truth = uses_built_in(reward_config(arguments.reward, arguments.overrides))
+    parsed = [_parse(row, arguments.data_source, bad_rows, needs_truth) for row in rows]
     bad_rows.close()
     stored = [row for row in parsed if row is not None]
     requests, compared = [row.request for row in stored], []
@@ -121,18 +123,17 @@ def reward_config(file: str | None, overrides: Sequence[str]) -> RewardConfig:
     return result.accept().reward
 
 
-def _parse(row: DataRow, data_source: str, bad_rows: Faults) -> Stored | None:
-    values, model = row.values, row.values.get("reward_model")
+def _parse(row: DataRow, data_source: str, bad_rows: Faults, needs_truth: bool) -> Stored | None:
+    values, model = row.values, as_object(row.values.get("reward_model")) or {}
     response = next((values[name] for name in RESPONSE_COLUMNS if isinstance(values.get(name), str)), None)
-    truths = [*map(values.get, TRUTH_COLUMNS), model.get("ground_truth") if isinstance(model, dict) else None]
+    truths = [place[name] for place in (values, model) for name in TRUTH_COLUMNS if name in place]
     truth = next((truth for truth in truths if truth is not None), None)
-    if response is None or truth is None:
+    if response is None or not truths or (truth is None and needs_truth):
         missing = f"no response ({', '.join(RESPONSE_COLUMNS)})" if response is None else "no ground truth"
         bad_rows.add(row.place, f"{missing}; the row has {', '.join(values)}")
         return None
-    source, extra_info, score = values.get("data_source"), values.get("extra_info"), values.get("score")
-    episode = values.get(OWN_KEY)
-    extra = (extra_info if isinstance(extra_info, dict) else {}) | written(episode if isinstance(episode, dict) else {})
+    source, score, episode = values.get("data_source"), values.get("score"), values.get(OWN_KEY)
+    extra = (as_object(values.get("extra_info")) or {}) | written(episode if isinstance(episode, dict) else {})
     return Stored(
         row.place.rpartition(", ")[2],  # without the file, which is the same for all
         ScoringRequest(str(source or data_source), response, truth, extra),
@@ -304,8 +305,8 @@ def data_rows(data: DataConfig, findings: Findings) -> Rows | None:
 def _request(record: SampleRecord, rows: Rows | None) -> ScoringRequest:
     number, source = record.episode.get("row"), str(record.episode.get("data_source", ""))
     there = rows is not None and number is not None and number < len(rows)  # the data may have changed since
-    extra: Any = rows[number].values.get("extra_info") if there else None
-    extra = (extra if isinstance(extra, dict) else {}) | written(record.episode)
+    extra = as_object(rows[number].values.get("extra_info")) if there else None
+    extra = (extra or {}) | written(record.episode)
     return ScoringRequest(source, record.response, record.truth, extra)
 
 

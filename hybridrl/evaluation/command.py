@@ -1,7 +1,6 @@
 """All that one evaluation command does: each of its models, stored responses, and comparisons."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from hybridrl.checkpoint.resume import digest
@@ -88,10 +87,10 @@ def score_stored(config: EvaluationConfig, baseline: Evaluated | None = None) ->
     """Score responses that files hold, without an engine and without Ray."""
     settings, key = config.eval, "eval.responses"
     publish_own_keys(config.own)
-    read = partial(read_responses, config=config.data, key=key, truth_key=settings.reward_model_key)
-    datasets = {file: read([file]) for file in settings.responses}
+    options = {"truth_key": settings.reward_model_key, "needs_truth": (built_in := uses_built_in(config.reward))}
+    datasets = {file: read_responses([file], config.data, key=key, **options) for file in settings.responses}
     questions = collect_questions(datasets)
-    if uses_built_in(config.reward):
+    if built_in:
         check_data_sources({one.prompt.data_source for one in questions})
     responses = [_responses(question, settings.response_key) for question in questions]
     reject_large_k(settings.k, max(map(len, responses)), "leave it out")

@@ -121,6 +121,7 @@ class ModelEvaluation:
         """Load the rows, and of a model of files the tokenizer, and check its files. An address needs no token ids."""
         config, data, model = self.config, self.config.data, self.config.actor_rollout_ref.model
         options = {"max_samples": data.val_max_samples, "shuffle": data.validation_shuffle, "key": FILES_KEY}
+        options |= {"needs_truth": uses_built_in(config.reward)}
         load = partial(read_prompts, config=data, **options)
         if not self.target.is_address:
             import_libraries(model.external_lib)

@@ -177,7 +177,7 @@ def _column(values: list[Any]) -> pyarrow.Array:
     except (pyarrow.ArrowException, UnicodeError, OverflowError):
         pass
     if all(isinstance(one, dict) and "ground_truth" in one for one in values):
-        truths = [_encodable(str(one["ground_truth"])) for one in values]
+        truths = [None if (truth := one["ground_truth"]) is None else _encodable(str(truth)) for one in values]
         return pyarrow.array(
             [{"style": str(one.get("style")), "ground_truth": truth} for one, truth in zip(values, truths, strict=True)]
         )

@@ -208,7 +208,7 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
     """Load prompts; reject rows with tokens that the model does not have, or that no scorer can score."""
     data, rejections, user_keys = config.data, inputs.rejections, config.own.get("data")
     rollout, built_in = config.actor_rollout_ref.rollout, uses_built_in(config.reward)
-    read = partial(load_prompts, config=data, tokenizer=tokenizer, custom_keys=user_keys)
+    read = partial(load_prompts, config=data, tokenizer=tokenizer, custom_keys=user_keys, needs_truth=built_in)
     with rejections.gathered():
         limit, shuffle = data.train_max_samples, data.shuffle
         inputs.prompts = read(data.train_files, max_samples=limit, shuffle=shuffle, key="data.train_files")

@@ -180,7 +180,8 @@ def test_a_row_with_any_value_in_any_place_is_refused_by_line_or_used_as_it_was_
             held = row["reward_model"]  # which may be JSON text
             assert (json.loads(held) if isinstance(held, str) else held)["ground_truth"] == truth
         elif path[0] == "extra_info":
-            assert extra == without_nulls(row["extra_info"] or {})
+            held = row["extra_info"] or {}  # likewise
+            assert extra == without_nulls(json.loads(held) if isinstance(held, str) else held)
         elif path[0] == "data_source":
             assert source == ("unknown" if value is None else str(value)) and not isinstance(value, list | dict)
         elif path[0] == "tools":

@@ -2,6 +2,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow
@@ -9,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from transformers import Qwen2Tokenizer
 
-from hybridrl.agents.environments import ground_truth
+from hybridrl.agents.environments import ground_truth, interaction_kwargs, tools_kwargs
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts
@@ -73,6 +74,55 @@ def test_a_row_may_lack_extra_info_and_data_source(write, config, tokenizer):
     assert load(write(row("b", task="t")), config, tokenizer).data_sources == {"t"}
 
 
+EXTRA = {"index": 7, "tools_kwargs": {"add": {"create_kwargs": {"x": 1}}}, "tests": ["a"], "note": "{}"}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "parquet"])
+def test_columns_that_are_json_text_are_what_the_text_holds(write, config, tokenizer, tmp_path, form):
+    inner = EXTRA | {"tools_kwargs": json.dumps(EXTRA["tools_kwargs"]), "tool_selection": '["add"]'}
+    names = {"reward_model": {"style": "rule", "ground_truth": "5"}, "interaction_kwargs": {"name": "a"}}
+    texts = [row("x", extra_info=json.dumps(one), **{n: json.dumps(names[n]) for n in names}) for one in (EXTRA, inner)]
+    texts += [row("x", extra_info=None), row("x", extra_info="")]
+    file = str(tmp_path / f"rows.{form}")
+    if form == "parquet":
+        texts = [one | {"reward_model": texts[0]["reward_model"]} for one in texts]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(texts), file)
+    else:
+        Path(file).write_text(json.dumps(texts) if form == "json" else "\n".join(map(json.dumps, texts)))
+    first, second, *absent = load(file, config, tokenizer)
+    assert first.extra_info == EXTRA and second.extra_info == EXTRA | {"tool_selection": ["add"]}
+    for prompt in (first, second):
+        assert prompt.ground_truth == "5" and prompt.columns["extra_info"] == prompt.extra_info
+        assert tools_kwargs(prompt.columns) == EXTRA["tools_kwargs"]
+        assert interaction_kwargs(prompt.columns) == {"name": "a"}
+    assert [prompt.extra_info for prompt in absent] == [{}, {}]
+
+
+@pytest.mark.parametrize("value", ["text", "{", "[1]", "3", [1], 3])
+def test_extra_info_that_is_no_object_is_rejected_with_its_beginning(write, config, tokenizer, value):
+    text = rejection(write(row("x", extra_info=value)), config, tokenizer)
+    assert f"line 1: extra_info is not an object ({{...}}) or JSON text of one, but {value!r}: write it with" in text
+
+
+@pytest.mark.parametrize("style", ["rule", "model", "function"])
+def test_a_ground_truth_of_null_is_for_custom_rewards(write, config, tokenizer, tmp_path, style):
+    model = {"style": style, "ground_truth": None}
+    rows = [row("x"), row("x", reward_model=model), row("x", reward_model=json.dumps(model))]
+    rows += [row("x", reward_model=None, reward_spec=model)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:2]), tmp_path / "rows.parquet")
+    options = {"max_samples": -1, "shuffle": False, "key": "data.train_files", "needs_truth": False}
+    for file, count in ((write(*rows), 3), (str(tmp_path / "rows.parquet"), 1)):
+        prompts = load_prompts([file], config, tokenizer, **options)
+        assert [prompt.ground_truth for prompt in prompts] == ["4", *[None] * count]
+        assert [ground_truth(prompt.columns) for prompt in prompts] == ["4", *[None] * count]
+        assert "2: the ground truth is null: set reward.custom_reward" in rejection(file, config, tokenizer)
+    own = replace(config, ground_truth_key="answer")
+    file = write(row("x", answer=None), row("x", answer={"ground_truth": None}))
+    assert [one.ground_truth for one in load_prompts([file], own, tokenizer, **options)] == [None] * 2
+    with pytest.raises(ConfigError, match="line 1: no ground truth"):
+        load_prompts([write(row("x", reward_model={"style": style}))], config, tokenizer, **options)
+
+
 def test_ground_truths_of_any_type_are_unchanged(write, config, tokenizer):
     truths = ["4", 4, ["4", "four"], {"target": 4}, 0, False, ""]
     rows = [row("2+2?", reward_model={"ground_truth": truth}) for truth in truths]
@@ -104,7 +154,7 @@ def test_a_column_that_is_called_like_the_ground_truth_is_none_unless_it_is_name
     assert (prompt.ground_truth, ground_truth(prompt.columns)) == ("4", "4")
 
 
-def test_a_column_of_the_ground_truth_that_is_absent_or_null_is_rejected_with_those_that_there_are(
+def test_a_column_of_the_ground_truth_that_is_absent_is_rejected_with_those_that_there_are(
     write: Write, config: DataConfig, tokenizer: Qwen2Tokenizer
 ) -> None:
     config = replace(config, ground_truth_key="answr")
@@ -112,7 +162,7 @@ def test_a_column_of_the_ground_truth_that_is_absent_or_null_is_rejected_with_th
     text = rejection(write(*rows), config, tokenizer)
     fault = "no ground truth: data.ground_truth_key=answr is"
     assert f"line 1: {fault} no column: the row has prompt, answer; set data.ground_truth_key=answer?" in text
-    assert f"line 2: {fault} null there" in text
+    assert "line 2: the ground truth is null" in text
     assert f"line 3: {fault} no column: the row has prompt" in text
 
 
@@ -136,7 +186,7 @@ def test_all_bad_rows_are_in_one_message_with_line_and_reason(write, config, tok
         row("x", reward_model={"style": "rule"}),
         row([]),
         row([{"role": "user"}]),
-        row("x", extra_info="text"),
+        row("x", extra_info='{"index": 7'),
         {"question": "2+2?"},
     ]
     message = rejection(write(*rows), config, tokenizer)
@@ -146,7 +196,7 @@ def test_all_bad_rows_are_in_one_message_with_line_and_reason(write, config, tok
     assert "line 3: no ground truth" in message
     assert "line 4: no prompt" in message and "(and 1 more row)" in message
     assert "line 5" not in message
-    assert "line 6: extra_info is not an object" in message
+    assert "line 6: extra_info is not an object ({...}) or JSON text of one, but '{\"index\": 7': write it" in message
 
 
 def test_bad_rows_are_listed_in_the_order_of_the_file_however_they_are_shuffled(write, config, tokenizer):

@@ -1,5 +1,6 @@
 """Orders from the configuration, and custom samplers."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,8 @@ class Shuffled:
 @pytest.fixture
 def prompts(write: Write, config: DataConfig, plain_tokenizer: Qwen2Tokenizer) -> PromptDataset:
     levels = [3, 1, 2, 5, 4, 9, 8, 7]
-    rows = [{"prompt": "x", "reward_model": {"ground_truth": ""}, "extra_info": {"level": level}} for level in levels]
+    infos = [{"level": level} if level % 2 else json.dumps({"level": level}) for level in levels]
+    rows = [{"prompt": "x", "reward_model": {"ground_truth": ""}, "extra_info": extra} for extra in infos]
     return load_prompts([write(*rows)], config, plain_tokenizer, max_samples=-1, shuffle=False, key="data.train_files")
 
 

@@ -91,8 +91,9 @@ def test_scores_are_scaled_as_in_the_run(run, capsys):
     assert causes(capsys, run)[1]["step"][0] == "step 1: mean reward 0.500 -> 0.250, 2 changed"
 
 
-def test_extra_info_and_the_estimator_are_those_of_the_run(run, capsys, monkeypatch):
-    rows = [{"prompt": "?", "reward_model": {"ground_truth": "4"}, "extra_info": {"hard": hard}} for hard in (1, 0)]
+@pytest.mark.parametrize("form", [dict, json.dumps])
+def test_extra_info_and_the_estimator_are_those_of_the_run(run, capsys, monkeypatch, form):
+    rows = [{"prompt": "?", "reward_model": {"ground_truth": "4"}, "extra_info": form({"hard": n})} for n in (1, 0)]
     (run.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sections = ("data: {train_files: [rows.jsonl]}", "algorithm: {adv_estimator: rloo}")
     (run / "config.yaml").write_text("\n".join([*sections, "actor_rollout_ref: {model: {path: moved/away}}"]))

@@ -16,6 +16,7 @@ from hybridrl.doctor.__main__ import main
 from hybridrl.doctor.full import try_on_rows
 from hybridrl.runs.reward_trial import reject_failing_reward, spread_rows
 
+NULL = {"style": "model", "ground_truth": None}
 ROWS = [
     {"input": "?", "output": "#### 1", "gts": "1", "score": 1.0, "step": 3},
     {"input": "?", "output": "#### 2", "gts": "1", "score": 1.0, "step": 3},
@@ -117,6 +118,19 @@ def test_rows_that_cannot_be_scored_are_an_error_with_the_reason(files, capsys, 
     status, findings = report(capsys, "--rows", str(files / "rows.jsonl"), *arguments)
     assert (status, [finding["severity"] for finding in findings]) == (1, ["error"])
     assert cause in f"{findings[0]['cause']}; {findings[0]['fix']}"
+
+
+def test_rows_may_have_json_text_and_with_a_custom_reward_a_truth_of_null(files, capsys):
+    (files / "own.py").write_text(
+        "def compute_score(ground_truth, extra_info): return (ground_truth is None) + extra_info['level']"
+    )
+    rows = [{"output": "1", "reward_model": model, "extra_info": '{"level": 4}'} for model in (NULL, json.dumps(NULL))]
+    rows += [{"output": "1", "gts": None, "extra_info": '{"level": 4}'}]
+    (files / "null.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, findings = report(capsys, "--rows", str(files / "null.jsonl"), "--reward", str(files / "own.py"))
+    assert causes(findings, "reward.scores")[0].endswith("mean 5.0000; 5: 3")
+    _, findings = report(capsys, "--rows", str(files / "null.jsonl"), "--data-source", "gsm8k")
+    assert "line 1: no ground truth" in findings[0]["cause"]
 
 
 def test_rows_without_a_response_are_reported_all_at_once(files, capsys):
@@ -268,6 +282,12 @@ def test_a_reward_that_raises_on_all_rows_of_a_source_is_an_error_which_names_it
     assert "AttributeError: 'int' object has no attribute 'strip'" in findings[1].cause
     allowed = tried(source, ("mine", 7), more=("reward.on_error=zero",))
     assert [one.severity for one in allowed] == ["warning"]
+
+
+def test_only_wrong_responses_are_tried_on_rows_whose_truth_is_null(tried):
+    source = "def compute_score(solution_str, ground_truth): return 0.5 if ground_truth is None else float('x')"
+    (one,) = tried(source, ("a", None), ("a", None))
+    assert one.code == "reward.tried" and "only wrong ones were tried" in one.cause
 
 
 def test_each_data_source_is_compared_separately(tried):

@@ -216,12 +216,14 @@ def test_by_default_results_are_below_the_runs_directory_by_model_and_sampling(p
     [
         (["eval.files=no_truth.jsonl"], "no ground truth"),
         (["eval.files=no_json.jsonl"], "not JSON"),
+        (["eval.files=null.jsonl", "reward.custom_reward_function.path=null"], "line 1: the ground truth is null"),
         (["reward.custom_reward_function.path=null"], "no reward is built in for data_source digits"),
         (["eval.n=null", "eval.k=[1,64]"], r"eval\.k=64: there are 32 responses per question; set eval.n=64"),
     ],
 )
 def test_what_cannot_be_scored_is_rejected(place, overrides, message):
     write_rows(Path("no_truth.jsonl"), {"prompt": "1+1="})
+    write_rows(Path("null.jsonl"), row("1", "1", reward_model={"ground_truth": None}))
     Path("no_json.jsonl").write_text('{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}\n' * 2 + "{\n")
     with pytest.raises(ConfigError, match=message):
         evaluation(place, *overrides)
@@ -428,6 +430,17 @@ def test_two_evaluations_are_compared_in_the_table(place, capsys):
     assert (comparison["a"], comparison["b"], comparison["up"]) == (0.0, 1.0, 6)  # the new one minus the earlier one
     assert comparison["p"] == comparison["mcnemar"] == 2 / 2**6
     assert "## A = stored, B = stored" in Path("out-b/table.md").read_text()
+
+
+def test_a_custom_reward_gets_ground_truths_of_null(place):
+    Path("reward.py").write_text("def compute_score(ground_truth): return float(ground_truth is None)\n")
+    write_rows(Path("null.jsonl"), *[row("1", "1", reward_model={"style": "model", "ground_truth": None})] * 2)
+    custom = "reward.custom_reward_function.path=reward.py"
+    sampled = run(evaluation(place, "eval.files=null.jsonl", custom, "eval.output_dir=sampled")).samples
+    write_stored(truth={"style": "model", "ground_truth": None})
+    assert stored(place, custom) == 0
+    every = [*sampled, *read_samples(Path("out/samples.jsonl"))]
+    assert len(every) == 10 and {(one.score, one.truth) for one in every} == {(1.0, None)}
 
 
 def test_stored_responses_need_no_prompt(place):

@@ -207,13 +207,13 @@ def test_every_k_that_is_set_is_shown():
 
 
 def test_responses_are_written_with_the_columns_of_their_rows(tmp_path):
-    rows = [{"question": "1", "level": 3, "empty": {}}, {"question": "2", "level": "hard", "empty": {}}]
+    rows = [{"question": str(n), "level": level, "empty": {}} for n, level in ((1, 3), (2, "hard"), (3, 4))]
     questions = [
         Question(index, "maths", str(index), Prompt(index, [], row["question"], "maths", truth, {}, row))
-        for index, (row, truth) in enumerate(zip(rows, ["1", 2], strict=True))
+        for index, (row, truth) in enumerate(zip(rows, ["1", 2, None], strict=True))
     ]
-    write_responses(tmp_path, questions, samples({"0": "10", "1": "1"}, response="4"))
+    write_responses(tmp_path, questions, samples({"0": "10", "1": "1", "2": "1"}, response="4"))
     read = pyarrow.parquet.read_table(tmp_path / "responses.parquet").to_pylist()
-    assert [one["responses"] for one in read] == [["4", "4"], ["4"]]
-    assert [one["question"] for one in read] == ["1", "2"] and [one["level"] for one in read] == ["3", '"hard"']
-    assert [one["reward_model"]["ground_truth"] for one in read] == ["1", "2"]
+    assert [one["responses"] for one in read] == [["4", "4"], ["4"], ["4"]]
+    assert [(one["question"], one["level"]) for one in read] == [("1", "3"), ("2", '"hard"'), ("3", "4")]
+    assert [one["reward_model"]["ground_truth"] for one in read] == ["1", "2", None]

@@ -83,6 +83,19 @@ def test_fields_of_rows_that_their_episodes_do_not_read_are_named(data, tmp_path
     ]
 
 
+@pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.n=2", f"{MULTI_TURN}.environment=guess_number"])
+@pytest.mark.parametrize("files", ["data.train_files", "data.val_files"])
+def test_ground_truths_of_null_need_a_custom_reward(data, tmp_path, key, files):
+    row = {"prompt": "1+1", "data_source": "openai/gsm8k", "target": 7, "reward_model": {"ground_truth": None}}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    keys = [key, f"{files}={tmp_path}/rows.jsonl", REWARD]
+    inputs = prepare(load(data, *keys))
+    inputs.rejections.close()
+    assert [prompt.ground_truth for prompt in inputs.datasets[files]] == [None] * 8
+    keys[-1] = "reward.custom_reward_function.path=null"
+    assert f"{files}: 8 bad rows\n  {tmp_path}/rows.jsonl, line 1: the ground truth is null" in rejected(data, *keys)
+
+
 def test_an_environment_that_gives_the_rewards_needs_no_reward_function(data):
     inputs = prepare(load(data, f"{MULTI_TURN}.environment=guess_number"))
     inputs.rejections.close()
