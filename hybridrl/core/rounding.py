@@ -1,5 +1,7 @@
 """Agreement of two computations of the same log-probs, as far as the rounding of their type explains differences."""
 
+import math
+
 from torch import Tensor
 
 # Largest allowed differences between two right computations of log-probs: on average, and of one token. In float32 1e-6
@@ -21,7 +23,8 @@ def coarser(*dtypes: str) -> str:
 def beyond_rounding(computed: Tensor, expected: Tensor, dtype: str) -> str:
     """Describe by how much these log-probs [tokens], of which one side was computed in `dtype`, differ from what is
     expected; empty if rounding explains it."""
-    gaps, level = (computed - expected).abs(), float(expected.mean())
+    gaps = (computed - expected).abs().masked_fill(computed == expected, 0.0)  # also of masked tokens: both are -inf
+    level = float(expected[expected > -math.inf].mean())
     mean, largest = float(gaps.mean()), float(gaps.max())
     on_average, at_most = (limit * max(1.0, -level / TYPICAL) for limit in LIMITS[dtype])
     if mean <= on_average and largest <= at_most:

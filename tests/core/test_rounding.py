@@ -36,6 +36,13 @@ def test_what_is_not_a_number_differs():
     assert beyond_rounding(torch.full((12,), float("nan")), LEVEL, "bfloat16")
 
 
+def test_masked_tokens_agree_with_one_another_only():
+    masked = LEVEL.index_fill(0, torch.tensor(3), -torch.inf)
+    assert not beyond_rounding(masked + 0.00005, masked, "float32")
+    assert beyond_rounding(masked + 0.0002, masked, "float32")
+    assert beyond_rounding(masked, LEVEL, "bfloat16") and beyond_rounding(LEVEL, masked, "bfloat16")
+
+
 def test_the_description_has_the_differences_and_what_is_allowed():
     assert beyond_rounding(LEVEL + 0.5, LEVEL, "float32") == (
         "by 0.5 on average and 0.5 at most, at a mean of -2 (0.0001 and 0.0001 are allowed)"

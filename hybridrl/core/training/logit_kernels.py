@@ -22,31 +22,31 @@ class LogitKernels(LogitTables):
     """The tables with kernels, in the head's type; the gradient overwrites the logits."""
 
     def __init__(self, head: Head, spec: OutputSpec, tokens: int) -> None:
-        self.head, self.spec = head, spec
-        self.tables = list(head.weight.new_empty((1 + (spec.against is not None), tokens, len(head.weight))))
+        self._allocate(head, spec, tokens, 1, head.weight.dtype)
         self.others: Tensor | None = None
         self.others_normalisers: Tensor | None = None
 
     def fill(self, hidden: Tensor, targets: Tensor, against: Tensor | None, *, keep: bool) -> TokenOutputs:
-        head, spec, self.targets = self.head, self.spec, targets
+        head, self.targets = self.head, targets
         if against is not None:
-            other = required(spec.against).head
+            other = required(self.other)
             self.others = others = other.linear(against, self.tables[1][: len(targets)])
-            _, self.others_normalisers = self._read(others, other, (True, False, False, False))
+            _, self.others_normalisers, _ = self._read(others, other, (True, False, False, False))
         self.logits = head.linear(hidden, self.tables[0][: len(targets)])
-        self.outputs, self.normalisers = self._read(self.logits, head, spec.outputs)
+        self.outputs, self.normalisers, self.common_normalisers = self._read(self.logits, head, self.spec.outputs)
         return self.outputs
 
-    def _read(self, logits: Tensor, head: Head, wanted: tuple[bool, ...]) -> tuple[TokenOutputs, Tensor]:
-        """Return the outputs of these logits, and the logarithm of each token's sum of exponentials."""
-        columns = iter(torch.empty(sum(wanted) + 1, len(logits), dtype=torch.float32, device=logits.device))
+    def _read(self, logits: Tensor, head: Head, wanted: tuple[bool, ...]) -> tuple[TokenOutputs, Tensor, Tensor]:
+        """Return the outputs of these logits, and the logarithms of each token's sum of exponentials: of all, and with
+        a KL of those of the tokens that both heads have."""
+        columns = iter(torch.empty(sum(wanted) + 2, len(logits), dtype=torch.float32, device=logits.device))
         outputs = TokenOutputs._make(next(columns) if want else None for want in wanted)
-        normalisers = next(columns)
+        normalisers, common = columns
         _outputs[(len(logits),)](
             logits, self.targets, *self._numbers(head), self.others, self.others_normalisers,
-            normalisers, *outputs, BLOCK, num_warps=WARPS,
+            normalisers, common, *outputs, BLOCK, num_warps=WARPS,
         )  # fmt: skip
-        return outputs, normalisers
+        return outputs, normalisers, common
 
     def gradient(self, by: TokenOutputs) -> Tensor:
         pairs = zip(by, self.spec.differentiable, strict=True)
@@ -56,16 +56,17 @@ class LogitKernels(LogitTables):
         tokens, vocabulary = self.logits.shape
         _gradient[(tokens, triton.cdiv(vocabulary, BLOCK))](
             self.logits, self.targets, *self._numbers(self.head), self.others, self.others_normalisers,
-            self.normalisers, self.outputs.entropies, self.outputs.reference_kl,
+            self.normalisers, self.common_normalisers, self.outputs.entropies, self.outputs.reference_kl,
             by_log_probs, by_entropies, by_kl, BLOCK, num_warps=WARPS,
         )  # fmt: skip
         return self.logits
 
     def _numbers(self, head: Head) -> tuple[float | None, ...]:
-        """Return vocabulary, temperature, and the scales and caps of a head's and the reference's logits."""
-        rules = head.rule, (self.spec.against.head if self.spec.against else head).rule
-        numbers = (number and float(number) for rule in rules for number in rule)
-        return len(head.weight), float(self.spec.temperature), *numbers
+        """Return vocabulary, the reference's, temperature, and the scales and caps of a head's and the reference's
+        logits."""
+        other = self.other or head
+        numbers = (number and float(number) for rule in (head.rule, other.rule) for number in rule)
+        return len(head.weight), len(other.weight), float(self.spec.temperature), *numbers
 
 
 # The address of an output that is not requested is None. Each such combination is compiled separately.
@@ -80,14 +81,15 @@ def _capped(logits, scale, cap):
 
 @triton.jit
 def _outputs(
-    logits_at, targets_at, vocabulary, temperature, scale, cap, others_scale, others_cap, others_at,
-    others_normalisers_at, normalisers_at, log_probs_at, entropies_at, squares_at, kl_at, BLOCK: tl.constexpr,
+    logits_at, targets_at, vocabulary, common, temperature, scale, cap, others_scale, others_cap, others_at,
+    others_normalisers_at, normalisers_at, common_normalisers_at, log_probs_at, entropies_at, squares_at, kl_at,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one token per program."""
+    """Compute one token per program. The reference's logits are of the first `common` tokens."""
     row = tl.program_id(0)
-    start = row.to(tl.int64) * vocabulary
-    own = _capped(tl.load(logits_at + start + tl.load(targets_at + row)), scale, cap) / temperature
-    largest, total, weighted, squares, gap = LEAST, 0.0, 0.0, 0.0, 0.0
+    start, target = row.to(tl.int64) * vocabulary, tl.load(targets_at + row)
+    own = _capped(tl.load(logits_at + start + target, target < vocabulary, 0.0), scale, cap) / temperature
+    largest, total, weighted, squares, gap, shared = LEAST, 0.0, 0.0, 0.0, 0.0, 0.0
     for first in range(0, vocabulary, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         here, at = columns < vocabulary, start + columns
@@ -98,12 +100,15 @@ def _outputs(
         below = tl.where(here, x - largest, 0.0)
         e = tl.where(here, tl.exp(below), 0.0)
         if entropies_at is not None:
-            weighted = shrink * (weighted + (before - largest) * total) + tl.sum(e * below)
+            weighted = shrink * (weighted + (before - largest) * total) + tl.sum(tl.where(e == 0, 0.0, e * below))
         if squares_at is not None:
             squares = shrink * shrink * squares + tl.sum(e * e)
         if kl_at is not None:
-            q = _capped(tl.load(others_at + at, here, 0.0), others_scale, others_cap) / temperature
-            gap = shrink * gap + tl.sum(tl.where(here, e * (x - q), 0.0))
+            both, others = columns < common, others_at + row.to(tl.int64) * common + columns
+            q = _capped(tl.load(others, both, 0.0), others_scale, others_cap) / temperature
+            e_both = tl.where(both, e, 0.0)
+            gap = shrink * gap + tl.sum(tl.where(e_both == 0, 0.0, e_both * (x - q)))
+            shared = shrink * shared + tl.sum(e_both)
         total = shrink * total + tl.sum(e)
     log_total = tl.log(total)
     tl.store(normalisers_at + row, largest + log_total)
@@ -113,14 +118,16 @@ def _outputs(
     if squares_at is not None:
         tl.store(squares_at + row, squares / (total * total))
     if kl_at is not None:
-        tl.store(kl_at + row, gap / total - (largest + log_total - tl.load(others_normalisers_at + row)))
+        log_shared = tl.log(shared)
+        tl.store(common_normalisers_at + row, largest + log_shared)
+        tl.store(kl_at + row, gap / shared - (largest + log_shared - tl.load(others_normalisers_at + row)))
 
 
 @triton.jit
 def _gradient(
-    logits_at, targets_at, vocabulary, temperature, scale, cap, others_scale, others_cap, others_at,
-    others_normalisers_at, normalisers_at, entropies_at, kl_at, by_log_probs_at, by_entropies_at, by_kl_at,
-    BLOCK: tl.constexpr,
+    logits_at, targets_at, vocabulary, common, temperature, scale, cap, others_scale, others_cap, others_at,
+    others_normalisers_at, normalisers_at, common_normalisers_at, entropies_at, kl_at, by_log_probs_at,
+    by_entropies_at, by_kl_at, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of a token's logits per program."""
     row = tl.program_id(0)
@@ -133,10 +140,16 @@ def _gradient(
     if by_entropies_at is not None:
         factor -= tl.load(by_entropies_at + row) * (log_p + tl.load(entropies_at + row))
     if by_kl_at is not None:
-        q = _capped(tl.load(others_at + at, here, 0.0), others_scale, others_cap) / temperature
+        both, others = columns < common, others_at + row.to(tl.int64) * common + columns
+        q = _capped(tl.load(others, both, 0.0), others_scale, others_cap) / temperature
         log_q = q - tl.load(others_normalisers_at + row)
-        factor += tl.load(by_kl_at + row) * (log_p - log_q - tl.load(kl_at + row))
-    gradient = tl.exp(log_p) * factor + tl.where(columns == tl.load(targets_at + row), by_own, 0.0)
+        # 0 if the heads have as many rows: the logarithm of the inverse of the policy's probability of both's tokens
+        more = tl.load(normalisers_at + row) - tl.load(common_normalisers_at + row)
+        by_gap = tl.load(by_kl_at + row) * (log_p + more - log_q - tl.load(kl_at + row))
+        factor += tl.where(both, tl.exp(more) * by_gap, 0.0)
+    p = tl.exp(log_p)
+    own = tl.where(columns == tl.load(targets_at + row), by_own, 0.0)
+    gradient = tl.where(p == 0, 0.0, p * factor) + own
     if cap is not None:
         gradient *= 1 - (capped / cap) * (capped / cap)
     tl.store(logits_at + at, (gradient * scale / temperature).to(logits_at.dtype.element_ty), here)

@@ -45,14 +45,17 @@ class TokenModel(nn.Module):
         super().__init__()
         self.model = model
         self.replay: RouterReplay | None = None
+        # Ids beyond a model's rows are those of the policy's rows without a token, which it samples hardly ever.
+        self.last_id = model.config.get_text_config().vocab_size - 1
         separate_rows(model)
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Return the head's inputs at the predictors [response tokens, width]; for a slice, at its own."""
         if self.replay is not None:
             self.replay.begin(inputs.routes)
+        ids = inputs.input_ids.clamp(max=self.last_id)
         hidden = self.model.base_model(
-            input_ids=inputs.input_ids, position_ids=inputs.position_ids, packed=inputs.packed, use_cache=False
+            input_ids=ids, position_ids=inputs.position_ids, packed=inputs.packed, use_cache=False
         ).last_hidden_state
         return hidden.flatten(0, 1)[inputs.predictors]
 
@@ -78,7 +81,7 @@ class LanguageModel(TokenModel):
         spec = OutputSpec(temperature, loss_gradient=loss_gradient, **options)
         # The class's method: that of an FSDP2 instance would gather the parameters, as forward() has done already.
         hidden = TokenModel.hidden_states(self, inputs)
-        outputs = token_outputs(hidden, self.head, inputs.targets, spec)
+        outputs = token_outputs(hidden, self.head, inputs.targets.clamp(max=self.last_id), spec)
         return outputs.map(partial(gather_slices, slice_=inputs.slice))
 
     def route_statistics(self, inputs: ModelInputs) -> dict[str, Tensor]:

@@ -9,6 +9,10 @@ Logits become probabilities, and these the gradient with respect to the logits, 
 softmax of the logits, entropy H, and KL = KL(p || q), the gradients with respect to the logit of a token v are
 
     log p_y:  1[v = y] - p_v        H:  -p_v (log p_v + H)        KL:  p_v (log p_v - log q_v - KL)
+
+A token of probability 0, such as one whose logit is masked with -inf, contributes 0 to H and KL. One that only q masks
+makes the KL infinite. If the two heads have not as many rows, the KL is that of the tokens that both have, with p and q
+normalised over them.
 """
 
 from collections.abc import Callable
@@ -28,7 +32,7 @@ class TokenOutputs(NamedTuple):
     log_probs: Tensor  # [response tokens]
     entropies: Tensor | None = None  # [response tokens]
     sum_pi_squared: Tensor | None = None  # [response tokens] of all tokens' squared probabilities; without a gradient
-    reference_kl: Tensor | None = None  # [response tokens] KL(policy || reference), exact
+    reference_kl: Tensor | None = None  # [response tokens] KL(policy || reference), exact, over the rows that both have
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TokenOutputs":
         """Apply a function to the fields that are not None."""
@@ -72,6 +76,10 @@ class Head(NamedTuple):
             out.copy_(F.linear(hidden, self.weight, self.bias))
         return self.rule.apply_(out)
 
+    def first(self, rows: int) -> "Head":
+        """Return the head of the first `rows` tokens, which shares its memory."""
+        return Head(self.weight[:rows], None if self.bias is None else self.bias[:rows], self.rule)
+
 
 class ReferenceOutputs(NamedTuple):
     """The hidden states and head that give the reference's logits for the same response tokens."""
@@ -111,10 +119,15 @@ class LogitTables:
     vocabulary] are allocated once for all chunks: on CPU fresh memory costs time."""
 
     def __init__(self, head: Head, spec: OutputSpec, tokens: int) -> None:
+        self._allocate(head, spec, tokens, 1 + spec.entropies, torch.float32)
+
+    def _allocate(self, head: Head, spec: OutputSpec, tokens: int, tables: int, dtype: torch.dtype) -> None:
+        """Make so many tables for the head, and one for the reference's logits of the tokens that both heads have."""
         self.head, self.spec = head, spec
-        tables = 1 + spec.entropies + (spec.against is not None)
-        shape = (tables, tokens, len(head.weight))
-        self.tables = list(head.weight.new_empty(shape, dtype=torch.float32))
+        self.other = None if spec.against is None else spec.against.head.first(len(head.weight))
+        widths = [len(head.weight)] * tables + ([len(self.other.weight)] if self.other else [])
+        self.tables = [head.weight.new_empty((tokens, width), dtype=dtype) for width in widths]
+        self.other_has_fewer = widths[-1] < widths[0]
 
     def fill(self, hidden: Tensor, targets: Tensor, against: Tensor | None, *, keep: bool) -> TokenOutputs:
         """Return the outputs of a chunk's hidden states [tokens, width], the reference's too, and targets [tokens].
@@ -124,13 +137,13 @@ class LogitTables:
         others = others_normaliser = gaps = None
         first, second, last = (self.tables[index][: len(targets)] for index in (0, int(spec.entropies), -1))
         if against is not None:
-            others = self._below_largest(required(spec.against).head.logits(against, last))
-            others_normaliser = torch.exp(others, out=first).sum(-1, keepdim=True).log()
+            others = self._below_largest(required(self.other).logits(against, last))
+            others_normaliser = torch.exp(others, out=first[:, : others.shape[1]]).sum(-1, keepdim=True).log()
         logits = self.head.logits(hidden, first)
         self.slopes = self.head.rule.slopes(logits) if keep else None
         own = self._below_largest(logits).gather(-1, self.targets)
         if against is not None:
-            gaps = torch.sub(logits, required(others), out=last)
+            gaps = torch.sub(logits[:, : last.shape[1]], required(others), out=last)
         probabilities = torch.exp(logits, out=second)
         sums = probabilities.sum(-1, keepdim=True)
         self.normaliser = sums.log()  # of logits less each token's largest
@@ -140,15 +153,26 @@ class LogitTables:
         self.probabilities = probabilities.div_(sums)
         entropies = squares = kl = None
         if spec.entropies:  # logits and gaps are multiplied by the probabilities in place
-            self.logits = logits.mul_(probabilities)
-            entropies = self.normaliser.squeeze(-1) - self.logits.sum(-1)
+            self.logits = logits
+            entropies = self.normaliser.squeeze(-1) - _expected(logits, probabilities)
         if spec.sum_pi_squared:
             squares = torch.linalg.vector_norm(probabilities, dim=-1).square()
         if against is not None:
-            self.gaps = required(gaps).add_(required(others_normaliser) - self.normaliser).mul_(probabilities)
-            kl = self.gaps.sum(-1)
+            self.gaps = required(gaps).add_(required(others_normaliser) - self.normaliser)
+            kl = self._kl(probabilities[:, : self.gaps.shape[1]])
         self.outputs = TokenOutputs(log_probs, entropies, squares, kl)
         return self.outputs
+
+    def _kl(self, common: Tensor) -> Tensor:
+        """Return the KL [tokens] over the tokens that both heads have, given the policy's probabilities of them. The
+        gaps log p - log q become their summands, and if the policy has more tokens, their gradients."""
+        kl = _expected(self.gaps, common)
+        if self.other_has_fewer:
+            share = common.sum(-1)
+            kl = kl / share
+            self.gaps.addcmul_(common, kl[:, None], value=-1).div_(share[:, None])
+            kl = kl - share.log()
+        return kl
 
     def _below_largest(self, logits: Tensor) -> Tensor:
         """Divide by the temperature and subtract each token's largest logit, in place."""
@@ -164,18 +188,27 @@ class LogitTables:
         factor = -by.log_probs
         if entropies:
             factor = factor + required(by.entropies) * (self.normaliser - required(outputs.entropies))
-        if kl:
+        if kl and not self.other_has_fewer:
             factor = factor - required(by.reference_kl) * required(outputs.reference_kl)
         table = self.probabilities.mul_(factor)
         if entropies:
             table.addcmul_(self.logits, required(by.entropies), value=-1)
         if kl:
-            table.addcmul_(self.gaps, required(by.reference_kl))
+            table[:, : self.gaps.shape[1]].addcmul_(self.gaps, required(by.reference_kl))
         table.scatter_add_(-1, self.targets, by.log_probs)
         if self.slopes is not None:
             table.mul_(self.slopes)
         scale = self.head.rule.scale / self.spec.temperature
         return (table if scale == 1 else table.mul_(scale)).to(self.head.weight.dtype)
+
+
+def _expected(values: Tensor, probabilities: Tensor) -> Tensor:
+    """Multiply values [tokens, vocabulary] by probabilities in place and return each token's sum, in which a
+    probability of 0 counts 0 also where the value is infinite."""
+    sums = values.mul_(probabilities).sum(-1)
+    if sums.isnan().any():  # rare, and one more pass over the table
+        sums = values.masked_fill_(probabilities == 0, 0).sum(-1)
+    return sums
 
 
 # -- chunk by chunk ----------------------------------------------------------------------------------------------------

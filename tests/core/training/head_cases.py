@@ -20,6 +20,8 @@ from hybridrl.core.training.token_outputs import (
 
 TOKENS, WIDTH, VOCABULARY = 9, 5, 13
 PLAIN = LogitRule()
+LEAST = -1e9  # instead of -inf, so that times a probability of 0 it is 0
+MASKED = (0, 1, 2, 3, 7, 12)  # the whole first block of the kernels' tests among them
 
 
 class Case(NamedTuple):
@@ -36,33 +38,56 @@ class Case(NamedTuple):
         return token_outputs(self.hidden, self.head, self.targets, self.spec)
 
 
-def case(seed: int = 0, *, bias: bool = False, against: bool = False, rule: LogitRule = PLAIN, **options) -> Case:
+def case(
+    seed: int = 0,
+    *,
+    bias: bool = False,
+    against: bool = False,
+    rule: LogitRule = PLAIN,
+    other_rows: int = VOCABULARY,
+    masked: tuple[int, ...] = (),
+    other_masked: tuple[int, ...] = (),
+    **options,
+) -> Case:
+    """A case in which the reference has `other_rows`, and these tokens' logits are -inf."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).requires_grad_()
 
-    head, other = (Head(draw(VOCABULARY, WIDTH), draw(VOCABULARY) if bias else None, r) for r in (rule, LogitRule(0.5)))
+    def head_of(rows: int, rule: LogitRule, masked: tuple[int, ...]) -> Head:
+        weight, values = draw(rows, WIDTH), draw(rows) if bias or masked else None
+        if masked and values is not None:
+            values.data[list(masked)] = -torch.inf
+        return Head(weight, values, rule)
+
+    head, other = head_of(VOCABULARY, rule, masked), head_of(other_rows, LogitRule(0.5), other_masked)
     reference = ReferenceOutputs(draw(TOKENS, WIDTH), other) if against else None
-    targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    present = torch.tensor([token for token in range(VOCABULARY) if token not in masked])
+    targets = present[torch.randint(len(present), (TOKENS,), generator=generator)]
     return Case(draw(TOKENS, WIDTH), head, targets, OutputSpec(against=reference, **options))
 
 
 def full(of: Case) -> TokenOutputs:
     """By the formulas."""
+    rows = None if of.spec.against is None else min(len(of.head.weight), len(of.spec.against.head.weight))
 
-    def log_softmax(hidden: Tensor, head: Head) -> Tensor:
+    def logits_of(hidden: Tensor, head: Head) -> Tensor:
         logits = hidden.double() @ head.weight.double().T * head.rule.scale
         if head.bias is not None:
             logits = logits + head.bias.double() * head.rule.scale
         if head.rule.cap is not None:
             logits = head.rule.cap * torch.tanh(logits / head.rule.cap)
-        return (logits / of.spec.temperature).log_softmax(-1)
+        return logits / of.spec.temperature
 
-    log_p, against = log_softmax(of.hidden, of.head), of.spec.against
+    logits, against, kl = logits_of(of.hidden, of.head), of.spec.against, None
+    log_p = logits.log_softmax(-1)
     p = log_p.exp()
-    kl = None if against is None else (p * (log_p - log_softmax(against.hidden, against.head).detach())).sum(-1)
-    entropies, squares = -(p * log_p).sum(-1), p.square().sum(-1).detach()
+    if against is not None:
+        ours = logits[:, :rows].log_softmax(-1)
+        theirs = logits_of(against.hidden, against.head)[:, :rows].log_softmax(-1).detach()
+        kl = (ours.exp() * (ours.clamp(min=LEAST) - theirs.clamp(min=LEAST))).sum(-1)
+    entropies, squares = -(p * log_p.clamp(min=LEAST)).sum(-1), p.square().sum(-1).detach()
     return TokenOutputs(
         log_p.gather(-1, of.targets[:, None]).squeeze(-1),
         entropies if of.spec.entropies else None,

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridrl.core.required import required
 from hybridrl.core.training.token_outputs import Head, LogitRule, OutputSpec, TokenOutputs, tokens_at_once
 from tests.core.training.head_cases import (
+    MASKED,
     TOKENS,
     VOCABULARY,
     Case,
@@ -60,6 +61,62 @@ def test_outputs_and_gradients_match_full_logits(early, tokens, seed, **options)
     with pytest.MonkeyPatch.context() as patch:
         chunks_of(tokens, patch)
         check(case(seed, entropy_gradient=True, loss_gradient=early, **options))
+
+
+@pytest.mark.parametrize("early", [None, loss_gradient], ids=["recomputed", "early"])
+@pytest.mark.parametrize("rows", [VOCABULARY - 6, VOCABULARY + 4], ids=["fewer", "more"])
+@given(
+    seed=st.integers(0, 1000),
+    tokens=st.sampled_from([1, 4, 100]),
+    bias=st.booleans(),
+    rule=st.builds(LogitRule, st.sampled_from([1.0, 0.3]), st.sampled_from([None, 2.0])),
+    temperature=st.sampled_from([1.0, 0.6]),
+    entropies=st.booleans(),
+)
+def test_the_kl_to_a_reference_with_other_rows_is_that_of_the_tokens_that_both_have(
+    early, rows, seed, tokens, **options
+):
+    with pytest.MonkeyPatch.context() as patch:
+        chunks_of(tokens, patch)
+        check(case(seed, against=True, other_rows=rows, entropy_gradient=True, loss_gradient=early, **options))
+
+
+@pytest.mark.parametrize("early", [None, loss_gradient], ids=["recomputed", "early"])
+@pytest.mark.parametrize("tokens", [4, 100])
+@pytest.mark.parametrize("other_rows", [VOCABULARY - 2, VOCABULARY])
+@pytest.mark.parametrize(("masked", "other_masked"), [(MASKED, ()), (MASKED, MASKED[:4])])
+def test_a_masked_token_counts_as_one_of_probability_0(masked, other_masked, other_rows, tokens, early, monkeypatch):
+    chunks_of(tokens, monkeypatch)
+    masks = {"masked": masked, "other_masked": other_masked, "other_rows": other_rows}
+    check(case(loss_gradient=early, against=True, entropies=True, entropy_gradient=True, sum_pi_squared=True, **masks))
+    check(case(loss_gradient=early, entropies=True, entropy_gradient=True, temperature=0.6, masked=masked))
+
+
+def test_a_kl_is_infinite_where_the_reference_masks_a_token_that_the_policy_may_sample():
+    made = case(against=True, entropies=True, other_masked=(2,))
+    outputs = made.outputs()
+    assert torch.equal(outputs.reference_kl, torch.full((TOKENS,), torch.inf))
+    assert outputs.log_probs.isfinite().all() and outputs.entropies.isfinite().all()
+
+
+@pytest.mark.parametrize("logit", [torch.nan, torch.inf])
+@pytest.mark.parametrize("of_reference", [False, True])
+def test_logits_that_are_not_finite_are_not_taken_for_masked_ones(logit, of_reference):
+    made = case(against=True, entropies=True, masked=MASKED, other_masked=MASKED)
+    head = required(made.spec.against).head if of_reference else made.head
+    required(head.bias).data[5] = logit
+    outputs = made.outputs()
+    assert outputs.reference_kl.isnan().all()
+    assert of_reference or (outputs.entropies.isnan().all() and outputs.log_probs.isnan().all())
+
+
+def test_the_log_prob_of_a_masked_token_is_infinite_and_its_gradient_finite():
+    made = case(masked=(3,))
+    made.targets[4] = 3
+    outputs = made.outputs()
+    assert outputs.log_probs[4] == -torch.inf and outputs.log_probs.isfinite().sum() == TOKENS - 1
+    weights = torch.ones(TOKENS).index_fill(0, torch.tensor(4), 0)  # as of a token that the policy did not write
+    assert all(value.isfinite().all() for value in torch.autograd.grad(outputs.log_probs, made.inputs, weights))
 
 
 def test_logits_are_computed_once_with_an_early_gradient_and_otherwise_twice(monkeypatch):

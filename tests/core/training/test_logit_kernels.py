@@ -10,7 +10,7 @@ import pytest
 from packaging.version import Version
 
 from hybridrl.core.training.token_outputs import LogitRule
-from tests.core.training.head_cases import case, check, chunks_of, loss_gradient
+from tests.core.training.head_cases import MASKED, VOCABULARY, case, check, chunks_of, loss_gradient
 
 triton = pytest.importorskip("triton")
 TOP = Path(__file__).parents[3]
@@ -39,6 +39,10 @@ def check_interpreted() -> None:
             check(case(seed, loss_gradient=early, temperature=0.6, **ENTROPIES))
             check(case(seed, loss_gradient=early, **ALL))
             check(case(seed, loss_gradient=early, rule=CAPPED, bias=True, temperature=0.6, **ALL))
+            for rows in (VOCABULARY - 6, VOCABULARY + 4):
+                check(case(seed, loss_gradient=early, temperature=0.6, other_rows=rows, **ALL))
+            check(case(seed, loss_gradient=early, masked=MASKED, **ALL))
+            check(case(seed, loss_gradient=early, masked=MASKED, other_rows=VOCABULARY - 2, temperature=0.6, **ALL))
     assert made, "the kernels were not called"
 
 
@@ -51,6 +55,7 @@ def test_outputs_and_gradients_match_full_logits():
 
 
 OF_LOGITS = r"tensor<\d+x!tt\.ptr<bf16>>"
+OF_REFERENCE = "others others_normalisers common_normalisers"
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100], ids=["A100", "H100", "B200"])
@@ -59,10 +64,10 @@ OF_LOGITS = r"tensor<\d+x!tt\.ptr<bf16>>"
     [
         ("_outputs", "log_probs", 1, 0),
         ("_outputs", "log_probs entropies squares", 1, 0),
-        ("_outputs", "log_probs entropies squares kl others others_normalisers", 2, 0),
+        ("_outputs", f"log_probs entropies squares kl {OF_REFERENCE}", 2, 0),
         ("_gradient", "by_log_probs", 1, 1),
         ("_gradient", "by_log_probs entropies by_entropies", 1, 1),
-        ("_gradient", "by_log_probs entropies by_entropies kl by_kl others others_normalisers", 2, 1),
+        ("_gradient", f"by_log_probs entropies by_entropies kl by_kl {OF_REFERENCE}", 2, 1),
     ],
 )
 def test_a_kernel_reads_each_logit_once_and_needs_no_memory_but_registers(kernel, given, loads, stores, capability):
@@ -83,7 +88,7 @@ def compile_for(capability: int, kernel: str, given: set[str]):
     function, types = vars(logit_kernels)[kernel], {}
     for name in function.arg_names:
         types[name] = "*fp32" if name.endswith("_at") else "fp32"
-    types |= {"vocabulary": "i32", "targets_at": "*i64", "logits_at": "*bf16", "others_at": "*bf16"}
+    types |= {"vocabulary": "i32", "common": "i32", "targets_at": "*i64", "logits_at": "*bf16", "others_at": "*bf16"}
     always = {"logits_at", "targets_at", "normalisers_at"}
     absent = {name for name in types if name.endswith("_at")} - given - always | {"cap", "others_cap"}
     constants = {"BLOCK": logit_kernels.BLOCK} | dict.fromkeys(absent)
