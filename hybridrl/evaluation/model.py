@@ -125,7 +125,8 @@ class ModelEvaluation:
         load = partial(read_prompts, config=data, **options)
         if not self.target.is_address:
             import_libraries(model.external_lib)
-            reject_hub_model(model, self.target.key)
+            section = self.config.actor_rollout_ref
+            reject_hub_model(model, self.target.key, section.rollout, config.trainer.device)
             reject_unusable_overrides(model, "actor_rollout_ref.model.override_config")
             reject_damaged_weights(model, self.target.key)
             self.tokenizer = model_tokenizer(data, model, self.target.key)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridrl.config import ConfigError
-from hybridrl.config.checks.model import CPU_HEAD_SIZES
+from hybridrl.config.checks.model import CPU_DELTA_SIZES, CPU_HEAD_SIZES, CPU_LATENT, why_not_served
 from hybridrl.runs.settings import build_agreement, build_policy_plan
 
 from .conftest import Load, errors_of
@@ -265,8 +265,51 @@ def test_head_sizes_on_cpu_are_those_of_vllm():
 
 
 def test_latent_attention_has_no_heads_of_one_size(load):
-    write(hidden_size=64, num_attention_heads=4, kv_lora_rank=16)
+    write(hidden_size=64, num_attention_heads=4, kv_lora_rank=512)
     load("trainer.device=cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "head_dim": 16},
+            "kv_lora_rank is 48, and vLLM on CPU supports 512;",
+        ),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 32}, "qk_rope_head_dim is 32, and vLLM on CPU supports 64;"),
+        ({"linear_key_head_dim": 32, "linear_value_head_dim": 32}, "head_dim is 32, and vLLM on CPU supports 64, 128;"),
+        ({"linear_key_head_dim": 64}, "linear_value_head_dim is 128, and vLLM on CPU supports 64;"),
+        ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim is 3, and vLLM on CPU supports 4;"),
+    ],
+)
+def test_a_size_for_which_the_engine_on_cpu_has_no_kernel_is_rejected(load, settings, words):
+    write(**settings)
+    (error,) = errors_of(load, "trainer.device=cpu")
+    assert words in error and error.endswith("; use another model, or a GPU")
+    load("trainer.device=cuda", "ray_kwargs.ray_init.address=auto")
+    assert words in why_not_served(settings, 8, device="cpu"), "also of a hub model, whose settings are read later"
+
+
+def test_sizes_of_latents_and_of_a_delta_rule_on_cpu_are_those_of_vllm():
+    backend = pytest.importorskip("vllm.v1.attention.backends.mla.cpu_mla").CPUMLABackend
+    assert backend.get_supported_head_sizes() == [sum(CPU_LATENT)]
+    platforms = pytest.importorskip("vllm.platforms")
+    if not platforms.current_platform.is_cpu():
+        pytest.skip("vLLM was not built for CPUs")
+    platforms.current_platform.import_kernels()
+
+    def has_kernel(size: int) -> bool:
+        heads, few = torch.zeros(1, 2, 1, size, dtype=torch.bfloat16), torch.zeros(1, 2, 1)
+        ends, places = torch.tensor([0, 2], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        state = torch.zeros(1, 1, size, size)
+        rule = torch.ops._C.chunk_gated_delta_rule_cpu
+        try:
+            rule(heads, heads, heads, few, few.bfloat16(), state, True, ends, False, True, places, 1e-5)
+        except RuntimeError:
+            return False
+        return True
+
+    assert [size for size in range(32, 288, 32) if has_kernel(size)] == list(CPU_DELTA_SIZES)
 
 
 CLUSTER = "ray_kwargs.ray_init.address=auto"  # whose GPUs are not known

@@ -19,8 +19,10 @@ from hybridrl.config.schema import ActorRolloutRefConfig, FSDPConfig, ModelConfi
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-# Head sizes that vLLM's attention on CPU supports (CPUAttentionBackend.get_supported_head_sizes).
+# Head sizes that vLLM's kernels on CPU have: of attention (CPUAttentionBackend.get_supported_head_sizes), of a latent
+# and its rotary part (CPUMLABackend), and of keys and values of a gated delta rule (chunk_gated_delta_rule_cpu).
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_LATENT, CPU_DELTA_SIZES, CPU_DELTA_WIDTHS = (512, 64), (64, 128), (4,)
 SECTIONS = ("model_config", "moe_config")  # of verl's override_config
 AUXILIARY_LOSS = ("output_router_logits", "router_aux_loss_coef")
 
@@ -80,6 +82,8 @@ def why_not_served(settings: Mapping[str, Any], longest: int, engine: str = "vll
     parts = [part for start, part in GPU_ONLY.items() if any(re.match(start, name) for name in names)]
     if sglang and device == "cpu" and parts:
         return f"model_type={kind}: SGLang computes {parts[0]} on GPUs only"
+    if not sglang and device == "cpu" and (reason := _missing_kernel(settings)):
+        return f"{reason}; use another model, or a GPU"
     difference = "its window is a token wider" if kind in WIDER_WINDOW else ""
     if sglang and kind in NO_WINDOW and settings.get("use_sliding_window", True):
         difference = "it has no window for them"
@@ -87,6 +91,25 @@ def why_not_served(settings: Mapping[str, Any], longest: int, engine: str = "vll
         cause = f"model_type={kind}: beyond sliding_window={window} tokens {'SGLang' if sglang else 'vLLM'} computes "
         return f"{cause}other log-probs than the trainer, as {difference}, and a row may have {longest}"
     return None
+
+
+def _missing_kernel(settings: Mapping[str, Any]) -> str:
+    """Describe the first size for which vLLM has no kernel on CPU; empty if there is none."""
+    heads, width = settings.get("num_attention_heads"), settings.get("hidden_size")
+    size = settings.get("head_dim") or (width // heads if heads and width else None)
+    keys, values = settings.get("linear_key_head_dim", 128), settings.get("linear_value_head_dim", 128)
+    latent = settings.get("kv_lora_rank")  # whose heads have a kernel of their own
+    for subject, value, sizes in (
+        ("its attention heads have size", None if latent else size, CPU_HEAD_SIZES),
+        ("kv_lora_rank is", latent, CPU_LATENT[:1]),
+        ("qk_rope_head_dim is", settings.get("qk_rope_head_dim") if latent else None, CPU_LATENT[1:]),
+        ("linear_key_head_dim is", keys, CPU_DELTA_SIZES),
+        ("linear_value_head_dim is", values, (keys,)),
+        ("linear_conv_kernel_dim is", settings.get("linear_conv_kernel_dim"), CPU_DELTA_WIDTHS),
+    ):
+        if value and value not in sizes:
+            return f"{subject} {value}, and vLLM on CPU supports {', '.join(map(str, sizes))}"
+    return ""
 
 
 def resolve_dtype(name: str | None, device: str) -> str:
@@ -168,13 +191,7 @@ def check_served(key: str, model: ModelConfig, rollout: RolloutConfig, device: s
     settings = model_settings(model) | usable
     if reason := why_not_served(settings, rollout.max_model_len or 0, rollout.name, device):
         check.error(f"{key}.path", reason)
-    heads, width = settings.get("num_attention_heads"), settings.get("hidden_size")
-    size = settings.get("head_dim") or (width // heads if heads and width else None)
-    of_vllm = device == "cpu" and rollout.name != "sglang"
-    # A model with latent attention has another backend.
-    if of_vllm and size and not settings.get("kv_lora_rank") and size not in CPU_HEAD_SIZES:
-        cause = f"its attention heads have size {size}, and vLLM on CPU supports {', '.join(map(str, CPU_HEAD_SIZES))}"
-        check.error(f"{key}.path", cause, "use another model, or a GPU")
+    heads = settings.get("num_attention_heads")
     ranks, groups = rollout.tensor_model_parallel_size, settings.get("num_key_value_heads") or heads
     if heads and not _divides(ranks, heads, groups):
         fitting = [n for n in range(1, heads + 1) if _divides(n, heads, groups)]
