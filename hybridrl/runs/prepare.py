@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.catalog import RANDOM, why_unsupported
 from hybridrl.config.checks.model import IMPLIED, why_not_served
+from hybridrl.config.checks.training import shorten
 from hybridrl.config.custom_code import attempt, check_syntax, import_libraries, publish_own_keys
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings, nearest
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig, RowsConfig, SFTTrainerConfig
 from hybridrl.config.schema_parts import RolloutConfig
 from hybridrl.core.algorithms import Algorithm
+from hybridrl.core.required import required
 from hybridrl.core.training.layout import expert_plan, tensor_plan
 from hybridrl.core.training.loading import load_settings
 from hybridrl.core.training.lora import add_adapter
@@ -35,8 +37,8 @@ from hybridrl.data.tokenizer import ResponseDecoder, end_tokens, load_tokenizer
 from hybridrl.health.rules import custom_rules
 from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.runs.algorithm_trial import try_estimator, try_policy_loss, try_schedule
+from hybridrl.runs.models import CRITIC, POLICY, check_readers, run_models, text_settings
 from hybridrl.runs.plugins import load
-from hybridrl.runs.resume import adapted_models
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan
 from hybridrl.runs.setup import try_sinks
 from hybridrl.tracking.console import info
@@ -154,26 +156,26 @@ def decoder_elsewhere(data: RowsConfig, model: ModelConfig) -> ResponseDecoder:
 
 def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
     """Check models of the hub, weights and adapters; settings of local models were checked with the configuration."""
-    algorithm, section = inputs.algorithm, config.actor_rollout_ref
+    algorithm, section, rejections = inputs.algorithm, config.actor_rollout_ref, inputs.rejections
     if algorithm is None:
         return
-    models = {"actor_rollout_ref.model.path": section.model}
-    if algorithm.uses_reference:
-        models["actor_rollout_ref.ref.model.path"] = replace(section.model, path=section.ref.model.path)
-    if algorithm.uses_critic:
-        models["critic.model.path"] = config.critic.model
+    models, before = run_models(config, algorithm), len(rejections.errors)
     for key, model in models.items():
-        with inputs.rejections.gathered():
-            reject_hub_model(model, key, section.rollout if model is section.model else None, config.trainer.device)
-            reject_damaged_weights(model, key)
-    divisions = {"actor_rollout_ref.model.path": section.actor.fsdp_config, "critic.model.path": config.critic.fsdp}
-    for key, division in divisions.items():
+        with rejections.gathered():
+            served = section.rollout if model is section.model else None
+            reject_hub_model(model, f"{key}.path", served, config.trainer.device)
+            reject_damaged_weights(model, f"{key}.path")
+    for key, division in {POLICY: section.actor.fsdp_config, CRITIC: config.critic.fsdp}.items():
         if key in models:
-            with inputs.rejections.gathered():
+            with rejections.gathered():
                 check_plans(models[key], division)
-    for key, model in adapted_models(section.model, config.critic.model if algorithm.uses_critic else None).items():
-        with inputs.rejections.gathered():
-            inputs.messages.append(check_adapter(model, key))
+    for key, model in models.items():
+        with rejections.gathered():
+            if model.lora_rank:
+                inputs.messages.append(check_adapter(model, key))
+    if len(rejections.errors) == before:
+        longest, hint = section.rollout.max_model_len or 0, shorten(section.rollout, config.data)
+        check_readers(models, required(inputs.tokenizer), longest, hint, rejections)
 
 
 def check_plans(config: ModelConfig, fsdp: FSDPConfig) -> None:
@@ -248,6 +250,8 @@ def load_sft_inputs(
     check_plans(model, config.engine.fsdp_config)
     if model.lora_rank:
         info(check_adapter(model, "model"))
+    check_readers({"model": model}, tokenizer, data.max_length, "lower data.max_length", rejections)
+    rejections.close()
     read = partial(load_conversations, config=data, tokenizer=tokenizer, replay=_replay(model.path, data, tokenizer))
     limit, shuffle = data.train_max_samples, data.shuffle
     training, validation = read(data.train_files, max_samples=limit, shuffle=shuffle, key="data.train_files"), None
@@ -282,8 +286,7 @@ def reject_damaged_weights(model: ModelConfig, key: str) -> None:
 
 def reject_unknown_tokens(model: ModelConfig, key: str, *datasets: PromptDataset | ConversationDataset | None) -> None:
     """Reject rows with a token id beyond the model's embedding; embedding rows without a token do no harm."""
-    options = {"trust_remote_code": model.trust_remote_code, **model.override_config}
-    known = AutoConfig.from_pretrained(str(resolve_model(model.path)), **options).get_text_config().vocab_size
+    known = text_settings(model).vocab_size
     largest = max(dataset.largest_id for dataset in datasets if dataset is not None)
     if largest >= known:
         raise ConfigError(

@@ -30,13 +30,14 @@ from hybridrl.checkpoint.store import Checkpoint, is_verl, list_checkpoints, rea
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_yaml
 from hybridrl.config.files import read_mapping
-from hybridrl.config.schema import ModelConfig, SFTTrainerConfig
+from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.cluster import OutOfMemory, WorkerDied
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.data.rows import fingerprinted_files
 from hybridrl.health import Unhealthy
 from hybridrl.rewards.process import ScorerDied
+from hybridrl.runs.models import run_models
 from hybridrl.runs.plugins import load
 from hybridrl.runs.settings import contents_to_save
 from hybridrl.runtime import guard
@@ -95,7 +96,7 @@ def plan_resume(
     Writes nothing. Raises ConfigError if a checkpoint and the configuration do not go together.
     """
     trainer, data, section, critic = config.trainer, config.data, config.actor_rollout_ref, config.critic
-    models = adapted_models(section.model, critic.model if algorithm.uses_critic else None)
+    models = {key: model for key, model in run_models(config, algorithm).items() if model.lora_rank}
     content = data_fingerprint(fingerprinted_files(data), rows, data.prompt_key, data.train_max_samples)
     run = fingerprint(content, section.model.path, config.algorithm.adv_estimator)
     identity = Identity(content, run, {f"{key}.path": model_fingerprint(model.path) for key, model in models.items()})
@@ -157,12 +158,6 @@ def _changed_values(config: PPOConfig | SFTConfig, file: Path) -> list[str]:
     counted = [key for key in now if key in LEARNED or not key.startswith(("trainer.", "eval."))]
     changed = [key for key in counted if key in before and before[key] != now[key]]
     return [f"{key}={before[key]}, not {now[key]}" for key in changed]
-
-
-def adapted_models(policy: ModelConfig, critic: ModelConfig | None) -> dict[str, ModelConfig]:
-    """The models that are trained through an adapter, by their keys."""
-    models = {"actor_rollout_ref.model": policy, "critic.model": critic}
-    return {key: model for key, model in models.items() if model is not None and model.lora_rank}
 
 
 def find_checkpoint(

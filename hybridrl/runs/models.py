@@ -1,0 +1,71 @@
+"""The models of a run: one list, made of the configuration, and whether each knows the tokens of the policy's ids."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.files import adapter_settings, resolve_model
+from hybridrl.config.findings import Findings
+from hybridrl.config.schema import ModelConfig
+from hybridrl.core.algorithms import Algorithm
+from hybridrl.data.tokenizer import other_tokens
+
+POLICY, CRITIC = "actor_rollout_ref.model", "critic.model"
+
+
+def run_models(config: PPOConfig, algorithm: Algorithm) -> dict[str, ModelConfig]:
+    """The models that a run computes with, by the keys of their sections; the policy is the first."""
+    section = config.actor_rollout_ref
+    models = {POLICY: section.model}
+    if algorithm.uses_reference:
+        reference = replace(section.model, path=section.ref.model.path, lora_rank=0, lora_adapter_path=None)
+        models["actor_rollout_ref.ref.model"] = reference
+    if algorithm.uses_critic:
+        models[CRITIC] = config.critic.model
+    return models
+
+
+def text_settings(model: ModelConfig) -> Any:
+    """The settings of a local or hub model that reads text, with `override_config`."""
+    options = {"trust_remote_code": model.trust_remote_code, **model.override_config}
+    return AutoConfig.from_pretrained(str(resolve_model(model.path)), **options).get_text_config()
+
+
+def check_readers(
+    models: Mapping[str, ModelConfig], tokenizer: PreTrainedTokenizerBase, longest: int, hint: str, rejections: Findings
+) -> None:
+    """Reject models, the policy first, that take fewer than `longest` positions (`hint` says how to shorten rows), and
+    those, bases of adapters among them, that know other tokens by the ids of the policy's `tokenizer`, or fewer."""
+    policy = next(iter(models.values()))
+    # Data and responses have no other ids with a meaning.
+    known = min(text_settings(policy).vocab_size, 1 + max(tokenizer.get_vocab().values()))
+    for key, model in models.items():
+        name, adapter = f"{key}.path={model.path}", model.lora_adapter_path or ""
+        places = {} if model.path == policy.path else {model.path: name}
+        with rejections.gathered():
+            if model is policy or places:
+                _reject_smaller(name, model, known, longest, hint)
+        if Path(adapter).is_dir() and adapter:
+            base = str(adapter_settings(adapter).get("base_model_name_or_path"))
+            name = f"{key}.lora_adapter_path={adapter}"
+            places |= {adapter: name} | ({base: f"{name}, trained on {base}"} if Path(base).is_dir() else {})
+        for place, name in places.items():
+            if difference := other_tokens(tokenizer, place, known, trusted=model.trust_remote_code):
+                fix = "name one with the policy's tokenizer; if it knows these tokens, save that tokenizer there"
+                cause = f"{name}: it reads the policy's token ids, and {difference}"
+                rejections.error("input", cause, fix, keys=name.partition("=")[0])
+
+
+def _reject_smaller(name: str, model: ModelConfig, known: int, longest: int, hint: str) -> None:
+    settings = text_settings(model)
+    limit, rows = getattr(settings, "max_position_embeddings", None), settings.vocab_size
+    scaled = "'factor'" in str(getattr(settings, "rope_parameters", None))  # which extends the limit
+    if limit and longest > limit and not scaled:
+        raise ConfigError(f"{name}: the model takes {limit} positions, a row may have {longest}", fix=hint)
+    if rows < known:
+        cause = f"{name}: its embedding and head have {rows} rows, and the policy {known} tokens"
+        raise ConfigError(cause, fix="name another model, or resize its token embeddings")
