@@ -100,6 +100,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "no_template" / "chat_template.jinja").unlink(missing_ok=True)
     settings = directory / "no_template" / "tokenizer_config.json"
     settings.write_text(json.dumps({k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}))
+    shutil.copytree(directory / "model", directory / "other_tokens")
+    tokenizer = directory / "other_tokens" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"7":', '"seven":').replace('"8":', '"7":'))
     (directory / "run" / "global_step_3" / "actor").mkdir(parents=True)
     return directory
 
@@ -202,6 +205,14 @@ REJECTED = {
     "a long prompt": (["data.train_files=long.jsonl"], ["data.max_prompt_length"]),
     "a home that no shell expanded": (["data.train_files=~nobody/x.jsonl"], ["~nobody/x.jsonl"]),
     # models
+    "a critic of other tokens": (
+        ["algorithm.adv_estimator=gae", "critic.model.path=other_tokens"],
+        ["critic.model.path=", "other_tokens: it reads the policy's token ids", "'seven' where the policy's has"],
+    ),
+    "a reference of other tokens": (
+        [f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.ref.model.path=other_tokens"],
+        ["actor_rollout_ref.ref.model.path=", "other_tokens: it reads the policy's token ids", "'seven'"],
+    ),
     "a mistyped directory": (["actor_rollout_ref.model.path=./modle"], ["actor_rollout_ref.model.path", "modle"]),
     "a model that the hub has not": (
         ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instrukt"],

@@ -111,7 +111,7 @@ def test_ids_beyond_the_rows_of_a_second_model_are_read_as_its_last(directory, r
     """The policy may sample the padding of its head, which no tokenizer has."""
     beyond = replace(rows, response_ids=torch.where(rows.response_ids < 30, VOCABULARY + 63, rows.response_ids))
     last = replace(rows, response_ids=torch.where(rows.response_ids < 30, VOCABULARY - 1, rows.response_ids))
-    for model, options in ((load(directory), [1.0]), (load_value_model(model_config(directory)), [])):
+    for model, options in ((load(directory), [1.0]), (load_value_model(model_config(directory), torch.float32), [])):
         actual, right = (model(lay_out(each, padded=False), *options) for each in (beyond, last))
         assert all(torch.equal(one, other) for one, other in zip(actual, right, strict=True) if one is not None)
 
