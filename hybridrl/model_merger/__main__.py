@@ -6,6 +6,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from hybridrl.config.checks.training import this_machine
+from hybridrl.runtime.environment import worker_environment
+
 PROGRAM = "python -m hybridrl.model_merger"
 ACTOR = "checkpoints/my/run/global_step_100/actor"
 EPILOG = f"""for example:
@@ -28,18 +31,19 @@ def main(argv: list[str] | None = None) -> int:
     verify = vars(arguments).get("verify")
     if verify == "vllm" and find_spec("vllm") is None:
         parser.error("--verify vllm: vLLM is not installed; --verify transformers does not need it")
+    if verify == "vllm":  # before torch is imported, which reads it
+        os.environ |= worker_environment("cuda" if this_machine().gpus else "cpu", 1)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # Imports torch and transformers, so only once the command is known to be valid.
+    from hybridrl.core.rollout.vllm.settings import ENVIRONMENT
     from hybridrl.model_merger.merge import run
     from hybridrl.model_merger.source import check_in_transformers, check_in_vllm
 
     for name, message in NO_EFFECT.items():
         if vars(arguments)[name]:
             print(message)
-    if verify != "vllm":
-        return run(arguments, check_in_transformers if verify == "transformers" else None)
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a few tokens need no further process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    return run(arguments, check_in_vllm)
+    os.environ |= ENVIRONMENT if verify == "vllm" else {}
+    return run(arguments, {"vllm": check_in_vllm, "transformers": check_in_transformers}.get(verify))
 
 
 def command_parser() -> argparse.ArgumentParser:

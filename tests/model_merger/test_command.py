@@ -1,4 +1,8 @@
 import json
+import os
+import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +15,7 @@ from hybridrl.model_merger import merge
 from hybridrl.model_merger.__main__ import command_parser, main
 from hybridrl.model_merger.merge import REPORT
 from hybridrl.model_merger.source import CheckFailed, check_in_transformers, open_source
+from hybridrl.runtime.environment import worker_environment
 from tests.checkpoint.shards import save_in_shards
 from tests.compat.verl.files import qwen2
 from tests.core.training.on_ranks import on_ranks
@@ -80,6 +85,41 @@ def test_help_imports_neither_torch_nor_transformers():
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "hybridrl.model_merger.__main__" in modules
     assert not {"torch", "transformers", "vllm", "hydra"} & set(modules)
+
+
+# In place of vLLM: writes what the libraries of the process have read where it is imported, which is after all others.
+ENGINE = """
+import json, os, torch
+read = {"TORCH_COMPILE_DISABLE": torch._dynamo.config.disable, "OMP_NUM_THREADS": torch.get_num_threads()}
+print("READ", json.dumps({"environment": dict(os.environ)} | read), flush=True)
+raise ImportError("this is no vLLM")
+"""
+SERVE = ["-m", "hybridrl.serve", "device=cpu", "port=0"]
+
+
+@pytest.mark.parametrize("command", ["serve", "merge"])
+def test_libraries_read_what_is_set_for_an_engine_also_where_shards_are_merged_first(actor, tmp_path, command):
+    model, engine = tmp_path / "actor", tmp_path / "path" / "vllm" / "__init__.py"
+    shutil.copytree(actor, model)
+    recipe = Path(__file__).parents[2] / "recipes" / "quickstart" / "make_data.py"
+    runpy.run_path(str(recipe))["build_tokenizer"]().save_pretrained(model / "huggingface")
+    engine.parent.mkdir(parents=True)
+    engine.write_text(ENGINE)
+    meant = {"OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
+    variables = {name: value for name, value in os.environ.items() if name not in meant}
+    variables |= {"PYTHONPATH": str(tmp_path / "path"), "OMP_DISPLAY_ENV": "VERBOSE", "CUDA_VISIBLE_DEVICES": ""}
+    merge = ["-m", "hybridrl.model_merger", *merge_arguments(model, tmp_path / "merged", "--verify", "vllm")]
+    arguments = [*SERVE, f"model.path={model}"] if command == "serve" else merge
+    ended = subprocess.run([sys.executable, *arguments], env=variables, capture_output=True, text=True, timeout=100)
+    read = json.loads(re.findall("READ (.*)", ended.stdout)[0])
+    expected = worker_environment("cpu", 1)
+    assert {name: read["environment"].get(name) for name in expected} == expected
+    assert (read["TORCH_COMPILE_DISABLE"], read["OMP_NUM_THREADS"]) == (True, int(expected["OMP_NUM_THREADS"]))
+    displayed = dict(re.findall(r"(\w+) = '(\w+)'", ended.stderr))  # by libgomp, when it was loaded
+    assert {name: displayed[name] for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} == {
+        name: expected[name] for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    assert read["environment"]["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
 @pytest.mark.parametrize("kind", ["actor", "critic"])

@@ -23,6 +23,7 @@ from hybridrl.config.schema import ServedConfig, ServingConfig
 from hybridrl.model_merger import whole_model
 from hybridrl.runs.plugins import load
 from hybridrl.runtime import EXIT_FAILED, EXIT_REJECTED
+from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import ended_by_closed_pipe
 from hybridrl.runtime.keeper import work_in_private
 
@@ -98,13 +99,11 @@ def run(own: dict[str, str], section: ServedConfig) -> str:
     rollout.enable_rollout_routing_replay = False
     listening = bound(own["host"], int(own["port"]))  # before anything that takes long
     work_in_private()  # which is removed when this process ends
-    model.path = whole_model(model.path, Path(tempfile.mkdtemp()), "model.path")
-    from hybridrl.runtime.environment import worker_environment
-
+    os.environ |= worker_environment(device, 1)  # before anything imports torch, as what follows does
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     entry = load(f"engine.{rollout.name}")
-    os.environ |= worker_environment(device, 1) | entry.environment(rollout)
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
+    os.environ |= entry.environment(rollout) | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # this process has threads
+    model.path = whole_model(model.path, Path(tempfile.mkdtemp()), "model.path")
     from hybridrl.agents.endpoint.local import serve
 
     options = {"host": own["host"], "name": own["served_model_name"], "source": source}
