@@ -16,6 +16,7 @@ from hypothesis import settings
 from rich.console import Console
 from torch import Tensor
 
+from hybridrl.config import files
 from hybridrl.core.batch import Batch
 from hybridrl.runtime import guard
 from hybridrl.tracking.sink import Activity
@@ -46,6 +47,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sink that one test leaves open sees nothing of the next one's phases: the watcher is the whole process's."""
     monkeypatch.setattr(Activity, "watcher", None)
+
+
+@pytest.fixture(autouse=True)
+def names_of_the_hub_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the machine of the tests has a network or not."""
+    monkeypatch.setattr(files, "hub_is_away", lambda: False)
 
 
 @pytest.fixture

@@ -1,19 +1,25 @@
-"""Which files and directories a key may name: rows of a dataset, a model, a LoRA adapter, a script.
+"""Which files and directories a key may name: rows of a dataset, a model, a LoRA adapter, a script; and the address of
+a Ray.
 
 A model is one Hugging Face directory, or a folder of a checkpoint, such as .../global_step_N/actor: its weights in
-shards (of hybridrl or verl), everything else in `huggingface/` below. Names of the Hugging Face hub are accepted; the
-hub is not contacted here. Of the files that others write, the first field is found that is no value of its kind; fields
-that are not named here are the library's that reads them.
+shards (of hybridrl or verl), everything else in `huggingface/` below. Names of the Hugging Face hub are accepted; it is
+only asked whether it is there. Of the files that others write, the first field is found that is no value of its kind;
+fields that are not named here are the library's that reads them.
 """
 
 import glob
 import json
+import os
 import re
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import yaml
 
@@ -22,7 +28,10 @@ from hybridrl.config.values import ValueFault
 ROW_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".arrow")
 WRITTEN = ROW_SUFFIXES[:-1]  # .arrow is what the library `datasets` keeps in its own directories
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_SECONDS = 2.0  # for a connection to the hub
 MOST_PARTS = 2  # configuration and split
+
+RAY_ADDRESS, LARGEST_PORT = re.compile(r"auto|local|([^\s/:@]+|\[[\w:.%]+\]):(?P<port>\d{1,9})"), 65535
 
 HUGGINGFACE = "huggingface"
 SHARDS = ".metadata"  # the index file that torch.distributed.checkpoint writes
@@ -247,7 +256,7 @@ def _missing_rows(entry: str) -> str:
         hint = " (a ? stands for any character: name the downloaded file, without the query of its address)"
         return f"no file matches {entry}{hint if query and is_row_file(Path(plain)) else ''}"
     if HUB_NAME.fullmatch(name) and not is_row_file(directory) and not directory.parent.is_dir():
-        return ""
+        return _out_of_reach(name, "dataset")
     names = sorted(item.name for item in parent.iterdir() if is_row_file(item)) if parent.is_dir() else []
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     names.sort(key=lambda name: not name.startswith(f"{Path(entry).name}?"))
@@ -259,7 +268,14 @@ def path_or_hub(value: str) -> ValueFault | None:
     """A rule: a local directory or a hub name."""
     directory = Path(value)
     looks_local = value.startswith((".", "/")) or value.count("/") != 1 or directory.parent.is_dir()
-    return _no_directory(value) if looks_local and not directory.is_dir() else None
+    if directory.is_dir():
+        return None
+    if looks_local:
+        return _no_directory(value)
+    cause = _out_of_reach(value, "model")
+    return (
+        ValueFault(cause, f"name a directory; where there is a network: hf download {value}", True) if cause else None
+    )
 
 
 def model_path(value: str) -> ValueFault | None:
@@ -312,6 +328,45 @@ def script_file(value: str) -> ValueFault | None:
     return ValueFault("there is no such file", "give the path of a .py file", absent=True)
 
 
+def _out_of_reach(name: str, kind: str) -> str:
+    """Why a name of the hub cannot be used: neither it nor a copy in its cache can be reached; empty if it can."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", HUGGINGFACE)
+    copies = [Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub", f"{kind}s--{name.replace('/', '--')}")]
+    copies += [Path(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets", name.replace("/", "___").lower())]
+    if not hub_is_away() or any(copy.expanduser().is_dir() for copy in copies):
+        return ""
+    return "neither a directory here nor in the hub's cache, and the hub cannot be reached"
+
+
+@cache
+def hub_is_away() -> bool:
+    """Whether the hub cannot be reached. Its libraries, if they are imported afterwards, then read their caches alone:
+    each would retry for 23 s, also for what is cached."""
+    server = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    port = server.port or {"http": 80}.get(server.scheme, 443)
+    try:
+        if not getproxies():  # a proxy knows the way
+            socket.create_connection((server.hostname or "", port), HUB_SECONDS).close()
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    return os.environ.get("HF_HUB_OFFLINE", "0") == "1"
+
+
+def ray_options(value: dict[str, Any]) -> ValueFault | None:
+    """A rule: the address of an existing Ray, here or in RAY_ADDRESS, is one that a driver joins by."""
+    address = str(value.get("address") or os.environ.get("RAY_ADDRESS") or "auto")
+    found = RAY_ADDRESS.fullmatch(address)
+    if found and int(found["port"] or 0) <= LARGEST_PORT:
+        return None
+    name = "address" if value.get("address") else "RAY_ADDRESS"
+    host = re.split(r"[/:@\s]", address.partition("://")[2] or address)[0] or "HOST"
+    cause = (
+        f"{name}={address} is not the HOST:PORT at which a Ray is joined (http:// is its dashboard, ray:// a client)"
+    )
+    fix = f"set {name}={host}:6379, with the port of ray start, or unset it to have a Ray started here"
+    return ValueFault(cause, fix, absent=True)
+
+
 def _no_directory(path: str) -> ValueFault:
     return ValueFault(f"there is no such directory{_missing_parent(Path(path))}", absent=True)
 
@@ -328,3 +383,4 @@ Model = Annotated[str, model_path]
 ModelOrTokenizer = Annotated[str, path_or_hub]
 Adapter = Annotated[str, adapter_path]
 Script = Annotated[str, script_file]
+RayOptions = Annotated[dict[str, Any], ray_options]

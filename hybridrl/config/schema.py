@@ -7,7 +7,7 @@ constructor takes one of these sections or plain values.
 from typing import Annotated, Any, Literal
 
 from hybridrl.config import values
-from hybridrl.config.files import Adapter, Model, ModelOrTokenizer, RowNames, Script, TrainFiles
+from hybridrl.config.files import Adapter, Model, ModelOrTokenizer, RayOptions, RowNames, Script, TrainFiles
 from hybridrl.config.schema_parts import (
     AlgorithmConfig,
     EvalConfig,
@@ -282,7 +282,7 @@ class TrainerConfig(SFTTrainerConfig):
 
 
 class RayConfig(Section):
-    ray_init: dict[str, Any]
+    ray_init: RayOptions
 
 
 class PPOConfig(Section):

@@ -206,7 +206,7 @@ def holds(known: dict[str, Any], key: str) -> bool:
     """Whether a key is in the schema, or in a mapping of it, which takes any names; `known` as `tree` returns it."""
     parts = key.split(".")
     above = (known.get(".".join(parts[:count])) for count in range(1, len(parts)))
-    return key in known or any(typing.get_origin(hint) is dict for hint in above)
+    return key in known or any(typing.get_origin(_unwrapped(hint)[0]) is dict for hint in above)
 
 
 def value_of(values: Mapping[str, Any], key: str) -> Any:

@@ -239,7 +239,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     resolved = resolve_config(PPOConfig, options.overrides, options.config_name, options.config_path)
     findings = Findings()
-    if resolved.config is None:
+    if resolved.config is None or "ray_kwargs.ray_init" in resolved.rejected:
         findings.add(*resolved.findings.errors)
     elif not joins(resolved.config.ray_kwargs.ray_init):
         findings.error("cluster.ray", "no Ray cluster is named: neither RAY_ADDRESS nor ray_init.address is set", START)

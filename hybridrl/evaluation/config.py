@@ -12,6 +12,7 @@ from hybridrl.config.checks import MODEL, ROLLOUT, algorithm, check_ignored, res
 from hybridrl.config.checks.engine import check_engine
 from hybridrl.config.checks.model import check_model, check_served, resolve_dtype, resolve_for_cpu
 from hybridrl.config.compose import CONF, usual_value
+from hybridrl.config.files import HUB_NAME, path_or_hub
 from hybridrl.config.findings import Checker, Findings
 from hybridrl.config.load import Report, read_config
 from hybridrl.config.schema import EvaluationConfig, PPOConfig, ServingConfig
@@ -149,6 +150,9 @@ def _check(settings: EvalConfig, model: str | None, temperature: float, findings
         findings.error("value", f"eval.models: {cause}", fix, keys="eval.models")
     elif not settings.models:
         settings.models = [model]
+    for name in filter(HUB_NAME.fullmatch, [*settings.models, settings.compare or ""]):
+        if fault := path_or_hub(name):
+            findings.error("value", fault.cause, fault.fix, keys="eval.models", value=name)
     if temperature == 0 and (settings.n or 1) > 1:
         cause = f"at temperature 0 all {settings.n} responses to a question are equal"
         fix = f"set eval.preset={next(iter(PRESETS))}, or eval.temperature=1.0, or eval.n=1"

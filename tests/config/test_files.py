@@ -1,6 +1,11 @@
 """Which names of rows and models are accepted before anything is read."""
 
 import gzip
+import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,3 +134,35 @@ def test_a_file_under_the_address_of_a_download_is_named_without_the_query(tmp_p
 def test_the_folder_that_was_meant_is_named(saved: Path) -> None:
     below, above = model_path(str(saved / "huggingface")), model_path(str(saved.parent))
     assert (below and below.fix, above and above.fix) == (f"name that: {saved}", f"name one of them: {saved}")
+
+
+ASKED = """
+import json, os, sys
+from hybridrl.config import load_ppo_config
+from hybridrl.config.findings import ConfigError
+try:
+    load_ppo_config(sys.argv[1:])
+    said = ""
+except ConfigError as error:
+    said = str(error)
+libraries = [name for name in ("huggingface_hub", "transformers", "datasets") if name in sys.modules]
+print(json.dumps([said, os.environ.get("HF_HUB_OFFLINE"), libraries]))
+"""
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["not cached", "cached"])
+@pytest.mark.parametrize("away", [False, True], ids=["a hub", "no hub"])
+def test_names_of_a_hub_that_is_away_are_rejected_at_once_unless_cached(tmp_path, away, cached):
+    """Each library would retry for 23 s, for every file, also of what is cached."""
+    for name in ("hub/models--Org--Model", "hub/models--Org--Words", "datasets/org___rows") if cached else ():
+        (tmp_path / "home" / name).mkdir(parents=True)
+    keys = ["data.train_files=Org/Rows", "actor_rollout_ref.model.path=Org/Model", "data.tokenizer=Org/Words"]
+    known = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        place = {"HF_ENDPOINT": f"http://127.0.0.1:{1 if away else hub.getsockname()[1]}"}
+        place |= {"HF_HOME": str(tmp_path / "home"), "CUDA_VISIBLE_DEVICES": ""}
+        command, options = [sys.executable, "-c", ASKED, *keys], {"capture_output": True, "text": True, "check": True}
+        said, offline, libraries = json.loads(subprocess.run(command, env=known | place, **options).stdout)
+    assert libraries == [] and offline == ("1" if away else None)
+    rejected = [line.partition(": neither a directory here nor in the hub's cache")[0] for line in said.splitlines()]
+    assert sorted(rejected) == ([] if cached or not away else sorted(keys))

@@ -1,6 +1,8 @@
 """Settings of the algorithm, the rewards, the data and the loggers that cannot work together, or have no effect given
 the others. The contents of files are checked when they are read."""
 
+import re
+
 from hybridrl.config.catalog import BYPASS_LOSSES, DEFAULT_POLICY_LOSS, ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
 from hybridrl.config.checks.engine import MODE, UNTRUNCATED
 from hybridrl.config.findings import Checker, nearest
@@ -12,6 +14,7 @@ from hybridrl.runs.plugins import names
 # Custom functions are not imported here: they may read anything, and nothing else is known about them.
 CUSTOM_ESTIMATOR = Estimator("", "", reads=("values", "reward_parts"))
 CUSTOM_LOSS = PolicyLoss("", "")
+WANDB_REJECTS, WANDB_LENGTH = r"[/\\#?%:]", 128  # of the names of projects
 # Logging backends of verl, SkyRL and AReaL that hybridrl does not have.
 OTHER_LOGGERS = ("vemlp_wandb", "rl_insight", "aim")
 
@@ -177,6 +180,10 @@ def resolve_loggers(trainer: SFTTrainerConfig, check: Checker) -> None:
         trainer.logger = known or ["console"]
         cause = f"{', '.join(others)} {'are' if others[1:] else 'is'} not supported and left out; metrics go to "
         check.warn("trainer.logger", cause + f"{', '.join(trainer.logger)} and metrics.jsonl")
+    project = trainer.project_name
+    if "wandb" in trainer.logger and (accepted := re.sub(WANDB_REJECTS, "-", project)[:WANDB_LENGTH]) != project:
+        cause = f"W&B accepts names of up to {WANDB_LENGTH} characters, without any of / \\ # ? % :"
+        check.error("trainer.project_name trainer.logger", cause, f"set trainer.project_name={accepted}")
 
 
 def check_diagnoses(trainer: SFTTrainerConfig, check: Checker) -> None:

@@ -41,6 +41,9 @@ COMPONENTS = ("raylet", "gcs_server")
 CPU_DEVICE = 0.01  # CPUs that a virtual CPU device requests from Ray: they share cores, which Ray must not ration
 
 CONNECT_SECONDS = 10.0
+# What a client of gRPC begins with, and the kind of the frame that a server answers first. Ray itself would wait for
+# minutes for any other program, such as its dashboard.
+HTTP2_PREFACE, HTTP2_SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", b"\4"
 METRIC, TAGS = "hybridrl_metric", ("metric", "project", "experiment")
 
 logger = logging.getLogger(__name__)
@@ -88,7 +91,10 @@ def start_ray(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> N
         host, _, port = address.rpartition("://")[2].rpartition(":")
         if not directory and port.isdecimal():  # ray.init would retry an address where nothing listens indefinitely
             try:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+                with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS) as connection:
+                    connection.sendall(HTTP2_PREFACE)
+                    if os.environ.get("RAY_USE_TLS", "0") == "0" and connection.recv(4)[3:] != HTTP2_SETTINGS:
+                        raise ConnectionError("another program listens there")
             except OSError as error:
                 raise ConnectionError(str(error)) from error
         with _isolated(directory) if directory else nullcontext():
@@ -96,7 +102,7 @@ def start_ray(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> N
         REQUESTS.raise_again()
     except ConnectionError as error:
         raise ConfigError(
-            f"no Ray responds at {address} (RAY_ADDRESS or ray_kwargs.ray_init.address)",
+            f"no Ray responds at {address} (RAY_ADDRESS or ray_kwargs.ray_init.address): {str(error)[:200]}",
             fix="start it with ray start --head, or unset the address to have one started here",
         ) from error
 
