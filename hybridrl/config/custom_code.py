@@ -28,6 +28,7 @@ P = ParamSpec("P")
 OWN_KEYS = "HYBRIDRL_OWN"
 IMMUTABLE = (str, int, float, bool, type(None), bytes)
 PREFIX = "own_"  # of the names of modules that are loaded from files
+MADE = r"import \*|globals|setattr|exec|__getattr__"  # by which a file may have names that it does not contain
 # Such a file may fail in verl's own imports, if a copy of verl is in the working directory.
 IMPORTS_VERL = re.compile(r"^\s*(from|import)\s+verl\b", re.MULTILINE)
 
@@ -94,14 +95,16 @@ def load_module(path: str, key: str) -> ModuleType:
         raise ConfigError(f"{key}={path} does not import: {where(error, path)}") from error
 
 
-def check_syntax(path: str, key: str) -> None:
-    """Raise ConfigError if a file is there and is no Python; nothing in it runs."""
+def check_source(path: str, function: str, key: str) -> None:
+    """Raise ConfigError if a file is there and is no Python, or never names the function; nothing in it runs."""
     file = script_path(path)
+    source = file.read_bytes() if file.is_file() else None
     try:
-        if file.is_file():
-            compile(file.read_bytes(), str(file), "exec")
+        compile(source or "", str(file), "exec")
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{key}={path} does not import: {where(error, path)}", keys=key) from error
+    if source is not None and not re.search(rf"\b{re.escape(function)}\b|{MADE}".encode(), source):
+        raise ConfigError(f"{key}={path}: there is no function {function} in it", keys=key)
 
 
 def load_class(path: str, name: str, key: str) -> type:

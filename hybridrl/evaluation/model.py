@@ -9,13 +9,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from hybridrl.agents.endpoint.episodes import check_episodes, runs_episodes
+from hybridrl.agents.endpoint.episodes import check_episodes, load_files, runs_episodes
 from hybridrl.agents.endpoint.episodes import start as start_episodes
 from hybridrl.agents.environments.conversations import Conversations
 from hybridrl.checkpoint.resume import code_fingerprint, digest, model_fingerprint
 from hybridrl.config import EvaluationConfig
 from hybridrl.config.compose import as_yaml, save_config
-from hybridrl.config.custom_code import check_syntax, import_libraries, publish_own_keys
+from hybridrl.config.custom_code import import_libraries, publish_own_keys
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig, TrainerConfig
 from hybridrl.config.schema_parts import RolloutConfig
@@ -91,9 +91,8 @@ class ModelEvaluation:
         self.datasets: dict[str, PromptDataset | Prompts] = {}
         self.tokenizer = None
         findings = Findings()
-        if path := config.reward.custom_reward_function.path:
-            with findings.gathered():
-                check_syntax(path, "reward.custom_reward_function.path")
+        load_files(config, findings)
+        findings.close()
         with findings.gathered():
             prompts = self._load()
         findings.close()

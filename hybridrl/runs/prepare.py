@@ -18,7 +18,7 @@ from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.catalog import RANDOM, why_unsupported
 from hybridrl.config.checks.model import IMPLIED, why_not_served
 from hybridrl.config.checks.training import shorten
-from hybridrl.config.custom_code import attempt, check_syntax, import_libraries, publish_own_keys
+from hybridrl.config.custom_code import attempt, import_libraries, publish_own_keys
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings, nearest
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig, RowsConfig, SFTTrainerConfig
@@ -89,9 +89,7 @@ def prepare(config: PPOConfig) -> RunInputs:
         import_libraries(config.actor_rollout_ref.model.external_lib)
     if inputs.rejections.errors:
         return inputs  # a model or a tokenizer may be what the library registers
-    if path := config.reward.custom_reward_function.path:  # which its own processes import, after the data
-        with inputs.rejections.gathered():
-            check_syntax(path, "reward.custom_reward_function.path")
+    load("episodes").load_files(config, inputs.rejections)
     with inputs.rejections.gathered():
         inputs.algorithm = build_algorithm(config)
         if ":" in (name := config.algorithm.adv_estimator):
@@ -104,9 +102,11 @@ def prepare(config: PPOConfig) -> RunInputs:
     if config.critic.enable:
         with inputs.rejections.gathered():
             inputs.critic = build_critic_plan(config.critic)
-    optimizers = {"actor_rollout_ref.actor.optim": config.actor_rollout_ref.actor.optim}
-    optimizers |= {"critic.optim": config.critic.optim} if config.critic.enable else {}
+    critic = {"critic.optim": config.critic.optim} if config.critic.enable else {}
+    optimizers = {"actor_rollout_ref.actor.optim": config.actor_rollout_ref.actor.optim} | critic
     _try_extensions(config.trainer, optimizers, inputs.rejections)
+    if inputs.rejections.errors:
+        return inputs  # before models and rows, which may take minutes
     with inputs.rejections.gathered():
         inputs.tokenizer = model_tokenizer(config.data, config.actor_rollout_ref.model)
     if inputs.tokenizer is not None:

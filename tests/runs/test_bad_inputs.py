@@ -9,13 +9,15 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from hybridrl import main_ppo
 from hybridrl.checkpoint.store import Store
-from hybridrl.runs import command, setup
+from hybridrl.runs import command, prepare, setup
 from tests.scripts import run_script
 
 MAKE_DATA = Path(__file__).parents[2] / "recipes" / "quickstart" / "make_data.py"
@@ -26,7 +28,7 @@ REWARD = "reward.custom_reward_function"
 FILES = {
     "reward.py": "def score(solution_str, ground_truth): return float(ground_truth in solution_str)\nNUMBER = 3\n",
     "syntax.py": "def score(solution_str:\n",
-    "imports.py": "import no_such_module\n",
+    "imports.py": "import no_such_module\ndef score(solution_str): return 1.0\n",
     "wrong.py": "def score(answer): return 1.0\n",
     "raises.py": "def score(solution_str): raise KeyError('label')\n",
     "text.py": "def score(solution_str): return 'good'\n",
@@ -370,6 +372,45 @@ def test_a_cluster_that_does_not_respond_is_rejected(answer):
     found = answer("ray_kwargs.ray_init.address=127.0.0.1:9")
     assert found.status == 2, found.text
     assert "no Ray responds at 127.0.0.1:9" in found.text and "ray start --head" in found.text
+
+
+def test_an_address_at_which_another_program_listens_is_rejected_soon(answer):
+    """Ray itself would try for minutes, as with the port of its dashboard."""
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        found = answer(f"ray_kwargs.ray_init.address=127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert found.status == 2, found.text
+    assert f"no Ray responds at 127.0.0.1:{server.server_port}" in found.text
+    assert "another program listens there" in found.text
+
+
+LATE = {
+    "an environment": ([f"{ROLLOUT}.multi_turn.environment=own_data.py:Guess"], "there is no class Guess"),
+    "an environment that does not import": (
+        [f"{ROLLOUT}.multi_turn.environment=imports.py:Guess"], "no_such_module",
+    ),
+    "a class that is no environment": ([f"{ROLLOUT}.multi_turn.environment=own_data.py:Rows"], "no method step"),
+    "tools": ([f"{ROLLOUT}.multi_turn.function_tool_path=imports.py"], "no_such_module"),
+    "an agent": ([f"{ROLLOUT}.agent.path=own_data.py"], "has no function run"),
+    "a dataset": (["data.custom_cls.path=own_data.py", "data.custom_cls.name=Row"], "there is no class Row; it has"),
+    "a sampler": (["data.sampler.class_path=imports.py", "data.sampler.class_name=A"], "no_such_module"),
+    "a reward": ([f"{REWARD}.name=scroe"], "there is no function scroe"),
+    "an estimator": (["algorithm.adv_estimator=wrong_signature.py:advantage"], "has no function advantage"),
+    "a schedule": ([f"{ACTOR}.optim.lr_scheduler_type=extensions.py:hlf"], "has no function hlf"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_the_users_files_are_loaded_before_models_and_rows_are_read(answer, monkeypatch, case):
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("a tokenizer or rows were read")
+
+    monkeypatch.setattr(prepare, "load_tokenizer", read)
+    words, expected = LATE[case]
+    found = answer(*words)
+    assert (found.status, found.started) == (2, False) and expected in found.text, found.text
+    assert "row 0" not in found.text
 
 
 def test_a_directory_in_use_is_rejected(answer, tmp_path):

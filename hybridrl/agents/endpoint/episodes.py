@@ -30,13 +30,14 @@ from hybridrl.agents.environments.load import (
     load_tools,
 )
 from hybridrl.agents.environments.load import check as check_environments
+from hybridrl.agents.environments.load import load_files as load_environments
 from hybridrl.agents.environments.pool import EpisodeWorkers
 from hybridrl.agents.environments.template import KEY as TEMPLATE
 from hybridrl.agents.environments.worker import EpisodeSettings
 from hybridrl.config import ConfigError, schema
 from hybridrl.config.checks.engine import continues_rollouts
 from hybridrl.config.checks.training import this_machine
-from hybridrl.config.custom_code import script_path
+from hybridrl.config.custom_code import check_source, load_class, script_path
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema_parts import AgentConfig, MultiTurnConfig, RolloutConfig
@@ -60,6 +61,24 @@ logger = logging.getLogger(__name__)
 def environment_settings(section: schema.ActorRolloutRefConfig | schema.ServedConfig) -> EnvironmentSettings:
     rollout = section.rollout
     return EnvironmentSettings(rollout.multi_turn, rollout.agent, tuple(section.model.external_lib))
+
+
+def load_files(config: EpisodesConfig, findings: Findings) -> None:
+    """Import the user's files for rows and episodes; the reward's is only read, as its own processes import it."""
+    dataset, sampler, reward = config.data.custom_cls, config.data.sampler, config.reward.custom_reward_function
+    for key, load_file, path, name in (
+        ("reward.custom_reward_function.path", check_source, reward.path, reward.name),
+        ("data.custom_cls.path", load_class, dataset.path, dataset.name),
+        ("data.sampler.class_path", load_class, sampler.class_path, sampler.class_name),
+    ):
+        with findings.gathered():
+            if path and name:
+                load_file(path, name, key)
+    if runs_episodes(config.actor_rollout_ref.rollout, ()):
+        load_environments(environment_settings(config.actor_rollout_ref), findings)
+    with findings.gathered():
+        if (agent := config.actor_rollout_ref.rollout.agent).path:
+            load_agent(f"{script_path(agent.path)}:{agent.name}")
 
 
 def runs_episodes(rollout: RolloutConfig, environments: Collection[str]) -> bool:

@@ -241,15 +241,23 @@ def prepare(libraries: tuple[str, ...]) -> None:
     import_libraries(list(libraries))
 
 
-def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> list[Environment | AgentLoop]:
-    """Load all files, and return the environment or loop of the first row of each kind; ConfigError lists all that is
-    wrong."""
+def load_files(settings: EnvironmentSettings, findings: Findings) -> None:
+    """Load the files that keys name, whatever the rows are; once per process."""
     prepare(settings.libraries)
-    findings, seen, made = Findings(), set(), []
     with findings.gathered():
         load_tools(settings)
     with findings.gathered():
         _interactions(settings.multi_turn.interaction_config_path)
+    if ":" in (name := settings.multi_turn.environment or ""):
+        with findings.gathered():
+            environment_class(name)
+
+
+def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> list[Environment | AgentLoop]:
+    """Load all files, and return the environment or loop of the first row of each kind; ConfigError lists all that is
+    wrong."""
+    findings, seen, made = Findings(), set(), []
+    load_files(settings, findings)
     for number, row in enumerate(rows):
         choice = choice_of(row, settings)
         interaction = interaction_kwargs(row).get("name")
