@@ -9,6 +9,7 @@ from hybridrl.config import ConfigError, EvaluationConfig
 from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.custom_code import publish_own_keys
 from hybridrl.config.schema_parts import EvalConfig
+from hybridrl.core.cluster.failures import typed
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import read_responses
 from hybridrl.evaluation.config import describe_sampling
@@ -36,6 +37,7 @@ COMPARE_KEY, MODEL_KEY = "eval.compare", "actor_rollout_ref.model.path"
 STORED = Sampling(0, ())  # how stored responses were sampled is not known
 
 
+@typed("the evaluation")
 def evaluate(config: EvaluationConfig, sessions: Sessions, merge: Merge) -> float:
     """Evaluate the models that the configuration names, print the tables, and return the share of faults."""
     settings, keep_best, other = config.eval, config.trainer.keep_best_ckpt, None

@@ -23,6 +23,7 @@ from hybridrl.config.load import hyperparameters
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.core import device as devices
 from hybridrl.core.cluster import Group, RaySession, WorkerDied, spawn
+from hybridrl.core.cluster.failures import typed
 from hybridrl.core.cluster.session import RayMetricsSink
 from hybridrl.core.required import required
 from hybridrl.core.trainer import Schedule, Task, Trainer
@@ -160,6 +161,7 @@ def host_memory() -> dict[str, int | None]:
     return {"rss": psutil.Process().memory_info().rss, "left": devices.memory_left(), "oom_kills": oom_kills()}
 
 
+@typed("the run")  # whatever call of Ray fails once it is lost
 def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adjusted, sessions: Sessions) -> None:
     """One attempt, which leaves nothing running but Ray; checkpoints record which settings were `adjusted`."""
     began = time.monotonic()

@@ -4,11 +4,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RaySystemError
 
 from hybridrl.checkpoint.store import Store
 from hybridrl.config.load import load_ppo_config, load_sft_config
 from hybridrl.core.cluster import OutOfMemory, WorkerDied
 from hybridrl.health import Unhealthy
+from hybridrl.runs import setup
 from hybridrl.runs.resume import CRITIC, POLICY, with_restarts
 from tests.sections import keys_of_run
 
@@ -66,6 +68,14 @@ def test_a_run_that_died_before_its_first_checkpoint_restarts_as_it_began(load, 
 
     with_restarts(attempt, config)
     assert modes == [began, "auto" if saves else began]
+
+
+def test_an_error_of_ray_itself_is_one_of_the_run_which_needs_no_traceback(load, tmp_path):
+    def job(_: object) -> None:
+        raise RaySystemError("Broken pipe")
+
+    with pytest.raises(WorkerDied, match=r"^the run: .*Broken pipe"):
+        setup.run(load(), job, tmp_path, {}, setup.Sessions())
 
 
 def test_a_micro_batch_that_was_too_large_is_halved_whatever_larger_size_was_allowed(load):

@@ -280,7 +280,7 @@ def _log_end(log: str) -> list[str]:
     try:
         return Path(log).read_text(errors="replace").splitlines()[-SEARCHED_LINES:] or ["(nothing)"]
     except OSError:
-        return ["(the file is on another machine)"]
+        return ["(no such file is here: the process has written none, or is on another machine)"]
 
 
 def _with_logged(description: str, lines: Sequence[str], log: str) -> str:

@@ -164,8 +164,9 @@ def test_a_failure_names_the_actor_of_a_mixed_call_and_the_first_error_in_its_lo
     assert last == f"the first error in {logs[2]}: ValueError: No available memory for the cache blocks."
 
 
-def test_the_log_of_another_machine_is_named(tmp_path):
-    with pytest.raises(WorkerDied, match=r"0.log ends with:\n  \(the file is on another machine\)"):
+def test_a_log_that_is_not_here_is_named_with_both_reasons(tmp_path):
+    why = r"\(no such file is here: the process has written none, or is on another machine\)"
+    with pytest.raises(WorkerDied, match=rf"0.log ends with:\n  {why}"):
         gather([Call(error=RayActorError())], "train worker.work", 1, [str(tmp_path / "0.log")])
 
 
