@@ -12,9 +12,9 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hybridrl.agents.environments import ToolError
 from hybridrl.agents.environments.tools import Tool
@@ -23,6 +23,7 @@ from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import once
 
 SECONDS_TO_START = 60.0
+SECONDS_TO_PRINT = 1.0
 SECONDS_TO_RESPOND = 5.0  # of a server that is asked whether it is there after a call has failed
 # The kernel kills a server with the thread that started it: a process of episodes that is killed closes nothing.
 ENDS_WITH_US = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
@@ -33,6 +34,7 @@ class Connection:
 
     def __init__(self, name: str, spec: Mapping[str, Any]) -> None:
         self._name, self._settings = name, spec
+        self._printed: list[str] = []  # the last line that the server has printed
         self.session: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._over = asyncio.Event()
         self._task = asyncio.ensure_future(self._keep())
@@ -45,6 +47,12 @@ class Connection:
     def close(self) -> None:
         """End the session, and the server if it is a program."""
         self._over.set()
+
+    async def reason(self, error: BaseException) -> str:
+        """Describe an error after which the server ends, with what it printed last."""
+        if asyncio.current_task() != self._task:
+            await asyncio.wait([self._task], timeout=SECONDS_TO_RESPOND)
+        return _first(error) + "".join(f"; it printed last: {line:.500}" for line in self._printed)
 
     async def responds(self) -> bool:
         """Return whether the server responds; it is closed if not."""
@@ -61,14 +69,14 @@ class Connection:
         try:
             with contained("the transport"):
                 async with asyncio.timeout(SECONDS_TO_START) as start:
-                    async with _streams(self._settings) as streams, client(*streams) as session:
+                    async with _streams(self._settings, self._printed) as streams, client(*streams) as session:
                         await session.initialize()
                         start.reschedule(None)
                         self.session.set_result(session)
                         await self._over.wait()
         except UserCodeError as error:
             if not self.session.done():
-                reason = f"MCP server {self._name} does not start: {_first(error.cause)}"
+                reason = f"MCP server {self._name} does not start: {await self.reason(error.cause)}"
                 self.session.set_exception(ConnectionError(reason))
         finally:
             self.close()
@@ -111,7 +119,7 @@ class McpServer:
         except UserCodeError as error:  # which the server returned, or its transport raised
             if await connection.responds():
                 raise ToolError(f"Error: {_first(error.cause)}") from error
-            raise ConnectionError(f"MCP server {self.name}: {_first(error.cause)}") from error
+            raise ConnectionError(f"MCP server {self.name}: {await connection.reason(error.cause)}") from error
 
     def _connected(self) -> Connection:
         if self._connection is None or self._connection.over:
@@ -168,7 +176,7 @@ def load_mcp_tools(entry: Mapping[str, Any], place: str, path: str) -> list[Tool
 
 
 @contextlib.asynccontextmanager
-async def _streams(spec: Mapping[str, Any]) -> AsyncIterator[tuple[Any, Any]]:
+async def _streams(spec: Mapping[str, Any], printed: list[str]) -> AsyncIterator[tuple[Any, Any]]:
     """The two streams of a server that is a program, or at a URL."""
     if "command" in spec:
         stdio = importlib.import_module("mcp.client.stdio")
@@ -177,8 +185,9 @@ async def _streams(spec: Mapping[str, Any]) -> AsyncIterator[tuple[Any, Any]]:
             raise FileNotFoundError(f"there is no program {spec['command']}")
         command = ["-IS", "-c", ENDS_WITH_US, spec["command"], *spec.get("args", [])]
         started = stdio.StdioServerParameters(command=sys.executable, args=command, env=environment)
-        async with stdio.stdio_client(started) as streams:
-            yield streams[0], streams[1]
+        with _passed_on(printed) as stream:
+            async with stdio.stdio_client(started, stream) as streams:
+                yield streams[0], streams[1]
         return
     token = {"Authorization": f"Bearer {spec['auth_token']}"} if spec.get("auth_token") else {}
     http = importlib.import_module("mcp.client.streamable_http")
@@ -187,6 +196,26 @@ async def _streams(spec: Mapping[str, Any]) -> AsyncIterator[tuple[Any, Any]]:
         http.streamable_http_client(spec["url"], http_client=client) as streams,
     ):
         yield streams[0], streams[1]
+
+
+@contextlib.contextmanager
+def _passed_on(last: list[str]) -> Iterator[TextIO]:
+    """A stream whose lines appear on this process's standard error; the last one is kept."""
+    reader, writer = os.pipe()
+
+    def read() -> None:
+        with open(reader, errors="replace") as lines:
+            for line in lines:
+                sys.stderr.write(line)
+                last[:] = [line.strip()] if line.strip() else last
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        with open(writer, "w") as stream:
+            yield stream
+    finally:
+        thread.join(SECONDS_TO_PRINT)  # a program that the server left may hold the stream
 
 
 def _first(error: BaseException) -> str:

@@ -38,6 +38,7 @@ def fail() -> str:
 @server.tool()
 def leave() -> str:
     """End the server."""
+    os.write(2, b"the database is locked\\n\\n")
     os._exit(3)
 
 @server.tool()
@@ -121,7 +122,8 @@ async def test_a_server_is_called_its_errors_are_read_and_a_lost_one_is_opened_a
     added, failed, invalid = await outcomes(settings, *calls)
     assert added == ("ok", "5") and invalid[0] == "invalid"
     assert failed[0] == "error" and "fail" in failed[1]
-    with pytest.raises(EpisodeFault, match="tool leave failed 3 times: ConnectionError: MCP server sums"):
+    failure = "tool leave failed 3 times: ConnectionError: MCP server sums: .*; it printed last: the database is locked"
+    with pytest.raises(EpisodeFault, match=failure):
         await outcomes(settings, ToolCall("leave", {}))
     assert await outcomes(settings, ToolCall("add", {"a": 1, "b": 1})) == [("ok", "2")]
 
@@ -137,6 +139,12 @@ async def test_a_server_is_called_its_errors_are_read_and_a_lost_one_is_opened_a
         ),
         ("tools.yaml", "servers.json", "none.json", "none.json: FileNotFoundError"),
         ("servers.json", '"mcpServers"', '"servers"', "KeyError: 'mcpServers'; write"),
+        (
+            "server.py",
+            "import os",
+            "import no_such_library",
+            "printed last: ModuleNotFoundError: No module named 'no_s",
+        ),
         ("servers.json", sys.executable, "/nowhere/python", "MCP server sums does not start: FileNotFoundError"),
     ],
 )
