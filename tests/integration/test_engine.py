@@ -6,11 +6,13 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+import ray
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -52,6 +54,11 @@ LIMITS = Limits(prompt=32, response=416, context=448)
 ENDS = tuple(range(2, 100))  # so many that a random model ends its turns after a few tokens
 EIGHT = "turns: 8, tokens: 3"
 PROMPTS, SAMPLES = 4, 4
+VLLM_READS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": False,
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": True,
+}
 
 
 def test_engine_and_trainer_agree_before_and_after_an_update(parts):
@@ -70,6 +77,22 @@ def test_engine_and_trainer_agree_before_and_after_an_update(parts):
     assert tokens(after) != tokens(before)
     assert largest_gap(workers, rows(wanted, after)) < 1e-4
     assert engine.take_metrics()["training/probe_log_prob_diff"] < 1e-4
+
+
+def read_by_libraries(_: object) -> dict[str, object]:
+    """Return what torch, OpenMP and vLLM have read in this process, by the variables that say it."""
+    read = {"TORCH_COMPILE_DISABLE": torch._dynamo.config.disable, "OMP_NUM_THREADS": torch.get_num_threads()}
+    read |= {"LD_PRELOAD": "libjemalloc" in Path("/proc/self/maps").read_text()}
+    return read | {name: getattr(import_module("vllm.envs"), name) for name in VLLM_READS}
+
+
+@pytest.mark.skipif(ENGINE != "vllm", reason="SGLang computes in processes of its own, which read what they start with")
+def test_a_server_s_libraries_have_read_what_is_set_for_it(parts):
+    engine, _ = parts
+    expected = {"TORCH_COMPILE_DISABLE": True, "OMP_NUM_THREADS": max(len(os.sched_getaffinity(0)) // 2, 1)}
+    expected |= {"LD_PRELOAD": True} | VLLM_READS
+    for server in engine.fleet.servers.actors:
+        assert ray.get(server.__ray_call__.remote(read_by_libraries), timeout=60) == expected
 
 
 def test_a_response_to_a_prompt_longer_than_a_cache_block_does_not_use_the_old_cache(parts):

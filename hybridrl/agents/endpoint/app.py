@@ -1,10 +1,14 @@
 """The endpoint as a web application: the routes and errors of OpenAI's API, and AReaL's for sessions."""
 
 import asyncio
+import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Annotated, Any, TypeVar
 
 import uvicorn
@@ -12,10 +16,11 @@ from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from pydantic import Field
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException as RouteError
 
 from hybridrl.agents.endpoint import bound
-from hybridrl.agents.endpoint.core import Core, Generate, Reply
+from hybridrl.agents.endpoint.core import Core, Generate, Reply, SamplingOptions
 from hybridrl.agents.endpoint.fields import NONE, SERVED, Rules, Sampled
 from hybridrl.agents.endpoint.formats import (
     ChatRequest,
@@ -24,7 +29,6 @@ from hybridrl.agents.endpoint.formats import (
     ResponsesRequest,
     chat_body,
     completion_body,
-    stream_of,
 )
 from hybridrl.agents.endpoint.requests import Fields, Route, answer, body_limit, on_invalid, on_rejection, rejected
 from hybridrl.agents.endpoint.sessions import KEY_PREFIX, LOST_SECONDS, AgentSessions, Session
@@ -33,6 +37,10 @@ from hybridrl.rewards.score import LARGEST
 T = TypeVar("T")
 Claim = Callable[[], Coroutine[Any, Any, tuple[Session, Mapping[str, Any]]]]  # a session and its row
 Check = Callable[[], Awaitable[Any]]  # raises if the policy cannot be sampled from
+
+Form = Callable[[Reply], dict[str, Any]]  # makes the body of an answer
+Work = Callable[..., Coroutine[Any, Any, Reply]]
+logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # which nobody reads
 CHECK_SECONDS = 10.0
@@ -64,7 +72,7 @@ class SetReward(NamedSession):
 
 
 class Api:
-    """The routes over one policy, which clients may name as they like.
+    """The routes over one policy, which clients may name as they like while it is trained.
 
     With an `admin_key` its owner starts sessions; without one only this process does. With `claim` these are sessions
     that wait for an agent, with their rows.
@@ -84,37 +92,47 @@ class Api:
         self.claim, self.check, self.rules = claim, check, rules
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
-        reply, warnings = await self._respond(request, body, template=body.chat_template_kwargs)
-        return _completion(chat_body(reply, body, self.model, self.core.kit.tokenizer) | warnings, body)
+        form = partial(chat_body, request=body, model=self.model, tokenizer=self.core.kit.tokenizer)
+        return await self._respond(request, body, form, template=body.chat_template_kwargs)
 
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         wanted, prompt = body.wanted(self.rules), body.single_prompt(len(self.core.kit.tokenizer))
-        warnings, session = self._warnings(body), self.session_of(request, body)
-        reply = await self._sampled(request, session, self.core.complete(session, prompt, wanted))
-        return _completion(completion_body(reply, body, self.model, self.core.kit.tokenizer) | warnings, body)
+        form = partial(completion_body, request=body, model=self.model, tokenizer=self.core.kit.tokenizer)
+        return await self._answered(request, body, wanted, form, partial(self.core.complete, prompt=prompt))
 
     async def responses(self, request: Request, body: ResponsesRequest) -> Response:
-        return await self._translated(request, body)
+        return await self._respond(request, body, partial(body.body, model=self.model))
 
     async def messages(self, request: Request, body: MessagesRequest) -> Response:
-        return await self._translated(request, body)
-
-    async def _translated(self, request: Request, body: ResponsesRequest | MessagesRequest) -> Response:
-        reply, warnings = await self._respond(request, body)
-        translated = body.body(reply, self.model) | warnings
-        if body.stream:
-            return StreamingResponse(body.events(translated), media_type="text/event-stream")
-        return answer(translated)
+        return await self._respond(request, body, partial(body.body, model=self.model))
 
     async def _respond(
-        self, request: Request, body: ChatRequest | ResponsesRequest | MessagesRequest, **options: Any
-    ) -> tuple[Reply, dict[str, Any]]:
-        """Sample the response to a conversation; returns it with the fields that had no effect."""
+        self, request: Request, body: ChatRequest | ResponsesRequest | MessagesRequest, form: Form, **options: Any
+    ) -> Response:
+        """Answer with the response to a conversation."""
         wanted, tools, messages = body.wanted(self.rules), body.schemas(), body.conversation()
+        options |= {"reads_calls": bool(tools) and body.choice() != NONE}
+        work = partial(self.core.respond, messages=messages, tools=tools, **options)
+        return await self._answered(request, body, wanted, form, work)
+
+    async def _answered(
+        self, request: Request, body: Sampled, wanted: SamplingOptions, form: Form, work: Work
+    ) -> Response:
+        """Answer with what some work samples, or as a stream with the events of it meanwhile; and with the fields that
+        had no effect."""
+        if body.model not in ("", self.model) and not self.rules.trains:
+            raise _unknown_model(body.model, self.model)
         warnings, session = self._warnings(body), self.session_of(request, body)
-        reads_calls = bool(tools) and body.choice() != NONE
-        work = self.core.respond(session, messages, tools, wanted, reads_calls=reads_calls, **options)
-        return await self._sampled(request, session, work), warnings
+        parts: asyncio.Queue[Reply | None] = asyncio.Queue()
+        if body.stream and not self.rules.trains:
+            wanted = replace(wanted, hear=parts.put_nowait)
+        task = asyncio.create_task(self._sampled(request, session, work(session, wanted=wanted)))
+        if not body.stream:
+            return answer(form(await task) | warnings)
+        task.add_done_callback(lambda _: parts.put_nowait(None))
+        first = await parts.get() or await task  # an error before the first token has its status
+        events = stream(first, parts, task, body, lambda reply: form(reply) | warnings)
+        return StreamingResponse(events, media_type="text/event-stream")
 
     def _warnings(self, body: Sampled) -> dict[str, Any]:
         warnings = body.warnings(self.rules)
@@ -133,9 +151,13 @@ class Api:
             raise
 
     async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [await self.describe_model(self.model)]}
+
+    async def describe_model(self, model: str) -> dict[str, Any]:
+        if model != self.model:
+            raise _unknown_model(model, self.model)
         limit = self.core.kit.limits.context
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "hybridrl", "max_model_len": limit}
-        return {"object": "list", "data": [model]}
+        return {"id": model, "object": "model", "created": 0, "owned_by": "hybridrl", "max_model_len": limit}
 
     async def health(self) -> Response:
         open_sessions = sum(not session.closed for session in self.sessions.by_id.values())
@@ -238,6 +260,7 @@ def create_app(
         ("POST", "/v1/responses", api.responses),
         ("POST", "/v1/messages", api.messages),
         ("GET", "/v1/models", api.models),
+        ("GET", "/v1/models/{model:path}", api.describe_model),
         ("GET", "/health", api.health),
         ("POST", "/rl/start_session", api.start_session),
         ("POST", "/rl/set_reward", api.set_reward),
@@ -268,11 +291,46 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _completion(body: dict[str, Any], request: ChatRequest | CompletionRequest) -> Response:
-    if request.stream:
-        chunks = stream_of(body, usage=request.stream_options.include_usage)
-        return StreamingResponse(chunks, media_type="text/event-stream")
-    return answer(body)
+async def stream(
+    reply: Reply, parts: asyncio.Queue[Reply | None], task: asyncio.Task[Reply], body: Sampled, form: Form
+) -> AsyncIterator[str]:
+    """Yield a response as server-sent events: its beginnings, which come in `parts`, then the rest of the whole one,
+    which the task returns."""
+    sent, begin, numbers = dict.fromkeys(body.TEXTS, 0), 0, count()
+    try:
+        while True:
+            texts = {name: reply.message.get(name) or "" for name in sent}
+            piece = {name: text[sent[name] :] for name, text in texts.items() if len(text) > sent[name]}
+            if piece or reply.ended:
+                for one in body.events(form(reply), piece)[begin : None if reply.ended else body.TEXT + 1]:
+                    numbered = {"sequence_number": next(numbers)} if isinstance(body, ResponsesRequest) else {}
+                    yield _event(one | numbered)
+                sent |= {name: len(texts[name]) for name in piece}
+                begin = body.TEXT
+            if reply.ended:
+                break
+            reply = await parts.get() or await task
+    except Exception as error:  # whatever the policy raises; the status is sent already
+        logger.exception("a stream failed")
+        message = error.detail["message"] if isinstance(error, HTTPException) else f"{type(error).__name__}: {error}"
+        yield _event(
+            {"type": "error", "error": {"message": message, "type": "server_error", "param": None, "code": None}}
+        )
+    finally:
+        task.cancel()
+    yield body.END
+
+
+def _event(body: dict[str, Any]) -> str:
+    """Return one server-sent event, with its type as its name if it has one."""
+    return (
+        f"event: {body['type']}\n" if "type" in body else ""
+    ) + f"data: {to_json(body, inf_nan_mode='null').decode()}\n\n"
+
+
+def _unknown_model(name: str, served: str) -> HTTPException:
+    message = f"The model `{name}` does not exist; this endpoint serves `{served}`"
+    return rejected(404, message, code="model_not_found", param="model")
 
 
 def _key(request: Request) -> str:

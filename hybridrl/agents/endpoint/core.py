@@ -9,13 +9,19 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from hybridrl.agents.endpoint.requests import encodable, rejected, split_reasoning
 from hybridrl.agents.endpoint.sessions import AgentSessions, RenderedPrompt, SampledTurn, Session
 from hybridrl.agents.environments import Message, Schema, ToolCall
+from hybridrl.agents.environments.calls import REASONING_END
+from hybridrl.agents.environments.episode_loop import Kit
 from hybridrl.config.findings import ConfigError
+from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, RequestFault
 
 ENCODERS = 2
+NOTHING = Completion(np.empty(0, np.int64), np.empty(0, np.float32), truncated=False, versions=0)  # sampled so far
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class SamplingOptions:
     ignore_eos: bool = False
     json_schema: str | None = None  # that the response must match
     forced: bool = False  # it is that of a call
+    hear: Callable[[Any], None] | None = None  # called meanwhile: the core's with tokens, and its own with replies
 
 
 # Samples a response to token ids for a session; max_tokens is a number.
@@ -49,6 +56,7 @@ class Reply:
 
     turn: SampledTurn
     prompt_ids: list[int]
+    ended: bool = True
 
     @property
     def message(self) -> Message:
@@ -56,11 +64,38 @@ class Reply:
         return self.turn.messages[-1]
 
     @property
-    def finish(self) -> str:
-        """The reason of its end, as OpenAI names it: stop, length or tool_calls."""
+    def finish(self) -> str | None:
+        """The reason of its end, as OpenAI names it: stop, length or tool_calls; None: it has not ended."""
+        if not self.ended:
+            return None
         if "tool_calls" in self.message:
             return "tool_calls"
         return "length" if self.turn.completion.truncated else "stop"
+
+
+class Growing:
+    """A response while it is sampled: `hear` is called with the part of it that later tokens do not change, which lacks
+    half a character, the beginning of a text of `stop`, and reasoning until it has ended."""
+
+    def __init__(self, kit: Kit, prompt: RenderedPrompt, wanted: SamplingOptions, *, chat: bool) -> None:
+        self.kit, self.prompt, self.stop, self.hear = kit, prompt, wanted.stop, required(wanted.hear)
+        self.ids, self.text = list[int](), ""
+        self.begin = self.end = 0  # of the tokens whose text gives the next ones their context
+        thinks = chat and REASONING_END in str(kit.tokenizer.chat_template)
+        self.thinks = thinks and not kit.tokenizer.decode(prompt.ids[-8:]).rstrip().endswith(REASONING_END)
+
+    def add(self, ids: list[int]) -> None:
+        self.ids += ids
+        before, now = (_decoded(self.kit, np.array(self.ids[self.begin : end])) for end in (self.end, None))
+        if len(now) > len(before) and not now.endswith("\ufffd"):
+            self.text += now[len(before) :]
+            self.begin, self.end = self.end, len(self.ids)
+        held = max((n for one in self.stop for n in range(1, len(one)) if self.text.endswith(one[:n])), default=0)
+        text = _cut(self.text[: len(self.text) - held], self.stop)
+        if not self.thinks or REASONING_END in text:
+            message = _message(text, [], 0) if self.thinks else {"role": "assistant", "content": text}
+            turn = SampledTurn(self.prompt.name, None, [], 0, NOTHING, [message], False, 0.0)
+            self.hear(Reply(turn, self.prompt.ids, ended=False))
 
 
 class Core:
@@ -86,7 +121,7 @@ class Core:
         """Sample the next message of a conversation, and record it. `template` has arguments of the chat template."""
         session = session or Session(self.kit)
         prompt = await self._prepared(session, session.prompt_for, messages, tools, template)
-        completion, seconds = await self._sample(session, prompt, wanted)
+        completion, seconds = await self._sample(session, prompt, wanted, hears=not tools, chat=True)
         text, calls, readable = self._text(completion, wanted.stop, special=bool(tools)), [], True
         if reads_calls:
             content, calls = _forced_call(text) if wanted.forced else self._read(text, tools)
@@ -117,12 +152,20 @@ class Core:
                 raise rejected(400, "messages: something is nested too deeply", param="messages") from error
 
     async def _sample(
-        self, session: Session, prompt: RenderedPrompt, wanted: SamplingOptions
+        self,
+        session: Session,
+        prompt: RenderedPrompt,
+        wanted: SamplingOptions,
+        *,
+        hears: bool = True,
+        chat: bool = False,
     ) -> tuple[Completion, float]:
         if (vocabulary := len(self.kit.tokenizer)) <= max(wanted.stop_ids, default=0):
             raise rejected(400, f"stop_token_ids: token ids are below {vocabulary}", param="stop_token_ids")
         began, most = time.monotonic(), min(wanted.max_tokens or prompt.left, prompt.left)
         wanted = replace(wanted, max_tokens=most, min_tokens=min(wanted.min_tokens, most))
+        if wanted.hear:  # a text with calls, which are read at its end, does not grow
+            wanted = replace(wanted, hear=Growing(self.kit, prompt, wanted, chat=chat).add if hears else None)
         try:
             completion = await self.generate(session, prompt.ids, wanted)
         except RequestFault as fault:
@@ -131,15 +174,22 @@ class Core:
 
     def _text(self, completion: Completion, stop: Sequence[str], *, special: bool = False) -> str:
         """Decode a response without its end token, up to the first of the texts in `stop`."""
-        ids = self.kit.content(completion.token_ids)
-        text = self.kit.tokenizer.decode(ids) if special else self.kit.decode(ids)
-        return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=None)]
+        return _cut(_decoded(self.kit, completion.token_ids, special=special), stop)
 
     def _read(self, text: str, tools: Sequence[Schema]) -> tuple[str, list[ToolCall]]:
         try:
             return self.kit.parser()(text, tools)
         except ConfigError as error:
             raise rejected(400, str(error), param="tools") from error
+
+
+def _decoded(kit: Kit, sampled: np.ndarray, *, special: bool = False) -> str:
+    ids = kit.content(sampled)
+    return kit.tokenizer.decode(ids) if special else kit.decode(ids)
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=None)]
 
 
 def _message(text: str, calls: Sequence[ToolCall], before: int) -> Message:

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 
 from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.requests import F, Fields, Name, rejected, unread, validated
-from hybridrl.agents.environments import AGENT, Schema
+from hybridrl.agents.environments import AGENT, Message, Schema
 
 INT64 = 2**63
 # Values of other fields that ask for nothing: what their documentation has as default. Empty ones never ask for
@@ -121,6 +121,10 @@ class Sampled(Fields):
     HINTS: ClassVar[set[str]] = COMMON_HINTS
     DEFAULTS: ClassVar[dict[str, Any]] = DEFAULTS
     SCHEMA: ClassVar[str] = ""  # the field with the format of a response
+    # Of a stream: what comes in pieces, the number of the event that has them, and the end.
+    TEXTS: ClassVar[tuple[str, ...]] = ("content",)
+    TEXT: ClassVar[int] = 0
+    END: ClassVar[str] = ""
 
     model: str = ""
     n: int = 1
@@ -198,6 +202,10 @@ class Sampled(Fields):
     def schemas(self) -> list[Schema]:
         """Return the tools as chat templates read them."""
         return []
+
+    def events(self, body: dict[str, Any], piece: Message) -> list[dict[str, Any]]:
+        """Return a body as the events of a stream, of which one has a piece of its text, and others whole items."""
+        raise NotImplementedError
 
     def schema_wanted(self) -> str | None:
         """Return the JSON schema that a response must match, as text."""

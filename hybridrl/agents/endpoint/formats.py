@@ -5,12 +5,11 @@ import json
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field
-from pydantic_core import to_json
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -30,6 +29,7 @@ class ChatRequest(Sampled):
 
     HINTS = COMMON_HINTS | {"prediction"}
     SCHEMA = "response_format"
+    TEXTS, END = ("content", "reasoning_content"), STREAM_END
 
     messages: list[Any] = Field(min_length=1)
     tools: list[Any] = Field([])
@@ -53,6 +53,14 @@ class ChatRequest(Sampled):
     def conversation(self) -> list[Message]:
         return as_rendered(self.messages, read=self.read)
 
+    def events(self, body: Json, piece: Message) -> list[Json]:
+        choice = dict(body["choices"][0])
+        message = choice.pop("message")
+        calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
+        others = {"tool_calls": calls} if calls else {}
+        choice["delta"] = {"role": message["role"], "content": None} | piece | others
+        return chunks(body | {"object": "chat.completion.chunk"}, choice, usage=self.stream_options.include_usage)
+
 
 class ToolField(Fields):
     """A tool of a chat."""
@@ -65,6 +73,7 @@ class CompletionRequest(Sampled):
     """A request to continue a text or token ids."""
 
     DEFAULTS = DEFAULTS | {"add_special_tokens": True}  # those that the tokenizer adds, such as a leading bos
+    END = STREAM_END
 
     prompt: Any
     logprobs: int | None = Field(None, ge=0, le=1)
@@ -81,6 +90,10 @@ class CompletionRequest(Sampled):
             message = f"prompt: a prompt is a text, or a list of token ids from 0 to {vocabulary - 1}"
             raise rejected(400, message, param="prompt")
         return prompt
+
+    def events(self, body: Json, piece: Message) -> list[Json]:
+        choice = body["choices"][0] | {"text": piece.get("content", "")}
+        return chunks(body, choice, usage=self.stream_options.include_usage)
 
 
 def chat_body(reply: Reply, request: ChatRequest, model: str, tokenizer: PreTrainedTokenizerBase) -> Json:
@@ -142,23 +155,11 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
     return written
 
 
-def stream_of(body: Json, *, usage: bool) -> Iterator[str]:
-    """Return a completion as server-sent events: all of it in one chunk, then the usage if it is wanted."""
-    body, (choice,) = dict(body), body["choices"]
-    used = body.pop("usage")
-    if message := choice.pop("message", None):
-        calls = [{"index": number, **call} for number, call in enumerate(message.pop("tool_calls", ()))]
-        choice["delta"] = message | ({"tool_calls": calls} if calls else {})
-        body["object"] = "chat.completion.chunk"
-    yield event(body)
-    if usage:
-        yield event(body | {"choices": [], "usage": used})
-    yield STREAM_END
-
-
-def event(body: Json, name: str = "") -> str:
-    """Return one server-sent event."""
-    return (f"event: {name}\n" if name else "") + f"data: {to_json(body, inf_nan_mode='null').decode()}\n\n"
+def chunks(body: Json, choice: Json, *, usage: bool) -> list[Json]:
+    """Return a completion as events: a chunk with this choice, then the usage if it is wanted."""
+    used = {"choices": [], "usage": body["usage"]}
+    body = {name: value for name, value in body.items() if name != "usage"} | {"choices": [choice]}
+    return [body, *([body | used] if usage else [])]
 
 
 class Item(Fields):
@@ -184,6 +185,7 @@ class ResponsesRequest(Sampled):
 
     HINTS = COMMON_HINTS | {"include", "reasoning"}
     SCHEMA = "text.format"
+    TEXT = 3
 
     input: Any
     instructions: str = ""
@@ -248,21 +250,23 @@ class ResponsesRequest(Sampled):
             },
         }
 
-    def events(self, body: Json) -> Iterator[str]:
-        """Return a response as server-sent events, each item as a whole."""
+    def events(self, body: Json, piece: Message) -> list[Json]:
         started = body | {"status": "in_progress", "output": [], "usage": None}
         events: list[Json] = [{"type": "response.created", "response": started}]
         for number, item in enumerate(body["output"]):
-            events.append({"type": "response.output_item.added", "output_index": number, "item": item})
-            if item["type"] == "message":
-                place = {"item_id": item["id"], "output_index": number, "content_index": 0, "logprobs": []}
-                text = item["content"][0]["text"]
-                events.append({"type": "response.output_text.delta", "delta": text, **place})
-                events.append({"type": "response.output_text.done", "text": text, **place})
+            parts = {"content": []} if item["type"] == "message" else {}
+            events.append({"type": "response.output_item.added", "output_index": number, "item": item | parts})
+            if parts:
+                place, (part,) = {"item_id": item["id"], "output_index": number, "content_index": 0}, item["content"]
+                for kind, more in (
+                    ("content_part.added", {"part": part | {"text": ""}}),
+                    ("output_text.delta", {"delta": piece.get("content", ""), "logprobs": []}),
+                    ("output_text.done", {"text": part["text"], "logprobs": []}),
+                    ("content_part.done", {"part": part}),
+                ):
+                    events.append({"type": f"response.{kind}", **place, **more})
             events.append({"type": "response.output_item.done", "output_index": number, "item": item})
-        events.append({"type": f"response.{body['status']}", "response": body})
-        for number, one in enumerate(events):
-            yield event(one | {"sequence_number": number}, one["type"])
+        return [*events, {"type": f"response.{body['status']}", "response": body}]
 
 
 class Block(Fields):
@@ -303,6 +307,7 @@ class MessagesRequest(Sampled):
 
     HINTS = COMMON_HINTS | {"thinking", "context_management", "betas", "cache_control", "inference_geo", "speed"}
     SCHEMA = "output_config.format"
+    TEXT = 2
 
     messages: list[Any] = Field(min_length=1)
     system: Text = ""
@@ -341,14 +346,13 @@ class MessagesRequest(Sampled):
             content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
         used = {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.turn.completion.token_ids)}
         about = {"id": reply.turn.id, "type": "message", "role": "assistant", "model": model, "content": content}
-        return about | {"stop_reason": STOP_REASONS[reply.finish], "stop_sequence": None, "usage": used}
+        return about | {"stop_reason": STOP_REASONS.get(reply.finish or ""), "stop_sequence": None, "usage": used}
 
-    def events(self, body: Json) -> Iterator[str]:
-        """Return a message as server-sent events, each block as a whole."""
+    def events(self, body: Json, piece: Message) -> list[Json]:
         events: list[Json] = [{"type": "message_start", "message": body | {"content": [], "stop_reason": None}}]
         for number, block in enumerate(body["content"]):
             if block["type"] == "text":
-                start, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+                start, delta = block | {"text": ""}, {"type": "text_delta", "text": piece.get("content", "")}
             else:
                 start = block | {"input": {}}
                 delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
@@ -357,8 +361,7 @@ class MessagesRequest(Sampled):
             events.append({"type": "content_block_stop", "index": number})
         ended = {"stop_reason": body["stop_reason"], "stop_sequence": None}
         events.append({"type": "message_delta", "delta": ended, "usage": body["usage"]})
-        for one in [*events, {"type": "message_stop"}]:
-            yield event(one, one["type"])
+        return [*events, {"type": "message_stop"}]
 
 
 def _schema(tool: Any, parameters: str, kinds: Sequence[str], number: int, read: Callable[..., Any]) -> Schema:

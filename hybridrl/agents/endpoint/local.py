@@ -5,6 +5,7 @@ import secrets
 import signal
 import socket
 import time
+from functools import partial
 
 from transformers import AutoConfig
 
@@ -49,7 +50,8 @@ class Local:
         self.unfinished += 1
         try:
             with contained("the engine"):
-                return await self.engine.generate(Request(0, 0, ids, seed, sampling))
+                hear = wanted.hear and partial(asyncio.get_running_loop().call_soon_threadsafe, wanted.hear)
+                return await self.engine.generate(Request(0, 0, ids, seed, sampling, hear=hear))
         except UserCodeError as failure:
             await self.engine.check()  # raises if it is dead; else it rejects this request only, such as its schema
             raise rejected(400, f"the engine rejects this request: {failure.cause}") from failure

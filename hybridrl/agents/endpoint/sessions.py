@@ -61,7 +61,7 @@ class SampledTurn:
 @dataclass(frozen=True)
 class RenderedPrompt:
     """The prompt of a turn: its `ids`, of which `observed` are new after the parent's. `left` is the number of
-    tokens that the response may have."""
+    tokens that the response may have, `name` the id of its turn."""
 
     ids: list[int]
     parent: SampledTurn | None
@@ -70,6 +70,7 @@ class RenderedPrompt:
     messages: list[Message]
     tools: Sequence[Schema]
     left: int
+    name: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
 
 
 @dataclass(eq=False)
@@ -191,8 +192,9 @@ class Session:
     ) -> SampledTurn:
         """Add the response that was sampled from a prompt."""
         messages = [*prompt.messages, response]
-        name = f"chatcmpl-{secrets.token_hex(12)}"
-        turn = SampledTurn(name, prompt.parent, prompt.observed, prompt.dropped, completion, messages, called, seconds)
+        turn = SampledTurn(
+            prompt.name, prompt.parent, prompt.observed, prompt.dropped, completion, messages, called, seconds
+        )
         if turn.parent:  # a row has the routes of its last turn, which are of all its tokens
             turn.parent.completion = replace(turn.parent.completion, routes=None)
         self.turns.append(turn)

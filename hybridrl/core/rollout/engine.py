@@ -50,7 +50,8 @@ class Sampling:
 class Request:
     """One response wanted to one prompt. Requests with the same `prompt` number share a prefix, and `sample` counts
     them; a later `turn` of an episode continues what a server has cached. The last `begun` tokens of the prompt are the
-    beginning of the response, which was interrupted."""
+    beginning of the response, which was interrupted. `hear`, of a request in the engine's process, may be called with
+    tokens as they are sampled, in whatever thread."""
 
     prompt: int
     sample: int
@@ -59,6 +60,7 @@ class Request:
     sampling: Sampling
     turn: int = 0
     begun: int = 0
+    hear: Callable[[list[int]], object] | None = None
 
     @property
     def key(self) -> "Key":

@@ -20,7 +20,7 @@ from hybridrl.agents.environments.episode_loop import Kit, Limits
 from hybridrl.core.rollout import Completion
 from tests.agents.environments import conftest as environments
 
-ADMIN = "admin"
+ADMIN, FAILS = "admin", "<fails>"  # the end of a text after which the policy cannot be sampled from any more
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart"
 
 tokenizer, tokenizer_of = environments.tokenizer, environments.tokenizer_of
@@ -61,7 +61,14 @@ class Script:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return completion_of(self.tokenizer, text, wanted.max_tokens)
+        completion = completion_of(self.tokenizer, text, wanted.max_tokens)
+        for token in completion.token_ids.tolist():
+            if wanted.hear:
+                wanted.hear([token])
+                await asyncio.sleep(0)
+        if text.endswith(FAILS):
+            raise RuntimeError("the engine is dead")
+        return completion
 
 
 @pytest.fixture
@@ -97,7 +104,7 @@ def endpoint(tokenizer: Qwen2Tokenizer, kit_of: Callable[..., Kit]) -> Callable[
         texts: Any, *, clock: Any = None, timeout: float = 3600, app: Any = MappingProxyType({}), **limits: Any
     ) -> AsyncIterator[Served]:
         sessions = AgentSessions(kit_of(**limits), timeout, **({"clock": clock} if clock else {}))
-        script = Script(tokenizer, texts)
+        script = Script(limits.get("tokenizer", tokenizer), texts)
         async with serving(create_app(script, sessions, admin_key=ADMIN, **app)) as address:
             yield Served(address, sessions, script)
 

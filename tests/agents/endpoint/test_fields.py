@@ -87,6 +87,7 @@ VALUES: dict[str, Any] = {
     **dict.fromkeys(("prompt_logprobs", "thinking_token_budget", "max_tool_calls"), 0),
     **dict.fromkeys(("priority", "best_of", "n", "stream_interval", "top_logprobs", "truncate_prompt_tokens"), 2),
     **{name: {"a": "b"} for name in ("reasoning", "thinking", "moderation", "audio", "prediction", "metadata")},
+    "model": "policy",
     "messages": [USER, {"role": "assistant", "content": "7"}, USER],
     "stop_token_ids": [5],
     "stop_sequences": ["x"],

@@ -104,6 +104,19 @@ def test_a_stop_text_ends_a_response_where_vllm_ends_it(tokenizer):
     assert [tokenizer.decode(ids) for ids, _, _ in collected.values()] == ["x tw", "one tw", "nothing"]
 
 
+def test_the_tokens_of_a_response_are_heard_as_they_are_sampled(tokenizer):
+    texts, heard = {"a": tokenizer.encode("one two three"), "b": tokenizer.encode("unheard")}, []
+    collector = Collector(Observer())
+    collector.tokenizer, collector.hear = tokenizer, {"a": heard.append, "never added": heard.append}
+    for name in texts:
+        collector.add_request(request(name, "two"), None, None, 0)
+    collector.forget("never added")
+    for number, outputs in enumerate(iterations(texts)):
+        collector.process_outputs([output for output in outputs if output.request_id in collector.responses])
+        assert len(heard) == min(number + 1, len("one two"))
+    assert tokenizer.decode([token for tokens in heard for token in tokens]) == "one two" and not collector.hear
+
+
 def test_a_stop_text_does_not_count_before_the_least_number_of_tokens(tokenizer):
     texts = {"a": tokenizer.encode("two and two more")}
     requests, rounds = [request("a", "two", min_tokens=5)], iterations(texts)

@@ -85,6 +85,7 @@ class EngineResponse:
 
     name: str
     texts: IncrementalDetokenizer | None  # of a request that texts end
+    hear: Callable[[list[int]], object] | None = None  # called with its tokens
     token_ids: list[int] = field(default_factory=list)
     parts: list[np.ndarray] = field(default_factory=list)  # log-probs of the tokens, by iteration
     prompt_tokens: int = 0
@@ -113,6 +114,8 @@ class EngineResponse:
             count = next((n for n, token in enumerate(token_ids, start=1) if self.texts.update([token], False)), None)
             token_ids, ended = token_ids[:count], count is not None
         self.token_ids += token_ids
+        if self.hear:
+            self.hear(token_ids)
         if output.new_logprobs is not None:  # the sampled token comes first in its row
             self.parts.append(output.new_logprobs.logprobs[: len(token_ids), 0])
         if output.routed_experts is not None:
@@ -132,13 +135,14 @@ class Collector:
         self.tokenizer: PreTrainedTokenizerBase | None = None  # needed where texts end responses
         self.responses: dict[str, EngineResponse] = {}
         self.begun: dict[str, int] = {}  # by name, of requests that continue a response: its tokens in their prompt
+        self.hear: dict[str, Callable[[list[int]], object]] = {}  # by name, of requests whose tokens are heard
         self.sampled = 0  # tokens of finished responses
 
     def add_request(self, request: EngineCoreRequest, *_: Any) -> None:
         begun = self.begun.pop(request.external_req_id, 0)
         texts = self._texts(request, begun) if request.sampling_params.stop else None
-        tokens = len(request.prompt_token_ids)
-        self.responses[request.request_id] = EngineResponse(request.external_req_id, texts, prompt_tokens=tokens)
+        tokens, hear = len(request.prompt_token_ids), self.hear.pop(request.external_req_id, None)
+        self.responses[request.request_id] = EngineResponse(request.external_req_id, texts, hear, prompt_tokens=tokens)
 
     def _texts(self, request: EngineCoreRequest, begun: int) -> IncrementalDetokenizer:
         """Return what looks for the texts that end a response, also for one that begins before an interruption."""
@@ -153,7 +157,7 @@ class Collector:
 
     def forget(self, name: str) -> list[str]:
         """Forget a request that the engine could not add; returns the engine's ids of it."""
-        self.begun.pop(name, None)
+        self.begun.pop(name, None), self.hear.pop(name, None)
         ids = [one for one, response in self.responses.items() if response.name == name]
         return [one for one in ids if self.responses.pop(one)]
 

@@ -98,6 +98,8 @@ class VllmEngine:
         name = request.new_name()
         if request.begun and parameters.stop:
             self.collector.begun[name] = request.begun
+        if request.hear:
+            self.collector.hear[name] = request.hear
         response = await self._respond(name, request.prompt_ids, parameters)
         token_ids = np.asarray(response.token_ids, dtype=np.int64)
         ended = response.truncated, version, response.interrupted
