@@ -86,7 +86,8 @@ def test_fields_of_rows_that_their_episodes_do_not_read_are_named(data, tmp_path
 @pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.n=2", f"{MULTI_TURN}.environment=guess_number"])
 @pytest.mark.parametrize("files", ["data.train_files", "data.val_files"])
 def test_ground_truths_of_null_need_a_custom_reward(data, tmp_path, key, files):
-    row = {"prompt": "1+1", "data_source": "openai/gsm8k", "target": 7, "reward_model": {"ground_truth": None}}
+    row = {"prompt": "1+1", "data_source": "openai/gsm8k", "extra_info": {"target": 7, "low": 1, "high": 9}}
+    row |= {"reward_model": {"style": "model", "ground_truth": None}}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
     keys = [key, f"{files}={tmp_path}/rows.jsonl", REWARD]
     inputs = prepare(load(data, *keys))
