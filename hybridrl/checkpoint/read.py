@@ -79,15 +79,18 @@ def saved_shapes(reader: StorageReader, directory: Path) -> dict[str, dict[str, 
     return shapes
 
 
-def check_parts(directory: Path, parts: Collection[str]) -> None:
-    """Raise ConfigError if a saved model cannot be read or lacks any of these parts of its state."""
+def check_parts(directory: Path, parts: Collection[str], *, optional: bool = False) -> list[str]:
+    """Return these parts of a saved model's state. Raises ConfigError if it cannot be read or lacks any of them; with
+    `optional` only if it lacks the weights."""
     resettable = {"optimizer", "extra"}
     saved = saved_shapes(state_reader(directory, moments=not resettable.isdisjoint(parts)), directory)
-    if missing := [part for part in parts if part not in saved]:
+    missing = [part for part in parts if part not in saved]
+    if missing and not (optional and resettable.issuperset(missing)):
         cause = f"{directory}: no {' and '.join(missing)} was saved there"
         if resettable.issuperset(missing):
             raise ConfigError(cause, fix="trainer.reset_optimizer=true resumes without moments and schedule")
         raise ConfigError(f"{cause}, see checkpoint.save_contents")
+    return [part for part in parts if part in saved]
 
 
 class ShardReader(FileSystemReader):

@@ -32,6 +32,8 @@ Verdict = Literal["free", "needs_allow", "impossible"]
 CONFIG = "config.yaml"
 ESSENTIAL = (store.STATE, SHARDS)  # a checkpoint cannot be read without these files
 
+NEEDED = "the weights of each model in shards (model in checkpoint.save_contents)"
+
 # Not reported: where a run is stored, how it is displayed, and how it resumes.
 UNREPORTED = {
     "trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.logger",
@@ -103,11 +105,17 @@ def select_checkpoint(mode: str, path: str | None, directory: Path, fingerprint:
             log(f"{step} was saved by verl: resuming from it (trainer.resume_mode=disable starts from scratch)")
             return Checkpoint(store.step_number(step), step, {})
         skip(f"{step} is skipped: {'; '.join(faults[:3])}{'; and more' if len(faults) > 3 else ''}")
-    if damaged := store.step_directories(directory):
+    steps = store.step_directories(directory)
+    if damaged := [step for step in steps if not store.lacks(step)]:
         # Started from scratch, the run would replace them one by one.
-        cause = f"trainer.default_local_dir={directory}: none of its checkpoints is intact and healthy ({skipped[0]})"
+        reason = next(line for line in skipped if line.startswith(f"{damaged[-1]} "))
+        cause = f"trainer.default_local_dir={directory}: none of its checkpoints is intact and healthy ({reason})"
         fix = f"name one to use anyway with trainer.resume_mode=resume_path trainer.resume_from_path={damaged[-1]}, or "
         raise CheckpointDamaged(cause, fix=f"{fix}start from scratch with trainer.resume_mode=disable")
+    if steps:
+        log(
+            f"{directory} has no checkpoint with {NEEDED}: starting from scratch; those that are there stay as they are"
+        )
     if other := matching_run(directory, fingerprint):
         log(f"{other} has checkpoints of the same data, model and estimator; starting from scratch")
     return None
@@ -147,6 +155,8 @@ def _from_path(path: str, log: Log) -> Checkpoint:
         faults, checkpoint = plugin("verl.checkpoint").verl_faults(step), Checkpoint(store.step_number(step), step, {})
     else:
         faults, checkpoint = store.check(step), store.read_checkpoint(step)
+    if lack := store.lacks(step):
+        raise ConfigError(f"{key}: {lack}, and no run resumes without {NEEDED}", fix="name another checkpoint")
     fatal = [fault for fault in faults if fault.partition(":")[0].endswith(ESSENTIAL)]
     if checkpoint is None or fatal:
         cause = f"{key}: {'; '.join(fatal or faults)}, without which it cannot be read"

@@ -188,6 +188,8 @@ class Saver:
         self.blocked = time.monotonic() - self.saved_at
 
     def _start(self, save: Save, step: int) -> None:
+        if (left := self.store.directory / f"global_step_{step}") in self.store.left:
+            return info(f"step {step} is not saved: {left}, of an earlier attempt, stays as it is")
         try:
             directory = self.store.begin(step)
         except SaveFailed as error:

@@ -31,6 +31,8 @@ LOOK_SECONDS = 5.0  # at most that `holder` of another process keeps a run from 
 LATEST = "latest_checkpointed_iteration.txt"  # for people and other tools; never read here
 
 REQUIRED = {"healthy", "recovery", "metrics"}
+# Parts of a state, as the index of its shards names them: pickle writes a text after its length.
+WEIGHTS, PARTS = b"\x8c\x05model", re.compile(rb"\x8c(?:\x05model|\x05extra|\x09optimizer)")
 STATE_KINDS = {"healthy": bool, "recovery": bool, "metrics": dict, "published": int}
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without locks cannot detect a second run
 
@@ -69,6 +71,25 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     return Checkpoint(step_number(path), path, state) if sound else None
 
 
+def lacks(path: Path) -> str:
+    """Return what was not saved in a checkpoint without which no run resumes from it, the weights of a model in shards;
+    empty: nothing, and what was saved may be damaged. Moments and the schedule's position are no such things: a run
+    that resumes without them says so."""
+    for name in ("actor", "critic"):
+        index = path / name / SHARDS
+        if not index.parent.is_dir() or faults(path, f"{name}/{SHARDS}"):
+            continue
+        parts = PARTS.findall(index.read_bytes()) if index.is_file() else []
+        if not index.is_file() or (parts and WEIGHTS not in parts):
+            return f"{'' if name == 'actor' else f'{name}: '}{'no weights' if parts else 'model only'}"
+    return ""
+
+
+def resumable(directory: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a directory that lack nothing, in order of publication."""
+    return [one for one in list_checkpoints(directory) if not lacks(one.path)]
+
+
 def check(path: Path) -> list[str]:
     """Return what is wrong with a checkpoint: that it is not healthy, and each damaged file."""
     damaged, checkpoint = faults(path), read_checkpoint(path)
@@ -88,14 +109,16 @@ def lineage(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def newest_good(directory: Path, log: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest checkpoint that is intact and healthy; log each that is skipped, with the reason."""
+    """Return the newest checkpoint that a run can resume from and that is intact and healthy; log each that is skipped,
+    with the reason."""
     checkpoints = {one.path: one for one in list_checkpoints(directory)}
     current = {one.path for one in lineage(list(checkpoints.values()))}
     for path in reversed(step_directories(directory)):
         if is_verl(path):
             continue
         abandoned = path in checkpoints and path not in current
-        reasons = ["the run has since gone back to an earlier checkpoint"] if abandoned else check(path)
+        lack = "the run has since gone back to an earlier checkpoint" if abandoned else lacks(path)
+        reasons = [lack] if lack else check(path)
         if path in checkpoints and not reasons:
             return checkpoints[path]
         log(f"{path} is skipped: {'; '.join(reasons[:3])}{'; and more' if len(reasons) > 3 else ''}")
@@ -136,13 +159,19 @@ def is_verl(path: Path) -> bool:
 class Store:
     """The checkpoints of one run at a time, `<directory>/global_step_N`. `keep`: how many are retained (None: all).
     `keep_best`: a metric; the checkpoint with its greatest value is retained too, with a leading "-" the one with its
-    least. Raises ConfigError if another run uses the directory."""
+    least. With `leave` the checkpoints that are there and that no run resumes from stay, however many: the run starts
+    from scratch, and they are all that is left of the one before. Raises ConfigError if another run uses the
+    directory."""
 
-    def __init__(self, directory: Path, *, keep: int | None = None, keep_best: str | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, keep: int | None = None, keep_best: str | None = None, leave: bool = False
+    ) -> None:
         assert keep is None or keep > 0
-        self.directory, self.keep, self.keep_best = directory, keep, keep_best
+        self.directory, self.keep, self.keep_best, self.leave = directory, keep, keep_best, leave
+        self.left: set[Path] = set()
         directory.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(directory)
+        self._leave()
         for writing in directory.glob(".global_step_*.writing"):
             if state := _complete_state(writing):  # all is on disk, and the run ended before it could publish it
                 try:
@@ -151,6 +180,10 @@ class Store:
                     self.close()
                     raise SaveFailed(f"{writing} is complete and could not be published: {error}") from error
         self._clean()
+        self._leave()
+
+    def _leave(self) -> None:
+        self.left = {path for path in step_directories(self.directory) if self.leave and lacks(path)}
 
     def close(self) -> None:
         """Release the directory; the end of the process does so too."""
@@ -187,6 +220,7 @@ class Store:
         replaced, latest = self._hidden(step, "replaced"), self.directory / f".{LATEST}.writing"
         older = [one for one in list_checkpoints(self.directory) if one.step != step]
         state = state | {"published": 1 + max((one.state["published"] for one in older), default=0)}
+        older = [one for one in older if one.path not in self.left]
         _write_state(writing, state)
         write_manifest(writing)
         publish(writing, final, replaced)
@@ -211,8 +245,8 @@ class Store:
         return failed
 
     def last(self) -> Path | None:
-        """Return the newest checkpoint that was healthy when it was saved."""
-        return next((one.path for one in reversed(list_checkpoints(self.directory)) if one.state["healthy"]), None)
+        """Return the newest checkpoint to resume from that was healthy when it was saved."""
+        return next((one.path for one in reversed(resumable(self.directory)) if one.state["healthy"]), None)
 
     def _hidden(self, step: int, kind: str) -> Path:
         return self.directory / f".global_step_{step}.{kind}"

@@ -157,7 +157,8 @@ def bundle(argv: list[str]) -> int:
 @dataclass(frozen=True)
 class CheckpointRow:
     """A checkpoint: seconds since it was saved, bytes, damaged files, why it is not healthy (empty: it is), and its
-    score if its state has one. `kind` is kept, recovery, verl or unreadable; `resumes`: `resume_mode=auto` takes it."""
+    score if its state has one. `kind` is kept, recovery, verl or unreadable; `resumes`: `resume_mode=auto` takes it;
+    `lacks`: what was not saved in it and a run that resumes needs, or starts without."""
 
     step: int
     age: float
@@ -168,6 +169,7 @@ class CheckpointRow:
     score: float | None
     best: bool
     resumes: bool
+    lacks: str
 
 
 def list_rows(directory: Path) -> tuple[list[CheckpointRow], str]:
@@ -186,6 +188,7 @@ def list_rows(directory: Path) -> tuple[list[CheckpointRow], str]:
             score=scores.get(one.step),
             best=one.step == best,
             resumes=one is run.newest,
+            lacks=one.lacks or one.misses,
         )
         for one in run.checkpoints
     ]
@@ -202,7 +205,7 @@ def _checkpoint_table(rows: list[CheckpointRow], name: str) -> Table:
         files = "; ".join(row.damaged[:SHOWN]) + " ..." * (len(row.damaged) > SHOWN)
         state = [f"damaged: {files}"] * bool(files) + [f"not healthy: {row.problem}"] * bool(row.problem)
         score = "" if row.score is None else f"{row.score:.4g}{' (best)' * row.best}"
-        kind = [row.kind] * (row.kind != "kept")
+        kind = [row.kind] * (row.kind != "kept") + [row.lacks] * bool(row.lacks)
         cells = (
             str(timedelta(seconds=round(row.age))),
             f"{row.size / 1e6:,.1f} MB",

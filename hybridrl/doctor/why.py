@@ -172,7 +172,8 @@ def _request(run: RunDirectory) -> str:
 
 
 def _saved(run: RunDirectory) -> str:
-    return f" (the last healthy checkpoint is of step {run.saved.step})" if run.saved else " (nothing was saved)"
+    lacks = f": {run.saved.lacks}, so no run resumes from it" if run.saved and run.saved.lacks else ""
+    return f" (the last healthy checkpoint is of step {run.saved.step}{lacks})" if run.saved else " (nothing was saved)"
 
 
 def _diagnoses(run: RunDirectory) -> str:

@@ -40,22 +40,27 @@ def light(one: Light | None) -> str:
 
 
 def failure(contents: Contents) -> str:
-    """What ended a run that failed, on top of the page."""
-    end = contents.end
+    """What ended a run that failed, on top of the page, after what made it fail first."""
+    end, first = contents.end, next(iter(contents.failures), None)
     if not contents.crashed:
         return ""
+    before = "" if first is None or first == end else _failed("The run failed first", first)
     if end is None:
         why = (
             "faults.jsonl has no end: it was killed by hand, by a scheduler, by the kernel or by a crash of the machine"
         )
         ask = f"python -m hybridrl.doctor why {shlex.quote(str(contents.path))}"
-        return f'<div class="failure"><h2>The run was killed</h2><p>{why}.</p>{command(ask)}</div>'
-    trace = f"<pre>{text(chr(10).join(map(str, end.tail)))}</pre>" if end.tail else ""
-    if not trace and (excerpt := cause_of(contents, end)):
-        trace = f"<h3>{text(excerpt.name)}</h3><pre>{text(excerpt.text)}</pre>"
-    where = f"in step {end.step}" if end.step else "before the first step"
-    title = f"<h2>The run failed {where} <code>{text(end.code)}</code></h2>"
-    return f'<div class="failure">{title}<pre class="cause">{text(end.text[:ERROR])}</pre>{trace}</div>'
+        return f'{before}<div class="failure"><h2>The run was killed</h2><p>{why}.</p>{command(ask)}</div>'
+    excerpt = None if end.tail else cause_of(contents, end)
+    trace = f"<h3>{text(excerpt.name)}</h3><pre>{text(excerpt.text)}</pre>" if excerpt else ""
+    return before + _failed("Then the run failed" if before else "The run failed", end, trace)
+
+
+def _failed(title: str, fault: Fault, trace: str = "") -> str:
+    where = f"in step {fault.step}" if fault.step else "before the first step"
+    trace = f"<pre>{text(chr(10).join(map(str, fault.tail)))}</pre>" if fault.tail else trace
+    cause = f'<pre class="cause">{text(fault.text[:ERROR])}</pre>'
+    return f'<div class="failure"><h2>{title} {where} <code>{text(fault.code)}</code></h2>{cause}{trace}</div>'
 
 
 def cause_of(contents: Contents, end: Fault) -> LogExcerpt | None:
@@ -297,7 +302,8 @@ def checkpoints(contents: Contents) -> str:
     for one in contents.checkpoints:
         sign = "bad" if one.problem else "good"
         state = text(one.problem) or ("files are as saved, by size" if one.kind != "verl" else "saved by verl")
-        use = one.lacks or ("a run resumes here" if one is contents.newest else "")
+        use = one.lacks or one.misses
+        use += f"{'; ' * bool(use)}a run resumes here" * (one is contents.newest)
         kind = one.kind if one.kind != "kept" else ""
         rows.append(
             (f'<span class="dot {sign}"></span><code>{text(one.path.name)}</code>', size(one.size), kind, state, use)

@@ -250,7 +250,9 @@ def _resumable(contents: Contents) -> Light:
     if contents.end is not None and contents.end.code == FINISHED and lost <= 0:
         return Light(question, "good", f"the last step is saved in {newest.path.name}")
     text = f"from step {newest.step}" + (f"; {lost} later steps would be repeated" if lost > 0 else "")
-    return Light(question, "good" if lost <= max(10, contents.last_step // 10) else "fair", text)
+    text += f"; {newest.misses}" if newest.misses else ""
+    close = lost <= max(10, contents.last_step // 10)
+    return Light(question, "good" if close and not newest.misses else "fair", text)
 
 
 def _skipped(metrics: dict[str, float]) -> bool:

@@ -21,6 +21,7 @@ from hybridrl.checkpoint.store import (
     Checkpoint,
     holder,
     is_verl,
+    lacks,
     lineage,
     list_checkpoints,
     step_directories,
@@ -29,7 +30,7 @@ from hybridrl.checkpoint.store import (
 from hybridrl.config.files import SHARDS, read_mapping
 from hybridrl.runs.plugins import load
 from hybridrl.tracking.console import warn
-from hybridrl.tracking.faults import FINISHED, STOPPED, Fault, last_run, read_faults
+from hybridrl.tracking.faults import FINISHED, RESTART, STOPPED, Fault, last_run, read_faults
 from hybridrl.tracking.records import records_of
 from hybridrl.tracking.report import Metrics, held_diagnoses, read_metrics
 from hybridrl.tracking.sink import LOSSES, REWARD, is_validation_score
@@ -44,7 +45,7 @@ SHOWN = 3  # damaged files of a checkpoint
 @dataclass(frozen=True)
 class SavedCheckpoint:
     """A `global_step_N`, by its files. `kind` is kept, recovery, verl or unreadable; `damaged` has a line per file that
-    is not as it was saved, and `lacks` is what a run would miss that resumes from it."""
+    is not as it was saved, `lacks` is what no run resumes without, `misses` what one that resumes starts without."""
 
     step: int
     path: Path
@@ -52,6 +53,7 @@ class SavedCheckpoint:
     damaged: list[str]
     state: dict[str, Any]
     lacks: str = ""
+    misses: str = ""
     current: bool = False  # it led to the newest one: no run has gone back to before it
 
     @property
@@ -160,6 +162,15 @@ class RunDirectory:
         return last[-1] if last and last[-1].end else None
 
     @property
+    def failures(self) -> list[Fault]:
+        """The restarts of the last run and its failure, after those of the failed runs before it, the likely causes."""
+        failed: list[Fault] = []
+        for one in self.faults:
+            if one.end or one.code == RESTART:
+                failed = [] if one.code in (FINISHED, STOPPED) else [*failed, one]
+        return failed
+
+    @property
     def began(self) -> float:
         return self.last_run[0].at.timestamp() if self.last_run else 0.0
 
@@ -214,8 +225,8 @@ class RunDirectory:
         if saved is None:
             return SavedCheckpoint(step, path, "unreadable", damaged or [f"{STATE}: not the state of a checkpoint"], {})
         kind = "recovery" if saved.state["recovery"] else "kept"
-        lacks = "" if damaged else self.attempt(path.name, lambda: _lacks(path), "its index of shards")
-        return SavedCheckpoint(step, path, kind, damaged, saved.state, lacks, current)
+        notes = self.attempt(path.name, lambda: (lacks(path), _misses(path)), ("its index of shards", ""))
+        return SavedCheckpoint(step, path, kind, damaged, saved.state, *notes, current)
 
     @property
     def saved(self) -> SavedCheckpoint | None:
@@ -226,7 +237,7 @@ class RunDirectory:
     @property
     def newest(self) -> SavedCheckpoint | None:
         """The checkpoint that a run with resume_mode=auto takes: verl's only if there is no good one of its own."""
-        good = [one for one in self.checkpoints if one.current and not one.problem]
+        good = [one for one in self.checkpoints if one.current and one.resumable]
         return next(reversed(good or [one for one in self.checkpoints if one.kind == "verl" and not one.problem]), None)
 
     def scores(self) -> tuple[str, int, dict[int, float]]:
@@ -255,9 +266,6 @@ class RunDirectory:
         return " ".join([*words, change]).strip()
 
 
-def _lacks(path: Path) -> str:
-    """Return what a run would miss that resumes from a checkpoint, by the index of its shards."""
+def _misses(path: Path) -> str:
     indices = [index for index in path.glob(f"*/{SHARDS}") if index.parent.name != "reference"]  # has no optimizer
-    if not indices:
-        return "model only"
     return "" if all(b"optimizer." in index.read_bytes() for index in indices) else "no optimizer state"

@@ -26,7 +26,7 @@ from hybridrl.checkpoint.resume import (
     select_checkpoint,
 )
 from hybridrl.checkpoint.saver import Stateful, read_arrays
-from hybridrl.checkpoint.store import Checkpoint, is_verl, list_checkpoints, read_checkpoint
+from hybridrl.checkpoint.store import Checkpoint, is_verl, list_checkpoints, read_checkpoint, resumable
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_yaml
 from hybridrl.config.files import read_mapping
@@ -45,6 +45,7 @@ from hybridrl.tracking.console import info, warn
 from hybridrl.tracking.faults import RESTART, record
 
 RESETTABLE = ("optimizer", "schedule")
+RESTARTABLE = ("optimizer", "extra")  # the parts of a state that hold these
 DIRECTORY = "trainer.default_local_dir"
 MOST_CHANGED = 5  # values that a message names
 LEARNED = ("trainer.seed", "trainer.critic_warmup")
@@ -129,22 +130,26 @@ def plan_resume(
     return replace(plan, steps=steps, total_prompts=total)
 
 
-def check_complete(config: PPOConfig | SFTConfig, plan: ResumePlan, directory: Path) -> bool:
-    """Return whether all steps of the run in this directory are done.
+def check_complete(config: PPOConfig | SFTConfig, plan: ResumePlan, directory: Path) -> Checkpoint | None:
+    """Return the last checkpoint of the run in this directory if all its steps are done, also one that no run resumes
+    from.
 
     Raises ConfigError if they are and the configuration is another one: nothing would be trained with it.
     """
-    if plan.checkpoint is None or plan.done < plan.steps:
-        return False
+    last = plan.checkpoint
+    if last is None and config.trainer.resume_mode == "auto":
+        last = next(reversed(list_checkpoints(directory)), None)
+    if last is None or last.step < plan.steps:
+        return None
     changed = _changed_values(config, directory / "config.yaml")
-    if plan.checkpoint.path.parent == directory and changed:
+    if last.path.parent == directory and changed:
         raise ConfigError(
-            f"{DIRECTORY}={directory}: the run there is complete ({plan.done} of {plan.steps} steps), with "
+            f"{DIRECTORY}={directory}: the run there is complete ({last.step} of {plan.steps} steps), with "
             f"{'; '.join(changed[:MOST_CHANGED])}",
             fix=f"set another {DIRECTORY} for a new run, or higher trainer.total_training_steps to continue this one",
             keys=DIRECTORY,
         )
-    return True
+    return last
 
 
 def _changed_values(config: PPOConfig | SFTConfig, file: Path) -> list[str]:
@@ -188,15 +193,17 @@ def find_checkpoint(
 def contents_to_load(
     trainer: SFTTrainerConfig, wanted: dict[str, list[str]], checkpoint: Path, say: Say = info
 ) -> dict[str, list[str]]:
-    """The parts read of each model in a checkpoint. Raises ConfigError if one is missing or cannot be read."""
-    kept = {"model"} if resets_optimizer(trainer) else {"model", "optimizer", "extra"}
+    """The parts read of each model in a checkpoint, always its weights: the steps are not trained again. Raises
+    ConfigError if one is missing or cannot be read; moments and schedule are not required of a checkpoint that was not
+    named, as they need not be among what a run saves."""
+    kept, optional = set() if resets_optimizer(trainer) else {*RESTARTABLE}, trainer.resume_mode == "auto"
     contents = {}
     for name, parts in wanted.items():
         if name == "reference" and not (checkpoint / name).is_dir():
             say(f"{checkpoint} has no reference: it starts from actor_rollout_ref.ref.model.path")
             continue
-        contents[name] = [part for part in parts if part in kept]
-        check_parts(checkpoint / name, contents[name])
+        parts = ["model", *(part for part in parts if part in kept)]
+        contents[name] = check_parts(checkpoint / name, parts, optional=optional)
     return contents
 
 
@@ -313,7 +320,7 @@ class Adjustments:
         if trainer.resume_mode == "resume_path":
             checkpoint = read_checkpoint(Path(trainer.resume_from_path).expanduser())
         elif trainer.resume_mode == "auto":
-            checkpoint = next(reversed(list_checkpoints(Path(trainer.default_local_dir).expanduser())), None)
+            checkpoint = next(reversed(resumable(Path(trainer.default_local_dir).expanduser())), None)
         for key, (before, now) in (checkpoint.state.get("adjusted", {}) if checkpoint else {}).items():
             if self.value(key) == before:
                 self.set(key, now)
@@ -352,8 +359,8 @@ def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
     """Make the attempt; again from its last checkpoint if a worker dies, `trainer.max_restarts` times, after an
     out-of-memory error as often as there is a smaller setting, and a few times if a diagnosis rolls the run back.
 
-    An attempt that ends before its first checkpoint is repeated as it began, for example from an explicit path, which
-    `resume_mode=auto` need not find.
+    An attempt that ends before its first checkpoint from which a run can resume is repeated as it began, for example
+    from an explicit path, which `resume_mode=auto` need not find.
     """
     trainer, directory = config.trainer, Path(config.trainer.default_local_dir).expanduser()
     adjustments, restarts_left, rollbacks_left = Adjustments(config), trainer.max_restarts, ROLLBACKS
@@ -364,28 +371,31 @@ def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
         record(RESTART, f"{guard.before.ended}\n(restarts left: {restarts_left})")
     while True:
         guard.may_restart(restarts_left * resumes)
-        before = list_checkpoints(directory)
+        before = resumable(directory)
         try:
             return attempt(adjustments.made)
         except (WorkerDied, ScorerDied) as death:
+            saved = resumable(directory)
+            found = saved != before or (saved and trainer.resume_mode == "auto")
+            source = "from the last checkpoint" if found else "as it began, as it has no checkpoint to resume from"
             if isinstance(death, OutOfMemory) and (key := adjustments.lower(death)):
-                change = f"starting again from the last checkpoint with {adjustments.described(key)}"
+                change = f"starting again {source} with {adjustments.described(key)}"
                 warn(f"{death}\n{change}, which changes nothing but memory and time", RESTART)
             elif restarts_left:
                 restarts_left -= 1
                 record(RESTART, f"{death}\n(restarts left: {restarts_left})")
-                info(f"{death}\nrestarting the workers from the last checkpoint (restarts left: {restarts_left})")
+                info(f"{death}\nrestarting the workers {source} (restarts left: {restarts_left})")
             elif isinstance(death, OutOfMemory):
                 raise adjustments.exhausted(death) from None
             else:
                 raise
         except Unhealthy as diagnosis:
-            healthy = [saved.step for saved in list_checkpoints(directory) if saved.state["healthy"]]
+            healthy = [saved.step for saved in resumable(directory) if saved.state["healthy"]]
             if not (diagnosis.rollback and healthy and rollbacks_left):
                 raise
             rollbacks_left -= 1
             adjustments.set(adjustments.lr, adjustments.value(adjustments.lr) / 2)
             changed = adjustments.described(adjustments.lr)
             warn(f"{diagnosis}\nback to step {healthy[-1]}, and on with {changed}", RESTART)
-        if list_checkpoints(directory) != before:
+        if resumable(directory) != before:
             trainer.resume_mode = "auto"

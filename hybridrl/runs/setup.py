@@ -15,7 +15,7 @@ import psutil
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.saver import SavePlan, Saver, SaveTimes, Stateful
-from hybridrl.checkpoint.store import Store, holder
+from hybridrl.checkpoint.store import Store, holder, resumable
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.custom_code import bind_named, call_custom, load_function
@@ -25,7 +25,6 @@ from hybridrl.core import device as devices
 from hybridrl.core.cluster import Group, RaySession, WorkerDied, spawn
 from hybridrl.core.cluster.failures import typed
 from hybridrl.core.cluster.session import RayMetricsSink
-from hybridrl.core.required import required
 from hybridrl.core.trainer import Schedule, Task, Trainer
 from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.worker import TrainWorker
@@ -134,12 +133,14 @@ def train(config: C, job_class: Callable[[C], Job], sessions: Sessions) -> None:
     try:
         with recorder:
             try:
-                with_restarts(lambda adjusted: run(config, job_class, directory, adjusted, sessions), config)
+                with_restarts(
+                    lambda adjusted: run(config, job_class, directory, adjusted, sessions, again=has_begun()), config
+                )
             except KeyboardInterrupt:
                 if has_begun():
                     draw_curves(directory)
                     info(summary(directory))
-                    if config.trainer.resume_mode != "disable":
+                    if config.trainer.resume_mode != "disable" and resumable(directory):
                         info("\nthe same command resumes the run")
                 raise
     finally:  # once its end is recorded, also after an error
@@ -162,17 +163,20 @@ def host_memory() -> dict[str, int | None]:
 
 
 @typed("the run")  # whatever call of Ray fails once it is lost
-def run(config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adjusted, sessions: Sessions) -> None:
-    """One attempt, which leaves nothing running but Ray; checkpoints record which settings were `adjusted`."""
+def run(
+    config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adjusted, sessions: Sessions, *, again: bool
+) -> None:
+    """One attempt, which leaves nothing running but Ray; checkpoints record which settings were `adjusted`. `again`: an
+    attempt of this run has begun before."""
     began = time.monotonic()
     job = job_class(config)
     with ExitStack() as stack:
-        store = stack.enter_context(closing(open_store(config.trainer, directory)))
+        store = stack.enter_context(closing(open_store(config.trainer, directory, again=again)))
         plan = job.plan(directory)
         saved, schedule = plan.checkpoint, job.schedule(plan.steps)
         info(f"{plan.steps} step{'s' * (plan.steps > 1)}: {job.description}")
-        if not schedule.validate_only and check_complete(config, plan, directory):
-            return info(f"the run is complete: {plan.done} of {plan.steps} steps are done ({required(saved).path})")
+        if not schedule.validate_only and (last := check_complete(config, plan, directory)):
+            return info(f"the run is complete: {last.step} of {plan.steps} steps are done ({last.path})")
         text = as_yaml(config)
         save_config(text, directory / "config.yaml")
         request = config.trainer, config.ray_kwargs.ray_init, job.user_keys, job.engine_pool
@@ -227,9 +231,10 @@ def open_directory(path: str | Path, key: str) -> Path:
     return directory.absolute()
 
 
-def open_store(trainer: SFTTrainerConfig, directory: Path) -> Store:
+def open_store(trainer: SFTTrainerConfig, directory: Path, *, again: bool = False) -> Store:
     """The checkpoints of a run, which holds the directory's lock from here on."""
-    return Store(directory, keep=trainer.max_actor_ckpt_to_keep, keep_best=trainer.keep_best_ckpt)
+    leave = again or trainer.resume_mode != "disable"
+    return Store(directory, keep=trainer.max_actor_ckpt_to_keep, keep_best=trainer.keep_best_ckpt, leave=leave)
 
 
 def save_times(trainer: SFTTrainerConfig) -> SaveTimes:

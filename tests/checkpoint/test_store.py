@@ -43,6 +43,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def write(aside: Path, text: str) -> None:
     (aside / "actor").mkdir()
     (aside / "actor" / "__0_0.distcp").write_text(text * 100)
+    (aside / "actor" / ".metadata").write_bytes(b"\x8c\x07model.a")
     (aside / "config.yaml").write_text("seed: 1234")
 
 

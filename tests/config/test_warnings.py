@@ -1,5 +1,7 @@
 import pytest
 
+from hybridrl.config import load_sft_config
+
 from .conftest import errors_of
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -80,6 +82,29 @@ def test_a_step_is_kept_with_both_models_so_the_larger_count_holds(load, actor, 
 def test_a_count_of_critics_without_a_critic_is_a_warning(load):
     notes = load(*QUIET, "algorithm.adv_estimator=grpo", "trainer.max_critic_ckpt_to_keep=1").notes
     assert notes == ["trainer.max_critic_ckpt_to_keep=1 has no effect without a critic"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "cause"),
+    [
+        ("hf_model", "no run can resume from such a checkpoint, without model: a restart starts from scratch"),
+        ("model,extra", "a run that resumes from such a checkpoint starts without optimizer"),
+        ("model,optimizer,extra", None),
+    ],
+)
+def test_checkpoints_that_lack_what_a_run_resumes_with_are_a_warning_of_both_kinds_of_run(load, needed, parts, cause):
+    def supervised(*overrides: str) -> list[str]:
+        notes: list[str] = []
+        load_sft_config([needed[0], "model.path=model", *overrides], report=notes.append)
+        return notes
+
+    def causes(*overrides: str) -> list[str]:
+        key = f"checkpoint.save_contents=[{parts}]"
+        notes = [*supervised(key, *overrides), *load(*QUIET, f"{ACTOR}.{key}", *overrides).notes]
+        return [note.partition(": ")[2] for note in notes if "checkpoint.save_contents" in note]
+
+    assert causes() == ([] if cause is None else [cause, cause])
+    assert causes("trainer.resume_mode=disable") == causes("trainer.save_freq=-1", "trainer.ckpt_freq_secs=-1") == []
 
 
 def test_neutral_values_are_no_warnings(load):

@@ -3,13 +3,17 @@
 import fcntl
 import json
 import os
+from contextlib import suppress
 from dataclasses import replace
+
+import pytest
 
 from hybridrl.checkpoint.files import write_manifest
 from hybridrl.report.contents import Contents, differences, log_excerpts, settings
 from hybridrl.report.curves import POINTS, averaged, panels_of, thinned
 from hybridrl.report.samples import ChosenSamples, choose_samples
 from hybridrl.report.sections import checkpoints, configuration, failure, health_rows, times
+from hybridrl.tracking.faults import RESTART, record, recording
 from hybridrl.tracking.report import ranges
 from tests.report.synthetic import write_metrics, write_run
 
@@ -133,6 +137,26 @@ def test_the_traceback_of_a_crash_is_of_the_process_that_its_end_names(tmp_path)
     assert "ValueError: scoring-0.log" in failure(contents)
     contents.faults[-1] = replace(contents.faults[-1], tail=["ValueError: the tail"])
     assert "ValueError: the tail" in failure(contents) and "scoring-0.log" not in failure(contents)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["in one run", "when it was started again"])
+def test_the_page_of_a_run_that_failed_twice_shows_the_first_cause_first(tmp_path, again):
+    run = write_run(tmp_path / "run", end="finished")
+    for cause in ("the kernel killed train-0", "metadata is None"):
+        with suppress(RuntimeError), recording(run):
+            if cause.startswith("the kernel") and not again:
+                record(RESTART, cause)
+                cause = "metadata is None"
+            raise RuntimeError(cause)
+        if not again:
+            break
+    shown = failure(Contents(run))
+    assert "failed first" in shown and shown.index("the kernel killed train-0") < shown.index("metadata is None")
+    with recording(run):
+        pass
+    with suppress(RuntimeError), recording(run):
+        raise RuntimeError("another")
+    assert "another" in failure(Contents(run)) and "kernel" not in failure(Contents(run))
 
 
 def test_a_rule_without_its_metric_is_neither_good_nor_bad_and_tokens_are_shares(tmp_path):

@@ -58,7 +58,7 @@ def test_it_is_the_checkpoint_that_the_store_selects_after_a_run_went_back_too(r
         (store.begin(2) / "actor").mkdir()
         store.publish(2, {"recovery": False, "healthy": True, "metrics": {}})
     selected = newest_good(run, lambda text: None)
-    assert selected is not None and selected.step == 2 == resumed_step(run)
+    assert selected is not None and selected.step == 1 == resumed_step(run)
     directory = RunDirectory(run)
     assert directory.saved is not None and directory.saved.step == 2
     assert [one.step for one in directory.checkpoints if one.current] == [1, 2]

@@ -58,7 +58,9 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     algorithm.check_policy_loss(actor, check)
     algorithm.check_kl(config.algorithm, section, check)
     algorithm.resolve_reward(config.reward, check)
-    training.check_save_contents(trainer, actor, config.critic, check)
+    saved = {f"{ACTOR}.checkpoint": actor.checkpoint}
+    saved |= {"critic.checkpoint": config.critic.checkpoint} if config.critic.enable else {}
+    training.check_save_contents(trainer, saved, check)
     if trainer.resume_from_path and trainer.resume_mode != "resume_path":
         cause = "has no effect without trainer.resume_mode=resume_path"
         check.warn("trainer.resume_from_path trainer.resume_mode", cause)
@@ -74,6 +76,7 @@ def resolve_sft(config: SFTConfig, findings: Findings, machine: Machine | None =
     training.resolve_updates(model, config.trainer, check)
     resolve_trained(model, config.data.max_length, "lower data.max_length", config.trainer, check)
     check_plans("model", config.model, model.fsdp_key, engine.fsdp_config, check)
+    training.check_save_contents(config.trainer, {"checkpoint": config.checkpoint}, check)
     if config.trainer.test_freq > 0 and not config.data.val_files:
         check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")
 

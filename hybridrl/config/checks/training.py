@@ -24,6 +24,7 @@ from hybridrl.config.findings import Checker, ConfigError, show
 from hybridrl.config.schema import (
     ActorConfig,
     ActorRolloutRefConfig,
+    CheckpointConfig,
     CriticConfig,
     DataConfig,
     FSDPConfig,
@@ -388,12 +389,15 @@ def resolve_retention(trainer: TrainerConfig, check: Checker, *, has_critic: boo
         trainer.max_actor_ckpt_to_keep = critic
 
 
-def check_save_contents(trainer: TrainerConfig, actor: ActorConfig, critic: CriticConfig, check: Checker) -> None:
-    if not (trainer.save_freq >= 0 or trainer.save_freq_epochs or trainer.save_freq_secs):
+def check_save_contents(trainer: SFTTrainerConfig, sections: dict[str, CheckpointConfig], check: Checker) -> None:
+    """Warn about checkpoints of models, by key, that lack what a run needs to resume, unless none is to be saved."""
+    recovers = trainer.ckpt_freq_secs is None or trainer.ckpt_freq_secs > 0
+    if not (recovers or trainer.save_freq >= 0 or trainer.save_freq_epochs or trainer.save_freq_secs):
         return
-    sections = {ACTOR: actor} | ({"critic": critic} if critic.enable else {})
     for key, section in sections.items():
-        missing = [part for part in ("model", "optimizer", "extra") if part not in section.checkpoint.save_contents]
-        if missing:
-            cause = f"no run can resume from such a checkpoint, without {', '.join(missing)}"
-            check.warn(f"{key}.checkpoint.save_contents", cause)
+        missing = [part for part in ("model", "optimizer", "extra") if part not in section.save_contents]
+        cause = f"a run that resumes from such a checkpoint starts without {', '.join(missing)}"
+        if "model" in missing:
+            cause = "no run can resume from such a checkpoint, without model: a restart starts from scratch"
+        if missing and trainer.resume_mode != "disable":
+            check.warn(f"{key}.save_contents", cause)

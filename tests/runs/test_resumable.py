@@ -1,0 +1,203 @@
+"""From which checkpoints a run resumes, by what was saved in them: a start, a restart, the doctor and the page agree,
+and a run that can resume from none starts from scratch and leaves what is there."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import closing
+from itertools import chain, combinations
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from hybridrl.checkpoint.files import write_manifest
+from hybridrl.checkpoint.resume import select_checkpoint
+from hybridrl.checkpoint.saver import WHOLE, Save, SavePlan, Saver, SaveTimes
+from hybridrl.checkpoint.store import Store
+from hybridrl.config import ConfigError
+from hybridrl.config.load import load_ppo_config, load_sft_config
+from hybridrl.config.schema import SFTTrainerConfig
+from hybridrl.core.cluster import WorkerDied
+from hybridrl.doctor.__main__ import main as doctor
+from hybridrl.doctor.leftovers import list_rows
+from hybridrl.report.contents import Contents
+from hybridrl.report.samples import ChosenSamples
+from hybridrl.report.sections import checkpoints
+from hybridrl.report.verdicts import lights
+from hybridrl.runs.resume import contents_to_load, with_restarts
+from hybridrl.runs.setup import open_store
+from tests.sections import keys_of_run
+
+PARTS = ("model", "optimizer", "extra", WHOLE)
+ALL = list(PARTS[:3])
+SUBSETS = [list(some) for some in chain.from_iterable(combinations(PARTS, size) for size in range(len(PARTS) + 1))]
+NAMES = {"of a model": "model.layers.0.weight", "of an adapter": f"base_model.{'m' * 300}.lora_A.default.weight"}
+
+
+class Models:
+    """Stands in for the training ranks."""
+
+    updates_begun = 0
+
+    def __init__(self, weight: str = "weight") -> None:
+        self.weight = weight
+
+    def start_save(self, directory: Path, contents: dict[str, list[str]]) -> None:
+        tensor = torch.ones(2)
+        whole = {"model": {self.weight: tensor}, "optimizer": {"state": {self.weight: {"exp_avg": tensor}}}}
+        for name, parts in contents.items():
+            state = {part: (whole | {"extra": {"updates": 1}})[part] for part in parts}
+            (directory / name / "huggingface").mkdir(parents=True, exist_ok=True)
+            if state:
+                with warnings.catch_warnings(action="ignore"):
+                    dcp.save(state, checkpoint_id=directory / name, no_dist=True)
+
+    def finished_save(self) -> bool:
+        return True
+
+    def export(self, directory: Path, name: str) -> None:
+        directory.mkdir(parents=True)
+        (directory / "model.safetensors").write_text("whole")
+
+
+def save(store: Store, contents: dict[str, list[str]], *steps: int, models: Models | None = None, **state: str) -> None:
+    times = SaveTimes(steps=1, epochs=None, seconds=None, recovery_seconds=-1)
+    plan = SavePlan(
+        contents, times, lambda path: None, "trainer: {}\n", {"data": "rows", "prompts": 8, "sinks": {}} | state
+    )
+    saver = Saver(models or Models(), store, plan, {}, SimpleNamespace(state_dict=dict))
+    for step in steps:
+        saver.completed(step, {}, "")
+        saver.start(Save.KEPT)
+        saver.finish()
+    saver.thread.shutdown()
+
+
+def saved_in(directory: Path, contents: dict[str, list[str]], *steps: int, **options: Models) -> None:
+    with closing(Store(directory)) as store:
+        save(store, contents, *steps, **options)
+
+
+def trainer_of(directory: Path, *overrides: str) -> SFTTrainerConfig:
+    place = [*keys_of_run(directory), f"trainer.default_local_dir={directory}", *overrides]
+    return load_ppo_config(place).trainer
+
+
+def restarts_from(
+    directory: Path, load: Callable[[list[str]], object], keys: list[str], saves: Callable[[], None]
+) -> str:
+    """Return how the second attempt of a run starts that saves something and then loses a worker."""
+    config, modes = load([*keys, f"trainer.default_local_dir={directory}", "trainer.max_restarts=1"]), []
+    config.trainer.resume_mode = "disable"
+
+    def attempt(_: object) -> None:
+        modes.append(config.trainer.resume_mode)
+        if len(modes) == 1:
+            saves()
+            raise WorkerDied("gone")
+
+    with_restarts(attempt, config)
+    return modes[1]
+
+
+@pytest.mark.parametrize("kind", ["SFT", "RL", "LoRA"])
+@pytest.mark.parametrize("subset", SUBSETS, ids=lambda subset: "+".join(subset) or "nothing")
+def test_a_start_a_restart_the_doctor_and_the_page_agree_on_whether_a_run_resumes(tmp_path, capsys, subset, kind):
+    run, path = tmp_path / "run", tmp_path / "run" / "global_step_2"
+    contents = {"actor": ALL, "critic": subset} if kind == "RL" else {"actor": subset}
+    models = Models(NAMES["of an adapter" if kind == "LoRA" else "of a model"])
+    rows, _, device = keys_of_run(tmp_path)
+    load, keys = load_ppo_config, keys_of_run(tmp_path)
+    if kind == "SFT":
+        load, keys = load_sft_config, [rows, f"model.path={tmp_path}", device]
+    run.mkdir()
+    mode = restarts_from(run, load, keys, lambda: saved_in(run, contents, 2, models=models))
+    resumes, logged = "model" in subset, []
+    assert mode == ("auto" if resumes else "disable")
+    assert ("from the last checkpoint" in capsys.readouterr().out) == resumes
+
+    chosen = select_checkpoint("auto", None, run, "run", logged.append)
+    assert (chosen is not None) == resumes == (not logged)
+    assert resumes or (logged[0].startswith(f"{path} is skipped: ") and "starting from scratch" in logged[1])
+    if resumes:
+        trainer = trainer_of(tmp_path)
+        loaded = contents_to_load(trainer, {name: ALL for name in contents}, path)
+        assert loaded == {name: [part for part in ALL if part in parts] for name, parts in contents.items()}
+        assert select_checkpoint("resume_path", str(path), run, "run", logged.append) == chosen
+    else:
+        with pytest.raises(
+            ConfigError, match=rf"^trainer.resume_from_path={path}: .*no run resumes without the weights"
+        ):
+            select_checkpoint("resume_path", str(path), run, "run", logged.append)
+
+    (row,), _ = list_rows(run)
+    assert row.resumes == resumes and bool(row.lacks) == (not {"model", "optimizer"} <= {*subset})
+    assert doctor(["checkpoints", str(run)]) == (0 if resumes else 1)
+    assert ("a run resumes here" in checkpoints(Contents(run))) == resumes
+    light = next(one for one in lights(Contents(run), ChosenSamples()) if one.question == "Is it resumable?")
+    assert light.state == ("bad" if not resumes else "good" if "optimizer" in subset else "fair")
+
+
+def test_the_newest_checkpoint_with_weights_in_shards_is_taken_past_later_ones_without(tmp_path):
+    saved_in(tmp_path, {"actor": ALL}, 1, 2)
+    saved_in(tmp_path, {"actor": [WHOLE]}, 3)
+    logged: list[str] = []
+    chosen = select_checkpoint("auto", None, tmp_path, "run", logged.append)
+    assert chosen is not None and chosen.step == 2
+    assert logged == [f"{tmp_path}/global_step_3 is skipped: model only"]
+
+
+def test_damage_to_a_checkpoint_without_weights_in_shards_keeps_no_run_from_starting(tmp_path):
+    saved_in(tmp_path, {"actor": [WHOLE]}, 1)
+    (tmp_path / "global_step_1" / "actor" / "huggingface" / "model.safetensors").write_text("other")
+    assert select_checkpoint("auto", None, tmp_path, "run", lambda line: None) is None
+    saved_in(tmp_path, {"actor": ALL}, 2)
+    (tmp_path / "global_step_2" / "actor" / ".metadata").unlink()  # it was saved, and is lost
+    with pytest.raises(ConfigError, match=r"none of its checkpoints is intact .*actor/.metadata: missing"):
+        select_checkpoint("auto", None, tmp_path, "run", lambda line: None)
+
+
+@pytest.mark.parametrize(("mode", "again"), [("auto", False), ("auto", True), ("disable", True)])
+def test_a_run_that_starts_from_scratch_leaves_every_earlier_checkpoint_as_it_is(tmp_path, capsys, mode, again):
+    trainer = trainer_of(tmp_path, f"trainer.resume_mode={mode}", "trainer.max_actor_ckpt_to_keep=1")
+    for step in (1, 2, 4):
+        saved_in(tmp_path, {"actor": [WHOLE]}, step)
+    for parts, last in (([WHOLE], 6), (ALL, 8)):
+        earlier = {path: path.stat().st_mtime_ns for path in tmp_path.glob("global_step_*/**/*")}
+        steps = {path for path in tmp_path.glob("global_step_*")}
+        with closing(open_store(trainer, tmp_path, again=again)) as store:
+            save(store, {"actor": parts}, *range(1, last + 1))
+        assert {path: path.stat().st_mtime_ns for path in earlier if path.exists()} == earlier
+        # Retention is of the run's own checkpoints.
+        assert {*tmp_path.glob("global_step_*")} == steps | {tmp_path / f"global_step_{last}"}
+        assert f"step 4 is not saved: {tmp_path}/global_step_4, of an earlier attempt" in capsys.readouterr().out
+
+
+def test_a_run_that_is_to_start_from_scratch_replaces_what_is_there(tmp_path):
+    saved_in(tmp_path, {"actor": [WHOLE]}, 1, 2)
+    trainer = trainer_of(tmp_path, "trainer.resume_mode=disable", "trainer.max_actor_ckpt_to_keep=1")
+    with closing(open_store(trainer, tmp_path)) as store:
+        save(store, {"actor": [WHOLE]}, 1)
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
+
+
+def test_moments_that_were_not_saved_are_an_error_where_the_checkpoint_was_named(tmp_path):
+    saved_in(tmp_path, {"actor": ["model"]}, 1)
+    named = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_1"]
+    path = tmp_path / "global_step_1"
+    with pytest.raises(
+        ConfigError, match=r"no optimizer and extra was saved there; trainer\.reset_optimizer=true resumes"
+    ):
+        contents_to_load(trainer_of(tmp_path, *named), {"actor": ALL}, path)
+    assert contents_to_load(trainer_of(tmp_path, *named), {"actor": [WHOLE]}, path) == {"actor": ["model"]}
+
+
+def test_a_checkpoint_whose_list_of_files_is_lost_counts_as_damaged(tmp_path):
+    saved_in(tmp_path, {"actor": [WHOLE]}, 1)
+    (tmp_path / "global_step_1" / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match=r"manifest\.json: missing"):
+        select_checkpoint("auto", None, tmp_path, "run", lambda line: None)
+    write_manifest(tmp_path / "global_step_1")
+    assert select_checkpoint("auto", None, tmp_path, "run", lambda line: None) is None
