@@ -17,7 +17,7 @@ from hybridrl.config.findings import show
 from hybridrl.config.load import key_meanings
 from hybridrl.config.values import MISSING, leaves
 from hybridrl.runs.directory import CONFIG, UNREADABLE, RunDirectory
-from hybridrl.tracking.faults import BEGUN, Fault, last_lines, read_end
+from hybridrl.tracking.faults import BEGUN, Fault, last_lines, of_last_process, read_end
 from hybridrl.tracking.records import record_files
 from hybridrl.tracking.report import Metrics
 from hybridrl.tracking.secrets import mask_text, mask_values
@@ -157,8 +157,9 @@ def log_excerpts(contents: Contents) -> list[LogExcerpt]:
     ends = [(path.name, mask_text(last_lines(path, LOG_BYTES))) for path in logs]
     tracebacks = []
     for name, text in ends if contents.crashed else ():
-        if places := list(TRACEBACK.finditer(text)):
-            lines = text[places[-1].start() :].splitlines()
+        last = of_last_process(text) if (contents.path / "logs" / name).stat().st_mtime > contents.began - 1 else ""
+        if places := list(TRACEBACK.finditer(last)):
+            lines = last[places[-1].start() :].splitlines()
             tracebacks.append(LogExcerpt(name, "\n".join(lines[:LOG_LINES])[:LOG_SHOWN], True))
     tails = [
         LogExcerpt(name, "\n".join(text.splitlines()[-LOG_LINES:])[-LOG_SHOWN:], False)

@@ -377,7 +377,7 @@ def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
         except (WorkerDied, ScorerDied) as death:
             saved = resumable(directory)
             found = saved != before or (saved and trainer.resume_mode == "auto")
-            source = "from the last checkpoint" if found else "as it began, as it has no checkpoint to resume from"
+            source = "from the last checkpoint" if found else "as the run began, without a checkpoint to resume from"
             if isinstance(death, OutOfMemory) and (key := adjustments.lower(death)):
                 change = f"starting again {source} with {adjustments.described(key)}"
                 warn(f"{death}\n{change}, which changes nothing but memory and time", RESTART)

@@ -27,7 +27,7 @@ from hybridrl.runtime.environment import replace_unwritable_home
 from hybridrl.runtime.keeper import END_SECONDS, is_keeper
 from hybridrl.runtime.stacks import REQUEST, write_stacks_on_request
 from hybridrl.tracking.console import info, print_text
-from hybridrl.tracking.faults import REQUESTED, record
+from hybridrl.tracking.faults import BEGINS, REQUESTED, record
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -158,6 +158,8 @@ def begin_actor(log_file: str) -> None:
     redirect the output of its process and children to a file, to which it writes its stacks on request."""
     end_with_parent(os.getppid(), signal.SIGKILL)
     redirect_output(log_file)
+    if os.fstat(1).st_size:
+        os.write(1, BEGINS.encode())
     write_stacks_on_request()
 
 

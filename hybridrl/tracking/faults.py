@@ -23,6 +23,7 @@ BEGUN, FINISHED, STOPPED, RESTART, REQUESTED = "begun", "finished", "stopped", "
 UNEXPECTED = "unexpected"  # an exception that is not one of hybridrl
 PER_CODE = 100  # records; a fault of every response would otherwise fill the disk
 TAIL_LINES, TAIL_BYTES = 40, 16384  # of the log that a text names
+BEGINS = "-- another process writes here from now on --\n"  # in the log of an actor that takes the place of another
 # A process as texts name it, which its log file is named after.
 ACTOR = re.compile(r"\b(rollout|train)(?: server |-)(\d+)\b")
 
@@ -122,7 +123,12 @@ class FaultLog(logging.Handler):
         if named is None:
             return []
         end = read_end(self.directory / "logs" / f"{named[1]}-{named[2]}.log", TAIL_BYTES)
-        return end.decode(errors="replace").splitlines()[-TAIL_LINES:]
+        return of_last_process(end.decode(errors="replace")).splitlines()[-TAIL_LINES:]
+
+
+def of_last_process(log: str) -> str:
+    """Return what the last process of a log has written: what is before that are errors of an earlier attempt."""
+    return log.rpartition(BEGINS)[2]
 
 
 def read_end(path: Path, size: int) -> bytes:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -124,10 +125,12 @@ def test_a_slow_step_is_explained_by_the_phase_that_took_longer_than_usual(tmp_p
 
 
 def test_the_traceback_of_a_crash_is_of_the_process_that_its_end_names(tmp_path):
-    run = write_run(tmp_path / "run", end="worker-failed")
+    run, now = write_run(tmp_path / "run", end="worker-failed"), time.time()
+    (run / "logs" / "rollout-0.log").write_text("Traceback (most recent call last):\nValueError: of an earlier run\n")
+    os.utime(run / "logs" / "rollout-0.log", (0, 0))
     for number, name in enumerate(("scoring-0.log", "train-1.log", "train-0.log")):
         (run / "logs" / name).write_text(f"ready\nTraceback (most recent call last):\n  File\nValueError: {name}\n")
-        os.utime(run / "logs" / name, (number, number))
+        os.utime(run / "logs" / name, (now + number, now + number))
     contents = Contents(run)
     assert [one.name for one in log_excerpts(contents) if one.is_traceback][:2] == ["scoring-0.log", "train-1.log"]
     assert "ValueError: train-0.log" in failure(contents)  # "train-0 died"

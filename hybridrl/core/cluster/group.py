@@ -30,6 +30,7 @@ from hybridrl.core.required import required
 from hybridrl.runtime.guard import kill_cause
 from hybridrl.runtime.stacks import activities, death_note, largest_processes
 from hybridrl.tracking.console import info, warn
+from hybridrl.tracking.faults import of_last_process
 
 POLL_SECONDS = 2.0  # between checks that Ray is still running
 SEARCHED_LINES = 300  # of a log, for its first error
@@ -278,7 +279,8 @@ def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[
 
 def _log_end(log: str) -> list[str]:
     try:
-        return Path(log).read_text(errors="replace").splitlines()[-SEARCHED_LINES:] or ["(nothing)"]
+        written = of_last_process(Path(log).read_text(errors="replace"))
+        return written.splitlines()[-SEARCHED_LINES:] or ["(nothing)"]
     except OSError:
         return ["(no such file is here: the process has written none, or is on another machine)"]
 

@@ -1,7 +1,10 @@
 """Calls of a group without Ray: results, deadlines, and which of several failures is raised."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +25,7 @@ from hybridrl.core.cluster.group import (
     wait,
 )
 from hybridrl.runtime import stacks
+from hybridrl.tracking.faults import read_faults, recording
 
 
 @dataclass(eq=False)
@@ -162,6 +166,27 @@ def test_a_failure_names_the_actor_of_a_mixed_call_and_the_first_error_in_its_lo
         gather([Call(), Call(), failed], "start-up", 1, logs)
     last = str(failure.value).splitlines()[-1]
     assert last == f"the first error in {logs[2]}: ValueError: No available memory for the cache blocks."
+
+
+def test_an_error_of_the_process_that_had_a_log_before_is_not_the_cause_of_a_new_failure(tmp_path):
+    log = tmp_path / "train-0.log"
+    log.write_text("starting\nValueError: of the first attempt\n")
+    start = (
+        f"import os, sys; from hybridrl.runtime.guard import begin_actor; begin_actor({str(log)!r}); print(sys.argv[1])"
+    )
+    for line in ("ready", ""):
+        subprocess.run([sys.executable, "-c", start, line], check=True)
+    with pytest.raises(RemoteFailure) as failure:
+        gather([Call(error=task_error("metadata is None"))], "train worker.load", 1, [str(log)])
+    assert "metadata is None" in str(failure.value) and "the first" not in str(failure.value)
+    with pytest.raises(WorkerDied) as died:
+        gather([Call(error=RayActorError())], "train worker.load", 1, [str(log)])
+    assert "ready" not in str(died.value) and "attempt" not in str(died.value)
+    with suppress(RuntimeError), recording(tmp_path):
+        (tmp_path / "logs").mkdir()
+        log.rename(tmp_path / "logs" / log.name)
+        raise RuntimeError("train-0 died")
+    assert "attempt" not in str(read_faults(tmp_path)[-1].tail)
 
 
 def test_a_log_that_is_not_here_is_named_with_both_reasons(tmp_path):
