@@ -19,7 +19,7 @@ from hybridrl.config.compose import CONF, SHIPPED
 from hybridrl.config.findings import Finding, Findings, Severity
 from hybridrl.config.load import resolve_config
 from hybridrl.tracking.console import Terminal
-from hybridrl.tracking.secrets import mask_text, mask_values
+from hybridrl.tracking.secrets import mask_text, mask_values, remember
 
 STYLES: dict[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
@@ -61,6 +61,7 @@ def load_config(directory: Path, *, offline: bool = False) -> PPOConfig:
         resolved = resolve_config(PPOConfig, [], "config", Path(place), offline=offline)
     resolved.findings.close()
     assert resolved.config is not None
+    remember(asdict(resolved.config))
     return resolved.config
 
 

@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from hybridrl.config import PPOConfig
@@ -23,6 +24,7 @@ from hybridrl.config.values import EXPECTED, MISSING, Range, tree, value_keys, v
 from hybridrl.doctor import add_run_arguments, show
 from hybridrl.runs.plugins import load
 from hybridrl.runtime.guard import ended_by_closed_pipe, guarded
+from hybridrl.tracking.secrets import remember
 from hybridrl.tracking.sink import entry_of as metric_entry
 from hybridrl.tracking.sink import nearest_metrics
 
@@ -63,6 +65,7 @@ def check(argv: list[str]) -> int:
     resolved = _resolve(options, offline=options.config_only)
     findings = resolved.findings
     if resolved.config is not None and not findings.errors:
+        remember(asdict(resolved.config))
         findings.info("batch", batch_arithmetic(resolved.config))
         if not options.config_only:
             pkgutil.resolve_name(FULL)(resolved.config, findings, with_reward=not options.no_reward)

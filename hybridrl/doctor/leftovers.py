@@ -44,7 +44,7 @@ from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking.console import Terminal, print_text
 from hybridrl.tracking.faults import FILE, last_lines
 from hybridrl.tracking.records import CONFIGURED, open_records
-from hybridrl.tracking.secrets import mask_text, mask_values
+from hybridrl.tracking.secrets import mask_text, mask_values, remember
 
 ROWS, TAIL_BYTES = 200, 1 << 17  # of metrics, and of each log
 QUIET_LOGS = ("train-", "rollout-")  # a reward may print samples into the others
@@ -124,6 +124,7 @@ def _machine(directory: Path) -> dict[str, object]:
 def pack(directory: Path, target: Path, *, samples: bool = False) -> list[str]:
     """Write the archive and return the names of its files."""
     names = []
+    remember(RunDirectory(directory).config)
     with tarfile.open(target, "w:gz") as archive:
         for name, text in contents(directory, samples=samples):
             data = mask(text).encode()

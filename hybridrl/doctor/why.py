@@ -24,6 +24,7 @@ from hybridrl.runs.directory import ACTORS, RunDirectory
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking.console import print_text
 from hybridrl.tracking.faults import ACTOR, FILE, FINISHED, PAGE, REQUESTED, STOPPED
+from hybridrl.tracking.secrets import mask_values, remember
 from hybridrl.tracking.sink import STEP_SECONDS
 
 WELL = {RUNNING := "running", FINISHED}
@@ -196,7 +197,8 @@ def main(argv: list[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     with contextlib.redirect_stdout(sys.stderr):  # standard output has the verdict only
-        verdict = diagnose(arguments.directory)
+        remember(RunDirectory(arguments.directory, lambda *_: None).config)
+        verdict = Verdict(**mask_values(asdict(diagnose(arguments.directory))))
     if arguments.json:
         print(json.dumps(asdict(verdict), indent=2))
     else:

@@ -20,7 +20,7 @@ from hybridrl.runs.directory import CONFIG, UNREADABLE, RunDirectory
 from hybridrl.tracking.faults import BEGUN, Fault, last_lines, of_last_process, read_end
 from hybridrl.tracking.records import record_files
 from hybridrl.tracking.report import Metrics
-from hybridrl.tracking.secrets import mask_text, mask_values
+from hybridrl.tracking.secrets import mask_text, mask_values, remember
 from hybridrl.tracking.sink import PHASES, STEP_SECONDS, line_seconds, phase_seconds
 
 LARGEST = 1e100  # beyond it a number is no measurement
@@ -46,6 +46,7 @@ class Contents(RunDirectory):
         self.notes: list[str] = []
         super().__init__(path, lambda text, code: self.notes.append(text))
         self.name = name or path.resolve().name
+        remember(RunDirectory(path, lambda *_: None).config)
         self.training, self.validation = self.samples("rollouts"), self.samples("samples")
         if not any(path.glob("rollouts")) and self.training == self.validation:
             self.validation = {}  # the directory holds files of samples itself

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -33,7 +33,7 @@ from hybridrl.runtime.guard import REQUESTS, ended_by_closed_pipe, stop_at_once
 from hybridrl.tracking.console import Terminal, info, print_text
 from hybridrl.tracking.faults import PAGE, code_of
 from hybridrl.tracking.report import draw_runs, run_table
-from hybridrl.tracking.secrets import mask_text
+from hybridrl.tracking.secrets import mask_text, remember
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ def run_command(command: Command[T], argv: list[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except Exception as error:
         if not type(error).__module__.startswith("hybridrl"):  # our own errors need no traceback of the driver
-            print_text("".join(traceback.format_exception(error)), error=True)
+            print_text(mask_text("".join(traceback.format_exception(error))), error=True)
         text, code = str(error) or type(error).__name__, code_of(error)
         separator = "\n" if "\n" in text else " "
         _print(f"failed [{code}]:", "bold red", f"{text}{separator}({PAGE}#{code})")
@@ -114,6 +114,7 @@ def _run(command: Command[T], given: list[str], arguments: argparse.Namespace) -
     config = command.load(arguments.overrides, **place, report=partial(_print, "warning:", "yellow"), show=messages)
     if arguments.cfg:
         return _show(as_yaml(config, arguments.package or ""), end="")
+    remember(asdict(config))
     with command.open(config) as run:
         return run(config) or 0
 
@@ -271,6 +272,7 @@ def load_points(command: Command, overrides: list[str], place: dict[str, Any]) -
             config = command.load([*fixed, *more], **place, report=report)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
+        remember(asdict(config))
         points.append(Point(name, [*fixed, *more], config))
     if len({point.name for point in points}) < len(points):
         raise ConfigError(
@@ -303,7 +305,7 @@ def run_points(command: Command, points: Sequence[Point]) -> int:
             except Exception as error:
                 failed.append(point.name)
                 if not type(error).__module__.startswith("hybridrl"):
-                    print_text("".join(traceback.format_exception(error)), error=True)
+                    print_text(mask_text("".join(traceback.format_exception(error))), error=True)
                 code = code_of(error)
                 info(f"{LINE}{point.name}: failed [{code}]: {error} ({PAGE}#{code})")
     if failed:

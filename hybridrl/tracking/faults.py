@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from hybridrl.core.required import required
+from hybridrl.tracking.secrets import mask_text
 
 Memory = dict[str, int | None]
 
@@ -111,7 +112,8 @@ class FaultLog(logging.Handler):
 
     def write(self, code: str, text: str = "", tail: Sequence[str] = (), *, end: bool = False) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        fault = Fault(now, self.step, code, text, list(tail), self.memory(), end)
+        masked = mask_text("\n".join(tail)).splitlines()  # together: a private key has several lines
+        fault = Fault(now, self.step, code, mask_text(text), masked, self.memory(), end)
         with required(self.lock), suppress(OSError):  # a checkpoint is published, and a server rebuilt, in a thread
             self._unwritten += json.dumps(asdict(fault)).encode() + b"\n"
             with (self.directory / FILE).open("ab", buffering=0) as file:

@@ -1,6 +1,8 @@
-"""Masks what looks like a secret: by its form, by the name before it, and by its value if the environment holds it."""
+"""Masks what looks like a secret: by its form, by the name before it, and by its value if the environment holds it, or
+a configuration that was remembered."""
 
 import functools
+import json
 import os
 import re
 import sys
@@ -10,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 MASK = "***"
-SHORTEST = 8  # characters of a value of the environment that is masked wherever it occurs
+SHORTEST = 8  # characters of a value that is masked wherever it occurs
+PLAIN_WORD = re.compile(r"[a-z_]+")  # may be a column's name or a kind of key: only passwords are masked everywhere
 
 # Of tokens and keys: a token of a vocabulary and a unit are no secrets, nor is a name of a column.
 NO_TOKENS = (
@@ -79,8 +82,25 @@ def is_secret(name: str) -> bool:
     return name not in WORKING_DIRECTORIES and any(map(NAMES.search, parts))
 
 
+_remembered: set[str] = set()
+
+
+def remember(value: Any, name: str = "") -> None:
+    """Mask the secrets of a configuration wherever they occur from now on: what mask_values masks as a whole. `name`
+    is that of the secret that a value is part of, if any."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            remember(each, name or str(key) * is_secret(str(key)))
+    elif isinstance(value, list | tuple):
+        for last, each in zip(["", *value], value, strict=False):
+            remember(each, name or (last if _is_option(last) else ""))
+    elif name and not isinstance(value, bool | None) and (CERTAIN.search(name) or not PLAIN_WORD.fullmatch(str(value))):
+        _remembered.update((str(value), json.dumps(str(value))[1:-1]))
+
+
 def mask_text(text: str) -> str:
-    """Return a text without what looks like a secret in it, and without those of this environment."""
+    """Return a text without what looks like a secret in it, and without those of this environment and of what was
+    remembered."""
     for value in _values_here():
         text = text.replace(value, MASK)
     for pattern, replacement in PATTERNS:
@@ -112,7 +132,7 @@ def _is_harmless(name: str, value: str) -> bool:
 def _values_here() -> list[str]:
     values = [value for name, value in os.environ.items() if is_secret(name)]
     values += _stored(os.environ.get("HF_TOKEN_PATH") or os.path.expanduser("~/.cache/huggingface/token"))
-    return sorted({value for value in values if len(value) >= SHORTEST}, key=len, reverse=True)
+    return sorted({value for value in {*values, *_remembered} if len(value) >= SHORTEST}, key=len, reverse=True)
 
 
 @functools.cache

@@ -64,9 +64,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (store.begin(2) / "weights").write_bytes(b"WEIGHTS" * 1000)
         store.publish(2, {"healthy": True, "recovery": False, "metrics": {}})
         warn(f"the judge says: Authorization: Bearer {secret['web']}, key {secret['cloud']}")
+        warn(f"the judge got {secret['environment']}")
     (directory / "logs" / "rollout-0.log").write_text(
         f"GET https://host/x?X-Amz-Signature={secret['signature']}&n=1\n--token={secret['git']}\n{secret['wandb']}\n"
         "generated 512 tokens, token: 17\n"
+        f"the judge rejects {secret['named']} and {secret['password']}; [{secret['judge']!r}]\n"
         f"serve --token {secret['option']}\nmachine host login me password {secret['netrc']}\n"
         f"{{'refreshToken': '{secret['camel']}'}}\n"
         f"-----BEGIN PRIVATE KEY-----\n{secret['private']}\n{secret['end of private']}\n-----END PRIVATE KEY-----\n"
@@ -86,7 +88,7 @@ def texts(archive: Path) -> dict[str, str]:
 def test_no_secret_no_weight_no_data_and_no_sample_is_packed(run, tmp_path):
     pack(run, tmp_path / "report.tar.gz")
     packed = texts(tmp_path / "report.tar.gz")
-    everything = "\n".join(packed.values())
+    everything = "\n".join([*packed.values(), (run / "faults.jsonl").read_text()])
     assert {name: text for name, text in SECRETS.items() if text in everything} == {}
     assert "WEIGHTS" not in everything and "SAMPLE" not in everything
 
@@ -115,7 +117,7 @@ def test_what_explains_a_run_is_packed_and_stays_readable(run, tmp_path):
     assert "generated 512 tokens, token: 17" in packed["logs/rollout-0.log"]
     assert [json.loads(line)["step"] for line in packed["metrics.jsonl"].splitlines()] == list(range(100, 300))
     codes = [json.loads(line)["code"] for line in packed["faults.jsonl"].splitlines()]
-    assert codes == ["begun", "warning", "finished"]
+    assert codes == ["begun", "warning", "warning", "finished"]
     assert any(line.startswith("torch==") for line in packed["packages.txt"].splitlines())
 
 

@@ -56,6 +56,13 @@ def test_a_run_gets_the_resolved_configuration(capsys):
     assert "train_batch_size=512" in capsys.readouterr().out
 
 
+def test_a_traceback_is_printed_without_the_secrets_of_the_configuration(capsys):
+    work = Work(ValueError("the judge rejects c4n4ry-value"))
+    assert run_command(work.command, [*NEEDED, "+reward.reward_kwargs.api_key=c4n4ry-value"]) == 1
+    printed = capsys.readouterr()
+    assert "ValueError: the judge rejects ***" in printed.err and "c4n4ry" not in printed.err + printed.out
+
+
 def test_help_and_configuration_leave_a_closed_connection_an_error_elsewhere(capsys):
     before = signal.getsignal(signal.SIGPIPE)
     for option in ("--help", "--cfg"):

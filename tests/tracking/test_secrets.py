@@ -1,12 +1,14 @@
 """What is masked as a secret, and what only looks like one."""
 
 import json
+import logging
 
 import pytest
 
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.values import value_keys
-from hybridrl.tracking.secrets import is_secret, mask_text, mask_values
+from hybridrl.tracking.faults import read_faults, record, recording
+from hybridrl.tracking.secrets import is_secret, mask_text, mask_values, remember
 
 C = "cAnArY7x9Q"
 PEM = f"-----BEGIN RSA PRIVATE KEY-----\nMIIEowIBAAKCAQEA{C}ab/+==\n{C}def\n-----END RSA PRIVATE KEY-----"
@@ -69,6 +71,30 @@ def test_texts_without_a_secret(text):
 def test_a_value_of_the_environment_is_masked_wherever_it_occurs(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "only-in-the-environment")
     assert mask_text("rejected (only-in-the-environment)") == "rejected (***)"
+
+
+def test_the_secrets_of_a_configuration_are_masked_wherever_they_occur():
+    kwargs = {"api_key": f"{C}-1", "tokens": 3, "auth_tokens": [f'{C}-"2"'], "password": "two words"}
+    remember({"reward": {"kwargs": kwargs}, "command": ["serve", "--token", f"{C}-3"], "score": f"{C}-4"})
+    remember({"data": {"label_key": "the_solution", "hf_token": None}, "password": 12345678, "token": "short"})
+    as_json = json.dumps(kwargs["auth_tokens"])
+    text = f'rejected {C}-1, {C}-"2", {as_json}, two words; {C}-3 12345678; the_solution is short: {C}-4 3'
+    kept = f'rejected ***, ***, ["***"], ***; *** ***; the_solution is short: {C}-4 3'
+    assert mask_text(text) == kept
+
+
+def test_a_fault_is_recorded_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "only-in-the-environment")
+    remember({"judge": {"token": f"{C}-5"}})
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "train-0.log").write_text(f"before\nrejected {C}-5\n")
+    with pytest.raises(ValueError), recording(tmp_path):
+        record("warning", f"{C}-5")
+        logging.getLogger("hybridrl.judge").warning("only-in-the-environment")
+        raise ValueError(f"train-0 failed: {C}-5, only-in-the-environment")
+    faults = read_faults(tmp_path)
+    assert [fault.text for fault in faults[1:]] == ["***", "***", "train-0 failed: ***, ***"]
+    assert faults[-1].tail == ["before", "rejected ***"]
 
 
 @pytest.mark.parametrize("name", ["hf_token", "token", "wandb_api_key", "PGPASS", "DB_PWD", "db_pass", "OPENAI_KEY"])
