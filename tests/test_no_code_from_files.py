@@ -1,16 +1,20 @@
 """Files made to run code where they are read: a checkpoint of ours or of verl's, a Hugging Face model, data."""
 
+import json
 import pickle
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import yaml
 from jinja2 import TemplateError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import metadata
@@ -163,3 +167,76 @@ def test_a_pickle_in_the_types_of_a_parquet_file_is_not_read(touch, tmp_path):
         [str(tmp_path / "rows.parquet")], faults, key="data.train_files", max_samples=-1, shuffle=False, seed=0
     )
     assert [row.values for row in rows] == [{"prompt": "a"}]
+
+
+OUTSIDE = [
+    "../elsewhere.safetensors",
+    "/etc/hostname",
+    "https://example.com/a.safetensors",
+    "inside/../../elsewhere",
+    "link",
+]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_of_weights_that_names_a_file_elsewhere_is_rejected(tmp_path, name):
+    model = tmp_path / "model"
+    (model / "inside").mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, tmp_path / "elsewhere.safetensors")
+    (model / "link").symlink_to(tmp_path / "elsewhere.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    for read in (lambda: open_weights(str(model)), lambda: open_tensors(model)):
+        (model / "model.safetensors").touch()
+        with pytest.raises(Unreadable, match="it names a file outside its directory, '"):
+            read()
+
+
+def test_an_index_of_weights_in_the_cache_of_the_hub_names_its_blobs(tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "a1"
+    for place in (blobs, snapshot):
+        place.mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, blobs / "f00d")
+    (snapshot / "model-1.safetensors").symlink_to("../../blobs/f00d")
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    assert open_weights(str(snapshot)).keys() == {"a"}
+
+
+def rows_of(directory: Path) -> list[dict[str, Any]]:
+    faults = Faults("data.train_files")
+    key = {"key": "data.train_files", "max_samples": -1, "shuffle": False, "seed": 0}
+    return [row.values for row in load_rows([str(directory)], faults, **key)]
+
+
+@pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../private.jsonl", "{outside}/private.jsonl", "../*.jsonl", "link.jsonl", "https://example.com/a.jsonl"),
+        *("hf://datasets/some/rows/a.jsonl", "zip://a.jsonl::../b.zip", "file:///etc/hostname"),
+    ],
+)
+def test_a_description_of_a_dataset_that_names_rows_elsewhere_is_rejected(tmp_path, monkeypatch, name, file):
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("an address was opened"))
+    directory = tmp_path / "rows"
+    directory.mkdir()
+    for path in (tmp_path / "private.jsonl", directory / "a.jsonl"):
+        path.write_text('{"prompt": "a"}\n')
+    (directory / "link.jsonl").symlink_to(tmp_path / "private.jsonl")
+    named = [{"config_name": "default", "data_files": [{"split": "train", "path": name.format(outside=tmp_path)}]}]
+    text = yaml.safe_dump({"license": "mit", "homepage": "https://example.com", "configs": named})
+    (directory / file).write_text(text if file.endswith("yaml") else f"---\n{text}---\n# Rows\n")
+    with pytest.raises(ConfigError, match=r"^data.train_files=.*/rows: a file of the directory names .*, which is not"):
+        rows_of(directory)
+    named[0]["data_files"][0]["path"] = "a.jsonl"
+    text = yaml.safe_dump({"homepage": "https://example.com", "configs": named})
+    (directory / file).write_text(text if file.endswith("yaml") else f"---\n{text}---\n# Rows\n")
+    assert rows_of(directory) == [{"prompt": "a"}]
+
+
+def test_a_saved_dataset_whose_state_names_rows_elsewhere_is_rejected(tmp_path):
+    for name in ("private", "rows"):
+        datasets.Dataset.from_list([{"prompt": name}]).save_to_disk(tmp_path / name)
+    state = tmp_path / "rows" / "state.json"
+    state.write_text(state.read_text().replace("data-00000", "../private/data-00000"))
+    with pytest.raises(ConfigError, match=r"names .*private/data-00000.*, which is not below it"):
+        rows_of(tmp_path / "rows")

@@ -22,7 +22,15 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hybridrl.checkpoint.tensors import TYPES, Chunk, StoredTensor, Tensors, Unreadable, blank, load, reading
 from hybridrl.config import ConfigError
-from hybridrl.config.files import ADAPTER_CONFIG, HUGGINGFACE, SHARDS, adapter_settings, holds_verl, resolve_model
+from hybridrl.config.files import (
+    ADAPTER_CONFIG,
+    HUGGINGFACE,
+    SHARDS,
+    adapter_settings,
+    holds_verl,
+    leads_outside,
+    resolve_model,
+)
 from hybridrl.runs.plugins import load as plugin
 
 MODEL, UPDATES = "model.", "extra.updates"  # in a sharded checkpoint, prefix of the model's tensors, and a key
@@ -195,7 +203,10 @@ def stored_tensors(directory: Path, only: str | None = None) -> dict[str, Stored
         files = sorted(directory.glob("*.safetensors"))
     else:  # which names the files with the weights: some directories hold further copies for other software
         with reading(index):
-            files = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if outside := [name for name in names if leads_outside(directory, name)]:
+                raise ValueError(f"it names a file outside its directory, {outside[0]!r}")
+            files = [directory / name for name in names]
         if missing := [file.name for file in files if not file.is_file()]:
             raise Unreadable(f"{directory}: {', '.join(missing[:3])} is missing, which {index.name} names")
     dtypes, tensors = {name: dtype for dtype, name in TYPES.items()}, {}

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +22,9 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import yaml
+from huggingface_hub import metadata_load
 
+from hybridrl.config.findings import ConfigError
 from hybridrl.config.values import ValueFault
 
 ROW_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".arrow")
@@ -30,6 +32,7 @@ WRITTEN = ROW_SUFFIXES[:-1]  # .arrow is what the library `datasets` keeps in it
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_SECONDS = 2.0  # for a connection to the hub
 MOST_PARTS = 2  # configuration and split
+ADDRESS = "://"
 
 RAY_ADDRESS, LARGEST_PORT = re.compile(r"auto|local|([^\s/:@]+|\[[\w:.%]+\]):(?P<port>\d{1,9})"), 65535
 
@@ -228,6 +231,34 @@ def holds_adapter(path: str) -> bool:
 def adapter_settings(path: str) -> dict[str, Any]:
     """The contents of peft's adapter_config.json. Raises OSError or ValueError if it cannot be read."""
     return json.loads((resolve_model(path) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+
+
+def leads_outside(directory: Path, name: str) -> bool:
+    """Whether a name in a file of a directory is no file below it. Links below it may lead to the blobs of the hub's
+    cache, as all files of a snapshot do."""
+    root, file = directory.resolve(), (directory / name).resolve()
+    blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
+    return ADDRESS in name or not any(file.is_relative_to(place) for place in (root, *blobs))
+
+
+def names_rows(directory: Path, key: str) -> bool:
+    """Whether the README of a dataset, or the file that the library reads as well, names its files. Raises ConfigError
+    if one of them is an address."""
+    named: list[str] = []
+    for name, read in {"README.md": metadata_load, ".huggingface.yaml": read_mapping}.items():
+        with suppress(OSError, ValueError, yaml.YAMLError):  # what cannot be read the library rejects
+            configurations = (read(directory / name) or {}).get("configs") or []
+            named += re.findall('"([^"]+)"', json.dumps(configurations, default=str))
+    rows_below(directory, [name for name in named if ADDRESS in name], key)
+    return bool(named)
+
+
+def rows_below(directory: Path, files: Sequence[Path | str], key: str) -> list[Path]:
+    """Return files that a file of a directory names. Raises ConfigError for the first that is not below it."""
+    if outside := [file for file in files if leads_outside(directory, str(file))]:
+        cause = f"{key}={directory}: a file of the directory names {outside[0]} as its rows, which is not below it"
+        raise ConfigError(cause, fix="name files that are on this machine")
+    return [*map(Path, files)]
 
 
 def one_or_more(value: list[str]) -> ValueFault | None:

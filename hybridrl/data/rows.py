@@ -39,7 +39,9 @@ from hybridrl.config.files import (
     is_lfs_pointer,
     is_row_file,
     matches,
+    names_rows,
     parse_dataset_name,
+    rows_below,
 )
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
@@ -290,7 +292,8 @@ def _files_of_directory(directory: Path, named: DatasetName, key: str) -> list[P
         if any((directory / name).is_file() for name in SAVED):
             saved = datasets.load_from_disk(str(directory))
             tables = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-            return _cached(tables[_split(tables, named, key)])
+            return rows_below(directory, _cached(tables[_split(tables, named, key)]), key)
+        named_there = names_rows(directory, key)
         builder = datasets.load_dataset_builder(str(directory), named.configuration)
         splits = {str(split): [*map(Path, files)] for split, files in (builder.config.data_files or {}).items()}
         # The library reads only one type of the files in a directory.
@@ -298,7 +301,8 @@ def _files_of_directory(directory: Path, named: DatasetName, key: str) -> list[P
         skipped = {file.suffix for file in directory.rglob("*") if is_row_file(file)} - read
         if skipped - {".json"}:  # JSON files are often not rows
             logger.warning("%s=%s: files that end in %s are not read", key, directory, ", ".join(sorted(skipped)))
-        return splits[_split(splits, named, key)]
+        files = splits[_split(splits, named, key)]
+        return rows_below(directory, files, key) if named_there else files
 
 
 @functools.cache  # an unreachable hub takes half a minute to fail

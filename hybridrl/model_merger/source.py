@@ -22,7 +22,7 @@ from hybridrl.checkpoint.resume import model_fingerprint
 from hybridrl.checkpoint.store import STATE
 from hybridrl.checkpoint.tensors import UNREADABLE, Tensors
 from hybridrl.config import ConfigError
-from hybridrl.config.files import holds_adapter, holds_verl, resolve_model
+from hybridrl.config.files import ADAPTER_CONFIG, holds_adapter, holds_verl, resolve_model
 from hybridrl.core.required import required
 from hybridrl.core.rounding import beyond_rounding
 from hybridrl.tracking.console import Terminal
@@ -183,7 +183,10 @@ def _mismatch(saved: dict[str, Tensor], expected: dict[str, Tensor], tied: dict[
 def _base_of(adapter: Adapter, moved: str | None) -> Path:
     """Return the directory of the model that an adapter was trained on. Raises ConfigError if it is missing, or has
     other weights than the adapter was trained on."""
-    directory, name = adapter.directory, moved or adapter.settings["base_model_name_or_path"]
+    directory, name = adapter.directory, moved or adapter.settings.get("base_model_name_or_path")
+    if not name:
+        cause = f"{directory} is an adapter whose {ADAPTER_CONFIG} names no base model"
+        raise ConfigError(cause, fix="name the directory of that model: --base DIR")
     path = Path(name)
     if not path.is_dir():
         try:
