@@ -30,9 +30,6 @@ Log = Callable[[str], None]
 Verdict = Literal["free", "needs_allow", "impossible"]
 
 CONFIG = "config.yaml"
-ESSENTIAL = (store.STATE, SHARDS)  # a checkpoint cannot be read without these files
-
-NEEDED = "the weights of each model in shards (model in checkpoint.save_contents)"
 
 # Not reported: where a run is stored, how it is displayed, and how it resumes.
 UNREPORTED = {
@@ -97,8 +94,7 @@ def select_checkpoint(mode: str, path: str | None, directory: Path, fingerprint:
 
     if good := store.newest_good(directory, skip):
         return good
-    # verl's are not used once hybridrl has a good one in the directory, whatever its step: the run has continued since,
-    # or started over.
+    # Not once hybridrl has a good one in the directory, whatever its step: the run has continued, or started over.
     for step in filter(store.is_verl, reversed(store.step_directories(directory))):
         faults = plugin("verl.checkpoint").verl_faults(step)
         if not faults:
@@ -108,14 +104,11 @@ def select_checkpoint(mode: str, path: str | None, directory: Path, fingerprint:
     steps = store.step_directories(directory)
     if damaged := [step for step in steps if not store.lacks(step)]:
         # Started from scratch, the run would replace them one by one.
-        reason = next(line for line in skipped if line.startswith(f"{damaged[-1]} "))
-        cause = f"trainer.default_local_dir={directory}: none of its checkpoints is intact and healthy ({reason})"
+        cause = f"trainer.default_local_dir={directory}: none of its checkpoints is intact and healthy ({skipped[0]})"
         fix = f"name one to use anyway with trainer.resume_mode=resume_path trainer.resume_from_path={damaged[-1]}, or "
         raise CheckpointDamaged(cause, fix=f"{fix}start from scratch with trainer.resume_mode=disable")
     if steps:
-        log(
-            f"{directory} has no checkpoint with {NEEDED}: starting from scratch; those that are there stay as they are"
-        )
+        log(f"{directory} has no checkpoint with weights in shards: starting from scratch, and leaving those there are")
     if other := matching_run(directory, fingerprint):
         log(f"{other} has checkpoints of the same data, model and estimator; starting from scratch")
     return None
@@ -156,8 +149,8 @@ def _from_path(path: str, log: Log) -> Checkpoint:
     else:
         faults, checkpoint = store.check(step), store.read_checkpoint(step)
     if lack := store.lacks(step):
-        raise ConfigError(f"{key}: {lack}, and no run resumes without {NEEDED}", fix="name another checkpoint")
-    fatal = [fault for fault in faults if fault.partition(":")[0].endswith(ESSENTIAL)]
+        raise ConfigError(f"{key}: {lack}; no run resumes without the weights in shards", fix="name another checkpoint")
+    fatal = [fault for fault in faults if fault.partition(":")[0].endswith((store.STATE, SHARDS))]
     if checkpoint is None or fatal:
         cause = f"{key}: {'; '.join(fatal or faults)}, without which it cannot be read"
         raise CheckpointDamaged(cause, fix="name another checkpoint")

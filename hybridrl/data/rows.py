@@ -259,9 +259,7 @@ def fingerprinted_files(data: DataConfig) -> list[Path]:
 def _files_of(entry: str, key: str) -> list[Path]:
     path, named = Path(entry).expanduser(), parse_dataset_name(entry)
     directory = Path(named.name).expanduser()
-    if path.is_file():
-        return _checked([path], key)
-    if files := matches(str(path)):
+    if files := [path] if path.is_file() else matches(str(path)):
         return _checked(map(Path, files), key)
     if directory.is_dir():
         return _checked(_files_of_directory(directory, named, key), key)
@@ -292,7 +290,8 @@ def _files_of_directory(directory: Path, named: DatasetName, key: str) -> list[P
         if any((directory / name).is_file() for name in SAVED):
             saved = datasets.load_from_disk(str(directory))
             tables = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-            return rows_below(directory, _cached(tables[_split(tables, named, key)]), key)
+            files = [file["filename"] for file in tables[_split(tables, named, key)].cache_files]
+            return rows_below(directory, files, key)
         named_there = names_rows(directory, key)
         builder = datasets.load_dataset_builder(str(directory), named.configuration)
         splits = {str(split): [*map(Path, files)] for split, files in (builder.config.data_files or {}).items()}
@@ -313,7 +312,8 @@ def files_of_hub(named: DatasetName, key: str) -> list[Path]:
     with _library_errors(f"{key}={named.name}: neither a file here nor a dataset that can be loaded from the hub"):
         builder = datasets.load_dataset_builder(named.name, named.configuration)
         split = _split(map(str, builder.info.splits or builder.config.data_files or {}), named, key)
-        return _cached(datasets.load_dataset(named.name, named.configuration, split=split))
+        table = datasets.load_dataset(named.name, named.configuration, split=split)
+        return [Path(file["filename"]) for file in table.cache_files]
 
 
 @contextmanager
@@ -328,10 +328,6 @@ def _library_errors(cause: str) -> Iterator[None]:
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(f"{cause} ({reason})", fix="name files") from error
-
-
-def _cached(table: Any) -> list[Path]:
-    return [Path(file["filename"]) for file in table.cache_files]
 
 
 def _split(splits: Iterable[str], named: DatasetName, key: str) -> str:

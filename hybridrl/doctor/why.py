@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -24,7 +24,7 @@ from hybridrl.runs.directory import ACTORS, RunDirectory
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking.console import print_text
 from hybridrl.tracking.faults import ACTOR, FILE, FINISHED, PAGE, REQUESTED, STOPPED
-from hybridrl.tracking.secrets import mask_values, remember
+from hybridrl.tracking.secrets import mask_text, remember
 from hybridrl.tracking.sink import STEP_SECONDS
 
 WELL = {RUNNING := "running", FINISHED}
@@ -198,7 +198,8 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     with contextlib.redirect_stdout(sys.stderr):  # standard output has the verdict only
         remember(RunDirectory(arguments.directory, lambda *_: None).config)
-        verdict = Verdict(**mask_values(asdict(diagnose(arguments.directory))))
+        verdict = diagnose(arguments.directory)
+    verdict = replace(verdict, cause=mask_text(verdict.cause), command=mask_text(verdict.command))
     if arguments.json:
         print(json.dumps(asdict(verdict), indent=2))
     else:

@@ -45,7 +45,6 @@ from hybridrl.tracking.console import info, warn
 from hybridrl.tracking.faults import RESTART, record
 
 RESETTABLE = ("optimizer", "schedule")
-RESTARTABLE = ("optimizer", "extra")  # the parts of a state that hold these
 DIRECTORY = "trainer.default_local_dir"
 MOST_CHANGED = 5  # values that a message names
 LEARNED = ("trainer.seed", "trainer.critic_warmup")
@@ -131,15 +130,12 @@ def plan_resume(
 
 
 def check_complete(config: PPOConfig | SFTConfig, plan: ResumePlan, directory: Path) -> Checkpoint | None:
-    """Return the last checkpoint of the run in this directory if all its steps are done, also one that no run resumes
-    from.
+    """Return the run's last checkpoint, even if no run resumes from it, if all steps of it are done.
 
     Raises ConfigError if they are and the configuration is another one: nothing would be trained with it.
     """
-    last = plan.checkpoint
-    if last is None and config.trainer.resume_mode == "auto":
-        last = next(reversed(list_checkpoints(directory)), None)
-    if last is None or last.step < plan.steps:
+    known = list_checkpoints(directory) if config.trainer.resume_mode == "auto" else []
+    if (last := plan.checkpoint or next(reversed(known), None)) is None or last.step < plan.steps:
         return None
     changed = _changed_values(config, directory / "config.yaml")
     if last.path.parent == directory and changed:
@@ -193,10 +189,9 @@ def find_checkpoint(
 def contents_to_load(
     trainer: SFTTrainerConfig, wanted: dict[str, list[str]], checkpoint: Path, say: Say = info
 ) -> dict[str, list[str]]:
-    """The parts read of each model in a checkpoint, always its weights: the steps are not trained again. Raises
-    ConfigError if one is missing or cannot be read; moments and schedule are not required of a checkpoint that was not
-    named, as they need not be among what a run saves."""
-    kept, optional = set() if resets_optimizer(trainer) else {*RESTARTABLE}, trainer.resume_mode == "auto"
+    """The parts read of each model in a checkpoint, always its weights. Raises ConfigError if one is missing or cannot
+    be read; moments and schedule may be missing in a checkpoint that was not named."""
+    kept, optional = set() if resets_optimizer(trainer) else {"optimizer", "extra"}, trainer.resume_mode == "auto"
     contents = {}
     for name, parts in wanted.items():
         if name == "reference" and not (checkpoint / name).is_dir():
@@ -375,8 +370,7 @@ def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
         try:
             return attempt(adjustments.made)
         except (WorkerDied, ScorerDied) as death:
-            saved = resumable(directory)
-            found = saved != before or (saved and trainer.resume_mode == "auto")
+            found = resumable(directory) if trainer.resume_mode == "auto" else resumable(directory) != before
             source = "from the last checkpoint" if found else "as the run began, without a checkpoint to resume from"
             if isinstance(death, OutOfMemory) and (key := adjustments.lower(death)):
                 change = f"starting again {source} with {adjustments.described(key)}"

@@ -87,7 +87,7 @@ def test_a_count_of_critics_without_a_critic_is_a_warning(load):
 @pytest.mark.parametrize(
     ("parts", "cause"),
     [
-        ("hf_model", "no run can resume from such a checkpoint, without model: a restart starts from scratch"),
+        ("hf_model", "no run can resume from such a checkpoint, without model"),
         ("model,extra", "a run that resumes from such a checkpoint starts without optimizer"),
         ("model,optimizer,extra", None),
     ],

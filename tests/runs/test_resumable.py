@@ -7,6 +7,7 @@ from contextlib import closing
 from itertools import chain, combinations
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -85,9 +86,7 @@ def trainer_of(directory: Path, *overrides: str) -> SFTTrainerConfig:
     return load_ppo_config(place).trainer
 
 
-def restarts_from(
-    directory: Path, load: Callable[[list[str]], object], keys: list[str], saves: Callable[[], None]
-) -> str:
+def restarts_from(directory: Path, load: Callable[[list[str]], Any], keys: list[str], saves: Callable[[], None]) -> str:
     """Return how the second attempt of a run starts that saves something and then loses a worker."""
     config, modes = load([*keys, f"trainer.default_local_dir={directory}", "trainer.max_restarts=1"]), []
     config.trainer.resume_mode = "disable"
@@ -128,7 +127,7 @@ def test_a_start_a_restart_the_doctor_and_the_page_agree_on_whether_a_run_resume
         assert select_checkpoint("resume_path", str(path), run, "run", logged.append) == chosen
     else:
         with pytest.raises(
-            ConfigError, match=rf"^trainer.resume_from_path={path}: .*no run resumes without the weights"
+            ConfigError, match=rf"^trainer.resume_from_path={path}: .*no run resumes without the weights in shards"
         ):
             select_checkpoint("resume_path", str(path), run, "run", logged.append)
 

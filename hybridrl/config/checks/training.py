@@ -390,14 +390,11 @@ def resolve_retention(trainer: TrainerConfig, check: Checker, *, has_critic: boo
 
 
 def check_save_contents(trainer: SFTTrainerConfig, sections: dict[str, CheckpointConfig], check: Checker) -> None:
-    """Warn about checkpoints of models, by key, that lack what a run needs to resume, unless none is to be saved."""
     recovers = trainer.ckpt_freq_secs is None or trainer.ckpt_freq_secs > 0
-    if not (recovers or trainer.save_freq >= 0 or trainer.save_freq_epochs or trainer.save_freq_secs):
-        return
-    for key, section in sections.items():
+    saves = recovers or trainer.save_freq >= 0 or trainer.save_freq_epochs or trainer.save_freq_secs
+    for key, section in sections.items() if saves and trainer.resume_mode != "disable" else ():
         missing = [part for part in ("model", "optimizer", "extra") if part not in section.save_contents]
         cause = f"a run that resumes from such a checkpoint starts without {', '.join(missing)}"
-        if "model" in missing:
-            cause = "no run can resume from such a checkpoint, without model: a restart starts from scratch"
-        if missing and trainer.resume_mode != "disable":
+        cause = "no run can resume from such a checkpoint, without model" if "model" in missing else cause
+        if missing:
             check.warn(f"{key}.save_contents", cause)
