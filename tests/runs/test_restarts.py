@@ -75,7 +75,7 @@ def test_an_error_of_ray_itself_is_one_of_the_run_which_needs_no_traceback(load,
         raise RaySystemError("Broken pipe")
 
     with pytest.raises(WorkerDied, match=r"^the run: .*Broken pipe"):
-        setup.run(load(), job, tmp_path, {}, setup.Sessions())
+        setup.run(load(), job, tmp_path, {}, setup.Sessions(), again=False)
 
 
 def test_a_micro_batch_that_was_too_large_is_halved_whatever_larger_size_was_allowed(load):
