@@ -124,10 +124,13 @@ class LogitTables:
     def _allocate(self, head: Head, spec: OutputSpec, tokens: int, tables: int, dtype: torch.dtype) -> None:
         """Make so many tables for the head, and one for the reference's logits of the tokens that both heads have."""
         self.head, self.spec = head, spec
-        self.other = None if spec.against is None else spec.against.head.first(len(head.weight))
-        widths = [len(head.weight)] * tables + ([len(self.other.weight)] if self.other else [])
-        self.tables = [head.weight.new_empty((tokens, width), dtype=dtype) for width in widths]
-        self.other_has_fewer = widths[-1] < widths[0]
+        rows = len(head.weight)
+        self.other = None if spec.against is None else spec.against.head.first(rows)
+        self.tables = list(head.weight.new_empty((tables + (self.other is not None), tokens, rows), dtype=dtype))
+        common = len(self.other.weight) if self.other else rows
+        self.other_has_fewer = common < rows
+        if self.other_has_fewer:  # its rows lie one after another
+            self.tables[-1] = self.tables[-1].flatten()[: tokens * common].view(tokens, common)
 
     def fill(self, hidden: Tensor, targets: Tensor, against: Tensor | None, *, keep: bool) -> TokenOutputs:
         """Return the outputs of a chunk's hidden states [tokens, width], the reference's too, and targets [tokens].
