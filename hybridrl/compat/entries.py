@@ -21,8 +21,9 @@ class Entry:
     `silent` values change nothing; `follows` is a key whose value does not either; `when` limits the entry to values
     that match it. `sets` has values by key, with {value} for the entry's own, which `values` may replace, or functions
     that compute one. `drops`: values of keys that count as not set. A `named` entry rejects its keys wherever a command
-    names them. One that is `usual` sets only keys that the command does not name, by whatever name. `fix` is what to do
-    about a value, given those of all keys; nothing where it is accepted.
+    names them. One that is `usual` sets only keys that the command does not name, by whatever name. One that `is_same`
+    computes its own value for another place, with which it must agree. `fix` is what to do about a value, given those
+    of all keys; nothing where it is accepted.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Entry:
     when: str = ""
     named: bool = False
     usual: bool = False
+    is_same: bool = False
     drops: dict[str, Any] = field(default_factory=dict)
     fix: Callable[[Any, Mapping[str, Any]], str] | None = None
 
@@ -108,6 +110,7 @@ class Look:
         return math.prod(int(self._match[group] or 1) for group in groups)
 
 
+ROLLOUT, ACTOR, CORRECTION = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "algorithm.rollout_correction"
 MODE, BOUND = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"
 BATCH, MINI = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
@@ -138,7 +141,8 @@ def shared_rows(part: str, model: str, keys: str) -> Entry:
     """Sizes of context parallelism, which is that of Ulysses here: only packed rows can be shared."""
     size, packed = f"{part}.ulysses_sequence_parallel_size", f"{model}.use_remove_padding"
     sets: dict[str, Any] = {size: lambda of: of.value, packed: True}
-    return combined(keys, f"{size} = its value, with packed rows", sets, silent=[1], drops={packed: False})
+    drops = {packed: False}
+    return combined(keys, f"{size} = its value, with packed rows", sets, silent=[1], drops=drops, is_same=True)
 
 
 def _of_engines(part: str, model: str) -> list[Entry]:
@@ -147,13 +151,14 @@ def _of_engines(part: str, model: str) -> list[Entry]:
     decay, least = f"{optim}.lr_scheduler_type", f"{optim}.min_lr_ratio"
     return [
         shared_rows(part, model, " ".join(f"{part}.{name}_parallel_size" for name in names)),
-        combined(f"{optim}.decay_type", f"{decay} = its value", {decay: lambda of: of.value}),
+        combined(f"{optim}.decay_type", f"{decay} = its value", {decay: lambda of: of.value}, is_same=True),
         *(
             combined(
                 f"{optim}.{name}",
                 f"{least} = its value / lr",
                 {least: lambda of, name=name: float(f"{of(f'{optim}.{name}') / of(f'{optim}.lr'):g}")},
                 silent=[0],
+                is_same=True,
             )
             for name in ("min_lr", "lr_min")
         ),
@@ -164,7 +169,8 @@ def _schedule_of_engine(engine: str, schedule: str) -> Entry:
     """An engine of verl whose schedule is another one, unless the command names it."""
     sets = {f"{part}.optim.lr_scheduler_type": schedule for part in ("actor_rollout_ref.actor", "critic")}
     why = "training runs on FSDP2, with that engine's schedule unless the command names one"
-    return combined("model_engine", why, sets, when=f"^{engine}$", usual=True)
+    names = "model_engine *.model_engine actor_rollout_ref.actor.strategy critic.strategy"
+    return combined(names, why, sets, when=f"^{engine}$", usual=True)
 
 
 # A later one wins, and what the command or its file sets by hybridrl's name stays.
@@ -173,6 +179,8 @@ OF_VERL = [
     _schedule_of_engine("torchtitan", "linear"),
     *_of_engines("actor_rollout_ref.actor", "actor_rollout_ref.model"),
     *_of_engines("critic", "critic.model"),
+    # Whether the engine can sleep at all; a command may turn that off and still ask for it.
+    combined(f"{ROLLOUT}.enable_sleep_mode", "", {f"{ROLLOUT}.free_cache_engine": False}, silent=[True]),
     combined("async_training.partial_rollout", "", {MODE: "colocate_async"}, when="^(?i:true)$"),
     # One step off is all that it says by itself; fully_async says more.
     combined("actor_rollout_ref.hybrid_engine", "", {MODE: "separate_async", BOUND: 1, BYPASS: True}, silent=[True]),
@@ -199,6 +207,7 @@ OF_VERL = [
         "async_training.use_rollout_log_probs actor_rollout_ref.actor.use_rollout_log_probs",
         f"{BYPASS} = its value",
         {BYPASS: lambda of: of.value},
+        is_same=True,
     ),
     combined("async_training.compute_prox_log_prob", "", {BYPASS: False}, silent=[False]),
     Entry(
@@ -211,7 +220,6 @@ OF_VERL = [
 
 
 # SkyRL
-ROLLOUT, ACTOR, CORRECTION = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "algorithm.rollout_correction"
 SKYRL_STALENESS = "trainer.fully_async.max_staleness_steps"
 OFF_POLICY = "trainer.algorithm.off_policy_correction"
 LOW, HIGH = f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"

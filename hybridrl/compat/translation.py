@@ -5,9 +5,10 @@ replaces a command's arguments, or a file's; what is left, `check` reports once 
 keys. Those of SkyRL and AReaL, which share names with verl, are translated by `doctor migrate`.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from hybridrl.config.values import holds, leaves, tree, value_keys
 
 SHOWN = 4  # keys that are named if more share a reason
 CLASS = "._target_"  # how verl's files name the class of a section
+CHOICE = ".choice"  # after the name of a section: what a command chooses for all of it
 EFFECTS = {"ignored": "has no effect"} | dict.fromkeys(SETTING, "is translated")
 
 
@@ -40,7 +42,8 @@ class ForeignCommand:
 
     `values` and `texts` are by the current names of their keys; `around` is what its custom file sets. `arguments` are
     those that result, each with the one that was written, or none where its key is left to `check`; `others` are the
-    keys of other systems. `engine` is SkyRL's, whose arguments it has in one section for any engine.
+    keys of other systems; `places` are the arguments that set a key, each with its value. `engine` is SkyRL's, whose
+    arguments it has in one section for any engine.
     """
 
     schema: type
@@ -50,10 +53,21 @@ class ForeignCommand:
     arguments: list[tuple[str, str]] = field(default_factory=list)
     others: dict[str, list[str]] = field(default_factory=dict)
     findings: Findings = field(default_factory=Findings)
+    places: dict[str, dict[str, Any]] = field(default_factory=dict)
     engine: Any = "vllm"
 
     def put(self, key: str, value: str, text: str) -> None:
         self.arguments.append((f"++{key}={value}", text if holds(tree(self.schema), key) else ""))
+
+    def place(self, key: str, value: Any, text: str) -> None:
+        """Note the argument that sets a key. It is an error if another name sets another value; the same name may."""
+        if value is None or "${" in str(value):
+            return
+        places = {there: item for there, item in self.places.get(key, {}).items() if key_of(there) != key_of(text)}
+        if other := next((there for there, item in places.items() if _alike(item) != _alike(value)), None):
+            cause = f"{other} and {text} are two places of {key}, with different values"
+            self.findings.error("conflict", cause, "leave one out", keys=(key_of(other), key_of(text)))
+        self.places[key] = places | {text: value}
 
     def find(self, key: str, usual: Any) -> Any:
         values = (place[key] for place in (self.values, self.around) if place.get(key) is not None)
@@ -126,10 +140,13 @@ class Translation:
 
     def meets(self, key: str, schema: type, value: Any = None) -> tuple[str, Entry | None, bool]:
         """The current name of a key; the entry for it, if it is none of the schema's; whether the schema holds it."""
-        new = key
+        new, known = key, tree(schema)
         for name_of in (self.current_name, argument_of_reward):
-            new = new if new in tree(schema) else name_of(new)
-        return new, None if new in tree(schema) else self.entry_of(new, value), holds(tree(schema), new)
+            new = new if new in known else name_of(new)
+        entry = self.entry_of(new, value)
+        if new in known and not (entry and entry.when and new in entry.keys and entry.concerns(value)):
+            entry = None
+        return new, entry, holds(known, new)
 
     def of_other(self, key: str, schema: type) -> "Translation | None":
         """The other system that has a key."""
@@ -150,15 +167,20 @@ class Translation:
         entries = [(key, entry) for one in systems for entry in one.entries for key in entry.keys]
         return moved + [(key, f"{entry.kind}: {entry.reason}") for key, entry in entries]
 
-    def translate(self, arguments: Iterable[Argument], schema: type, around: Mapping[str, Any]) -> ForeignCommand:
-        """Translate the arguments of a command. `around`: what its custom file sets, by key."""
+    def translate(
+        self, arguments: Iterable[Argument], schema: type, around: Mapping[str, Any], *, of_file: bool = False
+    ) -> ForeignCommand:
+        """Translate the arguments of a command, or `of_file`. `around`: what its custom file sets, by key."""
         command = ForeignCommand(schema, {self.current_name(key): value for key, value in around.items()})
         arguments = [*arguments]
         command.engine = {self.current_name(one.key): one.value for one in arguments}.get("generator.backend", "vllm")
-        for argument in arguments:
+        for argument in map(_engine_of_section, arguments):
             for single in self._keys_of_section(argument, schema):
                 self._translate(single, command)
         self._combine(command)
+        for key in [*command.places] if of_file else ():  # a file may list what is usual
+            if around.get(key) != usual_value(schema, key):
+                command.place(key, around.get(key), f"{key}={show(around.get(key))}")
         for system, keys in command.others.items():
             cause = f"{_listed(keys)} {'are keys' if keys[1:] else 'is a key'} of {system}, not of a run here"
             fix = "hybridrl doctor migrate run.sh prints the command for hybridrl"
@@ -192,21 +214,24 @@ class Translation:
             _apply_entry(entry, key, argument, command, held)
         elif choice and raw != "default":
             if raw != choice:
-                findings.error("unsupported", f"{text}: training runs on FSDP2", "leave it out", keys=key)
+                command.put(f"{key}{CHOICE}", raw, text)
         elif held and key != argument.key and not argument.package:
             command.put(key, raw, text)
+            command.place(key, argument.value, text.lstrip("+"))
         elif not held and (other := self.of_other(argument.key, command.schema)):
             command.others.setdefault(other.system, []).append(argument.key)
         else:
             command.arguments.append((text, text))
+            if held and not argument.package and self.base is None:  # the others share names with other meanings
+                command.place(key, argument.value, text.lstrip("+"))
 
     def _combine(self, command: ForeignCommand) -> None:
         """Translate the keys that count together, in the table's order. A later entry wins, and what the command or its
         file sets by hybridrl's name stays."""
         named, made = defaultdict[Entry, list[str]](list), dict[Entry, dict[str, Any]]()
         for key, value in command.values.items():
-            _, entry, held = self.meets(key, command.schema, value)
-            if entry and not held and entry.kind == "combined" and entry.concerns(value) and not entry.is_silent(value):
+            entry = self.meets(key, command.schema, value)[1]
+            if entry and entry.kind == "combined" and entry.concerns(value) and not entry.is_silent(value):
                 named[entry].append(key)
         for entry in (entry for entry in self.consulted if entry in named):
             sets = self._compute(entry, named[entry], command)
@@ -231,12 +256,17 @@ class Translation:
         own, are added to its `keys`, and no longer left."""
         look, sets, failed = Look(command.find, entry, [command.values[key] for key in keys]), {}, {}
         for key, value in entry.sets.items():
-            if not command.stays(key, entry.drops.get(key)) and not (entry.usual and command.values.get(key)):
-                try:
-                    computed = value(look) if callable(value) else value
-                    sets |= {key: computed} if computed is not None else {}
-                except (ValueError, ArithmeticError) as error:
-                    failed[key] = error
+            stays = command.stays(key, entry.drops.get(key)) or (entry.usual and command.values.get(key))
+            if stays and not (entry.is_same and callable(value)):
+                continue
+            try:
+                computed = value(look) if callable(value) else value
+            except (ValueError, ArithmeticError) as error:
+                failed |= {} if stays else {key: error}
+                continue
+            for name in keys if entry.is_same and callable(value) else ():
+                command.place(key, command.values[name] if computed == look.value else computed, command.texts[name])
+            sets |= {key: computed} if computed is not None and not stays else {}
         for key in (key for key in look.read if key in command.values and key not in keys):
             _, read, held = self.meets(key, command.schema, command.values[key])
             keys += [key] * (not held and (read is None or read.kind != "combined"))
@@ -253,7 +283,8 @@ class Translation:
     ) -> tuple[list[Finding], list[str]]:
         """Return the findings about keys that hybridrl does not have, given the values of all keys, and those of them
         that are unknown. What was translated, or rejected with the arguments, is left out."""
-        shared, findings, unknown = defaultdict[Entry, list[str]](list), Findings(), []
+        shared, findings, unknown = defaultdict[str, list[str]](list), Findings(), []
+        reasons = dict[str, Entry]()
         for key, value in foreign.items():
             _, entry, held = self.meets(key, schema, value)
             if held or (entry and entry.kind in SETTING):
@@ -261,17 +292,37 @@ class Translation:
             if entry is None:
                 unknown += [key] * (self.of_other(key, schema) is None)
             elif not entry.is_silent(value) and not entry.accepts(value, values):
-                shared[entry].append(key)  # one reason holds for several keys
-        for entry, keys in sorted(shared.items(), key=lambda item: item[0].kind not in REJECTING):
+                shared[reasons.setdefault(entry.why, entry).why].append(key)  # one reason holds for several keys
+        for why, keys in sorted(shared.items(), key=lambda item: reasons[item[0]].kind not in REJECTING):
+            entry, given = reasons[why], [foreign[key] for key in keys]
             if entry.kind in REJECTING:
-                value = foreign[keys[0]]
-                cause = f"{_listed([f'{key}={show(foreign[key])}' for key in keys])}: {entry.why}"
-                fix = entry.fix(value, values) if entry.fix else ""
-                findings.error("unsupported", cause, fix, keys=keys, value=show(value))
+                keys = [key.removesuffix(CHOICE) for key in keys]  # as they are written
+                cause = (
+                    f"{_listed([f'{key}={show(item)}' for key, item in zip(keys, given, strict=True)])}: {entry.why}"
+                )
+                fix = entry.fix(given[0], values) if entry.fix else ""
+                findings.error("unsupported", cause, fix, keys=keys, value=show(given[0]))
             else:
                 cause = f"{_listed(keys)} {'have' if keys[1:] else 'has'} no effect: {entry.why}"
                 findings.warn("ignored-key", cause, keys=keys)
         return findings.items, unknown
+
+
+def _engine_of_section(argument: Argument) -> Argument:
+    """`actor@actor_rollout_ref.actor=NAME_actor`, by which verl chooses a section's engine, as a key of the section."""
+    chosen = re.fullmatch(r"(\w+)_(actor|ref|critic)", argument.raw) if argument.package else None
+    if chosen is None:
+        return argument
+    return replace(argument, key=f"{argument.package}.model_engine", raw=chosen[1], value=chosen[1], package=None)
+
+
+def _alike(value: Any) -> Any:
+    """A value, or its text, so that those that mean the same are equal."""
+    text = show(value).lower()
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _listed(texts: list[str]) -> str:
@@ -281,8 +332,10 @@ def _listed(texts: list[str]) -> str:
 def _apply_entry(entry: Entry, key: str, argument: Argument, command: ForeignCommand, held: bool) -> None:
     """Translate a key that hybridrl does not have, or leave it to be checked by its value."""
     value, text, concerned, sets = argument.value, argument.text, entry.concerns(argument.value), entry.kind in SETTING
-    if held and concerned:  # one name of a mapping that takes any other
-        if not entry.is_silent(value):
+    if held and concerned and not sets:  # one name of a mapping that takes any other, or a value of a key
+        if entry.kind in REJECTING:
+            command.findings.error("unsupported", f"{text}: {entry.why}", keys=key)
+        elif not entry.is_silent(value):
             command.findings.warn("ignored-key", f"{key} has no effect: {entry.why}", keys=key)
     elif (sets and not concerned) or (entry.named and value != command.around.get(key)):
         # null is how the other system switches a key off; a file may name a key that a command may not.
@@ -299,6 +352,7 @@ def _apply_entry(entry: Entry, key: str, argument: Argument, command: ForeignCom
             command.findings.warn("old-name", cause, keys=(key, *values))
             for name, item in values.items():
                 command.put(name, item, text)
+                command.place(name, item, text.lstrip("+"))
 
 
 def read_table(file: str) -> dict[str, Any]:

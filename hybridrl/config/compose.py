@@ -220,7 +220,7 @@ class Overrides:
         if key == PRESET or (key == "algorithm" and raw in presets()):
             self.arguments.append(f"+{PRESET}={raw}")
             self.written[PRESET] = written
-        elif key.startswith("hydra."):
+        elif key.startswith(("hydra.", "hydra/")) and key not in ("hydra/launcher", "hydra/sweeper"):
             self.findings.warn("ignored-key", f"{key} has no effect: Hydra only reads the configuration here", keys=key)
         elif argument.package or not written or (argument.deletes and key not in known):
             self.arguments.append(argument.text)
@@ -264,7 +264,7 @@ def parse_overrides(
     for text in overrides:
         with findings.gathered("syntax"):
             arguments.append((read_argument(text), text))
-    if not all(_is_own(argument.key, tree(schema)) for argument, _ in arguments):
+    if not all(_is_own(argument.key, argument.value, tree(schema)) for argument, _ in arguments):
         translation = translation or plugins.load("translation")
         command = translation.translate([argument for argument, _ in arguments], schema, around or {})
         findings.add(*command.findings.items)
@@ -275,10 +275,11 @@ def parse_overrides(
     return parsed
 
 
-def _is_own(key: str, known: dict[str, Any]) -> bool:
+def _is_own(key: str, value: Any, known: dict[str, Any]) -> bool:
     """Whether a key is certainly hybridrl's: sections, which verl's commands choose, and names in mappings may not."""
     other = key == PRESET or key.startswith(("hydra.", "hydra/", f"{OWN}."))
-    return other or (key in known and not dataclasses.is_dataclass(known[key]))
+    plain = key in known and not dataclasses.is_dataclass(known[key])
+    return other or (plain and (not key.endswith(".strategy") or str(value).startswith("fsdp")))  # or verl's engine
 
 
 def split_sweep(overrides: list[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -316,12 +317,12 @@ def plain_values(
     and wins.
     """
     known, values, first, idle = tree(schema), custom_values(file), [], []
-    foreign = [key for key, value in values.items() if value != MISSING and not _is_own(key, known)]
+    foreign = [key for key, value in values.items() if value != MISSING and not _is_own(key, value, known)]
     if foreign:
         translation = translation or plugins.load("translation")
         texts = {key: as_override(values[key]) for key in foreign}
         of_file = [Argument(f"++{key}={raw}", key, raw, values[key]) for key, raw in texts.items()]
-        command = translation.translate(of_file, schema, values)
+        command = translation.translate(of_file, schema, values, of_file=True)
         findings.add(*command.findings.items)
         first = [text for text, _ in command.arguments if holds(known, key_of(text))]
         idle = {key for key in foreign if holds(known, key)} - {*map(key_of, first)}

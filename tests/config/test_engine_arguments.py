@@ -35,11 +35,9 @@ def sglang_errors(argument: str, *more: str) -> list[str]:
 
 
 def test_an_argument_that_a_key_sets_is_rejected_with_that_key():
-    (text,) = errors("max_model_len=4096")
-    assert text == (
-        f"{ROLLOUT}{KEY}.max_model_len=4096: {ROLLOUT}.max_model_len sets it, for trainer and engine alike; "
-        f"set {ROLLOUT}.max_model_len=4096"
-    )
+    (text,) = errors("model=b")
+    key = "actor_rollout_ref.model.path"
+    assert text == f"{ROLLOUT}{KEY}.model=b: {key} sets it, for trainer and engine alike; set {key}=b"
 
 
 def test_an_argument_that_would_make_every_importance_ratio_wrong_is_rejected():
@@ -55,11 +53,8 @@ def test_a_name_that_the_engine_does_not_have_is_rejected_with_the_nearest_one()
 @pytest.mark.parametrize(
     ("argument", "key", "value"),
     [
-        ("tp_size=2", f"{ROLLOUT}.tensor_model_parallel_size", "2"),
-        ("context_length=4096", f"{ROLLOUT}.max_model_len", "4096"),
-        ("mem_fraction_static=0.7", f"{ROLLOUT}.gpu_memory_utilization", "0.7"),
+        ("model_path=b", "actor_rollout_ref.model.path", "b"),
         ("disable_radix_cache=true", f"{ROLLOUT}.enable_prefix_caching", "false"),
-        ("disable_cuda_graph=true", f"{ROLLOUT}.enforce_eager", "true"),
         ("device=cuda", "trainer.device", "cuda"),
     ],
 )

@@ -37,7 +37,7 @@ def command_lines(file: str) -> list[dict]:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_no_entry_speaks_of_a_key_that_is_one_here(system: str) -> None:
-    named = {key for entry in SYSTEMS[system].entries for key in entry.keys}
+    named = {key for entry in SYSTEMS[system].entries for key in entry.keys if not entry.when}
     assert not (named | SYSTEMS[system].table["moved"].keys()) & KNOWN.keys()
 
 
@@ -236,7 +236,7 @@ def test_what_cannot_work_is_rejected_with_its_value(load: Load, overrides: list
 @pytest.mark.parametrize(
     ("old", "key", "value"),
     [
-        ("rollout.n=4", "actor_rollout_ref.rollout.n", 4),
+        ("rollout.n=8", "actor_rollout_ref.rollout.n", 8),
         ("critic.model.fsdp_config.param_offload=true", "critic.fsdp.param_offload", True),
         (f"{ACTOR}.optim.warmup_style=cosine", f"{ACTOR}.optim.lr_scheduler_type", "cosine"),
         (f"{ACTOR}.optim.lr_decay_style=WSD", f"{ACTOR}.optim.lr_scheduler_type", "wsd"),
@@ -259,6 +259,78 @@ def test_an_old_name_sets_the_key_it_became_and_says_so(load: Load, old: str, ke
         found = vars(found)[name]
     assert found == value
     assert any(note.startswith(old.lstrip("+").split("=")[0]) and " is now " in note for note in loaded.notes)
+
+
+REPLAY, CORRECTION = f"{ACTOR}.router_replay.mode", "algorithm.rollout_correction"
+TWICE = [
+    (f"{REPLAY}=R3", f"{ACTOR}.megatron.router_replay.mode=disabled"),
+    (f"{ACTOR}.megatron.param_offload=true", f"{ACTOR}.fsdp_config.param_offload=false"),
+    (f"{ACTOR}.megatron.dtype=bf16", f"{ACTOR}.torchtitan.dtype=fp32"),
+    (f"{ACTOR}.megatron.context_parallel_size=2", f"{ACTOR}.ulysses_sequence_parallel_size=4"),
+    (f"{ACTOR}.megatron.context_parallel_size=2", f"{ACTOR}.veomni.ulysses_parallel_size=4"),
+    (f"{ACTOR}.optim.decay_type=cosine", f"{ACTOR}.optim.lr_scheduler_type=linear"),
+    (f"{ACTOR}.optim.min_lr=1e-7", f"{ACTOR}.optim.min_lr_ratio=0.5"),
+    ("reward_model.reward_manager=dapo", "reward.reward_manager.name=naive"),
+    (f"{ACTOR}.use_rollout_log_probs=true", f"{CORRECTION}.bypass_mode=false"),
+    (f"{ACTOR}.tis_imp_ratio_cap=2", f"{CORRECTION}.rollout_is_threshold=3"),
+    (f"+{ROLLOUT}.engine_kwargs.vllm.max_model_len=4096", f"{ROLLOUT}.max_model_len=2048"),
+]
+
+
+@pytest.mark.parametrize("pair", TWICE)
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_places_of_one_setting_with_different_values_are_an_error(load: Load, pair, order: int) -> None:
+    (error,) = (line for line in errors_of(load, *GRPO, *pair[::order]) if "two places" in line)
+    assert all(text.lstrip("+") in error for text in pair) and error.endswith("with different values; leave one out")
+
+
+def test_two_places_with_the_same_value_and_one_that_is_set_twice_are_accepted(load: Load) -> None:
+    words = (f"{ACTOR}.grad_clip=0.50", f"{ACTOR}.optim.clip_grad=0.5", f"{ACTOR}.megatron.router_replay.mode=null")
+    assert (
+        load(*GRPO, *words, "data.shuffle=true", "data.shuffle=false").config.actor_rollout_ref.actor.grad_clip == 0.5
+    )
+
+
+def test_two_places_in_a_file_are_compared_unless_one_has_what_is_usual(load: Load, tmp_path: Path) -> None:
+    for clip, outcome in ((1.0, 0.5), (0.7, None)):
+        (tmp_path / "mine.yaml").write_text(
+            "defaults: [ppo_trainer, _self_]\n"
+            f"actor_rollout_ref: {{actor: {{grad_clip: {clip}, optim: {{clip_grad: 0.5}}}}}}\n"
+        )
+        if outcome is None:
+            with pytest.raises(ConfigError, match="two places"):
+                load(*GRPO, config_dir=tmp_path, config_name="mine")
+        else:
+            config = load(*GRPO, config_dir=tmp_path, config_name="mine").config
+            assert config.actor_rollout_ref.actor.grad_clip == outcome
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {actor: {grad_clip: 0.7}}\n"
+    )
+    command = load(*GRPO, f"{ACTOR}.optim.clip_grad=0.5", config_dir=tmp_path, config_name="mine")  # which wins
+    assert command.config.actor_rollout_ref.actor.grad_clip == 0.5
+
+
+@pytest.mark.parametrize(
+    ("argument", "key", "value"),
+    [
+        ("vllm.max_model_len=1024", "max_model_len", 1024),
+        ("vllm.gpu_memory_utilization=0.7", "gpu_memory_utilization", 0.7),
+        ("sglang.context_length=1024", "max_model_len", 1024),
+        ("sglang.disable_cuda_graph=true", "enforce_eager", True),
+    ],
+)
+def test_an_argument_of_the_engine_that_has_a_key_sets_the_key(load: Load, argument: str, key: str, value) -> None:
+    rollout = load(*GRPO, f"+{ROLLOUT}.engine_kwargs.{argument}").config.actor_rollout_ref.rollout
+    assert vars(rollout)[key] == value and not rollout.engine_kwargs.vllm and not rollout.engine_kwargs.sglang
+
+
+def test_hydra_s_own_settings_have_no_effect_and_its_launchers_are_rejected(load: Load) -> None:
+    words = ("hydra/job_logging=none", "hydra/hydra_logging=colorlog", "hydra.run.dir=x")
+    assert [note.partition(" has no effect")[0] for note in load(*GRPO, *words).notes] == [
+        word.partition("=")[0] for word in words
+    ]
+    (line,) = errors_of(load, *GRPO, "hydra/launcher=joblib")
+    assert "hydra/launcher: Hydra only reads the configuration here; hybridrl sweep runs several values" in line
 
 
 def test_an_old_key_that_was_switched_off_sets_nothing(load: Load) -> None:

@@ -42,6 +42,7 @@ def save_model(name: str, directory: Path) -> Path:
     return directory
 
 
+LITE = "keys of Megatron-Lite are not translated, as training runs on FSDP2; leave it out"
 FSDP, TOKENS = "training runs on FSDP2", "heads that predict several tokens are not supported"
 # A script -> the model that it names, and what its errors say; nothing where the command is accepted.
 SCRIPTS = {
@@ -61,10 +62,8 @@ SCRIPTS = {
     "ppo_trainer/run_qwen3_8b_megatron": ("qwen3-8b",),
     "router_replay/run_qwen3_5_35b_a3b_veomni": ("qwen3.5-35b",
                                                  "router_replay.mode=R2: the experts of the old policy's own"),
-    "sft/gsm8k/run_nemotron_nano_v3_megatron": ("nemotron", f"engine=megatron: {FSDP}", f"optim=megatron: {FSDP}",
-                                                "engine.tensor_model_parallel_size=8, "),
-    "sft/gsm8k/run_qwen_megatron_fsdp": ("qwen2.5-7b", f"engine=megatron: {FSDP}", f"optim=megatron: {FSDP}",
-                                         "engine.tensor_model_parallel_size=4, "),
+    "sft/gsm8k/run_nemotron_nano_v3_megatron": ("nemotron", f"tensor_model_parallel_size=8 and 10 more: {FSDP} only"),
+    "sft/gsm8k/run_qwen_megatron_fsdp": ("qwen2.5-7b", f"engine.tensor_model_parallel_size=4 and 6 more: {FSDP} only"),
     "tuning/lora/run_qwen3_30b_a3b_megatron": ("qwen3-30b", "adapters cannot be combined with it"),
 }  # fmt: skip
 
@@ -134,7 +133,58 @@ def test_an_engine_has_its_line_also_where_the_command_names_all_that_it_would_s
 def test_verl_s_usual_engine_says_nothing_and_an_unknown_one_is_rejected() -> None:
     assert notes("model_engine=dp") == []
     (error,) = resolved("model_engine=mlite").findings.errors
-    assert error.text.startswith("model_engine=mlite: there is no such engine here, as training runs on FSDP2")
+    assert error.text == "model_engine=mlite: " + LITE
+    (error,) = resolved("model_engine=no_such").findings.errors
+    assert error.text.startswith("model_engine=no_such: there is no such engine here, as training runs on FSDP2")
+
+
+PLACES = [f"{ACTOR}.model_engine", "critic.model_engine", f"{REF}.model_engine", "actor.model_engine"]
+PLACES += [f"{ACTOR}.strategy", "critic.strategy", f"{REF}.strategy", "ref.strategy"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("engine", ["megatron", "automodel", "veomni"])
+def test_an_engine_is_accepted_wherever_verl_has_a_key_for_it(place: str, engine: str) -> None:
+    assert all(FSDP in note for note in notes(f"{place}={engine}"))
+    assert any("no effect" in note or "lr_scheduler_type=cosine" in note for note in notes(f"{place}={engine}"))
+    (error,) = resolved(f"{place}=mlite").findings.errors
+    assert error.text.endswith(f"=mlite: {LITE}")
+
+
+def test_an_engine_may_be_chosen_for_a_section() -> None:
+    (note,) = notes(f"actor@{ACTOR}=megatron_actor", "critic@critic=dp_critic", f"{ACTOR}.strategy=fsdp2")
+    assert note.startswith(f"{ACTOR}.model_engine has no effect: training runs on FSDP2")
+
+
+LITE_SIZES = ("tp=2", "etp=1", "pp=2", "vpp=1", "ep=4", "cp=1", "impl=lite", "impl_cfg.use_thd=True", "model_name=auto")
+
+
+def test_a_command_of_megatron_lite_is_rejected_in_one_sentence() -> None:
+    words = [f"actor@{ACTOR}=mlite_actor", f"ref@{REF}=mlite_ref", "hydra.searchpath=[pkg://verl_mlite.config]"]
+    words += [f"{part}.engine.{size}" for size in (*LITE_SIZES, "param_offload=True") for part in (ACTOR, REF)]
+    state = (
+        f"+{ACTOR}.optim.override_optimizer_config.{one}"
+        for one in ("offload_fraction=1", "decoupled_weight_decay=true")
+    )
+    (error,) = resolved(*words, *state).findings.errors
+    assert error.text.endswith(f" and 18 more: {LITE}") and len(error.keys) == 22
+
+
+@pytest.mark.parametrize(
+    ("engine", "keys", "said"),
+    [
+        ("megatron", ("tensor_model_parallel_size=8", "use_mbridge=True", "override_transformer_config.a=1"), FSDP),
+        ("automodel", ("tp_size=2", "backend_config.attn=te", "distributed_strategy=fsdp2"), FSDP),
+        ("torchtitan", ("tensor_parallel_size=2", "data_parallel_shard_size=4"), FSDP),
+        ("mlite", LITE_SIZES, LITE),
+    ],
+)
+def test_supervised_training_by_another_engine_is_rejected_in_one_sentence(engine, keys, said) -> None:
+    words = ["model.path=a/b", "data.train_files=x.jsonl", f"engine={engine}", *(f"engine.{key}" for key in keys)]
+    words += [f"optim={engine}", "optim.min_lr=1e-6"] if engine != "mlite" else []
+    (error,) = resolve_config(SFTConfig, words, "sft_trainer", offline=True).findings.errors
+    assert f"engine={engine}, engine.{keys[0]}" in error.text and said in error.text
+    assert len(error.keys) == len(words) - 2
 
 
 @pytest.mark.parametrize("name", ["ppo_megatron_trainer", "fully_async_ppo_megatron_trainer.yaml"])
@@ -258,7 +308,8 @@ def test_what_changes_training_has_a_sentence_and_a_kernel_none(override: str, s
         (f"+{LAYERS}.mtp_num_layers=1", "heads that predict several tokens are not supported"),
         (f"+{LAYERS}.fp8=hybrid", "training in 8 or 4 bits is not supported"),
         (f"{MEGATRON}.no_such_key=1", "it has no counterpart here, as training runs on FSDP2"),
-        (f"{ACTOR}.mlite.tp=2", "keys of Megatron-Lite are not translated, as training runs on FSDP2"),
+        (f"{ACTOR}.engine.tp=2", LITE),
+        (f"{REF}.engine.impl_cfg.use_thd=true", LITE),
         (f"{MEGATRON}.qat.enable=true", "training for a quantised model is not supported"),
     ],
 )
