@@ -23,6 +23,7 @@ setup(
     package_data={
         "hybridrl.compat": ["**/*.yaml"],
         "hybridrl.conf": ["**/*.yaml"],
+        "hybridrl.doctor": ["*.sh"],
         "hybridrl.report": ["*.css", "*.js"],
         "hybridrl.tracking": ["*.yaml"],
     },

@@ -47,7 +47,7 @@ def main() -> int:
         near = "".join(f"; {name}?" for name in difflib.get_close_matches(first, [*COMMANDS, *further], n=1))
         if first in pkgutil.resolve_name("hybridrl.doctor.__main__:COMMANDS"):
             near = f"; hybridrl doctor {first}?"
-        print(usage + (f"\n\nerror: there is no command {first}{near}" if first else ""))
+        print(f"error: there is no command {first}{near} (hybridrl --help lists them)" if first else usage)
         return EXIT_REJECTED
     module = COMMANDS[first][0] if first in COMMANDS else further[first]
     if first == "sweep":

@@ -15,6 +15,11 @@ usage_error() {
     exit 2
 }
 
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+    sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//p}' scripts/quickstart.sh
+    exit
+fi
+
 out=outputs/quickstart make=make_data.py warmup=warmup train=train show=show.py
 demonstrations="most of them lazy and some careless" learning="sample 8 responses per problem, reinforce the right ones"
 seed=0 overrides=() install=() python=.venv/bin/python engine=vLLM

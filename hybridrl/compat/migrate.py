@@ -16,13 +16,15 @@ from hybridrl.config.compose import SHIPPED, Overrides, as_override, key_of, par
 from hybridrl.config.findings import ConfigError, Finding, Findings, show
 from hybridrl.config.load import resolve_config
 from hybridrl.config.values import holds, tree, value_of
-from hybridrl.doctor.launches import TrainingLaunch, launches_of, quoted, readable
+from hybridrl.doctor.launches import MARK, TrainingLaunch, launches_of, quoted, readable
 from hybridrl.tracking.console import print_text
 
 # Values for keys that a command does not set in a usable way.
 PLACEHOLDERS = {"data.train_files": "path/to/train.parquet", "actor_rollout_ref.model.path": "path/to/model"}
 PLACEHOLDERS |= {"model.path": "path/to/model"}
 ROUNDS = 30  # of removing rejected overrides
+# Ends of keys whose default, unlike verl's, changes nothing that is trained on, or what a run needs.
+MINOR = (".dtype", ".async_save", "_megabytes", ".num_workers", "_name", "_dir", ".device")
 GROUPED = ("ignored-key", "unsupported")  # findings that name the first few of their keys
 
 
@@ -62,7 +64,7 @@ def _migrate(launch: TrainingLaunch) -> int:
     if launch.system == "verl":
         _other_defaults(launch)
     # The overrides with current names, quoted, without those that are ignored or rejected.
-    settings = [text.lstrip("+").partition("=") for text in _parsed(overrides, launch).arguments]
+    settings = [text.lstrip("+").partition("=") for text in _parsed([*overrides, *launch.computed], launch).arguments]
     last = {key: value for key, _, value in settings if holds(tree(schema), key.lstrip("~"))}
     _report_left_out(written, last, launch)
     for finding in findings.items:
@@ -78,10 +80,19 @@ def _accept(launch: TrainingLaunch) -> None:
     schema, system = launch.schema, SYSTEMS[launch.system]
     for _ in range(ROUNDS):
         result = resolve_config(schema, launch.overrides, SHIPPED[schema], offline=True, translation=system).findings
-        launch.findings.add(*(item for item in result.items if item.severity != "info" or item.code == "own-key"))
-        remaining = launch.overrides
+        remaining, computed = launch.overrides, []
         for finding in result.errors:
+            texts = [text for text in remaining if MARK.search(text) and {*finding.keys} & {*_keys(text, launch)}]
+            if finding.code == "value" and texts:  # which bash computes when the command below runs
+                computed.append(finding)
+                launch.computed += texts
+                cause = (
+                    f"{texts[-1]}: a program computes the value, so it is not checked, and stays in the command below"
+                )
+                launch.findings.warn("computed", cause, keys=finding.keys)
             remaining = _without(remaining, finding, launch)
+        shown = (item for item in result.items if item not in computed)
+        launch.findings.add(*(item for item in shown if item.severity != "info" or item.code == "own-key"))
         if remaining == launch.overrides:
             break
         launch.overrides = remaining
@@ -142,7 +153,8 @@ def _other_defaults(launch: TrainingLaunch) -> list[str]:
     defaults = SYSTEMS[system].table["defaults"] if launch.schema is PPOConfig else supervised
     changed = []
     for key, theirs in defaults.items():
-        if key not in written and theirs != (here := value_of(usual, key)):
+        matters = system != "verl" or not key.endswith(MINOR)
+        if matters and key not in written and theirs != (here := value_of(usual, key)):
             changed.append(f"{key}={show(here)} here, {show(theirs)} in {system}")
             overrides.append(f"{key}={as_override(theirs)}")
     if changed and system == "verl":

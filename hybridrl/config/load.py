@@ -35,6 +35,7 @@ from hybridrl.runs import plugins
 
 T = TypeVar("T")
 Report = Callable[[str], None]
+WHOLE_WORDS: Any = {"break_on_hyphens": False, "break_long_words": False}  # of keys and paths that are wrapped
 COLUMN = 46  # where meanings begin
 # Files that verl's commands name, with --config-path=config or none; what they set is in the table of verl's keys.
 VERL_FILES = re.compile(r"((fully_async_|one_step_off_)?ppo|dapo)_(megatron_)?trainer|sft_trainer(_engine)?")
@@ -191,7 +192,7 @@ def explain_keys(config_name: str, wanted: str, first: tuple[str, ...], width: i
     if not wanted:
         lines = ["keys to begin with:", *(_entry(key, value_of(values, key), meanings[key], width) for key in first)]
         names = ", ".join(filter(None, sections))
-        listed = textwrap.fill(f"all, {names}", width, initial_indent="  ", subsequent_indent="  ")
+        listed = textwrap.fill(f"all, {names}", width, initial_indent="  ", subsequent_indent="  ", **WHOLE_WORDS)
         more = "hybridrl doctor explain KEY explains one key, hybridrl doctor checks a command."
         return "\n".join([*lines, "\nmore keys, by section (--help SECTION):", listed, f"\n{more}"])
     inside = {name: keys for name, keys in sections.items() if f"{name}.".startswith(f"{wanted}.") or wanted == "all"}
@@ -307,6 +308,6 @@ def _comments(file: Path, package: str) -> dict[str, str]:
 
 def _entry(name: str, value: Any, meaning: str, width: int) -> str:
     head = f"  {name} " + ("(must be set)" if value == MISSING else f"= {show(value)}")
-    lines = textwrap.wrap(meaning, max(width - COLUMN, 20), break_on_hyphens=False)
+    lines = textwrap.wrap(meaning, max(width - COLUMN, 20), **WHOLE_WORDS)
     first = head.ljust(COLUMN) + lines.pop(0) if len(head) < COLUMN - 1 else head
     return "\n".join([first, *(" " * COLUMN + line for line in lines)])

@@ -77,9 +77,10 @@ def show(findings: Findings, *, as_json: bool, verdict: bool = False) -> int:
     console, groups = Terminal(highlight=False), defaultdict[str, list[Finding]](list)
     for finding in findings.items:  # codes of configuration keys have only one part
         groups[finding.code.partition(".")[0] if "." in finding.code else "configuration"].append(finding)
-    for group, members in groups.items():
+    worst = {group: min(map(_rank, members)) for group, members in groups.items()}
+    for group, members in sorted(groups.items(), key=lambda item: -worst[item[0]]):  # errors last: next to the prompt
         _print(console, 0, Text(group, "bold"))
-        for finding in sorted(members, key=lambda finding: [*STYLES].index(finding.severity)):
+        for finding in sorted(members, key=_rank, reverse=True):
             severity = (finding.severity, STYLES[finding.severity])
             _print(console, 2, Text.assemble(severity, f" [{finding.code}] {mask_text(finding.statement)}"))
             if finding.fix:
@@ -92,10 +93,15 @@ def show(findings: Findings, *, as_json: bool, verdict: bool = False) -> int:
     return int(failed > 0)
 
 
+def _rank(finding: Finding) -> int:
+    return [*STYLES].index(finding.severity)
+
+
 def _print(console: Terminal, indent: int, text: Text) -> None:
-    """Wrap and indent on a terminal; elsewhere keep one line per line."""
+    """Wrap between words and indent on a terminal; elsewhere keep one line per line."""
     if console.is_terminal:
-        console.print(Padding.indent(text, indent))
+        text.overflow = "ignore"  # a path or key that is longer than a line stays in one piece
+        console.print(Padding.indent(text, indent), crop=False)
     else:
         separator = Text("\n" + " " * (indent + 2))
         console.print(Text(" " * indent) + separator.join(text.split("\n")), soft_wrap=True)

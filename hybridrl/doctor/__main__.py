@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import CONF, PRESET, SHIPPED, nearest_keys, shipped
 from hybridrl.config.findings import show as as_text
-from hybridrl.config.load import ResolvedConfig, batch_arithmetic, key_meanings, resolve_config
+from hybridrl.config.load import WHOLE_WORDS, ResolvedConfig, batch_arithmetic, key_meanings, resolve_config
 from hybridrl.config.values import EXPECTED, MISSING, Range, tree, value_keys, value_of
 from hybridrl.doctor import add_run_arguments, show
 from hybridrl.runs.plugins import load
@@ -93,7 +93,7 @@ def search(argv: list[str]) -> int:
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     for head, meaning in matches:
         print(head)
-        print(textwrap.fill(meaning, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False))
+        print(textwrap.fill(meaning, width, initial_indent="    ", subsequent_indent="    ", **WHOLE_WORDS))
     if not matches:
         print("nothing found")
     return 0 if matches else 1

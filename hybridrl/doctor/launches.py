@@ -59,6 +59,8 @@ OF_PROGRAM = {
 }
 OPTIONS = {"--config-path": "path", "-cp": "path", "--config-dir": "path", "-cd": "path"}
 OPTIONS |= {"--config-name": "name", "-cn": "name", "--config": "file"}
+ADDED = re.compile(r"^[^#\n]*\$(@|\*|\{[@*])", re.MULTILINE)
+MISSED = re.compile(r"value too great|division by 0|syntax error")  # after which bash gives up a command, or a loop
 PER_NODE = ("--nproc_per_node", "--nproc-per-node")
 
 
@@ -72,6 +74,7 @@ class TrainingLaunch:
     derived: bool
     options: dict[str, str] = field(default_factory=dict)
     overrides: list[str] = field(default_factory=list)
+    computed: list[str] = field(default_factory=list)  # overrides of which only a program knows the value
     findings: Findings = field(default_factory=Findings)
 
     def __post_init__(self) -> None:
@@ -85,23 +88,28 @@ def launches_of(script: Path, arguments: Sequence[str]) -> list[TrainingLaunch]:
 
     Raises ValueError if there is none, or the script cannot be read.
     """
-    stopped = ""
+    stopped = failed = ""
     if script.suffix in (".yaml", ".yml"):  # settings by themselves; the sections show which system they belong to
         values = file_values(script, []).values
         system = "AReaL" if "gconfig" in values else "SkyRL" if "generator" in values else "verl"
         launches = [TrainingLaunch(system, PPOConfig, "the script it is for", system == "AReaL", {"file": str(script)})]
     else:
-        commands, stopped = commands_of(script, arguments)
+        commands, stopped, failed = commands_of(script, arguments)
         different = dict.fromkeys(map(tuple, commands))  # a loop may start the same run until it succeeds
         launches = [launch for words in different if (launch := _launch([*words]))]
         if not launches:
             runs = ", ".join(dict.fromkeys(filter(None, map(_program, commands))))
-            reasons = (runs and f"; it runs {runs}") + (stopped and f"; bash stopped: {stopped}")
+            last = f"; bash stopped: {stopped}" if stopped else failed and f"; bash's last error: {failed}"
+            reasons = (runs and f"; it runs {runs}") + last
             raise ValueError(f"no command of {script} runs a training program of verl, SkyRL or AReaL{reasons}")
+        if not arguments and ADDED.search(script.read_text(encoding="utf-8", errors="replace")):
+            cause = f"{script} adds its own arguments ($@), of which there are none here: write them after its name"
+            launches[0].findings.info("arguments", cause)
     for launch in launches:
         _read_file(launch, script)
-    if stopped:
+    if stopped or MISSED.search(failed):
         cause = f"{script} was not read to its end, so runs after that are missing: {stopped}"
+        cause = cause if stopped else f"bash left out a command of {script}, in which a run may be: {failed}"
         launches[-1].findings.warn("incomplete", cause)
     return launches
 
@@ -201,63 +209,22 @@ NEW_LINE = "\x1e"  # in words: bash would write a line at a time, between those 
 END = NEW_LINE  # a separate word after each command: no argument is a single newline
 # A program's output: its command in hexadecimal. It begins with a digit, so that arithmetic with it is an error.
 MARK = re.compile(r"9q([0-9a-f]+)q")
-SOURCES = "date|hostname|whoami|id|uuidgen|git|nproc|cat"  # whose output is part of a name or a number
+SOURCES = "date|hostname|whoami|id|uuidgen|git|nproc|cat|shuf|od|openssl|expr|mktemp"  # of part of a name or a number
+# A command within a text for another shell: ssh, tmux, docker, a script that is written to a file. Not one of a program
+# whose own words are settings, or are Python.
+TRAINS = r"main_|sft_trainer|areal|actor_rollout_ref\.|trainer\.policy\."
+SETTING = r"^[+~]*(actor_rollout_ref|data|trainer|algorithm|generator|model|optim|reward\w*|critic|rollout)\.[a-z_.]+="
 # A program's path, which a restricted bash starts only if a function has its name.
 PATHS = re.compile(r"(?<![\w./$}-])(?:[\w.][\w.-]*)?/[\w./-]*\w")
-# Every program is recorded instead of run; builtins that would exit the shell or change anything do nothing. No process
-# is there to be waited for, and a loop that sleeps so often waits for what only a program could do: its `sleep` leaves
-# it, which no function could, and is one command, so that it may stand wherever a command may.
-PRELUDE = r"""
-__mark() {
-    local text="$*" code i LC_ALL=C
-    printf 9q
-    for ((i = 0; i < ${#text}; i++)); do printf -v code %d "'${text:i:1}"; printf %02x "$((code & 255))"; done
-    printf q
-}
-__record() {
-    local word  # each is written at once: the commands of a pipeline run at the same time
-    for word in "$@" $'\n'; do printf '%s\0' "$BASHPID ${word//$'\n'/$'\x1e'}"; done >&"$RECORD"
-}
-command_not_found_handle() {
-    local input="" command="" called
-    __record "$@"
-    [[ -p /dev/stdin ]] && IFS= read -r -d '' input
-    printf -v called '%q ' "$@"
-    if [[ $input =~ ^9q[0-9a-f]+q$ ]]; then command="$input | $called"
-    elif [[ -n $input ]]; then command="echo \"${input%$'\n'}\" | $called"
-    elif [[ ${1##*/} =~ ^($SOURCES)$ ]]; then command=$called; fi
-    [[ -n $command ]] && __mark "${command% }"
-    [[ "$*" =~ main_|sft_trainer|areal|actor_rollout_ref\.|trainer\.policy\. ]]  # others fail, as if not installed
-}
-basename() { local name="${1%/}"; name="${name##*/}"; printf '%s\n' "${name%"${2-}"}"; }
-dirname() { [[ $1 == */* ]] && printf '%s\n' "${1%/*}" || printf '.\n'; }
-realpath() { printf '%s\n' "${@: -1}"; }
-readlink() { printf '%s\n' "${@: -1}"; }
-for name in python python3 python3.10 python3.11 python3.12 "${__paths[@]}"; do
-    eval "function $name { command_not_found_handle $name \"\$@\"; }"
-done
-__slept() { (( ++__sleeps[BASH_LINENO[0]] % 100 == 0 )); }
-shopt -s expand_aliases
-alias sleep='builtin eval "__slept && break; : #"'
-exec() { command_not_found_handle "$@"; }
-for name in set cd . source exit trap ulimit shopt alias unalias; do eval "$name() { :; }"; done
-eval() {
-    local text="$*" i
-    __record "$EVALUATED" "$text"
-    for i in "${!__texts[@]}"; do [[ $text == "${__texts[i]}" ]] && text=${__without_files[i]} && break; done
-    builtin eval "$text"
-}
-kill() { false; }
-wait() { [[ $1 != -n ]]; }
-"""
+PRELUDE = Path(__file__).with_name("prelude.sh").read_text(encoding="utf-8")
 LAST = "the end of the script"  # which is recorded there
 LAST_LINE = f"\ncommand_not_found_handle '{LAST}'\n"
 EVALUATED = "a text that is a command"  # recorded with the text
 DEEPEST = 3  # texts in texts that are commands
 
 
-def commands_of(script: Path, arguments: Sequence[str] = ()) -> tuple[list[list[str]], str]:
-    """Return the words of each command that bash reaches, and why it stopped if it did not reach the end.
+def commands_of(script: Path, arguments: Sequence[str] = ()) -> tuple[list[list[str]], str, str]:
+    """Return the words of each command that bash reaches, why it stopped before the end, if it did, and its last error.
 
     Raises ValueError if the script cannot be read, or does not finish and runs nothing.
     """
@@ -265,18 +232,18 @@ def commands_of(script: Path, arguments: Sequence[str] = ()) -> tuple[list[list[
         raise ValueError("a script is read behind Linux's filter for system calls, on x86_64 and aarch64")
     changed: dict[str, str] = {}  # texts that the script evaluates, without their redirections
     for _ in range(DEEPEST):
-        commands, stopped = _run(script, arguments, changed)
+        commands, stopped, failed = _run(script, arguments, changed)
         evaluated = [words[1] for words in commands if words[:1] == [EVALUATED] and words[1:]]
         if any(len(os.fsencode(text)) > LARGEST for text in evaluated):
             raise _too_large(script)
-        texts = {text: without_files(text) for text in dict.fromkeys(evaluated)}
+        texts = {text: without_files(text, sums=True) for text in dict.fromkeys(evaluated)}
         if (more := {text: left for text, left in texts.items() if text != left}) == changed:
             break
         changed |= more
-    return [words for words in commands if words[:1] != [EVALUATED]], stopped
+    return [words for words in commands if words[:1] != [EVALUATED]], stopped, failed
 
 
-def _run(script: Path, arguments: Sequence[str], changed: Mapping[str, str]) -> tuple[list[list[str]], str]:
+def _run(script: Path, arguments: Sequence[str], changed: Mapping[str, str]) -> tuple[list[list[str]], str, str]:
     if script.stat().st_size > LARGEST:
         raise _too_large(script)
     written = script.read_text(encoding="utf-8", errors="surrogateescape")
@@ -288,14 +255,15 @@ def _run(script: Path, arguments: Sequence[str], changed: Mapping[str, str]) -> 
         "__without_files": shlex.join(changed.values()),
     }
     known = " ".join(f"{name}=({items})" for name, items in lists.items())
-    text = f"{known}\n{PRELUDE}{without_files(written)}{LAST_LINE}"
+    before = f"{known}\n{PRELUDE}"
+    text = f"{before}{without_files(written, sums=True)}{LAST_LINE}"
     if len(os.fsencode(text)) > LARGEST or "\0" in text:
         raise _too_large(script)
     start = START.format(str(TOP)) + f"become(sys.argv[1:], {LIMITS})"
     command = [sys.executable, "-I", "-S", "-B", "-c", start, *BASH, text, str(script), *arguments]
     with tempfile.TemporaryFile() as record, tempfile.TemporaryFile() as errors:
         more = {"PATH": EMPTY_PATH, "RECORD": str(record.fileno())}
-        more |= {"SOURCES": SOURCES, "EVALUATED": EVALUATED}
+        more |= {"SOURCES": SOURCES, "EVALUATED": EVALUATED, "TRAINS": TRAINS, "SETTING": SETTING}
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
         options: dict[str, Any] = quiet | {"pass_fds": [record.fileno()], "start_new_session": True}
         with subprocess.Popen(command, env=variables | more, **options) as shell:
@@ -307,13 +275,27 @@ def _run(script: Path, arguments: Sequence[str], changed: Mapping[str, str]) -> 
         record.seek(0)
         errors.seek(0)
         commands = _recorded(record.read().decode(errors="replace"))
-        lines = readable(errors.read().decode(errors="replace")).strip().splitlines()
+        printed = readable(errors.read().decode(errors="replace"))
     if stopped and not commands:
         raise ValueError(stopped)
+    failed = _last_error(printed, script, before.count("\n"))
     if [LAST] in commands:
         commands.remove([LAST])
-        return commands, ""
-    return commands, stopped or (lines[-1] if lines else "it was ended")
+        return commands, "", failed
+    return commands, stopped or failed or "it was ended", failed
+
+
+def _last_error(printed: str, script: Path, before: int) -> str:
+    """Return the last error that bash itself has printed, with its line in the script, which is `before` lines further
+    down in what bash reads; without what only a confined bash says."""
+    line = rf"{re.escape(str(script))}: (?:-c: |eval: )?line (\d+): "
+    errors = [text for text in printed.splitlines() if re.match(line, text) and "not permitted" not in text]
+    last = (
+        errors[-1].replace("restricted: cannot specify `/' in command names", "No such file or directory")
+        if errors
+        else ""
+    )
+    return re.sub(line, lambda found: f"line {int(found[1]) - before}: ", last)
 
 
 def _too_large(script: Path) -> ValueError:

@@ -286,11 +286,16 @@ def memory_plan(config: PPOConfig, findings: Findings, gpus: Sequence[int], free
         findings.error("memory.unknown", f"the model cannot be trained as configured: {error}")
         return
     for index, plan in enumerate(plans):
-        findings.info("memory.plan", f"estimated memory of {plan.place}{plan.remark}, in GiB:\n{plan}")
-        if plan.available and plan.peak > plan.available:
+        phase, short = (
+            "the run" if plan.fullest == HOST else plan.fullest,
+            plan.available and plan.peak > plan.available,
+        )
+        most = f"at most {_gib(plan.peak)} GiB" + f" of {_gib(plan.available)}" * (plan.available > 0)
+        most = f", in GiB:\n{plan}" if short else f": {most}, in {phase}"
+        findings.info("memory.plan", f"estimated memory of {plan.place}{plan.remark}{most}")
+        if short:
             fix = suggest_fix(run, lambda changed, index=index: make_plans(changed)[index].peak, plan.available)
             report = findings.error if plan.certain > plan.available else findings.warn
-            phase = "the run" if plan.fullest == HOST else plan.fullest
             cause = f"memory of {plan.place}: {phase} takes an estimated {_gib(plan.peak)} GiB, and "
             report("memory.lack", f"{cause}{_gib(plan.available)} GiB are free", fix=fix)
     _report_moved(run, findings)

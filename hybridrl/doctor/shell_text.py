@@ -18,17 +18,20 @@ CASE, ESAC = re.compile(r"case(?=\s)"), re.compile(r"esac\b")
 TEST, TEST_END = re.compile(r"\[\[(?=\s)"), re.compile(r"\s\]\](?=[\s;&|)]|$)")
 # A program with its directory, which a restricted bash does not start.
 PROGRAM = re.compile(r"""("?)[^\s="'()<>|&;`]*/(python[\d.]*|torchrun|accelerate|uv)\1(?=[\s;)])""")
+CHANGING = re.compile(r"""(?<![=!<>])=(?!=)|\+\+|--|["'\\\n]""")  # in arithmetic that sets a variable, or is quoted
+OUTPUTS = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")  # of programs
 BETWEEN = " \t\n;&|("  # words
 CONTINUED = "\\\n"  # a line
 
 
-def without_files(script: str) -> str:
-    """Return a script without redirections to or from files and with programs by their names alone.
+def without_files(script: str, *, sums: bool = False) -> str:
+    """Return a script without redirections to or from files and with programs by their names alone; with `sums`, also
+    with a call of `__sum` for each number that is computed without a change of a variable.
 
     A command whose input is a file has none; one whose input is a process substitution gets its output as text, since
     a process substitution is a file too.
     """
-    scanner = _Scanner(script)
+    scanner = _Scanner(script, sums)
     scanner.commands()
     return "".join(scanner.copied)
 
@@ -41,8 +44,8 @@ class _Scanner:
     the time, `nested` keeps what is quoted or expanded within, and `subshells` the parentheses known to be none.
     """
 
-    def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+    def __init__(self, text: str, sums: bool) -> None:
+        self.text, self.at, self.sums = text, 0, sums
         self.copied: list[str] = []
         self.here: list[re.Match[str]] = []
         self.ends = " \t\n;&|<>()"
@@ -110,11 +113,14 @@ class _Scanner:
         return True
 
     def _read_nested(self, in_quotes: bool) -> bool:
+        count = len(self.copied)
         rest = self.text[self.at : self.at + 3]
         if quoted := (ESCAPED if in_quotes else QUOTED).match(self.text, self.at):
             self._copy(len(quoted[0]))
         elif rest == "$((" and self._arithmetic():
-            pass
+            text = "".join(self.copied[count:])[3:-2]
+            if self.sums and not CHANGING.search(OUTPUTS.sub("", text)):
+                self.copied[count:] = [f'$(__number=1; __sum "{text}")']
         elif rest[:2] == "$(" or (rest[:2] in ("<(", ">(") and not in_quotes):
             self._copy(2)
             self.commands(")")
@@ -216,7 +222,7 @@ class _Scanner:
             body = self.text[self.at : end.end() if end else len(self.text)]
             self.at += len(body)
             if delimiter == here[2]:
-                inner = _Scanner(body)
+                inner = _Scanner(body, self.sums)
                 while inner.at < len(body):
                     if not inner._nested(in_quotes=True):
                         inner._copy(1)

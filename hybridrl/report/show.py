@@ -149,10 +149,13 @@ def print_samples(shown: Sequence[SampleRecord], records: Sequence[SampleRecord]
     """Print samples, those of one prompt in one step together where the first of them is, below the prompt and how the
     rewards of its whole group in `records` compare."""
     console = Terminal(highlight=False, soft_wrap=True)
-    groups, whole = by_group(shown), by_group(records)
-    for key, members in groups.items():
+    groups, whole, above = by_group(shown), by_group(records), ""
+    prompts = list(dict.fromkeys(record.prompt for record in shown))
+    for key, members in sorted(groups.items(), key=lambda item: prompts.index(item[1][0].prompt)):
         console.print(Rule(escape(f"step {members[0].step}, {_place(members[0])}"), align="left", style="dim"))
-        console.print(_conversation(members[0]))
+        if members[0].prompt != above:  # once, where several groups have it
+            console.print(_conversation(members[0]))
+        above = members[0].prompt
         if len(whole[key]) > 1:
             console.print(Text(comparison(whole[key], len(members)), "dim"))
         for record in members:

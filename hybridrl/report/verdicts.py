@@ -29,6 +29,7 @@ Limits = tuple[tuple[float, State], ...]
 FEW = 4  # steps, with which nothing is said about a trend
 SHARES: Limits = ((0.3, "bad"), (0.05, "fair"))  # of samples that are cut off or repeat themselves
 FAULTS: Limits = ((0.05, "bad"), (0.0, "fair"))  # of samples that could not be graded
+TIMED = 3  # steps from which times are judged: the first are slower
 BUSY, TAIL = 0.8, 0.4  # the share of a step that phases cover; of a rollout with few requests
 WORDS = {"switch": "switch (engine and trainer)"}
 QUESTIONS = {
@@ -217,8 +218,9 @@ def _taught(samples: ChosenSamples) -> list[tuple[State, str]]:
 def _busy(contents: Contents) -> Light:
     question = "Are the devices busy?"
     steps = [spent for step, spent in contents.phases.items()][1:] or list(contents.phases.values())
-    if not steps:
-        return Light(question, "unknown", "no times were logged")
+    if (count := len(contents.phases)) < TIMED:
+        known = f"not judged by {count} step{'s' * (count > 1)}, as the first are slower"
+        return Light(question, "unknown", known if steps else "no times were logged")
     total = sum(sum(spent.values()) for spent in steps) or 1.0
     shares = {name: sum(spent.get(name, 0.0) for spent in steps) / total for name in {n for one in steps for n in one}}
     useful = sum(shares.pop(name, 0.0) for name in ("rollout", "log-probs", "update"))

@@ -70,9 +70,13 @@ def run_command(command: Command[T], argv: list[str] | None = None) -> int:
             return _show(SWEEP_HELP if arguments.multirun else _help(command, parser, arguments.help))
         return _run(command, given, arguments)
     except ConfigError as error:
+        causes = str(error)
         if arguments.cfg and error.config is not None:  # as far as it can be read
-            _show(as_yaml(error.config, arguments.package or ""), end="")
-        _print("error:", "bold red", str(error))
+            try:
+                _show(as_yaml(error.config, arguments.package), end="")
+            except ConfigError as absent:
+                causes = f"{absent}\n{causes}"
+        _print("error:", "bold red", causes)
         if not arguments.overrides and arguments.config_path == CONF and arguments.help is None:
             _print("", "", f"for example: {command.example_line}\n(--help all lists all keys)")
         return EXIT_REJECTED
@@ -106,14 +110,14 @@ def _run(command: Command[T], given: list[str], arguments: argparse.Namespace) -
     place = {"config_name": arguments.config_name, "config_dir": arguments.config_path}
     if arguments.multirun and arguments.cfg:
         with ended_by_closed_pipe():
-            print_points(command, arguments.overrides, place, arguments.package or "")
+            print_points(command, arguments.overrides, place, arguments.package)
         return 0
     if arguments.multirun:
         return run_sweep(command, given, arguments.overrides, place, arguments.at_once, arguments.only)
     messages = None if arguments.cfg else info
     config = command.load(arguments.overrides, **place, report=partial(_print, "warning:", "yellow"), show=messages)
     if arguments.cfg:
-        return _show(as_yaml(config, arguments.package or ""), end="")
+        return _show(as_yaml(config, arguments.package), end="")
     remember(asdict(config))
     with command.open(config) as run:
         return run(config) or 0
@@ -132,7 +136,14 @@ def _parser(command: Command[T]) -> argparse.ArgumentParser:
     sections = "show this; with a section, such as data, or all, the keys there with value and meaning"
     add("-h", "--help", nargs="?", const="", metavar="SECTION", help=sections)
     add("-c", "--cfg", nargs="?", const="job", choices=["job", "all"], help="print the resolved configuration and exit")
-    add("-p", "--package", metavar="SECTION", help="the section that --cfg prints, such as actor_rollout_ref.rollout")
+    whole = {"type": lambda name: "" if name == "_global_" else name, "default": ""}  # Hydra's name for all of it
+    add(
+        "-p",
+        "--package",
+        metavar="SECTION",
+        **whole,
+        help="the section that --cfg prints, such as actor_rollout_ref.rollout",
+    )
     several = "run every combination of the values given: key=a,b (docs/sweeps.md)"
     add("-m", "--multirun", action="store_true", help=several)
     at_once = "with -m: N runs at a time, each with its part of the machine"

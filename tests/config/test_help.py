@@ -94,3 +94,10 @@ def test_hyperparameters_are_what_differs_from_the_shipped_values(load: Load) ->
     found = hyperparameters(load("actor_rollout_ref.actor.optim.lr=3e-5", "data.seed=7").config)
     assert found["actor_rollout_ref.actor.optim.lr"] == 3e-5 and found["data.seed"] == 7
     assert not {"actor_rollout_ref.rollout.n", "trainer.default_local_dir"} & {*found}
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_word_is_cut_where_the_terminal_is_narrow(width):
+    meanings = " ".join(key_meanings(CONF / "ppo_trainer.yaml").values())
+    words = {word for word in meanings.split() if len(word) > 20}
+    assert words and words <= {*explain_keys("ppo_trainer", "all", (), width).split()}

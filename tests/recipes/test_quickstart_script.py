@@ -90,6 +90,15 @@ def test_an_option_selects_another_task_with_its_own_warm_start(checkout, option
     assert commands[4].startswith(f"recipes/quickstart/{show} outputs/{train} ")
 
 
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--agent", "--help"]])
+def test_help_prints_how_the_script_is_called_and_runs_nothing(checkout, words):
+    status, commands, printed = call(checkout, *words)
+    assert (status, commands) == (0, [])
+    assert (
+        "bash scripts/quickstart.sh [--agent | --tool] [--sglang] [--seed N]" in printed and "set -euo" not in printed
+    )
+
+
 def test_values_that_are_rejected_are_known_before_the_warm_start(checkout):
     status, commands, printed = call(checkout, "trainer.total_trainin_steps=2", failing="hybridrl.doctor")
     assert (status, stages(commands)) == (2, ["install.sh", "hybridrl.doctor"])

@@ -239,3 +239,16 @@ def test_tables_and_messages_are_printable_and_keep_their_styles(capsys):
 def test_plain_texts_of_all_languages_stay_as_they_are():
     text = "a\tb\n\u00e9\u4e2d\u6587\u3000\u0627\u0644\U0001f600\u00a0"
     assert printable(text) == text and printable("a\r\nb") == "a\nb"
+
+
+@pytest.mark.parametrize("order", ["file", "reward", "length"])
+def test_a_prompt_of_several_groups_is_shown_once(capsys: pytest.CaptureFixture, tmp_path: Path, order: str) -> None:
+    rows = [
+        sample(1, position, 0, reward, "r" * position) | {"input": prompt}
+        for position, (reward, prompt) in enumerate([(1.0, "P?"), (0.5, "Q?"), (0.0, "P?"), (0.75, "Q?")])
+    ]
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([str(tmp_path), "--sort", order]) == 0
+    output = capsys.readouterr().out
+    assert (output.count("P?"), output.count("Q?")) == (1, 1)
+    assert output.count("sample 0, ") == 4

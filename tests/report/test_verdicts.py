@@ -55,6 +55,12 @@ def test_phases_without_devices_are_idle_time(tmp_path):
     )
 
 
+def test_two_steps_do_not_show_whether_the_devices_are_busy(tmp_path):
+    steps = [{"timing_s/step": 10.0, "timing_s/gen": 3.0, "timing_s/reward": 6.0}] * 2
+    reason = "not judged by 2 steps, as the first are slower"
+    assert lights_of(tmp_path, steps)["Are the devices busy?"] == ("unknown", reason)
+
+
 def test_nothing_is_said_of_an_empty_directory(tmp_path):
     contents = Contents(tmp_path)
     states = [one.state for one in lights(contents, ChosenSamples())]

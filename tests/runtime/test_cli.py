@@ -147,6 +147,15 @@ def test_the_configuration_is_printed_as_hydra_s_users_ask_for_it(capsys, words)
     assert capsys.readouterr().out == "auto\n"
     assert run_command(Work().command, [*NEEDED, *words, "--package", "trainr"]) == 2
     assert "--package=trainr: there is no such section" in capsys.readouterr().err
+    assert run_command(Work().command, [*NEEDED, *words, "--package", "_global_"]) == 0  # Hydra's name for all of it
+    assert capsys.readouterr().out == whole
+
+
+def test_a_section_that_does_not_exist_is_an_error_next_to_those_of_the_configuration(capsys):
+    assert run_command(Work().command, ["--cfg", "job", "--package", "trainr", "data.train_batch_size=7"]) == 2
+    output = capsys.readouterr()
+    assert "--package=trainr: there is no such section" in output.err and "Traceback" not in output.err
+    assert "data.train_files is not set" in output.err and not output.out
 
 
 def test_cfg_prints_a_configuration_as_far_as_it_can_be_read_and_what_is_wrong_with_it(capsys):
