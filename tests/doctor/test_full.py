@@ -38,11 +38,6 @@ def test_findings_are_grouped_with_the_worst_last(doctor, command, tmp_path):
     assert any(line.startswith("  warning [run.directory]") for line in lines[lines.index("run") :])
 
 
-def test_errors_are_the_last_of_what_is_shown(doctor, command):
-    output = doctor(*command, "trainer.seed=x", "trainer.nnodes=", "data.train_batch_size=4")[1].splitlines()
-    assert output[-1].startswith("1 error, ") and "error [value] trainer.seed=x" in " ".join(output[-3:])
-
-
 def test_a_long_word_stays_in_one_piece_on_a_narrow_terminal(monkeypatch, capsys):
     path = "/a/directory/with/a/path/that/is/longer/than/one/line/of/a/narrow/terminal/config.json"
     findings = Findings()
