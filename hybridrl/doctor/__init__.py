@@ -11,7 +11,6 @@ from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.padding import Padding
 from rich.text import Text
 
 from hybridrl.config import ConfigError, PPOConfig
@@ -100,8 +99,8 @@ def _rank(finding: Finding) -> int:
 def _print(console: Terminal, indent: int, text: Text) -> None:
     """Wrap between words and indent on a terminal; elsewhere keep one line per line."""
     if console.is_terminal:
-        text.overflow = "ignore"  # a path or key that is longer than a line stays in one piece
-        console.print(Padding.indent(text, indent), crop=False)
+        for line in text.wrap(console, console.width - indent, overflow="ignore"):  # a long path stays in one piece
+            console.print(Text(" " * indent) + line, soft_wrap=True)
     else:
         separator = Text("\n" + " " * (indent + 2))
         console.print(Text(" " * indent) + separator.join(text.split("\n")), soft_wrap=True)
