@@ -201,7 +201,10 @@ SECONDS = 10  # a script that waits for something would wait indefinitely
 PROCESSES = 100  # at a time; a subshell is one
 LIMITS = {"CPU": SECONDS, "DATA": 64 << 20, "FSIZE": 4 << 20, "NOFILE": 256, "CORE": 0}  # of each process
 TOP = Path(__file__).resolve().parents[2]
-START = "import sys; sys.path.append({!r}); from hybridrl.rewards.sandbox.confinement import become_bash as become; "
+# The lowest priority, so that whoever counts its processes has its turn while they multiply.
+START = (
+    "import os, sys; os.nice(19); sys.path.append({!r}); from hybridrl.rewards.sandbox.confinement import become_bash"
+)
 BASH = ("--norc", "--noprofile", "-p", "-r", "-c")  # no start-up file, nothing from the environment, restricted
 LARGEST = 100_000  # bytes; Linux takes no argument above 128 KiB
 EMPTY_PATH = "/dev/null"  # an empty string would be the current directory
@@ -259,7 +262,7 @@ def _run(script: Path, arguments: Sequence[str], changed: Mapping[str, str]) -> 
     text = f"{before}{without_files(written, sums=True)}{LAST_LINE}"
     if len(os.fsencode(text)) > LARGEST or "\0" in text:
         raise _too_large(script)
-    start = START.format(str(TOP)) + f"become(sys.argv[1:], {LIMITS})"
+    start = START.format(str(TOP)) + f"; become_bash(sys.argv[1:], {LIMITS})"
     command = [sys.executable, "-I", "-S", "-B", "-c", start, *BASH, text, str(script), *arguments]
     with tempfile.TemporaryFile() as record, tempfile.TemporaryFile() as errors:
         more = {"PATH": EMPTY_PATH, "RECORD": str(record.fileno())}
@@ -336,13 +339,16 @@ def _await(shell: subprocess.Popen[bytes], script: Path) -> str:
 
 
 def _processes(group: int) -> int:
-    """Return how many processes of a group run; one that has ended may never be awaited by its parent."""
-    states = []
+    """Return how many processes of a group run, or a number above PROCESSES as soon as there are more; one that has
+    ended may never be awaited by its parent."""
+    running = 0
     for process in Path("/proc").glob("[0-9]*"):  # not */stat: glob fails if a process ends before it looks for that
         with contextlib.suppress(OSError):
             state, _, its_group, *_ = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            states += [state] if int(its_group) == group else []
-    return sum(state not in "ZX" for state in states)
+            running += int(its_group) == group and state not in "ZX"
+        if running > PROCESSES:  # while thousands more may start
+            break
+    return running
 
 
 def readable(text: str) -> str:
