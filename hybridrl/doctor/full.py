@@ -47,7 +47,7 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
             check_extensions(findings)
             check_devices(config, findings)
             status.update("checking model, tokenizer and data, as at the start of a run ...")
-            inputs = prepare(config)
+            inputs = prepare(config, in_full=True)
             with findings.gathered("run.refused"):
                 inputs.rejections.close()
             for message in inputs.messages:

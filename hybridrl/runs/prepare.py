@@ -81,8 +81,9 @@ class RunInputs:
         return {source for data in self.datasets.values() for source in data.data_sources}
 
 
-def prepare(config: PPOConfig) -> RunInputs:
-    """Make everything that needs no device. Rejections are collected: close `rejections` to raise them together."""
+def prepare(config: PPOConfig, *, in_full: bool = False) -> RunInputs:
+    """Make everything that needs no device. Rejections are collected: close `rejections` to raise them together. Only
+    `in_full` are models and rows, which may take minutes, read after the user's files are rejected."""
     inputs = RunInputs()
     publish_own_keys(config.own)
     with inputs.rejections.gathered():
@@ -105,8 +106,8 @@ def prepare(config: PPOConfig) -> RunInputs:
     critic = {"critic.optim": config.critic.optim} if config.critic.enable else {}
     optimizers = {"actor_rollout_ref.actor.optim": config.actor_rollout_ref.actor.optim} | critic
     _try_extensions(config.trainer, optimizers, inputs.rejections)
-    if inputs.rejections.errors:
-        return inputs  # before models and rows, which may take minutes
+    if inputs.rejections.errors and not in_full:
+        return inputs
     with inputs.rejections.gathered():
         inputs.tokenizer = model_tokenizer(config.data, config.actor_rollout_ref.model)
     if inputs.tokenizer is not None:

@@ -241,12 +241,12 @@ def test_what_a_layout_moves_is_reported_of_mixtures_and_divided_layers(load, mo
 
 
 def test_an_engine_caches_one_vector_per_token_of_latent_attention(load, model_file):
-    latent = {"q_lora_rank": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 24}
-    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 6, "head_dim": 8}
+    latent = {"q_lora_rank": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 24, "v_head_dim": 24}
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 6, "head_dim": 64}
     names = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
     model_file.write_text(json.dumps(CONFIG | latent | experts | names))
     sizes = ModelSizes(blank(load().actor_rollout_ref.model, "model"))
-    assert (sizes.cached, sizes.query) == (16 + 8, 2 * (24 + 8))
+    assert (sizes.cached, sizes.query) == (512 + 64, 2 * (24 + 64))
 
 
 def test_the_weight_sync_has_memory_for_two_buckets(load):

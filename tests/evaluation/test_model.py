@@ -438,7 +438,7 @@ def test_a_custom_reward_gets_ground_truths_of_null(place):
     custom = "reward.custom_reward_function.path=reward.py"
     sampled = run(evaluation(place, "eval.files=null.jsonl", custom, "eval.output_dir=sampled")).samples
     write_stored(truth={"style": "model", "ground_truth": None})
-    assert stored(place, custom) == 0
+    assert stored(place) == 0
     every = [*sampled, *read_samples(Path("out/samples.jsonl"))]
     assert len(every) == 10 and {(one.score, one.truth) for one in every} == {(1.0, None)}
 

@@ -320,7 +320,7 @@ REJECTED = {
     "no probability": ([f"{ROLLOUT}.top_p=0"], [f"{ROLLOUT}.top_p=0", "more than 0"]),
     "a response beyond the model": (["data.max_response_length=1000000"], ["data.max_response_length"]),
     "another engine": ([f"{ROLLOUT}.name=trtllm"], [f"{ROLLOUT}.name=trtllm", "sglang | vllm"]),
-    "another trainer": ([f"{ACTOR}.strategy=megatron"], [f"{ACTOR}.strategy=megatron", "fsdp2"]),
+    "another trainer": ([f"{ACTOR}.strategy=deepspeed"], [f"{ACTOR}.strategy=deepspeed", "fsdp2"]),
     "a reward model": (["reward_model.enable=true"], ["reward_model.enable=true", f"{REWARD}.path"]),
     # the run's directory, and trackers
     "a file as directory": (["trainer.default_local_dir=a_file"], ["trainer.default_local_dir", "a_file"]),

@@ -223,4 +223,6 @@ def test_the_module_runs_as_a_command():
     ]
     result = subprocess.run(command, cwd=top, capture_output=True, text=True)
     assert result.returncode == 2
-    assert result.stderr.startswith("error: data.train_files=no.jsonl: there is no file no.jsonl")
+    assert (
+        result.stderr.startswith("error:") and "data.train_files=no.jsonl: there is no file no.jsonl" in result.stderr
+    )

@@ -70,7 +70,7 @@ class EndingEngine:
 
     def step(self) -> list[EngineResponse]:
         names, self.names, self.batch_queue = self.names, [], self.batch_queue[1:]
-        return [EngineResponse(name, None, [7, 8], failure=self.failure) for name in names]
+        return [EngineResponse(name, None, token_ids=[7, 8], failure=self.failure) for name in names]
 
     def reset_prefix_cache(self) -> bool:
         return self.reset and not self.batch_queue

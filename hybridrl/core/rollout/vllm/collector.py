@@ -157,7 +157,8 @@ class Collector:
 
     def forget(self, name: str) -> list[str]:
         """Forget a request that the engine could not add; returns the engine's ids of it."""
-        self.begun.pop(name, None), self.hear.pop(name, None)
+        self.begun.pop(name, None)
+        self.hear.pop(name, None)
         ids = [one for one, response in self.responses.items() if response.name == name]
         return [one for one in ids if self.responses.pop(one)]
 
