@@ -13,7 +13,7 @@ from .conftest import Load
 
 def test_every_key_is_explained_within_the_width() -> None:
     lines = explain_keys("ppo_trainer", "all", (), 90).splitlines()
-    assert max(map(len, lines)) <= 90
+    assert all(len(line) <= 90 or len(line.split()) == 1 for line in lines)  # a key is whole
     section, found = "", set()
     for line in lines:
         if line and not line.startswith(" "):

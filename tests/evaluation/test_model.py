@@ -373,7 +373,7 @@ def stored(place: Path, *overrides: str) -> int:
             "data.response_key=responses",
             "data.data_source_key=source",
             "data.reward_model_key=truth",
-            f"custom_reward_function.path={place / 'reward.py'}",
+            f"reward.custom_reward_function.path={place / 'reward.py'}",
             "eval.output_dir=out",
             "reward.num_workers=1",
             *overrides,
@@ -438,7 +438,7 @@ def test_a_custom_reward_gets_ground_truths_of_null(place):
     custom = "reward.custom_reward_function.path=reward.py"
     sampled = run(evaluation(place, "eval.files=null.jsonl", custom, "eval.output_dir=sampled")).samples
     write_stored(truth={"style": "model", "ground_truth": None})
-    assert stored(place) == 0
+    assert stored(place, custom) == 0
     every = [*sampled, *read_samples(Path("out/samples.jsonl"))]
     assert len(every) == 10 and {(one.score, one.truth) for one in every} == {(1.0, None)}
 
