@@ -191,7 +191,7 @@ def test_an_earlier_evaluation_is_compared_without_what_else_is_in_its_file(plac
 
 def test_the_responses_of_an_evaluation_are_read_as_stored_ones(place, capsys):
     run(evaluation(place))
-    command = ["data.path=out/model/responses.parquet", f"custom_reward_function.path={place / 'reward.py'}"]
+    command = ["data.path=out/model/responses.parquet", f"reward.custom_reward_function.path={place / 'reward.py'}"]
     assert main_eval.main([*command, "eval.output_dir=again", "reward.num_workers=1"]) == 0
     assert "{'test_score/digits': 0.5}" in capsys.readouterr().out
 
@@ -416,7 +416,7 @@ def test_stored_responses_are_scored_again_only_by_another_reward(place):
     before = Path("out/samples.jsonl").read_bytes()
     assert stored(place) == 0 and Path("out/samples.jsonl").read_bytes() == before
     Path("other.py").write_text("def compute_score(solution_str): return 0.0\n")
-    assert stored(place, "custom_reward_function.path=other.py") == 0
+    assert stored(place, "reward.custom_reward_function.path=other.py") == 0
     assert [one.score for one in read_samples(Path("out/samples.jsonl"))] == [0.0]
 
 
@@ -455,7 +455,7 @@ def test_stored_responses_need_no_prompt(place):
         (["data.data_source_key=none"], "no data source: data.reward_fn_key=none; the row has source, question, truth"),
         (["eval.k=[1,4]"], "eval.k=4: there are 2 responses per question; leave it out"),
         (["eval.compare=/does/not/exist"], "eval.compare=/does/not/exist is not the directory of an evaluation"),
-        (["custom_reward_function.path=broken.py"], "no score at all"),
+        (["reward.custom_reward_function.path=broken.py"], "no score at all"),
         (["data.response_key=answers"], "row 0 has no responses there; its columns are source, question, truth, resp"),
     ],
 )
