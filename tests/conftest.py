@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from io import StringIO
@@ -19,6 +20,7 @@ from torch import Tensor
 from hybridrl.config import files
 from hybridrl.core.batch import Batch
 from hybridrl.runtime import guard
+from hybridrl.runtime.keeper import started_with
 from hybridrl.tracking.sink import Activity
 
 # Tests send it, and what they start inherits that it is ignored where the suite was started by nohup.
@@ -168,3 +170,10 @@ def full_disk() -> Iterator[Callable[[int | None], None]]:
 
     yield limit
     limit(None)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """Return the living processes that this test has started, in whatever session."""
+    monkeypatch.setenv("STARTED_BY", name := f"test-{os.getpid()}-{time.monotonic()}")
+    return lambda: [*started_with(f"STARTED_BY={name}")]  # a process that has ended has no environment

@@ -169,13 +169,7 @@ def test_a_pickle_in_the_types_of_a_parquet_file_is_not_read(touch, tmp_path):
     assert [row.values for row in rows] == [{"prompt": "a"}]
 
 
-OUTSIDE = [
-    "../elsewhere.safetensors",
-    "/etc/hostname",
-    "https://example.com/a.safetensors",
-    "inside/../../elsewhere",
-    "link",
-]
+OUTSIDE = ["../elsewhere.safetensors", "/etc/hostname", "https://example.com/a", "inside/../../elsewhere", "link"]
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -192,8 +186,7 @@ def test_an_index_of_weights_that_names_a_file_elsewhere_is_rejected(tmp_path, n
 
 
 def test_an_index_of_weights_in_the_cache_of_the_hub_names_its_blobs(tmp_path):
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "a1"
-    for place in (blobs, snapshot):
+    for place in (blobs := tmp_path / "blobs", snapshot := tmp_path / "snapshots" / "a1"):
         place.mkdir(parents=True)
     save_file({"a": torch.ones(2)}, blobs / "f00d")
     (snapshot / "model-1.safetensors").symlink_to("../../blobs/f00d")
@@ -201,10 +194,11 @@ def test_an_index_of_weights_in_the_cache_of_the_hub_names_its_blobs(tmp_path):
     assert open_weights(str(snapshot)).keys() == {"a"}
 
 
-def rows_of(directory: Path) -> list[dict[str, Any]]:
-    faults = Faults("data.train_files")
-    key = {"key": "data.train_files", "max_samples": -1, "shuffle": False, "seed": 0}
-    return [row.values for row in load_rows([str(directory)], faults, **key)]
+KEYS = {"key": "data.train_files", "max_samples": -1, "shuffle": False, "seed": 0}
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [row.values for row in load_rows([str(path)], Faults("data.train_files"), **KEYS)]
 
 
 @pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
@@ -217,19 +211,20 @@ def rows_of(directory: Path) -> list[dict[str, Any]]:
 )
 def test_a_description_of_a_dataset_that_names_rows_elsewhere_is_rejected(tmp_path, monkeypatch, name, file):
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("an address was opened"))
-    directory = tmp_path / "rows"
-    directory.mkdir()
+    (directory := tmp_path / "rows").mkdir()
     for path in (tmp_path / "private.jsonl", directory / "a.jsonl"):
         path.write_text('{"prompt": "a"}\n')
     (directory / "link.jsonl").symlink_to(tmp_path / "private.jsonl")
-    named = [{"config_name": "default", "data_files": [{"split": "train", "path": name.format(outside=tmp_path)}]}]
-    text = yaml.safe_dump({"license": "mit", "homepage": "https://example.com", "configs": named})
-    (directory / file).write_text(text if file.endswith("yaml") else f"---\n{text}---\n# Rows\n")
+
+    def described(path: str) -> None:
+        named = [{"config_name": "default", "data_files": [{"split": "train", "path": path}]}]
+        text = yaml.safe_dump({"license": "mit", "homepage": "https://example.com", "configs": named})
+        (directory / file).write_text(text if file.endswith("yaml") else f"---\n{text}---\n# Rows\n")
+
+    described(name.format(outside=tmp_path))
     with pytest.raises(ConfigError, match=r"^data.train_files=.*/rows: a file of the directory names .*, which is not"):
         rows_of(directory)
-    named[0]["data_files"][0]["path"] = "a.jsonl"
-    text = yaml.safe_dump({"homepage": "https://example.com", "configs": named})
-    (directory / file).write_text(text if file.endswith("yaml") else f"---\n{text}---\n# Rows\n")
+    described("a.jsonl")
     assert rows_of(directory) == [{"prompt": "a"}]
 
 

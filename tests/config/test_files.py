@@ -159,10 +159,10 @@ def test_names_of_a_hub_that_is_away_are_rejected_at_once_unless_cached(tmp_path
     keys = ["data.train_files=Org/Rows", "actor_rollout_ref.model.path=Org/Model", "data.tokenizer=Org/Words"]
     known = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     with socket.create_server(("127.0.0.1", 0)) as hub:
-        place = {"HF_ENDPOINT": f"http://127.0.0.1:{1 if away else hub.getsockname()[1]}"}
-        place |= {"HF_HOME": str(tmp_path / "home"), "CUDA_VISIBLE_DEVICES": ""}
-        command, options = [sys.executable, "-c", ASKED, *keys], {"capture_output": True, "text": True, "check": True}
-        said, offline, libraries = json.loads(subprocess.run(command, env=known | place, **options).stdout)
+        known |= {"HF_ENDPOINT": f"http://127.0.0.1:{1 if away else hub.getsockname()[1]}", "CUDA_VISIBLE_DEVICES": ""}
+        known |= {"HF_HOME": str(tmp_path / "home")}
+        printed = subprocess.check_output([sys.executable, "-c", ASKED, *keys], env=known, text=True)
+    said, offline, libraries = json.loads(printed)
     assert libraries == [] and offline == ("1" if away else None)
     rejected = [line.partition(": neither a directory here nor in the hub's cache")[0] for line in said.splitlines()]
     assert sorted(rejected) == ([] if cached or not away else sorted(keys))

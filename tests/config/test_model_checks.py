@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -270,21 +271,19 @@ def test_latent_attention_has_no_heads_of_one_size(load):
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "said", "supported"),
     [
-        (
-            {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "head_dim": 16},
-            "kv_lora_rank is 48, and vLLM on CPU supports 512;",
-        ),
-        ({"kv_lora_rank": 512, "qk_rope_head_dim": 32}, "qk_rope_head_dim is 32, and vLLM on CPU supports 64;"),
-        ({"linear_key_head_dim": 32, "linear_value_head_dim": 32}, "head_dim is 32, and vLLM on CPU supports 64, 128;"),
-        ({"linear_key_head_dim": 64}, "linear_value_head_dim is 128, and vLLM on CPU supports 64;"),
-        ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim is 3, and vLLM on CPU supports 4;"),
+        ({"kv_lora_rank": 48, "qk_rope_head_dim": 16, "head_dim": 16}, "kv_lora_rank is 48", "512"),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 32}, "qk_rope_head_dim is 32", "64"),
+        ({"linear_key_head_dim": 32, "linear_value_head_dim": 32}, "head_dim is 32", "64, 128"),
+        ({"linear_key_head_dim": 64}, "linear_value_head_dim is 128", "64"),
+        ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim is 3", "4"),
     ],
 )
-def test_a_size_for_which_the_engine_on_cpu_has_no_kernel_is_rejected(load, settings, words):
+def test_a_size_for_which_the_engine_on_cpu_has_no_kernel_is_rejected(load, settings, said, supported):
     write(**settings)
     (error,) = errors_of(load, "trainer.device=cpu")
+    words = f"{said}, and vLLM on CPU supports {supported};"
     assert words in error and error.endswith("; use another model, or a GPU")
     load("trainer.device=cuda", "ray_kwargs.ray_init.address=auto")
     assert words in why_not_served(settings, 8, device="cpu"), "also of a hub model, whose settings are read later"
@@ -293,23 +292,19 @@ def test_a_size_for_which_the_engine_on_cpu_has_no_kernel_is_rejected(load, sett
 def test_sizes_of_latents_and_of_a_delta_rule_on_cpu_are_those_of_vllm():
     backend = pytest.importorskip("vllm.v1.attention.backends.mla.cpu_mla").CPUMLABackend
     assert backend.get_supported_head_sizes() == [sum(CPU_LATENT)]
-    platforms = pytest.importorskip("vllm.platforms")
-    if not platforms.current_platform.is_cpu():
+    platform = pytest.importorskip("vllm.platforms").current_platform
+    if not platform.is_cpu():
         pytest.skip("vLLM was not built for CPUs")
-    platforms.current_platform.import_kernels()
-
-    def has_kernel(size: int) -> bool:
+    platform.import_kernels()
+    found = []
+    for size in range(32, 288, 32):
         heads, few = torch.zeros(1, 2, 1, size, dtype=torch.bfloat16), torch.zeros(1, 2, 1)
         ends, places = torch.tensor([0, 2], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-        state = torch.zeros(1, 1, size, size)
-        rule = torch.ops._C.chunk_gated_delta_rule_cpu
-        try:
-            rule(heads, heads, heads, few, few.bfloat16(), state, True, ends, False, True, places, 1e-5)
-        except RuntimeError:
-            return False
-        return True
-
-    assert [size for size in range(32, 288, 32) if has_kernel(size)] == list(CPU_DELTA_SIZES)
+        given = (heads, heads, heads, few, few.bfloat16(), torch.zeros(1, 1, size, size), True, ends, False, True)
+        with suppress(RuntimeError):
+            torch.ops._C.chunk_gated_delta_rule_cpu(*given, places, 1e-5)
+            found.append(size)
+    assert found == list(CPU_DELTA_SIZES)
 
 
 CLUSTER = "ray_kwargs.ray_init.address=auto"  # whose GPUs are not known

@@ -93,14 +93,10 @@ def test_a_count_of_critics_without_a_critic_is_a_warning(load):
     ],
 )
 def test_checkpoints_that_lack_what_a_run_resumes_with_are_a_warning_of_both_kinds_of_run(load, needed, parts, cause):
-    def supervised(*overrides: str) -> list[str]:
-        notes: list[str] = []
-        load_sft_config([needed[0], "model.path=model", *overrides], report=notes.append)
-        return notes
-
     def causes(*overrides: str) -> list[str]:
-        key = f"checkpoint.save_contents=[{parts}]"
-        notes = [*supervised(key, *overrides), *load(*QUIET, f"{ACTOR}.{key}", *overrides).notes]
+        notes, key = [], f"checkpoint.save_contents=[{parts}]"
+        load_sft_config([needed[0], "model.path=model", key, *overrides], report=notes.append)
+        notes += load(*QUIET, f"{ACTOR}.{key}", *overrides).notes
         return [note.partition(": ")[2] for note in notes if "checkpoint.save_contents" in note]
 
     assert causes() == ([] if cause is None else [cause, cause])

@@ -121,11 +121,10 @@ def test_rows_that_cannot_be_scored_are_an_error_with_the_reason(files, capsys, 
 
 
 def test_rows_may_have_json_text_and_with_a_custom_reward_a_truth_of_null(files, capsys):
-    (files / "own.py").write_text(
-        "def compute_score(ground_truth, extra_info): return (ground_truth is None) + extra_info['level']"
-    )
-    rows = [{"output": "1", "reward_model": model, "extra_info": '{"level": 4}'} for model in (NULL, json.dumps(NULL))]
-    rows += [{"output": "1", "gts": None, "extra_info": '{"level": 4}'}]
+    source = "def compute_score(ground_truth, extra_info): return (ground_truth is None) + extra_info['level']"
+    (files / "own.py").write_text(source)
+    truths = [{"reward_model": NULL}, {"reward_model": json.dumps(NULL)}, {"gts": None}]
+    rows = [{"output": "1", "extra_info": '{"level": 4}'} | truth for truth in truths]
     (files / "null.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     _, findings = report(capsys, "--rows", str(files / "null.jsonl"), "--reward", str(files / "own.py"))
     assert causes(findings, "reward.scores")[0].endswith("mean 5.0000; 5: 3")

@@ -29,6 +29,7 @@ from hybridrl.rewards.pool import DecodingScorer, ScorerPool
 from hybridrl.rewards.process import CallerScorer
 from tests.scripts import run_script
 
+NULL = {"style": "model", "ground_truth": None}
 MAKE_DATA = Path(__file__).parents[2] / "recipes" / "quickstart" / "make_data.py"
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -223,7 +224,7 @@ def test_by_default_results_are_below_the_runs_directory_by_model_and_sampling(p
 )
 def test_what_cannot_be_scored_is_rejected(place, overrides, message):
     write_rows(Path("no_truth.jsonl"), {"prompt": "1+1="})
-    write_rows(Path("null.jsonl"), row("1", "1", reward_model={"ground_truth": None}))
+    write_rows(Path("null.jsonl"), row("1", "1", reward_model=NULL))
     Path("no_json.jsonl").write_text('{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}\n' * 2 + "{\n")
     with pytest.raises(ConfigError, match=message):
         evaluation(place, *overrides)
@@ -434,10 +435,10 @@ def test_two_evaluations_are_compared_in_the_table(place, capsys):
 
 def test_a_custom_reward_gets_ground_truths_of_null(place):
     Path("reward.py").write_text("def compute_score(ground_truth): return float(ground_truth is None)\n")
-    write_rows(Path("null.jsonl"), *[row("1", "1", reward_model={"style": "model", "ground_truth": None})] * 2)
+    write_rows(Path("null.jsonl"), *[row("1", "1", reward_model=NULL)] * 2)
     custom = "reward.custom_reward_function.path=reward.py"
     sampled = run(evaluation(place, "eval.files=null.jsonl", custom, "eval.output_dir=sampled")).samples
-    write_stored(truth={"style": "model", "ground_truth": None})
+    write_stored(truth=NULL)
     assert stored(place, custom) == 0
     every = [*sampled, *read_samples(Path("out/samples.jsonl"))]
     assert len(every) == 10 and {(one.score, one.truth) for one in every} == {(1.0, None)}

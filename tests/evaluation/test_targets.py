@@ -36,13 +36,12 @@ def test_a_run_is_its_last_healthy_checkpoint_its_best_or_all(run):
 
 
 def test_checkpoints_are_compared_by_the_data_sources_that_every_validation_has(run):
-    for step, hard in ((2, 0.2), (10, 0.1)):  # of the first one no easy sample could be graded
+    for step, hard in ((2, 0.2), (10, 0.1)):
         file = run / f"global_step_{step}" / "state.json"
         state = json.loads(file.read_text())
-        easy = state["metrics"].pop("val-core/maths/acc/mean@1")
-        state["metrics"] |= {"val-core/hard/acc/mean@1": hard} | (
-            {"val-core/maths/acc/mean@1": easy} if step > 2 else {}
-        )
+        state["metrics"]["val-core/hard/acc/mean@1"] = hard
+        if step == 2:  # no easy sample could be graded
+            del state["metrics"]["val-core/maths/acc/mean@1"]
         file.write_text(json.dumps(state))
         write_manifest(file.parent)
     assert found(f"{run}:best") == [("my-run-global_step_2", f"{run}/global_step_2/actor")]

@@ -144,21 +144,20 @@ def test_the_traceback_of_a_crash_is_of_the_process_that_its_end_names(tmp_path)
 
 @pytest.mark.parametrize("again", [False, True], ids=["in one run", "when it was started again"])
 def test_the_page_of_a_run_that_failed_twice_shows_the_first_cause_first(tmp_path, again):
-    run = write_run(tmp_path / "run", end="finished")
-    for cause in ("the kernel killed train-0", "metadata is None"):
+    run, first, second = write_run(tmp_path / "run", end="finished"), "the kernel killed train-0", "metadata is None"
+    if again:
         with suppress(RuntimeError), recording(run):
-            if cause.startswith("the kernel") and not again:
-                record(RESTART, cause)
-                cause = "metadata is None"
-            raise RuntimeError(cause)
-        if not again:
-            break
-    shown = failure(Contents(run))
-    assert "failed first" in shown and shown.index("the kernel killed train-0") < shown.index("metadata is None")
-    with recording(run):
-        pass
+            raise RuntimeError(first)
     with suppress(RuntimeError), recording(run):
-        raise RuntimeError("another")
+        if not again:
+            record(RESTART, first)
+        raise RuntimeError(second)
+    shown = failure(Contents(run))
+    assert "failed first" in shown and shown.index(first) < shown.index(second)
+    for error in (None, "another"):
+        with suppress(RuntimeError), recording(run):
+            if error:
+                raise RuntimeError(error)
     assert "another" in failure(Contents(run)) and "kernel" not in failure(Contents(run))
 
 

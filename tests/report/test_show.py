@@ -244,11 +244,9 @@ def test_plain_texts_of_all_languages_stay_as_they_are():
 @pytest.mark.parametrize("order", ["file", "reward", "length"])
 def test_a_prompt_of_several_groups_is_shown_once(capsys: pytest.CaptureFixture, tmp_path: Path, order: str) -> None:
     rows = [
-        sample(1, position, 0, reward, "r" * position) | {"input": prompt}
-        for position, (reward, prompt) in enumerate([(1.0, "P?"), (0.5, "Q?"), (0.0, "P?"), (0.75, "Q?")])
+        sample(1, n, 0, reward, "r" * n) | {"input": "QP"[n % 2] + "?"} for n, reward in enumerate((1, 0.5, 0, 0.75))
     ]
     (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main([str(tmp_path), "--sort", order]) == 0
     output = capsys.readouterr().out
-    assert (output.count("P?"), output.count("Q?")) == (1, 1)
-    assert output.count("sample 0, ") == 4
+    assert (output.count("P?"), output.count("Q?"), output.count("sample 0, ")) == (1, 1, 4)

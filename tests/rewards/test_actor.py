@@ -20,7 +20,7 @@ from hybridrl.rewards.process import CallerScorer
 from hybridrl.rewards.score import Score, ScoringRequest
 from tests.rewards.test_pool import OBEDIENT, exists, results, values, wait_until
 
-WORDS = ["<end>", "loop", "exit", "fine", "four", "two", "<tag>"]
+WORDS = ["<end>", "loop", "exit", "fine", "four", "two", "<tag>", "kill"]
 SHOWS = """
 import os
 def compute_score(solution_str, ground_truth, response_ids=None):
@@ -103,6 +103,11 @@ def test_actors_on_every_machine_score_with_the_limits_of_a_local_process(
         assert [score.fault for score in scores] == [None, "timeout", "died", None]
         assert [score.text for score in scores] == ["fine", "loop", "exit", "fine"]
 
+        texts = ["kill" if number == 5 else "fine" for number in range(12)]
+        scores = [future.result(300) for future in pool.submit(encoded(*texts))]  # its actor dies with it
+        assert values(scores) == [*range(5), None, *range(6, 12)]
+        assert scores[5].fault == "died" and "died twice while" in scores[5].detail
+
         scores = [future.result(60) for future in pool.submit(encoded(*["fine"] * 50))]
         actor = parent(int(scores[0].extras["pid"]))
         os.kill(actor, signal.SIGKILL)  # Ray starts another one, which starts its processes
@@ -127,25 +132,6 @@ def test_actors_on_every_machine_score_with_the_limits_of_a_local_process(
         open_scorer_pool(session, config, tmp_path, (), load).wait_until_loaded()
 
 
-KILLS = """
-import os
-def compute_score(solution_str, ground_truth):
-    if solution_str.startswith("exit"): os.kill(os.getppid(), 9)
-    return float(ground_truth)
-"""
-
-
-@pytest.mark.slow
-def test_a_reward_that_kills_its_supervisor_costs_that_response_only(session, reward_config, tokenizer_path, tmp_path):
-    load = partial(PreTrainedTokenizerFast.from_pretrained, tokenizer_path)
-    with open_scorer_pool(session, reward_config(KILLS, num_workers=2), tmp_path, (), load) as pool:
-        pool.wait_until_loaded()
-        texts = ["exit" if number in (0, 5) else "fine" for number in range(12)]
-        scores = [future.result(300) for future in pool.submit(encoded(*texts))]
-    assert values(scores) == [None, 1, 2, 3, 4, None, *range(6, 12)]
-    assert {scores[number].fault for number in (0, 5)} == {"died"} and "died twice while" in scores[0].detail
-
-
 class Machine:
     """Stands in for a ReplacedActor, which is lost during calls with one of the `fatal` texts."""
 
@@ -161,25 +147,31 @@ class Machine:
         return False if method == "start" else pickle.dumps(([Score(float(text)) for text in texts], None))
 
 
-def test_the_response_of_which_the_supervisor_dies_is_found_alone_and_the_others_keep_their_scores(reward_config):
-    machine = Machine("3", "4")
-    with ScorerPool(
-        config := reward_config("def compute_score(): ..."), scorers=[RemoteScorer(machine, 0, config)]
-    ) as pool:
-        scores = results(pool.submit([ScoringRequest("", str(number), None, {}) for number in range(32)]))
+@pytest.fixture
+def scored(reward_config):
+    """Scores `count` responses, of which the machine dies of some; also returns its calls."""
+
+    def run(count: int, *fatal: str, manager: str = "naive") -> tuple[list[Score], list[tuple[str, bool, int]]]:
+        config = reward_config("def compute_score(): ...", manager=manager)
+        with ScorerPool(config, scorers=[RemoteScorer(machine := Machine(*fatal), 0, config)]) as pool:
+            return results(pool.submit([ScoringRequest("", str(n), None, {}) for n in range(count)])), machine.calls
+
+    return run
+
+
+def test_the_response_of_which_the_supervisor_dies_is_found_alone_and_the_others_keep_their_scores(scored):
+    scores, calls = scored(32, "3", "4")
     assert values(scores) == [0, 1, 2, None, None, *range(5, 32)]
     assert "ended without a message" in scores[3].detail
-    assert all(method == "start" or alone for method, alone, _ in machine.calls[2:8])  # until both are found
-    assert max(count for _, alone, count in machine.calls if not alone) > 1  # what follows runs together again
-    assert len(machine.calls) < 40
+    assert all(method == "start" or alone for method, alone, _ in calls[2:8])  # until both are found
+    assert max(count for _, alone, count in calls if not alone) > 1  # what follows runs together again
+    assert len(calls) < 40
 
 
-def test_one_call_for_all_responses_is_not_divided_and_a_second_death_is_a_fault_of_all(reward_config):
-    config = reward_config("def compute_score(): ...", manager="batch")
-    with ScorerPool(config, scorers=[RemoteScorer(machine := Machine("1"), 0, config)]) as pool:
-        scores = results(pool.submit([ScoringRequest("", str(number), None, {}) for number in range(4)]))
+def test_one_call_for_all_responses_is_not_divided_and_a_second_death_is_a_fault_of_all(scored):
+    scores, calls = scored(4, "1", manager="batch")
     assert [score.fault for score in scores] == ["died"] * 4
-    assert [call for call in machine.calls if call[0] == "score"] == [("score", False, 4), ("score", True, 4)]
+    assert [call for call in calls if call[0] == "score"] == [("score", False, 4), ("score", True, 4)]
 
 
 def parent(pid: int) -> int:

@@ -153,7 +153,6 @@ def test_a_scoring_process_imports_no_heavy_library():
 
 
 CHANGES = """
-LIST = []
 def spoil(value):
     if isinstance(value, dict):
         [spoil(item) for item in value.values()]
@@ -163,33 +162,30 @@ def spoil(value):
     return str(value)
 def compute_score(ground_truth, extra_info, response_ids=None, options=None):
     return {"score": 1.0, "seen": [spoil(value) for value in (ground_truth, extra_info, response_ids, options)]}
-def together(ground_truths, extra_infos, options=None):
-    return [{"score": 1.0, "seen": [spoil(truth), spoil(extra), spoil(options)]}
-            for truth, extra in zip(ground_truths, extra_infos)]
+def together(ground_truths, extra_infos):
+    return [{"score": 1.0, "seen": [spoil(truth), spoil(extra)]} for truth, extra in zip(ground_truths, extra_infos)]
 def manager(compute_score, ground_truth, extra_info):
     return compute_score(ground_truth=ground_truth, extra_info=extra_info)
 """
 
 
-@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", ["alone", "several", "together", "manager"])
-def test_what_a_reward_gets_is_its_own(reward_config, tmp_path, kind, workers):
-    more = {"functions": {"again": str(tmp_path / "my_reward.py")}} if kind == "several" else {}
-    if kind == "manager":
+def test_what_a_reward_gets_is_its_own(reward_config, tmp_path, kind):
+    more, options = {}, {"options": {"deep": [1, {"more": []}]}}
+    if kind == "several":
+        more = {"functions": {"again": str(tmp_path / "my_reward.py")}}
+    elif kind == "manager":
         module = RewardManagerModuleConfig(str(tmp_path / "my_reward.py"), "manager")
         more = {"reward_manager": RewardManagerConfig("importlib", "manager", module)}
-    name, manager = ("together", "batch") if kind == "together" else ("compute_score", "naive")
-    options = {"deep": [1, {"more": []}]}
-    config = reward_config(CHANGES, name=name, manager=manager, num_workers=workers, more=more, options=options)
+    name, manager, given = ("together", "batch", {}) if kind == "together" else ("compute_score", "naive", options)
+    config = reward_config(CHANGES, name=name, manager=manager, num_workers=0, more=more, **given)
     truth, extra, ids = {"target": [1]}, {"nested": {"list": [1]}, "list": [{}]}, [5, 6]
     requests = [ScoringRequest("test", "x", truth, extra, ids) for _ in range(8)]  # of one row, as in a run
     with ScorerPool(config) as pool:
         seen = [future.result(20).extras["seen"] for future in pool.submit(requests)]
-    if kind == "together":  # the options of one call are those of all of its responses
-        seen = [one[:2] for one in seen]
     assert seen == [seen[0]] * 8 and "'added': 1" in str(seen[0])
     assert (truth, extra, ids) == ({"target": [1]}, {"nested": {"list": [1]}, "list": [{}]}, [5, 6])
-    assert options == {"deep": [1, {"more": []}]}
+    assert options == {"options": {"deep": [1, {"more": []}]}}
 
 
 LOOPS = """

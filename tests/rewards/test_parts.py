@@ -4,24 +4,25 @@ import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.rewards.load import load_reward, uses_built_in
-from hybridrl.rewards.score import Score, ScoringRequest, component_means, score_request, to_score
+from hybridrl.rewards.score import LARGEST, Score, ScoringRequest, component_means, score_request, to_score
 
 DICT = "def compute_score(solution_str): return {'correct': 1, 'format': 0.5, 'note': 'good'}"
 FURTHER = """
 def length(solution_str): return len(solution_str)
 async def failing(solution_str): raise OSError("gone")
 def compute_score(solution_str): return 3
+def none(solution_str): return None
+def half(solution_str): return {"score": None, "note": "no opinion"}
 """
 
 
 @pytest.fixture
 def parts(reward_config, tmp_path):
-    """Return the score of a response "four" by a reward file with further keys; {further} has three functions."""
+    """Return the score of a response "four" by a reward file with further keys; {further} has functions."""
     (tmp_path / "further.py").write_text(FURTHER)
 
     def score(source: str | None, data_source: str = "test", **more) -> Score:
         functions = {name: f"{tmp_path / 'further.py'}{tail}" for name, tail in more.pop("functions", {}).items()}
-        functions |= more.pop("further", {})
         config = reward_config(source, more=more | {"functions": functions})
         return score_request(load_reward(config).score, ScoringRequest(data_source, "four", "42", {}))
 
@@ -58,35 +59,28 @@ def test_a_fault_of_any_function_is_the_responses(parts):
     assert (score.value, score.fault) == (None, "raised:OSError")
 
 
-ABSTAINS = """
-def compute_score(solution_str): return None if solution_str == "four" else 1.0
-def two(solution_str): return 2.0
-def half(solution_str): return {"score": None, "note": "no opinion"}
-"""
-
-
 @pytest.mark.parametrize(
     ("main", "functions", "weights", "value"),
     [
-        ("0.5", {"a": "", "b": ":two"}, {}, 2.5),
-        ("None", {"b": ":two"}, {}, 2.0),
-        ("{'score': None, 'format': 0.5}", {"b": ":two"}, {"score": 9, "format": 1, "b": 1}, 2.5),
+        ("0.5", {"a": ":none", "b": ""}, {}, 3.5),
+        ("{'score': None, 'format': 0.5}", {"b": ""}, {"score": 9, "format": 1, "b": 1}, 3.5),
         ("{'correct': None, 'format': 0.5}", {}, {"correct": 1, "format": 2}, 1.0),
         ("0.5", {"half": ":half"}, {"score": 1, "half": 7}, 0.5),
-        ("None", {"a": "", "half": ":half"}, {}, None),
+        ("None", {"a": ":none", "half": ":half"}, {}, None),
         ("{'correct': None, 'format': None}", {}, {"correct": 1, "format": 2}, None),
-        ("None", {}, {}, None),
     ],
 )
-def test_a_reward_that_returns_none_leaves_the_response_to_the_others(parts, tmp_path, main, functions, weights, value):
-    (tmp_path / "abstains.py").write_text(ABSTAINS)
-    functions = {name: f"{tmp_path / 'abstains.py'}{tail}" for name, tail in functions.items()}
-    score = parts(f"def compute_score(solution_str): return {main}", further=functions, weights=weights)
+def test_a_reward_that_returns_none_leaves_the_response_to_the_others(parts, main, functions, weights, value):
+    score = parts(f"def compute_score(solution_str): return {main}", functions=functions, weights=weights)
     assert (score.value, score.fault) == (value, "none" if value is None else None)
     if value is not None:
         assert all(score.extras[name] is None for name in functions if name in ("a", "half"))
-    elif functions or weights:
+    else:
         assert "every reward returned None: " in score.detail
+
+
+def test_a_weighted_sum_is_as_large_as_a_score_may_be(parts):
+    assert parts("def compute_score(): return 1e18", weights={"score": 100.0}).fault == "nan"
 
 
 @pytest.mark.parametrize("name", ["accuracy", "note"])
@@ -128,6 +122,7 @@ def test_rewards_of_tokens_add_up_to_the_score_and_are_not_extras():
         ({"token_rewards": []}, "type"),
         ({"token_rewards": [0.5, "x"]}, "type"),
         ({"token_rewards": [0.5, float("nan")]}, "nan"),
+        ({"token_rewards": [10 * LARGEST, -10 * LARGEST]}, "nan"),
         ({"token_rewards": 5}, "raised:TypeError"),
     ],
 )

@@ -17,7 +17,7 @@ from hybridrl.rewards.score import Score, ScoringRequest
 
 # Does what the answer says, so that a test shows in its answers what happens in the scoring process.
 OBEDIENT = """
-import ctypes, os, re, subprocess, sys, threading, time
+import ctypes, os, pickle, re, subprocess, sys, threading, time
 
 def connection():
     return next(fd for fd in range(3, 4096) if os.path.exists(f"/proc/self/fd/{fd}")
@@ -43,6 +43,10 @@ def compute_score(solution_str, ground_truth, pid_file=None):
             os.write(connection(), b"\\0hybridrl" + (1000).to_bytes(8) + b"not all of it")
             time.sleep(60)
         case ["garbage"]: os.write(connection(), b"a line of a library that writes where it should not\\n")
+        case ["send", message]:
+            content = pickle.dumps(eval(message))
+            os.write(connection(), b"\\0hybridrl" + len(content).to_bytes(8) + content)
+        case ["kill"]: os.kill(os.getppid(), 9)
         case ["leave", code]: sys.exit(int(code))
         case ["linger"]:
             threading.Thread(target=time.sleep, args=[0.2]).start()  # waited for when the interpreter ends
@@ -333,3 +337,23 @@ def test_a_stopped_process_is_replaced(reward_config):
         os.kill(victim, signal.SIGSTOP)
         long = ScoringRequest("test", "fine", "1", {"text": "x" * 4_000_000})  # more than the connection holds
         assert values(results(pool.submit([long]))) == [1]
+
+
+SENT = {  # after the replies 0 and 1
+    "(7,[1.0,{},None,'',None,None])": "it has the number 7 instead of 2",
+    "(2,[float('inf'),{},None,'',None,None])": "its value is inf",
+    "(2,[1e30,{},None,'',None,None])": "its value is 1e+30",
+    "(2,[None,{},None,'',None,None])": "its fault is None",
+    "(2,[1.0,{},None,'',[float('nan')],None])": "its value is 1.0",
+    "(2,os.mkdir)": "it is a posix.mkdir",
+    "(2,'x'*(17<<20))": "bytes, of at most",
+}
+
+
+def test_what_a_scoring_process_sends_is_checked_before_it_counts(reward_config):
+    with ScorerPool(reward_config(OBEDIENT)) as pool:
+        scores = results(pool.submit(requests(*[text for message in SENT for text in ("fine", f"send {message}")])))
+    assert [score.value for score in scores[::2]] == [*range(0, 2 * len(SENT), 2)]
+    for score, why in zip(scores[1::2], SENT.values(), strict=True):
+        assert score.fault == "died" and score.detail.startswith("what the scoring process sent is not the next score")
+        assert why in score.detail

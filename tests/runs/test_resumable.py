@@ -3,7 +3,7 @@ and a run that can resume from none starts from scratch and leaves what is there
 
 import warnings
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import chain, combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from hybridrl.checkpoint.files import write_manifest
 from hybridrl.checkpoint.resume import select_checkpoint
 from hybridrl.checkpoint.saver import WHOLE, Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import Store
@@ -34,51 +33,42 @@ from tests.sections import keys_of_run
 PARTS = ("model", "optimizer", "extra", WHOLE)
 ALL = list(PARTS[:3])
 SUBSETS = [list(some) for some in chain.from_iterable(combinations(PARTS, size) for size in range(len(PARTS) + 1))]
-NAMES = {"of a model": "model.layers.0.weight", "of an adapter": f"base_model.{'m' * 300}.lora_A.default.weight"}
 
 
 class Models:
     """Stands in for the training ranks."""
 
-    updates_begun = 0
-
-    def __init__(self, weight: str = "weight") -> None:
-        self.weight = weight
+    def __init__(self, weight: str) -> None:
+        self.weight, self.updates_begun, self.finished_save = weight, 0, lambda: True
 
     def start_save(self, directory: Path, contents: dict[str, list[str]]) -> None:
-        tensor = torch.ones(2)
-        whole = {"model": {self.weight: tensor}, "optimizer": {"state": {self.weight: {"exp_avg": tensor}}}}
+        whole = {"model": {self.weight: torch.ones(2)}, "optimizer": {"state": {self.weight: torch.ones(2)}}}
         for name, parts in contents.items():
-            state = {part: (whole | {"extra": {"updates": 1}})[part] for part in parts}
             (directory / name / "huggingface").mkdir(parents=True, exist_ok=True)
-            if state:
+            if state := {part: (whole | {"extra": {"updates": 1}})[part] for part in parts}:
                 with warnings.catch_warnings(action="ignore"):
                     dcp.save(state, checkpoint_id=directory / name, no_dist=True)
-
-    def finished_save(self) -> bool:
-        return True
 
     def export(self, directory: Path, name: str) -> None:
         directory.mkdir(parents=True)
         (directory / "model.safetensors").write_text("whole")
 
 
-def save(store: Store, contents: dict[str, list[str]], *steps: int, models: Models | None = None, **state: str) -> None:
+def save(place: Store | Path, contents: dict[str, list[str]], *steps: int, weight: str = "weight") -> None:
     times = SaveTimes(steps=1, epochs=None, seconds=None, recovery_seconds=-1)
-    plan = SavePlan(
-        contents, times, lambda path: None, "trainer: {}\n", {"data": "rows", "prompts": 8, "sinks": {}} | state
-    )
-    saver = Saver(models or Models(), store, plan, {}, SimpleNamespace(state_dict=dict))
-    for step in steps:
-        saver.completed(step, {}, "")
-        saver.start(Save.KEPT)
-        saver.finish()
-    saver.thread.shutdown()
+    plan = SavePlan(contents, times, lambda path: None, "trainer: {}\n", {"data": "rows", "prompts": 8, "sinks": {}})
+    with closing(Store(place)) if isinstance(place, Path) else nullcontext(place) as store:
+        saver = Saver(Models(weight), store, plan, {}, SimpleNamespace(state_dict=dict))
+        for step in steps:
+            saver.completed(step, {}, "")
+            saver.start(Save.KEPT)
+            saver.finish()
+        saver.thread.shutdown()
 
 
-def saved_in(directory: Path, contents: dict[str, list[str]], *steps: int, **options: Models) -> None:
-    with closing(Store(directory)) as store:
-        save(store, contents, *steps, **options)
+def chosen_in(directory: Path, logged: list[str] | None = None) -> int | None:
+    chosen = select_checkpoint("auto", None, directory, "run", [].append if logged is None else logged.append)
+    return chosen and chosen.step
 
 
 def trainer_of(directory: Path, *overrides: str) -> SFTTrainerConfig:
@@ -106,29 +96,24 @@ def restarts_from(directory: Path, load: Callable[[list[str]], Any], keys: list[
 def test_a_start_a_restart_the_doctor_and_the_page_agree_on_whether_a_run_resumes(tmp_path, capsys, subset, kind):
     run, path = tmp_path / "run", tmp_path / "run" / "global_step_2"
     contents = {"actor": ALL, "critic": subset} if kind == "RL" else {"actor": subset}
-    models = Models(NAMES["of an adapter" if kind == "LoRA" else "of a model"])
-    rows, _, device = keys_of_run(tmp_path)
+    weight = f"base_model.{'m' * 300}.lora_A.default.weight" if kind == "LoRA" else "model.layers.0.weight"
     load, keys = load_ppo_config, keys_of_run(tmp_path)
     if kind == "SFT":
-        load, keys = load_sft_config, [rows, f"model.path={tmp_path}", device]
+        load, keys = load_sft_config, [keys[0], f"model.path={tmp_path}", keys[2]]
     run.mkdir()
-    mode = restarts_from(run, load, keys, lambda: saved_in(run, contents, 2, models=models))
+    mode = restarts_from(run, load, keys, lambda: save(run, contents, 2, weight=weight))
     resumes, logged = "model" in subset, []
     assert mode == ("auto" if resumes else "disable")
     assert ("from the last checkpoint" in capsys.readouterr().out) == resumes
 
-    chosen = select_checkpoint("auto", None, run, "run", logged.append)
-    assert (chosen is not None) == resumes == (not logged)
+    assert (chosen_in(run, logged) == 2) == resumes == (not logged)
     assert resumes or (logged[0].startswith(f"{path} is skipped: ") and "starting from scratch" in logged[1])
     if resumes:
-        trainer = trainer_of(tmp_path)
-        loaded = contents_to_load(trainer, {name: ALL for name in contents}, path)
+        loaded = contents_to_load(trainer_of(tmp_path), dict.fromkeys(contents, ALL), path)
         assert loaded == {name: [part for part in ALL if part in parts] for name, parts in contents.items()}
-        assert select_checkpoint("resume_path", str(path), run, "run", logged.append) == chosen
     else:
-        with pytest.raises(
-            ConfigError, match=rf"^trainer.resume_from_path={path}: .*no run resumes without the weights in shards"
-        ):
+        error = rf"^trainer.resume_from_path={path}: .*no run resumes without the weights in shards"
+        with pytest.raises(ConfigError, match=error):
             select_checkpoint("resume_path", str(path), run, "run", logged.append)
 
     (row,), _ = list_rows(run)
@@ -140,32 +125,40 @@ def test_a_start_a_restart_the_doctor_and_the_page_agree_on_whether_a_run_resume
 
 
 def test_the_newest_checkpoint_with_weights_in_shards_is_taken_past_later_ones_without(tmp_path):
-    saved_in(tmp_path, {"actor": ALL}, 1, 2)
-    saved_in(tmp_path, {"actor": [WHOLE]}, 3)
-    logged: list[str] = []
-    chosen = select_checkpoint("auto", None, tmp_path, "run", logged.append)
-    assert chosen is not None and chosen.step == 2
+    save(tmp_path, {"actor": ALL}, 1, 2)
+    save(tmp_path, {"actor": [WHOLE]}, 3)
+    assert chosen_in(tmp_path, logged := []) == 2
     assert logged == [f"{tmp_path}/global_step_3 is skipped: model only"]
 
 
-def test_damage_to_a_checkpoint_without_weights_in_shards_keeps_no_run_from_starting(tmp_path):
-    saved_in(tmp_path, {"actor": [WHOLE]}, 1)
+def test_damage_keeps_a_run_from_starting_only_where_weights_in_shards_may_have_been_lost(tmp_path):
+    save(tmp_path, {"actor": [WHOLE]}, 1)
     (tmp_path / "global_step_1" / "actor" / "huggingface" / "model.safetensors").write_text("other")
-    assert select_checkpoint("auto", None, tmp_path, "run", lambda line: None) is None
-    saved_in(tmp_path, {"actor": ALL}, 2)
+    assert chosen_in(tmp_path) is None
+    (tmp_path / "global_step_1" / "manifest.json").unlink()  # by which it is known what was saved
+    with pytest.raises(ConfigError, match=r"manifest\.json: missing"):
+        chosen_in(tmp_path)
+    save(tmp_path, {"actor": ALL}, 2)
     (tmp_path / "global_step_2" / "actor" / ".metadata").unlink()  # it was saved, and is lost
     with pytest.raises(ConfigError, match=r"none of its checkpoints is intact .*actor/.metadata: missing"):
-        select_checkpoint("auto", None, tmp_path, "run", lambda line: None)
+        chosen_in(tmp_path)
+
+
+def test_a_run_that_is_to_start_from_scratch_replaces_what_is_there(tmp_path):
+    save(tmp_path, {"actor": [WHOLE]}, 1, 2)
+    trainer = trainer_of(tmp_path, "trainer.resume_mode=disable", "trainer.max_actor_ckpt_to_keep=1")
+    with closing(open_store(trainer, tmp_path)) as store:
+        save(store, {"actor": [WHOLE]}, 1)
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
 
 
 @pytest.mark.parametrize(("mode", "again"), [("auto", False), ("auto", True), ("disable", True)])
 def test_a_run_that_starts_from_scratch_leaves_every_earlier_checkpoint_as_it_is(tmp_path, capsys, mode, again):
     trainer = trainer_of(tmp_path, f"trainer.resume_mode={mode}", "trainer.max_actor_ckpt_to_keep=1")
-    for step in (1, 2, 4):
-        saved_in(tmp_path, {"actor": [WHOLE]}, step)
+    save(tmp_path, {"actor": [WHOLE]}, 1, 2, 4)
     for parts, last in (([WHOLE], 6), (ALL, 8)):
         earlier = {path: path.stat().st_mtime_ns for path in tmp_path.glob("global_step_*/**/*")}
-        steps = {path for path in tmp_path.glob("global_step_*")}
+        steps = {*tmp_path.glob("global_step_*")}
         with closing(open_store(trainer, tmp_path, again=again)) as store:
             save(store, {"actor": parts}, *range(1, last + 1))
         assert {path: path.stat().st_mtime_ns for path in earlier if path.exists()} == earlier
@@ -174,29 +167,10 @@ def test_a_run_that_starts_from_scratch_leaves_every_earlier_checkpoint_as_it_is
         assert f"step 4 is not saved: {tmp_path}/global_step_4, of an earlier attempt" in capsys.readouterr().out
 
 
-def test_a_run_that_is_to_start_from_scratch_replaces_what_is_there(tmp_path):
-    saved_in(tmp_path, {"actor": [WHOLE]}, 1, 2)
-    trainer = trainer_of(tmp_path, "trainer.resume_mode=disable", "trainer.max_actor_ckpt_to_keep=1")
-    with closing(open_store(trainer, tmp_path)) as store:
-        save(store, {"actor": [WHOLE]}, 1)
-    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
-
-
 def test_moments_that_were_not_saved_are_an_error_where_the_checkpoint_was_named(tmp_path):
-    saved_in(tmp_path, {"actor": ["model"]}, 1)
-    named = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_1"]
+    save(tmp_path, {"actor": ["model"]}, 1)
     path = tmp_path / "global_step_1"
-    with pytest.raises(
-        ConfigError, match=r"no optimizer and extra was saved there; trainer\.reset_optimizer=true resumes"
-    ):
-        contents_to_load(trainer_of(tmp_path, *named), {"actor": ALL}, path)
-    assert contents_to_load(trainer_of(tmp_path, *named), {"actor": [WHOLE]}, path) == {"actor": ["model"]}
-
-
-def test_a_checkpoint_whose_list_of_files_is_lost_counts_as_damaged(tmp_path):
-    saved_in(tmp_path, {"actor": [WHOLE]}, 1)
-    (tmp_path / "global_step_1" / "manifest.json").unlink()
-    with pytest.raises(ConfigError, match=r"manifest\.json: missing"):
-        select_checkpoint("auto", None, tmp_path, "run", lambda line: None)
-    write_manifest(tmp_path / "global_step_1")
-    assert select_checkpoint("auto", None, tmp_path, "run", lambda line: None) is None
+    named = trainer_of(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
+    with pytest.raises(ConfigError, match=r"no optimizer and extra was saved .*trainer\.reset_optimizer=true resumes"):
+        contents_to_load(named, {"actor": ALL}, path)
+    assert contents_to_load(named, {"actor": [WHOLE]}, path) == {"actor": ["model"]}

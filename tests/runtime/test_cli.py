@@ -213,16 +213,8 @@ def test_the_example_of_the_help_is_valid(module):
 
 
 def test_the_module_runs_as_a_command():
+    command = ["hybridrl.main_ppo", "data.train_files=no.jsonl", "actor_rollout_ref.model.path=a/b"]
     top = Path(main_ppo.__file__).parent.parent
-    command = [
-        sys.executable,
-        "-m",
-        "hybridrl.main_ppo",
-        "data.train_files=no.jsonl",
-        "actor_rollout_ref.model.path=a/b",
-    ]
-    result = subprocess.run(command, cwd=top, capture_output=True, text=True)
-    assert result.returncode == 2
-    assert (
-        result.stderr.startswith("error:") and "data.train_files=no.jsonl: there is no file no.jsonl" in result.stderr
-    )
+    result = subprocess.run([sys.executable, "-m", *command], cwd=top, capture_output=True, text=True)
+    assert result.returncode == 2 and result.stderr.startswith("error:")
+    assert "data.train_files=no.jsonl: there is no file no.jsonl" in result.stderr

@@ -83,17 +83,16 @@ def test_the_secrets_of_a_configuration_are_masked_wherever_they_occur():
     assert mask_text(text) == kept
 
 
-def test_a_fault_is_recorded_without_secrets(tmp_path, monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", "only-in-the-environment")
+def test_a_fault_is_recorded_without_secrets(tmp_path):
     remember({"judge": {"token": f"{C}-5"}})
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "train-0.log").write_text(f"before\nrejected {C}-5\n")
     with pytest.raises(ValueError), recording(tmp_path):
         record("warning", f"{C}-5")
-        logging.getLogger("hybridrl.judge").warning("only-in-the-environment")
-        raise ValueError(f"train-0 failed: {C}-5, only-in-the-environment")
+        logging.getLogger("hybridrl.judge").warning(f"{C}-5")
+        raise ValueError(f"train-0 failed: {C}-5")
     faults = read_faults(tmp_path)
-    assert [fault.text for fault in faults[1:]] == ["***", "***", "train-0 failed: ***, ***"]
+    assert [fault.text for fault in faults[1:]] == ["***", "***", "train-0 failed: ***"]
     assert faults[-1].tail == ["before", "rejected ***"]
 
 

@@ -24,14 +24,13 @@ from hybridrl.agents.environments.worker import DispatchCall, EpisodeSettings, E
 from hybridrl.compat.verl.loops import AgentLoopOutput, VerlLoop
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, Request, RolloutClient, Sampling, request_seed
-from hybridrl.runtime.keeper import started_with
 from tests.agents.endpoint.conftest import completion_of
 from tests.agents.environments.test_worker import QUIET
 from tests.agents.environments.test_worker import run as run_episodes
 from tests.agents.sections import agent_of, environments_of
 from tests.core.rollout.test_client import FakeServer
 from tests.integration.agents import Echo, EchoLoop, echo
-from tests.rewards.test_pool import exists, wait_until
+from tests.rewards.test_pool import wait_until
 
 MESSAGES = [{"role": "user", "content": "Guess."}]
 HEAD = """
@@ -263,41 +262,36 @@ def test_an_agent_in_a_process_of_its_own_has_openais_variables(run):
 
 
 FORKS = """
-    import multiprocessing, os, subprocess, sys, time
+    import os, subprocess, sys, time
     def run(data, *, base_url, api_key, http_client):
-        if data["what"] == "session":
-            subprocess.Popen(["sleep", "600"], start_new_session=True)
-        elif os.fork() == 0:
-            match data["what"]:
-                case "exit": sys.exit(0)
-                case "raise": raise ValueError
-                case "return": return -1.0
-                case "stay": time.sleep(600)
+        for end in data["ends"]:
+            if end == "session": subprocess.Popen(["sleep", "600"], start_new_session=True)
+            elif os.fork() == 0:
+                match end:
+                    case "exit": sys.exit(0)
+                    case "raise": raise ValueError
+                    case "return": return -1.0
+                    case "stay": time.sleep(600)
         OpenAI(http_client=http_client).chat.completions.create(model="policy", messages=data["messages"])
         return 1.0
 """
 
 
-def test_an_agent_in_a_process_of_its_own_may_fork_and_leaves_nothing(run, monkeypatch):
-    monkeypatch.setenv("STARTED_BY", name := f"agents-{time.monotonic()}")
-    whats = ("exit", "raise", "return", "stay", "session")
-    found = run(FORKS, *({"what": what} for what in whats), mode="process")
-    assert [(one.fault, one.reward) for one in found] == [(None, 1.0)] * 5
-    assert wait_until(lambda: not [pid for pid in started_with(f"STARTED_BY={name}") if exists(pid)])
+def test_an_agent_in_a_process_of_its_own_may_fork_and_leaves_nothing(run, started):
+    found = run(FORKS, {"ends": ["exit", "raise", "return", "stay", "session"]}, {"ends": []}, mode="process")
+    assert [(one.fault, one.reward) for one in found] == [(None, 1.0)] * 2
+    assert wait_until(lambda: not started())
 
 
-@pytest.mark.parametrize("mode", ["inline", "process"])
-def test_an_agent_changes_its_own_row_and_messages_only(run, mode):
+def test_an_agent_changes_its_own_row_and_messages_only(run):
     code = """
-        def run(data, *, base_url, api_key, http_client):
+        def run(data, **endpoint):
             data["extra"]["seen"].append(1)
             data["messages"][0]["content"] += "!"
-            client = OpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
-            client.chat.completions.create(model="policy", messages=data["messages"])
             return float(len(data["extra"]["seen"]) + data["messages"][0]["content"].count("!"))
     """
     row = {"extra": {"seen": []}}
-    assert [one.reward for one in run(code, row, row, row, mode=mode)] == [2.0] * 3
+    assert [one.reward for one in run(code, row, row, row)] == [2.0] * 3
     assert row == {"extra": {"seen": []}} and MESSAGES[0]["content"] == "Guess."
 
 

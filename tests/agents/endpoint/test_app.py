@@ -1,7 +1,6 @@
 """The endpoint over a socket, with OpenAI's own client."""
 
 import asyncio
-import copy
 import json
 
 import httpx
@@ -10,6 +9,7 @@ import pytest
 
 from hybridrl.core.rollout.engine import RejectedRequest
 from tests.agents.endpoint.conftest import ADMIN
+from tests.agents.environments.conftest import CALLS
 
 QUESTION = [{"role": "user", "content": "Guess."}]
 TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
@@ -29,12 +29,10 @@ async def test_a_chat_is_answered_with_usage_and_reason(endpoint):
     assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion"
 
 
-async def test_clients_and_rewards_read_tags_that_are_special_tokens(endpoint, tokenizer):
-    tagged = copy.deepcopy(tokenizer)
-    tagged.add_tokens(["<answer>", "</answer>"], special_tokens=True)
+async def test_clients_and_rewards_read_tags_that_are_special_tokens(endpoint, tokenizer_of):
+    tagged = tokenizer_of(CALLS + "{# <answer> </answer> #}")
     async with endpoint(["<answer>7</answer>"], tokenizer=tagged) as served:
-        served.script.tokenizer, session = tagged, served.sessions.start()
-        answer = await ask(served.client(session))
+        answer = await ask(served.client(session := served.sessions.start()))
     assert answer.choices[0].message.content == session.trajectory().text == "<answer>7</answer>"
 
 

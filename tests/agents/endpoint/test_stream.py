@@ -4,9 +4,9 @@ import anthropic
 import httpx
 import openai
 import pytest
-from transformers import Qwen2Tokenizer
 
 from tests.agents.endpoint.conftest import FAILS
+from tests.agents.environments.conftest import GENERATION
 
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "What is it?"}]}
 # Characters of several tokens each, which are bytes here; and the beginnings of a text that ends a response.
@@ -18,20 +18,15 @@ async def chunks_of(served, **more) -> list:
     return [chunk async for chunk in stream]
 
 
-def joined(chunks: list, name: str = "content") -> str:
-    return "".join(getattr(chunk.choices[0].delta, name, None) or "" for chunk in chunks)
-
-
-@pytest.mark.parametrize("stop", [[], ["<stop>"], ["<stop>", "<st,"]], ids=["no stop", "a stop", "two"])
+@pytest.mark.parametrize("stop", [["<stop>"], ["<stop>", "<st,"]])
 async def test_a_stream_gives_the_whole_response_as_its_tokens_are_sampled(endpoint, stop):
     async with endpoint([TEXT, TEXT]) as served:
         whole = (await served.client().chat.completions.create(**ASK, stop=stop)).choices[0]
         chunks = await chunks_of(served, stop=stop)
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
     assert "".join(pieces) == whole.message.content and len(pieces) > 20
-    assert not any("\ufffd" in piece for piece in pieces)
+    assert not any("\ufffd" in piece for piece in pieces) and len({chunk.id for chunk in chunks}) == 1
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [*[None] * (len(chunks) - 1), "stop"]
-    assert len({chunk.id for chunk in chunks}) == 1
 
 
 async def test_texts_are_streamed_and_so_are_both_other_forms(endpoint):
@@ -53,15 +48,14 @@ async def test_texts_are_streamed_and_so_are_both_other_forms(endpoint):
 
 @pytest.mark.parametrize("closed", [False, True], ids=["the policy may think", "the template has ended it"])
 async def test_reasoning_comes_as_a_whole_and_never_as_content(endpoint, tokenizer_of, closed):
-    end = "<think>\n\n</think>\n\n" if closed else ""
-    template = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    template += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n" + end + "{% endif %}{# </think> #}"
-    tokenizer: Qwen2Tokenizer = tokenizer_of(template, ("<think>", "</think>"))
-    text = TEXT if closed else f"<think>one two</think>\n\n{TEXT}"
-    async with endpoint([text], tokenizer=tokenizer) as served:
-        chunks = await chunks_of(served)
-    assert (joined(chunks), joined(chunks, "reasoning_content")) == (TEXT, "" if closed else "one two")
-    assert len(chunks) > 40
+    template = GENERATION.replace("\n", "\n<think>\n\n</think>\n\n") if closed else GENERATION + "{# </think> #}"
+    messages = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    tokenizer = tokenizer_of(messages + template, ("<think>", "</think>"))
+    async with endpoint([TEXT if closed else f"<think>one two</think>\n\n{TEXT}"], tokenizer=tokenizer) as served:
+        deltas = [chunk.choices[0].delta for chunk in await chunks_of(served)]
+    assert "".join(delta.content or "" for delta in deltas) == TEXT and len(deltas) > 40
+    reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    assert reasoning == ("" if closed else "one two")
 
 
 async def test_an_error_before_the_first_token_has_its_status_and_a_later_one_ends_the_stream(endpoint):
@@ -73,16 +67,12 @@ async def test_an_error_before_the_first_token_has_its_status_and_a_later_one_en
             await chunks_of(served)
 
 
-async def test_a_policy_that_is_served_has_one_name_and_one_that_is_trained_has_any(endpoint, kit_of):
+async def test_another_model_than_the_one_that_is_served_is_not_found(endpoint):
     async with endpoint(["a"] * 4) as served, httpx.AsyncClient(base_url=f"{served.address}/v1") as http:
         for call, body in (("chat/completions", ASK), ("completions", {"prompt": "x"}), ("responses", {"input": "x"})):
             reply = await http.post(f"/{call}", json=body | {"model": "gpt-4"})
-            assert reply.status_code == 404 and reply.json()["error"] == {
-                "message": "The model `gpt-4` does not exist; this endpoint serves `policy`",
-                "type": "invalid_request_error",
-                "param": "model",
-                "code": "model_not_found",
-            }
+            assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
+            assert "`gpt-4` does not exist; this endpoint serves `policy`" in reply.json()["error"]["message"]
         with pytest.raises(openai.NotFoundError):
             await served.client().models.retrieve("gpt-4")
         assert (await served.client().models.retrieve("policy")).id == "policy"

@@ -1,7 +1,6 @@
 """One episode: the tokens of its row, every limit with its stop reason, and what its environment may do wrong."""
 
 import asyncio
-import copy
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from hybridrl.agents.environments import Environment, EpisodeFault, Message, Res
 from hybridrl.agents.environments.episode_loop import EpisodeRun, Kit, Limits
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion
-from tests.agents.environments.conftest import STRIPS
+from tests.agents.environments.conftest import CALLS, STRIPS
 
 LIMITS = Limits(prompt=200, response=400, context=600, call_timeout=0.5, timeout=5)
 QUESTION = [{"role": "user", "content": "Guess."}]
@@ -336,9 +335,7 @@ async def test_plain_functions_of_many_environments_wait_at_the_same_time(tokeni
     assert [one.stop for one in found] == ["completed"] * 4
 
 
-def test_environment_and_reward_read_tags_that_are_special_tokens(tokenizer):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_tokens(["<answer>", "</answer>"], special_tokens=True)
-    trajectory, _ = run(tokenizer, ["<answer>7</answer>", "stop"])
+def test_environment_and_reward_read_tags_that_are_special_tokens(tokenizer_of):
+    trajectory, _ = run(tokenizer_of(CALLS + "{# <answer> </answer> #}"), ["<answer>7</answer>", "stop"])
     assert trajectory.messages[2]["content"] == "You said <answer>7</answer>"
     assert trajectory.text == "<answer>7</answer>\nuser\nYou said <answer>7</answer>\nassistant\nstop"

@@ -195,12 +195,6 @@ def test_what_a_function_forks_returns_no_result(act) -> None:
     assert int(act("count")[0][1]) == 4  # all in one process
 
 
-def test_a_result_that_is_not_the_next_one_is_an_error_and_the_process_is_replaced(act) -> None:
-    ((outcome, text, _),) = act("write")
-    assert outcome == "error" and "is not its next result (it has the number 99" in text
-    assert act("count") == [("ok", "1", None)]
-
-
 def test_a_process_that_is_killed_while_it_waits_is_replaced(act) -> None:
     process = psutil.Process(int(act("process")[0][1]))
     process.kill()
@@ -221,6 +215,9 @@ def test_what_a_function_raises_is_as_if_it_ran_here(act, caplog) -> None:
     assert "functions.py" in caplog.text and "no such" in caplog.text
     assert act("leave") == [("error", "Error: RuntimeError: SystemExit: 3", None)]
     assert act("exit") == [("error", "Error: RuntimeError: the tool's process ended with exit code 3", None)]
+    ((outcome, text, _),) = act("write")
+    assert outcome == "error" and "is not its next result (it has the number 99" in text
+    assert act("count") == [("ok", "1", None)]  # in another process
     for what, said in {"fault": "the disk is full", "away": "Unreachable: nobody", "nan": "the tool act is no"}.items():
         with pytest.raises(EpisodeFault, match=said):
             act(what)

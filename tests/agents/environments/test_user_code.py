@@ -59,17 +59,14 @@ def forking(end: Callable[[], object]) -> int:
     return os.fork() or end()
 
 
-async def forking_coroutine(end: Callable[[], object]) -> int:
+async def in_coroutine(end: Callable[[], object]) -> int:
     return forking(end)
 
 
-@pytest.mark.parametrize("function", [forking, forking_coroutine])
-@pytest.mark.parametrize(
-    ("end", "status"), [(sys.exit, 0), (partial(sys.exit, 3), 3), (partial(int, "x"), 1), (int, 0)]
-)
+@pytest.mark.parametrize("function", [forking, in_coroutine])
+@pytest.mark.parametrize(("end", "status"), [(partial(sys.exit, 3), 3), (partial(int, "x"), 1), (int, 0)])
 async def test_what_code_has_forked_ends_as_a_script_and_never_returns(function, end, status) -> None:
-    child = await finished(function, end)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+    assert os.waitstatus_to_exitcode(os.waitpid(await finished(function, end), 0)[1]) == status
 
 
 def test_the_error_has_the_line_and_what_the_function_was_called_with() -> None:

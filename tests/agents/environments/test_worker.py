@@ -15,7 +15,6 @@ from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec, Ep
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling
 from hybridrl.core.rollout.engine import FatalRequest, RejectedRequest
-from tests.agents.endpoint.conftest import completion_of
 from tests.agents.sections import environments_of
 
 LIMITS = Limits(prompt=100, response=300, context=400)
@@ -36,13 +35,10 @@ class Reads(Environment):
             return Step(done=True)
         return Step(replace=[message]) if self.row.get("replaces") else Step([message])
 '''
-CHANGES = '''
+CHANGES = """
 from hybridrl.agents.environments import Environment, Step
 
-
 class Changes(Environment):
-    """Changes all that it gets, and rewards by what it found."""
-
     def reset(self, messages):
         messages[0]["content"] += "!"
         self.row["deep"]["list"].append(1)
@@ -51,7 +47,7 @@ class Changes(Environment):
 
     def step(self, response):
         return Step(done=True, reward=len(self.row["deep"]["list"]) + len(self.config["deep"]["list"]))
-'''
+"""
 AGENT = """
 async def agent(*_):
     raise AssertionError("the runner of this test runs it")
@@ -250,15 +246,10 @@ def test_a_text_is_only_left_out_unread_if_no_tokenizer_could_make_it_fit(tokeni
 
 
 def test_an_environment_changes_its_own_row_messages_and_settings_only(tokenizer, tmp_path):
-    worker = make_worker(tokenizer, tmp_path)
+    worker, prompts = make_worker(tokenizer, tmp_path), []
     (tmp_path / "changes.py").write_text(CHANGES)
-    kind = {"environment": f"{tmp_path}/changes.py:Changes", "environment_kwargs": {"deep": {"list": []}}}
-    worker.environments, row = environments_of(**kind), {"deep": {"list": []}}
-    prompts = []
-
-    def answer(request: Request) -> Completion:
-        prompts.append(request.prompt_ids)
-        return completion_of(tokenizer, "x")
-
-    assert [one.reward for one in run(worker, [row] * 4, answer)] == [2.0] * 4
+    settings = {"environment": f"{tmp_path}/changes.py:Changes", "environment_kwargs": {"deep": {"list": []}}}
+    worker.environments = environments_of(**settings)
+    answer = lambda request: prompts.append(request.prompt_ids) or sampled(tokenizer, request)  # noqa: E731
+    assert [one.reward for one in run(worker, [{"deep": {"list": []}}] * 4, answer)] == [2.0] * 4
     assert all(ids == prompts[0] for ids in prompts)

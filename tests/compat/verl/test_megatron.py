@@ -143,10 +143,11 @@ PLACES += [f"{ACTOR}.strategy", "critic.strategy", f"{REF}.strategy", "ref.strat
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("engine", ["megatron", "automodel", "veomni"])
-def test_an_engine_is_accepted_wherever_verl_has_a_key_for_it(place: str, engine: str) -> None:
-    assert all(FSDP in note for note in notes(f"{place}={engine}"))
-    assert any("no effect" in note or "lr_scheduler_type=cosine" in note for note in notes(f"{place}={engine}"))
+def test_an_engine_is_accepted_wherever_verl_has_a_key_for_it(place: str) -> None:
+    for engine in ("megatron", "automodel", "veomni"):
+        found = notes(f"{place}={engine}")
+        assert all(FSDP in note for note in found)
+        assert any("no effect" in note or "lr_scheduler_type=cosine" in note for note in found)
     (error,) = resolved(f"{place}=mlite").findings.errors
     assert error.text.endswith(f"=mlite: {LITE}")
 
@@ -162,12 +163,9 @@ LITE_SIZES = ("tp=2", "etp=1", "pp=2", "vpp=1", "ep=4", "cp=1", "impl=lite", "im
 def test_a_command_of_megatron_lite_is_rejected_in_one_sentence() -> None:
     words = [f"actor@{ACTOR}=mlite_actor", f"ref@{REF}=mlite_ref", "hydra.searchpath=[pkg://verl_mlite.config]"]
     words += [f"{part}.engine.{size}" for size in (*LITE_SIZES, "param_offload=True") for part in (ACTOR, REF)]
-    state = (
-        f"+{ACTOR}.optim.override_optimizer_config.{one}"
-        for one in ("offload_fraction=1", "decoupled_weight_decay=true")
-    )
-    (error,) = resolved(*words, *state).findings.errors
-    assert error.text.endswith(f" and 18 more: {LITE}") and len(error.keys) == 22
+    words += [f"+{ACTOR}.optim.override_optimizer_config.offload_fraction=1"]
+    (error,) = resolved(*words).findings.errors
+    assert error.text.endswith(f" and 17 more: {LITE}") and len(error.keys) == 21
 
 
 @pytest.mark.parametrize(
@@ -175,7 +173,6 @@ def test_a_command_of_megatron_lite_is_rejected_in_one_sentence() -> None:
     [
         ("megatron", ("tensor_model_parallel_size=8", "use_mbridge=True", "override_transformer_config.a=1"), FSDP),
         ("automodel", ("tp_size=2", "backend_config.attn=te", "distributed_strategy=fsdp2"), FSDP),
-        ("torchtitan", ("tensor_parallel_size=2", "data_parallel_shard_size=4"), FSDP),
         ("mlite", LITE_SIZES, LITE),
     ],
 )
@@ -309,7 +306,6 @@ def test_what_changes_training_has_a_sentence_and_a_kernel_none(override: str, s
         (f"+{LAYERS}.fp8=hybrid", "training in 8 or 4 bits is not supported"),
         (f"{MEGATRON}.no_such_key=1", "it has no counterpart here, as training runs on FSDP2"),
         (f"{ACTOR}.engine.tp=2", LITE),
-        (f"{REF}.engine.impl_cfg.use_thd=true", LITE),
         (f"{MEGATRON}.qat.enable=true", "training for a quantised model is not supported"),
     ],
 )
