@@ -95,12 +95,6 @@ def test_columns_that_are_json_text_are_what_the_text_holds(write, config, token
     assert [prompt.extra_info for prompt in absent] == [{}, {}]
 
 
-@pytest.mark.parametrize("value", ["text", "[1]", [1]])
-def test_extra_info_that_is_no_object_is_rejected_with_its_beginning(write, config, tokenizer, value):
-    text = rejection(write(row("x", extra_info=value)), config, tokenizer)
-    assert f"line 1: extra_info is not an object ({{...}}) or JSON text of one, but {value!r}: write it with" in text
-
-
 def test_a_ground_truth_of_null_is_for_custom_rewards(write, config, tokenizer, tmp_path):
     model = {"style": "model", "ground_truth": None}
     rows = [row("x"), row("x", reward_model=model), row("x", reward_model=json.dumps(model))]

@@ -422,7 +422,7 @@ def test_a_reward_is_tried_on_the_text_that_a_run_gives_it(reject, tokenizer, ca
     assert ("reward.py: </answer> is left out of what a reward reads" in printed) == bool(ends)
 
 
-@pytest.mark.parametrize("more", [(), ("reward.num_workers=0",), ("reward.reward_manager.name=rate_limited",)])
+@pytest.mark.parametrize("more", [(), ("reward.reward_manager.name=rate_limited",)])
 def test_a_token_that_no_response_has_as_text_is_named_if_the_reward_or_a_truth_has_it(reject, capsys, more):
     reject("def compute_score(solution_str): return len(solution_str.split('<|im_start|>')[-1])", "1", more=more)
     reject("def compute_score(solution_str): return 1.0", "1", "2<|im_end|>", "3<|im_end|>", more=more)

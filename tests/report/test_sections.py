@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl.checkpoint.files import write_manifest
 from hybridrl.report.contents import Contents, differences, log_excerpts, settings
 from hybridrl.report.curves import POINTS, averaged, panels_of, thinned
 from hybridrl.report.samples import ChosenSamples, choose_samples
@@ -106,14 +105,6 @@ def test_a_checkpoint_whose_files_have_another_size_is_named(tmp_path):
     assert "files are as saved, by size" in checkpoints(Contents(run))
     (run / "global_step_12" / "actor" / "weights").write_bytes(b"short")
     assert "actor/weights: 5 of 1000 bytes" in checkpoints(Contents(run))
-
-
-def test_a_run_does_not_resume_from_a_checkpoint_of_a_model_only(tmp_path):
-    run = write_run(tmp_path / "run")
-    assert Contents(run).checkpoints[0].resumable
-    (run / "global_step_12" / "actor" / ".metadata").unlink()
-    write_manifest(run / "global_step_12")
-    assert not Contents(run).checkpoints[0].resumable and "model only" in checkpoints(Contents(run))
 
 
 def test_a_slow_step_is_explained_by_the_phase_that_took_longer_than_usual(tmp_path):

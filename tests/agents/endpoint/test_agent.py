@@ -285,9 +285,10 @@ def test_an_agent_in_a_process_of_its_own_may_fork_and_leaves_nothing(run, start
 
 def test_an_agent_changes_its_own_row_and_messages_only(run):
     code = """
-        def run(data, **endpoint):
+        async def run(data, **endpoint):
             data["extra"]["seen"].append(1)
             data["messages"][0]["content"] += "!"
+            await ask(messages=data["messages"], **endpoint)
             return float(len(data["extra"]["seen"]) + data["messages"][0]["content"].count("!"))
     """
     row = {"extra": {"seen": []}}

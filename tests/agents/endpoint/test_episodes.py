@@ -89,12 +89,12 @@ def test_ground_truths_of_null_need_a_custom_reward(data, tmp_path, key, files):
     row = {"prompt": "1+1", "data_source": "openai/gsm8k", "extra_info": {"target": 7, "low": 1, "high": 9}}
     row |= {"reward_model": {"style": "model", "ground_truth": None}}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
-    keys = [key, f"{files}={tmp_path}/rows.jsonl", REWARD]
-    inputs = prepare(load(data, *keys))
+    keys = (key, f"{files}={tmp_path}/rows.jsonl")
+    inputs = prepare(load(data, *keys, REWARD))
     inputs.rejections.close()
     assert [prompt.ground_truth for prompt in inputs.datasets[files]] == [None] * 8
-    keys[-1] = "reward.custom_reward_function.path=null"
-    assert f"{files}: 8 bad rows\n  {tmp_path}/rows.jsonl, line 1: the ground truth is null" in rejected(data, *keys)
+    text = rejected(data, *keys, "reward.custom_reward_function.path=null")
+    assert f"{files}: 8 bad rows\n  {tmp_path}/rows.jsonl, line 1: the ground truth is null" in text
 
 
 def test_an_environment_that_gives_the_rewards_needs_no_reward_function(data):

@@ -198,14 +198,15 @@ def test_without_faults_none_are_reported():
 @pytest.mark.parametrize(("on_error", "mean"), [("exclude", 1.0), ("zero", 0.25)])
 def test_what_becomes_of_a_fault_is_as_in_training(on_error, mean, caplog):
     faults = [replace(FAULT) for _ in range(3)]
-    for samples, graded in ((episodes([faults[0], good(1.0)], faults[1:]), True), (episodes(faults), False)):
-        runner, guard = Runner(samples), FaultGuard(on_error, 1.0, 1)
-        count = 2 if graded else 3
-        _, metrics = Evaluator(runner, [samples[0].prompt], runner, Sampling(8, (0,)), count, guard).evaluate(4)
+    for groups, graded in (([[faults[0], good(1.0)], faults[1:]], True), ([faults], False)):
+        samples, guard = episodes(*groups), FaultGuard(on_error, 1.0, 1)
+        runner = Runner(samples)
+        _, metrics = Evaluator(runner, [samples[0].prompt], runner, Sampling(8, (0,)), len(groups[0]), guard).evaluate(
+            4
+        )
         assert metrics["val-aux/reward/faults"] == 3
-        if graded:
-            assert metrics["val-core/maths/acc/mean@2"] == metrics["val-aux/maths/reward/mean@2"] == mean
         assert any(map(is_validation_score, metrics)) == (graded or on_error == "zero")
+        assert not graded or metrics["val-core/maths/acc/mean@2"] == metrics["val-aux/maths/reward/mean@2"] == mean
     assert "validation after step 4: the reward function failed on 3 of 4 responses, mostly" in caplog.text
 
 
