@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from hybridrl.config.custom_code import EndingForks
 from hybridrl.rewards import program
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.runtime import guard
@@ -66,6 +67,18 @@ def test_a_file_that_forks_while_it_is_imported_has_one_process(reward_config):
     with ScorerPool(reward_config(source)) as pool:
         scores = results(pool.submit(requests(*["x"] * 20)))
     assert len({score.value for score in scores}) == 1
+
+
+def test_a_process_that_collects_what_its_parent_had_begun_does_not_end_of_it():
+    def begun():
+        with EndingForks():
+            yield
+
+    next(generator := begun())
+    if (pid := os.fork()) == 0:
+        generator.close()
+        os._exit(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
 
 
 HOLDS = """
