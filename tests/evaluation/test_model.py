@@ -436,8 +436,8 @@ def test_two_evaluations_are_compared_in_the_table(place, capsys):
 def test_a_custom_reward_gets_ground_truths_of_null(place):
     Path("reward.py").write_text("def compute_score(ground_truth): return float(ground_truth is None)\n")
     write_rows(Path("null.jsonl"), *[row("1", "1", reward_model=NULL)] * 2)
-    custom = "custom_reward_function.path=reward.py"
-    sampled = run(evaluation(place, "eval.files=null.jsonl", f"reward.{custom}", "eval.output_dir=sampled")).samples
+    custom = "reward.custom_reward_function.path=reward.py"
+    sampled = run(evaluation(place, "eval.files=null.jsonl", custom, "eval.output_dir=sampled")).samples
     write_stored(truth=NULL)
     assert stored(place, custom) == 0
     every = [*sampled, *read_samples(Path("out/samples.jsonl"))]
