@@ -12,7 +12,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -22,9 +22,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import yaml
-from huggingface_hub import metadata_load
 
-from hybridrl.config.findings import ConfigError
 from hybridrl.config.values import ValueFault
 
 ROW_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".arrow")
@@ -32,8 +30,6 @@ WRITTEN = ROW_SUFFIXES[:-1]  # .arrow is what the library `datasets` keeps in it
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_SECONDS = 2.0  # for a connection to the hub
 MOST_PARTS = 2  # configuration and split
-ADDRESS = "://"
-
 RAY_ADDRESS, LARGEST_PORT = re.compile(r"auto|local|([^\s/:@]+|\[[\w:.%]+\]):(?P<port>\d{1,9})"), 65535
 
 HUGGINGFACE = "huggingface"
@@ -238,27 +234,7 @@ def leads_outside(directory: Path, name: str) -> bool:
     cache, as all files of a snapshot do."""
     root, file = directory.resolve(), (directory / name).resolve()
     blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
-    return ADDRESS in name or not any(file.is_relative_to(place) for place in (root, *blobs))
-
-
-def names_rows(directory: Path, key: str) -> bool:
-    """Whether the README of a dataset, or the file that the library reads as well, names its files. Raises ConfigError
-    if one of them is an address."""
-    named: list[str] = []
-    for name, read in {"README.md": metadata_load, ".huggingface.yaml": read_mapping}.items():
-        with suppress(OSError, ValueError, yaml.YAMLError):  # what cannot be read the library rejects
-            configurations = (read(directory / name) or {}).get("configs") or []
-            named += re.findall('"([^"]+)"', json.dumps(configurations, default=str))
-    rows_below(directory, [name for name in named if ADDRESS in name], key)
-    return bool(named)
-
-
-def rows_below(directory: Path, files: Sequence[Path | str], key: str) -> list[Path]:
-    """Return files that a file of a directory names. Raises ConfigError for the first that is not below it."""
-    if outside := [file for file in files if leads_outside(directory, str(file))]:
-        cause = f"{key}={directory}: a file of the directory names {outside[0]} as its rows, which is not below it"
-        raise ConfigError(cause, fix="name files that are on this machine")
-    return [*map(Path, files)]
+    return "://" in name or not any(file.is_relative_to(place) for place in (root, *blobs))
 
 
 def one_or_more(value: list[str]) -> ValueFault | None:
@@ -304,9 +280,7 @@ def path_or_hub(value: str) -> ValueFault | None:
     if looks_local:
         return _no_directory(value)
     cause = _out_of_reach(value, "model")
-    return (
-        ValueFault(cause, f"name a directory; where there is a network: hf download {value}", True) if cause else None
-    )
+    return ValueFault(cause, f"name a directory, or with a network: hf download {value}", True) if cause else None
 
 
 def model_path(value: str) -> ValueFault | None:
@@ -391,9 +365,7 @@ def ray_options(value: dict[str, Any]) -> ValueFault | None:
         return None
     name = "address" if value.get("address") else "RAY_ADDRESS"
     host = re.split(r"[/:@\s]", address.partition("://")[2] or address)[0] or "HOST"
-    cause = (
-        f"{name}={address} is not the HOST:PORT at which a Ray is joined (http:// is its dashboard, ray:// a client)"
-    )
+    cause = f"{name}={address} is not the HOST:PORT of a Ray (http:// is that of its dashboard, ray:// of a client)"
     fix = f"set {name}={host}:6379, with the port of ray start, or unset it to have a Ray started here"
     return ValueFault(cause, fix, absent=True)
 

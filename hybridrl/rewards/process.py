@@ -34,7 +34,7 @@ LOAD_TIMEOUT = 300  # seconds to import the user's file: a large library on a bu
 _GRACE = 1.0
 # Seconds that a process has to end once its socket is closed, so that its exit code is the one reported.
 _END_TIMEOUT = 2.0
-_SECONDS_BETWEEN_CHECKS = 0.1  # of a process's memory
+_SECONDS_BETWEEN_CHECKS, _MOST_BETWEEN_CHECKS = 0.1, 0.5  # of a process's memory
 _MIB, _PAGE = 1 << 20, os.sysconf("SC_PAGE_SIZE")
 _MIN_DEFAULT_MEMORY, _DEFAULT_SHARE = 4096, 8
 
@@ -200,12 +200,13 @@ class ScoringProcess:
         """Return the next message, checking the memory of the process now and then."""
         program, deadline = required(self._program), time.monotonic() + seconds
         while True:
-            now = time.monotonic()
+            now, began = time.monotonic(), time.thread_time()
             if now >= self._next_check:
-                self._next_check = now + _SECONDS_BETWEEN_CHECKS
                 bound_log(self._log_path)
                 if _exceeds(program.process.pid, self._memory_mb * _MIB):
                     raise _MemoryExceeded(f"more than {self._memory_mb:,} MiB of memory (reward.memory_mb)")
+                took = time.thread_time() - began  # which grows with the number of processes of the machine
+                self._next_check = now + max(_SECONDS_BETWEEN_CHECKS, min(100 * took, _MOST_BETWEEN_CHECKS))
             try:
                 return program.messages.receive(min(_SECONDS_BETWEEN_CHECKS, max(deadline - now, 0)))
             except TimeoutError:

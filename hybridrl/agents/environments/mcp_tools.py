@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -185,7 +185,7 @@ async def _streams(spec: Mapping[str, Any], printed: list[str]) -> AsyncIterator
             raise FileNotFoundError(f"there is no program {spec['command']}")
         command = ["-IS", "-c", ENDS_WITH_US, spec["command"], *spec.get("args", [])]
         started = stdio.StdioServerParameters(command=sys.executable, args=command, env=environment)
-        with _passed_on(printed) as stream:
+        async with _passed_on(printed) as stream:
             async with stdio.stdio_client(started, stream) as streams:
                 yield streams[0], streams[1]
         return
@@ -198,8 +198,8 @@ async def _streams(spec: Mapping[str, Any], printed: list[str]) -> AsyncIterator
         yield streams[0], streams[1]
 
 
-@contextlib.contextmanager
-def _passed_on(last: list[str]) -> Iterator[TextIO]:
+@contextlib.asynccontextmanager
+async def _passed_on(last: list[str]) -> AsyncIterator[TextIO]:
     """A stream whose lines appear on this process's standard error; the last one is kept."""
     reader, writer = os.pipe()
 
@@ -215,7 +215,7 @@ def _passed_on(last: list[str]) -> Iterator[TextIO]:
         with open(writer, "w") as stream:
             yield stream
     finally:
-        thread.join(SECONDS_TO_PRINT)  # a program that the server left may hold the stream
+        await asyncio.to_thread(thread.join, SECONDS_TO_PRINT)  # a program that the server left may hold the stream
 
 
 def _first(error: BaseException) -> str:
