@@ -86,9 +86,7 @@ def _accept(launch: TrainingLaunch) -> None:
             if finding.code == "value" and texts:  # which bash computes when the command below runs
                 computed.append(finding)
                 launch.computed += texts
-                cause = (
-                    f"{texts[-1]}: a program computes the value, so it is not checked, and stays in the command below"
-                )
+                cause = f"{texts[-1]}: a program computes the value, so it is not checked, and stays in the command"
                 launch.findings.warn("computed", cause, keys=finding.keys)
             remaining = _without(remaining, finding, launch)
         shown = (item for item in result.items if item not in computed)

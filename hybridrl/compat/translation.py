@@ -297,9 +297,8 @@ class Translation:
             entry, given = reasons[why], [foreign[key] for key in keys]
             if entry.kind in REJECTING:
                 keys = [key.removesuffix(CHOICE) for key in keys]  # as they are written
-                cause = (
-                    f"{_listed([f'{key}={show(item)}' for key, item in zip(keys, given, strict=True)])}: {entry.why}"
-                )
+                settings = [f"{key}={show(item)}" for key, item in zip(keys, given, strict=True)]
+                cause = f"{_listed(settings)}: {entry.why}"
                 fix = entry.fix(given[0], values) if entry.fix else ""
                 findings.error("unsupported", cause, fix, keys=keys, value=show(given[0]))
             else:

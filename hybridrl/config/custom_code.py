@@ -19,7 +19,7 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from hybridrl.config.findings import ConfigError
 
@@ -199,21 +199,18 @@ class EndingForks:
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         # GeneratorExit is no end: a process that multiprocessing has forked may collect what its parent had begun.
-        if os.getpid() != self._process and not isinstance(error, GeneratorExit):
-            _end_process(error)
-
-
-def _end_process(error: BaseException | None) -> NoReturn:
-    code = error.code if isinstance(error, SystemExit) else error and 1
-    try:
-        if not isinstance(error, SystemExit | None):
-            traceback.print_exception(error)
-        elif isinstance(code, str):
-            print(code, file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code & 0xFF if isinstance(code, int) else code is not None)
+        if os.getpid() == self._process or isinstance(error, GeneratorExit):
+            return
+        code = error.code if isinstance(error, SystemExit) else error and 1
+        try:
+            if not isinstance(error, SystemExit | None):
+                traceback.print_exception(error)
+            elif isinstance(code, str):
+                print(code, file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code & 0xFF if isinstance(code, int) else code is not None)
 
 
 def own(value: Any) -> Any:

@@ -62,10 +62,6 @@ class Kind(NamedTuple):
     accepts: Callable[[Any], bool]
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 < value < 1 << 31
-
-
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < 1e30
 
@@ -78,7 +74,7 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-COUNT = Kind("a positive whole number", _is_count)
+COUNT = Kind("a positive whole number", lambda value: type(value) is int and 0 < value < 1 << 31)
 WHOLE = Kind("a whole number", lambda value: type(value) is int and abs(value) < 1 << 31)
 NUMBER = Kind("a number of at least 0", _is_number)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))

@@ -271,7 +271,8 @@ def _parse(row: DataRow, config: DataConfig, *, needs_truth: bool = False) -> Pr
     if not messages:
         faults.append(_no_prompt(columns, config.prompt_key))
     if key := config.ground_truth_key:
-        has_truth, ground_truth = key in columns, _in_column(key, columns)
+        has_truth, ground_truth = key in columns, columns.get(key)
+        ground_truth = (as_object(ground_truth) or {}).get("ground_truth", ground_truth)  # of an object with one
         # Environments find it where they find that of other rows.
         columns |= {name: (as_object(columns.get(name)) or {}) | {"ground_truth": ground_truth} for name in TRUTHS}
     else:
@@ -293,13 +294,6 @@ def _parse(row: DataRow, config: DataConfig, *, needs_truth: bool = False) -> Pr
         return faults
     data_source = UNKNOWN_SOURCE if source is None else str(source)
     return Prompt(row.number, [], messages, data_source, ground_truth, extra_info, columns, tools or [])
-
-
-def _in_column(name: str, columns: dict[str, Any]) -> Any:
-    """Return the ground truth of a column: its value, or that under ground_truth if it is an object with one."""
-    value = columns.get(name)
-    truth = as_object(value)
-    return value if truth is None else truth.get("ground_truth", value)
 
 
 def with_objects(columns: dict[str, Any]) -> dict[str, Any]:

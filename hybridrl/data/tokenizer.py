@@ -33,9 +33,6 @@ TEMPLATES = {
 
 # Ordinary text: spaces, several in a row, line breaks, digits, other letters and scripts.
 PROBES = ("What is a mask?", "one  two\n\n  three", "In 2024 it was 3.14 x 10,", "Z\u00fcrich, \u6771\u4eac")
-# What normalization changes: full width, a ligature, an accent apart, spaces of other kinds; and signs.
-CHANGED = " \uff21\uff11 \ufb01n e\u0301t\u00e9\u00a0et\u3000CAF\u00c9\t\r\nx_1 += f(-2.50); // don't!?"
-MOST, TOGETHER = 20_000, 100  # tokens of the vocabulary that are compared as text, and in one text
 
 logger = logging.getLogger(__name__)
 
@@ -130,11 +127,6 @@ def changed_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
     return next(((text, other) for text, other in decoded if other.removeprefix(" ") != text), None)
 
 
-def drops_spaces(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether words run together. Text that is normalised, or has unknown characters, is the tokenizer's own."""
-    return _decoded(tokenizer, PROBES[0]).lower() == PROBES[0].replace(" ", "").lower()
-
-
 def _decoded(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -156,34 +148,29 @@ def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerB
         raise ConfigError(f"{key}={path}: holds no tokenizer", fix=fix)
     if change := changed_text(tokenizer):
         kind = type(tokenizer).__name__
-        if drops_spaces(tokenizer):
+        # Words run together. Text that is normalised, or has unknown characters, is the tokenizer's own.
+        if _decoded(tokenizer, PROBES[0]).lower() == PROBES[0].replace(" ", "").lower():
             raise ConfigError(f"{key}={path}: {kind} drops spaces ({change[0]!r} becomes {change[1]!r})", fix=fix)
         logger.warning("the tokenizer changes text: %r becomes %r, in prompts and in what rewards read", *change)
     return tokenizer
 
 
 def other_tokens(tokenizer: PreTrainedTokenizerBase, place: str, known: int, *, trusted: bool) -> str:
-    """Describe how the tokenizer of a directory or hub name differs, in tokens of ids below `known` or in how it
-    divides a text; empty if it does not, or if there is none."""
+    """Describe how the tokenizer of a directory or hub name differs in tokens of ids below `known`; empty if it does
+    not, or if there is none."""
     path = resolve_model(place)
     other = attempt(partial(read_tokenizer, str(path), trusted=trusted, local=path.is_dir()))
     if isinstance(other, Exception) or set(other.get_vocab()) <= set(other.all_special_tokens):
         return ""
     ours, theirs = ({number: token for token, number in one.get_vocab().items()} for one in (tokenizer, other))
     changed = [number for number, token in ours.items() if number < known and theirs.get(number) != token]
-    if changed:
-        number = min(changed)
-        kind = "added token" if number in tokenizer.added_tokens_decoder else "token"
-        token = repr(theirs[number]) if number in theirs else "no token"
-        cause = f"its tokenizer has {token} where the policy's has the {kind} {ours[number]!r}, at {number}"
-        return f"{cause} ({len(changed)} of {known} differ)"
-    words = tokenizer.batch_decode([[number] for number in range(0, known, 1 + known // MOST)])
-    together = ("".join(words[start : start + TOGETHER]) for start in range(0, len(words), TOGETHER))
-    for text in (*PROBES, CHANGED, *together):
-        one, another = (each(text, add_special_tokens=False)["input_ids"] for each in (tokenizer, other))
-        if one != another:
-            return f"its tokenizer divides {text:.40}... into {another[:8]}, the policy's into {one[:8]}"
-    return ""
+    if not changed:
+        return ""
+    number = min(changed)
+    kind = "added token" if number in tokenizer.added_tokens_decoder else "token"
+    token = repr(theirs[number]) if number in theirs else "no token"
+    cause = f"its tokenizer has {token} where the policy's has the {kind} {ours[number]!r}, at {number}"
+    return f"{cause} ({len(changed)} of {known} differ)"
 
 
 def end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

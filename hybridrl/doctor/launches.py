@@ -293,11 +293,8 @@ def _last_error(printed: str, script: Path, before: int) -> str:
     down in what bash reads; without what only a confined bash says."""
     line = rf"{re.escape(str(script))}: (?:-c: |eval: )?line (\d+): "
     errors = [text for text in printed.splitlines() if re.match(line, text) and "not permitted" not in text]
-    last = (
-        errors[-1].replace("restricted: cannot specify `/' in command names", "No such file or directory")
-        if errors
-        else ""
-    )
+    last = errors[-1] if errors else ""
+    last = last.replace("restricted: cannot specify `/' in command names", "No such file or directory")
     return re.sub(line, lambda found: f"line {int(found[1]) - before}: ", last)
 
 

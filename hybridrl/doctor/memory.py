@@ -286,10 +286,8 @@ def memory_plan(config: PPOConfig, findings: Findings, gpus: Sequence[int], free
         findings.error("memory.unknown", f"the model cannot be trained as configured: {error}")
         return
     for index, plan in enumerate(plans):
-        phase, short = (
-            "the run" if plan.fullest == HOST else plan.fullest,
-            plan.available and plan.peak > plan.available,
-        )
+        phase = "the run" if plan.fullest == HOST else plan.fullest
+        short = plan.available and plan.peak > plan.available
         most = f"at most {_gib(plan.peak)} GiB" + f" of {_gib(plan.available)}" * (plan.available > 0)
         most = f", in GiB:\n{plan}" if short else f": {most}, in {phase}"
         findings.info("memory.plan", f"estimated memory of {plan.place}{plan.remark}{most}")

@@ -102,7 +102,11 @@ class ModelEvaluation:
         self.runs_episodes = runs_episodes(self.config.actor_rollout_ref.rollout, environments)
         self.function_scores = not (self.runs_episodes and uses_built_in(config.reward))
         if self.runs_episodes:
-            self._check_episodes(findings)
+            if self.target.is_address:
+                cause = f"{self.target.key}={self.target.path}: rows with environments or tools need a model of files"
+                findings.error("conflict", cause, "serve nothing, and name the model's directory", keys=self.target.key)
+            else:
+                check_episodes(self.config, self.tokenizer, self.datasets, findings)
         if self.function_scores and uses_built_in(config.reward):
             with findings.gathered():
                 check_data_sources(self.sources)
@@ -135,13 +139,6 @@ class ModelEvaluation:
         if not self.target.is_address:
             reject_unknown_tokens(model, self.target.key, *self.datasets.values())
         return {file: list(rows) for file, rows in self.datasets.items()}
-
-    def _check_episodes(self, findings: Findings) -> None:
-        if self.target.is_address:
-            cause = f"{self.target.key}={self.target.path}: rows with environments or tools need a model of files"
-            findings.error("conflict", cause, "serve nothing, and name the model's directory", keys=self.target.key)
-        else:
-            check_episodes(self.config, self.tokenizer, self.datasets, findings)
 
     @cached_property
     def policy(self) -> str:

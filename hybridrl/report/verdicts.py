@@ -165,7 +165,8 @@ def _stable(contents: Contents) -> Light:
     for code in [code for code in held if code in damaging]:
         state: State = "bad" if last in held[code] else "fair"
         return Light(question, state, f"{code} in {len(held[code])} steps, from step {min(held[code])}")
-    skipped = [step for step in contents.trained if _skipped(contents.trained[step])]
+    counts = [f"{model}/skipped_updates" for model in ("actor", "critic", "train")]
+    skipped = [step for step, metrics in contents.trained.items() if any(map(metrics.get, counts))]
     if skipped:
         text = f"{len(skipped)} step{'s' * (len(skipped) > 1)} with updates that were not finite, first {skipped[0]}"
         return Light(question, "bad" if last - skipped[-1] < 3 else "fair", text)
@@ -255,10 +256,6 @@ def _resumable(contents: Contents) -> Light:
     text += f"; {newest.misses}" if newest.misses else ""
     close = lost <= max(10, contents.last_step // 10)
     return Light(question, "good" if close and not newest.misses else "fair", text)
-
-
-def _skipped(metrics: dict[str, float]) -> bool:
-    return any(metrics.get(f"{model}/skipped_updates") for model in ("actor", "critic", "train"))
 
 
 def _graded(share: float, limits: Limits) -> State:

@@ -40,9 +40,8 @@ _STOP_TIMEOUT = 10.0
 
 Decode = Callable[[Sequence[int] | np.ndarray], str]
 Reason = tuple[type[Exception], str]  # why scoring ends: ConfigError or ScorerDied, and its message
-Setup = tuple[
-    RewardConfig, frozenset[str], Callable[[], Decode], Launch, str
-]  # the last two: the driver's, and its host
+# The last two: the driver's, and its host.
+Setup = tuple[RewardConfig, frozenset[str], Callable[[], Decode], Launch, str]
 
 
 class Scorer(Protocol):
@@ -281,7 +280,7 @@ class DecodingScorer:
         return self._takes_tokens
 
     def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
-        if self._takes_tokens is None:  # in an actor that Ray has restarted
+        if self._takes_tokens is None:  # in an actor that took the place of another
             self.start()
         texts, ready = [], []
         for one in requests:

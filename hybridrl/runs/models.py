@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config import PPOConfig
 from hybridrl.config.files import adapter_settings, resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig
@@ -35,21 +35,19 @@ def text_settings(model: ModelConfig) -> Any:
     return AutoConfig.from_pretrained(str(resolve_model(model.path)), **options).get_text_config()
 
 
-def check_readers(
-    models: Mapping[str, ModelConfig], tokenizer: PreTrainedTokenizerBase, longest: int, hint: str, rejections: Findings
-) -> None:
-    """Reject models, the policy first, that take fewer than `longest` positions (`hint` says how to shorten rows), and
-    those, bases of adapters among them, that know other tokens by the ids of the policy's `tokenizer`, or fewer."""
+def check_readers(models: Mapping[str, ModelConfig], tokenizer: PreTrainedTokenizerBase, rejections: Findings) -> None:
+    """Reject models, the policy first, and bases of adapters that know other tokens by the ids of the policy's
+    `tokenizer`, or fewer. How many positions they take is checked with the configuration."""
     policy = next(iter(models.values()))
     # Data and responses have no other ids with a meaning.
     known = min(text_settings(policy).vocab_size, 1 + max(tokenizer.get_vocab().values()))
     for key, model in models.items():
         name, adapter = f"{key}.path={model.path}", model.lora_adapter_path or ""
         places = {} if model.path == policy.path else {model.path: name}
-        with rejections.gathered():
-            if model is policy or places:
-                _reject_smaller(name, model, known, longest, hint)
-        if Path(adapter).is_dir() and adapter:
+        if (rows := text_settings(model).vocab_size) < known:
+            cause = f"{name}: its embedding and head have {rows} rows, and the policy {known} tokens"
+            rejections.error("input", cause, "name another model, or resize its token embeddings")
+        if adapter and Path(adapter).is_dir():
             base = str(adapter_settings(adapter).get("base_model_name_or_path"))
             name = f"{key}.lora_adapter_path={adapter}"
             places |= {adapter: name} | ({base: f"{name}, trained on {base}"} if Path(base).is_dir() else {})
@@ -58,14 +56,3 @@ def check_readers(
                 fix = "name one with the policy's tokenizer; if it knows these tokens, save that tokenizer there"
                 cause = f"{name}: it reads the policy's token ids, and {difference}"
                 rejections.error("input", cause, fix, keys=name.partition("=")[0])
-
-
-def _reject_smaller(name: str, model: ModelConfig, known: int, longest: int, hint: str) -> None:
-    settings = text_settings(model)
-    limit, rows = getattr(settings, "max_position_embeddings", None), settings.vocab_size
-    scaled = "'factor'" in str(getattr(settings, "rope_parameters", None))  # which extends the limit
-    if limit and longest > limit and not scaled:
-        raise ConfigError(f"{name}: the model takes {limit} positions, a row may have {longest}", fix=hint)
-    if rows < known:
-        cause = f"{name}: its embedding and head have {rows} rows, and the policy {known} tokens"
-        raise ConfigError(cause, fix="name another model, or resize its token embeddings")

@@ -17,7 +17,6 @@ from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.catalog import RANDOM, why_unsupported
 from hybridrl.config.checks.model import IMPLIED, why_not_served
-from hybridrl.config.checks.training import shorten
 from hybridrl.config.custom_code import attempt, import_libraries, publish_own_keys
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings, nearest
@@ -175,8 +174,7 @@ def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
             if model.lora_rank:
                 inputs.messages.append(check_adapter(model, key))
     if len(rejections.errors) == before:
-        longest, hint = section.rollout.max_model_len or 0, shorten(section.rollout, config.data)
-        check_readers(models, required(inputs.tokenizer), longest, hint, rejections)
+        check_readers(models, required(inputs.tokenizer), rejections)
 
 
 def check_plans(config: ModelConfig, fsdp: FSDPConfig) -> None:
@@ -251,7 +249,7 @@ def load_sft_inputs(
     check_plans(model, config.engine.fsdp_config)
     if model.lora_rank:
         info(check_adapter(model, "model"))
-    check_readers({"model": model}, tokenizer, data.max_length, "lower data.max_length", rejections)
+    check_readers({"model": model}, tokenizer, rejections)
     rejections.close()
     read = partial(load_conversations, config=data, tokenizer=tokenizer, replay=_replay(model.path, data, tokenizer))
     limit, shuffle = data.train_max_samples, data.shuffle

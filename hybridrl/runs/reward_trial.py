@@ -256,9 +256,7 @@ def _report_left_out(reward: RewardConfig, decode: ResponseDecoder | None, data:
         if places and any(map(str.isalpha, name)):  # others are in any text, such as a line break
             cause = f"{places[0]}{f' and {len(places) - 1} more' * (len(places) > 1)}: {name} is left out of what a "
             cause += "reward reads, as a token that ends a response, pads it or marks a turn"
-            findings.warn(
-                "reward.left-out", cause, "do not look for it; a tag must be another token, which ends nothing"
-            )
+            findings.warn("reward.left-out", cause, "do not look for it; use a tag that ends nothing")
 
 
 def faults(scores: Sequence[Score | None]) -> Iterator[tuple[str, int, int]]:

@@ -110,7 +110,8 @@ def _run(command: Command[T], given: list[str], arguments: argparse.Namespace) -
     place = {"config_name": arguments.config_name, "config_dir": arguments.config_path}
     if arguments.multirun and arguments.cfg:
         with ended_by_closed_pipe():
-            print_points(command, arguments.overrides, place, arguments.package)
+            for point in load_points(command, arguments.overrides, place)[1]:  # a YAML document each
+                print(f"--- # {point.name}\n{as_yaml(point.config, arguments.package)}", end="")
         return 0
     if arguments.multirun:
         return run_sweep(command, given, arguments.overrides, place, arguments.at_once, arguments.only)
@@ -136,14 +137,8 @@ def _parser(command: Command[T]) -> argparse.ArgumentParser:
     sections = "show this; with a section, such as data, or all, the keys there with value and meaning"
     add("-h", "--help", nargs="?", const="", metavar="SECTION", help=sections)
     add("-c", "--cfg", nargs="?", const="job", choices=["job", "all"], help="print the resolved configuration and exit")
-    whole = {"type": lambda name: "" if name == "_global_" else name, "default": ""}  # Hydra's name for all of it
-    add(
-        "-p",
-        "--package",
-        metavar="SECTION",
-        **whole,
-        help="the section that --cfg prints, such as actor_rollout_ref.rollout",
-    )
+    section = "the section that --cfg prints, such as actor_rollout_ref.rollout"
+    add("-p", "--package", metavar="SECTION", default="", help=section)
     several = "run every combination of the values given: key=a,b (docs/sweeps.md)"
     add("-m", "--multirun", action="store_true", help=several)
     at_once = "with -m: N runs at a time, each with its part of the machine"
@@ -243,12 +238,6 @@ def run_sweep(
         if found:
             info(f"\n{run_table(found)}")
             info(f"\nthe curves of all runs: {draw_runs(base, found)}")
-
-
-def print_points(command: Command, overrides: list[str], place: dict[str, Any], section: str) -> None:
-    """Print the configuration of every combination, a YAML document each, and run nothing."""
-    for point in load_points(command, overrides, place)[1]:
-        print(f"--- # {point.name}\n{as_yaml(point.config, section)}", end="")
 
 
 def load_points(command: Command, overrides: list[str], place: dict[str, Any]) -> tuple[Path, list[Point]]:

@@ -171,9 +171,8 @@ def redirect_output(log_file: str) -> None:
     os.close(descriptor)
 
 
-def bound_log(log_file: str | Path | None) -> None:
-    """Remove the second half of what a file has beyond LOG_BYTES: its beginning and its end say most. Whoever writes to
-    it appends."""
+def bound_log(log_file: Path | None) -> None:
+    """Remove the second half of a file beyond LOG_BYTES, to which others append: its beginning and end say most."""
     with contextlib.suppress(OSError):
         if log_file is not None and os.stat(log_file).st_size > LOG_BYTES:
             os.truncate(log_file, LOG_BYTES // 2)

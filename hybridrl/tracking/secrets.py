@@ -85,17 +85,9 @@ def is_secret(name: str) -> bool:
 _remembered: set[str] = set()
 
 
-def remember(value: Any, name: str = "") -> None:
-    """Mask the secrets of a configuration wherever they occur from now on: what mask_values masks as a whole. `name`
-    is that of the secret that a value is part of, if any."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            remember(each, name or str(key) * is_secret(str(key)))
-    elif isinstance(value, list | tuple):
-        for last, each in zip(["", *value], value, strict=False):
-            remember(each, name or (last if _is_option(last) else ""))
-    elif name and not isinstance(value, bool | None) and (CERTAIN.search(name) or not PLAIN_WORD.fullmatch(str(value))):
-        _remembered.update((str(value), json.dumps(str(value))[1:-1]))
+def remember(config: dict[str, Any]) -> None:
+    """Mask the secrets of a configuration wherever they occur from now on."""
+    mask_values(config, found=_remembered)
 
 
 def mask_text(text: str) -> str:
@@ -143,17 +135,19 @@ def _stored(path: str) -> list[str]:
         return []
 
 
-def mask_values(value: Any, hidden: bool = False) -> Any:
+def mask_values(value: Any, name: str = "", found: set[str] | None = None) -> Any:
     """Return nested values without secrets: everything below a key that names one or after an option that does, and
-    what texts contain."""
+    what texts contain. `name` is that of the secret that a value is part of; `found` gets those of a certain form."""
     if isinstance(value, dict):
-        return {key: mask_values(each, hidden or is_secret(str(key))) for key, each in value.items()}
+        return {key: mask_values(each, name or str(key) * is_secret(str(key)), found) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        before = ["", *value]
-        return [mask_values(each, hidden or _is_option(last)) for last, each in zip(before, value, strict=False)]
+        before = (last if _is_option(last) else "" for last in ["", *value])
+        return [mask_values(each, name or last, found) for last, each in zip(before, value, strict=False)]
     if value is None or value == "" or isinstance(value, bool):
         return value
-    if hidden:
+    if name:
+        if found is not None and (CERTAIN.search(name) or not PLAIN_WORD.fullmatch(str(value))):
+            found |= {str(value), json.dumps(str(value))[1:-1]}
         return MASK
     return mask_text(value) if isinstance(value, str) else value
 

@@ -147,8 +147,6 @@ def test_the_configuration_is_printed_as_hydra_s_users_ask_for_it(capsys, words)
     assert capsys.readouterr().out == "auto\n"
     assert run_command(Work().command, [*NEEDED, *words, "--package", "trainr"]) == 2
     assert "--package=trainr: there is no such section" in capsys.readouterr().err
-    assert run_command(Work().command, [*NEEDED, *words, "--package", "_global_"]) == 0  # Hydra's name for all of it
-    assert capsys.readouterr().out == whole
 
 
 def test_a_section_that_does_not_exist_is_an_error_next_to_those_of_the_configuration(capsys):

@@ -121,8 +121,10 @@ class Api:
         """Answer with what some work samples, or as a stream with the events of it meanwhile; and with the fields that
         had no effect."""
         if body.model not in ("", self.model) and not self.rules.trains:
-            raise _unknown_model(body.model, self.model)
-        warnings, session = self._warnings(body), self.session_of(request, body)
+            message = f"The model `{body.model}` does not exist; this endpoint serves `{self.model}`"
+            raise rejected(404, message, code="model_not_found", param="model")
+        unread, session = body.warnings(self.rules), self.session_of(request, body)
+        warnings = {"warnings": unread} if unread else {}
         parts: asyncio.Queue[Reply | None] = asyncio.Queue()
         if body.stream and not self.rules.trains:
             wanted = replace(wanted, hear=parts.put_nowait)
@@ -133,10 +135,6 @@ class Api:
         first = await parts.get() or await task  # an error before the first token has its status
         events = stream(first, parts, task, body, lambda reply: form(reply) | warnings)
         return StreamingResponse(events, media_type="text/event-stream")
-
-    def _warnings(self, body: Sampled) -> dict[str, Any]:
-        warnings = body.warnings(self.rules)
-        return {"warnings": warnings} if warnings else {}
 
     async def _sampled(self, request: Request, session: Session | None, work: Coroutine[Any, Any, Reply]) -> Reply:
         """Return a response; where an agent outside the run disconnects, its episode waits for it LOST_SECONDS."""
@@ -151,13 +149,9 @@ class Api:
             raise
 
     async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [await self.describe_model(self.model)]}
-
-    async def describe_model(self, model: str) -> dict[str, Any]:
-        if model != self.model:
-            raise _unknown_model(model, self.model)
         limit = self.core.kit.limits.context
-        return {"id": model, "object": "model", "created": 0, "owned_by": "hybridrl", "max_model_len": limit}
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "hybridrl", "max_model_len": limit}
+        return {"object": "list", "data": [model]}
 
     async def health(self) -> Response:
         open_sessions = sum(not session.closed for session in self.sessions.by_id.values())
@@ -260,7 +254,6 @@ def create_app(
         ("POST", "/v1/responses", api.responses),
         ("POST", "/v1/messages", api.messages),
         ("GET", "/v1/models", api.models),
-        ("GET", "/v1/models/{model:path}", api.describe_model),
         ("GET", "/health", api.health),
         ("POST", "/rl/start_session", api.start_session),
         ("POST", "/rl/set_reward", api.set_reward),
@@ -313,9 +306,8 @@ async def stream(
     except Exception as error:  # whatever the policy raises; the status is sent already
         logger.exception("a stream failed")
         message = error.detail["message"] if isinstance(error, HTTPException) else f"{type(error).__name__}: {error}"
-        yield _event(
-            {"type": "error", "error": {"message": message, "type": "server_error", "param": None, "code": None}}
-        )
+        failure = {"message": message, "type": "server_error", "param": None, "code": None}
+        yield _event({"type": "error", "error": failure})
     finally:
         task.cancel()
     yield body.END
@@ -323,14 +315,8 @@ async def stream(
 
 def _event(body: dict[str, Any]) -> str:
     """Return one server-sent event, with its type as its name if it has one."""
-    return (
-        f"event: {body['type']}\n" if "type" in body else ""
-    ) + f"data: {to_json(body, inf_nan_mode='null').decode()}\n\n"
-
-
-def _unknown_model(name: str, served: str) -> HTTPException:
-    message = f"The model `{name}` does not exist; this endpoint serves `{served}`"
-    return rejected(404, message, code="model_not_found", param="model")
+    name = f"event: {body['type']}\n" if "type" in body else ""
+    return f"{name}data: {to_json(body, inf_nan_mode='null').decode()}\n\n"
 
 
 def _key(request: Request) -> str:

@@ -137,7 +137,7 @@ class Core:
         """Continue a text or token ids, and record it."""
         session = session or Session(self.kit)
         place = await self._prepared(session, session.prompt_of, prompt)
-        completion, seconds = await self._sample(session, place, wanted)
+        completion, seconds = await self._sample(session, place, wanted, hears=True, chat=False)
         response = {"role": "assistant", "content": self._text(completion, wanted.stop)}
         return Reply(session.record(place, completion, response, seconds=seconds), place.ids)
 
@@ -152,13 +152,7 @@ class Core:
                 raise rejected(400, "messages: something is nested too deeply", param="messages") from error
 
     async def _sample(
-        self,
-        session: Session,
-        prompt: RenderedPrompt,
-        wanted: SamplingOptions,
-        *,
-        hears: bool = True,
-        chat: bool = False,
+        self, session: Session, prompt: RenderedPrompt, wanted: SamplingOptions, *, hears: bool, chat: bool
     ) -> tuple[Completion, float]:
         if (vocabulary := len(self.kit.tokenizer)) <= max(wanted.stop_ids, default=0):
             raise rejected(400, f"stop_token_ids: token ids are below {vocabulary}", param="stop_token_ids")

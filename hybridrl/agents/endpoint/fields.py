@@ -189,15 +189,11 @@ class Sampled(Fields):
             return SamplingOptions(self.max_tokens, tuple(self.stop))
         forced = self.choice() == FORCED
         if forced:
-            schema = call_schema(self.schemas(), self._function_chosen())
+            chosen = self._chosen()
+            schema = call_schema(self.schemas(), chosen.function.name or chosen.name or None)  # None: any of them
         names = {*OF_THE_RUN, *SERVED_ONLY, "max_tokens"} - {"stop_token_ids"}
         options = {name: getattr(self, name) for name in names} | {"json_schema": schema, "forced": forced}
         return SamplingOptions(stop=tuple(self.stop), stop_ids=tuple(self.stop_token_ids), **options)
-
-    def _function_chosen(self) -> str | None:
-        """Return the name of the function that the tool choice names, None if any may be called."""
-        chosen = self._chosen()
-        return chosen.function.name or chosen.name or None
 
     def schemas(self) -> list[Schema]:
         """Return the tools as chat templates read them."""

@@ -185,9 +185,8 @@ async def _streams(spec: Mapping[str, Any], printed: list[str]) -> AsyncIterator
             raise FileNotFoundError(f"there is no program {spec['command']}")
         command = ["-IS", "-c", ENDS_WITH_US, spec["command"], *spec.get("args", [])]
         started = stdio.StdioServerParameters(command=sys.executable, args=command, env=environment)
-        async with _passed_on(printed) as stream:
-            async with stdio.stdio_client(started, stream) as streams:
-                yield streams[0], streams[1]
+        async with _passed_on(printed) as stream, stdio.stdio_client(started, stream) as streams:
+            yield streams[0], streams[1]
         return
     token = {"Authorization": f"Bearer {spec['auth_token']}"} if spec.get("auth_token") else {}
     http = importlib.import_module("mcp.client.streamable_http")

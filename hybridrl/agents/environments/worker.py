@@ -33,7 +33,7 @@ from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config.custom_code import own
 from hybridrl.core.experience.trajectory import Policy, Trajectory
 from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling, request_seed
-from hybridrl.runtime.guard import begin_actor, bound_log
+from hybridrl.runtime.guard import begin_actor
 
 logger = logging.getLogger(__name__)
 
@@ -166,11 +166,8 @@ class EpisodeWorker:
     """Episodes as tasks of one event loop; plain functions of environments run in threads. Episodes of several calls
     run at the same time, and those that a call has left are abandoned when it ends."""
 
-    log: str | None = None  # to which environments, tools and agents write as well
-
     def __init__(self, log: str, settings: EpisodeSettings) -> None:
         begin_actor(log)
-        self.log = log
         logging.basicConfig(format="%(asctime)s %(message)s")
         self.begin(settings)
 
@@ -209,7 +206,6 @@ class EpisodeWorker:
     async def take(self, name: str) -> bytes:
         """Return what episodes of this call ask for, and those that ended, as pickled pairs of ticket and Request or
         Trajectory; nothing after some seconds without any."""
-        bound_log(self.log)
         queue, ready = self._call(name).ready, []
         with contextlib.suppress(TimeoutError):
             ready.append(await asyncio.wait_for(queue.get(), HEARTBEAT_SECONDS))

@@ -80,9 +80,8 @@ def run(
     with open(os.memfd_create("tests"), "w+") as tests:
         json.dump(inputs, tests)
         tests.seek(0)
-        module, descriptors = (
-            ("asserts", (_packed(), tests.fileno())) if kind == "asserts" else ("inside", (_packed(),))
-        )
+        packed = _packed()
+        module, descriptors = ("asserts", (packed, tests.fileno())) if kind == "asserts" else ("inside", (packed,))
         lines = _lines(module, descriptors, json.dumps(job), limits.total_seconds)
     outputs = [json.loads(line) for line in lines[: len(inputs)]]
     if mark:  # only a run that was completed has printed it

@@ -73,7 +73,4 @@ async def test_another_model_than_the_one_that_is_served_is_not_found(endpoint):
             reply = await http.post(f"/{call}", json=body | {"model": "gpt-4"})
             assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
             assert "`gpt-4` does not exist; this endpoint serves `policy`" in reply.json()["error"]["message"]
-        with pytest.raises(openai.NotFoundError):
-            await served.client().models.retrieve("gpt-4")
-        assert (await served.client().models.retrieve("policy")).id == "policy"
         assert (await http.post("/completions", json={"prompt": "x"})).status_code == 200
