@@ -48,6 +48,7 @@ KNOWN_TO = {
 LATE = {
     "core/batch.py": "tensordict is slow to import, and wanted for code that is written for it only",
     "config/__init__.py": "Hydra is slow to import, and wanted where a configuration is loaded only",
+    "config/files.py": "huggingface_hub reads when it is imported whether it is offline, which is known later",
     "data/rows.py": "datasets is slow to import, and wanted for directories and data sets of the hub only",
     "model_merger/__init__.py": "torch and transformers come only once a model has to be merged",
     "model_merger/__main__.py": "torch and transformers come only once the command stands",

@@ -1,5 +1,4 @@
-"""Which files and directories a key may name: rows of a dataset, a model, a LoRA adapter, a script; and the address of
-a Ray.
+"""Which files and directories a key may name: rows of a dataset, a model, a LoRA adapter, a script.
 
 A model is one Hugging Face directory, or a folder of a checkpoint, such as .../global_step_N/actor: its weights in
 shards (of hybridrl or verl), everything else in `huggingface/` below. Names of the Hugging Face hub are accepted; it is
@@ -23,6 +22,7 @@ from urllib.request import getproxies
 
 import yaml
 
+from hybridrl.config.findings import ConfigError
 from hybridrl.config.values import ValueFault
 
 ROW_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".arrow")
@@ -30,7 +30,6 @@ WRITTEN = ROW_SUFFIXES[:-1]  # .arrow is what the library `datasets` keeps in it
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_SECONDS = 2.0  # for a connection to the hub
 MOST_PARTS = 2  # configuration and split
-RAY_ADDRESS, LARGEST_PORT = re.compile(r"auto|local|([^\s/:@]+|\[[\w:.%]+\]):(?P<port>\d{1,9})"), 65535
 
 HUGGINGFACE = "huggingface"
 SHARDS = ".metadata"  # the index file that torch.distributed.checkpoint writes
@@ -308,6 +307,28 @@ def model_path(value: str) -> ValueFault | None:
     return ValueFault(f"the directory has no weights ({' or '.join(WEIGHT_FILES)})", "save or download the model again")
 
 
+def names_rows(directory: Path, key: str) -> bool:
+    """Whether the README of a dataset, or the file that the library reads as well, names its files. Raises ConfigError
+    if one of them is an address."""
+    from huggingface_hub import metadata_load
+
+    named: list[str] = []
+    for name, read in {"README.md": metadata_load, ".huggingface.yaml": read_mapping}.items():
+        with suppress(OSError, ValueError, yaml.YAMLError):  # what cannot be read the library rejects
+            configurations = (read(directory / name) or {}).get("configs") or []
+            named += re.findall('"([^"]+)"', json.dumps(configurations, default=str))
+    rows_below(directory, [name for name in named if "://" in name], key)
+    return bool(named)
+
+
+def rows_below(directory: Path, files: list[Any], key: str) -> list[Path]:
+    """Return files that a file of a directory names. Raises ConfigError for the first that is not below it."""
+    if outside := [file for file in files if leads_outside(directory, str(file))]:
+        cause = f"{key}={directory}: a file of the directory names {outside[0]} as its rows, which is not below it"
+        raise ConfigError(cause, fix="name files that are on this machine")
+    return [*map(Path, files)]
+
+
 def adapter_path(value: str) -> ValueFault | None:
     """A rule: a LoRA adapter, that is peft's directory, or a folder of a checkpoint that was trained with LoRA."""
     if not Path(value).is_dir():
@@ -353,19 +374,6 @@ def hub_is_away() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "0") == "1"
 
 
-def ray_options(value: dict[str, Any]) -> ValueFault | None:
-    """A rule: the address of an existing Ray, here or in RAY_ADDRESS, is one that a driver joins by."""
-    address = str(value.get("address") or os.environ.get("RAY_ADDRESS") or "auto")
-    found = RAY_ADDRESS.fullmatch(address)
-    if found and int(found["port"] or 0) <= LARGEST_PORT:
-        return None
-    name = "address" if value.get("address") else "RAY_ADDRESS"
-    host = re.split(r"[/:@\s]", address.partition("://")[2] or address)[0] or "HOST"
-    cause = f"{name}={address} is not the HOST:PORT of a Ray (http:// is that of its dashboard, ray:// of a client)"
-    fix = f"set {name}={host}:6379, with the port of ray start, or unset it to have a Ray started here"
-    return ValueFault(cause, fix, absent=True)
-
-
 def _no_directory(path: str) -> ValueFault:
     return ValueFault(f"there is no such directory{_missing_parent(Path(path))}", absent=True)
 
@@ -382,4 +390,3 @@ Model = Annotated[str, model_path]
 ModelOrTokenizer = Annotated[str, path_or_hub]
 Adapter = Annotated[str, adapter_path]
 Script = Annotated[str, script_file]
-RayOptions = Annotated[dict[str, Any], ray_options]

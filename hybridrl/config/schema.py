@@ -7,11 +7,12 @@ constructor takes one of these sections or plain values.
 from typing import Annotated, Any, Literal
 
 from hybridrl.config import values
-from hybridrl.config.files import Adapter, Model, ModelOrTokenizer, RayOptions, RowNames, Script, TrainFiles
+from hybridrl.config.files import Adapter, Model, ModelOrTokenizer, RowNames, Script, TrainFiles
 from hybridrl.config.schema_parts import (
     AlgorithmConfig,
     EvalConfig,
     PolicyLossConfig,
+    RayOptions,
     RewardConfig,
     RolloutConfig,
     V1Config,

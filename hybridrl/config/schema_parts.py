@@ -1,15 +1,18 @@
-"""The sections `algorithm`, `reward`, `rollout` and `eval` of the configuration, the policy loss, and what continues
-rollouts over steps; see schema.py."""
+"""The sections `algorithm`, `reward`, `rollout` and `eval` of the configuration, the policy loss, what continues
+rollouts over steps, and the address of a Ray; see schema.py."""
 
+import os
+import re
 from dataclasses import make_dataclass
 from typing import Annotated, Any, Literal
 
 from hybridrl.config import values
 from hybridrl.config.catalog import BYPASS_LOSSES, ESTIMATOR_NAMES, POLICY_LOSS_NAMES, parameter_types
 from hybridrl.config.files import RowNames, Script
-from hybridrl.config.values import Section
+from hybridrl.config.values import Section, ValueFault
 
 SHIPPED_SHARE, WHOLE_SHARE = 0.5, 0.9  # of a GPU's memory for an engine: by default, and if no trainer needs the rest
+RAY_ADDRESS, LARGEST_PORT = re.compile(r"auto|local|([^\s/:@]+|\[[\w:.%]+\]):(?P<port>\d{1,9})"), 65535
 
 PolicyLossConfig = make_dataclass(
     "PolicyLossConfig",
@@ -258,3 +261,19 @@ class EvalConfig(Section):
     responses: RowNames
     response_key: str
     reward_model_key: str
+
+
+def ray_options(value: dict[str, Any]) -> ValueFault | None:
+    """A rule: the address of an existing Ray, here or in RAY_ADDRESS, is one that a driver joins by."""
+    address = str(value.get("address") or os.environ.get("RAY_ADDRESS") or "auto")
+    found = RAY_ADDRESS.fullmatch(address)
+    if found and int(found["port"] or 0) <= LARGEST_PORT:
+        return None
+    name = "address" if value.get("address") else "RAY_ADDRESS"
+    host = re.split(r"[/:@\s]", address.partition("://")[2] or address)[0] or "HOST"
+    cause = f"{name}={address} is not the HOST:PORT at which a Ray is joined (http:// is its dashboard's)"
+    fix = f"set {name}={host}:6379, with the port of ray start, or unset it to have a Ray started here"
+    return ValueFault(cause, fix, absent=True)
+
+
+RayOptions = Annotated[dict[str, Any], ray_options]

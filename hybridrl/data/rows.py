@@ -19,7 +19,7 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,6 @@ import numpy as np
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
-import yaml
 from pyarrow import types
 from rich.progress import track
 
@@ -39,10 +38,10 @@ from hybridrl.config.files import (
     DatasetName,
     is_lfs_pointer,
     is_row_file,
-    leads_outside,
     matches,
+    names_rows,
     parse_dataset_name,
-    read_mapping,
+    rows_below,
 )
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
@@ -292,8 +291,8 @@ def _files_of_directory(directory: Path, named: DatasetName, key: str) -> list[P
             saved = datasets.load_from_disk(str(directory))
             tables = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
             files = [file["filename"] for file in tables[_split(tables, named, key)].cache_files]
-            return _rows_below(directory, files, key)
-        named_there = _names_rows(directory, key)
+            return rows_below(directory, files, key)
+        named_there = names_rows(directory, key)
         builder = datasets.load_dataset_builder(str(directory), named.configuration)
         splits = {str(split): [*map(Path, files)] for split, files in (builder.config.data_files or {}).items()}
         # The library reads only one type of the files in a directory.
@@ -302,29 +301,7 @@ def _files_of_directory(directory: Path, named: DatasetName, key: str) -> list[P
         if skipped - {".json"}:  # JSON files are often not rows
             logger.warning("%s=%s: files that end in %s are not read", key, directory, ", ".join(sorted(skipped)))
         files = splits[_split(splits, named, key)]
-        return _rows_below(directory, files, key) if named_there else files
-
-
-def _names_rows(directory: Path, key: str) -> bool:
-    """Whether the README of a dataset, or the file that the library reads as well, names its files. Raises ConfigError
-    if one of them is an address."""
-    from huggingface_hub import metadata_load
-
-    named: list[str] = []
-    for name, read in {"README.md": metadata_load, ".huggingface.yaml": read_mapping}.items():
-        with suppress(OSError, ValueError, yaml.YAMLError):  # what cannot be read the library rejects
-            configurations = (read(directory / name) or {}).get("configs") or []
-            named += re.findall('"([^"]+)"', json.dumps(configurations, default=str))
-    _rows_below(directory, [name for name in named if "://" in name], key)
-    return bool(named)
-
-
-def _rows_below(directory: Path, files: list[Any], key: str) -> list[Path]:
-    """Return files that a file of a directory names. Raises ConfigError for the first that is not below it."""
-    if outside := [file for file in files if leads_outside(directory, str(file))]:
-        cause = f"{key}={directory}: a file of the directory names {outside[0]} as its rows, which is not below it"
-        raise ConfigError(cause, fix="name files that are on this machine")
-    return [*map(Path, files)]
+        return rows_below(directory, files, key) if named_there else files
 
 
 @functools.cache  # an unreachable hub takes half a minute to fail
