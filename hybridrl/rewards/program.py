@@ -26,6 +26,7 @@ _LENGTH = 8
 _HEADER = len(_MAGIC) + _LENGTH
 _LARGEST_REPLY = 16 << 20  # bytes, of what a process of custom code may send
 _CHUNK = 1 << 16
+_SCANS = 100  # at most, for processes that a program has started
 PROGRAM = "HYBRIDRL_PROGRAM"  # the variable that what a Program has started inherits
 
 
@@ -119,9 +120,12 @@ class Program:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()
             self._killed = True
-            for pid in started_with(f"{PROGRAM}={self.mark}"):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for _ in range(_SCANS):  # what is forked between a list and its signals is in the next one
+                for pid in (pids := started_with(f"{PROGRAM}={self.mark}")):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                if not pids:
+                    break
         return self.process.wait()
 
 
