@@ -17,7 +17,7 @@ from side_by_side import Arguments
 from transformers import AutoTokenizer
 
 from hybridrl.core.cluster import RaySession
-from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.data.tokenizer import ResponseDecoder, load_tokenizer
 from hybridrl.doctor.reward import reward_config
 from hybridrl.rewards.pool import ScorerPool, open_scorer_pool
 from hybridrl.rewards.score import ScoringRequest
@@ -42,6 +42,11 @@ def measure(name: str, requests: list[ScoringRequest], count: int, pool: ScorerP
     print(f"{name:<36} {rate}  {result}", flush=True)
 
 
+def decoder(tokenizer_path: str) -> ResponseDecoder:
+    tokenizer = load_tokenizer(tokenizer_path)
+    return ResponseDecoder(tokenizer, [tokenizer.eos_token_id])
+
+
 def measure_actors(requests: list[ScoringRequest], count: int, tokenizer_path: str) -> None:
     """Measure one scoring actor on this machine, with token ids as input."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
@@ -52,7 +57,7 @@ def measure_actors(requests: list[ScoringRequest], count: int, tokenizer_path: s
     session = RaySession("cpu", 1, 1, {}, 60)
     try:
         with tempfile.TemporaryDirectory() as logs:
-            load = partial(load_tokenizer, tokenizer_path)
+            load = partial(decoder, tokenizer_path)
             pool = open_scorer_pool(session, CONFIG, Path(logs), {"gsm8k"}, load)
             measure("GSM8K, decoded by an actor", encoded, count, pool)
     finally:
