@@ -52,4 +52,5 @@ def _names(tree: ast.Module) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(*called_for(sys.stdin.read().splitlines(), {*sys.argv[1:]}), sep="\n")
+    for called in called_for(sys.stdin.read().splitlines(), {*sys.argv[1:]}):
+        print(called)
