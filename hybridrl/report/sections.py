@@ -40,7 +40,7 @@ def light(one: Light | None) -> str:
 
 
 def failure(contents: Contents) -> str:
-    """What ended a run that failed, on top of the page, after what made it fail first."""
+    """The end of a failed run, on top of the page, after what made it fail first."""
     end, first = contents.end, next(iter(contents.failures), None)
     if not contents.crashed:
         return ""
