@@ -89,7 +89,7 @@ class Algorithm:
         # A rejected token is not trained on; its reward and its value still belong to the tokens before it.
         written = replace(corrected, response_mask=batch.response_mask)
         rows = written.by_episode()
-        if ".py:" in str(self.entry.function):  # custom code may change what it gets
+        if ":" in self.entry.name:  # custom code may change what it gets; routes, which are large, it does not read
             rows = deepcopy(replace(rows, routes=None))
         advantages, returns, *logged = self.estimator(rows)
         metrics |= {f"algorithm/{name}": float(value) for more in logged for name, value in more.items()}

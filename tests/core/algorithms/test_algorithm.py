@@ -44,6 +44,20 @@ def test_a_kl_penalty_is_taken_off_each_token(scored):
     assert metrics == {"actor/reward_kl_penalty": pytest.approx(-0.125), "actor/reward_kl_penalty_coeff": 0.1}
 
 
+def test_a_custom_estimator_that_changes_its_rows_changes_nothing_else(scored):
+    def estimator(rows):
+        rows.token_rewards += 7
+        rows.response_mask[:] = False
+        rows.old_log_probs.zero_()
+        return rows.token_rewards, rows.token_rewards
+
+    name = "mine.py:estimator"
+    batch, _ = Algorithm(estimator, Estimator(name, name)).advantages(scored)
+    assert required(batch.token_rewards).tolist() == [0, 1, 0] and required(batch.response_mask).all()
+    assert required(batch.old_log_probs).tolist() == [-1, -2, -1]
+    assert required(batch.advantages).tolist() == [7, 8, 7]
+
+
 def test_tokens_that_the_policy_did_not_write_bear_no_penalty(scored):
     scored.response_mask = torch.tensor([False, True, True])
     scored.reference_log_probs[0] = float("nan")
