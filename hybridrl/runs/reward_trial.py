@@ -249,7 +249,7 @@ def _report_left_out(reward: RewardConfig, decode: ResponseDecoder | None, data:
     """Warn of tokens that are left out of every response, and that a file of the reward or a ground truth names."""
     texts = [(str(file), file.read_text(errors="replace")) for file in reward_files(reward)]
     for key, prompts in data.items():
-        some = (prompts[index] for index in range(0, len(prompts), -(-len(prompts) // SEARCHED)))
+        some = (prompts[index] for index in range(0, len(prompts), 1 + len(prompts) // SEARCHED))
         texts += [(f"{key}, ground truth of row {one.row}", str(one.ground_truth)) for one in some]
     for name in [decode.tokenizer.decode([token]) for token in decode.left_out] if decode else ():
         places = [place for place, text in texts if name in text]
