@@ -46,7 +46,7 @@ TESTS = {
     "core/algorithms/test_algorithm.py core/experience/test_episodes.py",
     "hybridrl/core/algorithms/policy_losses.py": "core/algorithms/test_policy_losses.py",
     "hybridrl/core/algorithms/rollout_correction.py": "core/algorithms/test_rollout_correction.py",
-    "hybridrl/runs/algorithm_trial.py": "runs/test_algorithm_trial.py",
+    "hybridrl/runs/algorithm_trial.py": "runs/test_algorithm_trial.py runs/test_extensions.py doctor/test_algorithm.py",
     "hybridrl/checkpoint/store.py": "checkpoint/test_retention.py checkpoint/test_store.py checkpoint/test_damage.py "
     "checkpoint/test_saver.py",
     "hybridrl/core/experience/batching.py": "core/experience/test_episodes.py core/experience/test_collector.py "
