@@ -13,7 +13,7 @@ LINES = {
     ".": 250,
     "agents": 6932,
     "checkpoint": 1982,
-    "compat": 3215,
+    "compat": 3217,
     "config": 4217,
     "core": 12540,
     "data": 1689,

@@ -174,7 +174,9 @@ class Translation:
         command = ForeignCommand(schema, {self.current_name(key): value for key, value in around.items()})
         arguments = [*arguments]
         command.engine = {self.current_name(one.key): one.value for one in arguments}.get("generator.backend", "vllm")
-        for argument in map(_engine_of_section, arguments):
+        switches, given = self.table.get("switches", ()), {one.key: one.value for one in arguments}
+        off = tuple(key.removesuffix("rank") for key in switches if given.get(key) == 0)
+        for argument in map(_engine_of_section, (one for one in arguments if not one.key.startswith(off))):
             for single in self._keys_of_section(argument, schema):
                 self._translate(single, command)
         self._combine(command)

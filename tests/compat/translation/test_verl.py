@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import get_origin
 
 import pytest
 
@@ -10,20 +9,19 @@ from hybridrl.compat.translation import SYSTEMS, VERL
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import SFTConfig
-from hybridrl.config.values import tree, value_keys
+from hybridrl.config.values import holds, tree, value_keys
 
 from .conftest import Load
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 KNOWN = tree(PPOConfig)
-FREE = tuple(f"{key}." for key, hint in KNOWN.items() if get_origin(hint) is dict)
-ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+ROLLOUT, ACTOR, MODEL = (f"actor_rollout_ref.{part}" for part in ("rollout", "actor", "model"))
 
 at_hand = pytest.mark.skipif(not SHARED.is_dir(), reason="needs verl's keys and command lines next to the project")
 
 
 def ours(key: str) -> bool:
-    return key in KNOWN or key.startswith(FREE)
+    return holds(KNOWN, key)
 
 
 def verl_defaults() -> dict[str, object]:
@@ -287,6 +285,14 @@ def test_two_places_with_the_same_value_and_one_that_is_set_twice_are_accepted(l
     words = (f"{ACTOR}.grad_clip=0.50", f"{ACTOR}.optim.clip_grad=0.5", f"{ACTOR}.megatron.router_replay.mode=null")
     config = load(*GRPO, *words, "data.shuffle=true", "data.shuffle=false").config
     assert config.actor_rollout_ref.actor.grad_clip == 0.5
+
+
+@pytest.mark.parametrize(("rank", "alpha"), [(0, 8), (4, 64)])
+def test_an_adapter_s_section_of_verl_counts_where_its_rank_is_not_0(load: Load, rank: int, alpha: int) -> None:
+    flat = (f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=8", f"{MODEL}.target_modules=all-linear") if rank == 0 else ()
+    section = (f"{MODEL}.lora.rank={rank}", f"{MODEL}.lora.alpha=64", f"{MODEL}.lora.target_modules=[linear_qkv]")
+    model = load(*GRPO, *flat, *section[: 3 if rank == 0 else 2]).config.actor_rollout_ref.model
+    assert (model.lora_rank, model.lora_alpha) == (rank or 8, alpha)
 
 
 @pytest.mark.parametrize(
