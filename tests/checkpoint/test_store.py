@@ -462,3 +462,52 @@ def test_a_state_is_read_as_it_was_written(store, tmp_path):
     save(store, 5, **state)
     assert list_checkpoints(store.directory)[0].state == GOOD | state | {"published": 1}
     assert json.loads((tmp_path / "global_step_5" / "state.json").read_text())["note"] == "Größe"
+
+
+@pytest.mark.parametrize(
+    ("part", "names", "lack"),
+    [
+        ("actor", b"\x8c\x09optimizer", "no weights"),
+        ("critic", b"\x8c\x09optimizer", "critic: no weights"),
+        ("actor", None, "model only"),
+        ("critic", None, "critic: model only"),
+    ],
+)
+def test_a_checkpoint_without_a_model_s_weights_is_skipped_with_what_it_lacks(store, part, names, lack):
+    save(store, 1)
+    aside = store.begin(2)
+    write(aside, "weights")
+    (aside / part).mkdir(exist_ok=True)
+    (aside / part / ".metadata").unlink(missing_ok=True)
+    if names:
+        (aside / part / ".metadata").write_bytes(names)
+    store.publish(2, GOOD)
+    assert selected(store) == (1, [f"{store.directory / 'global_step_2'} is skipped: {lack}"])
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_three_reasons_for_which_a_checkpoint_is_skipped_are_named(store, more):
+    save(store, 1)
+    files = [save(store, 2).path / name for name in ("config.yaml", "actor/__0_0.distcp", "actor/.metadata")]
+    aside = store.begin(3)
+    write(aside, "weights")
+    (aside / "zz.yaml").write_text("a: 1")
+    last = store.publish(3, GOOD)
+    for file in [last.path / file.relative_to(store.directory / "global_step_2") for file in files]:
+        file.write_text("damaged")
+    if more:
+        (last.path / "zz.yaml").write_text("damaged")
+    step, (line,) = selected(store)
+    assert step == 2 and line.count(";") == 2 + more and line.endswith("; and more") == more
+
+
+def test_a_failed_save_names_the_free_space_where_the_disk_tells_it(store, monkeypatch):
+    store.begin(1)
+    assert "GB were free: full; earlier checkpoints are intact" in str(store.failed(1, OSError("full")))
+
+    def broken(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(store_module.shutil, "disk_usage", broken)
+    expected = f"step 1 could not be saved in {store.directory}: full; earlier checkpoints are intact"
+    assert str(store.failed(1, OSError("full"))) == expected

@@ -1,12 +1,19 @@
+from dataclasses import astuple
+
 import pytest
 
-from hybridrl.rewards.score import FaultGuard, RewardFaults, Score
+from hybridrl.rewards.score import FaultGuard, RewardFaults, Score, checked
 
 GOOD = Score(1.0)
 
 
 def bad(fault: str = "timeout", detail: str = "no score within 60 s") -> Score:
     return Score(None, fault=fault, detail=detail)
+
+
+def test_a_fault_s_name_and_detail_from_a_scoring_process_are_cut():
+    score = checked(astuple(bad("n" * 200, "d" * 2000)))
+    assert (score.fault, score.detail) == ("n" * 100, "d" * 1000)
 
 
 def test_faults_are_counted_by_class():

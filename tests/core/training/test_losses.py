@@ -16,7 +16,7 @@ from hybridrl.core.required import required
 from hybridrl.core.training import token_outputs
 from hybridrl.core.training.fsdp import full_tensor, shard
 from hybridrl.core.training.layout import layout
-from hybridrl.core.training.losses import LossConfig, gradient_function, policy_loss, policy_objective
+from hybridrl.core.training.losses import LossConfig, critic_objective, gradient_function, policy_loss, policy_objective
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import lay_out
 from hybridrl.core.training.token_outputs import ReferenceOutputs, TokenOutputs
@@ -204,3 +204,17 @@ def test_importance_weights_apply_to_the_policy_loss_alone(part):
     once, twice = ({name: float(value) for name, value in each.items()} for each in shares)
     assert twice["pg_loss"] == pytest.approx(2 * once["pg_loss"]) and once["pg_loss"] != 0
     assert all(twice[name] == once[name] for name in ("kl_loss", "entropy_loss"))
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_critic_learns_from_each_counted_token_and_an_empty_mini_batch_has_no_gradient(part, counted):
+    values = torch.linspace(-1, 1, 15).requires_grad_()
+    learner = SimpleNamespace(inputs=lambda rows: rows, model=lambda inputs: values, device="cpu")
+    section = SimpleNamespace(cliprange_value=9.0, loss_agg_mode="token-mean", loss_scale_factor=None)
+    rows = replace(part, values=torch.zeros(15), returns=torch.ones(15))
+    loss, shares = critic_objective(learner, section)(rows, Totals.of(rows) if counted else None)
+    loss.backward()
+    mask, error = part.response_mask, values.detach() - 1
+    assert loss.item() == pytest.approx(float((0.5 * error[mask].square()).mean()) if counted else 0)
+    assert shares.get("vf_loss", loss).item() == loss.item() and bool(shares) == counted
+    torch.testing.assert_close(values.grad, (error * mask / mask.sum()) * counted)

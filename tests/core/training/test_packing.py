@@ -26,6 +26,12 @@ def test_rows_go_longest_first_to_the_rank_with_the_least_work():
     assert balance(range(4), [3, 9, 4, 7], ranks=2) == [[1, 0], [3, 2]]
 
 
+def test_rows_are_exchanged_where_the_least_work_so_far_is_not_enough():
+    # Longest first is 3 + 2 + 2 and 3 + 2.
+    lengths = [3, 3, 2, 2, 2]
+    assert sums(balance(range(5), lengths, ranks=2), np.array(lengths)) == [6, 6]
+
+
 PLANS = {
     # Rank 0 has 9 and 3 tokens, which do not fit into 11 together; rank 1 has 7 and 4, which would.
     "a rank that needs fewer spreads its rows": ([3, 9, 4, 7], 2, MicroBatchBudget(11), [[[1], [0]], [[3], [2]]]),
