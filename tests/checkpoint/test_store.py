@@ -473,10 +473,15 @@ def test_a_state_is_read_as_it_was_written(store, tmp_path):
         ("critic", None, "critic: model only"),
     ],
 )
-def test_a_checkpoint_without_a_model_s_weights_is_skipped_with_what_it_lacks(store, part, names, lack):
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_checkpoint_without_a_model_s_weights_is_skipped_with_what_it_lacks(store, part, names, lack, alone):
     save(store, 1)
+    (store.directory / "global_step_3" / "actor").mkdir(parents=True)  # verl's, which is no reason to stop looking
+    (store.directory / "global_step_3" / "actor" / "model_world_size_1_rank_0.pt").write_text("verl's")
     aside = store.begin(2)
     write(aside, "weights")
+    if alone and part == "critic":
+        store_module.shutil.rmtree(aside / "actor")
     (aside / part).mkdir(exist_ok=True)
     (aside / part / ".metadata").unlink(missing_ok=True)
     if names:

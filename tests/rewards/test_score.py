@@ -50,6 +50,11 @@ def test_all_keys_of_a_dict_are_kept_and_made_plain():
     assert type(score.extras["score"]) is float
 
 
+def test_an_integer_that_no_float_holds_is_kept_as_hexadecimal_text():
+    score = to_score({"score": 1, "held": 2**1022, "beyond": -(2**1023)})
+    assert (score.extras["held"], score.extras["beyond"]) == (2**1022, hex(-(2**1023)))
+
+
 @pytest.mark.parametrize(
     ("returned", "fault"),
     [

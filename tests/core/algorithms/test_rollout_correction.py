@@ -126,6 +126,12 @@ def test_weights_are_of_the_rows_before_rejection(two_rows):
     assert required(corrected.importance_weights).tolist() == pytest.approx([1, 1, 0, 8, 8])
 
 
+def test_an_update_corrects_by_its_own_log_probs_without_rejections_and_normalization():
+    assert correction("token").fits_update and correction(None).fits_update
+    assert not correction("token", options="token_k2", thresholds="0.5").fits_update
+    assert not correction("token", batch_normalize=True).fits_update
+
+
 def test_only_ratios_of_single_tokens_without_a_rejection_are_by_token():
     assert [correction(level).by_token for level in (None, *LEVELS)] == [True, True, False, False]
     assert not correction("token", options="token_k2", thresholds="0.5").by_token

@@ -206,15 +206,31 @@ def test_importance_weights_apply_to_the_policy_loss_alone(part):
     assert all(twice[name] == once[name] for name in ("kl_loss", "entropy_loss"))
 
 
-@pytest.mark.parametrize("counted", [True, False])
-def test_a_critic_learns_from_each_counted_token_and_an_empty_mini_batch_has_no_gradient(part, counted):
+@pytest.mark.parametrize(("factor", "divisor"), [(4.0, 4), (None, 1)])
+def test_a_critic_learns_from_each_counted_token_and_an_empty_mini_batch_has_no_gradient(part, factor, divisor):
     values = torch.linspace(-1, 1, 15).requires_grad_()
     learner = SimpleNamespace(inputs=lambda rows: rows, model=lambda inputs: values, device="cpu")
-    section = SimpleNamespace(cliprange_value=9.0, loss_agg_mode="token-mean", loss_scale_factor=None)
+    section = SimpleNamespace(cliprange_value=9.0, loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=factor)
     rows = replace(part, values=torch.zeros(15), returns=torch.ones(15))
-    loss, shares = critic_objective(learner, section)(rows, Totals.of(rows) if counted else None)
+    compute, mask, error = critic_objective(learner, section), part.response_mask, values.detach() - 1
+    loss, shares = compute(rows, Totals.of(rows))
     loss.backward()
-    mask, error = part.response_mask, values.detach() - 1
-    assert loss.item() == pytest.approx(float((0.5 * error[mask].square()).mean()) if counted else 0)
-    assert shares.get("vf_loss", loss).item() == loss.item() and bool(shares) == counted
-    torch.testing.assert_close(values.grad, (error * mask / mask.sum()) * counted)
+    divisor *= Totals.of(rows).rows
+    assert loss.item() == shares["vf_loss"].item() == pytest.approx(float(0.5 * error[mask].square().sum() / divisor))
+    torch.testing.assert_close(values.grad, error * mask / divisor)
+    nothing, shares = compute(rows, None)
+    assert nothing.item() == 0 and not shares and not torch.autograd.grad(nothing, values)[0].any()
+
+
+@pytest.mark.parametrize(("coefficient", "wanted"), [(0.0, False), (0.5, True), (1.0, True)])
+def test_an_entropy_bonus_asks_for_entropies_with_their_gradient(part, coefficient, wanted):
+    asked: dict[str, object] = {}
+
+    def model(inputs: object, temperature: float, **options: object) -> TokenOutputs:
+        asked.update(options)
+        return TokenOutputs(*(torch.zeros(15, requires_grad=True) for _ in TokenOutputs._fields))
+
+    learner = SimpleNamespace(inputs=lambda rows: rows, model=model, device="cpu")
+    objective = policy_objective(learner, replace(LOSS, entropy_coeff=coefficient), lambda _: None, [])
+    loss, _ = objective(part, None)
+    assert loss.item() == 0 and (asked["entropies"], asked["entropy_gradient"]) == (wanted, wanted)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridrl.core.required import required
-from hybridrl.core.weights.buckets import SharedBuffer, digest, open_buffer
+from hybridrl.core.weights.buckets import BucketReader, SharedBuffer, describe, digest, open_buffer, plan_buckets
 
 CPU = torch.device("cpu")
 SIZE = 4096
@@ -49,6 +49,23 @@ def test_a_new_buffer_is_empty_and_is_opened_by_plain_data(buffer):
     assert not opened.any()
     buffer.tensor[7] = 9
     assert opened[7] == 9
+
+
+def test_a_reader_gets_the_tensors_of_each_bucket_where_the_bytes_are_those_that_were_sent(buffer):
+    sent = {f"model.layers.{layer}.w": torch.arange(12.0).view(3, 4) + layer for layer in range(3)}
+    buckets = plan_buckets([(name, value.shape, value.dtype) for name, value in sent.items()], 128)
+    reader, starts = BucketReader(CPU), [bucket.start for bucket in buckets]
+    assert len(buckets) == 3 and len(set(starts)) == 2
+    for bucket in buckets:
+        for tensor in bucket.tensors:
+            tensor.view(bucket.view(buffer.tensor)).copy_(sent[tensor.name])
+        info = json.loads(json.dumps(describe(bucket, [buffer.handle], [digest(bucket.view(buffer.tensor))])))
+        for name, value in reader.read(0, info):
+            torch.testing.assert_close(value, sent.pop(name), rtol=0, atol=0)
+        buffer.tensor[bucket.start] += 1
+        with pytest.raises(RuntimeError, match="not those that were sent"):
+            reader.read(0, info)
+    assert not sent
 
 
 def test_the_memory_is_in_no_directory_so_nothing_is_left_behind(buffer):
