@@ -24,7 +24,7 @@ from hybridrl.checkpoint.tensors import UNREADABLE, Tensors
 from hybridrl.config import ConfigError
 from hybridrl.config.files import ADAPTER_CONFIG, holds_adapter, holds_verl, resolve_model
 from hybridrl.core.required import required
-from hybridrl.core.rounding import beyond_rounding
+from hybridrl.core.rounding import beyond_rounding, rounded_otherwise
 from hybridrl.tracking.console import Terminal
 
 CONFIG = "config.json"
@@ -340,8 +340,11 @@ def check_in_vllm(source: MergeSource, directory: Path) -> str:
     response = engine.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)[0].outputs[0]
     steps = zip(response.token_ids, response.logprobs, strict=True)
     rollout = torch.tensor([step[token].logprob for token, step in steps])
-    expected = outputs(checkpoint_model(source), torch.tensor([*prompt, *response.token_ids]))[-RESPONSE:]
-    if difference := beyond_rounding(rollout, expected, type_name(source.dtype)):
+    model, ids = checkpoint_model(source), torch.tensor([*prompt, *response.token_ids])
+    expected = outputs(model, ids)[-RESPONSE:]
+    with rounded_otherwise(type_name(source.dtype)):
+        again = outputs(model, ids)[-RESPONSE:]
+    if difference := beyond_rounding(rollout, expected, type_name(source.dtype), again):
         raise CheckFailed(f"in vLLM log-probs differ from those of the checkpoint {difference}")
     gap = float((rollout - expected).abs().max())
     return f"greedy log-probs of {RESPONSE} tokens within {gap:.1g} of transformers'"
@@ -356,8 +359,9 @@ def checkpoint_model(source: MergeSource) -> PreTrainedModel:
 
 @torch.no_grad()
 def outputs(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Return the log-probs of all tokens but the first, or a value model's values of all, in float32."""
-    logits = model.eval()(input_ids=ids[None], use_cache=False).logits[0].float()
+    """Return the log-probs of all tokens but the first, or a value model's values of all, in float64: log_softmax in
+    float32 loses small probabilities of a large vocabulary on CPU."""
+    logits = model.eval()(input_ids=ids[None], use_cache=False).logits[0].double()
     if not model.can_generate():
         return logits
     return logits[:-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)

@@ -36,7 +36,7 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Group, RemoteFailure, gather, kill
 from hybridrl.core.hybrid_engine import Mode
 from hybridrl.core.rollout.vllm.settings import ENVIRONMENT
-from hybridrl.core.rounding import LIMITS
+from hybridrl.core.rounding import LIMITS, MULTIPLES
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.core.weights.sync import WeightSync
@@ -246,7 +246,8 @@ class Bench:
         rows = self.workers.forward_log_probs(sampled(self.responses, self.load.requests(self.options.gpus)))
         gaps = (rows.old_log_probs - rows.rollout_log_probs).abs()
         assert isinstance(self.engine.sync, WeightSync)
-        most = f"at most {LIMITS[self.engine.sync.rounded][0]}"
+        rounding = MULTIPLES[0] * float(self.engine.sync.rounding.abs().mean())
+        most = f"at most {max(LIMITS[self.engine.sync.rounded][0], rounding):.3g}"
         of = f"largest {float(gaps.max()):.3g}, of {len(gaps):,} tokens"
         return [Row(f"difference of log-probs, mean, {self.name}", of, "", float(gaps.mean()), most)]
 

@@ -23,7 +23,7 @@ from hybridrl.checkpoint.read import ADAPTER, file_name
 from hybridrl.config.schema import ModelConfig
 from hybridrl.core.batch import token_rows
 from hybridrl.core.required import required
-from hybridrl.core.rounding import beyond_rounding
+from hybridrl.core.rounding import beyond_rounding, rounded_otherwise
 from hybridrl.core.training import attention
 from hybridrl.core.training.attention import gather_slices, slice_of
 from hybridrl.core.training.loading import blank_model, load_settings
@@ -101,7 +101,8 @@ class LanguageModel(TokenModel):
 
     def own_log_probs(self, row: Tensor) -> Tensor:
         """Return the log-probs of a row's tokens after the first, from the model's own forward pass."""
-        logits = self.model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
+        # In float64, as log_softmax in float32 loses small probabilities of a large vocabulary on CPU.
+        logits = self.model(input_ids=row[None], use_cache=False).logits[0, :-1].double()
         return logits.log_softmax(-1).gather(-1, row[1:, None]).squeeze(-1)
 
 
@@ -232,15 +233,18 @@ def check_log_probs(
     `LogitRule` does not cover, and for attention that needs more than masks, windows, caps and sinks. Attention that
     reaches only so far reaches less here, as no row of that length could be afforded."""
     model = language_model.model
-    rows, training = _some_tokens(model.config), model.training
+    rows, training, name = _some_tokens(model.config), model.training, str(dtype).removeprefix("torch.")
     language_model.eval()
     with _short_reach(model):
         ours = language_model(slice_of(lay_out(token_rows(rows), padded), group).to(device), 1.0).log_probs
         model.set_attn_implementation("eager")
-        theirs = [language_model.own_log_probs(torch.tensor(row, device=device)) for row in rows]
+        own = [partial(language_model.own_log_probs, torch.tensor(row, device=device)) for row in rows]
+        theirs = torch.cat([compute() for compute in own])
+        with rounded_otherwise(name):
+            again = torch.cat([compute() for compute in own])
         model.set_attn_implementation(attention.NAME)
     language_model.train(training)
-    if difference := beyond_rounding(ours, torch.cat(theirs), str(dtype).removeprefix("torch.")):
+    if difference := beyond_rounding(ours, theirs, name, again):
         together = f" by {group.size()} ranks together; set ulysses_sequence_parallel_size=1" if group else ""
         raise ValueError(
             f"{model.config.model_type}: the training log-probs differ from the model's own {difference}, so "

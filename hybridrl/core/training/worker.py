@@ -5,7 +5,7 @@ Executes what the driver planned on the rows that it receives. Knows neither tex
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hybridrl.config.schema import CriticConfig, FSDPConfig, ModelConfig, Refere
 from hybridrl.core import device as devices
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
+from hybridrl.core.rounding import rounded_otherwise
 from hybridrl.core.spinning import give_way
 from hybridrl.core.training import losses
 from hybridrl.core.training import model as models
@@ -170,17 +171,20 @@ class TrainWorker:
 
     @torch.no_grad()
     def log_probs(
-        self, batch: Batch, micro_batches: MicroBatches, temperature: float, *, reference_kl: bool = False, **more: bool
+        self, batch: Batch, micro_batches: MicroBatches, temperature: float, rounding: str = "", **more: bool
     ) -> Columns:
-        """Return the policy's log-probs, entropies and `more` (`OutputSpec`) for these rows, as TokenOutputs."""
+        """Return the policy's log-probs, entropies and `more` (`OutputSpec`, `reference_kl`) for these rows, as
+        TokenOutputs; with `rounding` those of another right computation in this type."""
         model = on_device(self.policy, self.critic).model.eval()
+        reference_kl = more.pop("reference_kl", False)
 
         def compute(part: Batch) -> TokenOutputs:
             inputs = self.policy.inputs(part)
             against = self._reference_outputs(inputs) if reference_kl else None
             return model(inputs, temperature, entropies=True, against=against, **more)
 
-        return columns_of(model, compute, batch, micro_batches)
+        with rounded_otherwise(rounding) if rounding else nullcontext():
+            return columns_of(model, compute, batch, micro_batches)
 
     @torch.no_grad()
     def reference_log_probs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Columns:

@@ -36,7 +36,9 @@ class WeightSource(Protocol):
     def plan_weights(self, dtype: str, limit: int) -> SyncPlan: ...
     def fill_bucket(self, bucket: Bucket, shared: bool) -> Filled: ...
     def release_buckets(self, reader_died: bool = False) -> None: ...
-    def log_probs(self, batch: Batch, micro_batches: list[list[int]], temperature: float) -> list[Any]: ...
+    def log_probs(
+        self, batch: Batch, micro_batches: list[list[int]], temperature: float, rounding: str
+    ) -> list[Any]: ...
     def listen(self) -> str: ...
     def join_engines(self, address: str, size: int, seconds: float) -> None: ...
     def send_bucket(self, bucket: Bucket) -> None: ...
@@ -93,6 +95,7 @@ class WeightSync(ABC):
         self.tp_size = rollout.tensor_model_parallel_size
         self.rounded = coarser(train_dtype, rollout.dtype or train_dtype)  # the type that explains differences
         self.probe = probe
+        self.rounding = torch.empty(0)  # of this model in that type, measured with the first weights
         self.sync_id = 0  # counts syncs: a version that is published again gets a new one
         self.version = -1
         self.servers_with_base: set[Any] = set()  # that have the model which an adapter is added to
@@ -109,11 +112,15 @@ class WeightSync(ABC):
 
     def publish(self, version: int) -> None:
         """Send the present weights to all servers; from then on they sample tokens with this version."""
-        arguments = token_rows([self.probe]), [[0]], 1.0
-        columns = self.trainers.broadcast(WeightSource.log_probs, *arguments, timeout=self.timeout)[0]
-        self.expected = torch.tensor(columns[0])
+        self.expected = self._probed("")
+        if not len(self.rounding):
+            self.rounding = self._probed(self.rounded) - self.expected
         self.sync_id, self.version = self.sync_id + 1, version
         self.send_all(range(len(self.servers)))
+
+    def _probed(self, rounding: str) -> torch.Tensor:
+        arguments = token_rows([self.probe]), [[0]], 1.0, rounding
+        return torch.tensor(self.trainers.broadcast(WeightSource.log_probs, *arguments, timeout=self.timeout)[0][0])
 
     def restore(self, index: int) -> None:
         """Send the weights of the last `publish` to a server that was rebuilt since."""
@@ -184,7 +191,7 @@ class WeightSync(ABC):
         for server, log_probs in zip(indices, scores, strict=True):
             computed = torch.tensor(log_probs)
             self.gaps.append(float((computed - self.expected).abs().max()))
-            if difference := beyond_rounding(computed, self.expected, self.rounded):
+            if difference := beyond_rounding(computed, self.expected, self.rounded, self.expected + self.rounding):
                 raise StaleWeights(
                     f"after the weight sync, rollout server {server} differs from the trainer in the log-probs of a "
                     f"fixed sequence {difference}. Every bucket that was sent has arrived as it was, so the engine "

@@ -9,6 +9,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import XIELU
 from vllm.model_executor.layers.fused_moe.router.cpu_router import select_experts
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, record_metadata_for_reloading
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.sample.sampler import Sampler
 
 from hybridrl.core.rollout.vllm.repairs import name_weight_loaders
 
@@ -49,3 +51,13 @@ def test_the_parameters_of_apertus_activation_have_the_type_of_the_model():
         activation = XIELU()
     assert activation.alpha_p.dtype == activation.beta.dtype == torch.float32
     assert activation.alpha_p.item() == pytest.approx(0.2034, abs=5e-5)
+
+
+def test_log_probs_of_a_large_vocabulary_are_not_too_high_wherever_the_sampler_computes_them():
+    """Most of 262,144 probabilities are below what float32 adds to a sum near 1: torch loses 1e-5 of them."""
+    logits = torch.randn(2, 262144, generator=torch.Generator().manual_seed(0)) * 3
+    right = logits.double().log_softmax(-1)
+    torch.testing.assert_close(Sampler.compute_logprobs(logits).double(), right, atol=4e-6, rtol=0)
+    sampled, found = TopKTopPSampler("processed_logprobs").forward(logits.clone(), {}, torch.tensor([1, 262144]), None)
+    assert found[0, sampled[0]] == 0 and found[0].isneginf().sum() == 262143
+    torch.testing.assert_close(found[1].double(), right[1], atol=4e-6, rtol=0)

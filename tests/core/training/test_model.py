@@ -11,7 +11,8 @@ from hybridrl.core.required import required
 from hybridrl.core.training import attention
 from hybridrl.core.training.model import LanguageModel, check_log_probs, packed_rows_interact
 from hybridrl.core.training.packing import lay_out
-from hybridrl.core.training.token_outputs import ReferenceOutputs, TokenOutputs
+from hybridrl.core.training.token_outputs import LogitRule, ReferenceOutputs, TokenOutputs
+from hybridrl.model_merger.source import outputs
 from tests.core.training.families import (
     FAMILIES,
     SMALL,
@@ -263,6 +264,34 @@ def test_a_right_model_in_bfloat16_is_accepted_however_large_its_logits_are():
             scale = {"lm_head.weight": 9.0 / 128**0.5, "model.embed_tokens.weight": 1.0}
             torch.nn.init.normal_(parameter, std=scale.get(name, 1.5 / parameter.shape[1] ** 0.5))
     check_log_probs(LanguageModel(model), torch.bfloat16, padded=False)
+
+
+def test_log_probs_of_a_large_vocabulary_have_no_bias_in_the_models_own_pass_and_in_a_merges():
+    torch.manual_seed(0)
+    config = Qwen2Config(**SMALL | {"vocab_size": 262144}, num_key_value_heads=2)
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.arange(9) * 37
+    with torch.no_grad():
+        right = model(ids[None]).logits[0, :-1].double().log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+        ours = LanguageModel(model).own_log_probs(ids)
+    torch.testing.assert_close(ours, right, atol=1e-9, rtol=0)
+    torch.testing.assert_close(outputs(model, ids), right, atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+def test_a_right_model_that_rounds_more_than_usual_is_accepted_and_one_with_a_fault_is_not():
+    """With queries and keys of large weights, and 24 layers, log-probs in float32 are rounded by 1e-4."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 24, "num_attention_heads": 4}
+    config = Qwen2Config(vocab_size=512, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=2.0 if "q_proj" in name or "k_proj" in name else 0.3)
+    policy = LanguageModel(model)
+    check_log_probs(policy, torch.float32, padded=False)
+    policy.rule = LogitRule(1.1)
+    with pytest.raises(ValueError, match=r"differ from the model.s own by"):
+        check_log_probs(policy, torch.float32, padded=False)
 
 
 def test_a_family_whose_packed_rows_interact_is_detected():

@@ -97,8 +97,8 @@ class Trainer:
     def plan_weights(self, dtype: str, limit: int) -> SyncPlan:
         return PLAN
 
-    def log_probs(self, row: Any, micro_batches: Any, temperature: float) -> list[list[float]]:
-        self.weights += 1
+    def log_probs(self, row: Any, micro_batches: Any, temperature: float, rounding: str) -> list[list[float]]:
+        self.weights += not rounding
         return [[-1.0]]
 
     def fill_bucket(self, bucket: Bucket, shared: bool) -> tuple[None, int]:

@@ -52,13 +52,14 @@ class Workers:
 class Ranks(Workers):
     plan = WHOLE_MODEL
     updates = 0
+    rounding = 0.0
 
     def plan_weights(self, rank, dtype, limit):
         assert (dtype, limit) == ("float32", 2 << 20)
         return self.plan
 
-    def log_probs(self, rank, row, micro_batches, temperature):
-        return [LOG_PROBS]
+    def log_probs(self, rank, row, micro_batches, temperature, rounding):
+        return [[log_prob + self.rounding * bool(rounding) for log_prob in LOG_PROBS]]
 
     def fill_bucket(self, rank, bucket, shared):
         return (f"memory of {rank}" if shared else None, bucket.bytes + self.updates)
@@ -134,7 +135,7 @@ def test_each_server_reads_its_ranks_memory_and_the_next_bucket_is_filled_meanwh
     order = [method for actor, method, _ in calls if actor in ("r0", "s0")]
     filled_and_loaded = ["fill_bucket", "load_bucket"] * len(MODEL)
     ended = ["finish_weights", "finish_sync", "release_buckets"]
-    assert order == ["log_probs", "begin_weights", *filled_and_loaded, *ended]
+    assert order == ["log_probs", "log_probs", "begin_weights", *filled_and_loaded, *ended]
     assert ("s1", "finish_sync", (1, 4)) in calls
 
 
@@ -231,6 +232,22 @@ def test_other_log_probs_stop_the_run():
         r".*0.0001"
     )
     with pytest.raises(StaleWeights, match=message):
+        sync.verify()
+
+
+def test_a_model_that_rounds_more_is_allowed_a_multiple_of_it_in_all_syncs_but_no_more():
+    """Its rounding is measured once, with the first weights, in the coarser type of engine and trainer."""
+    sync, calls = built()
+    sync.trainers.rounding, sync.servers.offset, sync.rounded = 1e-3, 3e-3, "bfloat16"
+    sync.publish(0)
+    sync.rounded = "float32"  # whose limits are smaller
+    sync.verify()
+    sync.publish(1)
+    sync.verify()
+    types = [part[3] for actor, part in arguments(calls, "log_probs") if actor == "r0"]
+    assert types == ["", "bfloat16", ""]
+    sync.servers.offset = 5e-3
+    with pytest.raises(StaleWeights, match=r"\(0.004 and 0.008 are allowed\)"):
         sync.verify()
 
 
