@@ -19,6 +19,10 @@ import torch.distributed as dist
 from hybridrl.core.required import required
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+RAY_MONITOR, RAY_THRESHOLD = "RAY_memory_monitor_refresh_ms", "RAY_memory_usage_threshold"  # 0: there is none
+# By version 2 and 1: the limit, what is used, the quota of time and its period, and what is used by kind.
+MEMORY_FILES = "memory.max memory.limit_in_bytes", "memory.current memory.usage_in_bytes"
+CGROUP_FILES = *MEMORY_FILES, "cpu.max cpu.cfs_quota_us cpu.cfs_period_us", "memory.stat"
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # a variable of the environment
 CANCELLED, CANCEL_SECONDS = "cancelled", 1.0  # a key of a group's store, and how often it is looked for
@@ -230,27 +234,35 @@ def host_buffer(size: int, device: str) -> torch.Tensor:
 
 
 def memory_left() -> int:
-    """Return the bytes that processes may still allocate on the machine or in the container."""
-    free, (limit, _) = psutil.virtual_memory().available, cgroup_limits()
-    return free if limit is None else min(free, limit)
+    """Return the bytes that processes may still allocate here before the kernel or Ray's memory monitor kills one."""
+    share = 1.0 if os.environ.get(RAY_MONITOR) == "0" else float(os.environ.get(RAY_THRESHOLD, 0.95))
+    machine, (limit, _) = psutil.virtual_memory(), cgroup_limits(share=share)
+    free = int(machine.available - (1 - share) * machine.total)
+    return max(free if limit is None else min(free, limit), 0)
 
 
-def cgroup_limits(own: Path = OWN_CGROUP, mount: Path = CGROUPS) -> tuple[int | None, float | None]:
-    """Return the bytes that this process's control group and its parents (version 2) leave it, and its cores; None: no
-    limit."""
-    lines = own.read_text().splitlines() if own.is_file() else []
-    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+def cgroup_limits(own: Path = OWN_CGROUP, mount: Path = CGROUPS, share: float = 1) -> tuple[int | None, float | None]:
+    """Return the bytes that this process's control groups (of version 2 and 1) and their parents leave it, of a share
+    of their limits, and its cores; None: no limit."""
     memory, cores = [], []
-    for directory in (mount / group, *(mount / parent for parent in Path(group).parents)) if group is not None else ():
-        files = [directory / name for name in ("memory.max", "memory.current", "cpu.max", "memory.stat")]
-        most, used, quota, stat = [file.read_text().split() if file.is_file() else [] for file in files]
-        if most and used and most[0] != "max":
-            sizes = dict(zip(stat[::2], map(int, stat[1::2]), strict=True))
-            cached = sizes.get("active_file", 0) + sizes.get("inactive_file", 0)  # counted as used, and reclaimable
-            memory.append(int(most[0]) - int(used[0]) + cached)
-        if quota and quota[0] != "max":
-            cores.append(int(quota[0]) / int(quota[1]))
+    for _, kinds, path in (line.split(":", 2) for line in own.read_text().splitlines()) if own.is_file() else ():
+        group = Path(path.strip("/"))  # in a container, where it is not below the mount, that is its own group
+        tops = (mount / kinds, *(mount / kind for kind in kinds.split(","))) if kinds else (mount, mount / "unified")
+        for directory in (top / part for top in tops for part in (group, *group.parents)):
+            most, used, quota, stat = (_words(directory, *names.split()) for names in CGROUP_FILES)
+            if most and used and most[0] != "max" and int(most[0]) < 1 << 60:  # more is none, of version 1
+                sizes = dict(zip(stat[::2], map(int, stat[1::2]), strict=True))
+                # Counted as used, and reclaimable; of version 1 "total_" includes the groups below, as the others do.
+                cached = (sizes.get(f"total_{kind}", sizes.get(kind, 0)) for kind in ("active_file", "inactive_file"))
+                memory.append(int(share * int(most[0])) - int(used[0]) + sum(cached))
+            if quota and quota[0] not in ("max", "-1"):
+                cores.append(int(quota[0]) / int(quota[1]))
     return min(memory, default=None), min(cores, default=None)
+
+
+def _words(directory: Path, *names: str) -> list[str]:
+    """The words of those of these files that there are."""
+    return [word for name in names if (directory / name).is_file() for word in (directory / name).read_text().split()]
 
 
 def memory(device: str) -> dict[str, float]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, NamedTuple
 
-import psutil
 import pynvml
 
 from hybridrl.config.files import holds_adapter, resolve_model
@@ -82,7 +81,7 @@ def machine_facts(device: str, paths: Mapping[str, str]) -> Facts:
         pynvml.nvmlShutdown()
         facts["VLLM_NCCL_SO_PATH"] = os.environ.get("VLLM_NCCL_SO_PATH", "")
     facts |= {key: fingerprint(path) for key, path in paths.items()}
-    facts["memory free in GiB"] = round(psutil.virtual_memory().available / GIB, 1)
+    facts["memory free in GiB"] = round(devices.memory_left() / GIB, 1)
     # Ray's sockets are in /tmp whatever TMPDIR says, and compiled kernels and temporary files where it says.
     for name, places in ((TEMPORARY, {"/tmp", gettempdir()}), (SHARED_MEMORY, {"/dev/shm"})):
         free = (shutil.disk_usage(place).free if Path(place).is_dir() else 0 for place in places)

@@ -204,14 +204,9 @@ def check_machine(devices: int, ray_init: Mapping[str, Any], tokens: int, findin
     seen, free, shared, files, memory, cores = facts
     findings.info("machine.found", f"{seen} cores, {free / GIB:.1f} GiB of memory free, open files {files}")
     if memory is not None and memory < free:
-        needed = devices * CPU_SLOT_BYTES
         cause = f"the container may use {memory / GIB:.1f} GiB more, of the machine's {free / GIB:.1f} GiB free"
-        if memory >= needed:
-            findings.info("machine.memory", cause)
-        else:
-            cause += f", and the processes of {devices} device{'s' * (devices > 1)} need {needed / GIB:.1f} GiB for "
-            fix = "raise its limit (docker run --memory=...), or lower trainer.n_gpus_per_node"
-            findings.warn("machine.memory", f"{cause}the smallest model", fix, keys="trainer.n_gpus_per_node")
+        report = findings.info if memory >= devices * CPU_SLOT_BYTES else findings.warn
+        report("machine.memory", cause, "to raise its limit: docker run --memory=...", keys="trainer.n_gpus_per_node")
     if cores is not None and cores <= seen - 1:
         cause = f"processes see {seen} cores, but the container may use {cores:g}: more threads slow everything"
         fix = f"assign entire cores: docker run --cpuset-cpus=0-{max(int(cores), 1) - 1}"

@@ -2,13 +2,16 @@ import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.findings import Finding, Findings
+from hybridrl.core import device as devices
 from hybridrl.core.cluster.session import RayMachine
-from hybridrl.core.device import cgroup_limits
+from hybridrl.core.device import cgroup_limits, memory_left
 from hybridrl.doctor.machine import (
     ENGINES,
     Facts,
@@ -91,6 +94,44 @@ def test_the_tightest_control_group_counts(tmp_path):
 def test_without_limits_there_are_none(tmp_path, text):
     (tmp_path / "own").write_text(text)
     assert cgroup_limits(tmp_path / "own", tmp_path) == (None, None)
+
+
+NO_LIMIT = 0x7FFFFFFFFFFFF000  # of version 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "left"),
+    [
+        ("4:memory:/a/b", {"memory/a/b": (1000, 100, ""), "memory/a": (1000, 900, "total_active_file 50")}, 150),
+        ("4:memory:/a\n0::/a", {"memory/a": (1000, 300, "inactive_file 20"), "memory": (NO_LIMIT, 1, "")}, 720),
+        ("4:memory,hugetlb:/docker/x", {"memory": (1000, 400, "")}, 600),
+        ("4:memory,hugetlb:/a", {"memory,hugetlb/a": (1000, 400, "")}, 600),
+        ("4:memory:/a\n0::/a", {"memory/a": (NO_LIMIT, 1, ""), "unified/a": ("max", 1, "")}, None),
+        ("4:memory:/a\n0::/b", {"memory/a": (1000, 1, ""), "unified/b": (800, 1, ""), "b": (900, 1, "")}, 799),
+    ],
+    ids=["nested", "reclaimable", "a container", "joint", "none", "hybrid"],
+)
+def test_a_limit_counts_whichever_version_its_control_group_has(tmp_path, groups, files, left):
+    for place, texts in files.items():
+        first = place.startswith("memory")
+        names = ("limit_in_bytes", "usage_in_bytes", "stat") if first else ("max", "current", "stat")
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        for name, text in zip(names, texts, strict=True):
+            (tmp_path / place / f"memory.{name}").write_text(f"{text}\n")
+    (tmp_path / "cpu,cpuacct").mkdir()
+    for name, text in (("quota", "150000" if left else "-1"), ("period", "100000")):
+        (tmp_path / "cpu,cpuacct" / f"cpu.cfs_{name}_us").write_text(text)
+    (tmp_path / "own").write_text(f"{groups}\n3:cpu,cpuacct:/a\n")
+    assert cgroup_limits(tmp_path / "own", tmp_path) == (left, 1.5 if left else None)
+
+
+def test_what_ray_s_memory_monitor_keeps_free_is_not_left_to_a_run(monkeypatch):
+    monkeypatch.setattr(devices, "cgroup_limits", lambda share: (int(share * 90 * GIB - 20 * GIB), None))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=100 * GIB, available=60 * GIB))
+    for name, value, left in (("", "", 55), ("usage_threshold", "0.5", 10), ("monitor_refresh_ms", "0", 60)):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"RAY_memory_{name}", value)
+            assert round(memory_left() / GIB, 3) == left
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------

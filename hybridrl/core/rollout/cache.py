@@ -2,12 +2,12 @@
 
 import math
 
-import psutil
 import torch
 from transformers import AutoConfig
 
 from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.core.device import memory_left
 
 
 def cache_bytes_per_token(model: ModelConfig, rollout: RolloutConfig) -> int:
@@ -24,7 +24,7 @@ def cpu_cache_bytes(token_bytes: int, rollout: RolloutConfig, engines_per_machin
     for `max_num_seqs` responses of full length, at most a share of the free memory."""
     block = block_tokens * token_bytes
     blocks = math.ceil((rollout.max_model_len or 0) / block_tokens)
-    free = psutil.virtual_memory().available * rollout.gpu_memory_utilization / engines_per_machine
+    free = memory_left() * rollout.gpu_memory_utilization / engines_per_machine
     wanted = block * (blocks * rollout.max_num_seqs + 1)
     if rollout.full_determinism and wanted > free:  # the free memory of the moment must not decide how batches form
         raise ValueError(
