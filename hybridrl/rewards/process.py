@@ -27,6 +27,7 @@ from hybridrl.rewards.load import CPU_SECONDS, calls_at_once, in_one_call, load_
 from hybridrl.rewards.program import NoMessage, Program, messages_of
 from hybridrl.rewards.score import Score, ScoringRequest, checked, fault_of, score_request
 from hybridrl.runtime.guard import bound_log
+from hybridrl.runtime.stacks import shared_bytes
 
 _LOADS = 3  # attempts of a process that is killed meanwhile, from outside or by the kernel
 LOAD_TIMEOUT = 300  # seconds to import the user's file: a large library on a busy machine takes tens
@@ -222,11 +223,10 @@ class ScoringProcess:
 def _exceeds(process: int, limit: int) -> bool:
     """Whether a process, its group and its descendants hold more bytes than the limit; those they share count once."""
     members = [process, *_members(process)]
-    resident = [_bytes(member, "statm") for member in members]
+    resident = [_resident(member) for member in members]
     if sum(resident) <= limit:  # reading the proportional set sizes takes a hundred times as long
         return False
-    shares = [_bytes(member, "smaps_rollup") for member in members]
-    return (sum(shares) or max(resident)) > limit
+    return (shared_bytes(members) or max(resident)) > limit
 
 
 def _members(process: int) -> set[int]:
@@ -243,11 +243,9 @@ def _members(process: int) -> set[int]:
     return found - {process}
 
 
-def _bytes(process: int, file: str) -> int:
-    """Return the resident bytes of a process (statm) or its proportional set size; 0 where the system does not say."""
+def _resident(process: int) -> int:
     with contextlib.suppress(OSError, IndexError):  # it has ended meanwhile
-        text = Path(f"/proc/{process}/{file}").read_text()
-        return int(text.split()[1]) * _PAGE if file == "statm" else int(text.partition("\nPss:")[2].split()[0]) << 10
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * _PAGE
     return 0
 
 

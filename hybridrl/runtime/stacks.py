@@ -248,16 +248,29 @@ def _describe(frames: list[Frame], line: Frame) -> str:
 
 def largest_processes(logs: Sequence[str]) -> list[str]:
     """Return lines that name the largest processes of this machine, and those among them that are of this run: by the
-    name of their log, where they write to one in the directory of `logs`."""
+    name of their log, where they write to one in the directory of `logs`; and what all of the run have together."""
     sizes = [(one.info["memory_info"], one) for one in psutil.process_iter(["name", "memory_info"])]
     largest = sorted(((size.rss, one.pid, one.info["name"]) for size, one in sizes if size), reverse=True)[:LARGEST]
-    own = dict.fromkeys([os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))], "")
-    own |= {pid: f", {name}" for pid, name in named_processes(logs).items()}
-    lines = []
+    own, lines = run_processes(logs), ["the largest processes of the driver's machine now:"]
     for size, pid, program in largest:
         mark = f"{own[pid]} of this run" if pid in own else ""
-        lines.append(f"  {program}{mark} (pid {pid}): {size / (1 << 30):.2f} GiB")
-    return ["the largest processes of the driver's machine now:", *lines]
+        lines.append(f"  {program}{mark} (pid {pid}): {(shared_bytes([pid]) or size) / (1 << 30):.2f} GiB")
+    return [*lines, f"  all of this run: {shared_bytes(own) / (1 << 30):.2f} GiB"]
+
+
+def shared_bytes(pids: Iterable[int]) -> int:
+    """Return the proportional set size of processes, in which what they share counts once; without those of others."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError):  # it has ended
+            total += int(Path(f"/proc/{pid}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0]) << 10
+    return total
+
+
+def run_processes(logs: Sequence[str]) -> dict[int, str]:
+    """Return the processes of this run, with the names of those that have a log."""
+    own = dict.fromkeys([os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))], "")
+    return own | {pid: f", {name}" for pid, name in named_processes(logs).items()}
 
 
 def named_processes(logs: Sequence[str]) -> dict[int, str]:
@@ -272,9 +285,7 @@ def memory_by_role(logs: Sequence[str]) -> dict[str, float]:
     of their logs."""
     sizes: defaultdict[str, float] = defaultdict(float)
     for pid, name in ({os.getpid(): "driver"} | named_processes(logs)).items():
-        with contextlib.suppress(psutil.Error):
-            role = name.partition("-")[0]
-            sizes[f"perf/process_memory_gb/{role}"] += psutil.Process(pid).memory_info().rss / (1 << 30)
+        sizes[f"perf/process_memory_gb/{name.partition('-')[0]}"] += shared_bytes([pid]) / (1 << 30)
     return dict(sizes)
 
 

@@ -50,11 +50,6 @@ class Cause:
             return f"the process of {self.actor} died: {self.text}"
         return f"{self.actor} gave no result: {self.kind}: {self.text}"
 
-    @property
-    def of_host(self) -> bool:
-        """Whether the memory that ran out is that of the machine, not of a GPU."""
-        return out_of_memory(self.text) == "host-memory"
-
 
 class RemoteFailure(RuntimeError):
     """A remote call failed; the message names the actor, the call and the first failure with its own traceback.

@@ -30,7 +30,7 @@ from hybridrl.core.required import required
 from hybridrl.runtime.guard import kill_cause
 from hybridrl.runtime.stacks import activities, death_note, largest_processes
 from hybridrl.tracking.console import info, warn
-from hybridrl.tracking.faults import of_last_process
+from hybridrl.tracking.faults import of_last_process, out_of_memory
 
 POLL_SECONDS = 2.0  # between checks that Ray is still running
 SEARCHED_LINES = 300  # of a log, for its first error
@@ -269,7 +269,7 @@ def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[
         check_ray()
         if lines:
             details = [f"{log} ends with:", *("  " + line[:200] for line in lines[-LOG_LINES:]), *details]
-    if reason.of_host:
+    if out_of_memory(reason.text) == "host-memory":
         details += largest_processes(logs)
     message = "\n".join([f"{what}: {_head(reason, lines, log)}", *details])
     failure = OutOfMemory(message, what) if reason.out_of_memory else (WorkerDied if died else RemoteFailure)(message)
