@@ -122,7 +122,7 @@ class SaveTimes:
 class SavePlan:
     """The parts saved of each model (actor, critic, reference): model, optimizer, extra, hf_model; and when. `complete`
     adds what the driver has (the tokenizer) to a model's huggingface folder. `fixed` is the part of state.json that is
-    the same in every checkpoint of the run."""
+    the same in every checkpoint of the run. `lack` says why there is not enough memory for a save; empty: there is."""
 
     contents: dict[str, list[str]]
     times: SaveTimes
@@ -130,6 +130,7 @@ class SavePlan:
     config: str
     fixed: dict[str, Any]
     asynchronous: bool = True
+    lack: Callable[[], str] = str
 
 
 class Saver:
@@ -146,7 +147,7 @@ class Saver:
         self.saved: int | None = None  # the step of the last save, unless it failed
         self.publishing: Future[Checkpoint | None] | None = None
         self.writing = False  # by the workers, as far as they were asked
-        self.abandoned = Event()
+        self.abandoned, self.last = Event(), False
         self.failed: SaveFailed | None = None  # if the last save failed
         self.blocked = self.took = 0.0  # seconds of the last save: those in which training waited, and all of them
         self.saved_at = self.kept_at = time.monotonic()
@@ -159,7 +160,7 @@ class Saver:
 
     def due(self, step: int, epochs: tuple[float, float], *, last: bool) -> Save | None:
         """Whether a step is to be saved, and how long it stays; `epochs` were done before and after it."""
-        now, times = time.monotonic(), self.plan.times
+        now, times, self.last = time.monotonic(), self.plan.times, last
         if times.keeps_any and (last or times.keeps(step, epochs, now - self.kept_at)):
             return Save.KEPT
         if self.writing or self.publishing is not None:
@@ -190,6 +191,9 @@ class Saver:
     def _start(self, save: Save, step: int) -> None:
         if (left := self.store.directory / f"global_step_{step}") in self.store.left:
             return info(f"step {step} is not saved: {left}, of an earlier attempt, stays as it is")
+        if not self.last and (lack := self.plan.lack()):  # after the last step nothing else needs the memory
+            self.took, cause = math.inf, f"step {step} is not saved, as its copies do not fit: {lack}"
+            return info(cause) if save is Save.RECOVERY else self._log_failure(SaveFailed(cause))
         try:
             directory = self.store.begin(step)
         except SaveFailed as error:

@@ -48,6 +48,7 @@ class HybridEngine:
         self.watch = Stopwatch()
         self.memory: dict[str, float] = {}
         self.rebuilding = threading.Lock()  # the client rebuilds servers in threads
+        self.check_memory: Callable[[], None] = lambda: None  # raises if a step with engines that are awake needs more
         self._enter(Mode.TRAINING)
 
     @property
@@ -62,6 +63,7 @@ class HybridEngine:
         self.to_training()
         for retries_left in reversed(range(self.fleet.rollout.request_retries + 1)):
             self._rebuild_dead_servers()
+            self.check_memory()
             try:
                 self._switch(version)
                 break

@@ -1,11 +1,13 @@
-"""What is checked of this machine before anything is loaded: by main_ppo, by main_sft, and by the doctor."""
+"""What is checked of this machine before anything is loaded: by main_ppo, main_sft and the doctor. `Room`: memory."""
 
 import contextlib
+import copy
 import importlib.util
 import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -15,7 +17,7 @@ from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.custom_code import attempt, import_libraries, publish_own_keys
 from hybridrl.config.files import HUB_NAME, is_sharded, resolve_model
-from hybridrl.config.findings import Findings
+from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.schema import DataConfig, ModelConfig
 from hybridrl.config.values import PACKAGES
 from hybridrl.core.device import memory_left
@@ -27,12 +29,16 @@ from hybridrl.runs.settings import build_algorithm, contents_to_save
 from hybridrl.runs.setup import save_times
 from hybridrl.runtime.environment import joins
 from hybridrl.runtime.guard import LOG_BYTES
+from hybridrl.runtime.stacks import largest_processes, run_processes, shared_bytes
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.records import COMPRESSED
 
 HUB_SECONDS = 10.0
 KEY, KEEP = "trainer.default_local_dir", "trainer.max_actor_ckpt_to_keep"
 SAMPLES = "trainer.max_rollout_data_gb"
+# Below actor_rollout_ref; tried in turn where nothing is enough that leaves what is learned as it is.
+LEARNED = {"rollout.dtype": "bfloat16", "actor.fsdp_config.dtype": "bfloat16", "model.lora_rank": 32}
+NOT_ENOUGH, MARGIN = "take a smaller model", 0.97  # the next time a little less may be left
 # Size of each part of a checkpoint in copies of the parameters. Adam has two moments; SGD and Muon have fewer.
 COPIES = {"model": 1, "optimizer": 2, "hf_model": 1}
 # Bytes of a sample in its file: of each token of prompt and response, and of what is known besides; of the importance
@@ -128,7 +134,52 @@ def check_start(config: PPOConfig | SFTConfig, findings: Findings) -> bool:
     if isinstance(config, PPOConfig):
         publish_own_keys(config.own)
         memory_plan(config, findings, [gpu.total for gpu in gpus], memory_left() * here)
+        if lack := Room(config).lack(saving=False):
+            findings.items = [finding for finding in findings.items if finding.code != "memory.lack"]
+            findings.error("memory.lack", *lack.rsplit("; ", 1))
     return True
+
+
+class Room:
+    """The memory of this machine for a run with logs in that directory: its plan, against what its processes have now
+    and what is left. Only that of reinforcement learning on a CPU, in a Ray of its own, is known."""
+
+    def __init__(self, config: PPOConfig | SFTConfig, logs: Path = Path()) -> None:
+        self.config, self.logs, self.enough = config, [str(logs / "driver.log")], dict[bool, float]()
+
+    def lack(self, *, saving: bool = True, share: float = 1) -> str:
+        """Return what the fullest phase lacks in a share of the memory, `saving` with the copies for a checkpoint, and
+        after a semicolon the fix; empty: nothing."""
+        config, left = copy.deepcopy(self.config), memory_left()
+        if not isinstance(config, PPOConfig) or config.trainer.device != "cpu" or joins(config.ray_kwargs.ray_init):
+            return ""
+        if saving in self.enough and left >= self.enough[saving]:  # measuring and planning take longer
+            return ""
+        times, limit = save_times(config.trainer), share * (left + shared_bytes(run_processes(self.logs)))
+        if not saving and times.steps <= 0 and times.epochs is None and times.seconds is None:
+            config.trainer.save_freq = config.trainer.ckpt_freq_secs = -1  # a save is left out where it does not fit
+        if not (lack := _lacking(config, limit) and _lacking(config, MARGIN * limit)):
+            self.enough[saving] = limit
+            return ""
+        changes = ""
+        for key, value in LEARNED.items() if NOT_ENOUGH in lack.fix else ():
+            section, _, name = f"actor_rollout_ref.{key}".rpartition(".")
+            setattr(attrgetter(section)(config), name, value)
+            other, changes = _lacking(config, MARGIN * limit), f"{changes} {section}.{name}={value}"
+            if not other or NOT_ENOUGH not in other.fix:
+                more = other.fix.removeprefix("set") if other else ""
+                return f"{lack.statement}; set{changes}{more}, which changes what is learned"
+        return lack.text
+
+    def check(self) -> None:
+        """Raise ConfigError, with the largest processes, if a step does not fit."""
+        if lack := self.lack(saving=False):
+            raise ConfigError("\n".join([lack, *largest_processes(self.logs)]))
+
+
+def _lacking(config: PPOConfig, limit: float) -> Finding | None:
+    memory_plan(config, findings := Findings(), [], int(limit))
+    return next((finding for finding in findings.items if finding.code == "memory.lack"), None)
 
 
 def check_space(config: PPOConfig | SFTConfig, findings: Findings, steps: int | None = None) -> None:

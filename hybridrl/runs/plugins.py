@@ -26,6 +26,7 @@ PLUGINS = {
     "migrate": "hybridrl.compat.migrate:main",
     "page": "hybridrl.report:write_report",  # at the end of a run
     "preflight": "hybridrl.doctor.start:check_run_start",  # checks before a run
+    "room": "hybridrl.doctor.start:Room",  # whether the memory is enough for what a run does next
     "skyrl": "hybridrl.compat.skyrl",
     "verl.agents": "hybridrl.compat.verl.agents",
     "verl.checkpoint": "hybridrl.compat.verl.checkpoint",

@@ -96,6 +96,7 @@ class PPOJob:
             ends = end_tokens(section.model.path, self.tokenizer)
             self.episodes = stack.enter_context(plugin("episodes").start(config, session, load, ends, logs))
         group, self.engine = start_devices(config, session, worker, logs, probe_ids(self.prompts[0].ids), saved)
+        self.engine.check_memory = plugin("room")(config, logs).check
         self.scorers.wait_until_loaded()
         if self.episodes is not None:
             self.episodes.wait_until_ready(trainer.startup_timeout)

@@ -200,6 +200,7 @@ def run(
             config=text,
             fixed=plan.identity.state() | {"adjusted": adjusted},
             asynchronous=job.asynchronous_saves,
+            lack=plugins.load("room")(config, directory / "logs").lack,
         )
         saver = stack.enter_context(closing(Saver(workers, store, saves, parts, tracker)))
         earlier = read_metrics(directory) if resume else {}

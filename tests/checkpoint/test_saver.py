@@ -3,6 +3,7 @@
 import json
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -339,3 +340,16 @@ def test_a_rescue_that_fails_hides_no_error(store, capsys):
 
     saver.rescue(ERROR, prepare)
     assert "step 1 could not be saved: rank 0 does not respond" in capsys.readouterr().out
+
+
+def test_a_save_whose_copies_do_not_fit_is_left_out_with_a_line_and_only_one_to_keep_has_failed(store, capsys):
+    saver = saver_of(Models(), store, times(-1, recovery_seconds=None))
+    saver.plan = replace(saver.plan, lack=lambda: "3.00 GiB are missing; set a=b")
+    save(saver, kind=Save.RECOVERY)
+    assert "step 1 is not saved, as its copies do not fit: 3.00 GiB" in " ".join(capsys.readouterr().out.split())
+    assert saver.failed is due(saver, 2) is None, "it is tried again at the latest time"
+    save(saver, 2)
+    assert "set a=b" in str(saver.failed) and not list(store.directory.glob("*global_step*"))
+    saver.due(3, (0.0, 1.0), last=True)  # after it nothing is trained
+    save(saver, 3)
+    assert saver.failed is None and [one.step for one in list_checkpoints(store.directory)] == [3]

@@ -206,6 +206,20 @@ def test_a_sync_that_fails_too_often_or_without_a_death_ends_the_run(engine):
     assert engine.mode is Mode.TRAINING
 
 
+def test_no_engine_is_woken_where_the_memory_is_not_enough_nor_after_one_has_died(engine, calls):
+    def check() -> None:
+        if "rebuild 1 asleep" in calls:
+            raise MemoryError("a step needs more")
+
+    engine.check_memory, engine.sync.fails = check, [1]
+    with pytest.raises(MemoryError, match="a step needs more"):
+        engine.to_rollout(3)
+    assert calls.count("wake weights") == 1
+    with pytest.raises(MemoryError):
+        engine.to_rollout(3)
+    assert calls.count("wake weights") == 1
+
+
 def test_a_server_lost_while_generating_gets_the_same_weights(engine, calls):
     engine.to_rollout(3)
     calls.clear()

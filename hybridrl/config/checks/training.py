@@ -85,12 +85,12 @@ def resolve_devices(
 ) -> None:
     """Fill in `device` and `n_gpus_per_node`; check them, and the directories of the run, against the machine.
     `engines` are those on devices of their own."""
-    # A run on CPU does not need a working GPU driver.
-    machine = machine or this_machine(count_gpus=trainer.device != "cpu")
+    machine = machine or this_machine(count_gpus=trainer.device != "cpu")  # which needs no working GPU driver
     if trainer.device == "auto":
         trainer.device = "cuda" if machine.gpus else "cpu"
     joined = bool(os.environ.get("RAY_ADDRESS") or ray_init.get("address"))
-    whole = max(machine.gpus if trainer.device == "cuda" else min(machine.cores, 2), 1)
+    fitting = min(machine.cores, 2, machine.memory_bytes // CPU_SLOT_BYTES)
+    whole = max(machine.gpus if trainer.device == "cuda" else fitting, 1)
     keys, machines = DEVICES, {"trainer.nnodes": trainer.nnodes}
     if engines:
         keys, machines[f"{ROLLOUT}.nnodes"] = f"{DEVICES} {ROLLOUT}.n_gpus_per_node", engines.nnodes
