@@ -33,6 +33,7 @@ from hybridrl.rewards.process import LOAD_TIMEOUT, CallerScorer, Launch, ScorerD
 from hybridrl.rewards.score import WRITTEN, WRITTEN_IDS, Score, ScoringRequest
 from hybridrl.runtime.guard import begin_actor
 from hybridrl.tracking.console import warn
+from hybridrl.tracking.faults import KILLED
 
 _MOST_AT_ONCE = 256  # requests sent to a scorer together: enough that sending is cheap compared with scoring
 _RESTARTS = 3  # of an actor that dies before it has loaded the reward
@@ -251,6 +252,8 @@ class ReplacedActor:
                 with self._changing:
                     if self._stopped:
                         raise
+                    if self.lost and KILLED.search(f"{self.lost}") and KILLED.search(f"{lost}"):
+                        raise ScorerDied(f"{lost}") from lost  # for the second time
                     if self._handle is handle:
                         warn(f"a scoring actor was lost: {lost.cause or lost}; its log: {self._log}", lost.code)
                         kill(handle)

@@ -33,6 +33,7 @@ from hybridrl.config.files import read_mapping
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.cluster import OutOfMemory, WorkerDied
+from hybridrl.core.rollout.ladder import EngineOutOfMemory
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.data.rows import fingerprinted_files
 from hybridrl.health import Unhealthy
@@ -42,7 +43,7 @@ from hybridrl.runs.plugins import load
 from hybridrl.runs.settings import contents_to_save
 from hybridrl.runtime import guard
 from hybridrl.tracking.console import info, warn
-from hybridrl.tracking.faults import RESTART, record
+from hybridrl.tracking.faults import KILLED, RESTART, record
 
 RESETTABLE = ("optimizer", "schedule")
 DIRECTORY = "trainer.default_local_dir"
@@ -342,17 +343,18 @@ class Adjustments:
         switches = (key for key in sizes.switches if not (on_cpu and key.endswith("_offload")))
         return values | {key: True for key in switches if not self.value(key)}
 
-    def exhausted(self, error: OutOfMemory) -> OutOfMemory:
-        """Return the error of a run for which nothing is left to lower."""
+    def exhausted(self, error: Exception) -> OutOfMemory:
+        """Return the error of a run for which nothing is left to lower, or which is killed though its plan fits."""
         tried = "".join(f"\ntried: {self.described(key)}" for key in self.made if key != self.lr)
-        fix = "take more devices, a smaller model or an adapter (lora_rank=32); python -m hybridrl.doctor plans the "
-        text = f"{error}{tried}\nno setting is left that would take less memory here: {fix}memory"
-        return OutOfMemory(text, error.call)
+        lacks = (load("room")(self.config).lack(saving=False, share=tenths / 10) for tenths in range(10, 4, -1))
+        fix = "take more devices, a smaller model or an adapter (lora_rank=32); python -m hybridrl.doctor plans it"
+        fix = next((lack.rpartition("; ")[2] for lack in lacks if lack), fix)
+        return OutOfMemory(f"{error}{tried}\nno setting is left that is lowered without being asked: {fix}", "")
 
 
 def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
     """Make the attempt; again from its last checkpoint if a worker dies, `trainer.max_restarts` times, after an
-    out-of-memory error as often as there is a smaller setting, and a few times if a diagnosis rolls the run back.
+    out-of-memory error as often as there is a smaller setting, after a few rollbacks; not after two kills for memory.
 
     An attempt that ends before its first checkpoint from which a run can resume is repeated as it began, for example
     from an explicit path, which `resume_mode=auto` need not find.
@@ -360,7 +362,7 @@ def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
     trainer, directory = config.trainer, Path(config.trainer.default_local_dir).expanduser()
     adjustments, restarts_left, rollbacks_left = Adjustments(config), trainer.max_restarts, ROLLBACKS
     adjustments.resume()
-    resumes = trainer.resume_mode == "auto"  # as a driver does that is started again
+    resumes, kills = trainer.resume_mode == "auto", 0  # as a driver does that is started again
     if guard.before:
         restarts_left = guard.before.restarts_left
         record(RESTART, f"{guard.before.ended}\n(restarts left: {restarts_left})")
@@ -369,17 +371,20 @@ def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
         before = resumable(directory)
         try:
             return attempt(adjustments.made)
-        except (WorkerDied, ScorerDied) as death:
+        except (WorkerDied, ScorerDied, EngineOutOfMemory) as death:
             found = resumable(directory) if trainer.resume_mode == "auto" else resumable(directory) != before
             source = "from the last checkpoint" if found else "as the run began, without a checkpoint to resume from"
+            kills += (1 + isinstance(death, EngineOutOfMemory)) * bool(KILLED.search(str(death)))  # it was built again
+            if kills > 1:
+                raise adjustments.exhausted(death) from None
             if isinstance(death, OutOfMemory) and (key := adjustments.lower(death)):
                 change = f"starting again {source} with {adjustments.described(key)}"
                 warn(f"{death}\n{change}, which changes nothing but memory and time", RESTART)
-            elif restarts_left:
+            elif restarts_left and not isinstance(death, EngineOutOfMemory):
                 restarts_left -= 1
                 record(RESTART, f"{death}\n(restarts left: {restarts_left})")
                 info(f"{death}\nrestarting the workers {source} (restarts left: {restarts_left})")
-            elif isinstance(death, OutOfMemory):
+            elif isinstance(death, OutOfMemory) or kills:
                 raise adjustments.exhausted(death) from None
             else:
                 raise

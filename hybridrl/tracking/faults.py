@@ -28,11 +28,11 @@ BEGINS = "-- another process writes here from now on --\n"  # in the log of an a
 # A process as texts name it, which its log file is named after.
 ACTOR = re.compile(r"\b(rollout|train)(?: server |-)(\d+)\b")
 
-# In the messages of Python, torch, Ray's memory monitor and `kill_cause`; and those of CUDA and vLLM. The host is tried
-# first: its messages may also say "out of memory".
+# In the messages of `kill_cause` and Ray's memory monitor; of Python and torch; and those of CUDA and vLLM. The host is
+# tried first: its messages may also say "out of memory".
+KILLED = re.compile("killed by the kernel for lack|kernel killed a|low on memory|memory usage threshold", re.IGNORECASE)
 MEMORY = {
-    "host-memory": r"killed by the kernel for lack|can.?.?t allocate memory|bad_alloc|\bMemoryError\b|low on memory"
-    r"|memory pressure|memory usage threshold",
+    "host-memory": rf"{KILLED.pattern}|memory pressure|can.?.?t allocate memory|bad_alloc|\bMemoryError\b",
     "device-memory": r"out of memory|\bOutOfMemoryError\b|ALLOC_FAILED|not enough GPU memory"
     r"|less than desired \w+ memory|no available memory for the cache|larger than the available KV cache",
 }

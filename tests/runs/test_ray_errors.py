@@ -28,6 +28,7 @@ from hybridrl.core.rollout.ladder import MemoryLadder
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.rewards.pool import RemoteScorer, ReplacedActor, ScorerPool
+from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.score import ScoringRequest
 from hybridrl.runs.resume import with_restarts
 from hybridrl.runtime import stacks
@@ -252,6 +253,13 @@ def test_a_scoring_actor_that_is_lost_ends_the_attempt_and_no_response_counts_as
             futures[0].result(timeout=10)
 
     assert attempts(config, score) == 2
+
+
+def test_a_scoring_actor_that_is_killed_for_lack_of_memory_is_replaced_once(config):
+    actors = iter([Actor(made(exceptions.OutOfMemoryError)), Actor(made(exceptions.OutOfMemoryError))])
+    with pytest.raises(ScorerDied, match=r"(?s)running low on memory.*all of this run: "):
+        RemoteScorer(ReplacedActor(lambda: next(actors), 1, "/run/logs/scoring-0.log"), 0, config.reward).start()
+    assert not [*actors]
 
 
 class Models:

@@ -9,9 +9,12 @@ from ray.exceptions import RaySystemError
 from hybridrl.checkpoint.store import Store
 from hybridrl.config.load import load_ppo_config, load_sft_config
 from hybridrl.core.cluster import OutOfMemory, WorkerDied
+from hybridrl.core.rollout.ladder import EngineOutOfMemory
 from hybridrl.health import Unhealthy
+from hybridrl.rewards.process import ScorerDied
 from hybridrl.runs import setup
 from hybridrl.runs.resume import CRITIC, POLICY, with_restarts
+from hybridrl.tracking.faults import code_of
 from tests.sections import keys_of_run
 
 ACTOR = "actor_rollout_ref.actor"
@@ -136,6 +139,21 @@ def test_a_lack_of_memory_elsewhere_counts_as_a_restart(load):
         run(load(), lacks("offload", None))
     with pytest.raises(WorkerDied, match=r"^gone$"):
         run(load(), WorkerDied("gone"))
+
+
+def test_a_second_kill_for_lack_of_memory_ends_the_run_whatever_restarts_are_left(load):
+    keys, low = (
+        ("trainer.max_restarts=9", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"),
+        "the node is running low on memory",
+    )
+    died, scorer = WorkerDied("train-0 died: killed by the kernel for lack of memory"), ScorerDied(low)
+    lowered, engine = OutOfMemory(low, "train worker.update_policy"), EngineOutOfMemory(low)  # built again
+    for first, second in ((died, lowered), (lowered, scorer), (scorer, died), (engine, engine)):
+        assert first is engine or len(run(load(*keys), first)) == 2
+        with pytest.raises(OutOfMemory, match=r"(?s)memory.*python -m hybridrl.doctor plans it") as error:
+            run(load(*keys), first, second)
+        assert code_of(error.value) == "host-memory"
+    assert len(run(load(*keys), *[WorkerDied("gone")] * 3)) == 4
 
 
 def test_a_supervised_run_lowers_its_own_key(tmp_path):

@@ -29,7 +29,7 @@ from hybridrl.core.rollout.ladder import EngineOutOfMemory, MemoryLadder, Settin
 from hybridrl.core.rollout.server import RolloutServer
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import oom_kills
-from hybridrl.runtime.stacks import death_note, kill_writers, largest_processes
+from hybridrl.runtime.stacks import death_note, kill_writers
 from hybridrl.tracking.console import info
 
 CHECK_SECONDS = 30.0
@@ -152,7 +152,7 @@ class RolloutFleet:
         """Note why a server died. Returns whether it ran out of memory: every engine built from now on then gets less,
         if this one had what the present settings give; EngineOutOfMemory at the floor."""
         if reason := self._shortage(index, cause):
-            self.ladder.lower(self.built_with[index], f"rollout server {index}: {reason}")
+            self.ladder.lower(self.built_with[index], f"rollout server {index}: {reason}", self.servers.logs)
             self.rollout = with_settings(self.rollout, self.ladder.settings)
         return bool(reason)
 
@@ -170,8 +170,6 @@ class RolloutFleet:
     def _failure(self, index: int, error: RayError) -> ActorLost:
         """Return a dead server's failure for the client, with all that was tried to save memory."""
         reason = cause_of(error, f"rollout server {index}")
-        if reason.of_host:
-            info("\n".join(largest_processes(self.servers.logs)))
         kind = "memory" if self.note_death(index, reason) else "died"
         note = death_note(self.servers.logs[index])
         text = reason.headline if reason.lost else describe(required(reason.failure))

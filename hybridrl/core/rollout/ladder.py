@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.tracking.faults import out_of_memory
+from hybridrl.runtime.stacks import largest_processes
+from hybridrl.tracking.faults import KILLED, out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -110,15 +111,17 @@ class MemoryLadder:
         self.settings = dict(self.configured)
         self.tried: list[tuple[Settings, str]] = []  # settings that were not enough, with the reason
 
-    def lower(self, used: Settings, reason: str) -> None:
+    def lower(self, used: Settings, reason: str, logs: Sequence[str] = ()) -> None:
         """Lower the settings after an engine with the settings `used` ran out of memory. EngineOutOfMemory with all
-        that was tried at the floor, or after `request_retries` times."""
+        that was tried at the floor, after `request_retries` times, or once a second one was killed for it."""
         if used != self.settings:  # another engine has lowered them since this one was built
             return
         lower = one_notch_lower(used, len(self.tried), self.device, reason)
         self.tried.append((used, reason))
-        if lower is None or len(self.tried) > self.limit:
-            raise EngineOutOfMemory(reason, f"\n{self.table()}\n{self._hint(reason)}")
+        kills = sum(bool(KILLED.search(why)) for _, why in self.tried)
+        if lower is None or len(self.tried) > self.limit or kills > 1:
+            lines = ["", self.table(), self._hint(reason), *(largest_processes(logs) if kills else ())]
+            raise EngineOutOfMemory(reason, "\n".join(lines))
         self.settings = lower
         logger.warning("%s; engines are built with %s from now on; to keep it, set %s", reason, self, self.overrides())
 

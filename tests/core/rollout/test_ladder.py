@@ -1,7 +1,7 @@
 """What an engine that ran out of memory is built with next."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.rollout.ladder import EngineOutOfMemory, MemoryLadder, memory_settings, one_notch_lower, shortage
 from hybridrl.core.rollout.ladder import with_settings as section_with
 from hybridrl.runtime.guard import oom_kills
+from hybridrl.tracking.faults import code_of
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 NO_ROOM = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"
@@ -205,6 +206,17 @@ def test_a_server_that_ended_without_a_message_lacked_memory_if_its_log_says_so(
     Path(fleet.servers.logs[1]).write_text(before)
     fleet.log_starts[1] = len(before)
     assert not fleet.note_death(1, KILLED)
+
+
+def test_an_engine_that_is_killed_for_lack_of_memory_a_second_time_is_the_last_with_all_processes_named(fleet):
+    """Whether the kernel or Ray's monitor kills it; one that raises, as it lacks memory, is built again."""
+    fleet.oom_kills[0] = -1  # the kernel has killed since
+    for cause in (OUT_OF_MEMORY, KILLED):
+        assert fleet.note_death(0, cause)
+        fleet.built_with[0] = fleet.ladder.settings
+    with pytest.raises(EngineOutOfMemory, match=r"(?s)tried without enough memory:.*all of this run: ") as error:
+        fleet.note_death(0, replace(LATE, text="Task was killed due to the node running low on memory"))
+    assert code_of(error.value) == "host-memory"
 
 
 @pytest.fixture
