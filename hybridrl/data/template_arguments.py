@@ -1,4 +1,4 @@
-"""The arguments of a chat template besides messages and tools: which ones it reads, and those that a row has."""
+"""What a chat template writes, and its arguments besides messages and tools: those it reads, and those a row has."""
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
@@ -102,3 +102,19 @@ def unread_column(rows: int, read: Collection[str] | None) -> str:
     if not rows or read is None or COLUMN in read:
         return ""
     return f"{rows} rows have a column {COLUMN}, which the chat template does not read: it has no effect"
+
+
+def turn_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the special tokens that the chat template writes for every message. Those of a pair, such as <think> and
+    </think>, are tags that it may mention or leave empty there, unless the text of a user is between them."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    chat = [{"role": role, "content": f"qz{n}zq"} for n, role in enumerate(["user", "assistant"] * 2)]
+    short, long = (str(tokenizer.apply_chat_template(part, tokenize=False)) for part in (chat[:2], chat))
+    before = long.partition(chat[2]["content"])[0]
+
+    def is_tag(token: str) -> bool:
+        name = token[1:].removeprefix("/")
+        opening, closing = token[0] + name, f"{token[0]}/{name}"
+        return {opening, closing} <= special and before.rfind(opening) <= before.rfind(closing)
+
+    return {token for token in special if long.count(token) > short.count(token) and not is_tag(token)}

@@ -1,5 +1,6 @@
 """The tokenizer: loading it, chat messages and texts -> token ids, and compact storage of these. Knows no rows."""
 
+import gc
 import json
 import logging
 from array import array
@@ -13,17 +14,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from hybridrl.config.custom_code import attempt
 from hybridrl.config.files import fault_in, resolve_model
 from hybridrl.config.findings import ConfigError
+from hybridrl.data.template_arguments import turn_tokens
 
 Message = dict[str, Any]
 
 CHUNK = 1000  # rows per call of the tokenizer: enough for its threads, few enough for memory
+NO_CALLS = "it leaves out the calls of tools, which the messages have"
 MEDIA = ("images", "videos", "audios")  # verl's columns for content that is not text
 # Templates by name, for models that have none; these are the turn tokens of most other models.
 TEMPLATES = {
@@ -34,7 +37,26 @@ TEMPLATES = {
 # Ordinary text: spaces, several in a row, line breaks, digits, other letters and scripts.
 PROBES = ("What is a mask?", "one  two\n\n  three", "In 2024 it was 3.14 x 10,", "Z\u00fcrich, \u6771\u4eac")
 
+OPTIONS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
+FOREIGN_END = (
+    "%s: its end token %s is none of the model's, %s, so the model has to learn it; set eos_token to one of these in "
+    "tokenizer_config.json, or, to introduce the new one, add %d to eos_token_id in the model's generation_config.json"
+)
+
 logger = logging.getLogger(__name__)
+
+
+def _is_needed(record: logging.LogRecord) -> bool:
+    """Whether a warning of transformers has a reason: one is right for mistral, pixtral and voxtral only, and given for
+    every model whose config.json names no version; another is about an option that it ignores."""
+    text = record.getMessage()
+    if "with an incorrect regex pattern" in text:
+        settings = attempt(partial(GenerationConfig.from_pretrained, text.split("'")[1], "config.json"))
+        return "tral" in str(getattr(settings, "model_type", ""))
+    return not text.startswith("Ignoring clean_up_tokenization_spaces")
+
+
+logging.getLogger("transformers.tokenization_utils_tokenizers").addFilter(_is_needed)
 
 
 def load_tokenizer(
@@ -75,6 +97,9 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("the tokenizer has no padding token: padding with its end token %s", tokenizer.eos_token)
+    if (ends := end_tokens(model_path)) and tokenizer.eos_token_id not in ends:
+        names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(ends)))
+        logger.warning(FOREIGN_END, f"{key}={path}", tokenizer.eos_token, names, tokenizer.eos_token_id)
     return tokenizer
 
 
@@ -88,14 +113,9 @@ def read_tokenizer(place: str, *, trusted: bool, local: bool = False) -> PreTrai
     other = None if change else _other_tokens(tokenizer, place, local)
     if change is None and other is None:
         return tokenizer
-
-    def read() -> PreTrainedTokenizerBase | None:
-        special = tokenizer.special_tokens_map  # some are the class's own, which no file has
-        described = PreTrainedTokenizerFast.from_pretrained(place, local_files_only=local, **special)
-        return None if changed_text(described) else described
-
-    described = attempt(read)
-    if described is None or isinstance(described, Exception):  # such as without a tokenizer.json
+    special = tokenizer.special_tokens_map  # some are the class's own, which no file has
+    described = attempt(partial(PreTrainedTokenizerFast.from_pretrained, place, local_files_only=local, **special))
+    if isinstance(described, Exception) or changed_text(described):  # such as without a tokenizer.json
         return tokenizer
     fault = "turns {!r} into {!r}".format(*change) if change else f"gives {other!r} other tokens"
     cause = "the tokenizer is read as tokenizer.json describes it, not as %s, which %s"
@@ -109,15 +129,29 @@ def _other_tokens(tokenizer: PreTrainedTokenizerBase, place: str, local: bool) -
     own = not type(tokenizer).__module__.startswith("transformers.")
     if type(tokenizer) is PreTrainedTokenizerFast or own or tokenizer.init_kwargs.get("add_prefix_space"):
         return None
-    names = {"local_files_only": local, "_raise_exceptions_for_missing_entries": False}
-    file = cached_file(place, "tokenizer.json", **names)
+    file = cached_file(place, "tokenizer.json", local_files_only=local, _raise_exceptions_for_missing_entries=False)
     if file is None:
         return None
-    described = Tokenizer.from_file(file)
+    described = attempt(partial(_without_vocabulary, file, tokenizer.backend_tokenizer))
+    described = Tokenizer.from_file(file) if isinstance(described, Exception) else described
     described.no_padding()
     described.no_truncation()
     ids = {text: tokenizer(text, add_special_tokens=False)["input_ids"] for text in PROBES}
     return next((text for text in PROBES if described.encode(text, add_special_tokens=False).ids != ids[text]), None)
+
+
+def _without_vocabulary(file: str, other: Tokenizer) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json with the vocabulary and merges of another that was made from that file:
+    to read these takes a second. Raises any error where that cannot be done."""
+    with open(file, encoding="utf-8") as opened:
+        head = json.loads(opened.read(2**23).partition('"vocab"')[0] + '"vocab": {}, "merges": []}}')
+    added = [AddedToken(**{name: token[name] for name in token.keys() - {"id"}}) for token in head["added_tokens"]]
+    described = Tokenizer.from_str(json.dumps(head | {"added_tokens": [], "pre_tokenizer": head["pre_tokenizer"]}))
+    if any((getattr(described.model, name) or None) != (getattr(other.model, name) or None) for name in OPTIONS):
+        raise ValueError("the model has other options")
+    described.model = other.model
+    described.add_tokens(added)
+    return described
 
 
 def changed_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
@@ -138,13 +172,15 @@ def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerB
         raise ConfigError(f"{key}={path}: there is no such directory")
     if cause := fault_in(path / "tokenizer_config.json"):
         raise ConfigError(f"{key}={path}: {cause}", fix=fix)
+    gc.disable()  # collections would look through the million objects of a large vocabulary again and again
     tokenizer = attempt(partial(read_tokenizer, str(path), trusted=trust_remote_code, local=local))
+    gc.enable()
     if isinstance(tokenizer, Exception):
         reason = next(iter(str(tokenizer).strip().splitlines()), type(tokenizer).__name__)
         cause = "holds no tokenizer" if local else "is neither a directory nor a tokenizer on the hub"
         raise ConfigError(f"{key}={path}: {cause} ({reason})", fix=fix) from tokenizer
     # For some models transformers creates an empty tokenizer if the files are missing.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+    if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
         raise ConfigError(f"{key}={path}: holds no tokenizer", fix=fix)
     if change := changed_text(tokenizer):
         kind = type(tokenizer).__name__
@@ -155,32 +191,13 @@ def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def other_tokens(tokenizer: PreTrainedTokenizerBase, place: str, known: int, *, trusted: bool) -> str:
-    """Describe how the tokenizer of a directory or hub name differs in tokens of ids below `known`; empty if it does
-    not, or if there is none."""
-    path = resolve_model(place)
-    other = attempt(partial(read_tokenizer, str(path), trusted=trusted, local=path.is_dir()))
-    if isinstance(other, Exception) or set(other.get_vocab()) <= set(other.all_special_tokens):
-        return ""
-    ours, theirs = ({number: token for token, number in one.get_vocab().items()} for one in (tokenizer, other))
-    changed = [number for number, token in ours.items() if number < known and theirs.get(number) != token]
-    if not changed:
-        return ""
-    number = min(changed)
-    kind = "added token" if number in tokenizer.added_tokens_decoder else "token"
-    token = repr(theirs[number]) if number in theirs else "no token"
-    cause = f"its tokenizer has {token} where the policy's has the {kind} {ours[number]!r}, at {number}"
-    return f"{cause} ({len(changed)} of {known} differ)"
-
-
-def end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a response: the tokenizer's end token, and those of the model's generation config."""
-    try:
-        configured = GenerationConfig.from_pretrained(str(resolve_model(model_path))).eos_token_id
-    except OSError:
-        configured = None
-    further = configured if isinstance(configured, list) else [] if configured is None else [configured]
-    return tuple(sorted({tokenizer.eos_token_id, *further}))
+def end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
+    """Every token that ends a response: those in the model's files, and the tokenizer's end token if one is given."""
+    read = partial(GenerationConfig.from_pretrained, str(resolve_model(model_path)))
+    files = [attempt(partial(read, name)) for name in ("config.json", "generation_config.json")]
+    values = [*(getattr(file, "eos_token_id", None) for file in files), tokenizer and tokenizer.eos_token_id]
+    ids = (token for value in values for token in (value if isinstance(value, list) else [value]))
+    return tuple(sorted({token for token in ids if token is not None}))
 
 
 class ResponseDecoder:
@@ -189,7 +206,7 @@ class ResponseDecoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Iterable[int]) -> None:
         named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
-        turns = attempt(partial(_turn_tokens, tokenizer))  # without a template, or if it rejects short messages, none
+        turns = attempt(partial(turn_tokens, tokenizer))  # without a template, or if it rejects short messages, none
         turns = [] if isinstance(turns, Exception) else tokenizer.convert_tokens_to_ids(sorted(turns))
         self.tokenizer, self.left_out = tokenizer, sorted({*end_ids, *named, *turns})
         self._kept = np.ones(self.left_out[-1] + 2, bool)  # the last for all larger ids
@@ -199,22 +216,6 @@ class ResponseDecoder:
         ids = np.asarray(ids, np.int64)  # which the library turns into a list faster than it looks at one
         ids = ids[self._kept.take(ids, mode="clip")]
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _turn_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Return the special tokens that the chat template writes for every message. Those of a pair, such as <think> and
-    </think>, are tags that it may mention or leave empty there, unless the text of a user is between them."""
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    chat = [{"role": role, "content": f"qz{n}zq"} for n, role in enumerate(["user", "assistant"] * 2)]
-    short, long = (str(tokenizer.apply_chat_template(part, tokenize=False)) for part in (chat[:2], chat))
-    before = long.partition(chat[2]["content"])[0]
-
-    def is_tag(token: str) -> bool:
-        name = token[1:].removeprefix("/")
-        opening, closing = token[0] + name, f"{token[0]}/{name}"
-        return {opening, closing} <= special and before.rfind(opening) <= before.rfind(closing)
-
-    return {token for token in special if long.count(token) > short.count(token) and not is_tag(token)}
 
 
 def as_messages(value: Any) -> list[Message] | None:
@@ -324,6 +325,11 @@ def render(
         except TemplateError as error:
             return error
 
+    def lacks_calls(ids: list[int] | TemplateError, chat: Chat) -> bool:
+        """Whether the template writes the same without the calls of tools."""
+        messages = [{name: value for name, value in m.items() if name != "tool_calls"} for m in chat.messages]
+        return messages != chat.messages and ids == apply_alone(chat._replace(messages=messages))
+
     for chunk in _chunks(chats):
         rendered: list[list[int] | TemplateError] = [[]] * len(chunk)
         alike: dict[str, list[int]] = defaultdict(list)  # rendered in one call, which uses every core
@@ -336,7 +342,7 @@ def render(
             except TemplateError:
                 found = map(apply_alone, some)
             for number, ids in zip(numbers, found, strict=True):
-                rendered[number] = ids
+                rendered[number] = TemplateError(NO_CALLS) if lacks_calls(ids, chunk[number]) else ids
         yield from rendered
 
 

@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from hybridrl.config import PPOConfig
+from hybridrl.config.custom_code import attempt
 from hybridrl.config.files import adapter_settings, resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig
 from hybridrl.core.algorithms import Algorithm
-from hybridrl.data.tokenizer import other_tokens
+from hybridrl.data.tokenizer import read_tokenizer
 
 POLICY, CRITIC = "actor_rollout_ref.model", "critic.model"
 
@@ -52,7 +54,25 @@ def check_readers(models: Mapping[str, ModelConfig], tokenizer: PreTrainedTokeni
             name = f"{key}.lora_adapter_path={adapter}"
             places |= {adapter: name} | ({base: f"{name}, trained on {base}"} if Path(base).is_dir() else {})
         for place, name in places.items():
-            if difference := other_tokens(tokenizer, place, known, trusted=model.trust_remote_code):
+            if difference := _other_tokens(tokenizer, place, known, trusted=model.trust_remote_code):
                 fix = "name one with the policy's tokenizer; if it knows these tokens, save that tokenizer there"
                 cause = f"{name}: it reads the policy's token ids, and {difference}"
                 rejections.error("input", cause, fix, keys=name.partition("=")[0])
+
+
+def _other_tokens(tokenizer: PreTrainedTokenizerBase, place: str, known: int, *, trusted: bool) -> str:
+    """Describe how the tokenizer of a directory or hub name differs in tokens of ids below `known`; empty if it does
+    not, or if there is none."""
+    path = resolve_model(place)
+    other = attempt(partial(read_tokenizer, str(path), trusted=trusted, local=path.is_dir()))
+    if isinstance(other, Exception) or set(other.get_vocab()) <= set(other.all_special_tokens):
+        return ""
+    ours, theirs = ({number: token for token, number in one.get_vocab().items()} for one in (tokenizer, other))
+    changed = [number for number, token in ours.items() if number < known and theirs.get(number) != token]
+    if not changed:
+        return ""
+    number = min(changed)
+    kind = "added token" if number in tokenizer.added_tokens_decoder else "token"
+    token = repr(theirs[number]) if number in theirs else "no token"
+    cause = f"its tokenizer has {token} where the policy's has the {kind} {ours[number]!r}, at {number}"
+    return f"{cause} ({len(changed)} of {known} differ)"

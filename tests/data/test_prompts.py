@@ -346,6 +346,12 @@ def test_a_text_that_is_json_but_no_chat_stays_a_text(write, config, tokenizer):
 
 
 def test_a_message_with_calls_needs_no_content(write, config, tokenizer):
+    fault = "line 1: the chat template rejects it: it leaves out the calls of tools, which the messages have"
+    assert fault in rejection(
+        write(row([*user("2+2?"), {"role": "assistant", "tool_calls": [CALL]}])), config, tokenizer
+    )
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
     earlier = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     (prompt,) = load(write(row([*user("2+2?"), earlier, *user("so?")])), config, tokenizer)
     assert prompt.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}

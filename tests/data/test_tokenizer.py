@@ -1,15 +1,18 @@
 import copy
+import gc
 import json
 import logging
 import socket
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.data.tokenizer import ResponseDecoder, load_tokenizer
+from hybridrl.data.tokenizer import ResponseDecoder, end_tokens, load_tokenizer
 from tests.data import stand_ins
 
 
@@ -222,3 +225,41 @@ def test_the_tokens_around_the_messages_of_users_are_no_part_of_a_response(token
     tokenizer.add_tokens([opening, closing], special_tokens=True)
     tokenizer.chat_template = f"{{% for m in messages %}}{opening}{{{{ m.content }}}}{closing}{{% endfor %}}"
     assert ResponseDecoder(tokenizer, [])(tokenizer(f"7{closing}{opening}8{closing}")["input_ids"]) == "78"
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_the_end_tokens_are_those_of_the_model_too_and_another_of_the_tokenizer_is_named(directory, caplog, file):
+    path, own = str(directory), AutoTokenizer.from_pretrained(directory).eos_token_id
+    for published in (own, [0, own]):
+        (directory / file).write_text(json.dumps({"model_type": "qwen2", "eos_token_id": published}))
+        assert load_tokenizer(path).eos_token_id == own and caplog.text == ""
+    (directory / file).write_text(json.dumps({"model_type": "qwen2", "eos_token_id": [0, own + 1]}))
+    assert end_tokens(path, load_tokenizer(path)) == (*sorted({0, own, own + 1}),)
+    first, second = AutoTokenizer.from_pretrained(directory).convert_ids_to_tokens([0, own + 1])
+    assert f"model.path={path}: its end token <|im_end|> is none of the model's, {first}, {second}," in caplog.text
+    assert f"add {own} to eos_token_id in the model's generation_config.json" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text", "shown"),
+    [
+        ("gemma3_text", "The tokenizer you are loading from '{}' with an incorrect regex pattern: ...", False),
+        ("mistral", "The tokenizer you are loading from '{}' with an incorrect regex pattern: ...", True),
+        ("mistral", "Ignoring clean_up_tokenization_spaces=True for BPE tokenizer", False),
+        ("gemma3_text", "Another warning", True),
+    ],
+)
+def test_a_warning_of_transformers_without_a_reason_is_not_shown(tmp_path, model_type, text, shown):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    record = logging.makeLogRecord({"msg": text.format(tmp_path), "levelno": logging.WARNING})
+    assert bool(logging.getLogger("transformers.tokenization_utils_tokenizers").filter(record)) == shown
+
+
+def test_a_vocabulary_is_not_read_again_to_compare_a_class_with_its_file(tmp_path, monkeypatch):
+    make = partial(stand_ins.of_bytes, digits=1)
+    place = stand_ins.write(tmp_path / "a", make, "Qwen2Tokenizer", "qwen2", pad_token="</s>", unk_token="<unk>")
+    whole = []
+    library = SimpleNamespace(from_str=Tokenizer.from_str, from_file=lambda file: whole.append(file))
+    monkeypatch.setattr("hybridrl.data.tokenizer.Tokenizer", library)
+    assert load_tokenizer(str(place)).tokenize("12") == ["1", "2"] and whole == []
+    assert gc.isenabled()
