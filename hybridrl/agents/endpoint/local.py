@@ -24,6 +24,7 @@ from hybridrl.tracking.console import info
 
 LONGEST = 32768  # tokens of a context, unless rollout.max_model_len is set
 CHECK_SECONDS, STALLED_SECONDS = 0.5, 60.0
+NO_TEMPLATE = "{{ raise_exception('the model has none, which is needed for all but /v1/completions') }}"
 # Fields of Sampling that a request may choose.
 SAMPLING = (*(name for name in OF_THE_RUN if name != "seed"), "min_tokens", "ignore_eos", "json_schema")
 
@@ -85,6 +86,7 @@ def make_kit(model: ModelConfig, rollout: RolloutConfig) -> Kit:
         trust_remote_code=model.trust_remote_code,
         custom_chat_template=model.custom_chat_template,
     )
+    tokenizer.chat_template = tokenizer.chat_template or NO_TEMPLATE
     limits, formats = Limits(context, context, context), {"format": rollout.multi_turn.format}
     formats |= {"model_type": settings.model_type}
     return Kit.of(tokenizer, end_tokens(model.path, tokenizer), limits, **formats)

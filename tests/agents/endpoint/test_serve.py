@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,10 +17,14 @@ import httpx
 import openai
 import psutil
 import pytest
+from transformers import AutoTokenizer
 
 from hybridrl.agents.endpoint import bound, local, serve
+from hybridrl.agents.endpoint.app import create_app
+from hybridrl.agents.endpoint.sessions import AgentSessions
 from hybridrl.config import ConfigError
 from hybridrl.core.rollout import Completion, Request
+from tests.agents.endpoint.conftest import Script
 
 ROOT = Path(__file__).parents[3]
 READY_SECONDS = 180
@@ -110,6 +115,31 @@ async def test_serving_ends_with_a_sentence_and_a_status_once_the_engine_is_dead
     printed = capfd.readouterr()
     assert "error: serving ended: the engine is dead: no memory" in printed.err
     assert "admin" not in printed.out  # nobody wanted sessions
+
+
+@pytest.mark.parametrize(("route", "field"), [("chat/completions", "messages"), ("responses", "input")])
+async def test_a_model_without_a_chat_template_continues_texts_and_answers_a_chat_with_one_sentence(
+    tiny, tmp_path, route, field
+):
+    model = shutil.copytree(tiny, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = None
+    for file in model.glob("chat_template*"):
+        file.unlink()
+    tokenizer.save_pretrained(model)
+    _, section = serve.read([f"model.path={model}"])
+    script = Script(tokenizer, ["7"])
+    app = create_app(script, AgentSessions(local.make_kit(section.model, section.rollout)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+        reply = await http.post("/v1/completions", json={"prompt": "1+6="})
+        assert reply.json()["choices"][0]["text"] == "7", reply.text
+        reply = await http.post(f"/v1/{route}", json={field: [{"role": "user", "content": "a"}]})
+    expected = (
+        "the chat template rejects these messages: the model has none, which is needed for all but /v1/completions; "
+    )
+    key = "actor_rollout_ref.model.custom_chat_template"
+    assert (reply.status_code, reply.json()["error"]["message"]) == (400, f"{expected}set {key}")
+    assert serve.read([f"model.path={model}", f"{key}=chatml"])[1].model.custom_chat_template == "chatml"
 
 
 @pytest.mark.parametrize(
