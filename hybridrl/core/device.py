@@ -1,5 +1,6 @@
 """The differences between CPU and CUDA devices. The only module that uses `torch.cuda`."""
 
+import ctypes
 import mmap
 import os
 import socket
@@ -25,6 +26,8 @@ MEMORY_FILES = "memory.max memory.limit_in_bytes", "memory.current memory.usage_
 CGROUP_FILES = *MEMORY_FILES, "cpu.max cpu.cfs_quota_us cpu.cfs_period_us", "memory.stat"
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # a variable of the environment
+ALL_ARENAS = b"arena.4096.purge"  # MALLCTL_ARENAS_ALL of jemalloc
+KEPT_BYTES = 2**29  # of an allocator on CPU, without use
 CANCELLED, CANCEL_SECONDS = "cancelled", 1.0  # a key of a group's store, and how often it is looked for
 
 T = TypeVar("T")
@@ -196,11 +199,32 @@ def synchronize(device: str) -> None:
 
 
 def release_cached_memory(device: str) -> None:
-    """Free the allocator's unused blocks, which an engine on the same GPU cannot use."""
+    """Free the allocator's unused blocks, which an engine on the same device cannot use; on CPU only if they are large,
+    as the system clears a page before it is used again, which takes several times as long as writing it."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.ipc_collect()  # first, as it frees blocks that another process has finished reading
         torch.cuda.empty_cache()
+    else:
+        release_host_memory(KEPT_BYTES)
+
+
+def release_host_memory(least: int = 0) -> None:
+    """Give the pages that this process's allocator keeps without use back to the system, if they are known to be more
+    than `least` bytes: of jemalloc, which workers preload, otherwise of glibc."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallctl"):
+        library.mallctl(b"epoch", None, None, ctypes.byref(ctypes.c_uint64(1)), ctypes.c_size_t(8))  # update statistics
+        if _statistic(library, b"resident") - _statistic(library, b"active") > least:
+            library.mallctl(ALL_ARENAS, None, None, None, ctypes.c_size_t(0))
+    elif hasattr(library, "malloc_trim"):
+        library.malloc_trim(ctypes.c_size_t(0))
+
+
+def _statistic(jemalloc: ctypes.CDLL, name: bytes) -> int:
+    value, size = ctypes.c_size_t(), ctypes.c_size_t(8)
+    jemalloc.mallctl(b"stats." + name, ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
+    return value.value
 
 
 def allocated_bytes() -> int:

@@ -1,14 +1,18 @@
-"""Ports of process groups."""
+"""Ports of process groups, and memory of the host."""
 
 import ctypes
 import mmap
+import os
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hybridrl.core import device as devices
+from hybridrl.runtime.environment import worker_environment
 
 
 def test_ports_are_chosen_by_the_system_and_held_until_a_group_has_them():
@@ -48,3 +52,15 @@ def test_page_locked_memory_has_pages_of_its_own_and_is_given_back_before_it_is_
         kept[:] = 1.0
         del kept
         assert not runtime.registered
+
+
+@pytest.mark.parametrize("allocator", ["jemalloc", "glibc"])
+def test_pages_without_use_are_given_back_and_few_are_kept_where_that_costs_time(allocator):
+    environment = {"LD_PRELOAD": "", **(worker_environment("cpu", 1) if allocator == "jemalloc" else {})}
+    assert allocator in environment["LD_PRELOAD"] or allocator == "glibc"
+    command = [sys.executable, "-m", "tests.core.kept_memory"]
+    output = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, check=True).stdout
+    used, cached, released = map(int, output.split())
+    if allocator == "jemalloc":  # which says how much it keeps: here less than KEPT_BYTES
+        assert cached > used - 20
+    assert released < used - 150

@@ -215,9 +215,10 @@ class BucketReader:
         return self.received[:size]
 
     def close(self) -> None:
-        """Release the trainer's memory on CUDA, where the trainer frees it; on CPU both keep it for the next sync."""
+        """Release the trainer's memory, and on CUDA that of received buckets; on CPU it is kept for the next sync."""
+        self.opened = None
         if self.device.type != "cpu":
-            self.opened, self.received = None, self.received[:0].clone()
+            self.received = self.received[:0].clone()
 
 
 def digest(buffer: torch.Tensor) -> int:

@@ -23,6 +23,7 @@ from hybridrl.config.catalog import ENGINE_RANKS
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.core import device as devices
 from hybridrl.core.required import required
 from hybridrl.core.rollout.cache import cache_bytes_per_token, cpu_cache_bytes
 from hybridrl.core.rollout.engine import Completion, EngineStats, Goal, Progress, RejectedRequest, Request
@@ -55,7 +56,7 @@ class VllmEngine:
         os.environ[LIBRARIES] = json.dumps(model.external_lib)  # read by worker.py, also in further processes
         import_libraries(model.external_lib)
         repairs.prepare_for(resolve_model(model.path))
-        self.sleeps, self.model = rollout.free_cache_engine, model
+        self.device, self.sleeps, self.model = device, rollout.free_cache_engine, model
         self.delivers_routes = device == "cpu" and bool(rollout.enable_rollout_routing_replay)
         self.adapted = bool(model.lora_rank) and not model.lora.merge
         self.sync_id = 0
@@ -145,7 +146,9 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         """On CUDA memory is freed: the cache's, and that of the weights, which come back from the trainer; the base of
-        an adapter waits in host memory."""
+        an adapter waits in host memory. On CPU that of sampling is freed."""
+        if self.device == "cpu":
+            devices.release_cached_memory(self.device)
         if not self.sleeps:
             return
         if self.asleep and self.asleep != PARTS:

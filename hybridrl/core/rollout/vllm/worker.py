@@ -104,6 +104,7 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
             for module in self.model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
+            devices.release_cached_memory("cpu")  # materialised and packed weights of the reload
         wrap_adapted_layers(self.adapted)
         self.reader.close()
         self.begun = False
