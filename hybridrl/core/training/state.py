@@ -103,7 +103,7 @@ def _checkpoint_errors(directory: Path) -> Iterator[None]:
 
 
 class StateWriter:
-    """Writes states in the background, one after another, from copies in host memory that are reused by later saves.
+    """Writes states in the background, one after another, from copies in host memory; on CUDA later saves reuse them.
     All ranks create one together and call it in the same order. Its collectives use a separate group, since those of
     training continue meanwhile."""
 
@@ -129,7 +129,9 @@ class StateWriter:
                 flat, nesting = flatten_state_dict(state)
                 present = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
                 if self.copies.get(directory.name, {}).keys() != present.keys():
-                    copies = host_copies(list(present.values()), self.device)
+                    # Page-locked in one allocation for all; elsewhere torch copies what shares one again to write it.
+                    groups = [[*present.values()]] if self.device == "cuda" else [[one] for one in present.values()]
+                    copies = [copy for group in groups for copy in host_copies(group, self.device)]
                     self.copies[directory.name] = dict(zip(present, copies, strict=True))
                 for name, tensor in present.items():
                     local(self.copies[directory.name][name]).copy_(local(tensor), non_blocking=True)
@@ -144,7 +146,10 @@ class StateWriter:
             self.thread.submit(_checkpoint_errors(path)(dcp.save), state, checkpoint_id=path, process_group=self.group)
             for path, state in copied.items()
         ]
-        return sum(local(copy).nbytes for directory in states for copy in self.copies[directory.name].values())
+        size = sum(local(copy).nbytes for directory in states for copy in self.copies[directory.name].values())
+        if self.device == "cpu":  # each is freed once it is written: only page-locked memory takes long to allocate
+            self.copies.clear()
+        return size
 
     def finished(self) -> bool:
         """Return whether everything is on disk. Raises RuntimeError, once, if something could not be written."""

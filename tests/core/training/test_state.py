@@ -1,6 +1,8 @@
+import gc
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Collection
 from pathlib import Path
 from threading import Event
@@ -18,10 +20,19 @@ from hybridrl.checkpoint.export import export_settings
 from hybridrl.config import ConfigError
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.config.schema import FSDPConfig, OptimizerConfig, WrapPolicyConfig
+from hybridrl.core import device as devices
 from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
-from hybridrl.core.training.fsdp import full_tensor, host_parameters, local, move_parameters, shard, shard_and_fill
+from hybridrl.core.training.fsdp import (
+    full_tensor,
+    host_copies,
+    host_parameters,
+    local,
+    move_parameters,
+    shard,
+    shard_and_fill,
+)
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.learner import Learner, MiniBatch
 from hybridrl.core.training.model import ValueModel, blank_language_model
@@ -299,8 +310,10 @@ def test_moments_have_the_names_that_torch_gives_them(group, directory, optimize
         assert_equal(*({kind: full_tensor(value) for kind, value in of.items()} for of in (moments, actual[name])))
 
 
-def test_copies_reuse_their_memory_even_if_moments_are_moved(group, directory, tmp_path):
-    learner, writer = build(directory), StateWriter("cpu")
+def test_page_locked_copies_reuse_their_memory_even_if_moments_are_moved(group, directory, tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "synchronize", lambda device: None)
+    monkeypatch.setattr(devices, "host_buffer", lambda size, device: torch.empty(size, dtype=torch.uint8))
+    learner, writer = build(directory), StateWriter("cuda")
     places = []
     for number in range(3):
         train(learner, range(number, number + 1))
@@ -315,6 +328,30 @@ def test_copies_reuse_their_memory_even_if_moments_are_moved(group, directory, t
     assert copied == sum(12 * parameter.numel() + 4 for parameter in parameters)
     load(actual := build(directory), tmp_path / "2" / "actor", group)
     assert_equal(full(actual), full(learner))
+
+
+def test_on_cpu_copies_are_freed_once_they_are_written_and_are_not_copied_again_to_write_them(
+    group, directory, tmp_path, monkeypatch
+):
+    learner, writer, ended, made = build(directory), StateWriter("cpu"), Event(), []
+
+    def recorded(tensors: Any, device: str) -> list[Tensor]:
+        copies = host_copies(tensors, device)
+        made.extend(weakref.ref(local(copy).untyped_storage()) for copy in copies)
+        # torch copies a tensor that shares its memory with others, to write it without theirs
+        assert all(local(copy).untyped_storage().nbytes() < local(copy).nbytes + 64 for copy in copies)
+        return copies
+
+    monkeypatch.setattr("hybridrl.core.training.state.host_copies", recorded)
+    writer.thread.submit(ended.wait)
+    writer.start({tmp_path / name: state_of(learner.model, learner.optimizers, ALL) for name in ("actor", "critic")})
+    gc.collect()
+    assert made and all(copy() is not None for copy in made)
+    ended.set()
+    writer.thread.submit(int).result()  # after what is written
+    gc.collect()
+    assert not any(copy() for copy in made)
+    assert writer.finished()
 
 
 def test_learning_rates_are_those_of_the_resumed_configuration(group, directory, tmp_path):
