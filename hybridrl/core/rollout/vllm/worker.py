@@ -30,7 +30,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -87,6 +87,9 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
             for module in self.model.modules():
                 if isinstance(module, UnquantizedFusedMoEMethod):
                     module.moe_kernel = None
+                # The reload packs a head's weight again: of 262,144 rows the old copy is as large as the layers.
+                if isinstance(module, VocabParallelEmbedding):
+                    vars(module).pop("cpu_linear", None)
         repairs.name_weight_loaders(self.model)
         initialize_layerwise_reload(self.model)
 
