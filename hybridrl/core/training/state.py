@@ -122,6 +122,8 @@ class StateWriter:
         every_rank = torch.zeros(())
         try:
             devices.synchronize(self.device)  # offloaded moments may still be on their way to the host
+            if self.device == "cpu":  # the copies fit only in a part of what an update has freed
+                devices.release_cached_memory(self.device)
             copied = {}
             for directory, state in states.items():
                 # torch's own stager finds reused memory by the original's address, which changes in every step if
