@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ActorConfig, CriticConfig
+from hybridrl.core.device import KEPT_BYTES
 from hybridrl.core.rollout.cache import cpu_cache_bytes
 from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.worker import LearnerConfig
 from hybridrl.doctor.machine import GIB, UTILIZATION
-from hybridrl.doctor.memory_sizes import FULL, ITEMSIZE, Models, ModelSizes, Shard, read_models
+from hybridrl.doctor.memory_sizes import ENTRY_BYTES, FULL, ITEMSIZE, Models, ModelSizes, Shard, read_models
 from hybridrl.runs.plugins import load
 from hybridrl.runs.resume import ACTOR, PPO_SIZES, REF, ROLLOUT
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
@@ -37,6 +38,7 @@ TRAINER_CONTEXT_BYTES, ENGINE_CONTEXT_BYTES, ASLEEP_BYTES = 1.3 * GIB, 0.7 * GIB
 
 HOST = "at most"  # the one column of the host's memory
 PHASES = ("start-up", "rollout", "log-probs", "critic update", "policy update", "weight sync")
+STAGED = ("weight sync", "rollout")  # after an update, while a checkpoint is written on CPU, whose copy is then freed
 # Phases in which offloaded parameters have left the device: policy and critic make room for each other.
 AWAY = {
     "policy": ("rollout", "critic update"),
@@ -111,8 +113,10 @@ class PlannedRun:
         width, itemsize = rollout.tensor_model_parallel_size, ITEMSIZE[rollout.dtype or "float32"]
         self.longest, token_bytes = rollout.max_model_len or 0, sizes.layers * sizes.cached * itemsize
         self.row_bytes, self.base = self.longest * token_bytes, 0.0
-        if self.on_cpu:  # vLLM packs weights again and keeps the temporary copies; the cache has the configured size
+        if self.on_cpu:  # vLLM packs weights; the cache has the configured size
             self.weights = (sizes.parameters + sizes.copied) * itemsize / width
+            rows = self.config.data.train_batch_size * rollout.n * width / self.engine_devices
+            self.engine_work = sizes.engine_work(min(rows, rollout.max_num_seqs), itemsize / width)
             block = load(f"engine.{rollout.name}").cpu_block
             self.cache: float = cpu_cache_bytes(token_bytes, rollout, self.engine_devices // width, block)
             return
@@ -150,6 +154,9 @@ def trainer_memory(run: PlannedRun, phase: str) -> Bytes:
     memory.update(_working(run, phase))
     if phase == "weight sync" or (run.on_cpu and not starting):  # on CPU they are kept
         memory["sync buckets"] += run.models.bucket
+    if run.on_cpu and phase in STAGED:
+        update = _working(run, "policy update").total() + run.learners[0].shard.gradients
+        memory["unused blocks"] = min(update, KEPT_BYTES)
     if not run.on_cpu:
         memory["CUDA contexts"] += TRAINER_CONTEXT_BYTES
     return memory
@@ -162,15 +169,17 @@ def engine_memory(run: PlannedRun, phase: str) -> Bytes:
     memory = Bytes({"rollout weights": run.weights})
     if run.on_cpu or run.apart or phase == "rollout":
         memory["KV cache"] = run.cache
+    if run.on_cpu and phase != "start-up":  # of other phases only a part is kept
+        memory["engine's work"] = run.engine_work.get(phase) or min(max(run.engine_work.values()), KEPT_BYTES)
     if not run.on_cpu:
         memory["CUDA contexts"] = ENGINE_CONTEXT_BYTES
         memory["sync buckets"] = run.models.bucket * (run.apart and phase == "weight sync")
     return memory
 
 
-def host_memory(run: PlannedRun) -> Bytes:
+def host_memory(run: PlannedRun, phase: str = HOST) -> Bytes:
     """Estimate what all processes of a machine have of its memory besides that of devices, at most. Offloaded
-    parameters keep their place there, and so does the copy of what a checkpoint writes."""
+    parameters keep their place there, and so does the copy of what a checkpoint writes, but for CPU (STAGED)."""
     memory, saves = Bytes(), save_times(run.config.trainer).ever
     for name, shard, config, section, _ in run.learners:
         everything, saved = config.fsdp.offload_policy and not run.on_cpu, section.checkpoint.save_contents
@@ -179,16 +188,17 @@ def host_memory(run: PlannedRun) -> Bytes:
         memory[moments] += shard.moments * (everything or config.fsdp.optimizer_offload)
         memory["gradients"] = max(memory["gradients"], shard.gradients * everything)  # of one update at a time
         staged = shard.gradients * ("model" in saved) + shard.moments * ("optimizer" in saved)
-        memory["checkpoint staging"] += staged * saves
+        memory["checkpoint staging"] += staged * (saves and (not run.on_cpu or phase in STAGED))
     if run.reference and run.reference_offloaded:
         memory["reference"] += run.reference.parameters
     memory["sleeping base"] += run.base  # torch keeps page-locked memory for the next sleep
     memory = Bytes({kind: run.devices * size for kind, size in memory.items()})
     devices = (run.devices + run.engine_devices) / 2  # assumed, if apart: each has half of a device's processes
     memory["processes"] = MACHINE_BYTES + devices * DEVICE_BYTES
-    section = run.config.actor_rollout_ref
+    sizes, section = run.models.policy, run.config.actor_rollout_ref
+    memory["tokenizers"] = ENTRY_BYTES * sizes.vocabulary
     if section.actor.router_replay.mode == "R3":
-        sizes, rows = run.learners[0][1].sizes, run.config.data.train_batch_size * section.rollout.n
+        rows = run.config.data.train_batch_size * section.rollout.n
         memory["routes"] = ROUTE_COPIES * rows * run.longest * sizes.layers * sizes.per_token * ROUTE_BYTES
     return memory
 
@@ -257,8 +267,8 @@ def make_plans(run: PlannedRun) -> list[Plan]:
     trainer = {phase: trainer_memory(run, phase) for phase in phases}
     engine = {phase: engine_memory(run, phase) for phase in phases}
     if run.on_cpu:
-        counts, host = (run.devices, run.engine_devices), host_memory(run)
-        needs = {phase: _times(counts[0], trainer[phase]) + _times(counts[1], engine[phase]) + host for phase in phases}
+        needs = {phase: _times(run.devices, trainer[phase]) + host_memory(run, phase) for phase in phases}
+        needs = {phase: needs[phase] + _times(run.engine_devices, engine[phase]) for phase in phases}
         return [Plan("this machine", needs, run.free, ", all processes together")]
     host = Plan("each machine's host", {HOST: host_memory(run)}, run.free)
     if run.apart:

@@ -26,8 +26,11 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 FULL = 4  # bytes of a float32
 # Temporary memory of the log-probs of a chunk, in chunks of logits: two with entropies, and a half in half precision.
 CHUNKS = 2.5
-# On CPU vLLM keeps a second copy of matrices with fewer elements than this, and further copies of a tied embedding.
-SMALL, TIED_COPIES = 2**23, 4
+# On CPU vLLM keeps a second copy of matrices with fewer elements than this, and of a tied embedding, of which a reload
+# makes another.
+SMALL, RELOAD_COPIES = 2**23, 1
+SAMPLING_TABLES = 5  # of float32 logits, from which vLLM samples there
+ENTRY_BYTES = 2000  # of a tokenizer, in the driver and in its scoring actor; measured with 262,144 entries
 
 
 class ModelSizes:
@@ -54,10 +57,15 @@ class ModelSizes:
         self.per_token = values.get("num_experts_per_tok") or 0
         self.routed = self.per_token * text.hidden_size  # an input of each of them
         self.copied = sum(size for size in _fused(model) if size < SMALL)
-        if text.tie_word_embeddings:
-            self.copied += TIED_COPIES * text.vocab_size * text.hidden_size
+        self.tied = text.vocab_size * text.hidden_size * text.tie_word_embeddings
+        self.copied += self.tied
         with without_pairs(model):  # torch rounds what it page-locks up to powers of two
             self.page_locked = sum(1 << (size - 1).bit_length() for size in _fused(model))
+
+    def engine_work(self, rows: float, itemsize: float) -> dict[str, float]:
+        """The temporary memory of an engine on CPU in a phase that samples `rows` together, and in one that reloads."""
+        sampling = SAMPLING_TABLES * rows * self.vocabulary * FULL
+        return {"rollout": sampling, "weight sync": RELOAD_COPIES * self.tied * itemsize}
 
     def _divide(self, model: PreTrainedModel, fsdp: FSDPConfig | None) -> None:
         """Count what a rank has to gather: a part of what is cut, and all of the rest, of which each rank of a tensor

@@ -15,6 +15,7 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import resolve_config
 from hybridrl.config.values import value_keys
+from hybridrl.core.device import KEPT_BYTES
 from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.doctor.memory import (
     DEVICE_BYTES,
@@ -52,7 +53,7 @@ PARAMETERS = EMBEDDING + 2 * LAYER + NORM
 # all layers, the embedding and the last norm.
 ROUNDED = 2 * (1024 + 512 + 256 + 128 + 128 + 16) + 1024 + 8
 
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FSDP, UTILIZATION = f"{ACTOR}.fsdp_config", "actor_rollout_ref.rollout.gpu_memory_utilization"
 ADAPTER = ("actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.target_modules=all-linear")
 SEPARATE = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.n_gpus_per_node=1")
@@ -163,7 +164,8 @@ def test_sizes_are_read_from_config_json_alone(load):
         "cached": 2 * 32,
         "intermediate": 16,
         "vocabulary": 80,
-        "copied": PARAMETERS + 4 * EMBEDDING,
+        "tied": EMBEDDING,
+        "copied": PARAMETERS + EMBEDDING,
         "page_locked": ROUNDED,
     }
 
@@ -172,7 +174,7 @@ def test_large_matrices_are_not_copied_by_an_engine_on_cpu(load, model_file):
     model_file.write_text(json.dumps(CONFIG | {"hidden_size": 1024, "intermediate_size": 5000}))
     sizes = ModelSizes(blank(load().actor_rollout_ref.model, "model"))
     gate_and_up = 2 * 1024 * 5000  # more than 2**23; the down projection is less
-    assert sizes.copied == sizes.parameters - 2 * gate_and_up + 4 * 80 * 1024
+    assert sizes.copied == sizes.parameters - 2 * gate_and_up + 80 * 1024
 
 
 def test_only_the_adapter_of_a_model_is_trained(load):
@@ -268,7 +270,7 @@ def test_an_update_holds_parameters_gradients_moments_and_one_micro_batch(load):
     assert needs["logits"] == 2.5 * (512 * 80 * 4)
     reduced = 2 * 4 * LAYER + 4 * EMBEDDING  # a layer's gradient, twice, and the head's
     assert needs["gathered"] == 4 * (EMBEDDING + NORM + 2 * LAYER) + reduced
-    assert engine_memory(run, "policy update")["rollout weights"] == 4 * (2 * PARAMETERS + 4 * EMBEDDING)
+    assert engine_memory(run, "policy update")["rollout weights"] == 4 * (2 * PARAMETERS + EMBEDDING)
 
 
 CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
@@ -309,7 +311,7 @@ def test_a_machine_holds_all_its_devices_and_processes(load):
     needs = plan.needs["policy update"]
     assert needs["processes"] == MACHINE_BYTES + 2 * DEVICE_BYTES
     assert needs["parameters"] == 4 * PARAMETERS  # shards
-    assert needs["rollout weights"] == 2 * 4 * (2 * PARAMETERS + 4 * EMBEDDING)  # an engine has all
+    assert needs["rollout weights"] == 2 * 4 * (2 * PARAMETERS + EMBEDDING)  # an engine has all
 
 
 def test_a_machine_holds_the_experts_of_a_steps_tokens_that_are_replayed(load, model_file):
@@ -330,12 +332,28 @@ def test_layers_whose_names_do_not_speak_of_attention_have_sizes_too():
 
 
 def test_checkpoints_keep_a_copy_of_what_they_write(load):
-    def staged(*keys: str) -> float:
-        return host_memory(run_of(load(*keys)))["checkpoint staging"]
+    def staged(*keys: str, phase: str = "rollout") -> float:
+        return host_memory(run_of(load(*keys)), phase)["checkpoint staging"]
 
-    assert staged("trainer.save_freq=-1", "trainer.ckpt_freq_secs=-1") == 0
+    assert staged(*NEVER_SAVED) == 0
     assert staged("trainer.save_freq=1") == 12 * PARAMETERS
     assert staged("trainer.save_freq=1", f"{ACTOR}.checkpoint.save_contents=[model]") == 4 * PARAMETERS
+    assert staged("trainer.save_freq=1", phase="policy update") == 0, "it is written, and freed on CPU"
+    assert staged("trainer.save_freq=1", "trainer.device=cuda", phase="at most") == 12 * PARAMETERS
+
+
+def test_an_engine_on_cpu_samples_from_tables_of_logits_and_loads_a_tied_embedding_next_to_the_old_one(
+    load, model_file
+):
+    model_file.write_text(json.dumps(CONFIG | {"vocab_size": 262_144, "hidden_size": 640}))
+    for rows, most in ((2, 100), (100, 2)):  # of a step, and of an engine
+        run = run_of(load(f"data.train_batch_size={rows}", f"{ROLLOUT}.n=1", f"{ROLLOUT}.max_num_seqs={most}"))
+        assert engine_memory(run, "rollout")["engine's work"] == 5 * 2 * 262_144 * 4
+    embedding = 262_144 * 640 * 4
+    assert engine_memory(run, "weight sync")["engine's work"] == embedding
+    assert engine_memory(run, "policy update")["engine's work"] == KEPT_BYTES  # more is given back
+    assert trainer_memory(run, "rollout")["unused blocks"] == KEPT_BYTES
+    assert host_memory(run)["tokenizers"] == 2 * 1000 * 262_144
 
 
 def test_a_reference_is_held_only_if_one_is_used(load):
