@@ -22,6 +22,7 @@ from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.evaluator import Evaluator
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.hybrid_engine import HybridEngine, SeparateEngine
+from hybridrl.core.required import required
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.trainer import RLTask, Schedule, Task
 from hybridrl.core.training.worker import TrainWorker, WorkerConfig
@@ -95,7 +96,8 @@ class PPOJob:
         if inputs.runs_episodes:
             ends = end_tokens(section.model.path, self.tokenizer)
             self.episodes = stack.enter_context(plugin("episodes").start(config, session, load, ends, logs))
-        group, self.engine = start_devices(config, session, worker, logs, probe_ids(self.prompts[0].ids), saved)
+        probe = probe_ids(self.prompts[0].ids, required(section.rollout.max_model_len))
+        group, self.engine = start_devices(config, session, worker, logs, probe, saved)
         self.engine.check_memory = plugin("room")(config, logs).check
         self.scorers.wait_until_loaded()
         if self.episodes is not None:
@@ -253,7 +255,9 @@ def start_devices(
     return engine.trainers, engine
 
 
-def probe_ids(prompt_ids: list[int], length: int = PROBE_LENGTH) -> list[int]:
-    """The fixed sequence that verifies a weight sync: the end of the first prompt, repeated if it is short."""
+def probe_ids(prompt_ids: list[int], context: int = PROBE_LENGTH + 1) -> list[int]:
+    """The fixed sequence that verifies a weight sync: the end of the first prompt, repeated if it is short. The engine
+    samples one more token, for which its `context` has room."""
+    length = min(PROBE_LENGTH, context - 1)
     repeated = prompt_ids * (length // len(prompt_ids) + 1)
     return repeated[-length:]

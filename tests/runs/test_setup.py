@@ -17,6 +17,7 @@ from hybridrl.core.training.packing import MicroBatchBudget
 from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan, UpdatePlan
 from hybridrl.data.tokenizer import TokenRows
 from hybridrl.runs import setup
+from hybridrl.runs.ppo import probe_ids
 from hybridrl.runs.prepare import reject_unknown_tokens
 from hybridrl.runs.setup import open_directory, open_store, padded_plans
 from tests.core.training.families import model_config
@@ -157,3 +158,8 @@ def test_a_directory_that_cannot_be_written_is_rejected(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="cannot be written"):
         open_directory(tmp_path, "eval.output_dir")
+
+
+@pytest.mark.parametrize(("context", "expected"), [(48, [2, 3] * 12), (24, [3, *[2, 3] * 11]), (2, [3])])
+def test_the_probe_of_a_weight_sync_and_the_token_after_it_fit_in_the_engine_s_context(context, expected):
+    assert probe_ids([2, 3], context) == expected
