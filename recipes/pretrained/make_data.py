@@ -12,25 +12,25 @@ from typing import Any
 
 PROMPT = "Question: What is the capital of {}?\nAnswer:"
 HELD_OUT = 32
-# Countries of more than a million people whose capital is their largest city, as a small model knows no others well:
-# the name and its capital, in the spellings that count as right.
+# Countries of more than a million people whose capital is their largest city, as a small model knows no others well, and
+# is not the country's name with "City"; without Georgia, which is also a state. The name, and its capital in the
+# spellings that count as right.
 CAPITALS = """
-Afghanistan: Kabul; Albania: Tirana; Algeria: Algiers; Angola: Luanda; Argentina: Buenos Aires; Armenia: Yerevan
+Afghanistan: Kabul; Albania: Tirana; Algeria: Algiers/Alger; Angola: Luanda; Argentina: Buenos Aires; Armenia: Yerevan
 Austria: Vienna; Azerbaijan: Baku; Bahrain: Manama; Bangladesh: Dhaka; Belarus: Minsk; Belgium: Brussels
 Bosnia and Herzegovina: Sarajevo; Botswana: Gaborone; Bulgaria: Sofia; Burkina Faso: Ouagadougou; Cambodia: Phnom Penh
 the Central African Republic: Bangui; Chad: N'Djamena; Chile: Santiago; Colombia: Bogota; Costa Rica: San Jose
 Croatia: Zagreb; Cuba: Havana; Cyprus: Nicosia; the Czech Republic: Prague
 the Democratic Republic of the Congo: Kinshasa; Denmark: Copenhagen; the Dominican Republic: Santo Domingo
 Egypt: Cairo; El Salvador: San Salvador; Eritrea: Asmara; Estonia: Tallinn; Ethiopia: Addis Ababa; Finland: Helsinki
-France: Paris; Gabon: Libreville; Georgia: Tbilisi; Germany: Berlin; Ghana: Accra; Greece: Athens
-Guatemala: Guatemala City; Guinea-Bissau: Bissau; Guinea: Conakry; Haiti: Port-au-Prince; Honduras: Tegucigalpa
-Hungary: Budapest; Indonesia: Jakarta; Iran: Tehran; Iraq: Baghdad; Ireland: Dublin; Italy: Rome; Jamaica: Kingston
-Japan: Tokyo; Jordan: Amman; Kenya: Nairobi; Kuwait: Kuwait City; Kyrgyzstan: Bishkek; Laos: Vientiane; Latvia: Riga
-Lebanon: Beirut; Lesotho: Maseru; Liberia: Monrovia; Libya: Tripoli; Lithuania: Vilnius; Madagascar: Antananarivo
-Malawi: Lilongwe; Malaysia: Kuala Lumpur; Mali: Bamako; Mauritania: Nouakchott; Mauritius: Port Louis
-Mexico: Mexico City; Moldova: Chisinau; Mongolia: Ulaanbaatar/Ulan Bator; Mozambique: Maputo; Namibia: Windhoek
-Nepal: Kathmandu; the Netherlands: Amsterdam; Nicaragua: Managua; Niger: Niamey; North Korea: Pyongyang
-North Macedonia: Skopje; Norway: Oslo; Oman: Muscat; Panama: Panama City; Papua New Guinea: Port Moresby
+France: Paris; Gabon: Libreville; Germany: Berlin; Ghana: Accra; Greece: Athens; Guinea-Bissau: Bissau
+Guinea: Conakry; Haiti: Port-au-Prince; Honduras: Tegucigalpa; Hungary: Budapest; Indonesia: Jakarta; Iran: Tehran
+Iraq: Baghdad; Ireland: Dublin; Italy: Rome; Jamaica: Kingston; Japan: Tokyo; Jordan: Amman; Kenya: Nairobi
+Kyrgyzstan: Bishkek; Laos: Vientiane; Latvia: Riga; Lebanon: Beirut; Lesotho: Maseru; Liberia: Monrovia
+Libya: Tripoli; Lithuania: Vilnius; Madagascar: Antananarivo; Malawi: Lilongwe; Malaysia: Kuala Lumpur; Mali: Bamako
+Mauritania: Nouakchott; Mauritius: Port Louis; Moldova: Chisinau; Mongolia: Ulaanbaatar/Ulan Bator; Mozambique: Maputo
+Namibia: Windhoek; Nepal: Kathmandu; the Netherlands: Amsterdam; Nicaragua: Managua; Niger: Niamey
+North Korea: Pyongyang; North Macedonia: Skopje; Norway: Oslo; Oman: Muscat; Papua New Guinea: Port Moresby
 Paraguay: Asuncion; Peru: Lima; Poland: Warsaw; Portugal: Lisbon; Qatar: Doha; the Republic of the Congo: Brazzaville
 Romania: Bucharest; Russia: Moscow; Rwanda: Kigali; Saudi Arabia: Riyadh; Senegal: Dakar; Serbia: Belgrade
 Sierra Leone: Freetown; Slovakia: Bratislava; Slovenia: Ljubljana; Somalia: Mogadishu; South Korea: Seoul

@@ -19,7 +19,7 @@ def countries(file: Path) -> dict[str, str]:
 def test_a_country_is_trained_on_or_held_out_and_each_is_asked_alike(tmp_path):
     assert not run_script(RECIPE / "make_data.py", "--out", tmp_path)
     train, val = (countries(tmp_path / f"{split}.jsonl") for split in ("train", "val"))
-    assert (len(train), len(val)) == (89, 32) and not train.keys() & val.keys()
+    assert (len(train), len(val)) == (84, 32) and not train.keys() & val.keys()
     assert train["Question: What is the capital of France?\nAnswer:"] == "Paris"
     assert all(prompt.endswith("?\nAnswer:") and "/" not in prompt for prompt in train | val)
 
