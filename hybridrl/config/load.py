@@ -16,8 +16,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from hybridrl.config.checks import resolve_ppo, resolve_sft
-from hybridrl.config.checks.model import model_settings
-from hybridrl.config.checks.training import DEVICES, Machine, this_machine
+from hybridrl.config.checks.training import Machine, this_machine
 from hybridrl.config.compose import (
     CONF,
     SHIPPED,
@@ -37,7 +36,6 @@ from hybridrl.runs import plugins
 T = TypeVar("T")
 Report = Callable[[str], None]
 WHOLE_WORDS: Any = {"break_on_hyphens": False, "break_long_words": False}  # of keys and paths that are wrapped
-LARGE = 1 << 23  # numbers of an embedding, from which on a model takes more memory than the processes around it
 COLUMN = 46  # where meanings begin
 # Files that verl's commands name, with --config-path=config or none; what they set is in the table of verl's keys.
 VERL_FILES = re.compile(r"((fully_async_|one_step_off_)?ppo|dapo)_(megatron_)?trainer|sft_trainer(_engine)?")
@@ -123,27 +121,18 @@ def resolve_config(
     *,
     offline: bool = False,
     translation: Any = None,
-    machine: Machine | None = None,
 ) -> ResolvedConfig[T]:
     """Compose, read and check a configuration, and fill in derived values. `offline`: for another machine, so that the
-    devices, files and directories of this one do not count. `translation`: of keys that are not hybridrl's. Without a
-    `machine` it is this one, with a single core if the plan of two CPU devices does not fit."""
+    devices, files and directories of this one do not count. `translation`: of keys that are not hybridrl's."""
     result = read_config(schema, overrides, name, directory, offline=offline, translation=translation)
     if result.config is None:
         return result
+    machine = None
     if offline:  # another machine, with whatever the configuration requests
         gpus = _gpus(result.config)
         machine = Machine(gpus, gpus, sys.maxsize, here=False) if gpus else replace(this_machine(), here=False)
     resolve: Any = resolve_ppo if schema is PPOConfig else resolve_sft
     result.cross_check(functools.partial(resolve, machine=machine))
-    config, values = result.config, result.values
-    if machine is None and isinstance(config, PPOConfig) and values and not result.findings.errors:
-        sizes, trainer = model_settings(config.actor_rollout_ref.model), config.trainer
-        open_ = value_of(values.values, DEVICES) is None and trainer.device == "cpu" and trainer.devices > 1
-        large = sizes.get("hidden_size", 0) * sizes.get("vocab_size", 0) >= LARGE  # the plan imports torch
-        if open_ and large and plugins.load("room")(config).lack(saving=False):
-            machine = replace(this_machine(count_gpus=False), cores=1)
-            return resolve_config(schema, overrides, name, directory, translation=translation, machine=machine)
     return result
 
 

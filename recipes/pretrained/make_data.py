@@ -12,8 +12,8 @@ from typing import Any
 
 PROMPT = "Question: What is the capital of {}?\nAnswer:"
 HELD_OUT = 32
-# Countries of more than a million people whose capital is their largest city, as a small model knows no others well, and
-# is not the country's name with "City"; without Georgia, which is also a state. The name, and its capital in the
+# Countries of more than a million people whose capital is their largest city, as a small model knows no others well,
+# and is not the country's name with "City"; without Georgia, which is also a state. The name, and its capital in the
 # spellings that count as right.
 CAPITALS = """
 Afghanistan: Kabul; Albania: Tirana; Algeria: Algiers/Alger; Angola: Luanda; Argentina: Buenos Aires; Armenia: Yerevan

@@ -131,7 +131,7 @@ def large(tmp_path, monkeypatch) -> Callable[..., PPOConfig]:
     return load
 
 
-@pytest.mark.parametrize(("left", "adapter", "learned"), [(5.4, True, True), (8.4, False, True), (9.4, False, False)])
+@pytest.mark.parametrize(("left", "adapter", "learned"), [(5.4, True, True), (8.6, False, True), (9.0, False, False)])
 def test_a_run_that_does_not_fit_is_rejected_with_keys_with_which_it_does(large, left, adapter, learned):
     start.check_start(large(left), findings := Findings())
     (error,) = findings.errors
@@ -142,15 +142,18 @@ def test_a_run_that_does_not_fit_is_rejected_with_keys_with_which_it_does(large,
     assert not findings.errors
 
 
-def test_the_default_is_one_cpu_device_where_the_plan_of_two_does_not_fit(large):
-    assert [large(left).trainer.n_gpus_per_node for left in (40, 12)] == [2, 1]
-    assert large(12, "trainer.n_gpus_per_node=2").trainer.n_gpus_per_node == 2
+def test_the_default_is_one_cpu_device_for_a_model_with_a_large_embedding(large, tmp_path):
+    assert large(40).trainer.n_gpus_per_node == 1
+    assert large(40, "trainer.n_gpus_per_node=2").trainer.n_gpus_per_node == 2
+    (tmp_path / "large" / "config.json").write_text(json.dumps(TIED | {"vocab_size": 1000}))
+    assert large(40).trainer.n_gpus_per_node == 2
 
 
 def test_copies_for_a_checkpoint_count_in_a_step_if_one_is_kept_before_the_end_and_what_a_run_has_is_not_missing(
     large, monkeypatch
 ):
-    rooms = [start.Room(large(10.2, "trainer.n_gpus_per_node=1", f"trainer.save_freq={steps}")) for steps in (0, 1)]
+    critic = "algorithm.adv_estimator=gae"  # with one, copies of both models take more than an update of either
+    rooms = [start.Room(large(11.2, critic, f"trainer.save_freq={steps}")) for steps in (0, 1)]
     assert [(bool(room.lack(saving=False)), bool(room.lack())) for room in rooms] == [(False, True), (True, True)]
     rooms[0].check()
     with pytest.raises(ConfigError, match=r"(?s)memory of this machine: .*the largest processes"):

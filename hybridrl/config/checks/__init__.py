@@ -8,7 +8,14 @@ from typing import Any
 
 from hybridrl.config.checks import algorithm, training
 from hybridrl.config.checks.engine import check_engine, resolve_asynchronous, resolve_router_replay
-from hybridrl.config.checks.model import check_lora_sync, check_plans, check_served, resolve_dtype, resolve_for_cpu
+from hybridrl.config.checks.model import (
+    check_lora_sync,
+    check_plans,
+    check_served,
+    is_large,
+    resolve_dtype,
+    resolve_for_cpu,
+)
 from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings
 from hybridrl.config.schema import DataConfig, OptimizerConfig, PPOConfig, RolloutConfig, SFTConfig, SFTTrainerConfig
@@ -22,7 +29,8 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     check = Checker(findings, asdict(config))
     section, trainer, data = config.actor_rollout_ref, config.trainer, config.data
     actor, model, rollout = section.actor, section.model, section.rollout
-    _resolve_run(trainer, config.ray_kwargs.ray_init, check, machine, rollout if config.separate else None)
+    engines, slots = (rollout, 2) if config.separate else (None, 1 if is_large(model) else 2)
+    _resolve_run(trainer, config.ray_kwargs.ray_init, check, machine, engines, slots)
     model.tokenizer_path = data.tokenizer or model.tokenizer_path  # for engines, which see no data
     data.seed = trainer.seed if data.seed is None else data.seed
     training.resolve_micro_batches(section, config.critic, trainer.devices, check)
@@ -87,10 +95,11 @@ def _resolve_run(
     check: Checker,
     machine: Machine | None,
     engines: RolloutConfig | None = None,
+    slots: int = 2,
 ) -> None:
-    """Check what all kinds of runs have; `engines` are those on devices of their own."""
+    """Check what all kinds of runs have; see `training.resolve_devices`."""
     with check.findings.gathered("conflict"):
-        training.resolve_devices(trainer, ray_init, check, machine, engines)
+        training.resolve_devices(trainer, ray_init, check, machine, engines, slots)
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         fix = "set trainer.resume_from_path=.../global_step_N"
         check.error("trainer.resume_mode trainer.resume_from_path", "no checkpoint is named", fix)

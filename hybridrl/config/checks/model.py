@@ -17,6 +17,7 @@ from hybridrl.config.files import adapter_settings, expected_kind, resolve_model
 from hybridrl.config.findings import Checker, show
 from hybridrl.config.schema import ActorRolloutRefConfig, FSDPConfig, ModelConfig, RolloutConfig
 
+LARGE = 1 << 23  # numbers of an embedding
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Head sizes that vLLM's kernels on CPU have: of attention (CPUAttentionBackend.get_supported_head_sizes), of a latent
@@ -147,6 +148,16 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
     """A local model's config.json; empty for a hub model."""
     file = resolve_model(model.path) / "config.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def is_large(model: ModelConfig) -> bool:
+    """Whether a local model's embedding alone has so many numbers that two engines and trainers would fill a laptop."""
+    try:
+        settings = model_settings(model)
+        settings = settings.get("text_config") or settings
+        return int(settings["hidden_size"]) * int(settings["vocab_size"]) >= LARGE
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # which the checks of the model report
+        return False
 
 
 def experts_of(settings: Mapping[str, Any]) -> int:

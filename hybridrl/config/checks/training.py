@@ -45,8 +45,7 @@ SURE_IN_BFLOAT16 = 1e-3  # a learning rate at which most elements move (84% meas
 
 @dataclass(frozen=True)
 class Machine:
-    """`here`: the run would be on this machine, so that what is missing here is an error. `no_gpu`: why there is none,
-    and the fix."""
+    """`here`: a run would be on this machine; what is missing is an error. `no_gpu`: why there is none, and the fix."""
 
     gpus: int
     cores: int
@@ -82,14 +81,15 @@ def resolve_devices(
     check: Checker,
     machine: Machine | None,
     engines: RolloutConfig | None = None,
+    slots: int = 2,
 ) -> None:
-    """Fill in `device` and `n_gpus_per_node`; check them, and the directories of the run, against the machine.
-    `engines` are those on devices of their own."""
+    """Fill in `device` and `n_gpus_per_node` (on a CPU at most `slots`), and check them and the directories of the run
+    against the machine. `engines` are those on devices of their own."""
     machine = machine or this_machine(count_gpus=trainer.device != "cpu")  # which needs no working GPU driver
     if trainer.device == "auto":
         trainer.device = "cuda" if machine.gpus else "cpu"
     joined = bool(os.environ.get("RAY_ADDRESS") or ray_init.get("address"))
-    fitting = min(machine.cores, 2, machine.memory_bytes // CPU_SLOT_BYTES)
+    fitting = min(machine.cores, slots, machine.memory_bytes // CPU_SLOT_BYTES)
     whole = max(machine.gpus if trainer.device == "cuda" else fitting, 1)
     keys, machines = DEVICES, {"trainer.nnodes": trainer.nnodes}
     if engines:

@@ -39,6 +39,7 @@ class OldEngine:
 
 def test_an_engine_that_has_only_its_weights_goes_to_sleep_fully():
     engine, old = VllmEngine.__new__(VllmEngine), OldEngine()
+    engine.device = "cpu"
     engine.loop, engine.sleeps, engine.adapted, engine.asleep = EngineLoop(lambda: old), True, False, frozenset()
 
     async def sleep_after_each_of(*parts: list[str]) -> None:
