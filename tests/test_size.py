@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1986,
     "compat": 3217,
     "config": 4237,
-    "core": 12634,
+    "core": 12637,
     "data": 1711,
     "doctor": 4627,
     "environments": 180,

@@ -61,3 +61,13 @@ def test_log_probs_of_a_large_vocabulary_are_not_too_high_wherever_the_sampler_c
     sampled, found = TopKTopPSampler("processed_logprobs").forward(logits.clone(), {}, torch.tensor([1, 262144]), None)
     assert found[0, sampled[0]] == 0 and found[0].isneginf().sum() == 262143
     torch.testing.assert_close(found[1].double(), right[1], atol=4e-6, rtol=0)
+
+
+def test_log_probs_of_a_row_do_not_depend_on_the_rows_beside_it():
+    logits = torch.randn(64, 65600, generator=torch.Generator().manual_seed(0)) * 3
+    together = Sampler.compute_logprobs(logits)
+    assert torch.equal(torch.cat([Sampler.compute_logprobs(row[None]) for row in logits]), together)
+    torch.testing.assert_close(
+        Sampler.compute_logprobs(logits[:, :999]), logits[:, :999].double().log_softmax(-1).float()
+    )
+    torch.testing.assert_close(logits.log_softmax(0), logits.double().softmax(0).log().float())
