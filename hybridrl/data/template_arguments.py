@@ -1,4 +1,4 @@
-"""What a chat template writes, and its arguments besides messages and tools: those it reads, and those a row has."""
+"""Contents of a chat template, and its arguments besides messages and tools: those it reads, and those a row has."""
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping

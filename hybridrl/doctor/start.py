@@ -1,4 +1,4 @@
-"""What is checked of this machine before anything is loaded: by main_ppo, main_sft and the doctor. `Room`: memory."""
+"""Checks of this machine before anything is loaded, by main_ppo, main_sft and the doctor. `Room`: its memory."""
 
 import contextlib
 import copy
