@@ -58,6 +58,8 @@ TESTS = {
     "hybridrl/core/training/losses.py": "core/training/test_losses.py core/training/test_bypass.py "
     "core/training/test_value_model.py",
     "hybridrl/core/training/packing.py": "core/training/test_packing.py core/training/test_attention.py",
+    "hybridrl/core/training/partition.py": "core/training/test_balance.py core/training/test_planning.py",
+    "hybridrl/core/training/planning.py": "core/training/test_planning.py",
     "hybridrl/core/weights/buckets.py": "core/weights/test_layout.py core/weights/test_handles.py "
     "core/weights/test_sync.py core/weights/test_broadcast.py",
 }

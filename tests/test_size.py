@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1986,
     "compat": 3217,
     "config": 4237,
-    "core": 12637,
+    "core": 12690,
     "data": 1711,
     "doctor": 4627,
     "environments": 180,
@@ -28,7 +28,7 @@ LINES = {
     "runtime": 1562,
     "tracking": 1867,
 }
-FILES = {"core": 68, "hybridrl": 244}
+FILES = {"core": 70, "hybridrl": 246}
 KEYS = 427  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.

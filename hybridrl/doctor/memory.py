@@ -16,7 +16,7 @@ from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ActorConfig, CriticConfig
 from hybridrl.core.device import KEPT_BYTES
 from hybridrl.core.rollout.cache import cpu_cache_bytes
-from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.planning import MicroBatchBudget
 from hybridrl.core.training.worker import LearnerConfig
 from hybridrl.doctor.machine import GIB, UTILIZATION
 from hybridrl.doctor.memory_sizes import ENTRY_BYTES, FULL, ITEMSIZE, Models, ModelSizes, Shard, read_models

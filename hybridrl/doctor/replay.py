@@ -19,7 +19,7 @@ from hybridrl.checkpoint.store import Checkpoint, list_checkpoints
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.batch import Batch, spans
-from hybridrl.core.training.learner import MiniBatch
+from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import POLICY_FIELDS, TrainWorkers
 from hybridrl.doctor import directory_parser, load_config

@@ -31,7 +31,7 @@ from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrec
 from hybridrl.core.rollout import Sampling
 from hybridrl.core.rounding import coarser
 from hybridrl.core.training.losses import LossConfig
-from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.planning import MicroBatchBudget
 from hybridrl.core.training.worker import LearnerConfig, WorkerConfig
 from hybridrl.core.training.worker_group import SKIPPED_UPDATES, CriticPlan, PolicyPlan, UpdatePlan
 from hybridrl.rewards.score import OverlongPenalty, Shaping

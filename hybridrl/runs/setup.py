@@ -26,7 +26,7 @@ from hybridrl.core.cluster import Group, RaySession, WorkerDied, spawn
 from hybridrl.core.cluster.failures import typed
 from hybridrl.core.cluster.session import RayMetricsSink
 from hybridrl.core.trainer import Schedule, Task, Trainer
-from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.planning import MicroBatchBudget
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan, TrainWorkers
 from hybridrl.health import HealthMonitor

@@ -14,11 +14,11 @@ from child import serve
 from torch.nn.utils import clip_grad_norm_
 
 from hybridrl.core.batch import Batch
-from hybridrl.core.training.learner import MiniBatch
 from hybridrl.core.training.loading import fill
 from hybridrl.core.training.losses import LossConfig, policy_loss
 from hybridrl.core.training.model import HOST, blank_language_model
 from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.planning import MiniBatch
 from hybridrl.runtime.environment import worker_environment
 
 

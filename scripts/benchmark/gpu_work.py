@@ -7,7 +7,7 @@ import torch
 
 from hybridrl.core.batch import Batch, pack
 from hybridrl.core.rollout import Completion, Request, Sampling, request_seed
-from hybridrl.core.training.packing import plan
+from hybridrl.core.training.planning import Pieces, plan
 from hybridrl.core.training.worker_group import TrainWorkers
 
 PROMPT = 64
@@ -89,5 +89,5 @@ def cuts(workers: TrainWorkers, batch: Batch) -> tuple[int, int]:
     """Return how many updates `update_policy` makes of a batch, and how many micro-batches each rank runs in total."""
     plans, ranks = workers.policy.updates, len(workers.group)
     lengths, mini_batches = batch.lengths.numpy(), plans.mini_batches(batch.group, 1)
-    shares = [plan(lengths, ranks, plans.budget, rows)[0] for rows in mini_batches]
+    shares = [plan(Pieces.single(lengths, rows), ranks, plans.budget)[0] for rows in mini_batches]
     return len(shares), sum(map(len, shares))

@@ -24,7 +24,8 @@ from hybridrl.core.algorithms.estimators import gae
 from hybridrl.core.batch import Batch, spans
 from hybridrl.core.required import required
 from hybridrl.core.training.attention import attend
-from hybridrl.core.training.packing import MicroBatchBudget, PackedRows, balance, plan
+from hybridrl.core.training.packing import PackedRows
+from hybridrl.core.training.planning import MicroBatchBudget, Pieces, balance, plan
 
 CAP = 16_384
 
@@ -91,7 +92,7 @@ def ranks_table(part: int, rounds: int | None) -> Iterator[Row]:
     for name, lengths in lengths_drawn(count).items():
         listed = lengths.tolist()
         sides = {
-            "ours": partial(balance, np.arange(count), lengths, 64),
+            "ours": partial(balance, lengths, 64),
             "a heap": partial(with_a_heap, listed, 64),
         }
         ours, other = (f"; worst + {uneven(side(), lengths):.1e}" for side in sides.values())
@@ -106,10 +107,10 @@ def micro_batches_table(part: int, rounds: int | None) -> Iterator[Row]:
     for name, lengths in (drawn | tight).items():
         fewest, listed = -(-int(lengths.sum()) // CAP), lengths.tolist()
         sides = {
-            "ours": partial(plan, lengths, 1, MicroBatchBudget(CAP)),
+            "ours": partial(plan, Pieces.single(lengths), 1, MicroBatchBudget(CAP)),
             "best fit decreasing": partial(best_fit, listed),
         }
-        ours, other = plan(lengths, 1, MicroBatchBudget(CAP))[0], best_fit(listed)
+        ours, other = plan(Pieces.single(lengths), 1, MicroBatchBudget(CAP))[0], best_fit(listed)
         if sorted(number for rows in ours for number in rows) != list(range(count)):
             raise SystemExit(f"{name}: a row is in no micro-batch or in two")
         if any(int(lengths[rows].sum()) > CAP for rows in ours):

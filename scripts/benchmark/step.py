@@ -35,7 +35,8 @@ from hybridrl.core.experience.collector import SynchronousExperience
 from hybridrl.core.hybrid_engine import HybridEngine
 from hybridrl.core.rollout import Completion, Request
 from hybridrl.core.trainer import RLTask, Trainer
-from hybridrl.core.training.worker_group import POLICY_FIELDS, rank_mini_batches
+from hybridrl.core.training.planning import rank_mini_batches
+from hybridrl.core.training.worker_group import POLICY_FIELDS
 from hybridrl.runs import ppo, setup
 
 HERE = Path(__file__).absolute().parent

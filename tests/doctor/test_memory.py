@@ -16,7 +16,7 @@ from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import resolve_config
 from hybridrl.config.values import value_keys
 from hybridrl.core.device import KEPT_BYTES
-from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.planning import MicroBatchBudget
 from hybridrl.doctor.memory import (
     DEVICE_BYTES,
     MACHINE_BYTES,

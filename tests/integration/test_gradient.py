@@ -17,9 +17,9 @@ from hybridrl.core.batch import Batch, as_tensor
 from hybridrl.core.cluster import Group, spawn
 from hybridrl.core.required import required
 from hybridrl.core.training import losses
-from hybridrl.core.training.learner import MiniBatch, on_device
+from hybridrl.core.training.learner import on_device
 from hybridrl.core.training.losses import LossConfig
-from hybridrl.core.training.packing import MicroBatchBudget, plan
+from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, plan
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import BrokenUpdates, CriticPlan, TrainWorkers
 from hybridrl.doctor.replay import response_norms

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.cluster import Group, spawn
 from hybridrl.core.cluster.group import kill
-from hybridrl.core.training.learner import MiniBatch
-from hybridrl.core.training.packing import MicroBatchBudget, plan
+from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, plan
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 from tests.integration.test_gradient import LOSS, VALUE_LOSS, ragged_batch

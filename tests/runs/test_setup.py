@@ -13,7 +13,7 @@ from transformers import Qwen2Config
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.load import load_sft_config, resolve_config
 from hybridrl.core.cluster import WorkerDied
-from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.planning import MicroBatchBudget
 from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan, UpdatePlan
 from hybridrl.data.tokenizer import TokenRows
 from hybridrl.runs import setup

@@ -26,6 +26,7 @@ from hybridrl.core.training.attention import slice_of
 from hybridrl.core.training.fsdp import clip_gradient, host_parameters, move_parameters
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import ModelInputs, lay_out
+from hybridrl.core.training.planning import MiniBatch
 
 MOST_FILES = 100  # of skipped updates that a rank writes per model
 
@@ -48,14 +49,6 @@ class LearnerConfig:
     def storage_dtype(self) -> torch.dtype:
         """Return the type of the model's own parameters: with an adapter they never change, so the computation's."""
         return self.compute_dtype if self.model.lora_rank else getattr(torch, self.fsdp.model_dtype)
-
-
-@dataclass(frozen=True)
-class MiniBatch:
-    """One rank's share of an optimizer update: its micro-batches, and the divisors of the complete mini-batch."""
-
-    micro_batches: list[list[int]]
-    totals: Totals
 
 
 # Maps the rows of a micro-batch and the totals of its mini-batch to this micro-batch's share of the loss and of each

@@ -17,9 +17,10 @@ from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
 from hybridrl.core.required import required
 from hybridrl.core.training.fsdp import reshard
-from hybridrl.core.training.learner import Learner, Loss, MiniBatch, Prepare, Prepared
+from hybridrl.core.training.learner import Learner, Loss, Prepare, Prepared
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import ModelInputs
+from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.token_outputs import LossGradient, ReferenceOutputs, TokenOutputs
 
 

@@ -29,12 +29,13 @@ from hybridrl.core.training import model as models
 from hybridrl.core.training.attention import sequence_group
 from hybridrl.core.training.fsdp import full_tensors, local, reshard, shard_and_fill
 from hybridrl.core.training.layout import Layout, layout
-from hybridrl.core.training.learner import Learner, LearnerConfig, MiniBatch, Shares, on_device
+from hybridrl.core.training.learner import Learner, LearnerConfig, Shares, on_device
 from hybridrl.core.training.lora import add_adapter, export_adapter, export_adapter_settings, load_adapter
 from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.optimizer import Optimizers
-from hybridrl.core.training.packing import MicroBatches, ModelInputs
+from hybridrl.core.training.packing import ModelInputs
+from hybridrl.core.training.planning import MicroBatches, MiniBatch
 from hybridrl.core.training.routes import RouterReplay
 from hybridrl.core.training.state import Sender, StateWriter, load_state, state_of
 from hybridrl.core.training.token_outputs import Head, ReferenceOutputs, TokenOutputs

@@ -16,15 +16,21 @@ from hybridrl.config.schema import CriticConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.algorithm import bind, find_policy_loss, imported
 from hybridrl.core.algorithms.batch_metrics import Agreement
-from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
 from hybridrl.core.cluster import Group, OutOfMemory, Pending
 from hybridrl.core.cluster.group import control_limit
 from hybridrl.core.required import required
-from hybridrl.core.training.learner import MiniBatch
 from hybridrl.core.training.losses import LossConfig
-from hybridrl.core.training.packing import MicroBatchBudget, MicroBatches, plan, reassemble
+from hybridrl.core.training.planning import (
+    MicroBatchBudget,
+    MicroBatches,
+    MiniBatch,
+    Pieces,
+    plan,
+    rank_mini_batches,
+    reassemble,
+)
 from hybridrl.core.training.token_outputs import TokenOutputs
 from hybridrl.core.training.worker import Columns, TrainWorker, training_seed
 from hybridrl.tracking.sink import Stopwatch
@@ -163,7 +169,7 @@ class TrainWorkers:
         self, method: Callable[..., Any], batch: Batch, budget: MicroBatchBudget, *arguments: Any, **options: Any
     ) -> Outputs:
         """Call a forward method on every rank's share of these rows; its outputs in the batch's row order."""
-        shares = plan(batch.lengths.numpy(), len(self.group), budget)
+        shares = plan(Pieces.single(batch.lengths.numpy()), len(self.group), budget)
         rows = self.group.share(batch)
         parts = [(rows, micro_batches, *arguments) for micro_batches in shares]
         columns = self._scatter(method, parts, shares, batch, **options)
@@ -335,16 +341,6 @@ class TrainWorkers:
     def export(self, directory: Path, name: str = "actor") -> None:
         """Write a complete model (actor, critic or reference) as a Hugging Face directory."""
         self.group.broadcast(TrainWorker.export, str(directory), self.export_dtype, name, timeout=self.timeout)
-
-
-def rank_mini_batches(
-    batch: Batch, ranks: int, mini_batches: Sequence[Sequence[int]], budget: MicroBatchBudget
-) -> list[list[MiniBatch]]:
-    """Each rank's micro-batches of every mini-batch, with the divisors of the whole mini-batch."""
-    lengths, counted = batch.lengths.numpy(), batch.only("response_mask", "episode")
-    plans = [plan(lengths, ranks, budget, rows) for rows in mini_batches]
-    totals = [Totals.of(counted.select(rows)) for rows in mini_batches]
-    return [list(map(MiniBatch, of_rank, totals)) for of_rank in zip(*plans, strict=True)]
 
 
 def _in_row_order(

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.fsdp import full_tensor
-from hybridrl.core.training.learner import Learner, Loss, MiniBatch, Prepare
+from hybridrl.core.training.learner import Learner, Loss, Prepare
+from hybridrl.core.training.planning import MiniBatch
 
 PROCESSES = multiprocessing.get_context("forkserver")
 # Imported once, not by every rank: a second for each call.

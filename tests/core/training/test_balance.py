@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.core.training.packing import MANY, partition
+from hybridrl.core.training.partition import MANY, partition
 
 NUMBERS = st.lists(st.integers(1, 50) | st.integers(1, 5000), min_size=1, max_size=120)
 PARTS = st.integers(1, 3 * MANY)

@@ -11,9 +11,10 @@ from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
-from hybridrl.core.training.learner import Learner, Loss, MiniBatch
+from hybridrl.core.training.learner import Learner, Loss
 from hybridrl.core.training.losses import LossConfig, policy_loss, prepare_rejection
 from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.planning import MiniBatch
 from hybridrl.runs.settings import parse_rejections
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.families import VOCABULARY

@@ -28,15 +28,15 @@ from hybridrl.core.batch import OWN_ROUTE, Batch
 from hybridrl.core.training.attention import sequence_group
 from hybridrl.core.training.fsdp import shard_and_fill
 from hybridrl.core.training.layout import layout
-from hybridrl.core.training.learner import Learner, MiniBatch
+from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.losses import LossConfig, policy_objective
 from hybridrl.core.training.model import HOST, blank_language_model
 from hybridrl.core.training.optimizer import Optimizers
-from hybridrl.core.training.packing import MicroBatchBudget, lay_out
+from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, rank_mini_batches
 from hybridrl.core.training.routes import RouterReplay
 from hybridrl.core.training.state import StateWriter, load_state, state_of
 from hybridrl.core.training.worker import columns_of
-from hybridrl.core.training.worker_group import rank_mini_batches
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.families import LINEAR, SMALL, load_language_model, model_config
 from tests.core.training.on_ranks import on_ranks, whole_gradient

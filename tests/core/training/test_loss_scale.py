@@ -13,10 +13,11 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
 from hybridrl.core.training.fsdp import shard_and_fill
 from hybridrl.core.training.layout import layout
-from hybridrl.core.training.learner import Learner, MiniBatch
+from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.model import HOST, blank_language_model
 from hybridrl.core.training.optimizer import FIRST_LOSS_SCALE, GROWTH_INTERVAL, LossScale, Optimizers
 from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.state import load_state, state_of
 from tests.core.training.families import model_config
 from tests.core.training.on_ranks import on_ranks

@@ -9,7 +9,8 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
 from hybridrl.core.training.attention import sequence_group, slice_of
 from hybridrl.core.training.model import check_log_probs
-from hybridrl.core.training.packing import MicroBatchBudget, ModelInputs, lay_out, plan
+from hybridrl.core.training.packing import ModelInputs, lay_out
+from hybridrl.core.training.planning import MicroBatchBudget, plan
 from hybridrl.core.training.token_outputs import Head, ReferenceOutputs
 from tests.core.training.families import (
     FAMILIES,

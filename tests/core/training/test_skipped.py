@@ -10,8 +10,9 @@ from torch import Tensor
 from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.fsdp import full_tensor, local, reshard
-from hybridrl.core.training.learner import Learner, MiniBatch
+from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.planning import MiniBatch
 from tests.core.training.on_ranks import on_ranks
 from tests.core.training.test_state import build, rows
 

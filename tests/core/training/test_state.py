@@ -34,10 +34,11 @@ from hybridrl.core.training.fsdp import (
     shard_and_fill,
 )
 from hybridrl.core.training.layout import layout
-from hybridrl.core.training.learner import Learner, MiniBatch
+from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.model import ValueModel, blank_language_model
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.state import StateWriter, load_state, state_of
 from tests.core.training.families import VOCABULARY, load_language_model, load_value_model, model_config
 from tests.core.training.on_ranks import on_ranks

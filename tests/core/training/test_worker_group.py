@@ -8,7 +8,7 @@ import torch
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.losses import LossConfig
-from hybridrl.core.training.packing import MicroBatchBudget
+from hybridrl.core.training.planning import MicroBatchBudget
 from hybridrl.core.training.worker_group import PolicyPlan, SplitEpisodes, TrainWorkers, UpdatePlan
 from hybridrl.runs.settings import parse_rejections
 

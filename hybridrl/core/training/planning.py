@@ -1,0 +1,155 @@
+"""The assignment of rows to ranks and micro-batches, on the driver and from lengths alone.
+
+The driver plans everything, so that every rank runs the same number of micro-batches (collectives need it) and the
+divisors of the loss are known before the first one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.batch import Batch, pieces
+from hybridrl.core.training.partition import partition
+
+UNEVEN = 2e-4  # a rank may have this much more work than the mean; half of it would double the time of planning
+
+MicroBatches = list[list[int]]  # one rank's micro-batches, as rows of the batch; an empty one keeps collectives aligned
+
+
+@dataclass(frozen=True)
+class MicroBatchBudget:
+    """Limits of one micro-batch. A single piece that exceeds them gets its own micro-batch."""
+
+    tokens: int
+    rows: int | None = None  # a fixed number of rows instead of a number of tokens
+    padded: bool = False  # rows are padded to the longest of the micro-batch
+    devices: int = 1  # that compute a micro-batch together, each a slice of its tokens (attention.py)
+    tensor: int = 1  # of these, how many compute the same slice, each a part of every layer (layout.py)
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One rank's share of an optimizer update: its micro-batches, and the divisors of the complete mini-batch."""
+
+    micro_batches: MicroBatches
+    totals: Totals
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Rows of a batch in pieces that are never cut: the rows of piece i end at `ends[i]`. Integers above 0 per piece:
+    `work` is balanced between ranks, `memory` fills micro-batches up to their budget; where rows are padded it is that
+    of the piece's longest row, times its rows. Arrays, as 8,192 objects would take longer than the plan of them."""
+
+    rows: np.ndarray  # [rows]
+    ends: np.ndarray  # [pieces]
+    work: np.ndarray  # [pieces]
+    memory: np.ndarray  # [pieces]
+
+    @classmethod
+    def single(cls, lengths: np.ndarray | Sequence[int], rows: Sequence[int] | None = None) -> "Pieces":
+        """Return each of these rows (default: all) as a piece, whose work and memory are its tokens."""
+        lengths = np.asarray(lengths, dtype=np.int64)
+        rows = np.arange(len(lengths)) if rows is None else np.asarray(rows, dtype=np.int64)
+        return cls(rows, np.arange(1, len(rows) + 1), lengths[rows], lengths[rows])
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The rows of each piece."""
+        return np.diff(self.ends, prepend=0)
+
+    def rows_of(self, numbers: np.ndarray) -> list[int]:
+        """Return the rows of these pieces."""
+        if len(self.rows) == len(self.ends):
+            return self.rows[numbers].tolist()
+        parts = [self.rows[: self.ends[number]][-self.sizes[number] :] for number in numbers]
+        return np.concatenate(parts).tolist() if parts else []
+
+
+def plan(pieces: Pieces, ranks: int, budget: MicroBatchBudget) -> list[MicroBatches]:
+    """Return each rank's micro-batches: balanced work, the same number on every rank."""
+    shares = balance(pieces.work, ranks // budget.devices)
+    plans = [_micro_batches(share, pieces, budget) for share in shares]
+    while min(map(len, plans)) < (most := max(map(len, plans))):
+        # Ranks wait for each other in every micro-batch, so a rank that needs fewer spreads its pieces over as many.
+        plans = [
+            planned if len(planned) == most else _micro_batches(share, pieces, budget, most)
+            for planned, share in zip(plans, shares, strict=True)
+        ]
+    as_rows = [list(map(pieces.rows_of, planned)) for planned in plans]
+    return [planned for planned in as_rows for _ in range(budget.devices)]
+
+
+def balance(work: np.ndarray, ranks: int) -> list[np.ndarray]:
+    """Assign pieces to ranks by their work, largest first, each to the rank with the least so far. If a rank then has
+    more than 1 + UNEVEN times the mean, pieces are exchanged."""
+    return partition(work, ranks, (1 + UNEVEN) * work.sum() / ranks)[0]
+
+
+def _micro_batches(share: np.ndarray, pieces: Pieces, budget: MicroBatchBudget, least: int = 0) -> list[np.ndarray]:
+    """Cut one rank's pieces into at least `least` micro-batches within the budget; some may be empty."""
+    share = share[np.argsort(-pieces.memory[share], kind="stable")]
+    if budget.rows is None and not budget.padded:
+        alone = int((pieces.memory[share] > budget.tokens).sum())
+        cut = [*share[:alone, None], *_even(share[alone:], pieces.memory, budget.tokens, least - alone)]
+    else:
+        cut = _filled(share, pieces, budget)
+    return cut + [share[:0]] * (least - len(cut))
+
+
+def _filled(share: np.ndarray, pieces: Pieces, budget: MicroBatchBudget) -> list[np.ndarray]:
+    """Cut pieces where the next one would exceed a number of rows, or of tokens when padded to the longest row."""
+    sizes = pieces.sizes[share]
+    if budget.rows is None:
+        longest, most = pieces.memory[share] // sizes, budget.tokens
+        share, sizes, longest = (values[np.argsort(-longest, kind="stable")] for values in (share, sizes, longest))
+    else:
+        longest, most = np.ones_like(sizes), budget.rows
+    starts, rows = [0], 0
+    for number, size in enumerate(sizes.tolist()):
+        rows += size
+        if rows > size and longest[starts[-1]] * rows > most:
+            starts.append(number)
+            rows = size
+    return np.split(share, starts[1:]) if len(share) else []
+
+
+def _even(share: np.ndarray, memory: np.ndarray, tokens: int, least: int) -> list[np.ndarray]:
+    """Cut pieces, largest first and none above `tokens`, into few and nearly equal micro-batches, at least `least`."""
+    if not len(share):
+        return []
+    sizes = memory[share]
+    # Filling micro-batches one after another would leave a small last one. Instead the fewest that can suffice are
+    # balanced, and more are tried only while the largest exceeds the budget. Two lower bounds give that number: the
+    # sum of all sizes, and for every k the k largest pieces, of which at most `tokens // size of the k-th` share one.
+    fewest = np.append(-(-sizes.sum() // tokens), -(-np.arange(1, len(sizes) + 1) // (tokens // sizes)))
+    count = max(int(fewest.max()), least)
+    while True:
+        parts, largest = partition(sizes, count, tokens)
+        if largest <= tokens:
+            return [share[part] for part in parts]
+        count += max(1, count // 50)
+
+
+def rank_mini_batches(
+    batch: Batch, ranks: int, mini_batches: Sequence[Sequence[int]], budget: MicroBatchBudget
+) -> list[list[MiniBatch]]:
+    """Return each rank's micro-batches of every mini-batch, with the divisors of the whole mini-batch."""
+    lengths, counted = batch.lengths.numpy(), batch.only("response_mask", "episode")
+    plans = [plan(Pieces.single(lengths, rows), ranks, budget) for rows in mini_batches]
+    totals = [Totals.of(counted.select(rows)) for rows in mini_batches]
+    return [list(map(MiniBatch, of_rank, totals)) for of_rank in zip(*plans, strict=True)]
+
+
+def reassemble(parts: Sequence[np.ndarray], rows: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:
+    """Return response-axis values, computed in parts for these rows, in the batch's row order."""
+    cut = [
+        part[piece]
+        for part, of_part in zip(parts, rows, strict=True)
+        for piece in pieces(lengths.numpy()[of_part], np.arange(len(of_part)))
+    ]
+    return torch.from_numpy(np.concatenate([cut[place] for place in np.concatenate(rows).argsort().tolist()]))
