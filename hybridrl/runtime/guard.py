@@ -76,6 +76,10 @@ def guarded(work: Callable[[], int]) -> int:
             return code
         how = f"exit status {status}" if status > 0 else signal.Signals(-status).name
         ended, left = ENDED_BY_LIBRARY.format(how), int(said[-1]) if said else 0
+        # Not RAY_AUTH_TOKEN, a secret: what Ray reads as numbers has small letters.
+        numbers = [f"{name}={value}" for name, value in os.environ.items() if name[:4] == "RAY_" and name[4:].islower()]
+        if numbers:
+            ended += f"; a number that Ray cannot read in its variables ends it, too: {' '.join(numbers)}"
         if not left or guard.signalled:
             print(f"failed: {ended}, and {CONTINUES}", flush=True)
             return code

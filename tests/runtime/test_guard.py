@@ -244,10 +244,12 @@ def test_a_driver_that_a_library_ended_without_a_message_has_one(work, status, s
     code = (
         f"import os, sys\nfrom hybridrl.runtime.guard import guarded\ndef work():\n    {work}\nsys.exit(guarded(work))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=TOP, capture_output=True, text=True)
+    variables = os.environ | {"RAY_memory_usage_threshold": "most"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=TOP, capture_output=True, text=True, env=variables)
     assert done.returncode == status
     message = f"failed: a library ended the driver without a message ({said})"
     assert message in done.stdout if said else "failed" not in done.stdout
+    assert ("cannot read in its variables ends it, too: RAY_memory_usage_threshold=most" in done.stdout) == bool(said)
 
 
 @pytest.mark.parametrize(("allowed", "status", "starts"), [(0, 3, 1), (1, 3, 2), (2, 0, 3), (9, 0, 3)])
