@@ -14,9 +14,9 @@ LINES = {
     "agents": 6937,
     "checkpoint": 1986,
     "compat": 3217,
-    "config": 4237,
+    "config": 4238,
     "core": 12690,
-    "data": 1711,
+    "data": 1724,
     "doctor": 4627,
     "environments": 180,
     "evaluation": 2273,
@@ -24,8 +24,8 @@ LINES = {
     "model_merger": 736,
     "report": 2490,
     "rewards": 3008,
-    "runs": 3164,
-    "runtime": 1562,
+    "runs": 3171,
+    "runtime": 1566,
     "tracking": 1867,
 }
 FILES = {"core": 70, "hybridrl": 246}

@@ -24,6 +24,7 @@ import yaml
 
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.values import ValueFault
+from hybridrl.runs.plugins import row_source
 
 ROW_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".arrow")
 WRITTEN = ROW_SUFFIXES[:-1]  # .arrow is what the library `datasets` keeps in its own directories
@@ -238,7 +239,7 @@ def one_or_more(value: list[str]) -> ValueFault | None:
 
 
 def row_files(value: list[str]) -> ValueFault | None:
-    """A rule: existing files, patterns or directories, or hub names."""
+    """A rule: existing files, patterns or directories, hub names, or entries of a plug-in."""
     return next((ValueFault(cause, absent=True) for entry in value if (cause := _missing_rows(entry))), None)
 
 
@@ -246,7 +247,7 @@ def _missing_rows(entry: str) -> str:
     """Why an entry names no rows; empty if it does."""
     name = parse_dataset_name(entry).name
     directory, parent = Path(name), Path(entry).parent
-    if Path(entry).is_file() or matches(entry):
+    if Path(entry).is_file() or matches(entry) or row_source(entry):
         return ""
     if directory.is_dir():
         has_rows = any(is_row_file(file) for file in directory.rglob("*"))

@@ -45,6 +45,7 @@ from hybridrl.config.files import (
 )
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
+from hybridrl.runs.plugins import load, row_source
 
 T = TypeVar("T")
 
@@ -261,6 +262,8 @@ def _files_of(entry: str, key: str) -> list[Path]:
     directory = Path(named.name).expanduser()
     if files := [path] if path.is_file() else matches(str(path)):
         return _checked(map(Path, files), key)
+    if name := row_source(entry):
+        return _checked(_files_of_plugin(name, entry, key), key)
     if directory.is_dir():
         return _checked(_files_of_directory(directory, named, key), key)
     if named.name.count("/") == 1 and not is_row_file(path) and not path.is_absolute():
@@ -271,6 +274,16 @@ def _files_of(entry: str, key: str) -> list[Path]:
     near = [name for name in names if name.startswith(f"{path.name}?")]  # as it was downloaded
     near = near or difflib.get_close_matches(path.name, names, n=1)
     raise ConfigError(f"{key}={entry}: there is no such file", fix=f"did you mean {near[0]}?" if near else "")
+
+
+@functools.cache  # rows are read, counted and fingerprinted one after another: of the same files
+def _files_of_plugin(name: str, entry: str, key: str) -> list[Path]:
+    """Return the files of an entry `scheme:rest`, as the plug-in of the scheme names or writes them."""
+    files = attempt(lambda: [Path(file) for file in load(name)(entry.partition(":")[2])])
+    if isinstance(files, Exception):
+        cause = f"{key}={entry}: the plug-in {name} failed ({type(files).__name__}: {files})"
+        raise (files if isinstance(files, ConfigError) else ConfigError(cause)) from files
+    return files
 
 
 def _checked(files: Iterable[Path], key: str) -> list[Path]:

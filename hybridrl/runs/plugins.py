@@ -6,6 +6,7 @@ distribution's: that fills a name, or adds one, by an entry point of the group `
     "engine.mine" = "my_package.engine:ENTRY"             # rollout.name=mine: a core.rollout.engine.EngineEntry
     "reward_manager.mine" = "my_package.rewards:manager"  # reward.reward_manager.name=mine: as with source=importlib
     "command.mine" = "my_package.command"                 # hybridrl mine: as python -m my_package.command
+    "rows.mine" = "my_package.rows:files"                 # data.train_files=mine:TEXT: files("TEXT"), its paths
 
 This module imports nothing of hybridrl, and what a name stands for is imported by `load`.
 """
@@ -48,9 +49,15 @@ def load(name: str) -> Any:
 
 
 def names(kind: str) -> list[str]:
-    """Return what there is of a kind: engine, reward_manager or command."""
+    """Return what there is of a kind: engine, reward_manager, rows or command."""
     every = {**PLUGINS, **installed()}
     return [name.removeprefix(f"{kind}.") for name in every if name.startswith(f"{kind}.")]
+
+
+def row_source(entry: str) -> str:
+    """Return the plug-in that an entry `scheme:rest` of a list of row files asks for; empty: it asks for none."""
+    scheme, _, rest = entry.partition(":")
+    return f"rows.{scheme}" if rest and scheme in names("rows") else ""
 
 
 def further_commands(known: Collection[str]) -> dict[str, str]:

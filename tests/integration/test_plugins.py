@@ -1,4 +1,4 @@
-"""Plug-ins of another distribution: an engine, a reward manager and a command."""
+"""Plug-ins of another distribution: an engine, a reward manager, rows and a command."""
 
 import json
 import os
@@ -15,6 +15,7 @@ ENTRIES = """[hybridrl.plugins]
 engine.mine = mine.engine:ENTRY
 reward_manager.doubled = mine.rewards:doubled
 command.greet = mine.greet
+rows.counted = mine.rows:files
 page = mine.greet:page
 """
 ENGINE = """
@@ -40,6 +41,16 @@ page = "another page"
 if __name__ == "__main__":
     print("greetings to", *sys.argv[1:])
 """
+ROWS = """
+import json
+from pathlib import Path
+
+def files(rest):
+    file = Path(f"{int(rest)}_rows.jsonl")
+    prompts = [{"prompt": f"question {number}"} for number in range(int(rest))]
+    file.write_text("".join(json.dumps(row) + chr(10) for row in prompts))
+    return [file]
+"""
 Run = Callable[..., str]
 
 
@@ -51,7 +62,7 @@ def run(tmp_path: Path) -> Run:
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(ENTRIES)
-    for name, code in {"__init__": "", "engine": ENGINE, "rewards": REWARDS, "greet": GREET}.items():
+    for name, code in {"__init__": "", "engine": ENGINE, "rewards": REWARDS, "greet": GREET, "rows": ROWS}.items():
         (package / f"{name}.py").write_text(code)
 
     def started(*arguments: str) -> str:
@@ -78,6 +89,24 @@ def test_a_command_is_run_by_its_name(run: Run) -> None:
 def test_a_plug_in_takes_the_place_of_no_command(run: Run) -> None:
     code = "from hybridrl.runs.plugins import further_commands as of; print(of(['train', 'eval']), of(['greet']))"
     assert run("-c", code) == "{'greet': 'mine.greet'} {}\n" and further_commands([]) == {}
+
+
+def test_an_entry_with_a_scheme_is_read_by_the_plug_in_of_its_name(run: Run, tmp_path: Path) -> None:
+    code = """
+import sys
+from hybridrl.config.files import row_files
+from hybridrl.data.rows import Faults, load_rows
+rule = row_files([sys.argv[1]])
+print(rule)
+print([row.values for row in load_rows([sys.argv[1]], Faults("f"), key="f", max_samples=-1, shuffle=False, seed=0)])
+"""
+    read = "None\n[{'prompt': 'question 0'}, {'prompt': 'question 1'}]\n"
+    assert run("-c", code, "counted:2") == read
+    cause = "f=counted:two: the plug-in rows.counted failed (ValueError: invalid literal for int()"
+    assert cause in run("-c", code, "counted:two")
+    assert "there is no file other:2" in run("-c", code, "other:2")
+    (tmp_path / "counted:2").write_text("a file of that name is read itself")
+    assert "files of rows end in" in run("-c", code, "counted:2")
 
 
 @pytest.mark.parametrize("name", PLUGINS)
