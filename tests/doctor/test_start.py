@@ -143,7 +143,8 @@ def test_a_run_that_does_not_fit_is_rejected_with_keys_with_which_it_does(large,
 
 
 def test_the_default_is_one_cpu_device_for_a_model_with_a_large_embedding(large, tmp_path):
-    assert large(40).trainer.n_gpus_per_node == 1
+    sft = f"data.train_files={tmp_path}/large/config.json", f"model.path={tmp_path}/large"
+    assert large(40).trainer.n_gpus_per_node == load_sft_config(sft).trainer.n_gpus_per_node == 1
     assert large(40, "trainer.n_gpus_per_node=2").trainer.n_gpus_per_node == 2
     (tmp_path / "large" / "config.json").write_text(json.dumps(TIED | {"vocab_size": 1000}))
     assert large(40).trainer.n_gpus_per_node == 2

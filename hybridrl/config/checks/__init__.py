@@ -18,7 +18,15 @@ from hybridrl.config.checks.model import (
 )
 from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings
-from hybridrl.config.schema import DataConfig, OptimizerConfig, PPOConfig, RolloutConfig, SFTConfig, SFTTrainerConfig
+from hybridrl.config.schema import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PPOConfig,
+    RolloutConfig,
+    SFTConfig,
+    SFTTrainerConfig,
+)
 
 HIGHEST_TEMPERATURE, HIGHEST_LR = 1.5, 1e-3
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -29,8 +37,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     check = Checker(findings, asdict(config))
     section, trainer, data = config.actor_rollout_ref, config.trainer, config.data
     actor, model, rollout = section.actor, section.model, section.rollout
-    engines, slots = (rollout, 2) if config.separate else (None, 1 if is_large(model) else 2)
-    _resolve_run(trainer, config.ray_kwargs.ray_init, check, machine, engines, slots)
+    _resolve_run(trainer, config.ray_kwargs.ray_init, check, machine, model, rollout if config.separate else None)
     model.tokenizer_path = data.tokenizer or model.tokenizer_path  # for engines, which see no data
     data.seed = trainer.seed if data.seed is None else data.seed
     training.resolve_micro_batches(section, config.critic, trainer.devices, check)
@@ -79,7 +86,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
 def resolve_sft(config: SFTConfig, findings: Findings, machine: Machine | None = None) -> None:
     """Fill in derived values; add findings about what cannot work or has no effect."""
     check, engine = Checker(findings, asdict(config)), config.engine
-    _resolve_run(config.trainer, config.ray_kwargs.ray_init, check, machine)
+    _resolve_run(config.trainer, config.ray_kwargs.ray_init, check, machine, config.model)
     model = Trained("engine", "model", config.model, "optim", config.optim, "engine.fsdp_config", engine.fsdp_config)
     training.resolve_updates(model, config.trainer, check)
     resolve_trained(model, config.data.max_length, "lower data.max_length", config.trainer, check)
@@ -94,10 +101,11 @@ def _resolve_run(
     ray_init: dict[str, Any],
     check: Checker,
     machine: Machine | None,
+    model: ModelConfig,
     engines: RolloutConfig | None = None,
-    slots: int = 2,
 ) -> None:
     """Check what all kinds of runs have; see `training.resolve_devices`."""
+    slots = 1 if engines is None and is_large(model) else 2
     with check.findings.gathered("conflict"):
         training.resolve_devices(trainer, ray_init, check, machine, engines, slots)
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
