@@ -14,7 +14,7 @@ LINES = {
     "agents": 6937,
     "checkpoint": 1986,
     "compat": 3217,
-    "config": 4238,
+    "config": 4246,
     "core": 12690,
     "data": 1724,
     "doctor": 4627,
