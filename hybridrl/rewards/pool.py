@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class ScorerPool:
     """Scores requests with `scorers`, by default `config.num_workers` processes of this machine; 0: in the caller.
 
     Opening it waits until every scorer has loaded the reward, unless `wait` is false. `data_sources` are those of the
-    rows. What a reward function prints goes to `log_path`, or to the driver's output. With `in_one_call` the function
+    rows. What a reward function prints goes to `log_path`, or to the driver's output. With `per` "step" the function
     is called once for all requests of a `submit`.
     """
 
@@ -85,7 +85,8 @@ class ScorerPool:
         scorers: Sequence[Scorer] | None = None,
         wait: bool = True,
     ) -> None:
-        self._retries, self.in_one_call = config.retries, in_one_call(config)
+        self._retries = config.retries
+        self.per: Literal["response", "group", "step"] = "step" if in_one_call(config) else "response"
         self._inline = config.num_workers == 0
         if scorers is None:
             here = [CallerScorer(config, data_sources)] if self._inline else []
@@ -161,7 +162,7 @@ class ScorerPool:
                     self._changed.wait_for(lambda: self._waiting or self._end is not None)
                     # Fewer as the queue runs dry, so that all scorers finish together; none at the end.
                     fair_share = -(-len(self._waiting) // (2 * len(self._scorers)))
-                    count = len(self._waiting) if self.in_one_call else min(fair_share, _MOST_AT_ONCE)
+                    count = len(self._waiting) if self.per == "step" else min(fair_share, _MOST_AT_ONCE)
                     jobs = deque(self._waiting.popleft() for _ in range(count))
                 if not jobs:
                     break

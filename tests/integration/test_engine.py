@@ -312,7 +312,7 @@ def assert_equal(one: Batch, other: Batch) -> None:
 class Decoding:
     """The scorers of this process; they decode responses as the scoring actors do."""
 
-    in_one_call = False
+    per = "response"
 
     def __init__(self, scorers: ScorerPool, tokenizer) -> None:
         self.scorers, self.tokenizer = scorers, tokenizer

@@ -7,10 +7,13 @@ so that the order in which they happened to finish changes nothing.
 
 import asyncio
 import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
+from operator import itemgetter
+from typing import Literal
 
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.experience.trajectory import (
@@ -40,16 +43,12 @@ class SingleResponses:
     client: RolloutClient
     requests: Sequence[Request]
     store: ResponseStore
-    scored_again: bool  # scores in the store are not used: the reward function wants all responses in one call
 
     async def ended(self) -> AsyncIterator[list[Ended]]:
         known = {index: one for index, request in enumerate(self.requests) if (one := self.store.find(request))}
         whole = {index: one for index, one in known.items() if not one.completion.interrupted}
         if whole:
-            yield [
-                (index, _single(self.requests[index], one.completion), None if self.scored_again else one.score)
-                for index, one in whole.items()
-            ]
+            yield [(index, _single(self.requests[index], one.completion), one.score) for index, one in whole.items()]
         if missing := [index for index in range(len(self.requests)) if index not in whole]:
             begun = {place: known[index].completion for place, index in enumerate(missing) if index in known}
             async for finished in self.client.stream([self.requests[index] for index in missing], begun):
@@ -135,7 +134,7 @@ class EpisodeRunner:
             )
             for one in places
         ]
-        return SingleResponses(self.client, requests, store, self.scorers.in_one_call)
+        return SingleResponses(self.client, requests, store)
 
     async def score_ended(
         self,
@@ -147,7 +146,7 @@ class EpisodeRunner:
     ) -> tuple[list[Episode], dict[str, float]]:
         """Score the episodes of a source as they end. Returns them in the order of their places, and metrics."""
         began = generated = time.monotonic()
-        ended: list[Ended] = []
+        units = _Units(self.scorers.per, places)
         episodes: dict[int, Episode] = {}
         show = Activity.is_now if shown else lambda text: None
 
@@ -160,17 +159,13 @@ class EpisodeRunner:
         show(f"responses 0/{len(places)}")
         try:
             async with asyncio.TaskGroup() as group:  # in which the first failure ends the sampling too
-                async for some in source.ended():
-                    ended += some
-                    show(f"responses {len(ended)}/{len(places)}")
-                    if not self.scorers.in_one_call:
-                        for index, trajectory, score in self._submit(source, places, some):
-                            group.create_task(scored(index, trajectory, score))
+                async for ended in source.ended():
+                    whole = units.add(ended)
+                    show(f"responses {units.ended}/{len(places)}" if units.waiting else "reward")
+                    for index, trajectory, score in self._submit(source, places, whole):
+                        group.create_task(scored(index, trajectory, score))
                 generated = time.monotonic()
                 show("reward")
-                if self.scorers.in_one_call:
-                    for index, trajectory, score in self._submit(source, places, sorted(ended, key=lambda one: one[0])):
-                        group.create_task(scored(index, trajectory, score))
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
             raise first from first.__cause__
@@ -223,6 +218,28 @@ class EpisodeRunner:
             return score.with_value(total)
         rewards = list(chain.from_iterable(row.rewards.tolist() for row in trajectory.rows()))
         return replace(score, value=trajectory.reward, token_rewards=rewards).with_value(total)
+
+
+class _Units:
+    """Episodes that have ended, until all of their unit have: the response, group or step that one call scores."""
+
+    def __init__(self, per: Literal["response", "group", "step"], places: Sequence[EpisodeRequest]) -> None:
+        numbers = {"response": range(len(places)), "group": [place.number for place in places]}
+        self.unit_of: Sequence[int] = numbers.get(per, [0] * len(places))
+        self.sizes, self.ended = Counter(self.unit_of), 0
+        self.waiting = defaultdict[int, list[Ended]](list)
+
+    def add(self, ended: Sequence[Ended]) -> list[Ended]:
+        """Return the episodes of the units that are now whole; a unit that was scored in part is scored again."""
+        whole: list[Ended] = []
+        for episode in ended:
+            self.waiting[unit := self.unit_of[episode[0]]].append(episode)
+            if len(self.waiting[unit]) == self.sizes[unit]:
+                members = sorted(self.waiting.pop(unit), key=itemgetter(0))
+                scored = all(score is not None for _, _, score in members)
+                whole += members if scored else [(index, trajectory, None) for index, trajectory, _ in members]
+        self.ended += len(ended)
+        return whole
 
 
 def _single(request: Request, completion: Completion | RequestFault) -> Trajectory:

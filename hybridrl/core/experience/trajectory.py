@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -198,9 +198,11 @@ class ConversationSource(Protocol):
 
 
 class Scorers(Protocol):
-    """The reward of a run. With `in_one_call` it wants all responses of a step together."""
+    """The reward of a run. `per` is what it wants together, once all of it has ended: nothing but a response, the
+    responses to a prompt, or those of a step."""
 
-    in_one_call: bool
+    @property
+    def per(self) -> Literal["response", "group", "step"]: ...
 
     def submit(self, requests: Sequence[ScoringRequest]) -> list[Future[Score]]:
         """Have responses scored; return the scores to come, in order."""

@@ -67,7 +67,7 @@ class Switch:
 class Scorers:
     """Response `number` to prompt `row` has the score `table[row][number]`, a greedy response `greedy[row]`."""
 
-    in_one_call = False
+    per = "response"
 
     def __init__(self, table, greedy=None) -> None:
         self.table, self.greedy = table, greedy
@@ -520,23 +520,29 @@ def test_another_number_of_rewards_than_tokens_is_a_fault_of_the_grader():
 class RecordingScorers(Scorers):
     """Records its calls."""
 
-    def __init__(self, table, *, in_one_call=False) -> None:
+    def __init__(self, table, per="response") -> None:
         super().__init__(table)
-        self.in_one_call, self.calls = in_one_call, []
+        self.per, self.calls = per, []
 
     def submit(self, requests):
         self.calls.append(requests)
         return super().submit(requests)
 
 
-@pytest.mark.parametrize("in_one_call", [False, True])
-def test_responses_are_scored_as_they_finish_or_together_and_in_order(in_one_call):
-    scorers = RecordingScorers([[0, 1], [1, 0]], in_one_call=in_one_call)
+CALLS = {
+    "response": [[[1, 1, 5]], [[1, 0, 5]], [[0, 1, 5]], [[0, 0, 5]]],  # as they finish
+    "group": [[[1, 0, 5], [1, 1, 5]], [[0, 0, 5], [0, 1, 5]]],
+    "step": [[[0, 0, 5], [0, 1, 5], [1, 0, 5], [1, 1, 5]]],
+}
+
+
+@pytest.mark.parametrize("per", CALLS)
+def test_responses_are_scored_as_they_finish_or_together_and_in_order(per):
+    scorers = RecordingScorers([[0, 1], [1, 0]], per)
     prompts = [Prompt(row, [row, 1, 1], "?", "maths", "42", {}) for row in range(2)]
     samples, _ = EpisodeRunner(Client(), scorers, SEED).run(prompts, 2, SAMPLING, [0, 1])
     ids = [[[int(token) for token in request.response_ids] for request in requests] for requests in scorers.calls]
-    in_order = [[0, 0, 5], [0, 1, 5], [1, 0, 5], [1, 1, 5]]
-    assert ids == ([in_order] if in_one_call else [[response] for response in reversed(in_order)])
+    assert ids == CALLS[per]
     assert [(sample.score.value, sample.text) for sample in samples] == [(0, "0 0"), (1, "0 1"), (1, "1 0"), (0, "1 1")]
 
 

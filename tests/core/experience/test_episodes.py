@@ -120,7 +120,7 @@ def test_an_episode_weighs_the_same_in_the_loss_as_one_row_and_as_two(mode):
 class Scorers:
     """A reward function that gives 0.25 to everything; keeps what it was asked."""
 
-    in_one_call = False
+    per = "response"
 
     def __init__(self) -> None:
         self.asked = []

@@ -260,16 +260,30 @@ def test_what_is_no_file_of_a_step_does_not_disturb_the_run(tmp_path, name, kind
     assert outside.read_text() == "as it was"
 
 
-class AllAtOnce(Scorers):
-    in_one_call = True
+class Together(Scorers):
+    """Scores of a table other than that of the killed run; counts the responses of each call."""
+
+    def __init__(self, per: str) -> None:
+        super().__init__([[1, 1, 0], [0, 0, 1]])
+        self.per, self.calls = per, []
+
+    def submit(self, requests):
+        self.calls.append(len(requests))
+        return super().submit(requests)
 
 
-def test_a_reward_of_all_responses_together_scores_all_of_them_again(tmp_path):
-    killed(tmp_path, 6)
+@pytest.mark.parametrize(
+    ("per", "count", "calls"),
+    [("step", 4, [6]), ("step", 6, []), ("group", 2, [3, 3]), ("group", 4, [3]), ("group", 6, [])],
+)
+def test_a_group_or_step_of_which_a_part_was_scored_before_is_scored_whole(tmp_path, per, count, calls):
+    killed(tmp_path, count)
     resumed = experience(spool(tmp_path))
-    resumed.runner.scorers = AllAtOnce([[1, 1, 0], [0, 0, 1]])
-    assert_undisturbed(resumed, [[1, 1, 0], [0, 0, 1]])
-    assert sampled(resumed) == 0
+    resumed.runner.scorers = scorers = Together(per)
+    rewards = required(resumed.collect(1).batch.rewards).tolist()
+    assert sorted(scorers.calls) == calls and sampled(resumed) == 6 - count
+    if len(calls) == (2 if per == "group" else 1):
+        assert rewards == [1, 1, 0, 0, 0, 1]
 
 
 FILTERED = {"group_filter": GroupFilter("score", 0), "step": 2}

@@ -138,7 +138,7 @@ class Scorers:
     """Score a response by its length: whether it is odd, or as `reward` does."""
 
     reward: Callable[[int], float] = lambda length: float(length % 2)
-    in_one_call = False
+    per = "response"
 
     def submit(self, requests):
         scores = [Future() for _ in requests]
