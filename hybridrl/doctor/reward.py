@@ -1,7 +1,7 @@
-"""`python -m hybridrl.doctor reward`: scores stored responses as a run does, and compares two rewards; and `rescore`,
-which does so for the stored samples of a run, and compares the advantages too.
+"""Commands that score stored responses as a run does: `python -m hybridrl.doctor reward` for files of rows, also with
+two rewards, and `rescore` for the stored samples of a run, whose advantages are compared too.
 
-All rewards run in the scorer pool, so that an exception or a hanging call ends nothing here.
+All rewards run in scoring processes, so that an exception or a hanging call does not end the command.
 """
 
 import argparse
@@ -11,8 +11,8 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,23 +29,26 @@ from hybridrl.config.values import Section
 from hybridrl.core.algorithms.algorithm import bind, find_estimator
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.trajectory import TRUNCATED
+from hybridrl.core.required import required
 from hybridrl.data.rows import DataRow, Faults, Rows, load_rows
 from hybridrl.data.tokenizer import as_object
 from hybridrl.doctor import directory_parser, load_config, show
 from hybridrl.rewards.load import check_data_sources, uses_built_in
-from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import ScorerDied
-from hybridrl.rewards.score import WRITTEN, Score, ScoringRequest
-from hybridrl.runs.reward_trial import faults
-from hybridrl.runs.settings import build_algorithm, build_shaping
-from hybridrl.tracking.records import OWN_KEY, SampleRecord, read_records, records_of
+from hybridrl.rewards.rescoring import Rescorer, conversation_facts, faults
+from hybridrl.rewards.score import Score, ScoringRequest, Shaping
+from hybridrl.runs.algorithm_trial import scored_batch
+from hybridrl.runs.settings import build_algorithm
+from hybridrl.tracking.records import OWN_KEY, SampleRecord, checked_episode, read_records, records_of
 
 KEY = "--rows"
-SHOWN = 5  # rows that differ
+SHOWN = 5  # responses whose scores differ
+TRUTH, ENDING = 60, 160  # characters shown of a ground truth, and of a response
 RESPONSE_COLUMNS = ("output", "solution_str", "response", "prediction")
 TRUTH_COLUMNS = ("gts", "ground_truth")
 MAX_VALUES = 8  # more values are summarized by quantiles
 CUSTOM = "reward.custom_reward_function"
+Pair = tuple[float | None, float | None]  # a score, and another of the same response
 
 
 class ScoringConfig(Section):
@@ -53,11 +56,12 @@ class ScoringConfig(Section):
 
 
 class Stored(NamedTuple):
-    """A row's response with its place in the file, and the score stored with it."""
+    """A stored response: its place in the file, the score stored with it, and its length in tokens."""
 
     place: str
     request: ScoringRequest
     score: float | None
+    length: int
 
 
 def main(argv: list[str]) -> int:
@@ -89,22 +93,23 @@ def examine(arguments: argparse.Namespace, findings: Findings) -> None:
     parsed = [_parse(row, arguments.data_source, bad_rows, needs_truth) for row in rows]
     bad_rows.close()
     stored = [row for row in parsed if row is not None]
-    requests, compared = [row.request for row in stored], []
-    for name, file, other in (("the reward", arguments.reward, "stored"), (arguments.against,) * 3):
-        if name:
-            config = reward_config(file, arguments.overrides)
-            if uses_built_in(config):
-                check_data_sources({request.data_source for request in requests})
-            compared.append((name, other, *score_all(config, requests)))
-    _, _, scores, seconds = compared[0]
+    scores, seconds = score_all(reward_config(arguments.reward, arguments.overrides), stored)
+    compared = [("the reward", "stored", scores, [row.score for row in stored])]
+    if arguments.against:
+        others, _ = score_all(reward_config(arguments.against, arguments.overrides), stored)
+        compared.append((arguments.against, arguments.against, others, [score.value for score in others]))
     _summarize(scores, seconds, findings)
-    for name, other, given, _ in compared:
-        for fault, count, first in faults(given):
-            cause = f"{count} of {len(stored)} responses have no score from {name}: "
+    for reward, other, its_scores, values in compared:
+        for fault, count, first in faults(its_scores):
+            cause = f"{count} of {len(stored)} responses have no score from {reward}: "
             cause += f'fault "{fault}", first at {stored[first].place}'
-            findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, given[first].detail)
-        values = [row.score for row in stored] if given is scores else [score.value for score in given]
-        _compare(stored, scores, other, values, findings)
+            findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, its_scores[first].detail)
+        pairs = [(score.value, value) for score, value in zip(scores, values, strict=True)]
+        if both := sum(None not in pair for pair in pairs):
+            agreeing = both - sum(_differ(*pair) for pair in pairs)
+            findings.info("reward.agreement", f"{agreeing} of {both} scores agree with {other}")
+        for difference in _differences(stored, pairs, other):
+            findings.info("reward.differs", difference)
 
 
 def reward_config(file: str | None, overrides: Sequence[str]) -> RewardConfig:
@@ -133,32 +138,33 @@ def _parse(row: DataRow, data_source: str, bad_rows: Faults, needs_truth: bool) 
         bad_rows.add(row.place, f"{missing}; the row has {', '.join(values)}")
         return None
     source, score, episode = values.get("data_source"), values.get("score"), values.get(OWN_KEY)
-    extra = (as_object(values.get("extra_info")) or {}) | written(episode if isinstance(episode, dict) else {})
+    episode = checked_episode(episode) if isinstance(episode, dict) else {}
+    extra = (as_object(values.get("extra_info")) or {}) | conversation_facts(episode)
     return Stored(
         row.place.rpartition(", ")[2],  # without the file, which is the same for all
         ScoringRequest(str(source or data_source), response, truth, extra),
         float(score) if isinstance(score, int | float) else None,
+        _length(episode),
     )
 
 
-def written(episode: Mapping[str, Any]) -> dict[str, str]:
-    """Return for `extra_info` what the policy wrote in a conversation of a file of samples; empty for others."""
-    messages, turns = episode.get("messages"), episode.get("turns")
-    if not isinstance(messages, list) or not isinstance(turns, list) or not turns:
-        return {}
-    mine = [one for one in messages if isinstance(one, dict) and one.get("role") == "assistant"]
-    return {WRITTEN: "\n".join(str(one.get("content") or "") for one in mine[-len(turns) :])}
+def _length(episode: Mapping[str, Any]) -> int:
+    return max(int(episode.get("sampled_tokens", 1)), 1)
 
 
 def score_all(
-    config: RewardConfig, requests: list[ScoringRequest], log: Path | None = None
+    config: RewardConfig, stored: Sequence[Stored], log: Path | None = None, shaped_by: RewardConfig | None = None
 ) -> tuple[list[Score], float]:
     """Return the scores in order, and the seconds that scoring took without the start of the processes. What the reward
-    prints goes to `log`."""
+    prints goes to `log`; scores are shaped by `config`, or by another section."""
+    sources = {row.request.data_source for row in stored}
+    if uses_built_in(config):
+        check_data_sources(sources)
     try:
-        with ScorerPool(config, log, data_sources={request.data_source for request in requests}) as pool:
-            began = time.monotonic()
-            return [future.result() for future in pool.submit(requests)], time.monotonic() - began
+        with Rescorer(config, sources, log) as rescorer:
+            rescorer.shaping, began = Shaping.of(shaped_by or config), time.monotonic()
+            scores = rescorer.rescore([row.request for row in stored], [row.length for row in stored])
+            return list(scores), time.monotonic() - began
     except ScorerDied as error:
         raise ConfigError(str(error)) from error
 
@@ -181,38 +187,39 @@ def _summarize(scores: list[Score], seconds: float, findings: Findings) -> None:
         findings.warn("reward.constant", cause, "look at a row and at how its response is read")
 
 
-def _compare(rows: list[Stored], scores: list[Score], name: str, others: list[Any], findings: Findings) -> None:
-    """Report where two scores of a response differ; responses without one of the two are not compared."""
+def _differ(score: float | None, other: float | None) -> bool:
+    """Whether there are two scores, and they differ by more than rounding."""
+    return score is not None and other is not None and not math.isclose(score, other, abs_tol=1e-6)
 
-    def short(value: Any) -> str:
+
+def _differences(stored: Sequence[Stored], pairs: Sequence[Pair], name: str) -> Iterator[str]:
+    """Describe responses whose two scores differ, first those that differ most; `name` is that of the second score."""
+
+    def short(value: Any, most: int) -> str:
         text = " ".join(str(value).split())
-        return repr(text if len(text) <= 60 else "..." + text[-60:])
+        return repr(text if len(text) <= most else "..." + text[-most:])
 
-    pairs = zip(rows, (score.value for score in scores), others, strict=True)
-    both = [(row, mine, other) for row, mine, other in pairs if mine is not None and other is not None]
-    if not both:
-        return
-    differing = [(row, mine, other) for row, mine, other in both if abs(mine - other) > 1e-6]
-    findings.info("reward.agreement", f"{len(both) - len(differing)} of {len(both)} scores agree with {name}")
-    for row, mine, other in differing[:SHOWN]:
-        cause = f"{row.place}: {mine:g} here, {other:g} {name}; ground truth {short(row.request.ground_truth)}"
-        findings.info("reward.differs", f"{cause}; response ends {short(row.request.solution)}")
+    differing = [(row, *pair) for row, pair in zip(stored, pairs, strict=True) if _differ(*pair)]
+    differing.sort(key=lambda item: -round(abs(required(item[1]) - required(item[2])), 6))
+    for row, score, other in differing[:SHOWN]:
+        cause = f"{row.place}: {score:g} here, {other:g} {name}; ground truth {short(row.request.ground_truth, TRUTH)}"
+        yield f"{cause}; response ends {short(row.request.solution, ENDING)}"
     if len(differing) > SHOWN:
-        findings.info("reward.differs", f"... and {len(differing) - SHOWN} more")
+        yield f"... and {len(differing) - SHOWN} more"
 
 
 # -- the samples of a run ----------------------------------------------------------------------------------------------
 
 
-STEPS, CHARACTERS = 10, 160
-MOVED = 0.1  # what counts as another advantage
+STEPS = 10
+MOVED = 0.1  # a larger difference is another advantage
 DATA = "data.train_files"
 
 
 def rescore_main(argv: list[str]) -> int:
     """`python -m hybridrl.doctor rescore RUN --reward NEW.py`: the stored samples of a run under another reward.
 
-    Says which samples change, and what the advantages would have been. Weights learned from the old reward, so this
+    Shows which samples change, and what the advantages would have been. Weights learned from the old reward, so this
     shows what the new one would have rewarded there, and not where it would have led.
     """
     parser = directory_parser("rescore", rescore_main.__doc__, as_json="findings")
@@ -226,42 +233,34 @@ def rescore_main(argv: list[str]) -> int:
     return show(findings, as_json=options.json)
 
 
-@dataclass(frozen=True)
-class Rescored:
-    """A stored sample with its score under the other reward."""
-
-    record: SampleRecord
-    score: Score
-
-    @property
-    def changed(self) -> bool:
-        """Whether both have a score, and the scores differ by more than rounding."""
-        old, new = self.record.score, self.score.value
-        return old is not None and new is not None and not math.isclose(old, new, abs_tol=1e-6)
-
-
 def rescore(options: argparse.Namespace, findings: Findings) -> None:
     """Score and compare. Raises ConfigError if there is nothing to score, or the reward cannot be loaded."""
     run: Path = options.directory
-    files = chosen_files(run, options.steps)
-    records = [record for path in files for record in read_records(path)]
+    records = [record for path in chosen_files(run, options.steps) for record in read_records(path)]
     config = run_config(run, findings)
     rows = None if config is None else data_rows(config.data, findings)
     section = reward_config(options.reward, options.overrides)
+    stored = [_stored(record, rows) for record in records]
     log = Path(tempfile.mkdtemp(prefix="hybridrl-doctor-"), "reward.log")
-    scores, _ = score_all(section, [_request(record, rows) for record in records], log)
-    shaping = build_shaping(section if options.overrides or config is None else config.reward)
-    scores = [shaping.shaped(score, _length(record)) for record, score in zip(records, scores, strict=True)]
-    rescored = [Rescored(record, score) for record, score in zip(records, scores, strict=True)]
+    shaped_by = section if options.overrides or config is None else config.reward
+    scores, _ = score_all(section, stored, log, shaped_by)
     if any(turn.get("reward") for record in records for turn in record.episode.get("turns", [])):
         cause = "environments gave rewards to turns, which the other reward's scores do not have"
         findings.warn("rescore.turns", cause)
-    _report_scores(rescored, log, findings)
-    name, estimator = "grpo", bind(find_estimator("grpo")[1], {"norm_adv_by_std_in_grpo": True})
-    if config is not None and not find_estimator(config.algorithm.adv_estimator)[0].reads:
-        name, estimator = config.algorithm.adv_estimator, build_algorithm(config).estimator
-    _report_advantages(rescored, name, estimator, findings)
-    _show_changed(rescored, findings)
+    failed = [score for score in scores if score.value is None]
+    if failed:
+        add = findings.error if len(failed) == len(scores) else findings.warn
+        cause = f"{len(failed)} of {len(scores)} samples have no score now; its tracebacks are in {log}"
+        add("rescore.fault", cause, failed[0].detail)
+    else:
+        shutil.rmtree(log.parent)
+    pairs = [(score.value, record.score) for record, score in zip(records, scores, strict=True)]
+    changed = sum(_differ(*pair) for pair in pairs)
+    findings.info("rescore.changed", f"{changed} of {len(records)} samples have another score")
+    _report_steps(records, pairs, findings)
+    _report_advantages(records, pairs, config, findings)
+    for difference in _differences(stored, pairs, "stored"):
+        findings.info("rescore.sample", difference)
 
 
 def chosen_files(run: Path, steps: str | None) -> list[Path]:
@@ -302,42 +301,42 @@ def data_rows(data: DataConfig, findings: Findings) -> Rows | None:
         return None
 
 
-def _request(record: SampleRecord, rows: Rows | None) -> ScoringRequest:
-    number, source = record.episode.get("row"), str(record.episode.get("data_source", ""))
-    there = rows is not None and number is not None and number < len(rows)  # the data may have changed since
-    extra = as_object(rows[number].values.get("extra_info")) if there else None
-    extra = (extra or {}) | written(record.episode)
-    return ScoringRequest(source, record.response, record.truth, extra)
+def _stored(record: SampleRecord, rows: Rows | None) -> Stored:
+    episode, extra = record.episode, None
+    row, sample, source = episode.get("row"), episode.get("sample"), str(episode.get("data_source", ""))
+    if rows is not None and row is not None and row < len(rows):  # the data may have changed since
+        extra = as_object(rows[row].values.get("extra_info"))
+    extra = (extra or {}) | conversation_facts(episode)
+    place = f"row {row}, sample {sample}" if row is not None else f"prompt {record.prompt[:40]!r}"
+    request = ScoringRequest(source, record.response, record.truth, extra)
+    return Stored(f"step {record.step}, {place}", request, record.score, _length(episode))
 
 
-def _report_scores(rescored: Sequence[Rescored], log: Path, findings: Findings) -> None:
-    faults = [one.score for one in rescored if one.score.value is None]
-    if faults:
-        add = findings.error if len(faults) == len(rescored) else findings.warn
-        cause = f"{len(faults)} of {len(rescored)} samples have no score now; its tracebacks are in {log}"
-        add("rescore.fault", cause, faults[0].detail)
-    else:
-        shutil.rmtree(log.parent)
-    changed = sum(one.changed for one in rescored)
-    findings.info("rescore.changed", f"{changed} of {len(rescored)} samples have another score")
-    for step in sorted({one.record.step for one in rescored}):
-        some = [one for one in rescored if one.record.step == step]
-        old, new = ([value for value in values if value is not None] for values in _values(some))
+def _report_steps(records: Sequence[SampleRecord], pairs: Sequence[Pair], findings: Findings) -> None:
+    for step in sorted({record.step for record in records}):
+        of_step = [pair for record, pair in zip(records, pairs, strict=True) if record.step == step]
+        new, old = ([value for value in values if value is not None] for values in zip(*of_step, strict=True))
         means = " -> ".join(f"{np.mean(values):.3f}" if values else "none" for values in (old, new))
-        findings.info("rescore.step", f"step {step}: mean reward {means}, {sum(one.changed for one in some)} changed")
+        changed = sum(_differ(*pair) for pair in of_step)
+        findings.info("rescore.step", f"step {step}: mean reward {means}, {changed} changed")
 
 
-def _values(rescored: Sequence[Rescored]) -> tuple[list[float | None], list[float | None]]:
-    return [one.record.score for one in rescored], [one.score.value for one in rescored]
-
-
-def _report_advantages(rescored: Sequence[Rescored], name: str, estimator: Any, findings: Findings) -> None:
-    """Compare the advantages by an estimator: the run's if it needs rewards only, else GRPO's."""
-    both = [one for one in rescored if one.record.score is not None and one.score.value is not None]
+def _report_advantages(
+    records: Sequence[SampleRecord],
+    pairs: Sequence[Pair],
+    config: PPOConfig | None,
+    findings: Findings,
+) -> None:
+    """Compare the advantages by the run's estimator, or by GRPO's if the run's needs more than rewards."""
+    both = [(record, *pair) for record, pair in zip(records, pairs, strict=True) if None not in pair]
     if not both:
         return
-    batch = as_batch([one.record for one in both])
-    old, new = (mean_advantages(batch, estimator, values) for values in _values(both))
+    name, estimator = "grpo", bind(find_estimator("grpo")[1], {"norm_adv_by_std_in_grpo": True})
+    if config is not None and not find_estimator(config.algorithm.adv_estimator)[0].reads:
+        name, estimator = config.algorithm.adv_estimator, build_algorithm(config).estimator
+    scored, *scores = zip(*both, strict=True)
+    batches = [as_batch(scored, values) for values in scores]
+    new, old = (batch.trained_mean(estimator(batch)[0]) for batch in batches)
     moved, turned = int(((old - new).abs() > MOVED).sum()), int(((old * new) < 0).sum())
     flat = [int((values == 0).sum()) for values in (old, new)]
     findings.info(
@@ -347,46 +346,10 @@ def _report_advantages(rescored: Sequence[Rescored], name: str, estimator: Any, 
     )
 
 
-def as_batch(records: Sequence[SampleRecord]) -> Batch:
-    """Return samples as rows of their lengths, with what an estimator reads of rewards alone."""
+def as_batch(records: Sequence[SampleRecord], scores: Sequence[float]) -> Batch:
+    """Return samples as rows of their lengths, with what an estimator of rewards alone reads."""
     groups = {key: number for number, key in enumerate(dict.fromkeys(record.group for record in records))}
-    lengths = torch.tensor(list(map(_length, records)))
     group = torch.tensor([groups[record.group] for record in records])
-    tokens = torch.zeros(int(lengths.sum()), dtype=torch.int32)
-    ones, sample = torch.ones_like(lengths), torch.arange(len(records))
-    mask = torch.ones(tokens.shape, dtype=torch.bool)
-    truncated = torch.tensor([record.episode.get("stop") in TRUNCATED for record in records])
-    rows = Batch(ones, lengths, tokens[: len(records)], tokens, group, group, sample)
-    rows.response_mask, rows.truncated = mask, truncated
-    return rows
-
-
-def _length(record: SampleRecord) -> int:
-    return max(int(record.episode.get("sampled_tokens", 1)), 1)
-
-
-def mean_advantages(batch: Batch, estimator: Any, scores: Sequence[float | None]) -> torch.Tensor:
-    """Return the mean advantage per token of each row [B] for these scores."""
-    batch.rewards = torch.tensor(scores, dtype=torch.float32)
-    batch.token_rewards = torch.zeros(batch.response_ids.shape).index_add_(0, batch.last_tokens, batch.rewards)
-    return batch.trained_mean(estimator(batch)[0])
-
-
-def _show_changed(rescored: Sequence[Rescored], findings: Findings) -> None:
-    """Show the samples whose score changes most."""
-    changed = [one for one in rescored if one.changed]
-    changed.sort(key=lambda one: -abs((one.score.value or 0.0) - (one.record.score or 0.0)))
-    for one in changed[:SHOWN]:
-        scores = " -> ".join("none" if value is None else f"{value:g}" for value in (one.record.score, one.score.value))
-        text = " ".join(one.record.response.split())
-        where = f"step {one.record.step}, {_place(one.record)}"
-        cause = f"{where}: {scores}; ground truth {one.record.truth!s:.60}"
-        findings.info("rescore.sample", f"{cause}; response ends {text[-CHARACTERS:]!r}")
-    if len(changed) > SHOWN:
-        findings.info("rescore.sample", f"... and {len(changed) - SHOWN} more")
-
-
-def _place(record: SampleRecord) -> str:
-    """Return which sample it is."""
-    row, sample = (record.episode.get(name) for name in ("row", "sample"))
-    return f"row {row}, sample {sample}" if row is not None else f"prompt {record.prompt[:40]!r}"
+    lengths = torch.tensor([_length(record.episode) for record in records])
+    batch = scored_batch(lengths, group, torch.arange(len(records)), torch.tensor(scores, dtype=torch.float32))
+    return replace(batch, truncated=torch.tensor([record.episode.get("stop") in TRUNCATED for record in records]))

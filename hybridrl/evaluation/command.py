@@ -26,9 +26,10 @@ from hybridrl.evaluation.plan import (
 )
 from hybridrl.evaluation.results import by_dataset, read_results, reject_nothing_in_common, write_results
 from hybridrl.evaluation.samples import RESULTS, SAMPLES, SampleFile
-from hybridrl.evaluation.scoring import REWARD_LOG, Rescorer, blank_sample, reward_digest
+from hybridrl.evaluation.scoring import REWARD_LOG, blank_sample, reward_digest, score_again
 from hybridrl.evaluation.tables import report, write_table
 from hybridrl.rewards.load import check_data_sources, uses_built_in
+from hybridrl.rewards.rescoring import Rescorer
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.setup import Sessions, open_directory
 from hybridrl.tracking.console import info
@@ -117,7 +118,7 @@ def score_stored(config: EvaluationConfig, baseline: Evaluated | None = None) ->
             )
             sources = {one.prompt.data_source for one in questions}
             with Rescorer(config.reward, sources, directory / REWARD_LOG) as rescorer:
-                rescorer.score_again(missing, file)
+                score_again(rescorer, missing, file)
         samples = [file.found[one.key] for one, _ in wanted]
     facts = {"model": {"name": name, "path": ", ".join(settings.responses)}, "files": settings.responses}
     facts["n"] = {dataset: max(one.sample for one in some) + 1 for dataset, some in by_dataset(samples).items()}

@@ -35,15 +35,17 @@ from hybridrl.evaluation.samples import SAMPLES, EvaluationProgress, Sample, Sam
 from hybridrl.evaluation.scoring import (
     REWARD_LOG,
     Endpoint,
-    Rescorer,
     connect,
     episode_sample,
     reward_digest,
     sample_remotely,
+    score_again,
     write_responses,
 )
 from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.rewards.pool import open_scorer_pool
+from hybridrl.rewards.rescoring import Rescorer
+from hybridrl.rewards.score import Shaping
 from hybridrl.runs import plugins
 from hybridrl.runs.prepare import (
     decoder_elsewhere,
@@ -55,7 +57,7 @@ from hybridrl.runs.prepare import (
     tokenizer_elsewhere,
 )
 from hybridrl.runs.reward_trial import reject_failing_reward
-from hybridrl.runs.settings import build_shaping, engine_fingerprint, validation_sampling
+from hybridrl.runs.settings import engine_fingerprint, validation_sampling
 from hybridrl.runs.setup import Sessions, open_directory
 from hybridrl.tracking.console import info, stage
 
@@ -197,7 +199,7 @@ class ModelEvaluation:
                 )
             if stale:
                 with self._rescorer(directory) as rescorer:
-                    rescorer.score_again(stale, file)
+                    score_again(rescorer, stale, file)
             if missing:
                 self._sample_missing(missing, file, sessions, merge, directory)
             samples = [file.found[one.key] for one in wanted if one.key in file.found]
@@ -278,7 +280,7 @@ class ModelEvaluation:
                 client,
                 scorers,
                 config.eval.seed,
-                build_shaping(config.reward),
+                Shaping.of(config.reward),
                 episodes and Conversations(episodes, client, config.eval.seed),
                 function_scores=not uses_built_in(config.reward),
                 add_environment_reward=config.reward.add_environment_reward,

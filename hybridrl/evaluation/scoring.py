@@ -6,15 +6,13 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import openai
 import pyarrow
 import pyarrow.parquet
-from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.environments.conversations import transcript
 from hybridrl.checkpoint.resume import digest
@@ -26,9 +24,9 @@ from hybridrl.data.template_arguments import row_arguments
 from hybridrl.data.tokenizer import Chat, as_chat
 from hybridrl.evaluation.plan import PlannedResponse, Question
 from hybridrl.evaluation.samples import Sample, SampleFile
-from hybridrl.rewards.pool import ScorerPool
+from hybridrl.rewards.rescoring import Rescorer, conversation_facts
 from hybridrl.rewards.score import Score, ScoringRequest
-from hybridrl.runs.settings import build_shaping, reward_code
+from hybridrl.runs.settings import reward_code
 
 REWARD_LOG = Path("logs", "reward.log")  # what the reward printed
 RESPONSES = "responses.parquet"  # as verl's generation writes it
@@ -87,59 +85,19 @@ def reward_digest(reward: RewardConfig) -> str:
     return digest(asdict(replace(reward, num_workers=0)), reward_code(reward))
 
 
-class Rescorer:
-    """Scores texts in processes of this machine, as the reward of a run does. `tokenizer` encodes texts for a reward
-    that reads token ids, which are not stored."""
-
-    def __init__(
-        self,
-        reward: RewardConfig,
-        data_sources: set[str],
-        log: Path,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-    ) -> None:
-        self.pool, self.tokenizer = ScorerPool(reward, log, data_sources), tokenizer
-        self.shaping = build_shaping(reward)
-
-    def score_again(self, stale: Sequence[tuple[PlannedResponse, Sample]], file: SampleFile) -> None:
-        """Score stored responses and write them to the file, where they replace earlier ones."""
-        futures = self.submit([(one.question.prompt, sample) for one, sample in stale])
-        for (one, sample), future in zip(stale, futures, strict=True):
-            score = self.shaping.shaped(future.result(), sample.tokens)
-            file.append(replace(with_score(sample, score), reward=one.reward, truth=one.question.prompt.ground_truth))
-
-    def submit(self, pairs: Sequence[tuple[Prompt, Sample]]) -> list[Future[Score]]:
-        """Have samples scored as responses to their prompts."""
-        return self.pool.submit([self._request(prompt, sample) for prompt, sample in pairs])
-
-    def _request(self, prompt: Prompt, sample: Sample) -> ScoringRequest:
-        ids = None
-        if self.pool.takes_tokens and self.tokenizer is not None:
-            ids = self.tokenizer(sample.response, add_special_tokens=False)["input_ids"]
-            ids.append(self.tokenizer.eos_token_id)
-        facts = prompt.extra_info | _conversation_facts(sample)
-        return ScoringRequest(prompt.data_source, sample.response, prompt.ground_truth, facts, ids)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.pool.close()
+def score_again(rescorer: Rescorer, stale: Sequence[tuple[PlannedResponse, Sample]], file: SampleFile) -> None:
+    """Score stored responses and write them to the file, where they replace earlier ones."""
+    requests = [scoring_request(planned.question.prompt, sample) for planned, sample in stale]
+    scores = rescorer.rescore(requests, [sample.tokens for _, sample in stale])
+    for (planned, sample), score in zip(stale, scores, strict=True):
+        truth = planned.question.prompt.ground_truth
+        file.append(replace(with_score(sample, score), reward=planned.reward, truth=truth))
 
 
-def _conversation_facts(sample: Sample) -> dict[str, Any]:
-    """Return what a reward function reads of a conversation in `extra_info`; nothing for a single response."""
-    turns = sample.conversation.get("turns")
-    if not turns:
-        return {}
-    calls = [call for turn in turns for call in turn["calls"]]
-    return {
-        "num_turns": len(turns),
-        "turn_scores": [turn["reward"] for turn in turns if turn["reward"] is not None],
-        "tool_rewards": [call["reward"] for call in calls if call["reward"] is not None],
-        "messages": sample.conversation["messages"],
-        "stop": sample.finish,
-    }
+def scoring_request(prompt: Prompt, sample: Sample) -> ScoringRequest:
+    """Return the request to score a sample as the response to its prompt."""
+    extra = prompt.extra_info | conversation_facts(sample.conversation | {"stop": sample.finish})
+    return ScoringRequest(prompt.data_source, sample.response, prompt.ground_truth, extra)
 
 
 def write_responses(directory: Path, questions: Sequence[Question], samples: Sequence[Sample]) -> None:
@@ -290,7 +248,7 @@ async def sample_remotely(
             sample = await endpoint.sample(client, chat, one)
             sample = replace(sample, seconds=round(time.monotonic() - began, 3))
             if not sample.fault:
-                (future,) = rescorer.submit([(prompt, sample)])
+                (future,) = rescorer.submit([scoring_request(prompt, sample)])
                 score = await asyncio.wrap_future(future)
                 sample = with_score(sample, rescorer.shaping.shaped(score, sample.tokens))
             keep(sample)

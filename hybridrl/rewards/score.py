@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
+    from hybridrl.config.schema_parts import RewardConfig
+
 logger = logging.getLogger(__name__)
 
 LARGEST = 1e18  # of a score: estimators and losses square it in float32
@@ -254,6 +256,14 @@ class Shaping:
     scale: float = 1.0
     clip: tuple[float, float] | None = None
     overlong: OverlongPenalty | None = None
+
+    @classmethod
+    def of(cls, config: "RewardConfig") -> "Shaping":
+        buffer, clip = config.reward_kwargs.overlong_buffer_cfg, config.clip_range
+        overlong = None
+        if config.reward_manager.name == "dapo" and buffer.enable:
+            overlong = OverlongPenalty(config.reward_kwargs.max_resp_len, buffer.len, buffer.penalty_factor, buffer.log)
+        return cls(config.scale, (clip[0], clip[1]) if clip else None, overlong)
 
     def shaped(self, score: Score, length: int) -> Score:
         """Return the shaped score of a response of `length` tokens; a fault is unchanged."""

@@ -33,21 +33,25 @@ TRIAL = 10  # made-up updates of a run, with which a custom schedule is tried
 GROUPS, LENGTHS, SCORES = 2, (3, 1, 2), (1.0, 0.0, 0.5)  # tokens and scores of the responses, in turn
 
 
-def toy_batch(samples: int) -> Batch:
-    """Return groups of so many responses, with the fields that every step fills before advantages."""
-    rows = torch.arange(GROUPS * samples)
-    lengths, rewards = torch.tensor(LENGTHS)[rows % len(LENGTHS)], torch.tensor(SCORES)[rows % len(SCORES)]
+def scored_batch(lengths: Tensor, group: Tensor, sample: Tensor, rewards: Tensor) -> Batch:
+    """Return responses of these lengths [B] with their rewards [B], as an estimator reads them."""
     tokens = torch.arange(int(lengths.sum()), dtype=torch.int32)
-    group, sample = rows // samples, rows % samples
-    batch = Batch(torch.ones_like(lengths), lengths, tokens[: len(rows)], tokens, group, group, sample)
+    batch = Batch(torch.ones_like(lengths), lengths, tokens[: len(lengths)], tokens, group, group, sample)
     return replace(
         batch,
         rewards=rewards,
         token_rewards=torch.zeros(tokens.shape).index_add_(0, batch.last_tokens, rewards),
-        truncated=torch.zeros(len(rows), dtype=torch.bool),
+        truncated=torch.zeros(len(lengths), dtype=torch.bool),
         response_mask=torch.ones(tokens.shape, dtype=torch.bool),
-        rollout_log_probs=torch.linspace(-2.0, -0.5, len(tokens)),
     )
+
+
+def toy_batch(samples: int) -> Batch:
+    """Return groups of `samples` responses, with the fields that every step fills before advantages."""
+    rows = torch.arange(GROUPS * samples)
+    lengths, rewards = torch.tensor(LENGTHS)[rows % len(LENGTHS)], torch.tensor(SCORES)[rows % len(SCORES)]
+    batch = scored_batch(lengths, rows // samples, rows % samples, rewards)
+    return replace(batch, rollout_log_probs=torch.linspace(-2.0, -0.5, int(lengths.sum())))
 
 
 def try_estimator(

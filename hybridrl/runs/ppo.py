@@ -31,14 +31,13 @@ from hybridrl.core.weights.sync import BroadcastSync, ColocatedSync
 from hybridrl.data.tokenizer import ResponseDecoder, end_tokens
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import open_scorer_pool
-from hybridrl.rewards.score import FaultGuard
+from hybridrl.rewards.score import FaultGuard, Shaping
 from hybridrl.runs.plugins import load as plugin
 from hybridrl.runs.prepare import decoder_elsewhere, prepare, tokenizer_elsewhere
 from hybridrl.runs.resume import ResumePlan, plan_resume
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.sample_log import SampleLog
 from hybridrl.runs.settings import (
-    build_shaping,
     contents_to_save,
     engine_fingerprint,
     ppo_worker_config,
@@ -122,7 +121,7 @@ class PPOJob:
             self.engine.client,
             self.scorers,
             rollout.seed,
-            build_shaping(config.reward),
+            Shaping.of(config.reward),
             conversations,
             function_scores=not uses_built_in(config.reward),
             add_environment_reward=config.reward.add_environment_reward,

@@ -3,9 +3,10 @@
 A run does so before it starts Ray, for a few seconds at most; the doctor has more time.
 """
 
-import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -18,8 +19,8 @@ from hybridrl.core.required import required
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts
 from hybridrl.data.tokenizer import ResponseDecoder, as_chat
 from hybridrl.rewards.load import scorer_of, seconds_between_calls, uses_built_in
-from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import ScorerDied
+from hybridrl.rewards.rescoring import Rescorer, encode, faults
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runs.settings import reward_code, reward_files
 from hybridrl.tracking.console import warn
@@ -68,12 +69,17 @@ class TrialResponse:
 
 
 @dataclass
-class Trial:
+class TrialRow:
     """A row of the dataset that `key` names, with the responses tried on it."""
 
     key: str
     prompt: Prompt
     responses: list[TrialResponse]
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """The dataset and data source, of which the findings are."""
+        return self.key, self.prompt.data_source
 
     def best(self, kind: int) -> float | None:
         """The best score of the responses of a kind; None if there is none."""
@@ -81,67 +87,6 @@ class Trial:
 
     def of(self, kind: int) -> list[TrialResponse]:
         return [one for one in self.responses if one.kind == kind]
-
-
-class RewardTrial:
-    """Scores responses to a few rows of `datasets`, by key, one row after another in the background, so that it can end
-    after any of them. They are encoded and decoded as those of a run; without a `decoder` a reward gets texts only. A
-    response has up to `longest` tokens."""
-
-    def __init__(self, reward: RewardConfig, longest: int, decoder: ResponseDecoder | None, datasets: Datasets) -> None:
-        self.trials: list[Trial] = []
-        self._reward, self._longest, self._decoder, self._datasets = reward, longest, decoder, datasets
-        self._planned: Counter[tuple[str, str]] = Counter()  # rows of each dataset and data source
-        self._end = threading.Event()
-
-    def start(self, pool: ScorerPool) -> None:
-        self._thread = threading.Thread(target=self._score, args=[pool], daemon=True)
-        self._thread.start()
-
-    def finish(self, findings: Findings, seconds: float, log: Path) -> None:
-        """Report what is scored once every row is done, after `seconds` at most. `log` has what the reward printed."""
-        self._thread.join(seconds)
-        self._end.set()
-        groups: dict[tuple[str, str], list[Trial]] = {}
-        for trial in self.trials:
-            groups.setdefault((trial.key, trial.prompt.data_source), []).append(trial)
-        for (key, source), trials in groups.items():
-            place, enough = f"{key}, {source}", len(trials) > 1 or self._planned[key, source] == 1
-            rejects = enough and self._reward.on_error != "zero"
-            _report_faults(place, trials, log, findings, rejects=rejects)
-            _compare(place, trials, findings)
-            _report_wrong(place, [trial for trial in trials if _learns(trial)], findings)
-            _report_unstable(place, trials, findings)
-            _report_long(place, trials, self._longest, findings)
-
-    def _score(self, pool: ScorerPool) -> None:
-        for trial in self._choose():
-            if self._end.is_set():
-                return
-            self.trials.append(trial)
-            row, requests = trial.prompt, []
-            for one in trial.responses:
-                ids = None
-                if self._decoder is not None:
-                    ids = self._decoder.tokenizer(one.text, add_special_tokens=False)["input_ids"]
-                    ids.append(self._decoder.tokenizer.eos_token_id)  # as it is sampled
-                    one.tokens, one.text = len(ids), self._decoder(ids)
-                requests.append(ScoringRequest(row.data_source, one.text, row.ground_truth, row.extra_info, ids))
-            try:
-                futures = pool.submit(requests)
-            except Exception:  # it has ended, and the run raises why where it waits for it
-                return
-            for one, future in zip(trial.responses, futures, strict=True):
-                one.score = future.result()
-
-    def _choose(self) -> Iterator[Trial]:
-        """The rows to try, of all datasets in turn."""
-        built_in, chosen = uses_built_in(self._reward), []
-        for key, prompts in self._datasets.items():
-            some = spread_rows(prompts)
-            self._planned.update((key, prompt.data_source) for prompt in some)
-            chosen.append([Trial(key, prompt, make_responses(prompt, some, built_in)) for prompt in some])
-        yield from (trial for group in zip_longest(*chosen) for trial in group if trial)
 
 
 def try_reward(
@@ -153,21 +98,66 @@ def try_reward(
     log: Path,
     seconds: float,
 ) -> int:
-    """Load the reward in a process of its own, and report how it scores a few rows, for `seconds` at most; 0: it is
-    only loaded. Returns how many responses had no score by then; raises ConfigError if it does not load."""
+    """Load the reward in its own process and report how it scores a few rows, for `seconds` at most; 0: it is only
+    loaded. Texts are encoded and decoded as a run's responses, which have up to `longest` tokens; without a `decoder` a
+    reward gets texts only. Returns how many responses had no score by then; raises ConfigError if it does not load."""
     sources = {source for data in datasets.values() for source in data.data_sources}
     _report_left_out(reward, decoder, datasets, findings)
     try:
-        with ScorerPool(replace(reward, num_workers=1, retries=0), log, sources) as pool:
-            if not seconds:
-                return 0
-            trial = RewardTrial(reward, longest, decoder, datasets)
-            trial.start(pool)
-            trial.finish(findings, seconds, log)
-            return sum(one.score is None for row in trial.trials for one in row.responses)
+        with Rescorer(replace(reward, num_workers=1, retries=0), sources, log) as rescorer:
+            rows = _rows(datasets, uses_built_in(reward)) if seconds else []
+            begun = _score_rows(rescorer, rows, decoder, seconds)
     except ScorerDied as error:
         findings.warn("reward.load", f"{error}, so it was not tried")
         return 0
+    planned, groups = Counter(row.group for row in rows), defaultdict[tuple[str, str], list[TrialRow]](list)
+    for row in begun:
+        groups[row.group].append(row)
+    for group, tried in groups.items():
+        place, enough = ", ".join(group), len(tried) > 1 or planned[group] == 1
+        _report_faults(place, tried, log, findings, rejects=enough and reward.on_error != "zero")
+        _compare(place, tried, findings)
+        _report_wrong(place, [row for row in tried if _learns(row)], findings)
+        _report_unstable(place, tried, findings)
+        _report_long(place, tried, longest, findings)
+    return sum(response.score is None for row in begun for response in row.responses)
+
+
+def _rows(datasets: Datasets, built_in: bool) -> list[TrialRow]:
+    """Return the rows to try, of all datasets in turn."""
+    by_dataset = []
+    for key, prompts in datasets.items():
+        spread = spread_rows(prompts)
+        by_dataset.append([TrialRow(key, prompt, make_responses(prompt, spread, built_in)) for prompt in spread])
+    return [row for rows in zip_longest(*by_dataset) for row in rows if row]
+
+
+def _score_rows(
+    rescorer: Rescorer, rows: list[TrialRow], decoder: ResponseDecoder | None, seconds: float
+) -> list[TrialRow]:
+    """Score one row after another, for `seconds` at most; return those that were begun."""
+    begun, end = [], time.monotonic() + seconds
+    for row in rows:
+        begun.append(row)
+        try:
+            futures = rescorer.submit([_request(row.prompt, response, decoder) for response in row.responses])
+            done, late = wait(futures, max(end - time.monotonic(), 0))
+            for response, future in zip(row.responses, futures, strict=True):
+                response.score = future.result() if future in done else None
+        except Exception:  # the pool has ended, and the run raises why where it waits for it
+            break
+        if late or time.monotonic() > end:
+            break
+    return begun
+
+
+def _request(prompt: Prompt, response: TrialResponse, decoder: ResponseDecoder | None) -> ScoringRequest:
+    """Return the request to score a response, which gets the text that a run would decode."""
+    ids = None
+    if decoder is not None:
+        ids = encode(response.text, decoder.tokenizer)
+        response.tokens, response.text = len(ids), decoder(ids)
+    return ScoringRequest(prompt.data_source, response.text, prompt.ground_truth, prompt.extra_info, ids)
 
 
 def reject_failing_reward(
@@ -259,14 +249,7 @@ def _report_left_out(reward: RewardConfig, decode: ResponseDecoder | None, data:
             findings.warn("reward.left-out", cause, "do not look for it; use a tag that ends nothing")
 
 
-def faults(scores: Sequence[Score | None]) -> Iterator[tuple[str, int, int]]:
-    """Each fault, how many scores have it, and the index of the first."""
-    kinds = [score and score.fault for score in scores]
-    for fault, count in Counter(filter(None, kinds)).items():
-        yield fault, count, kinds.index(fault)
-
-
-def _report_faults(place: str, trials: list[Trial], log: Path, findings: Findings, *, rejects: bool) -> None:
+def _report_faults(place: str, trials: list[TrialRow], log: Path, findings: Findings, *, rejects: bool) -> None:
     """Report on responses without a score. `rejects`: a reward that fails on all of these rows is rejected."""
     tried = [(trial.prompt.row, one) for trial in trials for one in trial.responses if one.score]
     scores = [one.score for _, one in tried]
@@ -281,7 +264,7 @@ def _report_faults(place: str, trials: list[Trial], log: Path, findings: Finding
         report(f"reward.fault.{code}", f"{cause}with the response {one.text!r:.60}", ", or ".join(fixes))
 
 
-def _report_unstable(place: str, trials: list[Trial], findings: Findings) -> None:
+def _report_unstable(place: str, trials: list[TrialRow], findings: Findings) -> None:
     """Warn of the first row on which the same response has two scores."""
     for trial in trials:
         first, again = trial.of(TRUTH)[:1], trial.best(AGAIN)
@@ -292,7 +275,7 @@ def _report_unstable(place: str, trials: list[Trial], findings: Findings) -> Non
             break
 
 
-def _report_long(place: str, trials: list[Trial], limit: int, findings: Findings) -> None:
+def _report_long(place: str, trials: list[TrialRow], limit: int, findings: Findings) -> None:
     """Warn of rows whose ground truth alone is longer than a response may be."""
     key = "data.max_response_length"
     shortest = [(min(one.tokens for one in trial.of(TRUTH)), trial) for trial in trials if trial.of(TRUTH)]
@@ -302,13 +285,13 @@ def _report_long(place: str, trials: list[Trial], limit: int, findings: Findings
         findings.warn("reward.truth-length", f"{cause}row {row}", f"set {key}={2 * tokens}", keys=key, value=limit)
 
 
-def _learns(trial: Trial) -> bool:
+def _learns(trial: TrialRow) -> bool:
     """Whether the ground truth scores more than an empty response."""
     right, empty = trial.best(TRUTH), trial.best(EMPTY)
     return right is not None and empty is not None and right > empty
 
 
-def _compare(place: str, trials: list[Trial], findings: Findings) -> None:
+def _compare(place: str, trials: list[TrialRow], findings: Findings) -> None:
     """Compare the ground truth with an empty response."""
     comparable = [trial for trial in trials if trial.best(TRUTH) is not None and trial.best(EMPTY) is not None]
     low = [trial for trial in comparable if not _learns(trial)]
@@ -329,7 +312,7 @@ def _compare(place: str, trials: list[Trial], findings: Findings) -> None:
         findings.info("reward.tried", cause)
 
 
-def _report_wrong(place: str, trials: list[Trial], findings: Findings) -> None:
+def _report_wrong(place: str, trials: list[TrialRow], findings: Findings) -> None:
     """Warn of wrong responses that score as much as the ground truth on most rows."""
     fooled = []
     for kind, name in WRONG.items():

@@ -34,7 +34,6 @@ from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.planning import MicroBatchBudget
 from hybridrl.core.training.worker import LearnerConfig, WorkerConfig
 from hybridrl.core.training.worker_group import SKIPPED_UPDATES, CriticPlan, PolicyPlan, UpdatePlan
-from hybridrl.rewards.score import OverlongPenalty, Shaping
 
 SCRIPT = re.compile(r"(.+\.py)(?::\w+)?")  # with the name of a function or without
 
@@ -292,14 +291,6 @@ def budget(model: ModelConfig, fsdp: FSDPConfig, tokens: int, rows: int | None, 
     slices, tensor, rows = fsdp.ulysses_sequence_parallel_size, fsdp.tensor_parallel_size, None if by_tokens else rows
     padded = not model.use_remove_padding
     return MicroBatchBudget(tokens * slices, rows, padded, devices=slices * tensor, tensor=tensor)
-
-
-def build_shaping(reward: RewardConfig) -> Shaping:
-    buffer, clip = reward.reward_kwargs.overlong_buffer_cfg, reward.clip_range
-    overlong = None
-    if reward.reward_manager.name == "dapo" and buffer.enable:
-        overlong = OverlongPenalty(reward.reward_kwargs.max_resp_len, buffer.len, buffer.penalty_factor, buffer.log)
-    return Shaping(reward.scale, (clip[0], clip[1]) if clip else None, overlong)
 
 
 def engine_fingerprint(model: ModelConfig, rollout: RolloutConfig) -> str:

@@ -145,12 +145,12 @@ def _record(record: dict[str, Any]) -> SampleRecord:
     if prompt is None and response is None:
         raise ValueError("no sample")
     episode = record.get(OWN_KEY)
-    known = _checked(episode) if isinstance(episode, dict) else {}
+    known = checked_episode(episode) if isinstance(episode, dict) else {}
     number = float(score) if _is_number(score) else None
     return SampleRecord(as_text(prompt), as_text(response), truth, number, int(step or 0), components, known)
 
 
-def _checked(episode: dict[str, Any]) -> dict[str, Any]:
+def checked_episode(episode: dict[str, Any]) -> dict[str, Any]:
     """Return what hybridrl knows of an episode without what cannot be used, as in a file that was edited."""
     wrong = {name for name in NUMBERS if name in episode and not _is_number(episode[name])}
     wrong |= {name for name in ("messages", "turns") if not _is_list_of(episode.get(name, []), dict)}

@@ -52,17 +52,19 @@ def test_changed_scores_and_turned_advantages_are_reported(run, capsys):
     assert second == "step 2: mean reward 0.500 -> 1.000, 1 changed"
     changed = "4 of 4 advantages change by more than 0.1, 2 of them their sign; 0 were 0, 2 would be 0"
     assert found["advantages"] == [f"by grpo: {changed}"]
-    assert found["sample"][0] == "step 1, row 0, sample 0: 0 -> 1; ground truth 4; response ends '4'"
+    assert found["sample"][0] == "step 1, row 0, sample 0: 1 here, 0 stored; ground truth '4'; response ends '4'"
 
 
-def test_a_conversation_is_scored_by_what_the_policy_wrote(run, capsys, monkeypatch):
+def test_a_conversation_is_scored_with_the_facts_that_a_run_adds(run, capsys):
     file = run / "rollouts" / "1.jsonl"
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "#### 5"}]
     messages += [{"role": "user", "content": "it is #### 4"}, {"role": "assistant", "content": "ok"}]
     read = record(1, 0, 0, 0.0, "#### 5 it is #### 4 ok")
-    read["episode"] |= {"messages": messages, "turns": [{}, {}], "data_source": "openai/gsm8k"}
+    turns = [{"reward": 0.5, "calls": [{"reward": 2.0}]}, {"reward": None}]
+    read["episode"] |= {"messages": messages, "turns": turns, "data_source": "openai/gsm8k"}
     file.write_text(json.dumps(read) + "\n")
-    (run.parent / "own.py").write_text("def own(extra_info): return float(extra_info['written'] == '#### 5\\nok')")
+    facts = {"written": "#### 5\nok", "num_turns": 2, "turn_scores": [0.5], "tool_rewards": [2.0], "stop": "completed"}
+    (run.parent / "own.py").write_text(f"def own(extra_info): return float({facts!r}.items() <= extra_info.items())")
     assert main(["rescore", str(run), "--reward", f"{run.parent}/own.py:own", "--json", "--steps", "1"]) == 0
     assert "step 1: mean reward 0.000 -> 1.000, 1 changed" in capsys.readouterr().out
 

@@ -1,7 +1,6 @@
 import copy
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,10 +97,10 @@ def test_a_batch_function_is_tried_as_a_run_calls_it(files, capsys):
     assert causes(findings, "reward.scores")[0].endswith("mean 3.0000; 3: 3")
 
 
-def test_keys_of_rewards_may_be_set(files, capsys):
+def test_keys_of_rewards_may_be_set_and_scores_are_shaped_as_in_a_run(files, capsys):
     key = "reward.custom_reward_function.reward_kwargs.score=5"
-    _, findings = report(capsys, "--rows", str(files / "rows.jsonl"), "--data-source", "gsm8k", key)
-    assert causes(findings, "reward.scores")[0].endswith("0: 1, 5: 2")
+    _, findings = report(capsys, "--rows", str(files / "rows.jsonl"), "--data-source", "gsm8k", key, "reward.scale=2")
+    assert causes(findings, "reward.scores")[0].endswith("0: 1, 10: 2")
 
 
 @pytest.mark.parametrize(
@@ -371,13 +370,6 @@ def test_a_run_warns_of_its_reward_and_the_next_run_of_a_sweep_repeats_that_and_
     assert (tmp_path / "log").read_text() == "loaded\n"
     reject(f"{source}\n", "1", "2")
     assert (tmp_path / "log").read_text() == "loaded\n" * 2, "the file has changed"
-
-
-def test_a_run_waits_a_few_seconds_for_a_slow_reward(reject, capsys):
-    began = time.monotonic()
-    reject("import time\ndef compute_score(solution_str): time.sleep(0.2); return 0.5", *map(str, range(8)))
-    assert time.monotonic() - began < 30  # all rows would take 16 s, and reward.timeout is longer
-    assert "of 8 rows" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

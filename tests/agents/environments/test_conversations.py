@@ -84,5 +84,5 @@ def test_a_row_of_a_replay_is_described_by_what_the_policy_wrote():
 @pytest.mark.parametrize("stop", ["max_tokens", "max_turn_tokens", "context_overflow"])
 def test_a_rescored_episode_is_truncated_by_any_limit_of_tokens(stop):
     episode = {"stop": stop, "sampled_tokens": 3, "position": 0}
-    batch = as_batch([SampleRecord("?", "7", "7", 1.0, 1, {}, episode)])
+    batch = as_batch([SampleRecord("?", "7", "7", 1.0, 1, {}, episode)], [1.0])
     assert required(batch.truncated).tolist() == [True]
