@@ -38,7 +38,7 @@ KERNELS, FAULTS = "hybridrl/core/training/logit_kernels.py", "scripts/kernel_fau
 # Each mutated file's tests, those first that are quick and likely to fail.
 TESTS = {
     "hybridrl/core/algorithms/algorithm.py": "core/algorithms/test_algorithm.py core/algorithms/test_agreement.py "
-    "core/algorithms/test_lookup.py runs/test_algorithm_trial.py",
+    "core/algorithms/test_lookup.py runs/test_trials.py",
     "hybridrl/core/algorithms/batch_metrics.py": "core/algorithms/test_batch_metrics.py "
     "core/algorithms/test_agreement.py agents/environments/test_conversations.py",
     "hybridrl/core/algorithms/estimators.py": "core/algorithms/test_estimators.py",
@@ -46,7 +46,7 @@ TESTS = {
     "core/algorithms/test_algorithm.py core/experience/test_episodes.py",
     "hybridrl/core/algorithms/policy_losses.py": "core/algorithms/test_policy_losses.py",
     "hybridrl/core/algorithms/rollout_correction.py": "core/algorithms/test_rollout_correction.py",
-    "hybridrl/runs/algorithm_trial.py": "runs/test_algorithm_trial.py runs/test_extensions.py doctor/test_algorithm.py",
+    "hybridrl/runs/trials.py": "runs/test_trials.py runs/test_extensions.py doctor/test_algorithm.py",
     "hybridrl/checkpoint/store.py": "checkpoint/test_retention.py checkpoint/test_store.py checkpoint/test_damage.py "
     "checkpoint/test_saver.py",
     "hybridrl/core/experience/batching.py": "core/experience/test_episodes.py core/experience/test_collector.py "

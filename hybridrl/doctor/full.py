@@ -7,17 +7,12 @@ import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.store import LOCK, holder, step_directories
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.core.required import required
-from hybridrl.data.prompts import PromptDataset
-from hybridrl.data.tokenizer import ResponseDecoder, end_tokens
 from hybridrl.doctor.machine import check_devices, check_extensions
 from hybridrl.doctor.rows import check_rows, check_template
 from hybridrl.doctor.start import KEY, check_space, check_start
@@ -25,6 +20,7 @@ from hybridrl.rewards.load import scorer_of, uses_built_in
 from hybridrl.runs.prepare import RunInputs, prepare
 from hybridrl.runs.resume import check_complete, plan_resume
 from hybridrl.runs.reward_trial import try_reward
+from hybridrl.runs.trials import Subject
 from hybridrl.tracking.console import Terminal
 from hybridrl.tracking.faults import FILE
 
@@ -64,7 +60,7 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
                 known = not uses_built_in(config.reward) or all(map(scorer_of, inputs.data_sources))
                 if with_reward and known:  # others are reported with the rows
                     status.update("checking the reward, on a few rows ...")
-                    try_on_rows(config, inputs.tokenizer, inputs.scored, findings)
+                    try_on_rows(Subject(config, inputs.tokenizer, inputs.scored), findings)
     finally:
         log.removeHandler(handler)
         log.propagate = True
@@ -80,25 +76,16 @@ class _LogFindings(logging.Handler):
 # -- the reward on a run's rows ----------------------------------------------------------------------------------------
 
 
-def try_on_rows(
-    config: PPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    datasets: Mapping[str, PromptDataset],
-    findings: Findings,
-    seconds: float = SECONDS,
-) -> None:
+def try_on_rows(subject: Subject, findings: Findings, seconds: float = SECONDS) -> None:
     """Try the reward as a run does (runs/reward_trial.py), with more time. `seconds` limits all responses together;
     loading has its own limit."""
     directory = Path(tempfile.mkdtemp(prefix="hybridrl-doctor-"))
-    log, limit = directory / "reward.log", config.reward.timeout
-    decoder = ResponseDecoder(tokenizer, end_tokens(config.actor_rollout_ref.model.path, tokenizer))
+    log = directory / "reward.log"
     try:
         with findings.gathered("reward.load"):
-            if late := try_reward(
-                config.reward, config.data.max_response_length, decoder, datasets, findings, log, seconds
-            ):
+            if late := try_reward(subject, findings, log, seconds):
                 cause = f"{late} responses had no score after {seconds:g} s, and a run ends a call only after "
-                cause += f"reward.timeout={limit:g} seconds"
+                cause += f"reward.timeout={subject.config.reward.timeout:g} seconds"
                 fix = "if scoring takes that long, skip this check: --no-reward"
                 findings.warn("reward.slow", cause, fix, keys="reward.timeout")
     finally:

@@ -37,8 +37,8 @@ from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.rescoring import Rescorer, conversation_facts, faults
 from hybridrl.rewards.score import Score, ScoringRequest, Shaping
-from hybridrl.runs.algorithm_trial import scored_batch
 from hybridrl.runs.settings import build_algorithm
+from hybridrl.runs.trials import scored_batch
 from hybridrl.tracking.records import OWN_KEY, SampleRecord, checked_episode, read_records, records_of
 
 KEY = "--rows"

@@ -32,6 +32,7 @@ from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.rewards.rescoring import Rescorer
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.setup import Sessions, open_directory
+from hybridrl.runs.trials import Subject
 from hybridrl.tracking.console import info
 
 COMPARE_KEY, MODEL_KEY = "eval.compare", "actor_rollout_ref.model.path"
@@ -113,9 +114,7 @@ def score_stored(config: EvaluationConfig, baseline: Evaluated | None = None) ->
             pair for pair in wanted if pair[0].key not in file.found or file.is_stale(pair[0].key, pair[0].reward)
         ]
         if missing:
-            reject_failing_reward(
-                config.reward, config.data.max_response_length, None, datasets, directory / REWARD_LOG
-            )
+            reject_failing_reward(Subject(config, datasets=datasets), directory / REWARD_LOG)
             sources = {one.prompt.data_source for one in questions}
             with Rescorer(config.reward, sources, directory / REWARD_LOG) as rescorer:
                 score_again(rescorer, missing, file)

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from hybridrl.agents.endpoint.episodes import check_episodes, load_files, runs_episodes
+from hybridrl.agents.endpoint.episodes import load_files, runs_episodes
 from hybridrl.agents.endpoint.episodes import start as start_episodes
 from hybridrl.agents.environments.conversations import Conversations
 from hybridrl.checkpoint.resume import code_fingerprint, digest, model_fingerprint
@@ -27,7 +27,7 @@ from hybridrl.core.rollout import RolloutClient
 from hybridrl.core.rollout.client import ServerHandle
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
-from hybridrl.data.tokenizer import ResponseDecoder, end_tokens
+from hybridrl.data.tokenizer import end_tokens
 from hybridrl.evaluation.config import with_model
 from hybridrl.evaluation.plan import Origin, PlannedResponse, Target, collect_questions, counts, plan, reject_large_k
 from hybridrl.evaluation.results import write_results
@@ -59,6 +59,7 @@ from hybridrl.runs.prepare import (
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.settings import engine_fingerprint, validation_sampling
 from hybridrl.runs.setup import Sessions, open_directory
+from hybridrl.runs.trials import Subject, run_trials
 from hybridrl.tracking.console import info, stage
 
 Merge = Callable[[str], str]  # makes one Hugging Face directory of shards or an adapter, and leaves others as they are
@@ -103,19 +104,18 @@ class ModelEvaluation:
         environments = {name for one in self.questions for name in one.environments}
         self.runs_episodes = runs_episodes(self.config.actor_rollout_ref.rollout, environments)
         self.function_scores = not (self.runs_episodes and uses_built_in(config.reward))
-        if self.runs_episodes:
-            if self.target.is_address:
-                cause = f"{self.target.key}={self.target.path}: rows with environments or tools need a model of files"
-                findings.error("conflict", cause, "serve nothing, and name the model's directory", keys=self.target.key)
-            else:
-                check_episodes(self.config, self.tokenizer, self.datasets, findings)
+        self.subject = Subject(self.config, self.tokenizer, self.datasets)
+        if not self.target.is_address:
+            run_trials(self.subject, findings)
+        elif self.runs_episodes:
+            cause = f"{self.target.key}={self.target.path}: rows with environments or tools need a model of files"
+            findings.error("conflict", cause, "serve nothing, and name the model's directory", keys=self.target.key)
         if self.function_scores and uses_built_in(config.reward):
             with findings.gathered():
                 check_data_sources(self.sources)
         findings.close()
         model = self.config.actor_rollout_ref.model.path
         stop_ids = () if self.tokenizer is None else end_tokens(model, self.tokenizer)
-        self.decoder = self.tokenizer and ResponseDecoder(self.tokenizer, stop_ids)
         self.sampling = validation_sampling(self.config.actor_rollout_ref.rollout, stop_ids)
         self.counts = counts(self.questions, config.eval.n, self.sampling.temperature)
         greedy = config.eval.greedy and self.sampling.temperature > 0
@@ -190,13 +190,7 @@ class ModelEvaluation:
                 again = f", {len(stale)} of them to be scored again" * bool(stale)
                 info(f"{len(stored)} responses are stored in {file.path}{again}")
             if self.function_scores and (stale or missing):
-                reject_failing_reward(
-                    self.config.reward,
-                    self.config.data.max_response_length,
-                    self.decoder,
-                    self.datasets,
-                    directory / REWARD_LOG,
-                )
+                reject_failing_reward(self.subject, directory / REWARD_LOG)
             if stale:
                 with self._rescorer(directory) as rescorer:
                     score_again(rescorer, stale, file)

@@ -19,7 +19,7 @@ from typing import Any
 
 GROUP = "hybridrl.plugins"
 PLUGINS = {
-    "algorithm": "hybridrl.runs.algorithm_trial:main",  # of the doctor
+    "algorithm": "hybridrl.runs.trials:main",  # of the doctor
     "dialogue": "hybridrl.agents.environments.dialogue:Dialogue",
     "episodes": "hybridrl.agents.endpoint.episodes",  # of rows or keys that name environments, tools or agents
     "imports": "hybridrl.compat.verl.names:provide_verl_imports",  # for files that import verl
@@ -33,6 +33,7 @@ PLUGINS = {
     "verl.checkpoint": "hybridrl.compat.verl.checkpoint",
     "engine.sglang": "hybridrl.core.rollout.sglang.settings:SGLANG",
     "engine.vllm": "hybridrl.core.rollout.vllm.settings:VLLM",
+    "trial.episodes": "hybridrl.agents.endpoint.episodes:TRIAL",  # a runs.trials.Trial of a run's rows
     "translation": "hybridrl.compat.translation:VERL",  # of arguments and keys that are not hybridrl's
 }
 
@@ -49,7 +50,7 @@ def load(name: str) -> Any:
 
 
 def names(kind: str) -> list[str]:
-    """Return what there is of a kind: engine, reward_manager, rows or command."""
+    """Return what there is of a kind: engine, reward_manager, rows, command or trial."""
     every = {**PLUGINS, **installed()}
     return [name.removeprefix(f"{kind}.") for name in every if name.startswith(f"{kind}.")]
 

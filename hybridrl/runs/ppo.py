@@ -28,7 +28,7 @@ from hybridrl.core.trainer import RLTask, Schedule, Task
 from hybridrl.core.training.worker import TrainWorker, WorkerConfig
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.core.weights.sync import BroadcastSync, ColocatedSync
-from hybridrl.data.tokenizer import ResponseDecoder, end_tokens
+from hybridrl.data.tokenizer import end_tokens
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.rewards.score import FaultGuard, Shaping
@@ -46,6 +46,7 @@ from hybridrl.runs.settings import (
     validation_sampling,
 )
 from hybridrl.runs.setup import padded_plans, start_train_workers
+from hybridrl.runs.trials import Subject
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import info, stage
 from hybridrl.tracking.sink import Activity
@@ -77,11 +78,9 @@ class PPOJob:
         self.resume = plan_resume(self.config, self.algorithm, len(self.prompts), self.order.size, directory)
         # Here, as Ray has not started yet and the directory, where the reward logs, is locked for this run.
         if scored := self.inputs.scored:
-            reward, longest = self.config.reward, self.config.data.max_response_length
-            ends = end_tokens(self.config.actor_rollout_ref.model.path, self.tokenizer)
-            decoder, log = ResponseDecoder(self.tokenizer, ends), directory / "logs" / "reward.log"
             with stage("trying the reward on a few rows"):
-                reject_failing_reward(reward, longest, decoder, scored, log)
+                subject = Subject(self.config, self.tokenizer, scored)
+                reject_failing_reward(subject, directory / "logs" / "reward.log")
         return self.resume
 
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:

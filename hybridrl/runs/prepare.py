@@ -20,7 +20,7 @@ from hybridrl.config.checks.model import IMPLIED, why_not_served
 from hybridrl.config.custom_code import attempt, import_libraries, publish_own_keys
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings, nearest
-from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig, RowsConfig, SFTTrainerConfig
+from hybridrl.config.schema import FSDPConfig, ModelConfig, RowsConfig
 from hybridrl.config.schema_parts import RolloutConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.device import release_host_memory
@@ -34,13 +34,11 @@ from hybridrl.data.conversations import ConversationDataset, Replay, load_conver
 from hybridrl.data.order import Order, build_order
 from hybridrl.data.prompts import PromptDataset, load_prompts
 from hybridrl.data.tokenizer import ResponseDecoder, end_tokens, load_tokenizer
-from hybridrl.health.rules import custom_rules
 from hybridrl.rewards.load import check_data_sources, uses_built_in
-from hybridrl.runs.algorithm_trial import try_estimator, try_policy_loss, try_schedule
 from hybridrl.runs.models import CRITIC, POLICY, check_readers, run_models, text_settings
 from hybridrl.runs.plugins import load
 from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan
-from hybridrl.runs.setup import try_sinks
+from hybridrl.runs.trials import Subject, run_trials
 from hybridrl.tracking.console import info
 
 
@@ -93,19 +91,12 @@ def prepare(config: PPOConfig, *, in_full: bool = False) -> RunInputs:
     load("episodes").load_files(config, inputs.rejections)
     with inputs.rejections.gathered():
         inputs.algorithm = build_algorithm(config)
-        if ":" in (name := config.algorithm.adv_estimator):
-            samples, parts = config.actor_rollout_ref.rollout.n, len(config.algorithm.gdpo_reward_keys)
-            try_estimator(name, inputs.algorithm.estimator, samples, parts)
     with inputs.rejections.gathered():
         inputs.policy = build_policy_plan(config)
-        if ":" in (name := inputs.policy.loss.policy_loss):
-            try_policy_loss(name, inputs.policy.loss.parameters)
     if config.critic.enable:
         with inputs.rejections.gathered():
             inputs.critic = build_critic_plan(config.critic)
-    critic = {"critic.optim": config.critic.optim} if config.critic.enable else {}
-    optimizers = {"actor_rollout_ref.actor.optim": config.actor_rollout_ref.actor.optim} | critic
-    _try_extensions(config.trainer, optimizers, inputs.rejections)
+    run_trials(Subject(config), inputs.rejections)
     if inputs.rejections.errors and not in_full:
         return inputs
     with inputs.rejections.gathered():
@@ -115,20 +106,8 @@ def prepare(config: PPOConfig, *, in_full: bool = False) -> RunInputs:
         _load_data(config, inputs.tokenizer, inputs)
         episodes = load("episodes")
         episodes.warn_of_unread_fields(config.actor_rollout_ref.rollout, inputs.datasets)
-        if inputs.runs_episodes:
-            episodes.check_episodes(config, inputs.tokenizer, inputs.datasets, inputs.rejections)
+        run_trials(Subject(config, inputs.tokenizer, inputs.datasets), inputs.rejections)
     return inputs
-
-
-def _try_extensions(trainer: SFTTrainerConfig, optimizers: Mapping[str, OptimizerConfig], rejections: Findings) -> None:
-    """Try the custom sinks, health rules and learning-rate schedules of a run; the optimizers by their keys."""
-    with rejections.gathered():
-        try_sinks(trainer.logger, trainer.project_name, trainer.experiment_name)
-    with rejections.gathered():
-        custom_rules(trainer.health_rules)
-    for key, optimizer in optimizers.items():
-        with rejections.gathered():
-            try_schedule(f"{key}.lr_scheduler_type", optimizer)
 
 
 def model_tokenizer(
@@ -245,7 +224,7 @@ def load_sft_inputs(
     """Tokenizer, training and validation conversations of a supervised run; raises ConfigError."""
     data, model, rejections = config.data, config.model, Findings()
     import_libraries(model.external_lib)
-    _try_extensions(config.trainer, {"optim": config.optim}, rejections)
+    run_trials(Subject(config), rejections)
     rejections.close()
     tokenizer = model_tokenizer(data, model, "model.path")
     reject_hub_model(model, "model.path")

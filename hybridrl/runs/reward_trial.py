@@ -14,7 +14,6 @@ from typing import Any
 
 from hybridrl.checkpoint.resume import fingerprint
 from hybridrl.config.findings import Findings
-from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.core.required import required
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts
 from hybridrl.data.tokenizer import ResponseDecoder, as_chat
@@ -23,6 +22,7 @@ from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.rescoring import Rescorer, encode, faults
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runs.settings import reward_code, reward_files
+from hybridrl.runs.trials import Subject
 from hybridrl.tracking.console import warn
 
 ROWS, MOST_ROWS = 8, 64  # rows of each data source, and of a dataset with many of them
@@ -89,24 +89,17 @@ class TrialRow:
         return [one for one in self.responses if one.kind == kind]
 
 
-def try_reward(
-    reward: RewardConfig,
-    longest: int,
-    decoder: ResponseDecoder | None,
-    datasets: Datasets,
-    findings: Findings,
-    log: Path,
-    seconds: float,
-) -> int:
-    """Load the reward in its own process and report how it scores a few rows, for `seconds` at most; 0: it is only
-    loaded. Texts are encoded and decoded as a run's responses, which have up to `longest` tokens; without a `decoder` a
-    reward gets texts only. Returns how many responses had no score by then; raises ConfigError if it does not load."""
+def try_reward(subject: Subject, findings: Findings, log: Path, seconds: float) -> int:
+    """Load the reward in its own process and report how it scores a few rows of the datasets, for `seconds` at most; 0:
+    it is only loaded. Texts are encoded and decoded as a run's responses; without a tokenizer a reward gets texts only.
+    Returns how many responses had no score by then; raises ConfigError if it does not load."""
+    reward, datasets = subject.config.reward, subject.datasets
     sources = {source for data in datasets.values() for source in data.data_sources}
-    _report_left_out(reward, decoder, datasets, findings)
+    _report_left_out(subject, findings)
     try:
         with Rescorer(replace(reward, num_workers=1, retries=0), sources, log) as rescorer:
             rows = _rows(datasets, uses_built_in(reward)) if seconds else []
-            begun = _score_rows(rescorer, rows, decoder, seconds)
+            begun = _score_rows(rescorer, rows, subject.decoder, seconds)
     except ScorerDied as error:
         findings.warn("reward.load", f"{error}, so it was not tried")
         return 0
@@ -119,7 +112,7 @@ def try_reward(
         _compare(place, tried, findings)
         _report_wrong(place, [row for row in tried if _learns(row)], findings)
         _report_unstable(place, tried, findings)
-        _report_long(place, tried, longest, findings)
+        _report_long(place, tried, subject.config.data.max_response_length, findings)
     return sum(response.score is None for row in begun for response in row.responses)
 
 
@@ -160,20 +153,18 @@ def _request(prompt: Prompt, response: TrialResponse, decoder: ResponseDecoder |
     return ScoringRequest(prompt.data_source, response.text, prompt.ground_truth, prompt.extra_info, ids)
 
 
-def reject_failing_reward(
-    reward: RewardConfig, longest: int, decoder: ResponseDecoder | None, datasets: Datasets, log: Path
-) -> None:
+def reject_failing_reward(subject: Subject, log: Path) -> None:
     """Try the reward before anything heavy starts. Prints warnings; raises ConfigError if it does not load, or scores
     no row of a data source. One with a limited rate of calls is only loaded; one that is called in the driver, where
     nothing ends a call, is not called. What an earlier run has tried is not tried again."""
-    limited, tried = seconds_between_calls(reward), _identity(reward, longest, decoder, datasets)
+    reward, tried = subject.config.reward, _identity(subject)
     findings = _TRIED.get(tried)
     if findings is None:
         findings = Findings()
         if reward.num_workers:
-            try_reward(reward, longest, decoder, datasets, findings, log, 0 if limited else SECONDS)
+            try_reward(subject, findings, log, 0 if seconds_between_calls(reward) else SECONDS)
         else:
-            _report_left_out(reward, decoder, datasets, findings)
+            _report_left_out(subject, findings)
         if not findings.errors:
             _TRIED[tried] = findings
     for finding in findings.items:
@@ -182,9 +173,10 @@ def reject_failing_reward(
     findings.close()
 
 
-def _identity(reward: RewardConfig, longest: int, decoder: ResponseDecoder | None, datasets: Datasets) -> str:
+def _identity(subject: Subject) -> str:
     """Return a hash of what decides the findings: the reward with its files, the rows, the longest response."""
-    rows = {key: (sorted(prompts.data_sources), spread_rows(prompts)) for key, prompts in datasets.items()}
+    reward, longest, decoder = subject.config.reward, subject.config.data.max_response_length, subject.decoder
+    rows = {key: (sorted(prompts.data_sources), spread_rows(prompts)) for key, prompts in subject.datasets.items()}
     left_out = decoder and (decoder.tokenizer.name_or_path, decoder.left_out)
     return fingerprint(asdict(reward), reward_code(reward), rows, longest, left_out, default=str)
 
@@ -235,10 +227,11 @@ def _as_text(truth: Any, scorer: str | None) -> str:
 # -- what the scores say -----------------------------------------------------------------------------------------------
 
 
-def _report_left_out(reward: RewardConfig, decode: ResponseDecoder | None, data: Datasets, findings: Findings) -> None:
+def _report_left_out(subject: Subject, findings: Findings) -> None:
     """Warn of tokens that are left out of every response, and that a file of the reward or a ground truth names."""
-    texts = [(str(file), file.read_text(errors="replace")) for file in reward_files(reward)]
-    for key, prompts in data.items():
+    decode = subject.decoder
+    texts = [(str(file), file.read_text(errors="replace")) for file in reward_files(subject.config.reward)]
+    for key, prompts in subject.datasets.items():
         some = (prompts[index] for index in range(0, len(prompts), 1 + len(prompts) // SEARCHED))
         texts += [(f"{key}, ground truth of row {one.row}", str(one.ground_truth)) for one in some]
     for name in [decode.tokenizer.decode([token]) for token in decode.left_out] if decode else ():

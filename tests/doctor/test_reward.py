@@ -10,10 +10,10 @@ from transformers import Qwen2Tokenizer
 from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.findings import Findings
 from hybridrl.data.prompts import Prompt
-from hybridrl.data.tokenizer import ResponseDecoder
 from hybridrl.doctor.__main__ import main
 from hybridrl.doctor.full import try_on_rows
 from hybridrl.runs.reward_trial import reject_failing_reward, spread_rows
+from hybridrl.runs.trials import Subject
 
 NULL = {"style": "model", "ground_truth": None}
 ROWS = [
@@ -173,7 +173,7 @@ def tried(command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path, monkeyp
         findings = Findings()
         config = load_ppo_config([*command, *own, *more])
         validation = {"data.val_files": rows(*others["validation"])} if others else {}
-        try_on_rows(config, tokenizer, {"data.train_files": rows(*pairs)} | validation, findings, seconds)
+        try_on_rows(Subject(config, tokenizer, {"data.train_files": rows(*pairs)} | validation), findings, seconds)
         return findings.items
 
     return run
@@ -350,13 +350,12 @@ def test_rows_are_spread_over_sources_and_over_the_data():
 def reject(command: list[str], tokenizer: Qwen2Tokenizer, tmp_path: Path) -> Callable[..., None]:
     """Try a reward, given as source, on rows of one data source, as a run does before it starts."""
 
-    def run(source: str, *truths: str, tokenizer: Qwen2Tokenizer = tokenizer, ends=(), more=()) -> None:
+    def run(source: str, *truths: str, tokenizer: Qwen2Tokenizer = tokenizer, more=()) -> None:
         (tmp_path / "reward.py").write_text(source)
         config = load_ppo_config([*command, f"reward.custom_reward_function.path={tmp_path}/reward.py", *more])
         prompts = rows(*[("mine", truth) for truth in truths])
         data = {"data.train_files": prompts}
-        decoder = ResponseDecoder(tokenizer, tokenizer.convert_tokens_to_ids([*ends]))
-        reject_failing_reward(config.reward, config.data.max_response_length, decoder, data, tmp_path / "log")
+        reject_failing_reward(Subject(config, tokenizer, data), tmp_path / "log")
 
     return run
 
@@ -404,14 +403,15 @@ def compute_score(solution_str, ground_truth):
 """
 
 
-@pytest.mark.parametrize("ends", [(), ("</answer>",)], ids=["no end token", "one that ends responses"])
+@pytest.mark.parametrize("ends", [False, True], ids=["no end token", "one that ends responses"])
 def test_a_reward_is_tried_on_the_text_that_a_run_gives_it(reject, tokenizer, capsys, ends):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens(["<answer>", "</answer>"], special_tokens=True)
-    reject(TAGGED, "1", "2", tokenizer=tokenizer, ends=ends)
+    tokenizer.eos_token = "</answer>" if ends else tokenizer.eos_token
+    reject(TAGGED, "1", "2", tokenizer=tokenizer)
     printed = " ".join(capsys.readouterr().out.split())
-    assert ("on 2 of 2 rows the ground truth scores no more than an empty response" in printed) == bool(ends)
-    assert ("reward.py: </answer> is left out of what a reward reads" in printed) == bool(ends)
+    assert ("on 2 of 2 rows the ground truth scores no more than an empty response" in printed) == ends
+    assert ("reward.py: </answer> is left out of what a reward reads" in printed) == ends
 
 
 @pytest.mark.parametrize("more", [(), ("reward.reward_manager.name=rate_limited",)])

@@ -92,7 +92,9 @@ class Faked(ModelEvaluation):
     def runner(self, sessions, merge, directory) -> Iterator[EpisodeRunner]:
         self.asked: list[tuple[int, int, float]] = []
         caller = CallerScorer(self.config.reward, self.sources)
-        with ScorerPool(self.config.reward, scorers=[DecodingScorer(caller, required(self.decoder))]) as scorers:
+        with ScorerPool(
+            self.config.reward, scorers=[DecodingScorer(caller, required(self.subject.decoder))]
+        ) as scorers:
             yield EpisodeRunner(Engine(self), scorers, self.config.eval.seed)
 
 

@@ -11,8 +11,7 @@ from hybridrl.config.values import value_keys
 from hybridrl.core.training.optimizer import schedule
 from hybridrl.health import History
 from hybridrl.health.rules import custom_rules
-from hybridrl.runs.algorithm_trial import try_schedule
-from hybridrl.runs.setup import custom_sinks, try_sinks
+from hybridrl.runs.trials import custom_sinks, try_schedule, try_sink
 from tests.core.training.test_optimizer import config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extensions.md").read_text(encoding="utf-8")
@@ -34,7 +33,7 @@ def test_the_keys_of_the_table_exist() -> None:
 
 def test_the_page_s_sink_writes_the_best_steps_and_resumes(file: Path, tmp_path: Path) -> None:
     name = f"{file}:Mails"
-    try_sinks(["console", name], "project", "run")
+    try_sink(name, "project", "run")
     assert [*tmp_path.glob("*.best")] == [], "the trial leaves nothing behind"
     make = custom_sinks(["console", name])[name]
     sink = make(tmp_path, "project", "run", {}, {"best": 0.5}, False)

@@ -46,6 +46,7 @@ from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import as_chat, end_tokens
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.runs.plugins import load
+from hybridrl.runs.trials import Subject, Trial
 from hybridrl.tracking.console import info
 
 MODE = f"{MULTI_TURN}.tokenization_sanity_check_mode"
@@ -197,14 +198,10 @@ def episode_logs(rollout: RolloutConfig, trainer: schema.TrainerConfig, logs: Pa
     return [str(logs / f"episodes-{index}.log") for index in range(count)]
 
 
-def check_episodes(
-    config: EpisodesConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    datasets: Mapping[str, PromptDataset],
-    findings: Findings,
-) -> None:
-    """Add what cannot work: a chat template whose turns cannot be continued exactly, files of environments and tools,
+def check_episodes(subject: Subject, findings: Findings) -> None:
+    """Add errors about a chat template whose turns cannot be continued exactly, files of environments and tools,
     prompts that are too long with the schemas of the tools, and calls that cannot be read."""
+    config, tokenizer, datasets = subject
     section, data, trainer = config.actor_rollout_ref, config.data, config.trainer
     rollout, model, multi_turn = section.rollout, section.model, section.rollout.multi_turn
     settings, continued = environment_settings(section), continues_rollouts(trainer.v1, rollout)
@@ -231,6 +228,14 @@ def check_episodes(
     if not findings.errors:
         with findings.gathered():
             _check_format(multi_turn.format, kit, made)
+
+
+def _applies(subject: Subject) -> bool:
+    environments = {name for rows in subject.datasets.values() for name in rows.environments}
+    return runs_episodes(subject.config.actor_rollout_ref.rollout, environments)
+
+
+TRIAL = Trial(MULTI_TURN, _applies, check_episodes)
 
 
 def _check_format(format: str, kit: Kit, made: Sequence[Environment | AgentLoop]) -> None:

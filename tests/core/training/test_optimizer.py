@@ -8,7 +8,7 @@ from torch.optim import AdamW
 from hybridrl.config import ConfigError
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.core.training.optimizer import Optimizers, build_optimizers, schedule
-from hybridrl.runs.algorithm_trial import try_schedule
+from hybridrl.runs.trials import try_schedule
 from tests.sections import section_of
 
 OPTIMIZER = "actor_rollout_ref.actor.optim"

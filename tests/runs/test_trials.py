@@ -1,11 +1,13 @@
 """Custom estimators and losses on made-up groups: what works passes, what no step could use is named."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.config.catalog import ESTIMATORS, POLICY_LOSSES
 from hybridrl.core.algorithms.algorithm import bind, find_estimator
-from hybridrl.runs.algorithm_trial import try_estimator, try_policy_loss
+from hybridrl.runs.trials import TRIALS, Subject, try_estimator, try_policy_loss
 from tests.core.algorithms.parameters import ESTIMATOR_PARAMETERS, LOSS_PARAMETERS
 
 
@@ -100,3 +102,12 @@ def test_a_loss_that_no_update_could_use_is_rejected(tmp_path, body, cause):
 def test_every_loss_of_the_catalog_passes(name):
     per_token, gradient = try_policy_loss(name, LOSS_PARAMETERS)
     assert per_token.shape == gradient.shape == (9,)
+
+
+@pytest.mark.parametrize("enable", [False, True])
+def test_a_trial_applies_where_its_key_names_a_custom_function(enable):
+    trainer = SimpleNamespace(logger=["console", "mine.py:Sink"], health_rules=[])
+    critic = SimpleNamespace(enable=enable, optim=SimpleNamespace(lr_scheduler_type="mine.py:half"))
+    config = SimpleNamespace(trainer=trainer, critic=critic, optim=SimpleNamespace(lr_scheduler_type="cosine"))
+    applying = [trial.key for trial in TRIALS if trial.applies(Subject(config))]
+    assert applying == ["trainer.logger", *["critic.optim.lr_scheduler_type"] * enable]

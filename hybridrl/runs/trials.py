@@ -1,22 +1,27 @@
-"""A custom advantage estimator, policy loss or learning-rate schedule on made-up values: tried before anything heavy
-starts, and shown by `python -m hybridrl.doctor algorithm FILE.py:NAME`, which reads no data and starts nothing."""
+"""Trials before a run: custom functions are called with made-up values before models and rows are read, and plug-ins
+try the rows. `python -m hybridrl.doctor algorithm FILE.py:NAME` shows what a custom estimator or loss returns."""
 
 import argparse
 import math
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from inspect import signature
-from typing import Any
+from operator import attrgetter
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import CONF, SHIPPED
-from hybridrl.config.custom_code import call_custom, load_function
-from hybridrl.config.findings import ConfigError
+from hybridrl.config.custom_code import bind_named, call_custom, load_function
+from hybridrl.config.findings import ConfigError, Findings
 from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.config.schema_parts import AlgorithmConfig
@@ -24,13 +29,68 @@ from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
 from hybridrl.core.training.optimizer import custom_schedule
+from hybridrl.data.tokenizer import ResponseDecoder, end_tokens
+from hybridrl.health import Diagnosis, History
+from hybridrl.health.rules import KEY as RULES
+from hybridrl.runs.plugins import load, names
 from hybridrl.runs.settings import build_algorithm, build_policy_plan
 from hybridrl.tracking.console import Terminal
+from hybridrl.tracking.sink import SampleRow, Sink
 
 ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
-PAGE = "docs/algorithms.md"
-TRIAL = 10  # made-up updates of a run, with which a custom schedule is tried
+SINKS, RUN = "trainer.logger", ("project_name", "experiment_name")
+PAGE, EXTENSIONS = "docs/algorithms.md", "docs/extensions.md"
+UPDATES, STEPS = 10, 20  # of the made-up runs with which custom schedules and health rules are tried
+# A custom sink's constructor gets those of these parameters that it has.
+PARAMETERS = ("run_dir", "project", "name", "config", "saved", "offline")
+# The calls of a custom sink in its trial.
+CALLS: dict[str, tuple[Any, ...]] = {
+    "log": (0, {"timing_s/start_up": 1.0}),
+    "samples": (0, [SampleRow("2+2?", "4", "4", 1.0)]),
+    "state_dict": (),
+    "close": (),
+}
+# Metrics of a step in which all is well, but for the score, which rises.
+WELL = {
+    "critic/score/max": 1.0,
+    "critic/score/min": 0.0,
+    "actor/entropy": 0.5,
+    "actor/grad_norm": 0.3,
+    "response_length/mean": 100.0,
+    "timing_s/step": 10.0,
+}
 GROUPS, LENGTHS, SCORES = 2, (3, 1, 2), (1.0, 0.0, 0.5)  # tokens and scores of the responses, in turn
+
+
+class Subject(NamedTuple):
+    """A configuration to try; later with its tokenizer, and the datasets that could be read, by key or file."""
+
+    config: Any
+    tokenizer: PreTrainedTokenizerBase | None = None
+    datasets: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def decoder(self) -> ResponseDecoder | None:
+        """The decoder of a run's responses."""
+        if self.tokenizer is None:
+            return None
+        return ResponseDecoder(self.tokenizer, end_tokens(self.config.actor_rollout_ref.model.path, self.tokenizer))
+
+
+class Trial(NamedTuple):
+    """A trial of what `key` names, if it `applies`; `run` adds findings, or raises ConfigError."""
+
+    key: str
+    applies: Callable[[Subject], bool]
+    run: Callable[[Subject, Findings], None]
+
+
+def run_trials(subject: Subject, findings: Findings) -> None:
+    """Run the trials of custom functions, or if the subject has a tokenizer those of the plug-ins `trial.NAME`."""
+    for trial in TRIALS if subject.tokenizer is None else [load(f"trial.{name}") for name in names("trial")]:
+        if trial.applies(subject):
+            with findings.gathered():
+                trial.run(subject, findings)
 
 
 def scored_batch(lengths: Tensor, group: Tensor, sample: Tensor, rewards: Tensor) -> Batch:
@@ -116,17 +176,91 @@ def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tens
 def try_schedule(key: str, config: OptimizerConfig) -> None:
     """Call a custom schedule with each update of a made-up run, and the one after; raises ConfigError if it fails, or
     returns what no update could use."""
-    name = config.lr_scheduler_type
-    if ":" not in name:
-        return
-    function = custom_schedule(config, key)
-    for update in range(TRIAL + 1):
-        trial = f"at update {update} of {TRIAL}"
-        factor = call_custom(key, name, function, update, TRIAL, trial=trial, page="docs/extensions.md")
+    name, function = config.lr_scheduler_type, custom_schedule(config, key)
+    for update in range(UPDATES + 1):
+        trial = f"at update {update} of {UPDATES}"
+        factor = call_custom(key, name, function, update, UPDATES, trial=trial, page=EXTENSIONS)
         number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not number or not 0 <= factor < math.inf:
-            cause = f"{key}={name}: {trial} it returns {factor!r:.60}"
-            raise ConfigError(cause, fix="return the factor of the learning rate, a number of at least 0", keys=key)
+            expected = "the factor of the learning rate, a number of at least 0"
+            raise _unusable(key, name, f"it returns {factor!r:.60}", expected, trial)
+
+
+def custom_sinks(loggers: list[str]) -> dict[str, Callable[..., Sink]]:
+    """Return the custom sinks among the loggers, as functions of the values of PARAMETERS."""
+    return {name: lambda *values, name=name: _sink_maker(name, *values)() for name in loggers if ":" in name}
+
+
+def _sink_maker(name: str, *values: Any) -> Callable[[], Sink]:
+    return bind_named(load_function(name, SINKS), dict(zip(PARAMETERS, values, strict=True)))
+
+
+def try_sink(name: str, project: str, run: str) -> None:
+    """Make a custom sink with `offline=True` in a directory that is deleted, have it log one made-up step, and close
+    it; raises ConfigError if it cannot be used."""
+    with tempfile.TemporaryDirectory() as directory:
+        make = _sink_maker(name, Path(directory), project, run, {}, {}, True)
+        sink = call_custom(SINKS, name, make, trial="when it is created", page=EXTENSIONS)
+        if not isinstance(sink, Sink):
+            cause = f"{SINKS}={name} is no subclass of hybridrl.tracking.Sink"
+            raise ConfigError(cause, fix="derive the class from it", keys=SINKS)
+        for method, arguments in CALLS.items():
+            function = getattr(sink, method)
+            call_custom(SINKS, f"{name}.{method}", function, *arguments, trial="in a trial", page=EXTENSIONS)
+
+
+def try_rule(name: str) -> None:
+    """Have a custom health rule judge a made-up run in which all is well, before its first step and after each; raises
+    ConfigError if it fails, or returns what is not a diagnosis."""
+    function, history = load_function(name, RULES), History()
+    for step in range(STEPS + 1):
+        if step:
+            history.add(step, {"critic/score/mean": 0.3 + 0.01 * step, **WELL})
+        trial = f"after {step} made-up steps"
+        diagnosis = call_custom(RULES, name, function, history, trial=trial, page=EXTENSIONS)
+        if not isinstance(diagnosis, Diagnosis | None):
+            expected = "None, or hybridrl.health.Diagnosis(cause, fix)"
+            raise _unusable(RULES, name, f"it returns {diagnosis!r:.60}", expected, trial)
+
+
+def custom_names(config: Any, key: str) -> list[str]:
+    """Return the custom functions that a key names; none if a section is not there, or not enabled."""
+    value = config
+    for part in key.split("."):
+        value = getattr(value, part, None)
+        if getattr(value, "enable", True) is False:
+            return []
+    return [name for name in ([value] if isinstance(value, str) else value or []) if ":" in name]
+
+
+def _of_functions(key: str, call: Callable[[str, Any], object]) -> Trial:
+    """Return the trial of the custom functions that a key names: `call` gets each name, and the configuration."""
+
+    def run(subject: Subject, findings: Findings) -> None:
+        for name in custom_names(subject.config, key):
+            with findings.gathered():
+                call(name, subject.config)
+
+    return Trial(key, lambda subject: bool(custom_names(subject.config, key)), run)
+
+
+def _configured_estimator(name: str, config: Any) -> None:
+    samples, parts = config.actor_rollout_ref.rollout.n, len(config.algorithm.gdpo_reward_keys)
+    try_estimator(name, build_algorithm(config).estimator, samples, parts)
+
+
+def _schedule(optimizer: str) -> Trial:
+    key = f"{optimizer}.lr_scheduler_type"
+    return _of_functions(key, lambda _, config: try_schedule(key, attrgetter(optimizer)(config)))
+
+
+TRIALS = [
+    _of_functions(ESTIMATOR, _configured_estimator),
+    _of_functions(LOSS, lambda name, config: try_policy_loss(name, build_policy_plan(config).loss.parameters)),
+    _of_functions(SINKS, lambda name, config: try_sink(name, *attrgetter(*RUN)(config.trainer))),
+    _of_functions(RULES, lambda name, _: try_rule(name)),
+    *map(_schedule, ("actor_rollout_ref.actor.optim", "critic.optim", "optim")),
+]
 
 
 def _check(key: str, name: str, part: str, value: Any, shape: torch.Size, expected: str) -> None:
@@ -136,8 +270,8 @@ def _check(key: str, name: str, part: str, value: Any, shape: torch.Size, expect
         raise _unusable(key, name, f"{part} is not finite: {value.tolist()}", expected)
 
 
-def _unusable(key: str, name: str, what: str, expected: str) -> ConfigError:
-    return ConfigError(f"{key}={name}: on made-up groups {what}", fix=f"return {expected}", keys=key)
+def _unusable(key: str, name: str, what: str, expected: str, trial: str = "on made-up groups") -> ConfigError:
+    return ConfigError(f"{key}={name}: {trial} {what}", fix=f"return {expected}", keys=key)
 
 
 def _kind(value: Any) -> str:
