@@ -34,7 +34,7 @@ KNOWN_TO = {
         "core/training/worker.py",
         "core/rollout/fleet.py",
         "agents/environments/pool.py",
-        "doctor/machines.py",
+        "doctor/cluster.py",
     ),
     "vllm": ("core/rollout/vllm/", "model_merger/source.py"),
     "hydra": ("config/compose.py",),

@@ -207,7 +207,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
         "rows:show_template",
         "MODEL [--format FORMAT]: checks a model's chat template for several turns, and shows a conversation's mask",
     ),
-    "cluster": ("machines:main", "[key=value ...]: tries the machines of a Ray cluster together, without a run"),
+    "cluster": ("cluster:main", "[key=value ...]: tries the machines of a Ray cluster together, without a run"),
     "migrate": (
         "migrate",
         "run.sh: reads a launch script for verl, reports every difference and prints the command for hybridrl",

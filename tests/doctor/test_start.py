@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 
 from hybridrl import main_ppo
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
-from hybridrl.config.findings import Findings
+from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import load_ppo_config, load_sft_config
+from hybridrl.core.cluster.session import RayMachine
 from hybridrl.doctor import start
 from hybridrl.doctor.machine import GIB, installed
 from hybridrl.runs.prepare import prepare
@@ -161,3 +163,55 @@ def test_copies_for_a_checkpoint_count_in_a_step_if_one_is_kept_before_the_end_a
         rooms[1].check()
     monkeypatch.setattr(start, "shared_bytes", lambda pids: 9 * GIB)
     rooms[1].check()
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster_config(command: list[str], monkeypatch: pytest.MonkeyPatch) -> PPOConfig:
+    """Two machines with four GPUs each of an existing Ray cluster, engines over two."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    config = load_ppo_config(command)
+    config.trainer.device, config.trainer.nnodes, config.trainer.n_gpus_per_node = "cuda", 2, 4
+    config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
+    return config
+
+
+def device_findings(config: PPOConfig, *machines: tuple[float, float], free: float) -> list[Finding]:
+    findings = Findings()
+    totals = [{"GPU": gpus, "CPU": cpus} for gpus, cpus in machines]
+    unused = [{"GPU": free, "CPU": free}, *[{}] * (len(totals) - 1)]
+    cluster = [RayMachine("", "", total, rest) for total, rest in zip(totals, unused, strict=True)]
+    start.check_devices(config, findings, lambda _: cluster)
+    return findings.items
+
+
+def test_ranks_and_engines_are_counted(cluster_config):
+    plan, ray = device_findings(cluster_config, (4, 32), (8, 64), free=12)
+    assert plan.text == "8 GPUs on 2 machines: 8 training ranks, 4 rollout engines over 2 of them"
+    assert ray.severity == "info"
+
+
+@pytest.mark.parametrize(
+    ("machines", "free", "severity", "cause"),
+    [
+        ([(4, 32), (2, 32), (2, 32)], 8, "error", "machine 2 of 2 is missing in the Ray cluster"),
+        ([(4, 2), (4, 2)], 4, "error", "machine 1 of 2 is missing, machine 2 of 2 is missing"),
+        ([(4, 32), (4, 32)], 7, "warning", "others are using the devices now"),
+    ],
+    ids=["spread over too many machines", "fewer CPUs than GPUs", "in use by others"],
+)
+def test_devices_that_a_run_cannot_have_are_named(cluster_config, machines, free, severity, cause):
+    _, ray = device_findings(cluster_config, *machines, free=free)
+    assert ray.severity == severity and cause in ray.cause
+
+
+def test_a_ray_that_does_not_respond_is_an_error_without_a_wait(cluster_config, monkeypatch):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        findings = Findings()
+        start.check_devices(cluster_config, findings)
+    assert findings.errors[0].cause.startswith(f"no Ray responds at {address}")

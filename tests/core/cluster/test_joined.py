@@ -21,7 +21,7 @@ from hybridrl.config import ConfigError
 from hybridrl.core.cluster import RaySession, session
 from hybridrl.core.cluster.session import RayMachine, describe_room, joined, missing_machines, request_of
 from hybridrl.doctor.__main__ import main
-from hybridrl.doctor.machines import describe_reservations, probe_run, probe_session
+from hybridrl.doctor.cluster import describe_reservations, probe_run, probe_session
 from tests.core.cluster.machines import TOP, two_machines
 
 KILLED = """

@@ -6,12 +6,13 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import ray._private.worker
@@ -22,7 +23,8 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hybridrl.config import PPOConfig
-from hybridrl.config.findings import Findings
+from hybridrl.config.files import holds_adapter, resolve_model
+from hybridrl.config.findings import Finding, Findings, Severity
 from hybridrl.config.load import resolve_config
 from hybridrl.core import device as devices
 from hybridrl.core.cluster.failures import cause
@@ -38,18 +40,15 @@ from hybridrl.core.cluster.session import (
     request_of,
 )
 from hybridrl.doctor import add_run_arguments, show
-from hybridrl.doctor.facts import (
-    CLOCK,
-    DIRECTORY,
-    DRIVER,
-    NETWORK,
-    OF_DRIVER,
+from hybridrl.doctor.machine import (
+    SHARED_MEMORY,
+    SHOWN,
+    TEMPORARY,
     Facts,
     check_directory,
-    compare,
     machine_facts,
     reach,
-    shared_paths,
+    script_of,
 )
 from hybridrl.runtime.environment import joins, worker_environment
 from hybridrl.runtime.guard import end_with_parent
@@ -61,6 +60,34 @@ START = (
 )
 START_SECONDS = 300.0  # for a process to import torch, from a slow disk too
 COLLECTIVE_SECONDS, PAIR_SECONDS = 60.0, 10.0
+VERSIONS = ("hybridrl", *SHOWN, "CUDA", "NCCL", "VLLM_NCCL_SO_PATH", "Python", "CUDA driver")
+OF_DRIVER = ("hybridrl", "ray", "transformers", "Python")  # the driver's torch may be another build
+DRIVER, DIRECTORY, NETWORK, CLOCK = "driver", "run directory", "network", "clock offset in s"
+CLOCK_SECONDS = 2.0
+# What only the driver reads.
+DRIVER_ONLY = ("data.train_files", "data.val_files", "data.custom_cls", "data.sampler", "algorithm.adv_estimator")
+DRIVER_SECTIONS = ("trainer", "own")
+
+
+def shared_paths(values: Mapping[str, Any], place: str = "") -> dict[str, str]:
+    """Return the models, .py files and modules that a configuration names and every machine reads, by key."""
+    paths: dict[str, str] = {}
+    for name, value in values.items():
+        key = f"{place}{name}"
+        if key in DRIVER_SECTIONS or key.startswith(DRIVER_ONLY):
+            continue
+        if isinstance(value, Mapping):
+            paths |= shared_paths(value, f"{key}.")
+        for item in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
+            if isinstance(item, str) and (name == "external_lib" or _is_shared(item)):
+                paths[f"{key}={item}"] = item
+    return paths
+
+
+def _is_shared(value: str) -> bool:
+    if value.startswith("pkg://") or os.path.isfile(script_of(value)):
+        return True
+    return os.path.isdir(value) and ((resolve_model(value) / "config.json").is_file() or holds_adapter(value))
 
 
 class Probe:
@@ -228,6 +255,123 @@ def _outcomes(refs: list, timeout: float) -> list[Any]:
     return outcomes
 
 
+def describe_reservations() -> list[str]:
+    """Return the reservations of running jobs; those of a run name its driver."""
+    groups = placement_group_table().values()
+    return [
+        f"{group['name'] or 'unnamed'}: {group['state'].lower()}, {len(group['bundles'])} device(s)"
+        for group in groups
+        if group["state"] != "REMOVED"
+    ]
+
+
+def _check_room(device: str, pools: Mapping[str, tuple[int, int]], findings: Findings) -> None:
+    """Report the machines of the cluster, and what is missing of the machines and devices of each of a run's pools."""
+    machines = read_machines()
+    room = [line for _, size in pools.values() for line in describe_room(machines, request_of(device, size))]
+    lines = [f"{len(machines)} machine(s)", *room, *describe_reservations()]
+    dashboard = ray._private.worker.get_dashboard_url()
+    lines += [f"dashboard: {dashboard}"] if dashboard else []
+    findings.info("cluster.ray", "\n".join([*lines, f"to add a machine: {join_command()}"]))
+    for section, (count, size) in pools.items():
+        for missing in missing_machines(machines, request_of(device, size), count):
+            fix = f"run `{join_command()}` there, or lower {section}.nnodes or {section}.n_gpus_per_node"
+            findings.error("cluster.ray", missing, fix, keys=f"{section}.nnodes", value=count)
+
+
+# -- comparing facts ---------------------------------------------------------------------------------------------------
+
+
+class FactRule(NamedTuple):
+    """Rule for a fact of one machine."""
+
+    severity: Severity
+    code: str
+    wrong: Callable[[Any], bool]
+    fix: str
+
+
+INTERFACE = "the interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME in ray_kwargs.ray_init.runtime_env.env_vars"
+SHARED = "set trainer.default_local_dir to a directory on storage that all machines share"
+RULES = {
+    DIRECTORY: FactRule("error", "cluster.directory", bool, SHARED),
+    NETWORK: FactRule("error", "cluster.network", bool, f"open the ports between the machines, or name {INTERFACE}"),
+    CLOCK: FactRule(
+        "warning", "cluster.clock", lambda value: abs(value) > CLOCK_SECONDS, "synchronize it (chronyc makestep)"
+    ),
+    "memory free in GiB": FactRule("warning", "cluster.free", lambda value: value < 2, "end other programs"),
+    TEMPORARY: FactRule("warning", "cluster.free", lambda value: value < 1, "delete files there"),
+    SHARED_MEMORY: FactRule("warning", "cluster.free", lambda value: value < 1, "mount it with a larger size"),
+}
+
+
+def compare(machines: Mapping[str, Facts]) -> Findings:
+    """Judge the facts of all machines, by their names: a table, and what differs or fails with its fix."""
+    findings = Findings()
+    findings.info("cluster.facts", f"{', '.join(machines)}\n{table(machines)}")
+    for fact, holders in _values(machines).items():
+        if rule := RULES.get(fact):
+            for value, names in holders.items():
+                if rule.wrong(value):
+                    cause = f"{fact}, on {names}: {value}"
+                    findings.add(Finding(rule.code, rule.severity, cause=cause, fix=rule.fix))
+        elif fact in VERSIONS:
+            _compare_versions(fact, holders, findings)
+        else:
+            _compare_paths(fact, holders, findings)
+    return findings
+
+
+def _compare_versions(fact: str, holders: Mapping[Any, str], findings: Findings) -> None:
+    if len(holders) == 1:
+        return
+    cause = f"{fact} differs: {_listed(holders)}"
+    same_minor = len({str(value).rpartition(".")[0] for value in holders}) == 1
+    if fact == "CUDA driver" or (fact == "Python" and same_minor):
+        findings.warn("cluster.versions", cause)
+    else:
+        fix = "install the same on each machine: the same commit of the checkout, then bash scripts/install.sh"
+        findings.error("cluster.versions", cause, fix)
+
+
+def _compare_paths(fact: str, holders: Mapping[Any, str], findings: Findings) -> None:
+    fix = "copy the same files to each machine, or name a path on storage that all machines share"
+    if None in holders:
+        findings.error("cluster.paths", f"{fact} does not exist on {holders[None]}", fix)
+    elif len(holders) > 1:
+        findings.error("cluster.paths", f"{fact} has different contents: {_listed(holders)}", fix)
+
+
+def table(machines: Mapping[str, Facts]) -> str:
+    """Return one line per fact: the value that all machines share, or each value with its machines, marked by `!`."""
+    values = _values(machines)
+    width = max(map(len, values), default=0)
+    lines = []
+    for fact, holders in values.items():
+        rule = RULES.get(fact)
+        wrong = any(map(rule.wrong, holders)) if rule else len(holders) > 1 or None in holders
+        text = _listed(holders) if len(holders) > 1 or wrong else _shown(next(iter(holders)))
+        lines.append(f"{'!' if wrong else ' '} {fact:{width}}  {text}")
+    return "\n".join(lines)
+
+
+def _values(machines: Mapping[str, Facts]) -> dict[str, dict[Any, str]]:
+    """For each fact its values, and for each value the machines that have it."""
+    holders: dict[str, dict[Any, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name, facts in machines.items():
+        for fact, value in facts.items():
+            holders[fact][value].append(name)
+    return {fact: {value: ", ".join(names) for value, names in values.items()} for fact, values in holders.items()}
+
+
+def _listed(holders: Mapping[Any, str]) -> str:
+    return "; ".join(f"{_shown(value)} on {names}" for value, names in holders.items())
+
+
+def _shown(value: Any) -> str:
+    return {None: "missing", "": "-"}.get(value) or f"{value}"
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hybridrl.doctor cluster",
@@ -254,27 +398,3 @@ def main(argv: list[str]) -> int:
             paths = shared_paths(asdict(config))
             findings.add(*probe_machines(read_machines(), config.trainer.device, directory, paths).items)
     return show(findings, as_json=options.json, verdict=True)
-
-
-def describe_reservations() -> list[str]:
-    """Return the reservations of running jobs; those of a run name its driver."""
-    groups = placement_group_table().values()
-    return [
-        f"{group['name'] or 'unnamed'}: {group['state'].lower()}, {len(group['bundles'])} device(s)"
-        for group in groups
-        if group["state"] != "REMOVED"
-    ]
-
-
-def _check_room(device: str, pools: Mapping[str, tuple[int, int]], findings: Findings) -> None:
-    """Report the machines of the cluster, and what is missing of the machines and devices of each of a run's pools."""
-    machines = read_machines()
-    room = [line for _, size in pools.values() for line in describe_room(machines, request_of(device, size))]
-    lines = [f"{len(machines)} machine(s)", *room, *describe_reservations()]
-    dashboard = ray._private.worker.get_dashboard_url()
-    lines += [f"dashboard: {dashboard}"] if dashboard else []
-    findings.info("cluster.ray", "\n".join([*lines, f"to add a machine: {join_command()}"]))
-    for section, (count, size) in pools.items():
-        for missing in missing_machines(machines, request_of(device, size), count):
-            fix = f"run `{join_command()}` there, or lower {section}.nnodes or {section}.n_gpus_per_node"
-            findings.error("cluster.ray", missing, fix, keys=f"{section}.nnodes", value=count)

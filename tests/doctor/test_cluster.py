@@ -9,19 +9,14 @@ from typing import Any
 
 import pytest
 
-from hybridrl.doctor.facts import (
-    CLOCK,
-    DIRECTORY,
-    NETWORK,
+from hybridrl.doctor.cluster import CLOCK, DIRECTORY, NETWORK, compare, shared_paths, table
+from hybridrl.doctor.machine import (
     SHARED_MEMORY,
     TEMPORARY,
     check_directory,
-    compare,
     fingerprint,
     machine_facts,
     reach,
-    shared_paths,
-    table,
 )
 
 MODEL = "actor_rollout_ref.model.path=/models/q"
