@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1986,
     "compat": 3217,
     "config": 4246,
-    "core": 12709,
+    "core": 12624,
     "data": 1724,
     "doctor": 4556,
     "environments": 180,
@@ -24,8 +24,8 @@ LINES = {
     "model_merger": 736,
     "report": 2490,
     "rewards": 3101,
-    "runs": 3216,
-    "runtime": 1566,
+    "runs": 3209,
+    "runtime": 1561,
     "tracking": 1867,
 }
 FILES = {"core": 70, "hybridrl": 246}

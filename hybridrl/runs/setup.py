@@ -21,7 +21,7 @@ from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.load import hyperparameters
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.core import device as devices
-from hybridrl.core.cluster import Group, RaySession, WorkerDied, spawn
+from hybridrl.core.cluster import Group, RaySession, spawn
 from hybridrl.core.cluster.failures import typed
 from hybridrl.core.cluster.session import RayMetricsSink
 from hybridrl.core.trainer import Schedule, Task, Trainer
@@ -74,15 +74,13 @@ class Job(Protocol):
 
 
 class Sessions:
-    """The Ray of one run after another: kept for the next one if that requests the same and the last did not fail. Of
-    one whose worker died, rollout servers on devices of their own are kept for its next attempt. `forks` is where
-    workers come from on CPU."""
+    """The Ray of one run after another, which is reused if the next run requests the same and the last one did not
+    fail. `forks` is where workers come from on CPU."""
 
     def __init__(self, forks: ForkServer | None = None) -> None:
         self.forks = forks
-        self._kept: RaySession | None = None
+        self._session: RaySession | None = None
         self._request: tuple = ()
-        self._failed: SFTTrainerConfig | None = None  # of the run whose worker died, and whose servers are left to it
 
     @contextmanager
     def open(
@@ -92,31 +90,26 @@ class Sessions:
         user_keys: dict[str, Any],
         rollout: tuple[int, int] | None = None,
     ) -> Iterator[RaySession]:
-        """Yield Ray with the devices of a run, on which no actor is left of another; `rollout` is its machines and
-        devices on each, if it has devices of its own."""
+        """Yield Ray with the devices of a run, on which no actor of an earlier one is left; `rollout`: machines for
+        rollout alone, and devices on each."""
         # Processes get the keys of custom code from Ray, which has them from its start.
         request = (trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, user_keys, rollout)
         with stage("starting Ray"):
-            again, self._failed = trainer is self._failed, None
-            if self._kept is None or self._request != request or (again and not self._kept.renew_training()):
+            if self._session is None or self._request != request:
                 self.close()
-                self._kept, self._request = start_session(trainer, ray_init, self.forks, rollout), request
-            elif not again:
-                self._kept.renew()
-            self._kept.kept = {} if rollout else None
-        try:
-            yield self._kept
-        except BaseException as error:
-            if rollout and isinstance(error, WorkerDied):
-                self._failed = trainer
+                self._session, self._request = start_session(trainer, ray_init, self.forks, rollout), request
             else:
-                self.close()
+                self._session.renew()
+        try:
+            yield self._session
+        except BaseException:
+            self.close()
             raise
 
     def close(self) -> None:
-        if self._kept is not None:
-            self._kept.close()
-        self._kept = None
+        if self._session is not None:
+            self._session.close()
+        self._session = None
         gc.unfreeze()  # at the end of the process, libraries report what is left as leaks
 
 

@@ -161,18 +161,13 @@ def begin_actor(log_file: str) -> None:
     """Have an actor end with the Ray of its machine, whose end it does not notice while waiting in a collective, and
     redirect the output of its process and children to a file, to which it writes its stacks on request."""
     end_with_parent(os.getppid(), signal.SIGKILL)
-    redirect_output(log_file)
-    if os.fstat(1).st_size:
-        os.write(1, BEGINS.encode())
-    write_stacks_on_request()
-
-
-def redirect_output(log_file: str) -> None:
-    """Write what this process prints from now on to the end of a file."""
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    if os.fstat(1).st_size:
+        os.write(1, BEGINS.encode())
+    write_stacks_on_request()
 
 
 def bound_log(log_file: Path | None) -> None:

@@ -2,8 +2,7 @@
 
 Every call has a limit, and what is silent is named with its place long before. On a single machine Ray requires its
 token and listens on the loopback only; a cluster that is joined keeps its setup. On CPU actors are forked from a
-process that has imported torch and vLLM already. `RaySession.renew_training` replaces the training ranks and keeps
-rollout servers that have devices of their own.
+process that has imported torch and vLLM already.
 """
 
 from hybridrl.core.cluster.failures import OutOfMemory, RemoteFailure, WorkerDied, cause

@@ -114,24 +114,17 @@ def spawn(
     gpus: int = 0,
     **options: Any,
 ) -> Actor:
-    """Start one actor on a device; `gpus=1` makes it the one that Ray counts as the user of the device. One that the
-    last attempt of a run has left there is taken instead: its `renew` makes it what a new one would be."""
+    """Start one actor on a device; `gpus=1` makes it the one that Ray counts as the user of the device."""
     check_ray()
-    if handle := session.left.pop((actor, rank), None):
-        gather([handle.renew.remote(*args)], f"{actor.__name__}.renew", session.timeout, key=START_LIMIT)
-    else:
-        group, bundle = session.bundle(rank)
-        placement = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        options |= {"num_cpus": 0, "num_gpus": gpus * (session.device == "cuda"), "scheduling_strategy": placement}
-        start: dict[str, Any] = {"env_vars": environment}
-        if session.forks and session.forks.serves(environment):
-            start["py_executable"] = session.forks.launch
-        with typed(f"starting {actor.__name__} {rank}"):
-            remote: Any = ray.remote(actor)
-            handle = remote.options(runtime_env=start, **options).remote(*args)
-    if session.kept is not None and rank >= session.rollout.first and hasattr(actor, "renew"):
-        session.kept[actor, rank] = handle  # for the next attempt
-    return handle
+    group, bundle = session.bundle(rank)
+    placement = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    options |= {"num_cpus": 0, "num_gpus": gpus * (session.device == "cuda"), "scheduling_strategy": placement}
+    start: dict[str, Any] = {"env_vars": environment}
+    if session.forks and session.forks.serves(environment):
+        start["py_executable"] = session.forks.launch
+    with typed(f"starting {actor.__name__} {rank}"):
+        remote: Any = ray.remote(actor)
+        return remote.options(runtime_env=start, **options).remote(*args)
 
 
 def kill(actor: Actor) -> None:

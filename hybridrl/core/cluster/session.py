@@ -20,13 +20,12 @@ import ray._private.utils
 import ray._private.worker
 import ray._raylet
 from ray._raylet import Config
-from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.metrics import Gauge
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.core.cluster.failures import WorkerDied, typed
+from hybridrl.core.cluster.failures import typed
 from hybridrl.runtime.environment import ForkServer, joins, ray_token
 from hybridrl.runtime.guard import REQUESTS
 from hybridrl.runtime.keeper import PrivateDirectory
@@ -35,7 +34,6 @@ from hybridrl.tracking.sink import Sink
 
 OWN_RAY_SECONDS = 60.0  # for a Ray that was started here to reserve its devices
 POLL_SECONDS = 2.0
-READY_SECONDS = 10.0  # for the actors of an earlier attempt to respond
 REPORT_SECONDS = 60.0  # between reports of what is missing
 COMPONENTS = ("raylet", "gcs_server")
 CPU_DEVICE = 0.01  # CPUs that a virtual CPU device requests from Ray: they share cores, which Ray must not ration
@@ -47,8 +45,6 @@ HTTP2_PREFACE, HTTP2_SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0
 METRIC, TAGS = "hybridrl_metric", ("metric", "project", "experiment")
 
 logger = logging.getLogger(__name__)
-
-Place = tuple[type, int]  # an actor's class, and its device
 
 
 @dataclass(frozen=True)
@@ -223,10 +219,6 @@ class RaySession:
         self.places = [(group, bundle) for group, size in enumerate(self.sizes) for bundle in range(size)]  # by device
         self.groups: dict[int, PlacementGroup] = {}  # one for each machine of a pool, in their order
         self.nodes: list[str] = []  # of the groups
-        # Actors on devices for rollout alone: those of this attempt, which a next one may take over (None: none may),
-        # and those of the last one, until `spawn` takes them.
-        self.kept: dict[Place, ActorHandle] | None = None
-        self.left: dict[Place, ActorHandle] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
             start_ray(ray_init, self.directory)
@@ -235,31 +227,18 @@ class RaySession:
 
     def renew(self) -> None:
         """End all actors on the devices, and reserve these again for another run."""
-        self.left = {}
-        self._release(list(self.groups))
+        self._release()
         self._reserve()
 
-    def renew_training(self) -> bool:
-        """End all actors on the devices for training, which are not those for rollout, and reserve these again. Returns
-        whether what is kept on the others responds: it is left to the run's next attempt."""
-        self.left, self.kept = self.kept or {}, None
-        try:
-            self._release(list(range(self.training.machines)))
-            self._reserve()
-            return bool(ray.get([one.__ray_ready__.remote() for one in self.left.values()], timeout=READY_SECONDS))
-        except (RayError, WorkerDied, ConfigError):  # Ray has ended, or has no other machine for one that has
-            return False
-
-    def _release(self, groups: Sequence[int]) -> None:
-        for group in groups:
-            remove_placement_group(self.groups.pop(group))
+    def _release(self) -> None:
+        while self.groups:
+            remove_placement_group(self.groups.popitem()[1])
 
     @typed("reserving the devices")
     def _reserve(self) -> None:
         """Reserve one group of devices per machine; says at once, and from time to time, what it waits for."""
         sizes = self.sizes
         began, reported, ready, timeout = time.monotonic(), float("-inf"), [], self.timeout
-        there = len(self.groups)
         while True:
             for index, (size, target) in enumerate(zip(sizes, self._targets(sizes), strict=False)):
                 if index not in self.groups:
@@ -269,11 +248,11 @@ class RaySession:
                     self.groups[index] = group
                     ready.append(group.ready())
             done = len(ray.wait(ready, num_returns=len(ready), timeout=POLL_SECONDS)[0]) if ready else 0
-            if there + done == len(sizes):
+            if done == len(sizes):
                 tables = [placement_group_table(self.groups[index]) for index in range(len(sizes))]
                 self.nodes = [table["bundles_to_node_id"][0] for table in tables]
                 return
-            state, now = self._room(there + done), time.monotonic()
+            state, now = self._room(done), time.monotonic()
             if now - began >= timeout:
                 fix = f"lower them, or wait until other jobs end (ray status): {state}"
                 raise ConfigError(f"Ray had no room within {timeout:g} s for {self._request}", fix=fix)
@@ -339,7 +318,7 @@ class RaySession:
         """Release the devices, ending all actors on them, and stop the Ray that was started here."""
         if self.joined:
             with suppress(RayError):  # it is lost, and the devices are free
-                self._release(list(self.groups))
+                self._release()
         ray.shutdown()
         if self.directory:
             self.directory.close()

@@ -247,9 +247,6 @@ class RolloutEngine(WeightTarget, Protocol):
     async def connect(self) -> None:
         """Prepare to receive weights."""
 
-    async def renew(self, log_file: str) -> None:
-        """Become what `connect` made of the new engine, for the run's next attempt, and write to its log."""
-
     async def generate(self, request: Request) -> Completion:
         """Sample one response; called for many requests at a time. RequestFault if the engine rejects this one. It is
         queued before this first waits, which `hold` and `release` need."""

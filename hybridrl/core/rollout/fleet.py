@@ -96,7 +96,6 @@ class RolloutFleet:
         self.tp_size = rollout.tensor_model_parallel_size
         self.ladder = MemoryLadder(rollout, session.device, engine.cache_bytes)
         self.built_with: dict[int, Settings] = {}
-        self.started_with = self.ladder.settings
         self.oom_kills: dict[int, int | None] = {}  # of this machine, when a server was spawned
         self.log_starts: dict[int, int] = {}  # the sizes of the logs then
         count = session.rollout.devices // self.tp_size
@@ -130,7 +129,7 @@ class RolloutFleet:
         the pending calls."""
         if gpus is None:
             self.holders, gpus = hold_devices(self.session, self.startup_timeout)
-        self.gpus, self.started_with = gpus, self.ladder.settings
+        self.gpus = gpus
         return [self._start(index) for index in range(len(self))]
 
     def finish_start(
@@ -233,8 +232,6 @@ class RolloutFleet:
         self.dead.pop(index, None)
         self.servers.actors[index] = self._spawn(index, self.servers.logs[index])
         self._finish(index, self._start(index))
-        if self.ladder.settings != self.started_with:
-            self.session.kept = None  # a next attempt would not start with these
         if asleep:
             self.servers.only([index]).broadcast(RolloutEngine.sleep, timeout=self.timeout)
 
@@ -268,9 +265,6 @@ class RolloutFleet:
 
 class DeviceHolder:
     """What Ray counts as the user of a device, whose GPU an engine gets by its number."""
-
-    def renew(self) -> None:
-        """Hold it for the engine of the run's next attempt, too."""
 
     def gpus(self) -> list[str]:
         return [str(number) for number in ray.get_gpu_ids()]

@@ -39,11 +39,6 @@ class RolloutServer:
         work_in_private()  # an engine leaves its sockets behind, and its processes if this one is killed
         self.begin(Path(log_file))
 
-    def renew(self, log_file: str) -> None:
-        """Serve the run's next attempt, which will `start` the same engine."""
-        begin_actor(log_file)
-        self.log, self.log_start, self.oom_kills = Path(log_file), Path(log_file).stat().st_size, oom_kills()
-
     def begin(self, log: Path) -> None:
         """Begin without an engine, which `start` builds; the log has lines of earlier servers."""
         self.log, self.log_start, self.oom_kills = log, log.stat().st_size, oom_kills()
@@ -61,10 +56,7 @@ class RolloutServer:
         rollout: RolloutConfig,
         engines_per_machine: int,
     ) -> int:
-        """Build the engine, whose weights arrive later, or renew an earlier attempt's. Returns this process's id."""
-        if self.engine is not None:
-            await self._renew_engine()
-            return os.getpid()
+        """Build the engine, whose weights arrive later. Returns this process's id."""
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         if device == "cpu":
@@ -74,12 +66,6 @@ class RolloutServer:
             self.engine = entry.build(device, model, rollout, engines_per_machine)
             await self.engine.connect()
         return os.getpid()
-
-    async def _renew_engine(self) -> None:
-        await required(self.engine).interrupt()  # what the last run has abandoned
-        await asyncio.gather(*self.running)
-        self.finished = asyncio.Queue()
-        await required(self.engine).renew(str(self.log))
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine."""

@@ -180,10 +180,6 @@ class BucketReader:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.received = torch.empty(0, dtype=torch.uint8, device=device)
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the trainers, as of an earlier attempt of a run: the handles of the next ones may be the same."""
         self.opened: tuple[Handle, torch.Tensor] | None = None
         self.group: devices.BroadcastGroup | None = None  # with the rank that sends
 

@@ -43,44 +43,6 @@ class Worker:
         time.sleep(seconds)
 
 
-class Lasting(Worker):
-    """An actor that serves one run after another."""
-
-    def __init__(self, log_file: str, name: str) -> None:
-        super().__init__(log_file)
-        self.name = name
-
-    def renew(self, log_file: str, name: str) -> None:
-        self.__init__(log_file, name)
-
-    def report(self) -> tuple[int, str]:
-        print("reporting", flush=True)
-        return os.getpid(), self.name
-
-
-@pytest.mark.slow
-def test_an_actor_on_devices_for_rollout_alone_is_left_to_the_next_attempt_and_then_writes_to_its_log(tmp_path):
-    session = RaySession("cpu", 1, 1, {"num_cpus": 2}, 60, rollout=(1, 1))
-
-    def attempt(name: str) -> list[tuple[int, str]]:
-        session.kept = {}
-        actors = [spawn(Lasting, session, rank, {}, f"{tmp_path}/{name}-{rank}", name) for rank in range(2)]
-        return Group(actors, "actor", []).broadcast(Lasting.report, timeout=60)
-
-    try:
-        (trainer, _), (server, _) = attempt("first")
-        assert session.renew_training()
-        (other, _), same = attempt("second")
-        assert same == (server, "second") and other not in (trainer, server)
-        assert (tmp_path / "second-1").read_text() == (tmp_path / "first-1").read_text() == "reporting\n"
-        os.kill(server, signal.SIGKILL)
-        assert not session.renew_training(), "it does not respond"
-        session.renew()
-        assert not session.left
-    finally:
-        session.close()
-
-
 class Placed:
     def gpus(self) -> tuple[list[str], str | None]:
         return [str(gpu) for gpu in ray.get_gpu_ids()], os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -244,7 +244,6 @@ def starts(fleet, gathers) -> list[int]:
         return (index, fleet.rollout.max_num_seqs)
 
     fleet.servers, fleet.startup_timeout = SimpleNamespace(actors=["old", "old"], logs=["a.log", "b.log"]), 60.0
-    fleet.session = SimpleNamespace(kept={})
     gathers(gather)
     vars(fleet).update(_start=start, _spawn=lambda *_: "new", kill=lambda _: None)
     return attempts
@@ -254,7 +253,6 @@ def test_engines_that_cannot_start_for_lack_of_memory_are_built_again_with_less(
     fleet.finish_start([(0, 256), (1, 256)], others=[("trainer", 0)], logs=["train.log"])
     # All at once; then the first server with ever less, and the second with what the first one started with.
     assert starts == [256, 256, 128, 64, 256, 64, 0] and fleet.servers.actors == ["new", "new"]
-    assert fleet.session.kept is None, "another run would get engines with less than it configures"
 
 
 def test_a_start_that_fails_for_another_reason_is_not_repeated(fleet, starts, gathers):

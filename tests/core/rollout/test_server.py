@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridrl.core.rollout import Request, Sampling, server
+from hybridrl.core.rollout import Request, Sampling
 from hybridrl.core.rollout.engine import EngineEntry, RejectedRequest
 from hybridrl.core.rollout.ladder import EngineOutOfMemory
 from hybridrl.core.rollout.server import RolloutServer
@@ -39,9 +39,6 @@ class FakeEngine:
 
     async def interrupt(self) -> None:
         self.events.append("interrupt")
-
-    async def renew(self, log_file: str) -> None:
-        self.events.append(f"renew {log_file}")
 
     async def generate(self, request: Request) -> int:
         self.events.append(request.seed)
@@ -99,17 +96,6 @@ def test_an_engine_sees_only_the_gpus_of_its_ranks(monkeypatch, gpus, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     server = asyncio.run(started(monkeypatch, gpus))
     assert fake(server).visible == visible and fake(server).events == ["connect"]
-
-
-async def test_the_next_run_has_the_engine_but_not_the_requests_that_were_abandoned(monkeypatch, tmp_path):
-    one = await started(monkeypatch)
-    await one.submit(requests(2))
-    monkeypatch.setattr(server, "begin_actor", lambda log: Path(log).touch())
-    one.renew("next.log")
-    assert await one.start(ENTRY, "cuda", [], None, SimpleNamespace(name="vllm", full_determinism=False), 1)
-    await one.submit(requests(1))
-    events, taken = fake(one).events, await one.take()
-    assert events == ["connect", "interrupt", 0, 1, "renew next.log", 0] and taken == [(100, 0)]
 
 
 async def test_calls_reach_the_engine(monkeypatch):

@@ -121,14 +121,6 @@ class SglangEngine:
         self.stats.preemptions += state["retracted"]
         return state
 
-    async def renew(self, log_file: str) -> None:
-        if self.updating:
-            await self.finish_weights()
-        await self._flush()
-        await self._call_processes("renew", log_file=log_file)
-        await self._observe()
-        self.version, self.stats = -1, EngineStats()
-
     async def generate(self, request: Request) -> Completion:
         vocabulary = self.front.model_config.vocab_size
         request.check(vocabulary, self.context)

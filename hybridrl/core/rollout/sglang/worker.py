@@ -33,7 +33,7 @@ from hybridrl.config.custom_code import import_libraries
 from hybridrl.core import device as devices
 from hybridrl.core.rollout.engine import LARGEST, Goal, Progress
 from hybridrl.core.weights.buckets import BucketReader
-from hybridrl.runtime.guard import end_with_parent, redirect_output
+from hybridrl.runtime.guard import end_with_parent
 from hybridrl.runtime.stacks import write_stacks_on_request
 
 LOADER = f"{__name__}.load_bucket"
@@ -202,12 +202,7 @@ class Scheduler(scheduling.Scheduler):
         state = {"iterations": iterations, "retracted": retracted, "sampled": self.sampled, "sync_id": self.sync_id}
         return GetInternalStateReqOutput(internal_state=state | {"queued": queued})
 
-    def renew(self, log_file: str) -> None:
-        """Serve a run's next attempt. This and what follows is called by name, in every process of the engine."""
-        redirect_output(log_file)
-        self.reader.forget()
-        Scheduler.adapter = {}
-        self.sync_id = self.sampled = 0
+    # The engine calls what follows by name, in each of its processes.
 
     def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
         self.reader.join(address, first_rank + get_parallel().tp_rank, size, seconds)

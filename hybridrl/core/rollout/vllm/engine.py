@@ -82,14 +82,6 @@ class VllmEngine:
             await self._call_workers("deliver_routes")
         unlink_segments()
 
-    async def renew(self, log_file: str) -> None:
-        self.sync_id, self.version = 0, -1
-        self.loop.enough = None
-        self.observer.take()
-        self.collector.sampled = 0
-        await self._empty_cache()
-        await self._call_workers("renew", log_file)
-
     async def generate(self, request: Request) -> Completion:
         model, version = required(self.loop.engine).model_config, self.version
         parameters = checked_params(request, model.get_vocab_size(), model.max_model_len)
@@ -175,7 +167,7 @@ class VllmEngine:
         await self._call_workers(method, describe(bucket, handles, digests))
 
     async def finish_weights(self) -> None:
-        await self._call_workers("finish_update")
+        await self._call_workers("finish_weights")
 
     async def finish_sync(self, sync_id: int, version: int) -> None:
         if self.adapted:

@@ -39,7 +39,7 @@ from hybridrl.config.files import ADAPTER_CONFIG
 from hybridrl.core import device as devices
 from hybridrl.core.rollout.vllm import repairs  # which also repairs vLLM when it is imported
 from hybridrl.core.weights.buckets import BucketReader, Handle
-from hybridrl.runtime.guard import end_with_parent, redirect_output
+from hybridrl.runtime.guard import end_with_parent
 from hybridrl.runtime.stacks import write_stacks_on_request
 
 BACKEND = "hybridrl"
@@ -113,7 +113,7 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
         self.begun = False
 
     def shutdown(self) -> None:
-        self.reader.forget()
+        self.reader.close()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
@@ -130,15 +130,7 @@ class EngineProcess:
     finish_weight_update: Any
     adapter: dict[str, torch.Tensor] | None = None  # tensors of the next adapter that have arrived
 
-    def renew(self, log_file: str) -> None:
-        """Serve a run's next attempt. The handles of its trainers' memory may be the same as the last one's."""
-        redirect_output(log_file)
-        if self.weight_transfer_engine.begun:
-            self.finish_update()
-        self.weight_transfer_engine.shutdown()
-        self.adapter = None
-
-    def finish_update(self) -> None:
+    def finish_weights(self) -> None:
         """Finish a weight update: all weights have arrived, or a process has died and the next update sends all of
         them. After a bucket that failed vLLM considers the update ended, and leaves its layers as they are: weights of
         the next one would be counted to it. RuntimeError if none has begun."""
