@@ -12,7 +12,7 @@ import pytest
 from hybridrl.config import PPOConfig
 from hybridrl.core.cluster import Group, RemoteFailure
 from hybridrl.core.rollout.engine import RolloutEngine
-from hybridrl.runs.settings import policy_updates
+from hybridrl.core.training.worker_group import UpdatePlan
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "benchmark"
 
@@ -30,7 +30,7 @@ def test_an_update_has_a_single_micro_batch_unless_fewer_tokens_are_allowed(tmp_
 
     make_model(SHAPES["tiny"], tmp_path / "model")
     bench = Bench(Namespace(shape="tiny", device="cpu", gpus=gpus, overrides=[]), tmp_path, ExitStack())
-    updates = policy_updates(bench.configured(tokens=tokens).actor_rollout_ref)
+    updates = UpdatePlan.of(bench.configured(tokens=tokens).actor_rollout_ref)
     workers = SimpleNamespace(policy=SimpleNamespace(updates=updates), group=range(gpus))
     assert cuts(workers, bench.load.batch(gpus)) == expected  # 512 tokens per GPU
 

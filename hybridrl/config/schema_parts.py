@@ -1,6 +1,7 @@
 """The sections `algorithm`, `reward`, `rollout` and `eval` of the configuration, the policy loss, what continues
 rollouts over steps, and the address of a Ray; see schema.py."""
 
+import math
 import os
 import re
 from dataclasses import make_dataclass
@@ -34,14 +35,75 @@ class FilterGroupsConfig(Section):
     max_num_gen_batches: int
 
 
+# Estimates of the divergence that may reject tokens or rows: verl's names (August 2026).
+RejectionForm = Literal[
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
+
+
+def ratio_bounds(text: str) -> tuple[float | None, float]:
+    """Bounds of a ratio of probabilities, "upper" or "lower_upper", as (lower or None, upper). Raises ValueError, with
+    a message for the user, unless 0 < lower <= 1 <= upper: equal probabilities are never out of bounds."""
+    *lower, upper = (_number(part) for part in text.split("_"))
+    if len(lower) > 1 or not all(0 < bound <= 1 for bound in lower) or not 1 <= upper < math.inf:
+        raise ValueError(
+            f"{text!r} does not bound a ratio of probabilities: give an upper bound of at least 1, such as 2.0, or a "
+            f"lower and an upper one around 1, such as '0.5_5.0' (0.5_5 without quotes is read as the number 0.55)"
+        )
+    return (lower[0] if lower else None), upper
+
+
+def rejection_bounds(form: str, text: str) -> tuple[float | None, float]:
+    """Bounds of an estimate, which is a ratio for k1; ValueError with a message for the user."""
+    if form.endswith("k1"):
+        lower, upper = ratio_bounds(text)
+        return (1 / upper if lower is None else lower), upper
+    if not 0 < _number(text) < math.inf:
+        raise ValueError(f"{text!r} does not bound {form}: give one positive number, such as 0.01")
+    return None, _number(text)
+
+
+def _number(text: str) -> float:
+    """NaN if the text is not a number; Python parses 0.5_2 as 0.52."""
+    try:
+        return math.nan if "_" in text else float(text)
+    except ValueError:
+        return math.nan
+
+
+def bounds_ratio(value: str) -> ValueFault | None:
+    """A rule: bounds of a ratio of probabilities."""
+    try:
+        ratio_bounds(value)
+    except ValueError as error:
+        return ValueFault(str(error))
+    return None
+
+
 class RolloutCorrectionConfig(Section):
     rollout_is: Literal["auto", "token", "sequence", "geometric"] | None
-    rollout_is_threshold: str | None
+    rollout_is_threshold: Annotated[str, bounds_ratio] | None
     rollout_is_batch_normalize: bool
-    rollout_rs: list[str]
-    rollout_rs_threshold: list[str]
+    rollout_rs: Annotated[list[RejectionForm], values.Commas()]
+    rollout_rs_threshold: Annotated[list[str], values.Commas()]
     bypass_mode: bool
     loss_type: Literal[tuple(BYPASS_LOSSES)]  # pyrefly: ignore[invalid-literal]  # known in one place
+
+    @property
+    def weight_bounds(self) -> tuple[float | None, float]:
+        return ratio_bounds(self.rollout_is_threshold or "")
+
+    @property
+    def rejections(self) -> list[tuple[str, float | None, float]]:
+        """Each form with its bounds, of which one may serve all; ValueError with a message for the user."""
+        forms, texts = list(dict.fromkeys(self.rollout_rs)), self.rollout_rs_threshold
+        if forms and len(texts) not in (1, len(forms)):
+            example = ",".join("0.5_2.0" if form.endswith("k1") else "0.01" for form in forms)
+            fix = f"give one for all or one for each, such as '{example}'"
+            raise ValueError(f"{len(texts)} bounds for rollout_rs={','.join(forms)}: {fix}")
+        texts = texts if len(texts) > 1 else texts * len(forms)
+        return [(form, *rejection_bounds(form, text)) for form, text in zip(forms, texts, strict=False)]
 
 
 class AlgorithmConfig(Section):

@@ -75,6 +75,17 @@ class Means:
 
 
 @dataclass(frozen=True)
+class Commas:
+    """Marks a list that may be written as one text with commas."""
+
+    def read(self, value: Any) -> Any:
+        items = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, str | int | float) for item in items):
+            return value
+        return [part for item in items for part in re.split(r"\s*,\s*", str(item).strip()) if part]
+
+
+@dataclass(frozen=True)
 class Infinite:
     """Marks a limit of which infinite means none; any other number is finite."""
 
@@ -343,7 +354,7 @@ def _typed(hint: Any) -> Any:
                 typed["schema"].update({name: bound for name, bound in bounds.items() if bound is not None})
             elif isinstance(item, Infinite):
                 typed["schema"]["allow_inf_nan"] = True
-            elif isinstance(item, Means):
+            elif isinstance(item, Means | Commas):
                 typed = before(item.read, typed)
         return typed
     if origin in (Union, UnionType):

@@ -18,11 +18,12 @@ from hybridrl.core.device import KEPT_BYTES
 from hybridrl.core.rollout.cache import cpu_cache_bytes
 from hybridrl.core.training.planning import MicroBatchBudget
 from hybridrl.core.training.worker import LearnerConfig
+from hybridrl.core.training.worker_group import CriticPlan
 from hybridrl.doctor.machine import GIB, UTILIZATION
 from hybridrl.doctor.memory_sizes import ENTRY_BYTES, FULL, ITEMSIZE, Models, ModelSizes, Shard, read_models
 from hybridrl.runs.plugins import load
 from hybridrl.runs.resume import ACTOR, PPO_SIZES, REF, ROLLOUT
-from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import save_times
 
 # What follows from the numbers of parameters, or was measured: the rest is estimated, with errors up to 20%.
@@ -90,17 +91,16 @@ class PlannedRun:
         self.devices, self.device = config.trainer.n_gpus_per_node or 1, config.trainer.device
         self.on_cpu, plan = self.device == "cpu", build_policy_plan(config)
         self.learners, self.reference, self.reference_offloaded = [], None, False
-        fsdp, muon = worker.policy.fsdp, worker.policy.optimizer.optimizer == "Muon"
-        policy = Shard(models.policy, fsdp, muon=muon)
+        policy = Shard(models.policy, worker.policy.fsdp, muon=worker.policy.optimizer.optimizer == "Muon")
         self.learners = [PlannedModel("policy", policy, worker.policy, section.actor, plan.updates.budget)]
         # Forward passes without gradients by phase: the model, its budget, and whether it has a head of logits.
         self.forwards = {"log-probs": [(policy, plan.log_prob_budget, True)]}
         if worker.reference and models.reference:  # sharded as the policy is
-            self.reference = Shard(models.reference, fsdp, frozen=True)
+            self.reference = Shard(models.reference, worker.policy.fsdp, frozen=True)
             self.reference_offloaded = worker.reference.fsdp_config.param_offload and not self.on_cpu
             self.forwards["log-probs"].append((self.reference, plan.reference_budget, True))
         if (learner := worker.critic) and models.critic:
-            values = build_critic_plan(config.critic)
+            values = CriticPlan.of(config.critic)
             critic = Shard(models.critic, learner.fsdp, muon=learner.optimizer.optimizer == "Muon")
             self.learners.append(PlannedModel("critic", critic, learner, config.critic, values.updates.budget))
             self.forwards["critic update"] = [(critic, values.value_budget, False)]

@@ -21,11 +21,11 @@ from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.batch import Batch, spans
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.worker import TrainWorker
-from hybridrl.core.training.worker_group import POLICY_FIELDS, TrainWorkers
+from hybridrl.core.training.worker_group import POLICY_FIELDS, CriticPlan, TrainWorkers
 from hybridrl.doctor import directory_parser, load_config
 from hybridrl.runs.prepare import decoder_elsewhere
 from hybridrl.runs.sample_log import read_batch, replays
-from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan, ppo_worker_config
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import padded_plans, start_session, start_train_workers
 from hybridrl.runtime import EXIT_REJECTED
 from hybridrl.tracking.console import info, print_text
@@ -148,7 +148,7 @@ def start(config: PPOConfig, directory: Path, stack: ExitStack) -> TrainWorkers:
     place = group.broadcast(TrainWorker.location, timeout=trainer.startup_timeout)[0]
     worker, address = ppo_worker_config(config, algorithm, directory, 1), f"{place['address']}:{place['port']}"
     group.broadcast(TrainWorker.build, worker, address, timeout=trainer.startup_timeout)
-    critic = build_critic_plan(config.critic) if algorithm.uses_critic else None
+    critic = CriticPlan.of(config.critic) if algorithm.uses_critic else None
     plans = padded_plans(group, build_policy_plan(config), critic, trainer.step_timeout)
     return TrainWorkers(group, *plans, config.actor_rollout_ref.rollout.dtype, trainer.step_timeout)
 

@@ -23,7 +23,7 @@ from hybridrl.core.cluster import RaySession
 from hybridrl.core.cluster.group import control_limit
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode, EpisodeRequest
-from hybridrl.core.rollout import RolloutClient
+from hybridrl.core.rollout import RolloutClient, Sampling
 from hybridrl.core.rollout.client import ServerHandle
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
@@ -57,7 +57,7 @@ from hybridrl.runs.prepare import (
     tokenizer_elsewhere,
 )
 from hybridrl.runs.reward_trial import reject_failing_reward
-from hybridrl.runs.settings import engine_fingerprint, validation_sampling
+from hybridrl.runs.settings import engine_fingerprint
 from hybridrl.runs.setup import Sessions, open_directory
 from hybridrl.runs.trials import Subject, run_trials
 from hybridrl.tracking.console import info, stage
@@ -116,7 +116,7 @@ class ModelEvaluation:
         findings.close()
         model = self.config.actor_rollout_ref.model.path
         stop_ids = () if self.tokenizer is None else end_tokens(model, self.tokenizer)
-        self.sampling = validation_sampling(self.config.actor_rollout_ref.rollout, stop_ids)
+        self.sampling = Sampling.of_validation(self.config.actor_rollout_ref.rollout, stop_ids)
         self.counts = counts(self.questions, config.eval.n, self.sampling.temperature)
         greedy = config.eval.greedy and self.sampling.temperature > 0
         self.greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1) if greedy else None

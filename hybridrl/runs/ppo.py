@@ -23,6 +23,7 @@ from hybridrl.core.experience.evaluator import Evaluator
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.hybrid_engine import HybridEngine, SeparateEngine
 from hybridrl.core.required import required
+from hybridrl.core.rollout import Sampling
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.trainer import RLTask, Schedule, Task
 from hybridrl.core.training.worker import TrainWorker, WorkerConfig
@@ -42,8 +43,6 @@ from hybridrl.runs.settings import (
     engine_fingerprint,
     ppo_worker_config,
     score_fingerprint,
-    training_sampling,
-    validation_sampling,
 )
 from hybridrl.runs.setup import padded_plans, start_train_workers
 from hybridrl.runs.trials import Subject
@@ -129,7 +128,7 @@ class PPOJob:
         guard = FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps)
         experience = self._experience(runner, stop_ids, guard)
         if self.inputs.validation:
-            sampling = validation_sampling(rollout, stop_ids)
+            sampling = Sampling.of_validation(rollout, stop_ids)
             evaluator = Evaluator(self.engine, self.inputs.validation, runner, sampling, rollout.val_kwargs.n, guard)
         sample_log = SampleLog(
             tracker,
@@ -172,7 +171,7 @@ class PPOJob:
         plan = SamplingPlan(
             prompts_per_step=data.train_batch_size,
             samples_per_prompt=rollout.n,
-            sampling=training_sampling(rollout, stop_ids),
+            sampling=Sampling.of(rollout, stop_ids),
             group_filter=group_filter,
             reward_keys=tuple(config.algorithm.gdpo_reward_keys),
             mask_truncated=config.algorithm.mask_truncated,

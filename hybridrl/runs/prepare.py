@@ -37,7 +37,7 @@ from hybridrl.data.tokenizer import ResponseDecoder, end_tokens, load_tokenizer
 from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.runs.models import CRITIC, POLICY, check_readers, run_models, text_settings
 from hybridrl.runs.plugins import load
-from hybridrl.runs.settings import build_algorithm, build_critic_plan, build_policy_plan
+from hybridrl.runs.settings import build_algorithm, build_policy_plan
 from hybridrl.runs.trials import Subject, run_trials
 from hybridrl.tracking.console import info
 
@@ -95,7 +95,7 @@ def prepare(config: PPOConfig, *, in_full: bool = False) -> RunInputs:
         inputs.policy = build_policy_plan(config)
     if config.critic.enable:
         with inputs.rejections.gathered():
-            inputs.critic = build_critic_plan(config.critic)
+            inputs.critic = CriticPlan.of(config.critic)
     run_trials(Subject(config), inputs.rejections)
     if inputs.rejections.errors and not in_full:
         return inputs

@@ -2,12 +2,14 @@
 
 from inspect import signature
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.config.catalog import ACTOR_KEYS, ESTIMATOR_KEYS, ESTIMATORS, PARAMETERS, POLICY_LOSSES
 from hybridrl.config.compose import shipped
+from hybridrl.config.schema_parts import RejectionForm
 from hybridrl.core.algorithms.algorithm import find_estimator, find_policy_loss, imported
 
 from .conftest import Load, errors_of
@@ -112,3 +114,49 @@ def test_the_reference_starts_as_the_policy_does(load: Load) -> None:
 )  # fmt: skip
 def test_invalid_combinations_are_rejected_with_a_fix(load: Load, keys: list[str], message: str) -> None:
     assert errors_of(load, *keys) == [message]
+
+
+CORRECTION = "algorithm.rollout_correction"
+RATIO = "does not bound a ratio of probabilities: give an upper bound of at least 1, such as 2.0, or a lower and an "
+RATIO += "upper one around 1, such as '0.5_5.0' (0.5_5 without quotes is read as the number 0.55)"
+
+
+@pytest.mark.parametrize(
+    ("text", "bounds"),
+    [("2.0", (None, 2.0)), ("3", (None, 3.0)), ("0.5_5.0", (0.5, 5.0)), ("1e-3_1e3", (1e-3, 1e3))],
+)
+def test_a_threshold_is_an_upper_bound_or_two(load: Load, text: str, bounds: tuple) -> None:
+    config = load(f"{CORRECTION}.rollout_is_threshold='{text}'").config
+    assert config.algorithm.rollout_correction.weight_bounds == bounds
+
+
+@pytest.mark.parametrize(
+    "text", ["two", "0.55", "-1", "0.5_0.9", "1.1_2.0", "-0.5_2.0", "0_2", "0.5_0.7_3.0", "nan", "inf", "true"]
+)
+def test_a_threshold_that_equal_probabilities_would_exceed_is_rejected(load: Load, text: str) -> None:
+    key = f"{CORRECTION}.rollout_is_threshold"
+    assert errors_of(load, f"{key}='{text}'") == [f"{key}={text}: '{text}' {RATIO}"]
+
+
+@pytest.mark.parametrize(
+    ("forms", "thresholds", "error"),
+    [
+        ("token_k1,token_k2", "", "0 bounds for rollout_rs=token_k1,token_k2: give one for all or one for each"),
+        ("token_k1,token_k2", "1,2,3", "3 bounds for rollout_rs=token_k1,token_k2"),
+        ("token_k2", "0.5_2", "'0.5_2' does not bound token_k2: give one positive number, such as 0.01"),
+        ("token_k3", "-1.0", "'-1.0' does not bound token_k3"),
+        ("seq_max_k2", "much", "'much' does not bound seq_max_k2"),
+        ("token_k1", "0.01", f"'0.01' {RATIO}"),
+        ("token_k1,token_k2", "0.5_2", "'0.5_2' does not bound token_k2"),
+    ],
+)
+def test_thresholds_that_do_not_fit_their_rejections_are_rejected(load: Load, forms, thresholds, error) -> None:
+    keys = f"{CORRECTION}.rollout_rs='{forms}'", f"{CORRECTION}.rollout_rs_threshold='{thresholds}'"
+    (line,) = errors_of(load, *keys)
+    assert line.startswith(f"{CORRECTION}.rollout_rs_threshold=") and f": {error}" in line
+
+
+@pytest.mark.parametrize("name", ["seq_max_k1", "geometric"])
+def test_an_unknown_rejection_is_rejected_with_all_that_are_known(load: Load, name: str) -> None:
+    (line,) = errors_of(load, f"{CORRECTION}.rollout_rs={name}", f"{CORRECTION}.rollout_rs_threshold=2")
+    assert line.startswith(f"{CORRECTION}.rollout_rs={name}: choose {' | '.join(get_args(RejectionForm))}")

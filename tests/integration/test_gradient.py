@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybridrl.checkpoint.store import Store
 from hybridrl.config.catalog import POLICY_LOSSES
 from hybridrl.core.algorithms.objective import Totals
-from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
+from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch, as_tensor
 from hybridrl.core.cluster import Group, spawn
 from hybridrl.core.required import required
@@ -23,7 +23,7 @@ from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, plan
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import BrokenUpdates, CriticPlan, TrainWorkers
 from hybridrl.doctor.replay import response_norms
-from hybridrl.runs.settings import build_algorithm, build_policy_plan, parse_rejections, ppo_worker_config
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.on_ranks import whole_gradient
 
@@ -189,7 +189,7 @@ def test_nor_with_the_exact_kl_to_the_reference(groups):
     assert any((with_it[name] - without[name]).abs().max() > 1e-3 for name in without)
 
 
-@pytest.mark.parametrize("rejections", [(), parse_rejections("token_k2", 0.5)])
+@pytest.mark.parametrize("rejections", [(), (Rejection("token_k2", None, 0.5),)])
 def test_nor_if_the_loss_itself_corrects_for_the_rollout(groups, rejections):
     correction = RolloutCorrection("sequence", None, 2.0, False, rejections)
     gradients_agree(groups, replace(LOSS, policy_loss="reinforce", correction=correction), every=3)

@@ -102,8 +102,13 @@ def check_bypass(correction: RolloutCorrectionConfig, section: ActorRolloutRefCo
         cause = f"{CORRECTION}.rollout_is={correction.rollout_is} needs a bound"
         check.error(".rollout_is_threshold .rollout_is", cause, "set 2.0")
     correction.rollout_is_threshold = correction.rollout_is_threshold or "2.0"
+    rejects = ".rollout_rs_threshold .rollout_rs"
     if correction.rollout_rs_threshold and not correction.rollout_rs:
-        check.idle(".rollout_rs_threshold .rollout_rs", f"without {CORRECTION}.rollout_rs")
+        check.idle(rejects, f"without {CORRECTION}.rollout_rs")
+    try:
+        _ = correction.rejections
+    except ValueError as error:
+        check.error(rejects, str(error))
 
 
 def check_policy_loss(actor: ActorConfig, check: Checker) -> None:

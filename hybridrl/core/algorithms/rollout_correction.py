@@ -7,10 +7,12 @@ ignore rows in which the policy wrote nothing.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
 
@@ -86,6 +88,15 @@ class RolloutCorrection:
     upper: float
     batch_normalize: bool
     rejections: tuple[Rejection, ...]
+
+    @classmethod
+    def of(cls, algorithm: AlgorithmConfig) -> Self | None:
+        """The correction that a run requests; None if it requests neither weights nor rejections."""
+        section = algorithm.rollout_correction
+        if section.rollout_is is None and not section.rollout_rs:
+            return None
+        rejections = tuple(Rejection(*values) for values in section.rejections)
+        return cls(section.rollout_is, *section.weight_bounds, section.rollout_is_batch_normalize, rejections)
 
     def weights(self, log_ratio: Tensor, batch: Batch) -> Tensor | None:
         """The weight of each token, without gradient [response tokens]; 0 where the policy did not write it.

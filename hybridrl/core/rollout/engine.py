@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import combinations
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
@@ -44,6 +44,28 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     json_schema: str | None = None
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Self:
+        """The sampling of responses that are trained on."""
+        return cls(
+            max_tokens=rollout.response_length,
+            stop_ids=stop_ids,
+            temperature=rollout.temperature if rollout.do_sample else 0.0,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            repetition_penalty=rollout.repetition_penalty,
+            min_tokens=rollout.min_tokens,
+            ignore_eos=rollout.ignore_eos,
+            stop=tuple(rollout.stop),
+        )
+
+    @classmethod
+    def of_validation(cls, rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Self:
+        """The sampling of responses that are only scored."""
+        validation, length = rollout.val_kwargs, rollout.response_length
+        values = validation.temperature, validation.top_p, validation.top_k
+        return cls(length, stop_ids, *values, stop=tuple(rollout.stop))
 
 
 @dataclass(frozen=True)

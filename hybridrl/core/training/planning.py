@@ -6,11 +6,13 @@ divisors of the loss are known before the first one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hybridrl.config.schema import FSDPConfig, ModelConfig
 from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.batch import Batch, pieces
 from hybridrl.core.training.partition import partition
@@ -29,6 +31,13 @@ class MicroBatchBudget:
     padded: bool = False  # rows are padded to the longest of the micro-batch
     devices: int = 1  # that compute a micro-batch together, each a slice of its tokens (attention.py)
     tensor: int = 1  # of these, how many compute the same slice, each a part of every layer (layout.py)
+
+    @classmethod
+    def of(cls, model: ModelConfig, fsdp: FSDPConfig, tokens: int, rows: int | None, by_tokens: bool) -> Self:
+        """The budget of a configuration, of `tokens` per device or of `rows`."""
+        slices, tensor = fsdp.ulysses_sequence_parallel_size, fsdp.tensor_parallel_size
+        padded = not model.use_remove_padding
+        return cls(tokens * slices, None if by_tokens else rows, padded, devices=slices * tensor, tensor=tensor)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ batch.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from hybridrl.config.schema import CriticConfig
+from hybridrl.config.schema import ActorRolloutRefConfig, CriticConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.algorithm import bind, find_policy_loss, imported
 from hybridrl.core.algorithms.batch_metrics import Agreement
@@ -56,6 +56,20 @@ class UpdatePlan:
     seed: int
     budget: MicroBatchBudget
 
+    @classmethod
+    def of(cls, section: ActorRolloutRefConfig | CriticConfig) -> Self:
+        """The updates of the policy, or of the critic."""
+        is_critic = isinstance(section, CriticConfig)
+        trained, fsdp = (section, section.fsdp) if is_critic else (section.actor, section.actor.fsdp_config)
+        rows, by_tokens = trained.ppo_micro_batch_size_per_gpu, trained.use_dynamic_bsz
+        return cls(
+            prompts_per_update=trained.ppo_mini_batch_size,
+            epochs=trained.ppo_epochs,
+            shuffle=trained.shuffle,
+            seed=trained.data_loader_seed,
+            budget=MicroBatchBudget.of(section.model, fsdp, trained.ppo_max_token_len_per_gpu, rows, by_tokens),
+        )
+
     def updates(self, prompts: int) -> int:
         return -(-prompts // self.prompts_per_update) * self.epochs
 
@@ -95,6 +109,11 @@ class CriticPlan:
     section: CriticConfig
     updates: UpdatePlan
     value_budget: MicroBatchBudget
+
+    @classmethod
+    def of(cls, critic: CriticConfig) -> Self:
+        size = critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu, critic.use_dynamic_bsz
+        return cls(critic, UpdatePlan.of(critic), MicroBatchBudget.of(critic.model, critic.fsdp, *size))
 
 
 class BrokenUpdates(RuntimeError):

@@ -6,9 +6,8 @@ import torch
 from hybridrl.config.catalog import Estimator
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.objective import KLWeight
-from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
+from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.required import required
-from hybridrl.runs.settings import parse_rejections
 from tests.core.algorithms.parameters import estimator
 
 grpo, centred = estimator("grpo"), estimator("grpo", norm_adv_by_std_in_grpo=False)
@@ -157,7 +156,7 @@ def test_a_kl_penalty_and_importance_weights_both_have_metrics(scored):
     [
         (RolloutCorrection("sequence", None, 2.0, False, ()), False),
         (RolloutCorrection("token", None, 2.0, True, ()), True),  # the mean over all rows divides the weights
-        (RolloutCorrection(None, None, 2.0, False, parse_rejections("token_k2", 0.5)), True),  # the rest is counted
+        (RolloutCorrection(None, None, 2.0, False, (Rejection("token_k2", None, 0.5),)), True),  # the rest is counted
     ],
 )
 def test_weights_that_need_no_other_row_are_left_to_an_update_whose_log_probs_are_the_old_ones(scored, kind, needed):
@@ -204,7 +203,7 @@ def test_an_answer_whose_last_token_is_rejected_keeps_its_score(make_batch, name
         rollout_log_probs=torch.tensor([0.5, 0.05, 0.5, 0.5]).log(),
         sum_pi_squared=[0.5] * 4,
     )
-    rejecting = RolloutCorrection(None, None, 2.0, False, parse_rejections("token_k2", 0.5))
+    rejecting = RolloutCorrection(None, None, 2.0, False, (Rejection("token_k2", None, 0.5),))
     learnt, _ = Algorithm(estimator(name), correction=rejecting).advantages(batch)
     assert required(learnt.response_mask).tolist() == [True, False, True, True]
     assert required(learnt.advantages).tolist() == pytest.approx(advantages, abs=1e-6)

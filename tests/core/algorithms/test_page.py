@@ -9,11 +9,10 @@ import torch
 
 from hybridrl.config.catalog import ESTIMATOR_NAMES, ESTIMATORS, POLICY_LOSS_NAMES, POLICY_LOSSES
 from hybridrl.config.schema import PPOConfig
-from hybridrl.config.schema_parts import RolloutCorrectionConfig
+from hybridrl.config.schema_parts import RejectionForm, RolloutCorrectionConfig
 from hybridrl.config.values import Aggregation, KLForm, hints, tree
 from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy_loss
 from hybridrl.core.required import required
-from hybridrl.runs.settings import REJECTIONS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 CODE = re.findall(r"```.*?```|`[^`\n]+`", PAGE, re.DOTALL)
@@ -24,7 +23,7 @@ LEVELS = get_args(get_args(hints(RolloutCorrectionConfig)["rollout_is"])[0])
 
 @pytest.mark.parametrize(
     "names",
-    [ESTIMATOR_NAMES, POLICY_LOSS_NAMES, get_args(Aggregation), get_args(KLForm), LEVELS, REJECTIONS],
+    [ESTIMATOR_NAMES, POLICY_LOSS_NAMES, get_args(Aggregation), get_args(KLForm), LEVELS, get_args(RejectionForm)],
     ids=["estimators", "policy losses", "aggregations", "KL forms", "correction levels", "rejections"],
 )
 def test_every_name_that_can_be_chosen_is_on_the_page(names: set[str]) -> None:

@@ -7,11 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridrl.config.schema_parts import AlgorithmConfig, RolloutCorrectionConfig, ratio_bounds
+from hybridrl.config.values import Commas
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.required import required
-from hybridrl.runs.settings import parse_rejections, parse_threshold
+from tests.sections import section_of
 
-LN2 = math.log(2)
+COMMAS, LN2 = Commas(), math.log(2)
 OPTIONS = ["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"]
 OPTIONS += ["seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"]
 LEVELS = ["token", "sequence", "geometric"]
@@ -20,8 +22,14 @@ ROWS = st.lists(st.lists(st.tuples(st.floats(-30, 30), st.booleans()), min_size=
 CUTS = {"k1": "0.7_1.4", "k2": "0.13", "k3": "0.11"}
 
 
-def correction(level=None, bounds="2.0", options=None, thresholds=None, batch_normalize=False):
-    return RolloutCorrection(level, *parse_threshold(bounds), batch_normalize, parse_rejections(options, thresholds))
+def correction(level=None, bounds="2.0", options="", thresholds="", batch_normalize=False):
+    """The correction of a configuration with these values, also one that neither weights nor rejects."""
+    names, limits = (COMMAS.read(value) or [] for value in (options, thresholds))
+    values = {"rollout_is_threshold": bounds, "rollout_rs": names, "rollout_rs_threshold": limits}
+    settings = {"rollout_is": level or "token", "rollout_is_batch_normalize": batch_normalize}
+    section = section_of(RolloutCorrectionConfig, "algorithm.rollout_correction", **values, **settings)
+    algorithm = section_of(AlgorithmConfig, "algorithm", rollout_correction=section)
+    return replace(required(RolloutCorrection.of(algorithm)), level=level)
 
 
 def rows_of(make_batch, rows, **more):
@@ -121,7 +129,7 @@ def test_weights_that_are_all_zero_are_divided_by_nothing(make_batch):
 
 
 def test_weights_are_of_the_rows_before_rejection(two_rows):
-    corrected, _ = correction("sequence", "9", "token_k2", 0.5).apply(two_rows)
+    corrected, _ = correction("sequence", "9", "token_k2", "0.5").apply(two_rows)
     assert required(corrected.response_mask).tolist() == [True, True, False, False, True]
     assert required(corrected.importance_weights).tolist() == pytest.approx([1, 1, 0, 8, 8])
 
@@ -176,12 +184,12 @@ def test_a_token_must_pass_every_rejection(two_rows):
 
 def test_a_ratio_that_is_no_number_is_rejected_with_its_row(make_batch):
     batch = rows_of(make_batch, [[(math.nan, True), (0, True)], [(0, True)]])
-    kept = correction(None, options="seq_mean_k3", thresholds=1.0).kept(log_ratio(batch), batch)
+    kept = correction(None, options="seq_mean_k3", thresholds="1.0").kept(log_ratio(batch), batch)
     assert kept.tolist() == [False, False, True]
 
 
 def test_log_probs_of_tokens_that_the_policy_did_not_write_do_not_matter(make_batch):
-    asked = correction("sequence", options=OPTIONS, thresholds=9.0)
+    asked = correction("sequence", options=OPTIONS, thresholds="9.0")
     results = []
     for other in (0.0, math.nan, math.inf):
         batch = rows_of(make_batch, [[(0.1, True), (other, False), (0.2, True)]])
@@ -312,7 +320,7 @@ def ragged(seed):
 @pytest.mark.parametrize("bounds", ["1.3", "0.8_1.3"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_weights_and_their_metrics_follow_the_formulas(make_batch, level, bounds, seed):
-    rows, (lower, upper) = ragged(seed), parse_threshold(bounds)
+    rows, (lower, upper) = ragged(seed), ratio_bounds(bounds)
     batch = rows_of(make_batch, rows)
     corrected, metrics = correction(level, bounds).apply(batch)
     ratios = torch.tensor(flat(reference_ratios(rows, level)), dtype=torch.float64)
@@ -329,7 +337,7 @@ def test_a_rejection_and_its_metrics_follow_the_formulas(make_batch, option, see
     batch = rows_of(make_batch, rows)
     corrected, metrics = correction(None, options=option, thresholds=threshold).apply(batch)
     expected = reference_rejection_metrics(rows, option, threshold)
-    low, high = parse_rejections(option, threshold)[0].bounds
+    low, high = correction(options=option, thresholds=threshold).rejections[0].bounds
     kept = [low <= value <= high for value in flat(reference_divergence(rows, option))]
     assert corrected.response_mask[batch.response_mask].tolist() == kept
     assert not corrected.response_mask[~batch.response_mask].any()
@@ -377,7 +385,7 @@ def test_rows_in_which_nothing_was_written_have_no_metrics(make_batch):
 def test_equal_log_probs_weigh_exactly_one_and_nothing_is_rejected(make_batch, rows, level, bounds):
     batch = rows_of(make_batch, [[(0.0, written) for written in row] for row in rows])
     rejections = tuple(Rejection(name, *((1.0, 1.0) if name.endswith("k1") else (None, 0.0))) for name in OPTIONS)
-    corrected, _ = RolloutCorrection(level, *parse_threshold(bounds), True, rejections).apply(batch)
+    corrected, _ = RolloutCorrection(level, *ratio_bounds(bounds), True, rejections).apply(batch)
     assert required(corrected.importance_weights).tolist() == [float(written) for row in rows for written in row]
     assert torch.equal(corrected.response_mask, batch.response_mask)
 
@@ -392,61 +400,24 @@ def test_a_row_says_the_same_in_a_pass_of_its_own(make_batch, rows, level):
 
 
 @pytest.mark.parametrize(
-    ("text", "bounds"),
-    [(2.0, (None, 2.0)), (3, (None, 3.0)), ("2.0", (None, 2.0)), ("0.5_5.0", (0.5, 5.0)), ("1e-3_1e3", (1e-3, 1e3))],
-)
-def test_a_threshold_is_an_upper_bound_or_two(text, bounds):
-    assert parse_threshold(text) == bounds
-
-
-@pytest.mark.parametrize(
-    "text", ["", "two", 0.55, "-1", "0.5_0.9", "1.1_2.0", "-0.5_2.0", "0_2", "0.5_0.7_3.0", "nan", "inf", True]
-)
-def test_a_threshold_that_equal_probabilities_would_exceed_is_rejected(text):
-    with pytest.raises(ValueError, match=r"'0.5_5.0'") as caught:
-        parse_threshold(text)
-    assert repr(text) in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("options", "thresholds"),
     [
         ("token_k1, seq_mean_k3", "0.5_2.5, 0.01"),
-        (["token_k1", "seq_mean_k3"], ["0.5_2.5", 0.01]),
-        (["token_k1,seq_mean_k3"], ["0.5_2.5,0.01"]),
+        (["token_k1", "seq_mean_k3"], ["0.5_2.5", "0.01"]),
         ("token_k1,seq_mean_k3,token_k1", "0.5_2.5,0.01"),
     ],
 )
 def test_rejections_are_named_with_a_bound_each(options, thresholds):
     expected = (Rejection("token_k1", 0.5, 2.5), Rejection("seq_mean_k3", None, 0.01))
-    assert parse_rejections(options, thresholds) == expected
+    assert correction("token", options=options, thresholds=thresholds).rejections == expected
 
 
-@pytest.mark.parametrize("threshold", [4.0, "4", [4.0]])
-def test_one_bound_serves_all_and_the_lower_one_of_k1_is_its_inverse(threshold):
+def test_one_bound_serves_all_and_the_lower_one_of_k1_is_its_inverse():
     expected = (Rejection("seq_sum_k1", 0.25, 4.0), Rejection("token_k2", None, 4.0))
-    assert parse_rejections("seq_sum_k1,token_k2", threshold) == expected
+    assert correction("token", options="seq_sum_k1,token_k2", thresholds="4").rejections == expected
 
 
-@pytest.mark.parametrize("options", [None, "", []])
-def test_nothing_named_is_no_rejection(options):
-    assert parse_rejections(options, None) == parse_rejections(options, "1,2") == ()
-
-
-@pytest.mark.parametrize(
-    ("options", "thresholds", "words"),
-    [
-        ("seq_max_k1", 2.0, ["seq_max_k1", "seq_max_k2"]),
-        ("geometric", 2.0, ["geometric", "seq_mean_k1"]),
-        ("token_k1,token_k2", None, ["rollout_rs_threshold", "0 bounds", "token_k1,token_k2", "'0.5_2.0,0.01'"]),
-        ("token_k1,token_k2", "1,2,3", ["rollout_rs_threshold", "3 bounds"]),
-        ("token_k2", "0.5_2", ["rollout_rs_threshold", "token_k2", "'0.5_2'", "0.01"]),
-        ("token_k3", -1.0, ["rollout_rs_threshold", "token_k3", "'-1.0'"]),
-        ("seq_max_k2", "much", ["rollout_rs_threshold", "seq_max_k2", "'much'"]),
-        ("token_k1", 0.01, ["rollout_rs_threshold", "token_k1", "'0.01'", "'0.5_5.0'"]),
-    ],
-)
-def test_what_is_wrong_with_rejections_is_said(options, thresholds, words):
-    with pytest.raises(ValueError) as caught:
-        parse_rejections(options, thresholds)
-    assert [word for word in words if word not in str(caught.value)] == []
+def test_without_weights_and_rejections_there_is_no_correction():
+    algorithm = section_of(AlgorithmConfig, "algorithm")
+    settings = replace(algorithm.rollout_correction, rollout_is=None, rollout_rs_threshold=["1", "2"])
+    assert RolloutCorrection.of(replace(algorithm, rollout_correction=settings)) is None

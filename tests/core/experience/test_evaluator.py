@@ -11,7 +11,6 @@ from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import FaultGuard, Score
-from hybridrl.runs.settings import validation_sampling
 from hybridrl.tracking.sink import is_validation_score
 
 # 1,000 draws of values between 0 and 1 lie within three deviations of their mean, 3 * 0.5 / sqrt(1000).
@@ -212,5 +211,5 @@ def test_what_becomes_of_a_fault_is_as_in_training(on_error, mean, caplog):
 
 def test_validation_has_a_separate_temperature_whatever_do_sample_is() -> None:
     chosen = ValidationSamplingConfig(n=1, do_sample=False, temperature=0.6, top_p=0.9, top_k=5)
-    sampling = validation_sampling(SimpleNamespace(val_kwargs=chosen, response_length=7, stop=["a"]), (2,))
+    sampling = Sampling.of_validation(SimpleNamespace(val_kwargs=chosen, response_length=7, stop=["a"]), (2,))
     assert sampling == Sampling(max_tokens=7, stop_ids=(2,), temperature=0.6, top_p=0.9, top_k=5, stop=("a",))

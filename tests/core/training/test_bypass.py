@@ -8,14 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.core.algorithms.objective import Totals
-from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
+from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
 from hybridrl.core.training.learner import Learner, Loss
 from hybridrl.core.training.losses import LossConfig, policy_loss, prepare_rejection
 from hybridrl.core.training.packing import lay_out
 from hybridrl.core.training.planning import MiniBatch
-from hybridrl.runs.settings import parse_rejections
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.families import VOCABULARY
 from tests.core.training.on_ranks import on_ranks, whole_gradient
@@ -25,7 +24,7 @@ from tests.core.training.test_state import build
 # the 0.1, except those of the fourth and sixth token 2 above: k2 is 2 there. The policy did not write the first token.
 LENGTHS, REJECTED, UNWRITTEN = [4, 3, 3, 2], [3, 5], 0
 PASSES = {1: [[[0], [1, 2, 3]]], 2: [[[0, 3], [1]], [[2], []]]}
-SUMS = parse_rejections("token_k2", 1.0)
+SUMS = (Rejection("token_k2", None, 1.0),)
 LOSS = LossConfig(
     "vanilla",
     "token-mean",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrl.config.catalog import POLICY_LOSSES
 from hybridrl.core.algorithms.objective import Totals
-from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
+from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
 from hybridrl.core.required import required
 from hybridrl.core.training import token_outputs
@@ -20,7 +20,6 @@ from hybridrl.core.training.losses import LossConfig, critic_objective, gradient
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import lay_out
 from hybridrl.core.training.token_outputs import ReferenceOutputs, TokenOutputs
-from hybridrl.runs.settings import parse_rejections
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.families import load_language_model, model_config
 from tests.core.training.head_cases import chunks_of
@@ -124,7 +123,7 @@ def test_loss_metrics_and_gradient_are_the_same_and_logits_formed_once(directory
     [{"policy_loss": name} for name in ["own.py:plain", *sorted(POLICY_LOSSES.keys() - set(BY_TOKEN))]]
     + [
         {"correction": RolloutCorrection("sequence", None, 2.0, False, ())},
-        {"correction": RolloutCorrection(None, None, 2.0, False, parse_rejections("seq_mean_k1", "0.9_1.1"))},
+        {"correction": RolloutCorrection(None, None, 2.0, False, (Rejection("seq_mean_k1", 0.9, 1.1),))},
     ],
 )
 def test_no_gradient_comes_with_the_log_probs_where_a_token_may_depend_on_others(part, change, tmp_path, monkeypatch):

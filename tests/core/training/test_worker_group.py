@@ -5,16 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
+from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.planning import MicroBatchBudget
 from hybridrl.core.training.worker_group import PolicyPlan, SplitEpisodes, TrainWorkers, UpdatePlan
-from hybridrl.runs.settings import parse_rejections
 
 TOKEN = RolloutCorrection("token", None, 2.0, False, ())
 SEQUENCE = RolloutCorrection("sequence", None, 2.0, False, ())
-REJECTS = RolloutCorrection(None, None, 2.0, False, parse_rejections("seq_sum_k1", 2.0))
+REJECTS = RolloutCorrection(None, None, 2.0, False, (Rejection("seq_sum_k1", 0.5, 2.0),))
 BUDGET = MicroBatchBudget(100)
 
 
