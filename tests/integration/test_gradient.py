@@ -19,7 +19,7 @@ from hybridrl.core.required import required
 from hybridrl.core.training import losses
 from hybridrl.core.training.learner import on_device
 from hybridrl.core.training.losses import LossConfig
-from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, plan
+from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, Pieces, plan
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import BrokenUpdates, CriticPlan, TrainWorkers
 from hybridrl.doctor.replay import response_norms
@@ -138,7 +138,7 @@ def gradient(
     group: Group, budget: MicroBatchBudget, loss: LossConfig | SimpleNamespace = LOSS, batch: Batch | None = None
 ) -> dict[str, torch.Tensor]:
     batch = batch or ragged_batch()
-    micro_batches = plan(batch.lengths.tolist(), len(group), budget)
+    micro_batches = plan(Pieces.single(batch.lengths.tolist()), len(group), budget)
     parts = [(batch, MiniBatch(share, Totals.of(batch)), loss, budget.padded) for share in micro_batches]
     return group.scatter(GradientRank.gradient, parts, timeout=120)[0]
 
@@ -316,7 +316,7 @@ def test_log_probs_are_the_same_on_one_and_two_ranks(groups):
     actual = {}
     for ranks in (1, 2):
         group = groups[ranks]
-        parts = [(batch, share, 0.9) for share in plan(lengths, ranks, MicroBatchBudget(40))]
+        parts = [(batch, share, 0.9) for share in plan(Pieces.single(lengths), ranks, MicroBatchBudget(40))]
         by_rank = group.scatter(TrainWorker.log_probs, parts, timeout=120)
         rows = [row for _, share, _ in parts for rows_ in share for row in rows_]
         values = torch.cat([as_tensor(columns[0]) for columns in by_rank])

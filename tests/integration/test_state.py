@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.cluster import Group, spawn
 from hybridrl.core.cluster.group import kill
-from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, plan
+from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, Pieces, plan
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 from tests.integration.test_gradient import LOSS, VALUE_LOSS, ragged_batch
@@ -89,7 +89,7 @@ def load(group: Group, directory: Path, contents: dict[str, list[str]] = CONTENT
 def update(group: Group, step: int) -> list[dict[str, float]]:
     """Run a step of actor and critic. Returns each rank's metrics of the actor, then those of the critic."""
     batch = ragged_batch()
-    shares = plan(batch.lengths.tolist(), len(group), MicroBatchBudget(10_000))
+    shares = plan(Pieces.single(batch.lengths.tolist()), len(group), MicroBatchBudget(10_000))
     parts = [(batch, [MiniBatch(share, Totals.of(batch))]) for share in shares]
     actor = group.scatter(TrainWorker.update_policy, [(*part, LOSS, step) for part in parts], timeout=LIMIT)
     critic = group.scatter(TrainWorker.update_critic, [(*part, VALUE_LOSS, step) for part in parts], timeout=LIMIT)

@@ -10,7 +10,7 @@ from hybridrl.core.required import required
 from hybridrl.core.training.attention import sequence_group, slice_of
 from hybridrl.core.training.model import check_log_probs
 from hybridrl.core.training.packing import ModelInputs, lay_out
-from hybridrl.core.training.planning import MicroBatchBudget, plan
+from hybridrl.core.training.planning import MicroBatchBudget, Pieces, plan
 from hybridrl.core.training.token_outputs import Head, ReferenceOutputs
 from tests.core.training.families import (
     FAMILIES,
@@ -105,7 +105,7 @@ def test_a_slice_has_its_tokens_their_targets_and_the_boundaries_of_all_rows(mak
 
 def test_ranks_that_share_rows_have_the_same_micro_batches() -> None:
     # 9 and 7 go to the first two ranks and to the last two; 4 joins the 7.
-    assert plan([9, 4, 7], 4, MicroBatchBudget(11, devices=2)) == [[[0]], [[0]], [[2, 1]], [[2, 1]]]
+    assert plan(Pieces.single([9, 4, 7]), 4, MicroBatchBudget(11, devices=2)) == [[[0]], [[0]], [[2, 1]], [[2, 1]]]
 
 
 def too_few_heads(path: str) -> str:
