@@ -280,7 +280,7 @@ class Chunks:
 
     def gradients(self, needed: tuple[bool, ...], by: TokenOutputs, filled: LogitTables | None) -> _Gradients:
         """Return the gradients given that of the outputs; `filled` is the memory of the only chunk, if it was kept."""
-        memory, into = filled or self.arithmetic(), self._zeros(needed)
+        memory, into = filled or self.arithmetic(), self._memory(needed)
         for span in self.spans:
             if filled is None:
                 self.fill(memory, span, keep=True)
@@ -289,7 +289,7 @@ class Chunks:
 
     def fill_with_gradients(self, needed: tuple[bool, ...]) -> tuple[TokenOutputs, _Gradients]:
         """Compute all outputs together with the early gradient of the loss and the gradients that follow from it."""
-        memory, into, early = self.arithmetic(), self._zeros(needed), self._empty(self.spec.differentiable)
+        memory, into, early = self.arithmetic(), self._memory(needed), self._empty(self.spec.differentiable)
         for span in self.spans:
             self.fill(memory, span, keep=True)
             for column, so_far in zip(early, required(self.spec.loss_gradient)(self.outputs), strict=True):
@@ -298,20 +298,22 @@ class Chunks:
             self._add(into, span, memory, early)
         return early, into
 
-    def _zeros(self, needed: tuple[bool, ...]) -> _Gradients:
+    def _memory(self, needed: tuple[bool, ...]) -> _Gradients:
+        """Allocate the gradients. A chunk overwrites or adds to them, so they are zero only if there is none."""
         values = (self.hidden, self.head.weight, self.head.bias)
-        return [torch.zeros_like(required(v)) if need else None for v, need in zip(values, needed, strict=True)]
+        make = torch.empty_like if self.spans else torch.zeros_like
+        return [make(required(v)) if need else None for v, need in zip(values, needed, strict=True)]
 
     def _add(self, into: _Gradients, span: slice, filled: LogitTables, by: TokenOutputs) -> None:
-        """Add a chunk's share, which uses up the contents of `filled`."""
+        """Add a chunk's share to those before it, which uses up the contents of `filled`."""
         by_logits = filled.gradient(by.map(lambda value: value[span]))
         hidden, weight, bias = into
         if hidden is not None:
             torch.mm(by_logits, self.head.weight, out=hidden[span])
         if weight is not None:
-            weight.addmm_(by_logits.t(), self.hidden[span])
+            weight.addmm_(by_logits.t(), self.hidden[span], beta=int(span.start > 0))
         if bias is not None:
-            bias.add_(by_logits.sum(0))
+            bias.copy_(by_logits.sum(0) + bias if span.start else by_logits.sum(0))
 
 
 class _Differentiable(torch.autograd.Function):
@@ -341,7 +343,7 @@ class _Differentiable(torch.autograd.Function):
         filled, gradients, ctx.filled, ctx.gradients = ctx.filled, ctx.gradients, None, None
         factor = None if gradients is None else _factor(arrived, ctx.early)
         if factor is not None:
-            return *(value if value is None else value.mul_(factor) for value in gradients), None
+            return *(value if value is None or factor == 1 else value.mul_(factor) for value in gradients), None
         del gradients
         return *ctx.chunks.gradients(ctx.needs_input_grad[:3], arrived, filled), None
 

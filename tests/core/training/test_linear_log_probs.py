@@ -122,6 +122,23 @@ def test_logits_of_a_single_chunk_are_computed_once_for_any_loss():
     assert products(case()) == [1, 1, 1]
 
 
+@pytest.mark.parametrize("early", [None, loss_gradient], ids=["recomputed", "early"])
+@pytest.mark.parametrize("tokens", [0, 1, TOKENS])
+def test_no_gradient_has_what_was_in_its_memory_before(early, tokens, monkeypatch):
+    chunks_of(4, monkeypatch)
+    made = case(bias=True, loss_gradient=early and (lambda outputs: TokenOutputs(torch.ones_like(outputs.log_probs))))
+    made = made._replace(hidden=made.hidden.detach()[:tokens].requires_grad_(), targets=made.targets[:tokens])
+    right = made._replace(spec=OutputSpec())
+    expected = gradients(right, lambda outputs: outputs.log_probs.sum())
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        actual = gradients(made, lambda outputs: outputs.log_probs.sum())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(value.isfinite().all() for value in expected)
+    torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("factor", [-3.0, 0.0, 2.0**16])
 def test_a_multiple_of_the_early_gradient_needs_no_more_logits(factor, monkeypatch):
     chunks_of(4, monkeypatch)
