@@ -2,9 +2,9 @@
 
 python scripts/benchmark/log_probs.py [--tokens N] [--rounds N] [--json FILE]
 
-A head of width 1,024, a vocabulary of 32,000, one thread. Its three products (logits, the gradients of hidden states
-and of the weight) are timed in turn with the log-probs' forward and backward pass; values are ratios of the medians.
-Each peak is measured in a separate process.
+Heads of width 1,024 with a vocabulary of 32,000, and of width 640 with one of 262,144 and a quarter of the tokens; one
+thread. A head's three products (logits, the gradients of hidden states and of the weight) are timed in turn with the
+log-probs' forward and backward pass; values are ratios of the medians. Each peak is measured in a separate process.
 """
 
 import subprocess
@@ -17,7 +17,7 @@ from side_by_side import Row, arguments, formatted, in_turn, report
 
 from hybridrl.core.training.token_outputs import Head, OutputSpec, TokenOutputs, token_outputs
 
-HEAD, LONG = (1024, 32_000), (8192, 896, 151_936)  # width and vocabulary; the tokens before them
+HEAD, LARGE, LONG = (1024, 32_000), (640, 262_144), (8192, 896, 151_936)  # width, vocabulary; the tokens before them
 
 
 class Case:
@@ -67,8 +67,8 @@ def times(tokens: int, head: Sequence[int], rounds: int) -> list[Row]:
     seconds = in_turn(sides, rounds)
     rows = []
     for side, what, target in (
-        ("any", "log-probs and gradients, any loss", "at most 1.6 (aim 1.45)"),
-        ("sum", "log-probs and gradients, a sum over tokens", "at most 1.2 (aim 1.1)"),
+        ("any", f"log-probs and gradients, any loss, {head[1]:,} rows", "at most 1.6 (aim 1.45)"),
+        ("sum", f"log-probs and gradients, a sum over tokens, {head[1]:,} rows", "at most 1.2 (aim 1.1)"),
     ):
         cost = seconds[side].median / seconds["products"].median
         rows.append(
@@ -120,9 +120,10 @@ def resident(field: str) -> int:
 
 
 def main() -> None:
-    parser = arguments(__doc__, tokens=64, head=[32, 256], long=[64, 32, 256], rounds=1)
+    parser = arguments(__doc__, tokens=64, head=[32, 256], large=[16, 512], long=[64, 32, 256], rounds=1)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--head", type=int, nargs=2, default=HEAD, metavar=("WIDTH", "VOCABULARY"))
+    parser.add_argument("--large", type=int, nargs=2, default=LARGE, metavar=("WIDTH", "VOCABULARY"))
     parser.add_argument("--long", type=int, nargs=3, default=LONG, metavar=("TOKENS", "WIDTH", "VOCABULARY"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peak", nargs=4, help="measure one process's peak: sum or alone, tokens, width, vocabulary")
@@ -132,6 +133,7 @@ def main() -> None:
         kind, *shape = options.peak
         return measure_peak(kind, *map(int, shape))
     rows = times(options.tokens, options.head, options.rounds)
+    rows += times(options.tokens // 4, options.large, options.rounds)
     report(rows + peaks(options.tokens, options.head, options.long), options.json)
 
 
