@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1986,
     "compat": 3217,
     "config": 4324,
-    "core": 12687,
+    "core": 12707,
     "data": 1724,
     "doctor": 4556,
     "environments": 180,

@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -36,6 +37,8 @@ def shard(model: Model, config: FSDPConfig, meshes: Layout, *, offloaded: bool =
     options = {"mesh": meshes.dense, "mp_policy": policy, "offload_policy": offload}
     if config.compile_layers:
         compile_layers(layers)
+    if isinstance(model, LanguageModel) and meshes.dense.device_type == "cpu":
+        add_rows_to_the_heads_gradient(model)
     for experts in cut(model.model, meshes):
         shard_experts(experts, meshes, {"reshard_after_forward": config.reshard_after_forward, **options})
     for layer in layers:
@@ -49,6 +52,21 @@ def shard(model: Model, config: FSDPConfig, meshes: Layout, *, offloaded: bool =
             assert isinstance(layer, fsdp2.FSDPModule) and isinstance(following, fsdp2.FSDPModule)
             layer.set_modules_to_forward_prefetch([following])
     return model
+
+
+def add_rows_to_the_heads_gradient(model: LanguageModel) -> None:
+    """Have the gradient of an embedding that is also the head hold only the rows of its tokens. Autograd adds them to
+    the head's; a whole matrix, mostly zeros, would be written and read for each micro-batch. CUDA adds in any order."""
+    embedding, head = model.model.get_input_embeddings(), model.model.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding) and embedding.weight is head.weight:
+        embedding.sparse = True
+
+
+def reduce_gradients(model: nn.Module, *, offloaded: bool, last: bool) -> None:
+    """Have the next backward pass of a micro-batch reduce gradients over the ranks. A single rank needs that only after
+    the `last` one: until then they are added up where autograd has them, which needs no copies and no more memory."""
+    if isinstance(model, fsdp2.FSDPModule) and dist.get_world_size() == 1 and not offloaded:
+        model.set_requires_gradient_sync(last)
 
 
 def compile_layers(layers: list[nn.Module]) -> None:

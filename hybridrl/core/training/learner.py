@@ -23,7 +23,7 @@ from hybridrl.core import device as devices
 from hybridrl.core.algorithms.objective import Totals
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.attention import slice_of
-from hybridrl.core.training.fsdp import clip_gradient, host_parameters, move_parameters
+from hybridrl.core.training.fsdp import clip_gradient, host_parameters, move_parameters, reduce_gradients
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import ModelInputs, lay_out
 from hybridrl.core.training.planning import MiniBatch
@@ -142,7 +142,9 @@ class Learner:
         have a finite loss, whether those of all ranks do, and the norm before clipping, the same on every rank."""
         shares: dict[str, Tensor] = {}
         losses = []
-        for rows in mini_batch.micro_batches:
+        for number, rows in enumerate(mini_batch.micro_batches, 1):
+            last = number == len(mini_batch.micro_batches)
+            reduce_gradients(self.model, offloaded=self.fsdp.offload_policy, last=last)
             # Every forward and backward pass gathers and reduces shards with all ranks. A rank whose micro-batch is
             # empty therefore runs one dummy row with a loss of 0: otherwise the others' collectives would wait forever.
             total, metrics = loss(batch.select(rows or [0]), mini_batch.totals if rows else None)
