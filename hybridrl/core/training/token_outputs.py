@@ -326,7 +326,7 @@ class _Differentiable(torch.autograd.Function):
             ctx.filled = chunks.arithmetic()
             chunks.fill(ctx.filled, chunks.spans[0], keep=True)
         # In float16 only the arriving gradient is scaled so that it does not vanish.
-        elif chunks.spec.loss_gradient is None or weight.dtype == torch.float16:
+        elif not chunks.spans or chunks.spec.loss_gradient is None or weight.dtype == torch.float16:
             chunks.fill_all()
         else:
             ctx.early, ctx.gradients = chunks.fill_with_gradients(ctx.needs_input_grad[:3])
