@@ -19,7 +19,7 @@ LINES = {
     "data": 1724,
     "doctor": 4556,
     "environments": 180,
-    "evaluation": 2227,
+    "evaluation": 2228,
     "health": 1016,
     "model_merger": 736,
     "report": 2490,

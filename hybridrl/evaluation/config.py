@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.config.checks import MODEL, ROLLOUT, algorithm, check_ignored, resolve_rollout, training
 from hybridrl.config.checks.engine import check_engine
-from hybridrl.config.checks.model import check_model, check_served, resolve_dtype, resolve_for_cpu
+from hybridrl.config.checks.model import check_model, check_served, is_large, resolve_dtype, resolve_for_cpu
 from hybridrl.config.compose import CONF, usual_value
 from hybridrl.config.files import HUB_NAME, path_or_hub
 from hybridrl.config.findings import Checker, Findings
@@ -124,7 +124,8 @@ def _resolve(config: EvaluationConfig, findings: Findings, follows: dict[str, st
     model.lora_rank, model.lora_adapter_path = 0, None  # an adapter is merged before it is served
     check = Checker(findings, asdict(config))
     with findings.gathered("conflict"):
-        training.resolve_devices(config.trainer, config.ray_kwargs.ray_init, check, None)
+        large = any(is_large(replace(model, path=path)) for path in (model.path, *settings.models))
+        training.resolve_devices(config.trainer, config.ray_kwargs.ray_init, check, None, slots=1 if large else 2)
     config.data.seed = config.trainer.seed if config.data.seed is None else config.data.seed
     resolve_rollout(
         config.actor_rollout_ref.rollout, config.trainer, config.data, check.at(ROLLOUT), _shorter(settings)

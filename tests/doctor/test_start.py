@@ -17,6 +17,7 @@ from hybridrl.config.load import load_ppo_config, load_sft_config
 from hybridrl.core.cluster.session import RayMachine
 from hybridrl.doctor import start
 from hybridrl.doctor.machine import GIB, installed
+from hybridrl.evaluation.config import load_eval_config
 from hybridrl.runs.prepare import prepare
 from tests.sections import keys_of_run
 
@@ -145,11 +146,21 @@ def test_a_run_that_does_not_fit_is_rejected_with_keys_with_which_it_does(large,
 
 
 def test_the_default_is_one_cpu_device_for_a_model_with_a_large_embedding(large, tmp_path):
-    sft = f"data.train_files={tmp_path}/large/config.json", f"model.path={tmp_path}/large"
-    assert large(40).trainer.n_gpus_per_node == load_sft_config(sft).trainer.n_gpus_per_node == 1
+    assert large(40).trainer.n_gpus_per_node == 1
     assert large(40, "trainer.n_gpus_per_node=2").trainer.n_gpus_per_node == 2
     (tmp_path / "large" / "config.json").write_text(json.dumps(TIED | {"vocab_size": 1000}))
     assert large(40).trainer.n_gpus_per_node == 2
+
+
+@pytest.mark.parametrize(("vocabulary", "devices"), [(1 << 18, 1), (1000, 2)])
+def test_so_it_is_in_supervised_runs_and_evaluations(large, tmp_path, vocabulary, devices):
+    """Of the model that a training command names, or that an evaluation does."""
+    model, rows = tmp_path / "large", large(40).data.train_files[0]
+    (model / "config.json").write_text(json.dumps(TIED | {"vocab_size": vocabulary}))
+    sft = load_sft_config([f"model.path={model}", f"data.train_files={rows}", "trainer.device=cpu"])
+    named = [f"actor_rollout_ref.model.path={model}", f"eval.models={model}"]
+    evaluations = [load_eval_config([name, f"eval.files={rows}", "trainer.device=cpu"]) for name in named]
+    assert [config.trainer.n_gpus_per_node for config in (sft, *evaluations)] == [devices] * 3
 
 
 def test_copies_for_a_checkpoint_count_in_a_step_if_one_is_kept_before_the_end_and_what_a_run_has_is_not_missing(
