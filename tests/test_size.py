@@ -17,7 +17,7 @@ LINES = {
     "config": 4324,
     "core": 12707,
     "data": 1724,
-    "doctor": 4556,
+    "doctor": 4560,
     "environments": 180,
     "evaluation": 2228,
     "health": 1016,

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from hybridrl.checkpoint.store import LOCK, holder, step_directories
@@ -129,7 +130,8 @@ def check_run_directory(config: PPOConfig, inputs: RunInputs, findings: Findings
         findings.error("run.directory", cause, "name another directory", keys=KEY, value=directory)
         return
     if existing == directory:
-        _check_content(directory, config.trainer.resume_mode, findings)
+        rows = [Path(file).absolute() for file in (*config.data.train_files, *config.data.val_files)]
+        _check_content(directory, config.trainer.resume_mode, rows, findings)
     messages: list[str] = []
     steps = config.trainer.total_training_steps
     if inputs.algorithm is not None and inputs.prompts and inputs.order is not None:
@@ -150,12 +152,14 @@ def check_run_directory(config: PPOConfig, inputs: RunInputs, findings: Findings
     check_space(config, findings, steps)
 
 
-def _check_content(directory: Path, resume_mode: str, findings: Findings) -> None:
+def _check_content(directory: Path, resume_mode: str, rows: Sequence[Path], findings: Findings) -> None:
+    """Report a directory that is in use, or holds checkpoints to be replaced, or anything but a run and its rows."""
     setting = {"keys": KEY, "value": directory}
     if user := holder(directory):
         cause = f"another run is using this directory ({user})"
         findings.error("run.directory", cause, "end it, or name another directory", **setting)
-    names, steps = {path.name for path in directory.iterdir()}, step_directories(directory)
+    own = [path for path in directory.iterdir() if not any(file.is_relative_to(path) for file in rows)]
+    names, steps = {path.name for path in own}, step_directories(directory)
     if steps and resume_mode == "disable":
         cause = f"the directory holds checkpoints, up to {steps[-1].name}, and trainer.resume_mode=disable starts from "
         cause += "scratch: checkpoints of the same steps are replaced"

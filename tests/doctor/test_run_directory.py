@@ -69,9 +69,11 @@ def test_another_run_in_the_directory_is_named(check, tmp_path: Path):
     assert "run.directory" not in check()  # the lock of a run that has ended
 
 
-def test_other_files_are_a_warning(check, tmp_path: Path):
-    (tmp_path / "run").mkdir()
-    assert "run.directory" not in check()
+def test_other_files_are_a_warning_but_not_the_rows_of_the_run(check, tmp_path: Path):
+    rows = tmp_path / "run" / "data" / "rows.jsonl"
+    rows.parent.mkdir(parents=True)
+    rows.write_text('{"prompt": "What is 2+2?", "data_source": "none"}')
+    assert "run.directory" not in check(f"data.val_files={rows}")
     (tmp_path / "run" / "thesis.tex").write_text("")
     assert "files that are not of a run (thesis.tex)" in check()["run.directory"].cause
     (tmp_path / "run" / "metrics.jsonl").write_text("")
