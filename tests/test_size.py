@@ -24,7 +24,7 @@ LINES = {
     "model_merger": 736,
     "report": 2490,
     "rewards": 3101,
-    "runs": 3055,
+    "runs": 3056,
     "runtime": 1561,
     "tracking": 1867,
 }

@@ -132,8 +132,9 @@ def _score_rows(
     begun, end = [], time.monotonic() + seconds
     for row in rows:
         begun.append(row)
+        requests = [_request(row.prompt, response, decoder) for response in row.responses]
         try:
-            futures = rescorer.submit([_request(row.prompt, response, decoder) for response in row.responses])
+            futures = rescorer.submit(requests)
             done, late = wait(futures, max(end - time.monotonic(), 0))
             for response, future in zip(row.responses, futures, strict=True):
                 response.score = future.result() if future in done else None
