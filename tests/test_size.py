@@ -16,7 +16,7 @@ LINES = {
     "compat": 3217,
     "config": 4324,
     "core": 12707,
-    "data": 1724,
+    "data": 1732,
     "doctor": 4560,
     "environments": 180,
     "evaluation": 2228,

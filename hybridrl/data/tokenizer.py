@@ -38,6 +38,7 @@ TEMPLATES = {
 PROBES = ("What is a mask?", "one  two\n\n  three", "In 2024 it was 3.14 x 10,", "Z\u00fcrich, \u6771\u4eac")
 
 OPTIONS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
+NO_BEGIN = "%s: the model knows texts that begin with %s, and conversations do not; write {{ bos_token }} first"
 FOREIGN_END = (
     "%s: its end token %s is none of the model's, %s, so the model has to learn it; set eos_token to one of these in "
     "tokenizer_config.json, or, to introduce the new one, add %d to eos_token_id in the model's generation_config.json"
@@ -80,12 +81,19 @@ def load_tokenizer(
         known = TEMPLATES | (tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {})
         if "{" in template or template in known:
             tokenizer.chat_template = known.get(template, template)
+            if template in TEMPLATES and "<|im_end|>" not in tokenizer.get_vocab():
+                tokenizer.chat_template = TEMPLATES[template].replace("<|im_end|>", str(tokenizer.eos_token))
         elif (file := Path(template).expanduser()).is_file():
             tokenizer.chat_template = file.read_text(encoding="utf-8")
         else:
             raise ConfigError(f"{template_key}: neither a file nor Jinja text nor one of the names {', '.join(known)}")
         try:
-            tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+            text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+            if tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id] and tokenizer.bos_token not in text:
+                if template in TEMPLATES:
+                    tokenizer.chat_template = "{{ bos_token }}" + str(tokenizer.chat_template)
+                else:
+                    logger.warning(NO_BEGIN, template_key[:80], tokenizer.bos_token)
         except TemplateSyntaxError as error:
             cause = f"{template_key[:80]}: line {error.lineno} of the template is not Jinja: {error.message}"
             raise ConfigError(cause) from error

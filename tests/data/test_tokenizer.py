@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from hybridrl.config.findings import ConfigError
@@ -68,6 +69,23 @@ def test_a_template_may_be_a_file_or_a_name(directory, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "named")
     named = load_tokenizer(str(tmp_path / "named"), custom_chat_template="short")
     assert named.apply_chat_template(chat, tokenize=False) == "s"
+
+
+def test_a_custom_template_begins_as_texts_do_or_a_warning_says_that_it_does_not(directory, caplog):
+    """A pretrained model that was only trained on texts behind its first token continues others with nonsense."""
+    chat = [{"role": "user", "content": "hi"}]
+    assert "<|endoftext|>" not in load_tokenizer(str(directory), custom_chat_template="chatml").chat_template
+    plain = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    first = ("<|endoftext|>", plain.token_to_id("<|endoftext|>"))
+    plain.post_processor = TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
+    tokens = {"bos_token": first[0], "eos_token": "<|im_end|>", "pad_token": first[0]}
+    PreTrainedTokenizerFast(tokenizer_object=plain, **tokens).save_pretrained(directory)
+    named = load_tokenizer(str(directory), custom_chat_template="chatml")
+    assert named.apply_chat_template(chat, tokenize=False).startswith("<|endoftext|><|im_start|>user")
+    load_tokenizer(str(directory), custom_chat_template="{{ bos_token }}{{ messages[0].content }}")
+    assert not caplog.records
+    load_tokenizer(str(directory), custom_chat_template="{{ messages[0].content }}")
+    assert "begin with <|endoftext|>, and conversations do not; write {{ bos_token }} first" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen2Tokenizer
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.config.findings import ConfigError
-from hybridrl.data.tokenizer import Chat, render
+from hybridrl.data.tokenizer import Chat, load_tokenizer, render
 from tests.agents.environments.conftest import CALLS, OPENS, PLAIN, STRIPS
 
 MakeTokenizer = Callable[..., Qwen2Tokenizer]
@@ -223,6 +226,17 @@ def test_a_call_without_arguments_has_none(tokenizer_of, function):
 def test_a_model_without_a_template_is_rejected(tokenizer_of):
     with pytest.raises(ConfigError, match="custom_chat_template=chatml"):
         Talk(tokenizer_of(""))
+
+
+def test_the_template_that_a_model_without_one_is_given_is_exact_whatever_tokens_its_tokenizer_has(tmp_path):
+    """The tokens of a pretrained model are bytes and an end, none of them for turns."""
+    bytes_ = [*sorted(ByteLevel.alphabet()), "<eos>"]
+    plain = Tokenizer(BPE({text: number for number, text in enumerate(bytes_)}, []))
+    plain.pre_tokenizer, plain.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>").save_pretrained(tmp_path)
+    talk = Talk(load_tokenizer(str(tmp_path), custom_chat_template="chatml"), ["<eos>"])
+    assert talk.dialogue.check(tools=False) == []
+    assert talk.delta(user("b"), sampled="a<eos>") == ("\n<|im_start|>user\nb<eos>\n<|im_start|>assistant\n", 0)
 
 
 def test_a_replay_marks_what_is_sampled(talk):
