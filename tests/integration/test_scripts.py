@@ -32,6 +32,7 @@ ELSEWHERE = {
     "scripts/benchmark/bare.py": "scripts/benchmark/step.py",
     "scripts/benchmark/export.py": "scripts/benchmark/all.py",
     "scripts/benchmark/families.py": "tests/integration/test_families.py",
+    "scripts/benchmark/gradient.py": "scripts/benchmark/pretrained.py",
     "scripts/benchmark/log_probs.py": "scripts/benchmark/all.py",
     "scripts/benchmark/stacks.py": "tests/runtime/test_stacks.py",
     "scripts/benchmark/stacks_actor.py": "scripts/benchmark/stacks.py",
@@ -124,6 +125,10 @@ RUNS = {
         ]
     ),
     "peak_memory": Tiny("--tiny sleep 1", ["peak memory "]),
+    "pretrained": Tiny(
+        "--tiny --out HERE/runs --docs HERE/docs/models.md",
+        ["| GRPO, float32", "| `hybridrl merge`", "| An agent of two turns", "| Gradient of 8 answers"],
+    ),
     "planning": Tiny(
         rows=[
             "| 128 rows to 64 ranks, uniform",
@@ -199,7 +204,16 @@ RUNS = {
 DRILLS = (
     *("algorithms", "asynchronous", "compiled", "data_plane", "engine_memory", "episodes", "episodes --sleeping"),
     *("evaluation", "fuzz_endpoint", "gpu", "kills", "length_bias", "lora", "memory_plan", "merge"),
-    *("reading_pictures", "save_stall", "sequence_parallel", "start_up", "step", "threads", "weight_sync"),
+    *(
+        "pretrained",
+        "reading_pictures",
+        "save_stall",
+        "sequence_parallel",
+        "start_up",
+        "step",
+        "threads",
+        "weight_sync",
+    ),
 )
 
 
@@ -207,7 +221,7 @@ DRILLS = (
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with what scripts read: pages without their tables, rows, a run; and a stand-in of a browser."""
     (tmp_path / "docs").mkdir()
-    for page in ("algorithms.md", "lora.md", "performance.md"):
+    for page in ("algorithms.md", "lora.md", "models.md", "performance.md"):
         text = (ROOT / "docs" / page).read_text()
         (tmp_path / "docs" / page).write_text(re.sub(r"(?m)^\|.*$", "", text))
     files = {"he": HUMAN_EVAL, "mbpp": MBPP, "gsm8k": SOLVED, "math": FRACTION}
@@ -277,12 +291,13 @@ def test_runs_that_a_smallest_run_leaves_out_have_a_valid_configuration(next_to_
     import gpu
     import kills
     import lora
+    import pretrained
     import reading_pictures
 
     monkeypatch.chdir(tmp_path)
     every = [*algorithms.ENTRIES.values(), *lora.RUNS.values()]
     every = [overrides.split() for overrides in every]
-    every += [*kills.MODES.values(), *gpu.VARIANTS.values(), *reading_pictures.RUNS.values()]
+    every += [*kills.MODES.values(), *gpu.VARIANTS.values(), *pretrained.RUNS.values(), *reading_pictures.RUNS.values()]
     for overrides in every:
         name = "agent" if overrides is kills.MODES["agents"] else "train"
         more = ["trainer.n_gpus_per_node=2", *(override.format(tmp_path) for override in overrides)]
