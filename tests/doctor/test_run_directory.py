@@ -1,5 +1,6 @@
 import fcntl
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,7 @@ def test_other_files_are_a_warning_but_not_the_rows_of_the_run(check, tmp_path: 
     rows.parent.mkdir(parents=True)
     rows.write_text('{"prompt": "What is 2+2?", "data_source": "none"}')
     assert "run.directory" not in check(f"data.val_files={rows}")
+    shutil.rmtree(rows.parent)
     (tmp_path / "run" / "thesis.tex").write_text("")
     assert "files that are not of a run (thesis.tex)" in check()["run.directory"].cause
     (tmp_path / "run" / "metrics.jsonl").write_text("")
