@@ -24,7 +24,7 @@ FILES = {path.relative_to(TOP / "hybridrl").as_posix(): path for path in sorted(
 GROUND = """
     config.catalog  config.custom_code  config.files  config.findings  config.schema  config.values
     checkpoint.export  checkpoint.read  checkpoint.tensors  data.order  data.prompts  data.tokenizer  rewards.score
-    runtime.environment  runtime.guard  runtime.keeper  runtime.stacks
+    plugins  required  runtime.environment  runtime.guard  runtime.keeper  runtime.stacks
     tracking.console  tracking.faults  tracking.sink
 """
 # Who may name a library, as beginnings of paths.
@@ -49,7 +49,7 @@ LATE = {
     "core/batch.py": "tensordict is slow to import, and wanted for code that is written for it only",
     "config/__init__.py": "Hydra is slow to import, and wanted where a configuration is loaded only",
     "config/files.py": "huggingface_hub reads when it is imported whether it is offline, which is known later",
-    "data/rows.py": "datasets is slow to import, and wanted for directories and data sets of the hub only",
+    "data/row_files.py": "datasets is slow to import, and wanted for directories and data sets of the hub only",
     "model_merger/__init__.py": "torch and transformers come only once a model has to be merged",
     "model_merger/__main__.py": "torch and transformers come only once the command stands",
     "model_merger/source.py": "vLLM comes only where a model is checked in it",

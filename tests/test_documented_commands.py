@@ -18,7 +18,7 @@ from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig, SFTConfig
 from hybridrl.config.values import holds, tree
 from hybridrl.doctor.__main__ import COMMANDS as DOCTOR
 from hybridrl.evaluation.config import VERL_NAMES
-from hybridrl.runs.plugins import PLUGINS
+from hybridrl.plugins import PLUGINS
 from hybridrl.serve import OWN
 
 TOP = Path(__file__).parent.parent

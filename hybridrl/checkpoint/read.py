@@ -31,7 +31,7 @@ from hybridrl.config.files import (
     leads_outside,
     resolve_model,
 )
-from hybridrl.runs.plugins import load as plugin
+from hybridrl.plugins import load as plugin
 
 MODEL, UPDATES = "model.", "extra.updates"  # in a sharded checkpoint, prefix of the model's tensors, and a key
 ADAPTER = "default"  # peft's name of a model's only adapter in parameter names; absent in files

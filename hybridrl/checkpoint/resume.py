@@ -24,7 +24,7 @@ from hybridrl.checkpoint.store import Checkpoint
 from hybridrl.config import ConfigError
 from hybridrl.config.files import SHARDS, read_mapping, resolve_model
 from hybridrl.config.findings import show
-from hybridrl.runs.plugins import load as plugin
+from hybridrl.plugins import load as plugin
 
 Log = Callable[[str], None]
 Verdict = Literal["free", "needs_allow", "impossible"]

@@ -20,10 +20,10 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from hybridrl import plugins
 from hybridrl.config.findings import ConfigError, Finding, Findings, nearest, show
 from hybridrl.config.schema import EvaluationConfig, PPOConfig, SFTConfig
 from hybridrl.config.values import MISSING, Plain, hints, holds, leaves, tree, value_keys, value_of
-from hybridrl.runs import plugins
 
 PACKAGE = Path(__file__).resolve().parent.parent
 PRESET = "preset"  # the group of files that set keys of several sections

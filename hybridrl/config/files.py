@@ -24,7 +24,7 @@ import yaml
 
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.values import ValueFault
-from hybridrl.runs.plugins import row_source
+from hybridrl.plugins import row_source
 
 ROW_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".arrow")
 WRITTEN = ROW_SUFFIXES[:-1]  # .arrow is what the library `datasets` keeps in its own directories

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 
+from hybridrl import plugins
 from hybridrl.config.checks import resolve_ppo, resolve_sft
 from hybridrl.config.checks.training import Machine, this_machine
 from hybridrl.config.compose import (
@@ -31,7 +32,6 @@ from hybridrl.config.findings import ConfigError, Findings, nearest, show
 from hybridrl.config.schema import PPOConfig, SFTConfig
 from hybridrl.config.schema_parts import RolloutConfig
 from hybridrl.config.values import MISSING, Plain, Reading, holds, leaves, tree, value_keys, value_of
-from hybridrl.runs import plugins
 
 T = TypeVar("T")
 Report = Callable[[str], None]

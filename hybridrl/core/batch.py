@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 ROW, PROMPT, RESPONSE, TOKEN = ({"axis": axis} for axis in ("row", "prompt", "response", "token"))
 
-OWN_ROUTE = -1  # in `routes`, of a token that the engine has not computed: the router chooses
+UNROUTED = -1  # in `routes`, of a token that the engine has not computed: the router chooses
 
 
 @dataclass

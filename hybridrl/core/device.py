@@ -17,7 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 RAY_MONITOR, RAY_THRESHOLD = "RAY_memory_monitor_refresh_ms", "RAY_memory_usage_threshold"  # 0: there is none

@@ -130,7 +130,7 @@ class HybridEngine:
 
     def rebuild_servers(self) -> None:
         """Replace all servers by new ones before the next weight sync."""
-        self.fleet.condemn("trainer.on_diagnosis=rebuild")
+        self.fleet.replace_all("trainer.on_diagnosis=rebuild")
 
     def _rebuild(self, index: int, *, asleep: bool = False) -> None:
         self.fleet.rebuild(index, asleep=asleep and self.shared)

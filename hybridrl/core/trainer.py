@@ -59,7 +59,7 @@ class Task(Protocol):
         """Why a run should not resume from the last step if it can help it; empty: no reason."""
         return ""
 
-    def diagnosed(self, step: int, *, show: bool) -> None:
+    def record_diagnosis(self, step: int, *, show: bool) -> None:
         """Keep what the step trained on, and print a few of its samples if `show`."""
         return
 
@@ -103,7 +103,7 @@ class Samples(Protocol):
 
     def training_samples(self, step: int, episodes: Sequence[Episode], batch: Batch) -> None: ...
     def validation_samples(self, step: int, episodes: Sequence[Episode]) -> None: ...
-    def diagnosed(self, step: int, *, show: bool) -> None: ...
+    def record_diagnosis(self, step: int, *, show: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Trainer:
         metrics |= self.task.take_metrics()
         metrics |= self.health.judge(step, metrics)
         if self.health.new:
-            self.task.diagnosed(step, show=self.health.shows)
+            self.task.record_diagnosis(step, show=self.health.shows)
         # Log before saving: otherwise a run resumed from this checkpoint would miss the step's metrics.
         self.tracker.log(step, metrics | {"training/global_step": step})
         self.saver.poll()
@@ -262,5 +262,5 @@ class RLTask(Task):
     def problem(self) -> str:
         return self.experience.problem()
 
-    def diagnosed(self, step: int, *, show: bool) -> None:
-        self.sample_log.diagnosed(step, show=show)
+    def record_diagnosis(self, step: int, *, show: bool) -> None:
+        self.sample_log.record_diagnosis(step, show=show)

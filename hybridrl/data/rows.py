@@ -1,7 +1,4 @@
-"""Entries of data.train_files -> files on this machine -> rows as plain Python values. Knows no meaning of columns.
-
-Directories and Hugging Face datasets are resolved by the library `datasets`: splits by file names or by the README, the
-files that `save_to_disk` wrote, the hub's cache. It is slow to import and therefore imported only for these.
+"""Files on this machine -> rows as plain Python values, whatever the meaning of their columns.
 
 JSON is read by the standard library on purpose: a reader that builds columns gives every row the fields of
 all others, and turns the text "1" into the number 1 if another row of the column holds a list. So does Arrow, with null
@@ -10,7 +7,6 @@ tools, so fields that are null are left out. Only a structure that is itself a c
 `extra_info`: reward functions read them by name. A null inside a list, a map or a JSON text was written and stays.
 """
 
-import difflib
 import functools
 import gzip
 import json
@@ -19,7 +15,7 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,23 +30,13 @@ from rich.progress import track
 from hybridrl.config.custom_code import attempt
 from hybridrl.config.files import (
     LFS_FIX,
-    WRITTEN,
-    DatasetName,
     is_lfs_pointer,
-    is_row_file,
-    matches,
-    names_rows,
-    parse_dataset_name,
-    rows_below,
 )
 from hybridrl.config.findings import ConfigError
-from hybridrl.config.schema import DataConfig
-from hybridrl.runs.plugins import load, row_source
+from hybridrl.data.row_files import row_files
 
 T = TypeVar("T")
 
-TRAINING = "data.train_files"
-SAVED = ("dataset_info.json", "dataset_dict.json")  # save_to_disk writes one of these
 SHOWN_FAULTS = 5
 MAX_FAULTS = 1000
 BATCH = 1000  # rows of a columnar file that are converted to Python values at a time
@@ -237,124 +223,6 @@ def _parse(text: bytes) -> Any:
             code = ord(error.object[error.start])
             raise ValueError(f"half a character: the surrogate \\u{code:x} is unpaired") from error
     return values
-
-
-# -- entries -> files --------------------------------------------------------------------------------------------------
-
-
-def row_files(entries: Iterable[str], key: str = TRAINING) -> list[list[Path]]:
-    """Return the files of each entry. Raises ConfigError for an entry without files, or with an ambiguous split."""
-    return [_files_of(entry, key) for entry in entries]
-
-
-def fingerprinted_files(data: DataConfig) -> list[Path]:
-    """Return the files that determine which rows a run draws: row files and the files of custom classes."""
-    custom = [path.removeprefix("file://") for path in (data.custom_cls.path, data.sampler.class_path) if path]
-    if data.custom_cls.path:
-        files = [Path(entry) for entry in data.train_files]
-    else:
-        files = [file for files in row_files(data.train_files) for file in files]
-    return [file for file in [*files, *map(Path, custom)] if file.expanduser().is_file()]
-
-
-def _files_of(entry: str, key: str) -> list[Path]:
-    path, named = Path(entry).expanduser(), parse_dataset_name(entry)
-    directory = Path(named.name).expanduser()
-    if files := [path] if path.is_file() else matches(str(path)):
-        return _checked(map(Path, files), key)
-    if name := row_source(entry):
-        return _checked(_files_of_plugin(name, entry, key), key)
-    if directory.is_dir():
-        return _checked(_files_of_directory(directory, named, key), key)
-    if named.name.count("/") == 1 and not is_row_file(path) and not path.is_absolute():
-        return files_of_hub(named, key)
-    if path.suffix:
-        _checked([path], key)
-    names = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = [name for name in names if name.startswith(f"{path.name}?")]  # as it was downloaded
-    near = near or difflib.get_close_matches(path.name, names, n=1)
-    raise ConfigError(f"{key}={entry}: there is no such file", fix=f"did you mean {near[0]}?" if near else "")
-
-
-@functools.cache  # rows are read, counted and fingerprinted one after another: of the same files
-def _files_of_plugin(name: str, entry: str, key: str) -> list[Path]:
-    """Return the files of an entry `scheme:rest`, as the plug-in of the scheme names or writes them."""
-    files = attempt(lambda: [Path(file) for file in load(name)(entry.partition(":")[2])])
-    if isinstance(files, Exception):
-        cause = f"{key}={entry}: the plug-in {name} failed ({type(files).__name__}: {files})"
-        raise (files if isinstance(files, ConfigError) else ConfigError(cause)) from files
-    return files
-
-
-def _checked(files: Iterable[Path], key: str) -> list[Path]:
-    files = list(files)
-    for file in files:
-        if not is_row_file(file):
-            cause = f"{key}={file}: files of rows end in {', '.join(WRITTEN)}"
-            raise ConfigError(cause, fix="convert it to one of these")
-    return files
-
-
-def _files_of_directory(directory: Path, named: DatasetName, key: str) -> list[Path]:
-    """Return the files of the named split in a directory. Raises ConfigError."""
-    import datasets
-
-    with _library_errors(f"{key}={directory}: not a directory of rows"):
-        if any((directory / name).is_file() for name in SAVED):
-            saved = datasets.load_from_disk(str(directory))
-            tables = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-            files = [file["filename"] for file in tables[_split(tables, named, key)].cache_files]
-            return rows_below(directory, files, key)
-        named_there = names_rows(directory, key)
-        builder = datasets.load_dataset_builder(str(directory), named.configuration)
-        splits = {str(split): [*map(Path, files)] for split, files in (builder.config.data_files or {}).items()}
-        # The library reads only one type of the files in a directory.
-        read = {file.suffix for files in splits.values() for file in files}
-        skipped = {file.suffix for file in directory.rglob("*") if is_row_file(file)} - read
-        if skipped - {".json"}:  # JSON files are often not rows
-            logger.warning("%s=%s: files that end in %s are not read", key, directory, ", ".join(sorted(skipped)))
-        files = splits[_split(splits, named, key)]
-        return rows_below(directory, files, key) if named_there else files
-
-
-@functools.cache  # an unreachable hub takes half a minute to fail
-def files_of_hub(named: DatasetName, key: str) -> list[Path]:
-    """Return the cached files of a hub dataset, which is downloaded if needed. Raises ConfigError."""
-    import datasets
-
-    with _library_errors(f"{key}={named.name}: neither a file here nor a dataset that can be loaded from the hub"):
-        builder = datasets.load_dataset_builder(named.name, named.configuration)
-        split = _split(map(str, builder.info.splits or builder.config.data_files or {}), named, key)
-        table = datasets.load_dataset(named.name, named.configuration, split=split)
-        return [Path(file["filename"]) for file in table.cache_files]
-
-
-@contextmanager
-def _library_errors(cause: str) -> Iterator[None]:
-    """Turn an exception of the library `datasets` into a ConfigError with its reason."""
-    from datasets.exceptions import DatasetsError
-
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ConfigError(f"{cause} ({reason})", fix="name files") from error
-
-
-def _split(splits: Iterable[str], named: DatasetName, key: str) -> str:
-    """Return the named split; if none is named, the only one, or for training the one called train."""
-    names = list(splits)
-    if named.split in names:
-        return named.split
-    if named.split is None and len(names) == 1:
-        return names[0]
-    if named.split is None and key == TRAINING and "train" in names:
-        return "train"
-    cause = "has several splits" if named.split is None else f"has no split {named.split}"
-    choices = ", ".join(f"{named.name}:{name}" for name in names) or "none"
-    raise ConfigError(f"{key}={named.name}: {cause}", fix=f"name one: {choices}")
 
 
 # -- columnar files -> rows --------------------------------------------------------------------------------------------

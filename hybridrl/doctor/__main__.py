@@ -22,7 +22,7 @@ from hybridrl.config.findings import show as as_text
 from hybridrl.config.load import WHOLE_WORDS, ResolvedConfig, batch_arithmetic, key_meanings, resolve_config
 from hybridrl.config.values import EXPECTED, MISSING, Range, tree, value_keys, value_of
 from hybridrl.doctor import add_run_arguments, show
-from hybridrl.runs.plugins import load
+from hybridrl.plugins import load
 from hybridrl.runtime.guard import ended_by_closed_pipe, guarded
 from hybridrl.tracking.secrets import remember
 from hybridrl.tracking.sink import entry_of as metric_entry

@@ -15,10 +15,10 @@ from pathlib import Path
 from hybridrl.checkpoint.store import LOCK, holder, step_directories
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
-from hybridrl.core.required import required
 from hybridrl.doctor.machine import installed
 from hybridrl.doctor.rows import check_rows, check_template
 from hybridrl.doctor.start import KEY, check_devices, check_space, check_start
+from hybridrl.required import required
 from hybridrl.rewards.load import scorer_of, uses_built_in
 from hybridrl.runs.prepare import RunInputs, prepare
 from hybridrl.runs.resume import check_complete, plan_resume

@@ -21,7 +21,7 @@ from hybridrl.core.training.worker import LearnerConfig
 from hybridrl.core.training.worker_group import CriticPlan
 from hybridrl.doctor.machine import GIB, UTILIZATION
 from hybridrl.doctor.memory_sizes import ENTRY_BYTES, FULL, ITEMSIZE, Models, ModelSizes, Shard, read_models
-from hybridrl.runs.plugins import load
+from hybridrl.plugins import load
 from hybridrl.runs.resume import ACTOR, PPO_SIZES, REF, ROLLOUT
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import save_times

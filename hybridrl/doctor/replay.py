@@ -17,7 +17,7 @@ import torch
 from hybridrl.checkpoint.files import faults
 from hybridrl.checkpoint.store import Checkpoint, list_checkpoints
 from hybridrl.config import ConfigError, PPOConfig
-from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch, spans
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.worker import TrainWorker
@@ -90,7 +90,7 @@ def response_norms(workers: TrainWorkers, batch: Batch, step: int) -> tuple[list
     mini_batches = plan.updates.mini_batches(batch.group, step)
     norms, whole = [0.0] * (int(response.max()) + 1), []
     for rows in map(list, mini_batches[: len(mini_batches) // plan.updates.epochs]):
-        totals, of_response = Totals.of(batch.select(rows)), dict[int, list[int]]()
+        totals, of_response = Divisors.of(batch.select(rows)), dict[int, list[int]]()
         for row, number in zip(rows, response[rows].tolist(), strict=True):
             of_response.setdefault(number, []).append(row)
         numbers, parts = [*of_response], [*of_response.values(), rows]

@@ -29,10 +29,10 @@ from hybridrl.config.values import Section
 from hybridrl.core.algorithms.algorithm import bind, find_estimator
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.trajectory import TRUNCATED
-from hybridrl.core.required import required
 from hybridrl.data.rows import DataRow, Faults, Rows, load_rows
 from hybridrl.data.tokenizer import as_object
 from hybridrl.doctor import directory_parser, load_config, show
+from hybridrl.required import required
 from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.rescoring import Rescorer, conversation_facts, faults

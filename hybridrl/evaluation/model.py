@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from hybridrl import plugins
 from hybridrl.agents.endpoint.episodes import load_files, runs_episodes
 from hybridrl.agents.endpoint.episodes import start as start_episodes
 from hybridrl.agents.environments.conversations import Conversations
@@ -46,7 +47,6 @@ from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.rewards.rescoring import Rescorer
 from hybridrl.rewards.score import Shaping
-from hybridrl.runs import plugins
 from hybridrl.runs.prepare import (
     decoder_elsewhere,
     model_tokenizer,
@@ -303,7 +303,7 @@ def sample_here(runner: EpisodeRunner, missing: Sequence[PlannedResponse], keep:
     def finished(episode: Episode) -> None:
         keep(episode_sample(by_place[episode.position, episode.sample], episode, time.monotonic() - began))
 
-    runner.run_places(places, finished=finished)
+    runner.run_requests(places, finished=finished)
 
 
 @contextmanager

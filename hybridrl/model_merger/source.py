@@ -23,8 +23,8 @@ from hybridrl.checkpoint.store import STATE
 from hybridrl.checkpoint.tensors import UNREADABLE, Tensors
 from hybridrl.config import ConfigError
 from hybridrl.config.files import ADAPTER_CONFIG, holds_adapter, holds_verl, resolve_model
-from hybridrl.core.required import required
 from hybridrl.core.rounding import beyond_rounding, rounded_otherwise
+from hybridrl.required import required
 from hybridrl.tracking.console import Terminal
 
 CONFIG = "config.json"

@@ -24,9 +24,9 @@ from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import EndingForks, load_module, once, own
 from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.config.values import REWARD_MANAGERS
+from hybridrl.plugins import load as plugin
+from hybridrl.plugins import names
 from hybridrl.rewards.score import WRITTEN, OutOfTime, Score, ScoringRequest, combined, to_score
-from hybridrl.runs.plugins import load as plugin
-from hybridrl.runs.plugins import names
 
 # The function of each scorer; its file is imported when rows need it, since one of them imports sympy.
 _FUNCTIONS = {

@@ -27,7 +27,7 @@ import numpy as np
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.core.cluster import Actor, RaySession, WorkerDied, gather, kill, spawn
-from hybridrl.core.required import required
+from hybridrl.required import required
 from hybridrl.rewards.load import in_one_call, processes, seconds_between_calls
 from hybridrl.rewards.process import LOAD_TIMEOUT, CallerScorer, Launch, ScorerDied, ScoringProcess
 from hybridrl.rewards.score import WRITTEN, WRITTEN_IDS, Score, ScoringRequest
@@ -85,9 +85,8 @@ class ScorerPool:
         scorers: Sequence[Scorer] | None = None,
         wait: bool = True,
     ) -> None:
-        self._retries = config.retries
         self.per: Literal["response", "group", "step"] = "step" if in_one_call(config) else "response"
-        self._inline = config.num_workers == 0
+        self._retries, self._inline = config.retries, config.num_workers == 0
         if scorers is None:
             here = [CallerScorer(config, data_sources)] if self._inline else []
             scorers = here or [ScoringProcess(config, data_sources, log_path) for _ in range(processes(config))]

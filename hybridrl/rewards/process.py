@@ -22,7 +22,7 @@ import psutil
 
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_parts import RewardConfig
-from hybridrl.core.required import required
+from hybridrl.required import required
 from hybridrl.rewards.load import CPU_SECONDS, calls_at_once, in_one_call, load_reward, seconds_between_calls
 from hybridrl.rewards.program import NoMessage, Program, messages_of
 from hybridrl.rewards.score import Score, ScoringRequest, checked, fault_of, score_request

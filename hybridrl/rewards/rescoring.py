@@ -13,7 +13,7 @@ from typing import Any, Self
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.schema_parts import RewardConfig
-from hybridrl.core.required import required
+from hybridrl.required import required
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import WRITTEN, Score, ScoringRequest, Shaping
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
-from hybridrl.runs.plugins import load
+from hybridrl.plugins import load
 from hybridrl.runtime.environment import fork_server
 from hybridrl.tracking.console import stage
 

@@ -28,7 +28,7 @@ from hybridrl.checkpoint.store import (
     step_number,
 )
 from hybridrl.config.files import SHARDS, read_mapping
-from hybridrl.runs.plugins import load
+from hybridrl.plugins import load
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import FINISHED, RESTART, STOPPED, Fault, last_run, read_faults
 from hybridrl.tracking.records import records_of

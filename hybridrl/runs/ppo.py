@@ -22,7 +22,6 @@ from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.evaluator import Evaluator
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.hybrid_engine import HybridEngine, SeparateEngine
-from hybridrl.core.required import required
 from hybridrl.core.rollout import Sampling
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.trainer import RLTask, Schedule, Task
@@ -30,10 +29,11 @@ from hybridrl.core.training.worker import TrainWorker, WorkerConfig
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.core.weights.sync import BroadcastSync, ColocatedSync
 from hybridrl.data.tokenizer import end_tokens
+from hybridrl.plugins import load as plugin
+from hybridrl.required import required
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.rewards.score import FaultGuard, Shaping
-from hybridrl.runs.plugins import load as plugin
 from hybridrl.runs.prepare import decoder_elsewhere, prepare, tokenizer_elsewhere
 from hybridrl.runs.resume import ResumePlan, plan_resume
 from hybridrl.runs.reward_trial import reject_failing_reward

@@ -24,7 +24,6 @@ from hybridrl.config.schema import FSDPConfig, ModelConfig, RowsConfig
 from hybridrl.config.schema_parts import RolloutConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.device import release_host_memory
-from hybridrl.core.required import required
 from hybridrl.core.training.layout import expert_plan, tensor_plan
 from hybridrl.core.training.loading import load_settings
 from hybridrl.core.training.lora import add_adapter
@@ -34,9 +33,10 @@ from hybridrl.data.conversations import ConversationDataset, Replay, load_conver
 from hybridrl.data.order import Order, build_order
 from hybridrl.data.prompts import PromptDataset, load_prompts
 from hybridrl.data.tokenizer import ResponseDecoder, end_tokens, load_tokenizer
+from hybridrl.plugins import load
+from hybridrl.required import required
 from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.runs.models import CRITIC, POLICY, check_readers, run_models, text_settings
-from hybridrl.runs.plugins import load
 from hybridrl.runs.settings import build_algorithm, build_policy_plan
 from hybridrl.runs.trials import Subject, run_trials
 from hybridrl.tracking.console import info

@@ -35,11 +35,11 @@ from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.cluster import OutOfMemory, WorkerDied
 from hybridrl.core.rollout.ladder import EngineOutOfMemory
 from hybridrl.core.training.worker_group import TrainWorkers
-from hybridrl.data.rows import fingerprinted_files
+from hybridrl.data.row_files import fingerprinted_files
 from hybridrl.health import Unhealthy
+from hybridrl.plugins import load
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.runs.models import run_models
-from hybridrl.runs.plugins import load
 from hybridrl.runs.settings import contents_to_save
 from hybridrl.runtime import guard
 from hybridrl.tracking.console import info, warn

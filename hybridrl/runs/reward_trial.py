@@ -14,9 +14,9 @@ from typing import Any
 
 from hybridrl.checkpoint.resume import fingerprint
 from hybridrl.config.findings import Findings
-from hybridrl.core.required import required
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts
 from hybridrl.data.tokenizer import ResponseDecoder, as_chat
+from hybridrl.required import required
 from hybridrl.rewards.load import scorer_of, seconds_between_calls, uses_built_in
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.rescoring import Rescorer, encode, faults

@@ -11,7 +11,7 @@ import torch
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.trajectory import Episode, Trajectory
-from hybridrl.core.required import required
+from hybridrl.required import required
 from hybridrl.tracking.console import console, sample_table, warn
 from hybridrl.tracking.records import OWN_KEY, VERL_KEYS, record_files, write_records
 from hybridrl.tracking.sink import SampleRow
@@ -72,7 +72,7 @@ class SampleLog:
         if self.shown > 0:
             self.tracker.samples(step, _rows(episodes[: self.shown]))
 
-    def diagnosed(self, step: int, *, show: bool) -> None:
+    def record_diagnosis(self, step: int, *, show: bool) -> None:
         """Keep the batch of the step that was just trained, and print a few of its samples if `show`."""
         batch, episodes = required(self.last)
         self.keep(step, batch)

@@ -110,7 +110,7 @@ def build_policy_plan(config: PPOConfig) -> PolicyPlan:
         *budgets,
         with_sum_pi_squared="sum_pi_squared" in find_estimator(config.algorithm.adv_estimator)[0].reads,
         # Activations are dropped at random only if the user configured it.
-        disturbed=bool(model.lora_rank and model.lora.dropout) or bool(disturbances(model.override_config)),
+        stochastic=bool(model.lora_rank and model.lora.dropout) or bool(disturbances(model.override_config)),
         first_update=config.trainer.critic_warmup,
         correction=RolloutCorrection.of(config.algorithm),
         agreement=build_agreement(section),

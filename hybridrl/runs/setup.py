@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import psutil
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl import plugins
 from hybridrl.checkpoint.saver import SavePlan, Saver, SaveTimes, Stateful
 from hybridrl.checkpoint.store import Store, holder, resumable
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig
@@ -31,7 +32,6 @@ from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan, TrainWor
 from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
 from hybridrl.health.rules import RULES, custom_rules
-from hybridrl.runs import plugins
 from hybridrl.runs.resume import Adjusted, ResumePlan, check_complete, restore, with_restarts
 from hybridrl.runs.trials import custom_sinks
 from hybridrl.runtime.environment import ForkServer, without_expandable_segments, worker_environment

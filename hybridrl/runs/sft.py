@@ -17,7 +17,7 @@ from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.data.conversations import ConversationDataset, to_batch
 from hybridrl.data.order import PromptOrder
-from hybridrl.data.rows import row_files
+from hybridrl.data.row_files import row_files
 from hybridrl.runs.prepare import load_sft_inputs
 from hybridrl.runs.resume import Identity, ResumePlan, contents_to_load, find_checkpoint
 from hybridrl.runs.settings import sft_policy_plan, sft_worker_config

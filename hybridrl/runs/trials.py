@@ -27,12 +27,12 @@ from hybridrl.config.schema import OptimizerConfig
 from hybridrl.config.schema_parts import AlgorithmConfig
 from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy_loss
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
 from hybridrl.core.training.optimizer import custom_schedule
 from hybridrl.data.tokenizer import ResponseDecoder, end_tokens
 from hybridrl.health import Diagnosis, History
 from hybridrl.health.rules import KEY as RULES
-from hybridrl.runs.plugins import load, names
+from hybridrl.plugins import load, names
+from hybridrl.required import required
 from hybridrl.runs.settings import build_algorithm, build_policy_plan
 from hybridrl.tracking.console import Terminal
 from hybridrl.tracking.sink import SampleRow, Sink

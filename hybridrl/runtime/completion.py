@@ -17,7 +17,7 @@ from hybridrl.config.compose import CONF, PRESET, SHIPPED, presets
 from hybridrl.config.load import key_meanings
 from hybridrl.config.schema_parts import PRESETS as EVAL_PRESETS
 from hybridrl.config.values import SCHEDULES, tree, value_keys
-from hybridrl.runs.plugins import names
+from hybridrl.plugins import names
 
 SCHEMAS = {"train": PPOConfig, "eval": PPOConfig, "sweep": PPOConfig, "doctor": PPOConfig, "sft": SFTConfig}
 # Names that a key takes as well as a function in a file.

@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 from typing import Any
 
-from hybridrl.core.required import required
+from hybridrl.required import required
 from hybridrl.runtime import forkserver
 from hybridrl.runtime.keeper import PrivateDirectory
 

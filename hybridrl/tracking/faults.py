@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hybridrl.core.required import required
+from hybridrl.required import required
 from hybridrl.tracking.secrets import mask_text
 
 Memory = dict[str, int | None]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridrl.core.algorithms.estimators import gae, grpo
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 TOLERANCE = 1e-5
 GAE = {"gamma": 1.0, "lam": 0.95}

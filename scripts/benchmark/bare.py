@@ -17,7 +17,7 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.training.loading import fill
 from hybridrl.core.training.losses import LossConfig, policy_loss
 from hybridrl.core.training.model import HOST, blank_language_model
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.runtime.environment import worker_environment
 
@@ -112,7 +112,7 @@ class Updates:
         total = 0.0
         for rows in mini_batch.micro_batches:
             part = batch.select(rows)
-            outputs = self.model(lay_out(part, padded=False), loss.temperature, entropies=True)
+            outputs = self.model(pack_rows(part, padded=False), loss.temperature, entropies=True)
             micro_batch_loss, _ = policy_loss(outputs, part, mini_batch.totals, loss)
             micro_batch_loss.backward()
             total += float(micro_batch_loss.detach())

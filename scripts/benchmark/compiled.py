@@ -13,7 +13,7 @@ from models import SHAPES, sharded_model
 from side_by_side import ROUNDS, Row, arguments, formatted, in_turn, report
 
 from hybridrl.core.batch import Batch
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 
 ROWS = 8
 
@@ -35,7 +35,7 @@ def side(shape: str, backend: str = "") -> Callable[[int], None]:
         layer.compile(dynamic=True, backend=backend)
 
     def update(seed: int) -> None:
-        model(lay_out(batch(seed, vocabulary), padded=False), 1.0, entropies=True).log_probs.mean().backward()
+        model(pack_rows(batch(seed, vocabulary), padded=False), 1.0, entropies=True).log_probs.mean().backward()
         model.zero_grad()
 
     return update

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Group
-from hybridrl.core.required import required
 from hybridrl.core.training.planning import MicroBatchBudget
 from hybridrl.core.training.worker import Columns
 from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.required import required
 from hybridrl.runtime.environment import worker_environment
 
 FILLED, WORKERS = 0.3, 2

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from side_by_side import Arguments
 from warm_start import TOP, make_data
 
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 ADMIN_KEY, PORT = "fuzz", 8431
 READY_SECONDS, EPISODE_REQUESTS, AT_A_TIME = 600, 20, 8

@@ -23,16 +23,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from warm_start import TOP
 
 from hybridrl.config import PPOConfig, load_ppo_config
-from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Group, RaySession, spawn
-from hybridrl.core.required import required
 from hybridrl.core.training import losses
 from hybridrl.core.training.fsdp import full_tensor
 from hybridrl.core.training.learner import MiniBatch
 from hybridrl.core.training.losses import LossConfig
-from hybridrl.core.training.packing import plan
+from hybridrl.core.training.planning import Pieces, plan
 from hybridrl.core.training.worker import TrainWorker
+from hybridrl.required import required
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import start_session
 from hybridrl.runtime.environment import worker_environment
@@ -93,10 +93,10 @@ def of_a_rank(config: PPOConfig, session: RaySession, batch: Batch, directory: P
     worker = ppo_worker_config(config, build_algorithm(config), directory, steps=1)
     group.broadcast(TrainWorker.build, worker, f"{place['address']}:{place['port']}", timeout=SECONDS)
     policy = build_policy_plan(config)
-    (micro_batches,) = plan(batch.lengths.tolist(), 1, policy.updates.budget)
+    (micro_batches,) = plan(Pieces.single(batch.lengths.tolist()), 1, policy.updates.budget)
     print(f"{len(batch)} rows in {len(micro_batches)} micro-batches", file=sys.stderr)
-    loss = replace(policy.loss, own_old_log_probs=True)  # as in a step of one update
-    parts = [(batch, MiniBatch(micro_batches, Totals.of(batch)), loss, file)]
+    loss = replace(policy.loss, old_from_update=True)  # as in a step of one update
+    parts = [(batch, MiniBatch(micro_batches, Divisors.of(batch)), loss, file)]
     group.scatter(GradientRank.gradient, parts, timeout=SECONDS)
     return torch.load(file)
 

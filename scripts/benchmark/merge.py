@@ -36,7 +36,7 @@ from hybridrl.checkpoint.files import flush_to_disk
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.fsdp import reshard
 from hybridrl.core.training.model import LanguageModel
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from hybridrl.model_merger.merge import write_model
 from hybridrl.model_merger.source import check_tensors, open_source
 
@@ -71,7 +71,7 @@ def greedy(model: LanguageModel) -> list[int]:
     for _ in range(TOKENS):
         one, zero = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         row = Batch(len(ids) * one, one, torch.tensor(ids), zero, group=zero, position=zero, sample=zero)
-        hidden = model.hidden_states(lay_out(row, padded=False))
+        hidden = model.hidden_states(pack_rows(row, padded=False))
         ids.append(int(model.model.get_output_embeddings()(hidden)[-1].argmax()))
     return ids[len(PROMPT) :]
 

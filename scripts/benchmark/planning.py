@@ -22,10 +22,10 @@ from torch import Tensor
 
 from hybridrl.core.algorithms.estimators import gae
 from hybridrl.core.batch import Batch, spans
-from hybridrl.core.required import required
 from hybridrl.core.training.attention import attend
 from hybridrl.core.training.packing import PackedRows
 from hybridrl.core.training.planning import MicroBatchBudget, Pieces, balance, plan
+from hybridrl.required import required
 
 CAP = 16_384
 

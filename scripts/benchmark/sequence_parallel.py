@@ -20,7 +20,7 @@ from torch.multiprocessing import spawn
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.attention import sequence_group, slice_of
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 
 RANKS, SHORT = 2, 64
 
@@ -45,7 +45,9 @@ def rank(number: int, shape: str, sharing: int, tokens: int, directory: str) -> 
     vocabulary = min(4096, SHAPES[shape]["vocab_size"])
 
     def update(length: int) -> None:
-        model.hidden_states(slice_of(lay_out(row(length, vocabulary), padded=False), group)).square().mean().backward()
+        model.hidden_states(
+            slice_of(pack_rows(row(length, vocabulary), padded=False), group)
+        ).square().mean().backward()
 
     update(SHORT)
     before = peak_bytes("VmRSS")

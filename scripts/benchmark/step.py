@@ -178,7 +178,7 @@ class Sides:
         policy = self.task.workers.policy
         updates = policy.updates.mini_batches(batch.group, 1)
         (mini_batches,) = rank_mini_batches(batch, 1, updates, policy.updates.budget)
-        loss = replace(policy.loss, own_old_log_probs=batch.old_log_probs is None)
+        loss = replace(policy.loss, old_from_update=batch.old_log_probs is None)
         torch.save((batch.only(*POLICY_FIELDS), mini_batches, loss), self.directory / "update.pt")
 
     # -- measurements of one side --------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import LATEST, Store
 from hybridrl.config import ConfigError
 from hybridrl.config.files import HUGGINGFACE
-from hybridrl.core.required import required
 from hybridrl.core.training.state import StateWriter, state_of
+from hybridrl.required import required
 from tests.core.training.families import FAMILIES
 from tests.core.training.test_state import ALL, build, train
 

@@ -18,7 +18,7 @@ from hybridrl.checkpoint.export import export_model
 from hybridrl.checkpoint.files import forget_missing_code
 from hybridrl.core.batch import Batch
 from hybridrl.core.training import attention
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from tests.checkpoint.own_code import CODE, save_with_code
 from tests.checkpoint.shards import load_all
 from tests.core.training.families import load_value_model, model_config
@@ -108,7 +108,7 @@ def test_a_value_model_has_the_same_values_in_transformers_and_here(tmp_path, fa
     torch.manual_seed(0)
     torch.nn.init.normal_(model.model.get_submodule(model.head_name).weight)
     export_model(all_tensors(model.model), model.model, tmp_path / "saved", FLOAT, writes=True)
-    inputs = lay_out(one_row(), padded=False)
+    inputs = pack_rows(one_row(), padded=False)
     again = load_value_model(model_config(str(tmp_path / "saved")), FLOAT)
     assert torch.equal(again(inputs), model(inputs))
     reloaded = load_all(AutoModelForTokenClassification, tmp_path / "saved")

@@ -27,7 +27,7 @@ from hybridrl.checkpoint.store import (
     newest_good,
 )
 from hybridrl.config import ConfigError
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 FILES = ("actor/__0_0.distcp", "config.yaml", "state.json", "manifest.json")
 GOOD = {"healthy": True, "recovery": False, "metrics": {}}

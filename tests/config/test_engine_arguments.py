@@ -13,7 +13,7 @@ from transformers import Qwen3_5MoeTextConfig, Qwen3Config, Qwen3MoeConfig
 from hybridrl.config.checks.engine import ENGINES, SGLANG, VLLM
 from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import PPOConfig
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 ROLLOUT = "actor_rollout_ref.rollout"
 KEY, SGLANG_KEY = ".engine_kwargs.vllm", ".engine_kwargs.sglang"

@@ -405,7 +405,7 @@ def test_engine_and_trainer_are_compared_where_they_are_asked_for_the_same(load,
 def test_dropout_that_is_asked_for_has_old_log_probs_in_a_pass_of_their_own(load, keys, disturbed):
     write(residual_dropout=0.1)
     loaded = load("trainer.device=cpu", *(f"actor_rollout_ref.model.{key}" for key in keys))
-    assert build_policy_plan(loaded.config).disturbed is disturbed
+    assert build_policy_plan(loaded.config).stochastic is disturbed
     said = [note for note in loaded.notes if "residual_dropout=0.1 of config.json is disabled" in note]
     assert len(said) == ("residual_dropout" not in str(keys))
 

@@ -54,7 +54,7 @@ class Fleet:
     def find_dead(self, silent=()):
         return self.dead | dict.fromkeys(silent, "it did not respond")
 
-    def condemn(self, reason):
+    def replace_all(self, reason):
         self.dead = {0: reason, 1: reason}
 
     def take_metrics(self):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridrl.core.required import required
 from hybridrl.core.rounding import MULTIPLES, beyond_rounding, coarser, rounded_otherwise
+from hybridrl.required import required
 
 LEVEL = torch.full((12,), -2.0)
 

@@ -66,7 +66,7 @@ class RecordingTask:
     def problem(self) -> str:
         return "the task's problem"
 
-    def diagnosed(self, step: int, *, show: bool) -> None:
+    def record_diagnosis(self, step: int, *, show: bool) -> None:
         raise AssertionError("no test expects it")
 
     def rebuild(self) -> None:
@@ -263,7 +263,7 @@ def test_updates_that_are_broken_end_the_run_after_their_step_is_logged_and_save
 def test_a_diagnosis_is_logged_and_weights_after_a_collapse_are_not_healthy():
     task, rule = RecordingTask(), Rule("collapse", lambda history: Diagnosis("collapsed", "lower lr"), damages=True)
     task.problem = lambda: ""
-    task.diagnosed = lambda step, *, show: task.calls.append(("show", step, show))
+    task.record_diagnosis = lambda step, *, show: task.calls.append(("show", step, show))
     loop = trainer(task, Schedule(1, validate_every=-1), health=HealthMonitor(rules=[rule]))
     loop.fit(0, {})
     assert loop.tracker.logged[1]["health/collapse"] == 1.0
@@ -272,7 +272,7 @@ def test_a_diagnosis_is_logged_and_weights_after_a_collapse_are_not_healthy():
 
 def test_a_diagnosis_shows_samples_and_ends_the_run_where_it_is_to_be_stopped():
     task = RecordingTask()
-    task.diagnosed = lambda step, *, show: task.calls.append(("show", step, show))
+    task.record_diagnosis = lambda step, *, show: task.calls.append(("show", step, show))
     rule = Rule("flat", lambda history: Diagnosis("no signal", "other data") if history.step == 2 else None, shows=True)
     loop = trainer(task, Schedule(5, validate_every=-1), health=HealthMonitor(rules=[rule], actions={"flat": "stop"}))
     with pytest.raises(Unhealthy, match=r"trainer\.on_diagnosis\.flat=stop: no signal; other data"):
@@ -283,7 +283,7 @@ def test_a_diagnosis_shows_samples_and_ends_the_run_where_it_is_to_be_stopped():
 
 def test_a_diagnosis_of_memory_sees_what_the_devices_measured_and_starts_new_servers():
     task = RecordingTask()
-    task.diagnosed = lambda step, *, show: None
+    task.record_diagnosis = lambda step, *, show: None
     task.take_metrics = lambda: {"perf/host_memory_free_gb": 100.0 - len(task.calls)}
     task.rebuild = lambda: task.calls.append("rebuild")
     health = HealthMonitor(warn=lambda text, code: None, actions={"memory-full": "rebuild"})

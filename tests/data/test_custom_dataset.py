@@ -12,7 +12,7 @@ from transformers import Qwen2Tokenizer
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import CustomDatasetConfig, DataConfig
 from hybridrl.data.prompts import PromptDataset, load_prompts
-from hybridrl.data.rows import fingerprinted_files
+from hybridrl.data.row_files import fingerprinted_files
 
 Load = Callable[..., PromptDataset]
 SUMS = """

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.data import rows as files
+from hybridrl.data import row_files as files
 from hybridrl.data.rows import Faults, load_rows
 
 TRAIN, VALIDATION = "data.train_files", "data.val_files"

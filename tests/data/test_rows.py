@@ -8,7 +8,8 @@ import pyarrow.parquet
 import pytest
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.data.rows import DataRow, Faults, load_rows, row_files
+from hybridrl.data.row_files import row_files
+from hybridrl.data.rows import DataRow, Faults, load_rows
 
 KEY = "data.train_files"
 ROWS = [{"a": 1, "b": {"c": "x"}}, {"a": 2, "b": {"c": "y"}}]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint.store import Store
-from hybridrl.core.required import required
 from hybridrl.doctor import __main__ as doctor
 from hybridrl.doctor.leftovers import TAIL_BYTES, mask, pack
+from hybridrl.required import required
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import recording

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from hybridrl.checkpoint.store import Store
-from hybridrl.core.required import required
 from hybridrl.doctor import __main__ as doctor
 from hybridrl.doctor.leftovers import leftovers
+from hybridrl.required import required
 from hybridrl.runtime import keeper
 
 TOP = Path(__file__).parents[2]

@@ -18,11 +18,11 @@ from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.load import load_ppo_config, load_sft_config
 from hybridrl.core.cluster import OutOfMemory
-from hybridrl.core.required import required
 from hybridrl.doctor import __main__ as doctor
 from hybridrl.doctor import why
 from hybridrl.doctor.why import diagnose
 from hybridrl.health import HealthMonitor
+from hybridrl.required import required
 from hybridrl.runs.directory import RunDirectory
 from hybridrl.runtime.guard import REQUESTS
 from hybridrl.tracking import Tracker

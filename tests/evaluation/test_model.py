@@ -17,7 +17,6 @@ import pytest
 from hybridrl import main_eval
 from hybridrl.config import ConfigError
 from hybridrl.core.experience.episodes import EpisodeRunner
-from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion
 from hybridrl.evaluation.command import earlier
 from hybridrl.evaluation.config import load_eval_config
@@ -25,6 +24,7 @@ from hybridrl.evaluation.model import ModelEvaluation
 from hybridrl.evaluation.plan import Target
 from hybridrl.evaluation.results import write_results
 from hybridrl.evaluation.samples import GREEDY, read_samples
+from hybridrl.required import required
 from hybridrl.rewards.pool import DecodingScorer, ScorerPool
 from hybridrl.rewards.process import CallerScorer
 from tests.scripts import run_script

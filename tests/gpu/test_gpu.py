@@ -13,11 +13,11 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.device import host_buffer, release_cached_memory
-from hybridrl.core.required import required
 from hybridrl.core.training import attention
 from hybridrl.core.training.model import LanguageModel
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.weights.buckets import SharedBuffer, open_buffer
+from hybridrl.required import required
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -59,7 +59,7 @@ def gradients(path: str, rows: Batch, dtype: torch.dtype, *, padded: bool) -> di
     """Of a weighted sum of the rows' log-probs by parameter, and the log-probs."""
     loaded = Qwen2ForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention.NAME)
     model = LanguageModel(loaded).to(DEVICE).train()
-    log_probs = model(lay_out(rows, padded).to(DEVICE), 1.0).log_probs
+    log_probs = model(pack_rows(rows, padded).to(DEVICE), 1.0).log_probs
     (log_probs * torch.linspace(-1, 1, len(log_probs), device=DEVICE)).sum().backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {name: required(value).float() for name, value in (found | {"log-probs": log_probs.detach()}).items()}

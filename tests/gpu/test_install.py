@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.core import device as devices
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch is built for CPU")
 

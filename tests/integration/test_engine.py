@@ -26,12 +26,12 @@ from hybridrl.core.experience.batching import group_by_prompt, to_batch
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.hybrid_engine import Mode
-from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, ModeError, Request, Sampling, request_seed
 from hybridrl.core.rollout.engine import RolloutEngine
 from hybridrl.core.rollout.fleet import EngineGroup
 from hybridrl.core.weights.sync import StaleWeights
 from hybridrl.data.prompts import Prompt
+from hybridrl.required import required
 from hybridrl.rewards.pool import ScorerPool
 from tests.agents.sections import agent_of, environments_of
 from tests.integration.agents import REWARD, TURNS

@@ -11,11 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.checkpoint.store import Store
 from hybridrl.config.catalog import POLICY_LOSSES
-from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch, as_tensor
 from hybridrl.core.cluster import Group, spawn
-from hybridrl.core.required import required
 from hybridrl.core.training import losses
 from hybridrl.core.training.learner import on_device
 from hybridrl.core.training.losses import LossConfig
@@ -23,6 +22,7 @@ from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, Pieces,
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import BrokenUpdates, CriticPlan, TrainWorkers
 from hybridrl.doctor.replay import response_norms
+from hybridrl.required import required
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.on_ranks import whole_gradient
@@ -139,7 +139,7 @@ def gradient(
 ) -> dict[str, torch.Tensor]:
     batch = batch or ragged_batch()
     micro_batches = plan(Pieces.single(batch.lengths.tolist()), len(group), budget)
-    parts = [(batch, MiniBatch(share, Totals.of(batch)), loss, budget.padded) for share in micro_batches]
+    parts = [(batch, MiniBatch(share, Divisors.of(batch)), loss, budget.padded) for share in micro_batches]
     return group.scatter(GradientRank.gradient, parts, timeout=120)[0]
 
 
@@ -209,16 +209,16 @@ def test_a_custom_policy_loss_is_loaded_by_the_workers(groups, tmp_path):
 
 def test_a_rank_without_rows_does_not_change_the_gradient(groups):
     batch = ragged_batch(1)
-    one = MiniBatch([[0]], Totals.of(batch))
+    one = MiniBatch([[0]], Divisors.of(batch))
     alone = groups[1].scatter(GradientRank.gradient, [(batch, one, LOSS, False)], timeout=120)[0]
-    parts = [(batch, one, LOSS, False), (batch, MiniBatch([[]], Totals.of(batch)), LOSS, False)]
+    parts = [(batch, one, LOSS, False), (batch, MiniBatch([[]], Divisors.of(batch)), LOSS, False)]
     shared = groups[2].scatter(GradientRank.gradient, parts, timeout=120)[0]
     for name, value in alone.items():
         torch.testing.assert_close(shared[name], value, rtol=1e-4, atol=1e-7)
 
 
 def test_the_norm_of_each_row_is_that_of_its_gradient_alone(groups, config, sharing):
-    batch, totals = ragged_batch(3), Totals.of(ragged_batch(3))
+    batch, totals = ragged_batch(3), Divisors.of(ragged_batch(3))
     expected = []
     for row in range(3):
         alone = [(batch, MiniBatch([[row]], totals), LOSS, False)]
@@ -238,7 +238,7 @@ def test_the_norm_of_an_episode_is_that_of_all_its_rows_and_it_counts_as_one_res
     """In the mean over rows, of which there are two then; and in the mean over a row's tokens, those of the episode."""
     whole, mode = ragged_batch(3), "seq-mean-token-mean"
     batch = replace(whole, episode=torch.tensor([0, 0, 1]), group=torch.tensor([0, 0, 1]))
-    counted, totals = batch.with_episode_tokens(), Totals.of(batch)
+    counted, totals = batch.with_episode_tokens(), Divisors.of(batch)
     assert totals.rows == 2
     loss = replace(LOSS, aggregation=mode)
     expected = []
@@ -264,7 +264,7 @@ def test_a_dummy_row_cannot_spoil_an_update(groups):
     """The first rank has no row of the mini-batch; its dummy row would give a NaN."""
     batch = ragged_batch(2)
     batch.advantages[: batch.response_lengths[0]] = torch.nan
-    totals = Totals.of(batch.select([1]))
+    totals = Divisors.of(batch.select([1]))
     parts = [(batch, MiniBatch([[]], totals), LOSS, False), (batch, MiniBatch([[1]], totals), LOSS, False)]
     actual = groups[2].scatter(GradientRank.gradient, parts, timeout=120)[0]
     alone = groups[1].scatter(GradientRank.gradient, [(batch, MiniBatch([[1]], totals), LOSS, False)], timeout=120)[0]
@@ -278,7 +278,7 @@ def test_values_of_tokens_that_are_not_trained_on_cannot_spoil_an_update(groups)
     unwritten = ~batch.response_mask
     for name in ("old_log_probs", "advantages", "reference_log_probs"):
         vars(batch)[name][unwritten] = torch.nan
-    mini_batch = MiniBatch([list(range(len(batch)))], Totals.of(batch))
+    mini_batch = MiniBatch([list(range(len(batch)))], Divisors.of(batch))
     actual = groups[1].scatter(GradientRank.gradient, [(batch, mini_batch, LOSS, False)], timeout=120)[0]
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-7)
@@ -384,7 +384,7 @@ def test_an_update_weights_its_tokens_by_itself_as_after_a_forward_pass(groups, 
     batch = replace(ragged_batch(), old_log_probs=None, importance_weights=None)
     expected, metrics = correction.apply(workers.forward_log_probs(batch))
     assert required(expected.importance_weights).std() > 0.1, "otherwise there would be nothing to weight"
-    own = replace(LOSS, own_old_log_probs=True, correction=correction)
+    own = replace(LOSS, old_from_update=True, correction=correction)
     by_update, by_pass = (
         gradient(groups[1], MicroBatchBudget(30), loss, rows) for loss, rows in ((own, batch), (LOSS, expected))
     )

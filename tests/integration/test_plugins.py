@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.runs.plugins import PLUGINS, further_commands, load, names
+from hybridrl.plugins import PLUGINS, further_commands, load, names
 
 ENTRIES = """[hybridrl.plugins]
 engine.mine = mine.engine:ENTRY
@@ -75,7 +75,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_names_are_those_of_all_distributions_and_an_entry_replaces_ours(run: Run) -> None:
-    code = "from hybridrl.runs.plugins import load, names; print(names('engine'), names('command'), load('page'))"
+    code = "from hybridrl.plugins import load, names; print(names('engine'), names('command'), load('page'))"
     assert run("-c", code) == "['sglang', 'vllm', 'mine'] ['greet'] another page\n"
     assert names("engine") == ["sglang", "vllm"] and names("command") == []
 
@@ -87,7 +87,7 @@ def test_a_command_is_run_by_its_name(run: Run) -> None:
 
 
 def test_a_plug_in_takes_the_place_of_no_command(run: Run) -> None:
-    code = "from hybridrl.runs.plugins import further_commands as of; print(of(['train', 'eval']), of(['greet']))"
+    code = "from hybridrl.plugins import further_commands as of; print(of(['train', 'eval']), of(['greet']))"
     assert run("-c", code) == "{'greet': 'mine.greet'} {}\n" and further_commands([]) == {}
 
 

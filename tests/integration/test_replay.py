@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from hybridrl.checkpoint.store import Store
 from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.compose import as_yaml, save_config
-from hybridrl.core.required import required
 from hybridrl.doctor.replay import replay, weights_before
+from hybridrl.required import required
 from hybridrl.runs.sample_log import SampleLog
 from tests.integration.test_gradient import ragged_batch
 

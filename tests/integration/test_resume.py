@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hybridrl.checkpoint.read import read_shards
-from hybridrl.core.required import required
 from hybridrl.doctor.selftest_resume import MACHINE_METRICS
+from hybridrl.required import required
 from tests.integration.test_engine import command
 from tests.integration.test_run import assert_gone, driver_of, finish, metrics, start, wait_for_step
 

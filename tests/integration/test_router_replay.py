@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.schema import ModelConfig, RolloutConfig
-from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Request, Sampling
 from hybridrl.core.rollout.engine import continuation
 from hybridrl.core.rollout.vllm.engine import VllmEngine
 from hybridrl.core.rollout.vllm.settings import vllm_environment
+from hybridrl.required import required
 from hybridrl.runtime.environment import worker_environment
 from tests.integration.answers import generate, largest_gap, requests, rows, started, update
 from tests.integration.test_unfinished_updates import Sender

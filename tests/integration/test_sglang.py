@@ -19,7 +19,7 @@ from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling
 from hybridrl.core.rollout.engine import Goal, continuation
 from hybridrl.core.weights.buckets import SharedBuffer, buffer_bytes, digest, plan_buckets
 from hybridrl.doctor.machine import ENGINES, missing_symbols
-from hybridrl.runs.plugins import load
+from hybridrl.plugins import load
 from hybridrl.runtime.environment import worker_environment
 from tests.integration.answers import PROMPT
 from tests.integration.conftest import ENGINE

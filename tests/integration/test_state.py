@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
-from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.cluster import Group, spawn
 from hybridrl.core.cluster.group import kill
 from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, Pieces, plan
@@ -90,7 +90,7 @@ def update(group: Group, step: int) -> list[dict[str, float]]:
     """Run a step of actor and critic. Returns each rank's metrics of the actor, then those of the critic."""
     batch = ragged_batch()
     shares = plan(Pieces.single(batch.lengths.tolist()), len(group), MicroBatchBudget(10_000))
-    parts = [(batch, [MiniBatch(share, Totals.of(batch))]) for share in shares]
+    parts = [(batch, [MiniBatch(share, Divisors.of(batch))]) for share in shares]
     actor = group.scatter(TrainWorker.update_policy, [(*part, LOSS, step) for part in parts], timeout=LIMIT)
     critic = group.scatter(TrainWorker.update_critic, [(*part, VALUE_LOSS, step) for part in parts], timeout=LIMIT)
     return [metrics for (metrics,), _ in actor] + [metrics for (metrics,) in critic]

@@ -11,7 +11,7 @@ from hybridrl.checkpoint.export import export_settings
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.model import LanguageModel
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.state import StateWriter, state_of
 from hybridrl.model_merger.merge import merge
 from hybridrl.model_merger.source import open_source
@@ -42,7 +42,7 @@ def greedy(model: LanguageModel) -> list[int]:
         row = Batch(
             torch.tensor([len(ids)]), torch.ones(1, dtype=torch.int64), torch.tensor(ids), zero, zero, zero, zero
         )
-        hidden = model.hidden_states(lay_out(row, padded=False))
+        hidden = model.hidden_states(pack_rows(row, padded=False))
         ids.append(int(model.model.get_output_embeddings()(hidden)[-1].argmax()))
     return ids[len(PROMPT) :]
 

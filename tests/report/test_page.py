@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from hybridrl.core.required import required
 from hybridrl.report import write_report
 from hybridrl.report.__main__ import main
 from hybridrl.report.page import render
+from hybridrl.required import required
 from tests.report.synthetic import (
     HOSTILE,
     conversation,

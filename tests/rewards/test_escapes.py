@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridrl.core.required import required
+from hybridrl.required import required
 from hybridrl.rewards.sandbox import confinement
 from hybridrl.rewards.sandbox import run as sandbox
 from hybridrl.rewards.sandbox.run import ProgramLimits, run

@@ -7,7 +7,7 @@ import pytest
 
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_parts import RewardManagerConfig, RewardManagerModuleConfig
-from hybridrl.core.required import required
+from hybridrl.required import required
 from hybridrl.rewards.load import check_data_sources, load_reward
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import ScoringRequest

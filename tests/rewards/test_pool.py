@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import ConfigError
-from hybridrl.core.required import required
+from hybridrl.required import required
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.score import Score, ScoringRequest

@@ -21,12 +21,12 @@ from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.core.cluster import Group, OutOfMemory, WorkerDied, gather
 from hybridrl.core.cluster.dispatch import ActorLost
 from hybridrl.core.hybrid_engine import HybridEngine
-from hybridrl.core.required import required
 from hybridrl.core.rollout import Request, RolloutClient
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.rollout.ladder import MemoryLadder
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.required import required
 from hybridrl.rewards.pool import RemoteScorer, ReplacedActor, ScorerPool
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.score import ScoringRequest

@@ -10,8 +10,8 @@ import torch
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
-from hybridrl.core.required import required
 from hybridrl.data.prompts import Prompt
+from hybridrl.required import required
 from hybridrl.rewards.score import Score
 from hybridrl.runs.sample_log import SampleLog, read_batch, replays, sample_record, trained_fields
 from hybridrl.tracking import SampleRow

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridrl.core.required import required
+from hybridrl.required import required
 from hybridrl.runtime.environment import ForkServer, fork_server
 
 WORKER = """

@@ -21,7 +21,7 @@ from hybridrl.agents.endpoint.functions import Agent, call_agent, load_agent, ru
 from hybridrl.agents.endpoint.requests import rejected
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments import ONLINE, EpisodeFault, Message
-from hybridrl.agents.environments.episode_loop import Kit, PausablePolicy
+from hybridrl.agents.environments.episode_loop import EpisodeTools, PausablePolicy
 from hybridrl.agents.environments.user_code import UserCodeError, contained, reward_of
 from hybridrl.config.custom_code import own
 from hybridrl.config.schema_parts import AgentConfig
@@ -101,7 +101,7 @@ class Agents:
         settings: AgentConfig,
         concurrency: int | None,
         admin_key: str | None,
-        kit: Kit,
+        kit: EpisodeTools,
         check: Check | None = None,
         *,
         needs_reward: bool = True,

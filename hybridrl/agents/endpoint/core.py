@@ -15,10 +15,10 @@ from hybridrl.agents.endpoint.requests import encodable, rejected, split_reasoni
 from hybridrl.agents.endpoint.sessions import AgentSessions, RenderedPrompt, SampledTurn, Session
 from hybridrl.agents.environments import Message, Schema, ToolCall
 from hybridrl.agents.environments.calls import REASONING_END
-from hybridrl.agents.environments.episode_loop import Kit
+from hybridrl.agents.environments.episode_loop import EpisodeTools
 from hybridrl.config.findings import ConfigError
-from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, RequestFault
+from hybridrl.required import required
 
 ENCODERS = 2
 NOTHING = Completion(np.empty(0, np.int64), np.empty(0, np.float32), truncated=False, versions=0)  # sampled so far
@@ -77,7 +77,7 @@ class Growing:
     """A response while it is sampled: `hear` is called with the part of it that later tokens do not change, which lacks
     half a character, the beginning of a text of `stop`, and reasoning until it has ended."""
 
-    def __init__(self, kit: Kit, prompt: RenderedPrompt, wanted: SamplingOptions, *, chat: bool) -> None:
+    def __init__(self, kit: EpisodeTools, prompt: RenderedPrompt, wanted: SamplingOptions, *, chat: bool) -> None:
         self.kit, self.prompt, self.stop, self.hear = kit, prompt, wanted.stop, required(wanted.hear)
         self.ids, self.text = list[int](), ""
         self.begin = self.end = 0  # of the tokens whose text gives the next ones their context
@@ -177,7 +177,7 @@ class Core:
             raise rejected(400, str(error), param="tools") from error
 
 
-def _decoded(kit: Kit, sampled: np.ndarray, *, special: bool = False) -> str:
+def _decoded(kit: EpisodeTools, sampled: np.ndarray, *, special: bool = False) -> str:
     ids = kit.content(sampled)
     return kit.tokenizer.decode(ids) if special else kit.decode(ids)
 

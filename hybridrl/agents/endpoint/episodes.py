@@ -19,7 +19,7 @@ from hybridrl.agents.environments import AGENT, MULTI_TURN, ONLINE, Environment,
 from hybridrl.agents.environments.calls import KEY as FORMAT
 from hybridrl.agents.environments.conversations import Conversations as Conversations
 from hybridrl.agents.environments.dialogue import Dialogue
-from hybridrl.agents.environments.episode_loop import AgentLoop, Kit, Limits
+from hybridrl.agents.environments.episode_loop import AgentLoop, EpisodeTools, Limits
 from hybridrl.agents.environments.load import (
     SINGLE_RESPONSES,
     SINGLE_TURN,
@@ -44,8 +44,8 @@ from hybridrl.config.schema_parts import AgentConfig, MultiTurnConfig, RolloutCo
 from hybridrl.core.cluster import RaySession
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import as_chat, end_tokens
+from hybridrl.plugins import load
 from hybridrl.rewards.load import uses_built_in
-from hybridrl.runs.plugins import load
 from hybridrl.runs.trials import Subject, Trial
 from hybridrl.tracking.console import info
 
@@ -138,7 +138,7 @@ def start(
 
 
 def _formats(model: schema.ModelConfig, multi_turn: MultiTurnConfig, data: schema.DataConfig) -> dict[str, Any]:
-    """The arguments of Kit.of that are given by name."""
+    """The arguments of EpisodeTools.of that are given by name."""
     settings = AutoConfig.from_pretrained(str(resolve_model(model.path)), trust_remote_code=model.trust_remote_code)
     return {
         "format": multi_turn.format,
@@ -150,7 +150,7 @@ def _formats(model: schema.ModelConfig, multi_turn: MultiTurnConfig, data: schem
 
 def agents_of(
     rollout: RolloutConfig, machines: int, key: str, *, needs_reward: bool
-) -> Callable[[Kit, Callable[[], Awaitable[None]] | None], Agents] | None:
+) -> Callable[[EpisodeTools, Callable[[], Awaitable[None]] | None], Agents] | None:
     """Return what makes the agents that rows run in; ConfigError if there is no function of this name, or they cannot
     be outside, where they start sessions by the `key`. None: none are configured."""
     agent = rollout.agent
@@ -209,7 +209,7 @@ def check_episodes(subject: Subject, findings: Findings) -> None:
     with findings.gathered():
         limits = episode_limits(rollout, data.max_prompt_length, held=continued)
         formats = _formats(model, multi_turn, data)
-        kit = Kit.of(tokenizer, end_tokens(model.path, tokenizer), limits, **formats)
+        kit = EpisodeTools.of(tokenizer, end_tokens(model.path, tokenizer), limits, **formats)
         if differences := kit.dialogue.check(multi_turn.tokenization_sanity_check_mode, tools=uses_tools):
             raise ConfigError(
                 f"{MODE}={multi_turn.tokenization_sanity_check_mode}: {'; '.join(differences)}",
@@ -238,7 +238,7 @@ def _applies(subject: Subject) -> bool:
 TRIAL = Trial(MULTI_TURN, _applies, check_episodes)
 
 
-def _check_format(format: str, kit: Kit, made: Sequence[Environment | AgentLoop]) -> None:
+def _check_format(format: str, kit: EpisodeTools, made: Sequence[Environment | AgentLoop]) -> None:
     """Reject calls that cannot be read, of what rows run in. Loops may have a parser of their own, or use one that a
     file registers."""
     environments = any(getattr(one, "tools", ()) for one in made if not isinstance(one, AgentLoop))

@@ -14,7 +14,7 @@ from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.fields import OF_THE_RUN
 from hybridrl.agents.endpoint.requests import rejected
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
-from hybridrl.agents.environments.episode_loop import Kit, Limits
+from hybridrl.agents.environments.episode_loop import EpisodeTools, Limits
 from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.rollout import Completion, Request, Sampling
@@ -32,7 +32,7 @@ SAMPLING = (*(name for name in OF_THE_RUN if name != "seed"), "min_tokens", "ign
 class Local:
     """Samples as each request wants, by default as `rollout` says."""
 
-    def __init__(self, engine: RolloutEngine, rollout: RolloutConfig, kit: Kit) -> None:
+    def __init__(self, engine: RolloutEngine, rollout: RolloutConfig, kit: EpisodeTools) -> None:
         self.engine, self.rollout, self.kit = engine, rollout, kit
         self.unfinished = 0  # requests
         self.moved = time.monotonic()  # when the engine was last seen to work, or to have nothing to do
@@ -75,7 +75,7 @@ class Local:
             await asyncio.sleep(CHECK_SECONDS)
 
 
-def make_kit(model: ModelConfig, rollout: RolloutConfig) -> Kit:
+def make_kit(model: ModelConfig, rollout: RolloutConfig) -> EpisodeTools:
     """Return the chat template of a model, and its formats. Contexts have at most LONGEST tokens, unless it is set."""
     settings = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     positions = getattr(settings.get_text_config(), "max_position_embeddings", None) or LONGEST
@@ -89,7 +89,7 @@ def make_kit(model: ModelConfig, rollout: RolloutConfig) -> Kit:
     tokenizer.chat_template = tokenizer.chat_template or NO_TEMPLATE
     limits, formats = Limits(context, context, context), {"format": rollout.multi_turn.format}
     formats |= {"model_type": settings.model_type}
-    return Kit.of(tokenizer, end_tokens(model.path, tokenizer), limits, **formats)
+    return EpisodeTools.of(tokenizer, end_tokens(model.path, tokenizer), limits, **formats)
 
 
 def _signalled(ended: asyncio.Event) -> asyncio.Event:

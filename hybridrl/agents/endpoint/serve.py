@@ -21,7 +21,7 @@ from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import read_config
 from hybridrl.config.schema import ServedConfig, ServingConfig
 from hybridrl.model_merger import whole_model
-from hybridrl.runs.plugins import load
+from hybridrl.plugins import load
 from hybridrl.runtime import EXIT_FAILED, EXIT_REJECTED
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import ended_by_closed_pipe

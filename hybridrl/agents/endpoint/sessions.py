@@ -16,7 +16,7 @@ from typing import Any
 from hybridrl.agents.endpoint.requests import digests, rejected
 from hybridrl.agents.environments import Message, Schema
 from hybridrl.agents.environments.dialogue import Dialogue
-from hybridrl.agents.environments.episode_loop import SHORTEST_TURN, Kit
+from hybridrl.agents.environments.episode_loop import SHORTEST_TURN, EpisodeTools
 from hybridrl.config.findings import ConfigError
 from hybridrl.core.experience.trajectory import Trajectory, Turn
 from hybridrl.core.rollout import Completion
@@ -81,7 +81,7 @@ class Session:
     requests.
     """
 
-    kit: Kit
+    kit: EpisodeTools
     trusted: Sequence[Message] = ()
     task: str = ""
     id: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -261,7 +261,7 @@ class AgentSessions:
     `unrecorded` counts requests that belonged to no session.
     """
 
-    def __init__(self, kit: Kit, timeout: float = 3600.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, kit: EpisodeTools, timeout: float = 3600.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.kit, self.timeout, self.clock = kit, timeout, clock
         self.by_id: dict[str, Session] = {}
         self.by_key: dict[str, Session] = {}

@@ -16,7 +16,7 @@ from hybridrl.agents.environments import CallRecord
 from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers
 from hybridrl.agents.environments.worker import EpisodeSpec
 from hybridrl.core.experience.responses import ResponseStore
-from hybridrl.core.experience.trajectory import STOPS, Ended, Episode, EpisodeRequest, Source, Trajectory
+from hybridrl.core.experience.trajectory import STOPS, Episode, EpisodeRequest, Finished, Source, Trajectory
 from hybridrl.core.rollout import Completion, Request, RolloutClient
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.tokenizer import as_chat
@@ -161,12 +161,12 @@ class SampledTurns:
     specs: Sequence[EpisodeSpec]
     store: ResponseStore
 
-    async def ended(self) -> AsyncIterator[list[Ended]]:
+    async def finished(self) -> AsyncIterator[list[Finished]]:
         with self.dispatch as dispatch:
             async for some in dispatch.run(self.specs, self._sample):
                 yield [(index, trajectory, None) for index, trajectory in some]
 
-    def scoring(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None: ...
+    def scoring_started(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None: ...
 
     def _sample(self, request: Request) -> asyncio.Future[Completion]:
         known = self.store.find(request)

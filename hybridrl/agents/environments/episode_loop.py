@@ -54,7 +54,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Kit:
+class EpisodeTools:
     """The parts that all episodes of a process share; `parser` returns that of calls, made once there are tools."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -99,7 +99,7 @@ class Kit:
 class EpisodeRun:
     """One episode in progress."""
 
-    kit: Kit
+    kit: EpisodeTools
     policy: Policy
     environment: Environment
     turns: list[Turn] = field(default_factory=list)

@@ -26,7 +26,7 @@ from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import import_libraries, load_class, load_module, once, own, where
 from hybridrl.config.findings import Findings
-from hybridrl.runs.plugins import load
+from hybridrl.plugins import load
 
 Row = Mapping[str, Any]
 Make = Callable[[], Environment]

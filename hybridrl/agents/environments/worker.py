@@ -27,7 +27,7 @@ from hybridrl.agents.environments import (
     Response,
     Step,
 )
-from hybridrl.agents.environments.episode_loop import AgentLoop, EpisodeRun, Kit, Limits, PausablePolicy
+from hybridrl.agents.environments.episode_loop import AgentLoop, EpisodeRun, EpisodeTools, Limits, PausablePolicy
 from hybridrl.agents.environments.load import environment_of, runs_function
 from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config.custom_code import own
@@ -68,10 +68,10 @@ class EpisodeSettings:
     environments: EnvironmentSettings
     limits: Limits
     end_ids: tuple[int, ...]
-    formats: Mapping[str, Any] = field(default_factory=dict)  # the arguments of Kit.of that are given by name
+    formats: Mapping[str, Any] = field(default_factory=dict)  # the arguments of EpisodeTools.of that are given by name
     configuration: Mapping[str, Any] = field(default_factory=dict)  # the run's or evaluation's, for verl's loops
     # Makes what runs the user's function, with EpisodeWorker.check.
-    agents: Callable[[Kit, Callable[[], Awaitable[None]]], "AgentRunner"] | None = None
+    agents: Callable[[EpisodeTools, Callable[[], Awaitable[None]]], "AgentRunner"] | None = None
 
 
 class AgentRunner(Protocol):
@@ -135,7 +135,9 @@ class SingleResponse(Environment):
 class WorkerPolicy:
     """The policy of one episode: passes each turn to the driver, with a seed of its own."""
 
-    def __init__(self, kit: Kit, call: DispatchCall, ticket: Ticket, spec: EpisodeSpec, sampling: Sampling) -> None:
+    def __init__(
+        self, kit: EpisodeTools, call: DispatchCall, ticket: Ticket, spec: EpisodeSpec, sampling: Sampling
+    ) -> None:
         self.kit, self.call, self.ticket, self.spec, self.sampling = kit, call, ticket, spec, sampling
         self.turn = 0
         self.versions: list[np.ndarray] = []  # of the weights that each token was sampled with, by turn
@@ -173,7 +175,7 @@ class EpisodeWorker:
 
     def begin(self, settings: EpisodeSettings) -> None:
         """Begin without episodes, in a process whose output goes where it is."""
-        self.kit = Kit.of(settings.load_tokenizer(), settings.end_ids, settings.limits, **settings.formats)
+        self.kit = EpisodeTools.of(settings.load_tokenizer(), settings.end_ids, settings.limits, **settings.formats)
         self.environments, self.configuration = settings.environments, settings.configuration
         self.agents = settings.agents(self.kit, self.check) if settings.agents else None
         self.calls: dict[str, DispatchCall] = {}
@@ -258,7 +260,9 @@ class EpisodeWorker:
         sampling = self._with_stops(spec.sampling) if environment.tools else spec.sampling
         return await EpisodeRun(kit, policy(sampling), environment).run(spec.messages)
 
-    async def _verl_loop(self, loop: AgentLoop, policy: "WorkerPolicy", spec: EpisodeSpec, kit: Kit) -> Trajectory:
+    async def _verl_loop(
+        self, loop: AgentLoop, policy: "WorkerPolicy", spec: EpisodeSpec, kit: EpisodeTools
+    ) -> Trajectory:
         """Run an agent loop of verl, which returns the rows of its episode."""
         sampling, tokenizer, configuration = spec.sampling, kit.tokenizer, self.configuration
         if kit is not self.kit:  # the loop renders the messages itself

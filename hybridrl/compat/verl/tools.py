@@ -37,7 +37,7 @@ from hybridrl.compat.skyrl import numbers
 from hybridrl.compat.verl.names import by_name
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_class, taken, where
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 TOOLS = f"{MULTI_TURN}.tool_config_path"
 INTERACTIONS = f"{MULTI_TURN}.interaction_config_path"

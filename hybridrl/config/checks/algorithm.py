@@ -9,7 +9,7 @@ from hybridrl.config.findings import Checker, nearest
 from hybridrl.config.schema import ActorConfig, ActorRolloutRefConfig, DataConfig, SFTTrainerConfig
 from hybridrl.config.schema_parts import AlgorithmConfig, FilterGroupsConfig, RewardConfig, RolloutCorrectionConfig
 from hybridrl.config.values import DIAGNOSES, LOGGERS, REWARD_MANAGERS, rule_code
-from hybridrl.runs.plugins import names
+from hybridrl.plugins import names
 
 # Custom functions are not imported here: they may read anything, and nothing else is known about them.
 CUSTOM_ESTIMATOR = Estimator("", "", reads=("values", "reward_parts"))

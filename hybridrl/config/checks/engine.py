@@ -14,7 +14,7 @@ from hybridrl.config.checks.model import experts_of, model_settings
 from hybridrl.config.findings import Checker, Findings, nearest, show
 from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig, SFTTrainerConfig
 from hybridrl.config.schema_parts import SHIPPED_SHARE, WHOLE_SHARE, RolloutConfig, V1Config
-from hybridrl.runs.plugins import names
+from hybridrl.plugins import names
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 V1 = "trainer.v1"

@@ -20,7 +20,7 @@ from hybridrl.config.values import Aggregation
 from hybridrl.core.algorithms.objective import KLWeight, penalized
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 # The largest accepted mean difference of a token's log-prob, by the coarser type of engine and trainer.
 LIMITS = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}

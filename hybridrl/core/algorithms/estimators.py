@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.core.batch import Batch, places
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 Advantages = tuple[Tensor, Tensor]  # advantages and returns [response tokens]
 BLOCK = 64

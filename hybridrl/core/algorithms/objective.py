@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 FORMS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
 @dataclass(frozen=True)
-class Totals:
+class Divisors:
     """Counts of a mini-batch over all ranks: tokens that are trained, and rows with at least one of them; an episode of
     several rows counts as one."""
 
@@ -25,13 +25,13 @@ class Totals:
     rows: int
 
     @staticmethod
-    def of(batch: Batch) -> "Totals":
+    def of(batch: Batch) -> "Divisors":
         written = batch.per_row(required(batch.response_mask).long())
         rows = (written > 0).nonzero() if batch.episode is None else batch.episode[written > 0].unique()
-        return Totals(int(written.sum()), len(rows))
+        return Divisors(int(written.sum()), len(rows))
 
 
-def token_weights(batch: Batch, mode: str, totals: Totals, scale: float = 1.0) -> Tensor:
+def token_weights(batch: Batch, mode: str, totals: Divisors, scale: float = 1.0) -> Tensor:
     """The weight of each response token in the loss [response tokens]; 0 if it is not trained, such as a tool's.
 
     token-mean                every token of the mini-batch counts the same (DAPO, Yu et al. 2025)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 Loss = tuple[Tensor, dict[str, Tensor]]  # per token [response tokens], and statistics per token
 TINY = 1e-8

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 SAFE = 20.0  # log-ratios are clamped to [-20, 20] before they are exponentiated
 

@@ -26,7 +26,7 @@ from hybridrl.core.cluster.failures import (
     typed,
 )
 from hybridrl.core.cluster.session import RaySession, lost_component
-from hybridrl.core.required import required
+from hybridrl.required import required
 from hybridrl.runtime.guard import kill_cause
 from hybridrl.runtime.stacks import activities, death_note, largest_processes
 from hybridrl.tracking.console import info, warn

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.core.batch import OWN_ROUTE, Batch, pack
+from hybridrl.core.batch import UNROUTED, Batch, pack
 from hybridrl.core.experience.trajectory import Episode, Row
-from hybridrl.core.required import required
+from hybridrl.required import required
 from hybridrl.rewards.score import Score
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def _routes(rows: Sequence[Row]) -> torch.Tensor | None:
 
     def of(row: Row) -> np.ndarray:
         tokens = len(row.prompt_ids) + len(row.response_ids)
-        return np.full((tokens, *shape), OWN_ROUTE, dtype=np.int16) if row.routes is None else row.routes
+        return np.full((tokens, *shape), UNROUTED, dtype=np.int16) if row.routes is None else row.routes
 
     return torch.from_numpy(np.concatenate(list(map(of, rows))))
 

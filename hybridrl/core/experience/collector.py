@@ -12,10 +12,10 @@ from hybridrl.core.experience.batching import Draws, GroupFilter, group_by_promp
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.experience.trajectory import Episode
-from hybridrl.core.required import required
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.order import Order
 from hybridrl.data.prompts import PromptDataset
+from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard, Score, component_means
 
 IN_FLIGHT = "under_way"  # in a checkpoint: the groups that were started and not trained on

@@ -18,21 +18,21 @@ from typing import Literal
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.experience.trajectory import (
     ConversationSource,
-    Ended,
     Episode,
     EpisodeRequest,
+    Finished,
     Scorers,
     Source,
     Trajectory,
     Turn,
 )
-from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Request, RequestFault, RolloutClient, Sampling, request_seed
 from hybridrl.data.prompts import Prompt
+from hybridrl.required import required
 from hybridrl.rewards.score import WRITTEN_IDS, Score, ScoringRequest, Shaping
 from hybridrl.tracking.sink import Activity
 
-Finished = Callable[[Episode], None]  # called with an episode that has its score
+OnFinished = Callable[[Episode], None]  # called with an episode that has its score
 
 
 @dataclass
@@ -44,7 +44,7 @@ class SingleResponses:
     requests: Sequence[Request]
     store: ResponseStore
 
-    async def ended(self) -> AsyncIterator[list[Ended]]:
+    async def finished(self) -> AsyncIterator[list[Finished]]:
         known = {index: one for index, request in enumerate(self.requests) if (one := self.store.find(request))}
         whole = {index: one for index, one in known.items() if not one.completion.interrupted}
         if whole:
@@ -56,7 +56,7 @@ class SingleResponses:
                     (missing[place], _single(self.requests[missing[place]], result), None) for place, result in finished
                 ]
 
-    def scoring(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None:
+    def scoring_started(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None:
         (turn,) = trajectory.turns
         sampled = turn.sampled, turn.log_probs, trajectory.truncated, turn.versions
         completion = Completion(*sampled, routes=turn.routes)
@@ -99,21 +99,21 @@ class EpisodeRunner:
             for at, (prompt, position) in enumerate(zip(prompts, positions, strict=True))
             for sample in range(count)
         ]
-        return self.run_places(places, store)
+        return self.run_requests(places, store)
 
-    def run_places(
-        self, places: Sequence[EpisodeRequest], store: ResponseStore | None = None, finished: Finished | None = None
+    def run_requests(
+        self, places: Sequence[EpisodeRequest], store: ResponseStore | None = None, finished: OnFinished | None = None
     ) -> tuple[list[Episode], dict[str, float]]:
         """Return the episodes of these places, in order, and the seconds it took. `finished` is called with each of
         them as soon as it has its score, in the thread of the caller."""
-        return asyncio.run(self.score_ended(self._source(places, store or ResponseStore()), places, finished))
+        return asyncio.run(self.score_finished(self._source(places, store or ResponseStore()), places, finished))
 
     async def group(
         self, prompt: Prompt, position: int, count: int, sampling: Sampling, store: ResponseStore
     ) -> list[Episode]:
         """Return `count` scored episodes of one prompt, while others run in the same event loop."""
         places = [EpisodeRequest(prompt, position, position, sample, position, sampling) for sample in range(count)]
-        episodes, _ = await self.score_ended(self._source(places, store, grouped=True), places, shown=False)
+        episodes, _ = await self.score_finished(self._source(places, store, grouped=True), places, shown=False)
         return episodes
 
     async def close(self) -> None:
@@ -136,11 +136,11 @@ class EpisodeRunner:
         ]
         return SingleResponses(self.client, requests, store)
 
-    async def score_ended(
+    async def score_finished(
         self,
         source: Source,
         places: Sequence[EpisodeRequest],
-        finished: Finished | None = None,
+        finished: OnFinished | None = None,
         *,
         shown: bool = True,
     ) -> tuple[list[Episode], dict[str, float]]:
@@ -159,7 +159,7 @@ class EpisodeRunner:
         show(f"responses 0/{len(places)}")
         try:
             async with asyncio.TaskGroup() as group:  # in which the first failure ends the sampling too
-                async for ended in source.ended():
+                async for ended in source.finished():
                     whole = units.add(ended)
                     show(f"responses {units.ended}/{len(places)}" if units.waiting else "reward")
                     for index, trajectory, score in self._submit(source, places, whole):
@@ -173,7 +173,7 @@ class EpisodeRunner:
         return [episodes[index] for index in sorted(episodes)], seconds
 
     def _submit(
-        self, source: Source, places: Sequence[EpisodeRequest], ended: Sequence[Ended]
+        self, source: Source, places: Sequence[EpisodeRequest], ended: Sequence[Finished]
     ) -> list[tuple[int, Trajectory, Score | Future[Score]]]:
         """Have episodes scored that have no score yet; return all with their scores, known or to come."""
         scores: dict[int, Score | Future[Score] | None] = {
@@ -183,7 +183,7 @@ class EpisodeRunner:
         requests = [_scoring_request(places[index].prompt, trajectory) for index, trajectory in unscored]
         futures = self.scorers.submit(requests) if requests else []
         for (index, trajectory), future in zip(unscored, futures, strict=True):
-            source.scoring(index, trajectory, future)
+            source.scoring_started(index, trajectory, future)
             scores[index] = future
         return [(index, trajectory, required(scores[index])) for index, trajectory, _ in ended]
 
@@ -227,11 +227,11 @@ class _Units:
         numbers = {"response": range(len(places)), "group": [place.number for place in places]}
         self.unit_of: Sequence[int] = numbers.get(per, [0] * len(places))
         self.sizes, self.ended = Counter(self.unit_of), 0
-        self.waiting = defaultdict[int, list[Ended]](list)
+        self.waiting = defaultdict[int, list[Finished]](list)
 
-    def add(self, ended: Sequence[Ended]) -> list[Ended]:
+    def add(self, ended: Sequence[Finished]) -> list[Finished]:
         """Return the episodes of the units that are now whole; a unit that was scored in part is scored again."""
-        whole: list[Ended] = []
+        whole: list[Finished] = []
         for episode in ended:
             self.waiting[unit := self.unit_of[episode[0]]].append(episode)
             if len(self.waiting[unit]) == self.sizes[unit]:

@@ -27,9 +27,9 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
-from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Request
 from hybridrl.core.rollout.engine import Key
+from hybridrl.required import required
 from hybridrl.rewards.score import Score
 from hybridrl.tracking.console import info, warn
 

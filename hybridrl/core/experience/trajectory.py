@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from hybridrl.core.batch import OWN_ROUTE
+from hybridrl.core.batch import UNROUTED
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.rollout import Completion, Sampling
 from hybridrl.data.prompts import Prompt
@@ -98,7 +98,7 @@ def _all_tokens(routes: np.ndarray | None, tokens: int) -> np.ndarray | None:
     if routes is None:
         return None
     missing = max(tokens - len(routes), 0)
-    return np.pad(routes[:tokens], ((0, missing), (0, 0), (0, 0)), constant_values=OWN_ROUTE)
+    return np.pad(routes[:tokens], ((0, missing), (0, 0), (0, 0)), constant_values=UNROUTED)
 
 
 @dataclass(frozen=True)
@@ -170,16 +170,16 @@ class EpisodeRequest:
     sampling: Sampling
 
 
-Ended = tuple[int, Trajectory, Score | None]  # an episode by its index, with its score if that is known
+Finished = tuple[int, Trajectory, Score | None]  # an episode by its index, with its score if that is known
 
 
 class Source(Protocol):
     """The episodes of one call, as they end."""
 
-    def ended(self) -> AsyncIterator[list[Ended]]:
+    def finished(self) -> AsyncIterator[list[Finished]]:
         """Yield episodes as they end; those that end together come in one list."""
 
-    def scoring(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None:
+    def scoring_started(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None:
         """Take note that an episode is being scored."""
 
 

@@ -295,10 +295,10 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
 
     async def check(self) -> str:
         """Return why no server can be sampled from; "" if one can."""
-        ailments = await asyncio.gather(*map(self._ailment, self.lanes))
+        ailments = await asyncio.gather(*map(self._problem, self.lanes))
         return "" if "" in ailments else "; ".join(ailments)
 
-    async def _ailment(self, lane: ServerLane) -> str:
+    async def _problem(self, lane: ServerLane) -> str:
         name = f"rollout server {lane.index}"
         if lane.state is not ServerState.LIVE:
             return f"{name} was lost and is rebuilt"

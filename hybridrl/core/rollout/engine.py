@@ -1,7 +1,7 @@
 """Rollout engines: their interface, the requests, responses and statistics that pass it, and where a class is found.
 
 To add an engine, write a package whose class has the methods of RolloutEngine, and name its EngineEntry `engine.NAME`
-in runs/plugins.py, or by an entry point of another distribution.
+in plugins.py, or by an entry point of another distribution.
 """
 
 import hashlib

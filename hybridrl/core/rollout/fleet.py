@@ -14,7 +14,6 @@ from hybridrl.core.cluster import Actor, Group, Pending, RaySession, RemoteFailu
 from hybridrl.core.cluster.dispatch import ActorLost
 from hybridrl.core.cluster.failures import Cause, cause_of, describe
 from hybridrl.core.cluster.group import START_LIMIT, check_ray, explain
-from hybridrl.core.required import required
 from hybridrl.core.rollout.client import RolloutClient
 from hybridrl.core.rollout.engine import (
     Completion,
@@ -27,6 +26,7 @@ from hybridrl.core.rollout.engine import (
 )
 from hybridrl.core.rollout.ladder import EngineOutOfMemory, MemoryLadder, Settings, logged, shortage, with_settings
 from hybridrl.core.rollout.server import RolloutServer
+from hybridrl.required import required
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.runtime.stacks import death_note, kill_writers
@@ -217,7 +217,7 @@ class RolloutFleet:
         self.dead = late | self.servers.failures(RolloutEngine.check, timeout=CHECK_SECONDS) | self.dead
         return self.dead
 
-    def condemn(self, reason: str) -> None:
+    def replace_all(self, reason: str) -> None:
         """Have all servers replaced before the next weight sync."""
         self.dead |= {index: Cause(f"rollout server {index}", "", reason) for index in range(len(self))}
 

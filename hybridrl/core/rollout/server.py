@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
-from hybridrl.core.required import required
 from hybridrl.core.rollout.engine import (
     Completion,
     EngineEntry,
@@ -21,6 +20,7 @@ from hybridrl.core.rollout.engine import (
 )
 from hybridrl.core.rollout.ladder import EngineOutOfMemory, logged, shortage
 from hybridrl.core.spinning import give_way
+from hybridrl.required import required
 from hybridrl.runtime.guard import begin_actor, oom_kills
 from hybridrl.runtime.keeper import work_in_private
 

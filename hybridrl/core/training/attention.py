@@ -22,9 +22,9 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from hybridrl.core import device as devices
-from hybridrl.core.batch import OWN_ROUTE
-from hybridrl.core.required import required
+from hybridrl.core.batch import UNROUTED
 from hybridrl.core.training.packing import ModelInputs, PackedRows, SequenceSlice
+from hybridrl.required import required
 
 WIDEST_HEAD = 256  # the limit of FlashAttention 2, on which torch's kernel is based
 NAME = "hybridrl_packed"
@@ -161,7 +161,7 @@ def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
     start, end = torch.searchsorted(inputs.predictors, torch.tensor([first, first + width])).tolist()
     routes = inputs.routes
     if routes is not None:
-        routes = F.pad(routes, (0, 0, 0, 0, 0, padding), value=OWN_ROUTE)
+        routes = F.pad(routes, (0, 0, 0, 0, 0, padding), value=UNROUTED)
     return replace(
         inputs,
         input_ids=F.pad(inputs.input_ids, (0, padding))[:, first : first + width],

@@ -20,12 +20,12 @@ from torch.distributed import ProcessGroup
 
 from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
 from hybridrl.core import device as devices
-from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.attention import slice_of
 from hybridrl.core.training.fsdp import clip_gradient, host_parameters, move_parameters, reduce_gradients
 from hybridrl.core.training.optimizer import Optimizers
-from hybridrl.core.training.packing import ModelInputs, lay_out
+from hybridrl.core.training.packing import ModelInputs, pack_rows
 from hybridrl.core.training.planning import MiniBatch
 
 MOST_FILES = 100  # of skipped updates that a rank writes per model
@@ -52,8 +52,8 @@ class LearnerConfig:
 
 
 # Maps the rows of a micro-batch and the totals of its mini-batch to this micro-batch's share of the loss and of each
-# metric. Totals are None for a dummy row (see `Learner.gradient`): the loss is then 0 times the model's outputs.
-Loss = Callable[[Batch, Totals | None], tuple[Tensor, dict[str, Tensor]]]
+# metric. Divisors are None for a dummy row (see `Learner.gradient`): the loss is then 0 times the model's outputs.
+Loss = Callable[[Batch, Divisors | None], tuple[Tensor, dict[str, Tensor]]]
 Shares = dict[str, float]
 
 # Rows and mini-batch as they are trained on, and shares of metrics measured before the gradient.
@@ -85,7 +85,7 @@ class Learner:
 
     def inputs(self, rows: Batch) -> ModelInputs:
         """Return this rank's model inputs for these rows."""
-        return slice_of(lay_out(rows, self.padded), self.group).to(self.device)
+        return slice_of(pack_rows(rows, self.padded), self.group).to(self.device)
 
     def update(
         self,

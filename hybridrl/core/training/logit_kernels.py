@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrl.core.required import required
 from hybridrl.core.training.token_outputs import Head, LogitTables, OutputSpec, TokenOutputs
+from hybridrl.required import required
 
 BLOCK, WARPS = 4096, 8  # logits that a program reads at once, and its warps
 LEAST = tl.constexpr(-1e30)  # below every logit, but finite: LEAST - LEAST is 0

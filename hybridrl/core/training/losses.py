@@ -12,16 +12,16 @@ from torch import Tensor
 
 from hybridrl.config.schema import CriticConfig
 from hybridrl.core.algorithms.algorithm import bind, find_policy_loss
-from hybridrl.core.algorithms.objective import Totals, kl_estimate, token_weights, value_loss
+from hybridrl.core.algorithms.objective import Divisors, kl_estimate, token_weights, value_loss
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
-from hybridrl.core.required import required
 from hybridrl.core.training.fsdp import reshard
 from hybridrl.core.training.learner import Learner, Loss, Prepare, Prepared
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import ModelInputs
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.token_outputs import LossGradient, ReferenceOutputs, TokenOutputs
+from hybridrl.required import required
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class LossConfig:
     # Weights of the current log-probs against the rollout's, in bypass mode and where the current are the old ones. The
     # rejections of bypass mode come before each update.
     correction: RolloutCorrection | None = None
-    own_old_log_probs: bool = False  # the micro-batch's own log-probs are the old ones: nothing has been updated since
+    old_from_update: bool = False  # the micro-batch's own log-probs are the old ones: nothing has been updated since
     log_entropy: bool = False  # if no forward pass before the update computed it
 
 
 def policy_loss(
-    outputs: TokenOutputs, part: Batch, totals: Totals, loss: LossConfig
+    outputs: TokenOutputs, part: Batch, totals: Divisors, loss: LossConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss, less the entropy bonus, plus the KL to the reference; statistics of all three."""
-    if loss.own_old_log_probs:
+    if loss.old_from_update:
         part = replace(part, old_log_probs=outputs.log_probs.detach())
     entry, function = find_policy_loss(loss.policy_loss)
     policy_weights = token_weights(part, entry.aggregation or loss.aggregation, totals, loss.scale)
@@ -84,7 +84,7 @@ def policy_loss(
     return total, shares | _token_means(statistics, part, totals)
 
 
-def gradient_function(part: Batch, totals: Totals, loss: LossConfig) -> LossGradient | None:
+def gradient_function(part: Batch, totals: Divisors, loss: LossConfig) -> LossGradient | None:
     """The gradient of `policy_loss` by a model's outputs as a function of them, so that it is computed as soon as they
     are; None if the loss of a token may depend on the outputs of others."""
     if not find_policy_loss(loss.policy_loss)[0].by_token or (loss.correction and not loss.correction.by_token):
@@ -101,7 +101,7 @@ def gradient_function(part: Batch, totals: Totals, loss: LossConfig) -> LossGrad
     return gradient
 
 
-def _token_means(statistics: dict[str, Tensor], part: Batch, totals: Totals) -> dict[str, Tensor]:
+def _token_means(statistics: dict[str, Tensor], part: Batch, totals: Divisors) -> dict[str, Tensor]:
     """This micro-batch's share of each statistic's mean over the tokens that the policy wrote."""
     written = required(part.response_mask)
     return {name: torch.where(written, value, 0.0).sum() / max(totals.tokens, 1) for name, value in statistics.items()}
@@ -118,17 +118,17 @@ def policy_objective(
 ) -> Loss:
     """The policy's loss. Appends the model's outputs to `outputs` where they are used as the old policy's."""
     options = {
-        "entropies": loss.entropy_coeff != 0 or loss.own_old_log_probs or loss.log_entropy,
+        "entropies": loss.entropy_coeff != 0 or loss.old_from_update or loss.log_entropy,
         "entropy_gradient": loss.entropy_coeff != 0,
     }
 
-    def compute(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
         inputs = learner.inputs(part)
         against = reference(inputs) if loss.kl_form == "full" else None
         part = part.to(learner.device)
         early = None if totals is None else gradient_function(part, totals, loss)
         output = learner.model(inputs, loss.temperature, against=against, loss_gradient=early, **options)
-        if loss.own_old_log_probs:
+        if loss.old_from_update:
             outputs.append(output.map(torch.detach))
         statistics = learner.model.route_statistics(inputs) if isinstance(learner.model, LanguageModel) else {}
         if totals is None:
@@ -142,7 +142,7 @@ def policy_objective(
 def critic_objective(learner: Learner, section: CriticConfig) -> Loss:
     """The critic's loss: the clipped value loss."""
 
-    def compute(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
         values = learner.model(learner.inputs(part))
         if totals is None:
             return 0 * values.sum(), {}
@@ -197,6 +197,6 @@ def _without_rejected(learner: Learner, loss: LossConfig, batch: Batch, mini_bat
     # Summed over all ranks' rows; ranks that share rows have counted the same ones.
     counts = torch.tensor([after.sum(), (after > 0).sum()], device=learner.device)
     dist.all_reduce(counts)
-    totals = Totals(*(counts // (learner.group.size() if learner.group else 1)).tolist())
+    totals = Divisors(*(counts // (learner.group.size() if learner.group else 1)).tolist())
     narrowed = replace(batch, response_mask=kept, importance_weights=weights)
     return narrowed, replace(mini_batch, totals=totals), shares

@@ -22,14 +22,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATIO
 from hybridrl.checkpoint.read import ADAPTER, file_name
 from hybridrl.config.schema import ModelConfig
 from hybridrl.core.batch import token_rows
-from hybridrl.core.required import required
 from hybridrl.core.rounding import beyond_rounding, rounded_otherwise
 from hybridrl.core.training import attention
 from hybridrl.core.training.attention import gather_slices, slice_of
 from hybridrl.core.training.loading import blank_model, load_settings
-from hybridrl.core.training.packing import ModelInputs, lay_out, separate_rows
+from hybridrl.core.training.packing import ModelInputs, pack_rows, separate_rows
 from hybridrl.core.training.routes import RouterReplay
 from hybridrl.core.training.token_outputs import Head, LogitRule, LossGradient, OutputSpec, TokenOutputs, token_outputs
+from hybridrl.required import required
 
 HOST = torch.device("cpu")
 # Settings of models, and attributes of their layers, for how many tokens back attention reaches.
@@ -214,7 +214,7 @@ def packed_rows_interact(model: TokenModel, device: torch.device = HOST) -> bool
     settings, training = model.model.config, model.training
     batch = token_rows(_some_tokens(settings))
     model.eval()
-    packed, padded = (model.hidden_states(lay_out(batch, padded).to(device)).float() for padded in (False, True))
+    packed, padded = (model.hidden_states(pack_rows(batch, padded).to(device)).float() for padded in (False, True))
     model.train(training)
     return bool(((packed - padded).norm(dim=-1) > MIXED * padded.norm(dim=-1)).any())
 
@@ -236,7 +236,7 @@ def check_log_probs(
     rows, training, name = _some_tokens(model.config), model.training, str(dtype).removeprefix("torch.")
     language_model.eval()
     with _short_reach(model):
-        ours = language_model(slice_of(lay_out(token_rows(rows), padded), group).to(device), 1.0).log_probs
+        ours = language_model(slice_of(pack_rows(token_rows(rows), padded), group).to(device), 1.0).log_probs
         model.set_attn_implementation("eager")
         own = [partial(language_model.own_log_probs, torch.tensor(row, device=device)) for row in rows]
         theirs = torch.cat([compute() for compute in own])
@@ -261,7 +261,7 @@ def check_replay(
     replay = required(language_model.replay)
     routes = torch.arange(replay.per_token, dtype=torch.int16).expand(int(batch.lengths.sum()), replay.layers, -1)
     with _short_reach(model):
-        language_model(slice_of(lay_out(replace(batch, routes=routes), padded), group).to(device), 1.0)
+        language_model(slice_of(pack_rows(replace(batch, routes=routes), padded), group).to(device), 1.0)
 
 
 @contextmanager

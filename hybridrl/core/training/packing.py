@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hybridrl.core.batch import OWN_ROUTE, Batch, places
+from hybridrl.core.batch import UNROUTED, Batch, places
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ModelInputs:
         return replace(self, **moved)
 
 
-def lay_out(batch: Batch, padded: bool) -> ModelInputs:
+def pack_rows(batch: Batch, padded: bool) -> ModelInputs:
     """Return the rows of a batch, prompt and response concatenated, as model inputs."""
     lengths = batch.lengths
     longest = int(lengths.max())
@@ -76,7 +76,7 @@ def lay_out(batch: Batch, padded: bool) -> ModelInputs:
         positions, packed = places(torch.zeros_like(lengths), lengths), PackedRows.of(lengths.tolist())
     shape, routes = (len(batch), longest) if padded else (1, size), batch.routes
     if padded and routes is not None:
-        routes = routes.new_full((size, *routes.shape[1:]), OWN_ROUTE).index_copy_(0, places(starts, lengths), routes)
+        routes = routes.new_full((size, *routes.shape[1:]), UNROUTED).index_copy_(0, places(starts, lengths), routes)
     return ModelInputs(ids.view(shape), positions.view(shape), responses - 1, targets, packed, routes)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.schema import FSDPConfig, ModelConfig
-from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch, pieces
 from hybridrl.core.training.partition import partition
 
@@ -45,7 +45,7 @@ class MiniBatch:
     """One rank's share of an optimizer update: its micro-batches, and the divisors of the complete mini-batch."""
 
     micro_batches: MicroBatches
-    totals: Totals
+    totals: Divisors
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def rank_mini_batches(
     """Return each rank's micro-batches of every mini-batch, with the divisors of the whole mini-batch."""
     lengths, counted = batch.lengths.numpy(), batch.only("response_mask", "episode")
     plans = [plan(Pieces.single(lengths, rows), ranks, budget) for rows in mini_batches]
-    totals = [Totals.of(counted.select(rows)) for rows in mini_batches]
+    totals = [Divisors.of(counted.select(rows)) for rows in mini_batches]
     return [list(map(MiniBatch, of_rank, totals)) for of_rank in zip(*plans, strict=True)]
 
 

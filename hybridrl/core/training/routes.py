@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from hybridrl.config.catalog import EXPERTS
-from hybridrl.core.batch import OWN_ROUTE
+from hybridrl.core.batch import UNROUTED
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\..*(?<=\.)experts$")
 
@@ -50,7 +50,7 @@ class RouterReplay:
         if self.routes is None:
             zeros = torch.zeros(tokens.numel(), device=tokens.device)
             return {"replaced_experts": zeros, "tokens_without_routes": zeros + 1}
-        own = (self.routes[:, 0, 0] == OWN_ROUTE).float()
+        own = (self.routes[:, 0, 0] == UNROUTED).float()
         return {"replaced_experts": self.replaced / (self.per_token * self.routers), "tokens_without_routes": own}
 
     def _fault(self, cause: str) -> ValueError:
@@ -92,11 +92,11 @@ class _Choice(TorchFunctionMode):
         if scores.shape[1] < self.experts:
             groups = self.wanted.div(self.experts // scores.shape[1], rounding_mode="floor")
             wanted = scores.scatter(1, groups.clamp(min=0), torch.inf)
-            return func(torch.where(self.wanted[:, :1] == OWN_ROUTE, scores, wanted), *args[1:], **options)
+            return func(torch.where(self.wanted[:, :1] == UNROUTED, scores, wanted), *args[1:], **options)
         own = func(*args, **options)
         if own.indices.shape != self.wanted.shape:
             return own
         self.made += 1
-        chosen = torch.where(self.wanted == OWN_ROUTE, own.indices, self.wanted)
+        chosen = torch.where(self.wanted == UNROUTED, own.indices, self.wanted)
         self.replaced = (chosen[:, :, None] != own.indices[:, None]).all(-1).sum(-1)
         return torch.return_types.topk((scores.gather(1, chosen), chosen))

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 
 # Named tuples: FSDP2 searches what a model takes and returns for tensors, but not in every torch inside dataclasses.

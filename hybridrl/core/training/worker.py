@@ -21,7 +21,6 @@ from hybridrl.config.files import HUGGINGFACE
 from hybridrl.config.schema import CriticConfig, FSDPConfig, ModelConfig, ReferenceConfig
 from hybridrl.core import device as devices
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
 from hybridrl.core.rounding import rounded_otherwise
 from hybridrl.core.spinning import give_way
 from hybridrl.core.training import losses
@@ -40,6 +39,7 @@ from hybridrl.core.training.routes import RouterReplay
 from hybridrl.core.training.state import Sender, StateWriter, load_state, state_of
 from hybridrl.core.training.token_outputs import Head, ReferenceOutputs, TokenOutputs
 from hybridrl.core.weights.buckets import Bucket, Handle, SyncPlan
+from hybridrl.required import required
 from hybridrl.runtime.guard import begin_actor
 
 # A model's outputs for all rows of a rank, one array per kind; empty if the rank has no rows. Ray does not copy arrays.

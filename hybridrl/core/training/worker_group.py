@@ -20,7 +20,6 @@ from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
 from hybridrl.core.cluster import Group, OutOfMemory, Pending
 from hybridrl.core.cluster.group import control_limit
-from hybridrl.core.required import required
 from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.planning import (
     MicroBatchBudget,
@@ -33,6 +32,7 @@ from hybridrl.core.training.planning import (
 )
 from hybridrl.core.training.token_outputs import TokenOutputs
 from hybridrl.core.training.worker import Columns, TrainWorker, training_seed
+from hybridrl.required import required
 from hybridrl.tracking.sink import Stopwatch
 
 POLICY_FIELDS = (
@@ -96,7 +96,7 @@ class PolicyPlan:
     log_prob_budget: MicroBatchBudget
     reference_budget: MicroBatchBudget
     with_sum_pi_squared: bool = False
-    disturbed: bool = False  # the forward pass of an update drops activations at random
+    stochastic: bool = False  # the forward pass of an update drops activations at random
     first_update: int = 1  # before this step only the critic is trained
     correction: RolloutCorrection | None = None  # weights tokens in an update whose own log-probs are the old ones
     agreement: Agreement | None = None  # of engine and trainer about sampled tokens; None: their settings differ
@@ -159,7 +159,7 @@ class TrainWorkers:
         several rows, which may be in different micro-batches."""
         updates, correction = self.policy.updates.updates(len(batch.group.unique())), self.policy.correction
         split = batch.episode is not None and correction is not None and not correction.by_token
-        return updates > 1 or self.policy.disturbed or self._token_selector is not None or split
+        return updates > 1 or self.policy.stochastic or self._token_selector is not None or split
 
     def forward_log_probs(self, batch: Batch, *, reference_kl: bool = False) -> Batch:
         """Fill `old_log_probs` and `entropies` from the current policy, `sum_pi_squared` if the plan says so, and
@@ -234,7 +234,7 @@ class TrainWorkers:
             )
         with self.watch("update_actor"):
             own = batch.old_log_probs is None
-            loss = replace(self.policy.loss, own_old_log_probs=own, log_entropy=not own and batch.entropies is None)
+            loss = replace(self.policy.loss, old_from_update=own, log_entropy=not own and batch.entropies is None)
             if own and self.policy.correction is not None:
                 loss = replace(loss, correction=self.policy.correction)
             mini_batches = self.policy.updates.mini_batches(batch.group, step)
@@ -270,7 +270,7 @@ class TrainWorkers:
         parts = [(*part, loss, step) for part in parts]
         results = self._scatter(TrainWorker.update_policy, parts, shares, batch)
         metrics = self._mean_metrics([share for share, _ in results[:: budget.devices]], "actor")
-        if not loss.own_old_log_probs:
+        if not loss.old_from_update:
             return metrics, []
         columns = [columns for _, columns in results]
         return metrics, _in_row_order(columns, shares, batch.response_lengths, budget)

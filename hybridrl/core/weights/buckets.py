@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hybridrl.core import device as devices
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 ALIGNMENT = 64
 LAYER = re.compile(r"(.*?\.)??\d+(?=\.|$)")  # the name of a layer: that of its tensors up to the first number

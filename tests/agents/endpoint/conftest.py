@@ -16,7 +16,7 @@ from transformers import Qwen2Tokenizer
 from hybridrl.agents.endpoint.app import create_app, serving
 from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
-from hybridrl.agents.environments.episode_loop import Kit, Limits
+from hybridrl.agents.environments.episode_loop import EpisodeTools, Limits
 from hybridrl.core.rollout import Completion
 from tests.agents.environments import conftest as environments
 
@@ -72,14 +72,14 @@ class Script:
 
 
 @pytest.fixture
-def kit_of(tokenizer: Qwen2Tokenizer) -> Callable[..., Kit]:
+def kit_of(tokenizer: Qwen2Tokenizer) -> Callable[..., EpisodeTools]:
     """Make what the sessions of an endpoint share, with these limits."""
 
     def make(
         prompt: int = 2000, response: int = 4000, context: int = 6000, *, tokenizer: Any = tokenizer, **limits: Any
-    ) -> Kit:
+    ) -> EpisodeTools:
         bounds = Limits(prompt, response, context, **limits)
-        return Kit.of(tokenizer, [tokenizer.eos_token_id], bounds, format="hermes")
+        return EpisodeTools.of(tokenizer, [tokenizer.eos_token_id], bounds, format="hermes")
 
     return make
 
@@ -96,7 +96,7 @@ class Served:
 
 
 @pytest.fixture
-def endpoint(tokenizer: Qwen2Tokenizer, kit_of: Callable[..., Kit]) -> Callable[..., Any]:
+def endpoint(tokenizer: Qwen2Tokenizer, kit_of: Callable[..., EpisodeTools]) -> Callable[..., Any]:
     """Serve a script: `async with endpoint(texts) as served`."""
 
     @asynccontextmanager

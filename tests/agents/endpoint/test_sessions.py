@@ -8,7 +8,7 @@ from fastapi import HTTPException
 
 from hybridrl.agents.endpoint.requests import as_rendered
 from hybridrl.agents.endpoint.sessions import Session
-from hybridrl.core.required import required
+from hybridrl.required import required
 from tests.agents.endpoint.conftest import completion_of
 
 QUESTION = {"role": "user", "content": "Guess."}

@@ -10,7 +10,7 @@ from hybridrl.agents.endpoint.agent import Agents
 from hybridrl.agents.endpoint.episodes import agents_of, check_continued, episode_logs, invitation, runs_episodes
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
 from hybridrl.config.findings import Findings
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 AGENT = "actor_rollout_ref.rollout.agent"
 

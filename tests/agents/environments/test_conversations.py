@@ -12,10 +12,10 @@ from hybridrl.core.algorithms.batch_metrics import batch_metrics
 from hybridrl.core.algorithms.estimators import grpo
 from hybridrl.core.experience.batching import to_batch
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
-from hybridrl.core.required import required
 from hybridrl.data.prompts import Prompt
 from hybridrl.doctor.replay import described
 from hybridrl.doctor.reward import as_batch
+from hybridrl.required import required
 from hybridrl.rewards.score import Score
 from hybridrl.runs.sample_log import trained_fields
 from hybridrl.tracking.records import SampleRecord

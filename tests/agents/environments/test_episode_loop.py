@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from hybridrl.agents.environments import Environment, EpisodeFault, Message, Response, Step
-from hybridrl.agents.environments.episode_loop import EpisodeRun, Kit, Limits
+from hybridrl.agents.environments.episode_loop import EpisodeRun, EpisodeTools, Limits
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion
 from tests.agents.environments.conftest import CALLS, STRIPS
@@ -53,9 +53,9 @@ class Echo(Environment):
         return {"closed": 1.0}
 
 
-def kit(tokenizer: PreTrainedTokenizerFast, reasoning: str = "keep", **limits: Any) -> Kit:
+def kit(tokenizer: PreTrainedTokenizerFast, reasoning: str = "keep", **limits: Any) -> EpisodeTools:
     bounds, end = replace(LIMITS, **limits), [tokenizer.eos_token_id]
-    return Kit.of(tokenizer, end, bounds, format="hermes", history_reasoning=reasoning)
+    return EpisodeTools.of(tokenizer, end, bounds, format="hermes", history_reasoning=reasoning)
 
 
 def run(

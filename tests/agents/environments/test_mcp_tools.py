@@ -12,7 +12,7 @@ import pytest
 from hybridrl.agents.environments import EpisodeFault, Response, ToolCall, mcp_tools
 from hybridrl.agents.environments.load import load_tools
 from hybridrl.config import ConfigError
-from hybridrl.core.required import required
+from hybridrl.required import required
 from tests.agents.environments.conftest import made
 from tests.agents.sections import environments_of
 

@@ -10,7 +10,7 @@ from hybridrl.agents.environments import EpisodeFault
 from hybridrl.agents.environments.load import check, environment_of
 from hybridrl.compat.verl.loops import VerlLoop
 from hybridrl.config import ConfigError
-from hybridrl.core.required import required
+from hybridrl.required import required
 from tests.agents.sections import environments_of
 
 LOOPS = '''

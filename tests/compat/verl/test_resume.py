@@ -14,7 +14,7 @@ from hybridrl.checkpoint.resume import select_checkpoint
 from hybridrl.checkpoint.store import Checkpoint, Store
 from hybridrl.compat.verl.checkpoint import DataPosition, prompts_used, state_from_verl
 from hybridrl.config import ConfigError
-from hybridrl.core.required import required
+from hybridrl.required import required
 from hybridrl.runs.resume import Identity, find_checkpoint
 
 GOOD = {"healthy": True, "recovery": False, "metrics": {}}

@@ -10,7 +10,7 @@ from hybridrl.agents.environments import EnvironmentSettings, EpisodeFault, Resp
 from hybridrl.agents.environments.load import check, load_tools
 from hybridrl.compat.verl import stand_ins
 from hybridrl.config import ConfigError
-from hybridrl.core.required import required
+from hybridrl.required import required
 from tests.agents.environments.conftest import made
 from tests.agents.sections import environments_of
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 Rows = list[list[float]]  # one value per token
 Both = tuple[Rows, Rows]  # advantages and returns

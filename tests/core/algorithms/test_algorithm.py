@@ -7,7 +7,7 @@ from hybridrl.config.catalog import Estimator
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.objective import KLWeight
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
-from hybridrl.core.required import required
+from hybridrl.required import required
 from tests.core.algorithms.parameters import estimator
 
 grpo, centred = estimator("grpo"), estimator("grpo", norm_adv_by_std_in_grpo=False)

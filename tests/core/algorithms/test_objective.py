@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.core.algorithms.objective import KLWeight, Totals, kl_estimate, penalized, token_weights, value_loss
-from hybridrl.core.required import required
+from hybridrl.core.algorithms.objective import Divisors, KLWeight, kl_estimate, penalized, token_weights, value_loss
+from hybridrl.required import required
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 SCALE = 4.0
@@ -51,20 +51,20 @@ def three_rows(make_batch):
     ],
 )
 def test_the_weight_of_each_token(three_rows, mode, expected):
-    totals = Totals.of(three_rows)
-    assert totals == Totals(tokens=3, rows=2), "written tokens, and rows that have one"
+    totals = Divisors.of(three_rows)
+    assert totals == Divisors(tokens=3, rows=2), "written tokens, and rows that have one"
     assert token_weights(three_rows, mode, totals, SCALE).tolist() == pytest.approx(expected)
 
 
 def test_the_divisor_is_that_of_the_totals_and_not_of_the_rows_at_hand(three_rows):
-    weights = token_weights(three_rows.select([1]), "token-mean", Totals(tokens=10, rows=5))
+    weights = token_weights(three_rows.select([1]), "token-mean", Divisors(tokens=10, rows=5))
     assert weights.tolist() == pytest.approx([0.1])
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_where_nothing_was_written_every_weight_is_zero(make_batch, mode):
     batch = masked(make_batch, [[False, False], [False]])
-    assert token_weights(batch, mode, Totals.of(batch), SCALE).tolist() == [0, 0, 0]
+    assert token_weights(batch, mode, Divisors.of(batch), SCALE).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -72,7 +72,7 @@ def test_where_nothing_was_written_every_weight_is_zero(make_batch, mode):
 def test_the_weighted_sum_is_the_papers_formula(make_batch, mode, rows):
     batch = masked(make_batch, rows)
     loss = torch.arange(1.0, len(batch.response_ids) + 1, dtype=torch.float64)
-    weights = token_weights(batch, mode, Totals.of(batch), SCALE)
+    weights = token_weights(batch, mode, Divisors.of(batch), SCALE)
     assert (loss * weights).sum().item() == pytest.approx(reference(loss, rows, mode), rel=1e-6)
 
 
@@ -80,7 +80,7 @@ def test_the_weighted_sum_is_the_papers_formula(make_batch, mode, rows):
 @given(rows=ROWS, data=st.data())
 def test_passes_add_up_to_the_whole_however_the_rows_are_cut(make_batch, mode, rows, data):
     batch = masked(make_batch, rows)
-    totals, loss = Totals.of(batch), torch.arange(1.0, len(batch.response_ids) + 1)
+    totals, loss = Divisors.of(batch), torch.arange(1.0, len(batch.response_ids) + 1)
     batch.values = loss
     pass_of = data.draw(st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows)))
     parts = [batch.select([row for row, number in enumerate(pass_of) if number == n]) for n in range(4)]

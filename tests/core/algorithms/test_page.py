@@ -12,7 +12,7 @@ from hybridrl.config.schema import PPOConfig
 from hybridrl.config.schema_parts import RejectionForm, RolloutCorrectionConfig
 from hybridrl.config.values import Aggregation, KLForm, hints, tree
 from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy_loss
-from hybridrl.core.required import required
+from hybridrl.required import required
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 CODE = re.findall(r"```.*?```|`[^`\n]+`", PAGE, re.DOTALL)

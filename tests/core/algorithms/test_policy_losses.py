@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrl.config.catalog import POLICY_LOSSES
-from hybridrl.core.algorithms.objective import Totals, token_weights
+from hybridrl.core.algorithms.objective import Divisors, token_weights
 from hybridrl.core.algorithms.policy_losses import covariance, select_clipped, select_penalized
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
+from hybridrl.required import required
 from tests.core.algorithms.parameters import policy_loss
 
 SEEDS = st.integers(0, 10_000)
@@ -46,12 +46,14 @@ def ragged(make_batch) -> Ragged:
     return draw
 
 
-def total(name: str, log_probs: Tensor, batch: Batch, values: dict[str, float], totals: Totals | None = None) -> Tensor:
+def total(
+    name: str, log_probs: Tensor, batch: Batch, values: dict[str, float], totals: Divisors | None = None
+) -> Tensor:
     """Return a mini-batch's loss, or a micro-batch's share of it, averaged as the loss of this name is, else over
     tokens."""
     loss, _ = policy_loss(name, **values)(log_probs, batch)
     mode = POLICY_LOSSES[name].aggregation or "token-mean"
-    return (loss * token_weights(batch, mode, totals or Totals.of(batch))).sum()
+    return (loss * token_weights(batch, mode, totals or Divisors.of(batch))).sum()
 
 
 # -- numbers by hand ---------------------------------------------------------------------------------------------------
@@ -394,7 +396,7 @@ def test_before_the_first_update_the_gradient_is_the_policy_gradient(ragged, nam
     _, batch = ragged(seed, one_advantage_a_row=True)
     _, gradient = gradient_of(name, batch.old_log_probs, batch)
     expected = -batch.advantages * token_weights(
-        batch, POLICY_LOSSES[name].aggregation or "token-mean", Totals.of(batch)
+        batch, POLICY_LOSSES[name].aggregation or "token-mean", Divisors.of(batch)
     )
     if name == "clip_cov":  # of all losses the only one that leaves tokens out from the start
         expected = expected * ~batch.chosen
@@ -409,7 +411,7 @@ def test_passes_of_rows_in_any_order_add_up_to_the_mini_batch(ragged, name, seed
     whole, gradient = gradient_of(name, log_probs, batch)
     carried = replace(batch, values=log_probs, returns=gradient)
     parts = [carried.select(order[:cut]), carried.select(order[cut:])]
-    shares = [gradient_of(name, part.values, part, Totals.of(batch)) for part in parts]
+    shares = [gradient_of(name, part.values, part, Divisors.of(batch)) for part in parts]
     assert sum(loss for loss, _ in shares) == pytest.approx(whole)
     for part, (_, found) in zip(parts, shares, strict=True):
         assert found.tolist() == pytest.approx(part.returns.tolist())

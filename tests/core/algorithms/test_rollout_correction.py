@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hybridrl.config.schema_parts import AlgorithmConfig, RolloutCorrectionConfig, ratio_bounds
 from hybridrl.config.values import Commas
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
-from hybridrl.core.required import required
+from hybridrl.required import required
 from tests.sections import section_of
 
 COMMAS, LN2 = Commas(), math.log(2)

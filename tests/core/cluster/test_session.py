@@ -16,7 +16,7 @@ import ray
 
 from hybridrl.core import device as devices
 from hybridrl.core.cluster import Group, RaySession, WorkerDied, spawn
-from hybridrl.core.required import required
+from hybridrl.required import required
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.runtime.guard import begin_actor
 from hybridrl.runtime.keeper import working_in

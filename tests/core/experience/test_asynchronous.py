@@ -15,7 +15,7 @@ from hybridrl.core.experience.asynchronous import QUEUED, AsynchronousExperience
 from hybridrl.core.experience.batching import GroupFilter, NoSignal
 from hybridrl.core.experience.collector import Collected, NothingToLearnFrom
 from hybridrl.core.experience.responses import ResponseStore
-from hybridrl.core.required import required
+from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard, Score
 from tests.core.experience.virtual import PER_TOKEN, Lengths, build, train
 

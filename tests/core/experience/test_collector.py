@@ -12,11 +12,11 @@ from hybridrl.core.experience.batching import GroupFilter, NoSignal
 from hybridrl.core.experience.collector import Collected, NothingToLearnFrom, SamplingPlan, SynchronousExperience
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.responses import ResponseStore
-from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Sampling, request_seed
 from hybridrl.core.rollout.engine import RejectedRequest
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.prompts import Prompt
+from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Score, Shaping
 
 SEED = 7

@@ -13,13 +13,13 @@ from hybridrl.agents.environments import CallRecord, ToolCall
 from hybridrl.agents.environments.conversations import conversation_metrics, transcript
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.estimators import gae, grpo
-from hybridrl.core.algorithms.objective import Totals, token_weights
+from hybridrl.core.algorithms.objective import Divisors, token_weights
 from hybridrl.core.experience.batching import to_batch
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode, EpisodeRequest, Trajectory, Turn
-from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Sampling
 from hybridrl.data.prompts import Prompt
+from hybridrl.required import required
 from hybridrl.rewards.score import Score
 
 PROMPT = Prompt(0, [1, 2], "?", "maths", "42", {})
@@ -110,8 +110,8 @@ def test_rewards_to_come_pass_from_row_to_row_of_an_episode():
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_an_episode_weighs_the_same_in_the_loss_as_one_row_and_as_two(mode):
     split, whole = (to_batch([episodes]) for episodes in split_and_whole())
-    totals = Totals.of(split)
-    assert totals == Totals.of(whole) == Totals(6, 2)
+    totals = Divisors.of(split)
+    assert totals == Divisors.of(whole) == Divisors(6, 2)
     split = replace(split, episode_tokens=torch.tensor([4.0, 4.0, 2.0]))
     weights = [token_weights(batch, mode, totals, 8.0) for batch in (split, whole)]
     assert torch.equal(*weights)
@@ -139,16 +139,16 @@ class Source:
     def __init__(self, *trajectories: Trajectory) -> None:
         self.trajectories = trajectories
 
-    async def ended(self):
+    async def finished(self):
         yield [(index, trajectory, None) for index, trajectory in enumerate(self.trajectories)]
 
-    def scoring(self, index, trajectory, score): ...
+    def scoring_started(self, index, trajectory, score): ...
 
 
 def score(trajectory: Trajectory, **options: bool) -> tuple[Episode, Scorers]:
     scorers = Scorers()
     runner = EpisodeRunner(None, scorers, 1, **options)
-    episodes, _ = asyncio.run(runner.score_ended(Source(trajectory), [PLACE]))
+    episodes, _ = asyncio.run(runner.score_finished(Source(trajectory), [PLACE]))
     return episodes[0], scorers
 
 
@@ -168,7 +168,7 @@ class TwoBatches(Source):
     def __init__(self, reported: list) -> None:
         self.reported, self.before_the_second = reported, []
 
-    async def ended(self):
+    async def finished(self):
         yield [(1, Trajectory([turn([1], [7])]), None)]
         await asyncio.sleep(0.3)
         self.before_the_second += self.reported
@@ -180,7 +180,7 @@ def test_an_episode_is_reported_once_it_has_its_score_while_others_are_sampled()
     source = TwoBatches(reported)
     runner = EpisodeRunner(None, SlowScorers(), 1)
     places = [PLACE, replace(PLACE, sample=1)]
-    run = runner.score_ended(source, places, lambda episode: reported.append((episode.sample, episode.score.value)))
+    run = runner.score_finished(source, places, lambda episode: reported.append((episode.sample, episode.score.value)))
     episodes, _ = asyncio.run(run)
     assert source.before_the_second == [(1, 0.25)] and reported == [(1, 0.25), (0, 0.25)]
     assert [one.sample for one in episodes] == [0, 1]
@@ -192,7 +192,7 @@ def test_what_the_report_of_an_episode_raises_ends_the_call():
 
     runner = EpisodeRunner(None, Scorers(), 1)
     with pytest.raises(OSError, match="no space left"):
-        asyncio.run(runner.score_ended(Source(Trajectory([turn([1], [7])])), [PLACE], full))
+        asyncio.run(runner.score_finished(Source(Trajectory([turn([1], [7])])), [PLACE], full))
 
 
 def test_an_episode_that_cannot_be_made_ends_the_call():
@@ -201,7 +201,7 @@ def test_an_episode_that_cannot_be_made_ends_the_call():
             raise ValueError("no episode")
 
     runner = Broken(None, SlowScorers(), 1)
-    call = runner.score_ended(Source(Trajectory([turn([1], [7])])), [PLACE], lambda _: None)
+    call = runner.score_finished(Source(Trajectory([turn([1], [7])])), [PLACE], lambda _: None)
     with pytest.raises(ValueError, match="no episode"):
         asyncio.run(asyncio.wait_for(call, 10))
 

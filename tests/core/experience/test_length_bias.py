@@ -20,8 +20,8 @@ from hybridrl.core.algorithms.estimators import grpo
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.asynchronous import Admission, AsynchronousExperience
-from hybridrl.core.required import required
 from hybridrl.core.rollout import Request
+from hybridrl.required import required
 from tests.core.experience.virtual import Scorers, build
 
 SEEDS, STEPS, BATCH, SAMPLES, SLOTS = (0, 1, 2), 30, 8, 4, 1000

@@ -15,9 +15,9 @@ import torch
 from hybridrl.core.experience.batching import GroupFilter
 from hybridrl.core.experience.collector import SynchronousExperience
 from hybridrl.core.experience.responses import HEADER, ResponseStore
-from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Request, Sampling
 from hybridrl.core.rollout.client import RolloutFailure
+from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard, Score
 from tests.core.experience.test_collector import Client, Scorers, Switch, build, fault, plain
 

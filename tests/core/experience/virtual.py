@@ -17,10 +17,10 @@ from hybridrl.core.experience.asynchronous import AsynchronousExperience, LoopTh
 from hybridrl.core.experience.collector import SamplingPlan
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.responses import ResponseStore
-from hybridrl.core.required import required
 from hybridrl.core.rollout import Completion, Request, RolloutClient, Sampling
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.prompts import Prompt
+from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard, Score
 
 PER_TOKEN = 1.0  # virtual seconds

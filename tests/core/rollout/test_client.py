@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from hybridrl.core.cluster.dispatch import ActorLost
-from hybridrl.core.required import required
 from hybridrl.core.rollout import (
     Completion,
     Goal,
@@ -23,6 +22,7 @@ from hybridrl.core.rollout import (
 )
 from hybridrl.core.rollout.client import ServerState
 from hybridrl.core.rollout.engine import RejectedRequest
+from hybridrl.required import required
 
 SAMPLING = Sampling(max_tokens=4, stop_ids=(0,))
 

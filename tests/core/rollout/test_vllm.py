@@ -12,12 +12,12 @@ import pytest
 import torch
 from vllm.lora.layers import BaseLayerWithLoRA
 
-from hybridrl.core.required import required
 from hybridrl.core.rollout.engine import Request, Sampling
 from hybridrl.core.rollout.vllm.collector import Collector, EngineLoop, EngineResponse, Observer
 from hybridrl.core.rollout.vllm.engine import PARTS, VllmEngine, unlink_segments
 from hybridrl.core.rollout.vllm.settings import vllm_environment
 from hybridrl.core.rollout.vllm.worker import unwrap_adapted_layers, wrap_adapted_layers
+from hybridrl.required import required
 
 
 class OldEngine:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.core.required import required
+from hybridrl.required import required
 from tests.core.rollout.vllm_sources import Found, Sources, signature_of, why_not_callable
 
 TOP = Path(__file__).parents[3]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.core.required import required
 from hybridrl.core.training import token_outputs as module
 from hybridrl.core.training.token_outputs import (
     Head,
@@ -17,6 +16,7 @@ from hybridrl.core.training.token_outputs import (
     TokenOutputs,
     token_outputs,
 )
+from hybridrl.required import required
 
 TOKENS, WIDTH, VOCABULARY = 9, 5, 13
 PLAIN = LogitRule()

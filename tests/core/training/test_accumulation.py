@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
 from hybridrl.core.training.learner import MiniBatch
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
+from hybridrl.required import required
 from tests.core.training.families import load_language_model, model_config
 from tests.core.training.on_ranks import on_ranks, whole_gradient
 from tests.core.training.test_loss_scale import build
@@ -37,7 +37,7 @@ class Operations(TorchDispatchMode):
 
 
 def loss_of(model: Any, part: Batch) -> Tensor:
-    return model(lay_out(part, padded=False), 1.0).log_probs.square().sum()
+    return model(pack_rows(part, padded=False), 1.0).log_probs.square().sum()
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------------------
@@ -47,10 +47,10 @@ def gradients(path: str, dtype: str, micro_batches: list[list[int]]) -> tuple[di
     """The gradient that micro-batches leave, twice in a row the same, and the operations that it took."""
     learner, batch = build(path, dtype), rows(0)
 
-    def loss(part: Batch, _: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(part: Batch, _: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
         return loss_of(learner.model, part) / dist.get_world_size(), {}
 
-    mini_batch = MiniBatch(micro_batches, Totals.of(batch))
+    mini_batch = MiniBatch(micro_batches, Divisors.of(batch))
     first = whole_gradient(learner, batch, mini_batch, loss)
     with Operations() as made:
         again = whole_gradient(learner, batch, mini_batch, loss)

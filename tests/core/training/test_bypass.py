@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
 from hybridrl.core.training.learner import Learner, Loss
 from hybridrl.core.training.losses import LossConfig, policy_loss, prepare_rejection
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.planning import MiniBatch
+from hybridrl.required import required
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.families import VOCABULARY
 from tests.core.training.on_ranks import on_ranks, whole_gradient
@@ -62,7 +62,7 @@ def batch_for(learner: Learner) -> tuple[Batch, Tensor]:
         advantages=torch.randn(12, generator=generator),
     )
     with torch.no_grad():
-        found = learner.model(lay_out(batch, padded=False), LOSS.temperature, entropies=True)
+        found = learner.model(pack_rows(batch, padded=False), LOSS.temperature, entropies=True)
     rollout = found.log_probs - 0.1
     rollout[REJECTED] += 2.1
     reference = found.log_probs + 0.2
@@ -72,8 +72,8 @@ def batch_for(learner: Learner) -> tuple[Batch, Tensor]:
 
 
 def loss_of(learner: Learner, loss: LossConfig) -> Loss:
-    def compute(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
-        found = learner.model(lay_out(part, padded=False), loss.temperature, entropies=True, entropy_gradient=True)
+    def compute(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
+        found = learner.model(pack_rows(part, padded=False), loss.temperature, entropies=True, entropy_gradient=True)
         return (0 * found.log_probs.sum(), {}) if totals is None else policy_loss(found, part, totals, loss)
 
     return compute
@@ -89,7 +89,7 @@ def gradients(learner: Learner, batch: Batch, name: str) -> tuple[dict[str, Tens
     """In bypass mode, and with the same tokens rejected beforehand."""
     loss, passes = LOSSES[name], PASSES[dist.get_world_size()][dist.get_rank()]
     reject, rest = prepare_rejection(learner, loss)
-    found = whole_gradient(learner, batch, MiniBatch(passes, Totals.of(batch)), loss_of(learner, rest), reject)
+    found = whole_gradient(learner, batch, MiniBatch(passes, Divisors.of(batch)), loss_of(learner, rest), reject)
 
     kept = required(batch.response_mask).clone()
     kept[REJECTED] = False
@@ -98,7 +98,7 @@ def gradients(learner: Learner, batch: Batch, name: str) -> tuple[dict[str, Tens
         weights = torch.tensor([0.1 * 2 - 2, 0.1 * 2 - 2, 0.1 * 3, 0.1 * 2]).exp()[batch.response_row]
     beforehand = replace(batch, response_mask=kept, importance_weights=weights)
     plain = loss_of(learner, replace(loss, correction=None))
-    right = whole_gradient(learner, beforehand, MiniBatch(passes, Totals(9, 4)), plain)
+    right = whole_gradient(learner, beforehand, MiniBatch(passes, Divisors(9, 4)), plain)
     return found, right
 
 
@@ -106,7 +106,7 @@ def metrics(path: str) -> tuple[dict[str, float], float]:
     learner, passes = build(path), PASSES[dist.get_world_size()][dist.get_rank()]
     batch, entropies = batch_for(learner)
     reject, rest = prepare_rejection(learner, LOSS)
-    mini_batch = MiniBatch(passes, Totals.of(batch))
+    mini_batch = MiniBatch(passes, Divisors.of(batch))
     (shares,) = learner.update(batch, [mini_batch], loss_of(learner, rest), 1e9, step=1, prepare=reject)
     clipped = (batch.advantages > 0)[[1, 2, 4, 6, 7, 8, 9, 10, 11]]
     return shares, float(clipped.float().mean()), float(entropies[batch.response_mask].mean())

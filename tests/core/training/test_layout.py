@@ -24,7 +24,7 @@ from transformers import (
 from hybridrl.checkpoint.read import open_tensors
 from hybridrl.config import ConfigError, values
 from hybridrl.config.catalog import POLICY_LOSSES
-from hybridrl.core.batch import OWN_ROUTE, Batch
+from hybridrl.core.batch import UNROUTED, Batch
 from hybridrl.core.training.attention import sequence_group
 from hybridrl.core.training.fsdp import shard_and_fill
 from hybridrl.core.training.layout import layout
@@ -32,7 +32,7 @@ from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.losses import LossConfig, policy_objective
 from hybridrl.core.training.model import HOST, blank_language_model
 from hybridrl.core.training.optimizer import Optimizers
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, rank_mini_batches
 from hybridrl.core.training.routes import RouterReplay
 from hybridrl.core.training.state import StateWriter, load_state, state_of
@@ -88,9 +88,9 @@ LOSS = LossConfig(
     entropy_coeff=0.01,
     kl_coef=0.0,
     kl_form=None,
-    own_old_log_probs=True,
+    old_from_update=True,
 )
-OTHER = replace(LOSS, kl_coef=0.1, kl_form="k3", own_old_log_probs=False, parameters=LOSS_PARAMETERS)
+OTHER = replace(LOSS, kl_coef=0.1, kl_form="k3", old_from_update=False, parameters=LOSS_PARAMETERS)
 LOSSES = {name: replace(OTHER, policy_loss=name) for name in POLICY_LOSSES} | {
     mode: replace(OTHER, aggregation=mode, scale=0.25 if mode.endswith("norm") else 1.0)
     for mode in get_args(values.Aggregation)
@@ -196,12 +196,12 @@ def rows(make_batch, paths) -> Batch:
     batch.chosen = torch.rand(tokens, generator=generator) < 0.3
     with torch.no_grad():
         model = load_language_model(model_config(paths["a mixture"]), torch.float32)
-        log_probs = model(lay_out(batch, padded=False), 0.9).log_probs
+        log_probs = model(pack_rows(batch, padded=False), 0.9).log_probs
     for name in ("old_log_probs", "reference_log_probs", "rollout_log_probs"):
         vars(batch)[name] = log_probs + torch.randn(tokens, generator=generator) / 5
     choices = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(2 * int(batch.lengths.sum()))])
     batch.routes = choices.view(-1, 2, 2).to(torch.int16)
-    batch.routes[batch.lengths.cumsum(0) - 1] = OWN_ROUTE
+    batch.routes[batch.lengths.cumsum(0) - 1] = UNROUTED
     return batch
 
 

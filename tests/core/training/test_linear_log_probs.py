@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.core.required import required
 from hybridrl.core.training.token_outputs import Head, LogitRule, OutputSpec, TokenOutputs, tokens_at_once
+from hybridrl.required import required
 from tests.core.training.head_cases import (
     MASKED,
     TOKENS,

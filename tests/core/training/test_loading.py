@@ -21,7 +21,7 @@ from hybridrl.core.training.fsdp import full_tensors, local, shard_and_fill
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.loading import layer_classes
 from hybridrl.core.training.model import HOST, LanguageModel, blank_language_model, blank_value_model, check_log_probs
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.state import state_of
 from tests.core.training.families import FAMILIES, SPECIAL, load_language_model, load_value_model, model_config
 from tests.core.training.on_ranks import on_ranks
@@ -50,7 +50,7 @@ def sharded_log_probs(path: str, rows: Batch, shards: int | None = None) -> tupl
         "model": sum(p.numel() for p in model.parameters()),
     }
     with torch.no_grad():
-        actual = model(lay_out(rows, padded=False), 1.0).log_probs
+        actual = model(pack_rows(rows, padded=False), 1.0).log_probs
         held["gathered"] = sum(p.numel() for p in model.parameters())  # as the forward pass leaves it
         check_log_probs(model, torch.float32, padded=False)
     return actual, held
@@ -114,7 +114,7 @@ def test_ranks_that_read_their_shards_have_the_full_model_together(directories, 
     model = load(directories[family])
     numbers = sum(parameter.numel() for parameter in model.parameters())
     for actual, held, _ in (rank[family] for rank in ranks):
-        torch.testing.assert_close(actual, model(lay_out(rows, padded=False), 1.0).log_probs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual, model(pack_rows(rows, padded=False), 1.0).log_probs, atol=1e-5, rtol=0)
         assert held["here"] < 0.6 * numbers
         # A tied head is not gathered twice; only the root's parameters are still gathered.
         assert held["gathered"] <= held["model"] == numbers
@@ -145,7 +145,7 @@ def test_a_checkpoint_is_read_too(directories, family, rows, tmp_path):
     actual, _ = on_ranks(2, saved_and_read, directories[family], rows, tmp_path)
     model, again = load(directories[family]), load(tmp_path)
     assert all(torch.equal(value, own_tensors(again.model)[name]) for name, value in own_tensors(model.model).items())
-    torch.testing.assert_close(actual, model(lay_out(rows, padded=False), 1.0).log_probs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual, model(pack_rows(rows, padded=False), 1.0).log_probs, atol=1e-5, rtol=0)
 
 
 @pytest.fixture

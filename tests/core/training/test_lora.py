@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hybridrl.config import ConfigError
 from hybridrl.config.schema import FurtherLoRAConfig
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
 from hybridrl.core.training.fsdp import full_tensor, reshard, shard_and_fill
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.lora import add_adapter, export_adapter, load_adapter
@@ -23,9 +22,10 @@ from hybridrl.core.training.model import (
     without_pairs,
 )
 from hybridrl.core.training.optimizer import Optimizers
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.state import Sender, state_of
 from hybridrl.core.weights.buckets import buffer_bytes
+from hybridrl.required import required
 from hybridrl.runs.prepare import check_adapter
 from tests.core.training.families import load_language_model, load_value_model, model_config
 from tests.core.training.on_ranks import on_ranks
@@ -58,7 +58,7 @@ def with_noise(model: LanguageModel) -> LanguageModel:
 
 
 def log_probs(model: LanguageModel, rows: Batch) -> torch.Tensor:
-    return model(lay_out(rows, padded=False), 1.0).log_probs
+    return model(pack_rows(rows, padded=False), 1.0).log_probs
 
 
 def test_a_new_adapter_changes_nothing_and_only_it_is_trained(directory, rows):
@@ -183,7 +183,7 @@ def test_a_value_models_head_is_trained_with_the_adapter(directory, rows, tmp_pa
     again = load_value_model(config, FLOAT)
     add_adapter(again.model, model_config(directory, lora_rank=2, lora_adapter_path=str(tmp_path)), FLOAT, 3, "critic")
     load_adapter(again.model, tmp_path)
-    inputs = lay_out(rows, padded=False)
+    inputs = pack_rows(rows, padded=False)
     assert torch.equal(values(inputs), again(inputs)) and again(inputs).abs().max() > 0
 
 

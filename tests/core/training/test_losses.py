@@ -9,17 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.config.catalog import POLICY_LOSSES
-from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
 from hybridrl.core.training import token_outputs
 from hybridrl.core.training.fsdp import full_tensor, shard
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.losses import LossConfig, critic_objective, gradient_function, policy_loss, policy_objective
 from hybridrl.core.training.model import LanguageModel
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.token_outputs import ReferenceOutputs, TokenOutputs
+from hybridrl.required import required
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.families import load_language_model, model_config
 from tests.core.training.head_cases import chunks_of
@@ -30,7 +30,7 @@ LOSS = LossConfig("vanilla", "seq-mean-token-mean", 1.0, temperature=0.9, grad_c
 SHARDED, DTYPES = ("two heads a key", "all heads one key, tied head"), ("float32", "bfloat16")
 BY_TOKEN = sorted(name for name, entry in POLICY_LOSSES.items() if entry.by_token)
 OPTIONS = {
-    "old log-probs of its own": {"own_old_log_probs": True, "log_entropy": True},
+    "old log-probs of its own": {"old_from_update": True, "log_entropy": True},
     "entropy": {"entropy_coeff": 0.1},
     "KL": {"kl_form": "k3", "kl_coef": 0.3},
     "exact KL and entropy": {"kl_form": "full", "kl_coef": 0.3, "entropy_coeff": 0.1},
@@ -67,7 +67,7 @@ def form_logits_once(patch: pytest.MonkeyPatch) -> None:
 
 def update(model: LanguageModel, part: Batch, loss: LossConfig, *, fused: bool) -> tuple[Tensor, dict, list[Tensor]]:
     """Loss, shares of the metrics and gradient of a micro-batch."""
-    inputs, totals, options = lay_out(part, padded=False), Totals.of(part), {}
+    inputs, totals, options = pack_rows(part, padded=False), Divisors.of(part), {}
     if loss.kl_form == "full":
         hidden = torch.randn(15, model.head.weight.shape[1], generator=torch.Generator().manual_seed(1))
         options["against"] = ReferenceOutputs(hidden, model.head._replace(bias=None))
@@ -129,13 +129,13 @@ def test_loss_metrics_and_gradient_are_the_same_and_logits_formed_once(directory
 def test_no_gradient_comes_with_the_log_probs_where_a_token_may_depend_on_others(part, change, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text("def plain(log_probs, batch): return -log_probs, {}\n")
-    assert gradient_function(part, Totals.of(part), replace(LOSS, **change)) is None
+    assert gradient_function(part, Divisors.of(part), replace(LOSS, **change)) is None
 
 
 def test_a_custom_loss_may_state_that_it_is_by_token(part, tmp_path):
     file = tmp_path / "stating.py"
     file.write_text("def plain(log_probs, batch): return -log_probs, {}\nplain.by_token = True\n")
-    assert gradient_function(part, Totals.of(part), replace(LOSS, policy_loss=f"{file}:plain")) is not None
+    assert gradient_function(part, Divisors.of(part), replace(LOSS, policy_loss=f"{file}:plain")) is not None
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_the_loss_is_the_policy_loss_less_the_entropy_bonus_plus_the_kl_of_the_w
     )
     outputs = TokenOutputs(torch.tensor([-1.0, -2.0, -3.0]), entropies=torch.tensor([0.5, 1.5, 9.0]))
     loss = LossConfig("gpg", "token-sum", 1.0, 1.0, 1.0, entropy_coeff=0.1, kl_form="k1", kl_coef=0.6)
-    total, shares = policy_loss(outputs, batch, Totals.of(batch), loss)
+    total, shares = policy_loss(outputs, batch, Divisors.of(batch), loss)
     # -A log p is 1 and 4, the entropies are 0.5 and 1.5, log p less the reference's is 0.5 and 0.
     assert shares == {"pg_loss": 5.0, "entropy_loss": 2.0, "kl_loss": 0.5}
     assert float(total) == pytest.approx(5 - 0.1 * 2 + 0.6 * 0.5)
@@ -170,7 +170,7 @@ def test_the_loss_is_the_policy_loss_less_the_entropy_bonus_plus_the_kl_of_the_w
 
 def test_the_gradient_is_minus_the_advantage_and_zero_for_an_output_that_the_loss_does_not_read(make_batch):
     batch = make_batch([2], advantages=[1.0, 2.0])
-    compute = gradient_function(batch, Totals.of(batch), LossConfig("gpg", "token-sum", 1.0, 1.0, 1.0))
+    compute = gradient_function(batch, Divisors.of(batch), LossConfig("gpg", "token-sum", 1.0, 1.0, 1.0))
     gradient = required(compute)(TokenOutputs(torch.tensor([-1.0, -2.0]), entropies=torch.tensor([0.5, 1.5])))
     assert gradient.log_probs.tolist() == [-1, -2]
     assert required(gradient.entropies).tolist() == [0, 0]
@@ -187,7 +187,7 @@ def test_a_model_is_given_the_gradient_of_the_loss_but_not_for_rows_that_only_ke
     compute = policy_objective(learner, LOSS, reference=pytest.fail, outputs=[])
     total, shares = compute(part, None)
     assert total.requires_grad and total.item() == 0 and shares == {}
-    assert compute(part, Totals.of(part))[0].item() != 0
+    assert compute(part, Divisors.of(part))[0].item() != 0
     assert given[0] is None and callable(given[1])
 
 
@@ -197,7 +197,7 @@ def test_importance_weights_apply_to_the_policy_loss_alone(part):
     log_probs, entropies = part.old_log_probs + 0.05, part.old_log_probs.exp()
     outputs, loss = TokenOutputs(log_probs, entropies=entropies), replace(LOSS, **options)
     shares = [
-        policy_loss(outputs, replace(part, importance_weights=weight * torch.ones(15)), Totals.of(part), loss)[1]
+        policy_loss(outputs, replace(part, importance_weights=weight * torch.ones(15)), Divisors.of(part), loss)[1]
         for weight in (1.0, 2.0)
     ]
     once, twice = ({name: float(value) for name, value in each.items()} for each in shares)
@@ -212,9 +212,9 @@ def test_a_critic_learns_from_each_counted_token_and_an_empty_mini_batch_has_no_
     section = SimpleNamespace(cliprange_value=9.0, loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=factor)
     rows = replace(part, values=torch.zeros(15), returns=torch.ones(15))
     compute, mask, error = critic_objective(learner, section), part.response_mask, values.detach() - 1
-    loss, shares = compute(rows, Totals.of(rows))
+    loss, shares = compute(rows, Divisors.of(rows))
     loss.backward()
-    divisor *= Totals.of(rows).rows
+    divisor *= Divisors.of(rows).rows
     assert loss.item() == shares["vf_loss"].item() == pytest.approx(float(0.5 * error[mask].square().sum() / divisor))
     torch.testing.assert_close(values.grad, error * mask / divisor)
     nothing, shares = compute(rows, None)

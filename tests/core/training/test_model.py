@@ -7,12 +7,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, FalconH1Config, Qwen2Config, SeedOssConfig, StableLmConfig
 
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
 from hybridrl.core.training import attention
 from hybridrl.core.training.model import LanguageModel, check_log_probs, packed_rows_interact
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.token_outputs import LogitRule, ReferenceOutputs, TokenOutputs
 from hybridrl.model_merger.source import outputs
+from hybridrl.required import required
 from tests.core.training.families import (
     FAMILIES,
     SMALL,
@@ -58,7 +58,7 @@ def assert_same(actual, expected):
 
 
 def through(model: LanguageModel, rows: Batch, padded: bool):
-    actual = model(lay_out(rows, padded), 1.0, entropies=True, entropy_gradient=True)
+    actual = model(pack_rows(rows, padded), 1.0, entropies=True, entropy_gradient=True)
     return actual.log_probs, actual.entropies, gradient(model, actual.log_probs, actual.entropies)
 
 
@@ -113,7 +113,7 @@ def test_ids_beyond_the_rows_of_a_second_model_are_read_as_its_last(directory, r
     beyond = replace(rows, response_ids=torch.where(rows.response_ids < 30, VOCABULARY + 63, rows.response_ids))
     last = replace(rows, response_ids=torch.where(rows.response_ids < 30, VOCABULARY - 1, rows.response_ids))
     for model, options in ((load(directory), [1.0]), (load_value_model(model_config(directory), torch.float32), [])):
-        actual, right = (model(lay_out(each, padded=False), *options) for each in (beyond, last))
+        actual, right = (model(pack_rows(each, padded=False), *options) for each in (beyond, last))
         assert all(torch.equal(one, other) for one, other in zip(actual, right, strict=True) if one is not None)
 
 
@@ -123,7 +123,7 @@ def odd_rows(rows) -> Batch:
 
 
 def reference_outputs(model: LanguageModel, rows: Batch, padded: bool, bias: Tensor | None = None) -> ReferenceOutputs:
-    return ReferenceOutputs(model.hidden_states(lay_out(rows, padded)), model.head._replace(bias=bias))
+    return ReferenceOutputs(model.hidden_states(pack_rows(rows, padded)), model.head._replace(bias=bias))
 
 
 def by_the_formulas(policy_path: str, reference_path: str, bias: Tensor, rows: Batch, temperature: float):
@@ -166,7 +166,7 @@ def test_all_outputs_and_their_gradient_match_the_formulas(
     chunks_of(2 * tokens_a_chunk, monkeypatch)
     model, against = load(policy), reference_outputs(load(reference), rows, padded, bias)
     wanted = {"entropies": True, "entropy_gradient": True, "sum_pi_squared": True}
-    actual = model(lay_out(rows, padded), temperature, against=against, **wanted)
+    actual = model(pack_rows(rows, padded), temperature, against=against, **wanted)
     for value, right in zip(actual, expected, strict=True):
         torch.testing.assert_close(value, required(right).float(), atol=1e-5, rtol=1e-5)
     assert not actual.sum_pi_squared.requires_grad
@@ -176,7 +176,7 @@ def test_all_outputs_and_their_gradient_match_the_formulas(
 
 def test_the_kl_of_a_policy_to_itself_and_its_gradient_are_zero(directory, rows):
     model = load(directory)
-    actual = model(lay_out(rows, padded=False), 0.7, against=reference_outputs(model, rows, padded=False))
+    actual = model(pack_rows(rows, padded=False), 0.7, against=reference_outputs(model, rows, padded=False))
     assert torch.equal(actual.reference_kl, torch.zeros(15))
     actual.reference_kl.sum().backward()
     assert max(float(required(parameter.grad).abs().max()) for parameter in model.parameters()) < 1e-5
@@ -184,7 +184,7 @@ def test_the_kl_of_a_policy_to_itself_and_its_gradient_are_zero(directory, rows)
 
 def test_the_reference_has_no_gradient_though_its_parameters_could(directories, rows):
     model, reference = load(directories["two heads a key"]), load(directories["llama"])
-    actual = model(lay_out(rows, padded=False), 1.0, against=reference_outputs(reference, rows, padded=False))
+    actual = model(pack_rows(rows, padded=False), 1.0, against=reference_outputs(reference, rows, padded=False))
     actual.reference_kl.sum().backward()
     assert not any(parameter.grad is not None for parameter in reference.parameters())
 
@@ -192,7 +192,7 @@ def test_the_reference_has_no_gradient_though_its_parameters_could(directories, 
 @pytest.mark.parametrize("tokens_a_chunk", [4, 10**6])
 def test_outputs_that_are_not_requested_are_none_and_not_computed(odd, odd_rows, tokens_a_chunk, monkeypatch):
     chunks_of(tokens_a_chunk, monkeypatch)
-    model, inputs = load(odd), lay_out(odd_rows, padded=False)
+    model, inputs = load(odd), pack_rows(odd_rows, padded=False)
     with VocabularyWide(37) as bare, torch.no_grad():
         actual = model(inputs, 1.0)
     assert actual[1:] == (None, None, None)
@@ -207,9 +207,9 @@ def test_outputs_that_are_not_requested_are_none_and_not_computed(odd, odd_rows,
 
 def test_entropies_that_are_only_logged_have_no_gradient(directory, rows):
     model = load(directory)
-    logged = model(lay_out(rows, padded=False), 1.0, entropies=True)
+    logged = model(pack_rows(rows, padded=False), 1.0, entropies=True)
     assert not logged.entropies.requires_grad
-    trained = model(lay_out(rows, padded=False), 1.0, entropies=True, entropy_gradient=True)
+    trained = model(pack_rows(rows, padded=False), 1.0, entropies=True, entropy_gradient=True)
     assert torch.equal(logged.entropies, trained.entropies) and trained.entropies.requires_grad
 
 
@@ -219,7 +219,7 @@ def test_full_logits_never_exist_with_a_reference_either(odd, odd_rows, monkeypa
     against = reference_outputs(model, odd_rows, padded=False)
     with VocabularyWide(37) as wide:
         wanted = {"entropies": True, "entropy_gradient": True, "sum_pi_squared": True}
-        actual = model(lay_out(odd_rows, padded=False), 1.0, against=against, **wanted)
+        actual = model(pack_rows(odd_rows, padded=False), 1.0, against=against, **wanted)
         torch.stack([required(values) for values in actual[:2] + actual[3:]]).sum().backward()
     # 15 response tokens and memory for the logits of 4: 2 of the policy with 2 of the reference.
     assert {size for _, size in wide.seen} == {1, 2}
@@ -227,8 +227,8 @@ def test_full_logits_never_exist_with_a_reference_either(odd, odd_rows, monkeypa
 
 def test_the_order_of_the_rows_does_not_matter(directory, rows):
     model, order = load(directory), [2, 0, 3, 1]
-    log_probs = model(lay_out(rows, padded=False), 1.0).log_probs
-    mixed = model(lay_out(rows.select(order), padded=False), 1.0).log_probs
+    log_probs = model(pack_rows(rows, padded=False), 1.0).log_probs
+    mixed = model(pack_rows(rows.select(order), padded=False), 1.0).log_probs
     parts = log_probs.split(rows.response_lengths.tolist())
     torch.testing.assert_close(mixed, torch.cat([parts[row] for row in order]), atol=1e-5, rtol=0)
 
@@ -333,7 +333,7 @@ def test_dropout_that_is_not_requested_is_off(rows, tmp_path):
     torch.manual_seed(0)
     config = SeedOssConfig(**SMALL, num_key_value_heads=2, head_dim=8, residual_dropout=0.5, attention_dropout=0.5)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    inputs, requested = lay_out(rows, padded=False), {"residual_dropout": 0.5}
+    inputs, requested = pack_rows(rows, padded=False), {"residual_dropout": 0.5}
     model, noisy = load(str(tmp_path)), load(str(tmp_path), override_config=requested)
     expected = model.eval()(inputs, 1.0).log_probs
     assert torch.equal(model.train()(inputs, 1.0).log_probs, expected)

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from hybridrl.core.required import required
 from hybridrl.core.training.fsdp import shard_and_fill
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.model import HOST, blank_language_model
 from hybridrl.core.training.state import Sender
+from hybridrl.required import required
 from tests.core.training.families import model_config
 from tests.core.training.on_ranks import on_ranks
 from tests.core.training.test_state import fsdp_config

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridrl.core.required import required
-from hybridrl.core.training.packing import PackedRows, lay_out, separate_rows
+from hybridrl.core.training.packing import PackedRows, pack_rows, separate_rows
+from hybridrl.required import required
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def two_rows(make_batch):
 
 
 def test_rows_are_packed_into_one_sequence(two_rows):
-    inputs = lay_out(two_rows, padded=False)
+    inputs = pack_rows(two_rows, padded=False)
     assert inputs.input_ids.tolist() == [[100, 0, 1, 101, 102, 103, 2]]
     assert inputs.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
     assert required(inputs.packed).boundaries.tolist() == [0, 3, 7]
@@ -22,7 +22,7 @@ def test_rows_are_packed_into_one_sequence(two_rows):
 
 
 def test_or_padded_on_the_right(two_rows):
-    inputs = lay_out(two_rows, padded=True)
+    inputs = pack_rows(two_rows, padded=True)
     assert inputs.input_ids.tolist() == [[100, 0, 1, 0], [101, 102, 103, 2]]
     assert inputs.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
     assert inputs.packed is None
@@ -30,15 +30,15 @@ def test_or_padded_on_the_right(two_rows):
 
 @pytest.mark.parametrize(("padded", "predictors"), [(False, [0, 1, 5]), (True, [0, 1, 6])])
 def test_each_response_token_is_predicted_by_the_one_before_it(two_rows, padded, predictors):
-    inputs = lay_out(two_rows, padded)
+    inputs = pack_rows(two_rows, padded)
     assert inputs.predictors.tolist() == predictors
     assert inputs.targets.tolist() == [0, 1, 2]
 
 
 def test_the_experts_of_each_token_lie_where_it_does(two_rows):
     two_rows.routes = torch.arange(14, dtype=torch.int16).view(7, 1, 2)
-    assert required(lay_out(two_rows, padded=False).routes).tolist() == two_rows.routes.tolist()
-    padded = required(lay_out(two_rows, padded=True).routes)
+    assert required(pack_rows(two_rows, padded=False).routes).tolist() == two_rows.routes.tolist()
+    padded = required(pack_rows(two_rows, padded=True).routes)
     assert padded[:, 0].tolist() == [[0, 1], [2, 3], [4, 5], [-1, -1], [6, 7], [8, 9], [10, 11], [12, 13]]
     assert padded.dtype == torch.int16
 
@@ -46,7 +46,7 @@ def test_the_experts_of_each_token_lie_where_it_does(two_rows):
 def test_moving_inputs_moves_every_tensor(two_rows):
     two_rows.routes = torch.zeros(7, 1, 2, dtype=torch.int16)
     for padded in (False, True):
-        moved = lay_out(two_rows, padded).to(torch.device("meta"))
+        moved = pack_rows(two_rows, padded).to(torch.device("meta"))
         assert all(value.is_meta for value in vars(moved).values() if isinstance(value, torch.Tensor))
         assert padded or required(moved.packed).boundaries.is_meta
 

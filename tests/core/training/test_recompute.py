@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.core.training.fsdp import compile_layers
 from hybridrl.core.training.model import LanguageModel
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from tests.core.training.families import load_language_model, model_config
 
 RECOMPUTED = {"enable_gradient_checkpointing": True}
@@ -35,7 +35,7 @@ def load(directory: str, **changes: bool) -> LanguageModel:
 
 
 def gradients(model: LanguageModel, rows) -> tuple[Tensor, ...]:
-    log_probs = model(lay_out(rows, padded=False), 1.0).log_probs
+    log_probs = model(pack_rows(rows, padded=False), 1.0).log_probs
     return torch.autograd.grad(log_probs.square().sum(), tuple(model.parameters()))
 
 

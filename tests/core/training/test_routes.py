@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV2Config, PhimoeConfig, PreTrainedConfig
 
-from hybridrl.core.batch import OWN_ROUTE, Batch
-from hybridrl.core.required import required
+from hybridrl.core.batch import UNROUTED, Batch
 from hybridrl.core.training.model import LanguageModel, check_replay
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.routes import RouterReplay
+from hybridrl.required import required
 from tests.core.training.families import SMALL
 from tests.core.training.test_layout import FAMILIES, GROUPED, LATENT, MIXTURE
 
@@ -49,7 +49,7 @@ def choices(model: LanguageModel, rows: Batch, *, padded: bool = False) -> tuple
     found = [module for name, module in model.model.named_modules() if name.endswith(".experts")]
     hooks = [one.register_forward_pre_hook(lambda module, given: inputs.append(given[1:3])) for one in found]
     with torch.no_grad():
-        log_probs = model(lay_out(rows, padded), 1.0).log_probs
+        log_probs = model(pack_rows(rows, padded), 1.0).log_probs
     for hook in hooks:
         hook.remove()
     experts, weights = (torch.stack(parts, 1) for parts in zip(*inputs, strict=True))
@@ -76,7 +76,7 @@ def test_other_experts_are_used_and_weighted_as_the_family_does(rows, family, pa
     model = replaying(MIXTURES[family])
     before, own, _ = choices(model, rows, padded=padded)
     routes = (own + 1) % 8
-    routes[::3] = OWN_ROUTE  # these tokens keep their own
+    routes[::3] = UNROUTED  # these tokens keep their own
     after, chosen, others = choices(model, replace(rows, routes=routes.to(torch.int16)), padded=padded)
     first = SMALL["num_hidden_layers"] - others.shape[1]
     assert torch.equal(chosen[1::3, first:], routes[1::3, first:])
@@ -115,7 +115,7 @@ def test_the_share_of_experts_that_the_routers_would_not_have_chosen(rows) -> No
         if name.endswith(".gate"):
             module.register_forward_hook(lambda module, given, output: scores.append(output[0].detach()))
     routes = torch.tensor([5, 2]).expand(int(rows.lengths.sum()), 2, -1).to(torch.int16)
-    inputs = lay_out(replace(rows, routes=routes), padded=False)
+    inputs = pack_rows(replace(rows, routes=routes), padded=False)
     model(inputs, 1.0)
     own = torch.stack(scores, 1).topk(2).indices  # [tokens, layers, experts of a token]
     kept = torch.stack([(own == expert).any(-1) for expert in (5, 2)]).float().mean((0, 2))
@@ -124,12 +124,12 @@ def test_the_share_of_experts_that_the_routers_would_not_have_chosen(rows) -> No
     assert torch.equal(replaced, (1 - kept)[inputs.predictors]) and 0 < float(replaced.mean()) < 1
     assert not found["tokens_without_routes"].any()
     routes = routes.clone()
-    routes[inputs.predictors[:2]] = OWN_ROUTE
-    inputs = lay_out(replace(rows, routes=routes), padded=False)
+    routes[inputs.predictors[:2]] = UNROUTED
+    inputs = pack_rows(replace(rows, routes=routes), padded=False)
     model(inputs, 1.0)
     found = model.route_statistics(inputs)
     assert found["tokens_without_routes"].tolist() == [1, 1, *[0] * 10] and not found["replaced_experts"][:2].any()
-    inputs = lay_out(rows, padded=False)
+    inputs = pack_rows(rows, padded=False)
     model(inputs, 1.0)
     assert model.route_statistics(inputs)["tokens_without_routes"].all()
 
@@ -141,7 +141,7 @@ def test_the_gradient_reaches_the_router_through_the_weights_of_given_experts(ro
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     routes = torch.tensor([5, 2]).expand(int(rows.lengths.sum()), 2, -1).to(torch.int16)
     model.train()
-    model(lay_out(replace(rows, routes=routes), padded=False), 1.0).log_probs.sum().backward()
+    model(pack_rows(replace(rows, routes=routes), padded=False), 1.0).log_probs.sum().backward()
     for name, parameter in model.named_parameters():
         if name.endswith(".gate.weight"):
             norms = required(parameter.grad).norm(dim=-1)

@@ -6,12 +6,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
 from hybridrl.core.training.attention import sequence_group, slice_of
 from hybridrl.core.training.model import check_log_probs
-from hybridrl.core.training.packing import ModelInputs, lay_out
+from hybridrl.core.training.packing import ModelInputs, pack_rows
 from hybridrl.core.training.planning import MicroBatchBudget, Pieces, plan
 from hybridrl.core.training.token_outputs import Head, ReferenceOutputs
+from hybridrl.required import required
 from tests.core.training.families import (
     FAMILIES,
     SPECIAL,
@@ -57,7 +57,7 @@ def shared(paths: list[str], inputs: ModelInputs, ranks: int) -> list[list[Tenso
 
 
 def assert_equal_to_the_rows_alone(paths: list[str], rows: Batch, ranks: int) -> None:
-    inputs = lay_out(rows, padded=False)
+    inputs = pack_rows(rows, padded=False)
     by_rank = on_ranks(ranks, shared, paths, inputs, ranks)
     for path, *actual in zip(paths, *by_rank, strict=True):
         columns, gradients = zip(*actual, strict=True), outputs_and_gradient(path, inputs)
@@ -91,7 +91,7 @@ class Group:
 def test_a_slice_has_its_tokens_their_targets_and_the_boundaries_of_all_rows(make_batch) -> None:
     """100 | 0 1 and 101 102 103 | 2, and a padding token."""
     routes = torch.arange(7, dtype=torch.int16).view(7, 1, 1)
-    inputs = lay_out(make_batch([2, 1], prompts=[1, 3], routes=routes), padded=False)
+    inputs = pack_rows(make_batch([2, 1], prompts=[1, 3], routes=routes), padded=False)
     first, second = (slice_of(inputs, Group(rank, 2)) for rank in (0, 1))
     assert first.input_ids.tolist() == [[100, 0, 1, 101]]
     assert second.input_ids.tolist() == [[102, 103, 2, 0]]

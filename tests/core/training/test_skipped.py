@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.fsdp import full_tensor, local, reshard
 from hybridrl.core.training.learner import Learner
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.planning import MiniBatch
 from tests.core.training.on_ranks import on_ranks
 from tests.core.training.test_state import build, rows
@@ -21,11 +21,11 @@ def update(learner: Learner, weight: float, step: int) -> dict[str, float]:
     """One update of a loss of this weight; the first rank has a row, the others a dummy."""
     batch = rows(0)
 
-    def loss(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs = learner.model(lay_out(part, padded=False), 1.0).log_probs
+    def loss(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs = learner.model(pack_rows(part, padded=False), 1.0).log_probs
         return (0.0 if totals is None else weight) * log_probs.sum(), {}
 
-    mini_batch = MiniBatch([[] if dist.get_rank() else [0]], Totals.of(batch))
+    mini_batch = MiniBatch([[] if dist.get_rank() else [0]], Divisors.of(batch))
     return learner.update(batch, [mini_batch], loss, 1.0, step)[0]
 
 

@@ -21,9 +21,8 @@ from hybridrl.config import ConfigError
 from hybridrl.config.files import HUGGINGFACE
 from hybridrl.config.schema import FSDPConfig, OptimizerConfig, WrapPolicyConfig
 from hybridrl.core import device as devices
-from hybridrl.core.algorithms.objective import Totals
+from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch
-from hybridrl.core.required import required
 from hybridrl.core.training.fsdp import (
     full_tensor,
     host_copies,
@@ -37,9 +36,10 @@ from hybridrl.core.training.layout import layout
 from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.model import ValueModel, blank_language_model
 from hybridrl.core.training.optimizer import Optimizers
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.state import StateWriter, load_state, state_of
+from hybridrl.required import required
 from tests.core.training.families import VOCABULARY, load_language_model, load_value_model, model_config
 from tests.core.training.on_ranks import on_ranks
 from tests.sections import section_of
@@ -96,8 +96,8 @@ def rows(update: int) -> Batch:
 def train(learner: Learner, updates: range) -> list[float]:
     """Run updates of these numbers. Returns their learning rates."""
 
-    def loss(part: Batch, totals: Totals | None) -> tuple[Tensor, dict[str, Tensor]]:
-        inputs = lay_out(part, padded=False)
+    def loss(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs = pack_rows(part, padded=False)
         critic = isinstance(learner.model, ValueModel)
         actual = (learner.model(inputs) - 1).square() if critic else -learner.model(inputs, 1.0).log_probs
         return actual.sum() / (required(totals).tokens * dist.get_world_size()), {}
@@ -105,7 +105,7 @@ def train(learner: Learner, updates: range) -> list[float]:
     rates = []
     for number in updates:
         batch = rows(number)
-        (shares,) = learner.update(batch, [MiniBatch([[0], [1]], Totals.of(batch))], loss, 1.0, step=number)
+        (shares,) = learner.update(batch, [MiniBatch([[0], [1]], Divisors.of(batch))], loss, 1.0, step=number)
         assert not shares["skipped_updates"]
         rates.append(shares["lr"] * dist.get_world_size())
     return rates

@@ -23,7 +23,7 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.training.fsdp import full_tensor
 from hybridrl.core.training.loading import layer_classes
 from hybridrl.core.training.model import LanguageModel, ValueModel
-from hybridrl.core.training.packing import lay_out
+from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.token_outputs import ReferenceOutputs
 from tests.core.training.families import (
     FAMILIES,
@@ -93,7 +93,7 @@ def test_values_match_transformers_own_forward_pass(directories, family, rows, p
     theirs = AutoModelForTokenClassification.from_pretrained(directories[family], num_labels=1).eval()
     theirs.save_pretrained(tmp_path)
     ours = load(tmp_path)
-    actual, expected = ours(lay_out(rows, padded)), one_by_one(theirs, rows)
+    actual, expected = ours(pack_rows(rows, padded)), one_by_one(theirs, rows)
     assert expected.std() > 0.01
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     assert actual.shape == (15,) and actual.dtype == torch.float32
@@ -110,7 +110,7 @@ def test_a_family_without_a_token_classification_gets_a_head_too(family, rows, p
     draw_head(model)
     hidden = one_by_one(AutoModel.from_pretrained(tmp_path).eval(), rows)
     expected = torch.nn.functional.linear(hidden, model.model.score.weight, model.model.score.bias).squeeze(-1)
-    torch.testing.assert_close(model(lay_out(rows, padded)), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model(pack_rows(rows, padded)), expected, atol=1e-4, rtol=1e-4)
     assert layer_classes(model.model) == set(base._no_split_modules)
 
 
@@ -118,7 +118,7 @@ def test_a_family_without_a_token_classification_gets_a_head_too(family, rows, p
 def test_a_new_head_starts_at_zero_on_the_language_models_own_base_whatever_the_seed(directories, family, rows):
     torch.manual_seed(5)
     model, language_model = load(directories[family]), load_language_model(model_config(directories[family]), None)
-    inputs = lay_out(rows, padded=False)
+    inputs = pack_rows(rows, padded=False)
     values = model(inputs)
     assert torch.equal(values, torch.zeros(15))
     assert torch.equal(*(each.model.base_model(inputs.input_ids)[0] for each in (model, language_model)))
@@ -132,11 +132,11 @@ def test_a_reward_models_trained_head_is_kept(directory, rows, tmp_path):
     theirs = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=1).eval()
     theirs.save_pretrained(tmp_path)
     expected = theirs.score(one_by_one(theirs.model, rows)).squeeze(-1)
-    torch.testing.assert_close(load(tmp_path)(lay_out(rows, padded=False)), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(load(tmp_path)(pack_rows(rows, padded=False)), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_values_do_not_change_in_training_mode(critic, rows):
-    model, inputs = load(critic), lay_out(rows, padded=False)
+    model, inputs = load(critic), pack_rows(rows, padded=False)
     assert model.model.dropout.p > 0
     assert torch.equal(model.train()(inputs), model.eval()(inputs))
 
@@ -144,15 +144,15 @@ def test_values_do_not_change_in_training_mode(critic, rows):
 def test_values_of_a_half_precision_model_are_float32(critic, rows):
     model = load(critic, torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    values = model(lay_out(rows, padded=False))
-    torch.testing.assert_close(values, load(critic)(lay_out(rows, padded=False)), atol=0.05, rtol=0)
+    values = model(pack_rows(rows, padded=False))
+    torch.testing.assert_close(values, load(critic)(pack_rows(rows, padded=False)), atol=0.05, rtol=0)
     assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
 
 
 def test_gradient_checkpointing_changes_nothing_but_computes_each_layer_twice(critic, rows):
     model, calls = load(critic, enable_gradient_checkpointing=True).train(), []
     model.model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    plain, inputs = load(critic), lay_out(rows, padded=False)
+    plain, inputs = load(critic), pack_rows(rows, padded=False)
     actual, expected = (gradient(each.model, each(inputs)) for each in (model, plain))
     torch.testing.assert_close(actual, expected)
     assert len(calls) == 2
@@ -194,7 +194,7 @@ def sharded(model, mesh, **options):
 
 
 def test_a_sharded_value_model_gives_the_same_values_and_gradient(critic, rows, mesh):
-    inputs = lay_out(rows, padded=False)
+    inputs = pack_rows(rows, padded=False)
     plain, parts = load(critic), sharded(load(critic), mesh)
     expected, actual = plain(inputs), parts(inputs)
     torch.testing.assert_close(actual, expected)
@@ -206,7 +206,7 @@ def test_a_sharded_value_model_gives_the_same_values_and_gradient(critic, rows, 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "computed in bfloat16"])
 def test_a_sharded_policy_is_measured_against_a_sharded_reference(directories, rows, mesh, dtype):
     def distance(policy: LanguageModel, reference: LanguageModel) -> tuple[Tensor, Tensor, list[Tensor]]:
-        inputs = lay_out(rows, padded=False)
+        inputs = pack_rows(rows, padded=False)
         with torch.no_grad():
             hidden = reference.hidden_states(inputs)
         # After the call and until it is resharded, the root's parameters are gathered, in the compute type.

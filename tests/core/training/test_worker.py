@@ -42,7 +42,7 @@ def test_while_one_model_is_updated_the_other_is_offloaded(worker: TrainWorker, 
     worker.update_policy(
         None,
         [],
-        SimpleNamespace(correction=None, entropy_coeff=0, own_old_log_probs=False, log_entropy=False, grad_clip=1.0),
+        SimpleNamespace(correction=None, entropy_coeff=0, old_from_update=False, log_entropy=False, grad_clip=1.0),
         1,
     )
     assert calls == [

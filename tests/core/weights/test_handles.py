@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hybridrl.core.required import required
 from hybridrl.core.weights.buckets import BucketReader, SharedBuffer, describe, digest, open_buffer, plan_buckets
+from hybridrl.required import required
 
 CPU = torch.device("cpu")
 SIZE = 4096

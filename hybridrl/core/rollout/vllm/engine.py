@@ -24,7 +24,6 @@ from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core import device as devices
-from hybridrl.core.required import required
 from hybridrl.core.rollout.cache import cache_bytes_per_token, cpu_cache_bytes
 from hybridrl.core.rollout.engine import Completion, EngineStats, Goal, Progress, RejectedRequest, Request
 from hybridrl.core.rollout.vllm import repairs
@@ -33,6 +32,7 @@ from hybridrl.core.rollout.vllm.settings import CPU_BLOCK
 from hybridrl.core.rollout.vllm.worker import BACKEND, LIBRARIES, EngineProcess, adapter_request
 from hybridrl.core.weights.buckets import Bucket, Handle, describe
 from hybridrl.data.tokenizer import read_tokenizer
+from hybridrl.required import required
 
 SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_", "/dev/shm/-tp")  # Python's, vLLM 0.32's and 0.26's
 PARTS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes
