@@ -16,7 +16,7 @@ LINES = {
     "compat": 3217,
     "config": 4324,
     "core": 12696,
-    "data": 1738,
+    "data": 1734,
     "doctor": 4560,
     "environments": 180,
     "evaluation": 2228,

@@ -77,26 +77,23 @@ def load_tokenizer(
     path = Path(tokenizer_path or resolve_model(model_path)).expanduser()
     tokenizer = _read(path, key, trust_remote_code)
     if template := custom_chat_template:  # Jinja text, a file, or a name of the tokenizer's templates or of TEMPLATES
-        template_key = f"{model_key.rpartition('.')[0]}.custom_chat_template={template}"
-        known = TEMPLATES | (tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {})
+        named = f"{model_key.rpartition('.')[0]}.custom_chat_template={template}"
+        begin = "{{ bos_token }}" * (tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id])
+        end = "<|im_end|>" if "<|im_end|>" in tokenizer.get_vocab() else str(tokenizer.eos_token)
+        known = {name: begin + text.replace("<|im_end|>", end) for name, text in TEMPLATES.items()}
+        known |= tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
         if "{" in template or template in known:
             tokenizer.chat_template = known.get(template, template)
-            if template in TEMPLATES and "<|im_end|>" not in tokenizer.get_vocab():
-                tokenizer.chat_template = TEMPLATES[template].replace("<|im_end|>", str(tokenizer.eos_token))
         elif (file := Path(template).expanduser()).is_file():
             tokenizer.chat_template = file.read_text(encoding="utf-8")
         else:
-            raise ConfigError(f"{template_key}: neither a file nor Jinja text nor one of the names {', '.join(known)}")
+            raise ConfigError(f"{named}: neither a file nor Jinja text nor one of the names {', '.join(known)}")
         try:
             text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-            if tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id] and tokenizer.bos_token not in text:
-                if template in TEMPLATES:
-                    tokenizer.chat_template = "{{ bos_token }}" + str(tokenizer.chat_template)
-                else:
-                    logger.warning(NO_BEGIN, template_key[:80], tokenizer.bos_token)
+            if begin and tokenizer.bos_token not in text:
+                logger.warning(NO_BEGIN, named[:80], tokenizer.bos_token)
         except TemplateSyntaxError as error:
-            cause = f"{template_key[:80]}: line {error.lineno} of the template is not Jinja: {error.message}"
-            raise ConfigError(cause) from error
+            raise ConfigError(f"{named[:80]}: line {error.lineno} is not Jinja: {error.message}") from error
         except TemplateError:
             pass  # it may require more than this conversation has; the rows decide
     if tokenizer.eos_token_id is None:
@@ -364,8 +361,7 @@ def encode(
 
 def _chunks(items: Iterable[Any]) -> Iterator[list[Any]]:
     rest = iter(items)
-    while chunk := list(islice(rest, CHUNK)):
-        yield chunk
+    yield from iter(lambda: list(islice(rest, CHUNK)), [])
 
 
 class TokenRows:

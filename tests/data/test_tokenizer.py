@@ -95,7 +95,7 @@ def test_a_custom_template_begins_as_texts_do_or_a_warning_says_that_it_does_not
             "no/such.jinja",
             r"custom_chat_template=no/such.jinja: neither a file nor Jinja text nor one of the names chatml",
         ),
-        ("{% for %}", r"custom_chat_template={% for %}: line 1 of the template is not Jinja"),
+        ("{% for %}", r"custom_chat_template={% for %}: line 1 is not Jinja"),
     ],
 )
 def test_an_invalid_template_is_rejected(directory, template, message):
