@@ -7,6 +7,7 @@ distribution's: that fills a name, or adds one, by an entry point of the group `
     "reward_manager.mine" = "my_package.rewards:manager"  # reward.reward_manager.name=mine: as with source=importlib
     "command.mine" = "my_package.command"                 # hybridrl mine: as python -m my_package.command
     "rows.mine" = "my_package.rows:files"                 # data.train_files=mine:TEXT: files("TEXT"), its paths
+    "carried.mine" = "my_package.fields:MINE"             # reads=("mine",): a core.carried.Carried
 
 This module imports nothing of hybridrl, and what a name stands for is imported by `load`.
 """
@@ -50,7 +51,7 @@ def load(name: str) -> Any:
 
 
 def names(kind: str) -> list[str]:
-    """Return what there is of a kind: engine, reward_manager, rows, command or trial."""
+    """Return what there is of a kind: carried, engine, reward_manager, rows, command or trial."""
     every = {**PLUGINS, **installed()}
     return [name.removeprefix(f"{kind}.") for name in every if name.startswith(f"{kind}.")]
 

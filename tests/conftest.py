@@ -136,6 +136,7 @@ def make_batch() -> MakeBatch:
         *,
         prompts: Sequence[int] | None = None,
         group: Sequence[int] | None = None,
+        carried: dict[str, Tensor] | None = None,
         **more: object,
     ) -> Batch:
         rows = range(len(answers))
@@ -150,6 +151,7 @@ def make_batch() -> MakeBatch:
             group=torch.tensor(list(rows) if group is None else group, dtype=torch.int64),
             position=torch.tensor(list(rows), dtype=torch.int64),
             sample=torch.zeros(len(rows), dtype=torch.int64),
+            carried=carried or {},
             **fields,
         )
 

@@ -38,14 +38,14 @@ class Estimator:
     """An advantage estimator: `function` is "module:function", a function of the step's rows.
 
     `keys` are the keys of the section `algorithm` that it takes as keyword arguments, `reads` the fields of the batch
-    that it needs besides rewards. `compares_group` is true if it compares the responses to the same prompt, so that
-    groups of one have no signal.
+    that it needs besides rewards: a Field, or the name of a carried one (core/carried.py). `compares_group` is true if
+    it compares the responses to the same prompt, so that groups of one have no signal.
     """
 
     name: str
     function: str
     keys: tuple[str, ...] = ()
-    reads: tuple[Field, ...] = ()
+    reads: tuple[str, ...] = ()
     compares_group: bool = False
     paper: str = ""
 
@@ -76,6 +76,7 @@ class PolicyLoss:
     clips_ratio: Literal["ratio", "log_ratio"] | None = None
     token_selector: str | Callable[..., Any] | None = None
     selectable: bool = True
+    reads: tuple[str, ...] = ()  # names of carried fields
     paper: str = ""
 
 

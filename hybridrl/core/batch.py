@@ -1,12 +1,14 @@
 """The batch that travels between driver and workers: packed rows. Knows neither Ray, models nor rewards.
 
 A row is one sampled response to one prompt, of one turn or several; an episode whose context was replaced has several
-rows. Every field has one of four axes:
+rows. A field has one of four axes:
 
     row        one value per row                                     [B]
     prompt     one value per prompt token, rows concatenated         [sum of prompt_lengths]
     response   one value per response token, rows concatenated       [sum of response_lengths]
     token      one value per token of prompt and response            [sum of lengths]
+
+and a carried field may have items, whose number per row is another field.
 
 Example: two rows with responses of 3 and 1 tokens: `response_ids = [5, 9, 2, 7]`, `response_lengths = [3, 1]`.
 A field that no station of the step has filled yet is None.
@@ -21,14 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridrl.core.carried import declared, declared_names
 from hybridrl.required import required
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-ROW, PROMPT, RESPONSE, TOKEN = ({"axis": axis} for axis in ("row", "prompt", "response", "token"))
-
-UNROUTED = -1  # in `routes`, of a token that the engine has not computed: the router chooses
+ROW, PROMPT, RESPONSE = ({"axis": axis} for axis in ("row", "prompt", "response"))
 
 
 @dataclass
@@ -71,8 +72,11 @@ class Batch:
     token_rewards: Tensor | None = field(default=None, metadata=RESPONSE)
     advantages: Tensor | None = field(default=None, metadata=RESPONSE)
     returns: Tensor | None = field(default=None, metadata=RESPONSE)
-    # int16 [tokens, layers, experts of a token]: the experts that the engine chose; -1: it has not computed the token
-    routes: Tensor | None = field(default=None, metadata=TOKEN)
+    carried: dict[str, Tensor] = field(default_factory=dict)  # declared by name in core/carried.py
+
+    def __post_init__(self) -> None:
+        if clash := [name for name in self.carried if name in AXES]:
+            raise ValueError(f"carried field {clash[0]}: a batch has another field with this name")
 
     def __len__(self) -> int:
         return self.prompt_lengths.numel()
@@ -85,7 +89,8 @@ class Batch:
     @property
     def _lengths(self) -> dict[str, Tensor]:
         """Return the number of elements of each row, by axis."""
-        return {"prompt": self.prompt_lengths, "response": self.response_lengths, "token": self.lengths}
+        counts = {name: self.carried[name] for name in (declared(one).lengths for one in self.carried) if name}
+        return {"prompt": self.prompt_lengths, "response": self.response_lengths, "token": self.lengths, **counts}
 
     @property
     def response_row(self) -> Tensor:
@@ -109,16 +114,18 @@ class Batch:
         return self.response_lengths.cumsum(0) - 1
 
     def by_episode(self) -> "Batch":
-        """Return the same response tokens with one row per episode, whose prompt is its first row's."""
+        """Return the same response tokens with one row per episode, whose prompt is its first row's. Carried fields of
+        tokens of the prompt and response, and of items, are left out."""
         if self.episode is None:
             return self
         counts = self.episode.unique_consecutive(return_counts=True)[1]
         first = counts.cumsum(0) - counts
         number = torch.arange(len(counts)).repeat_interleave(counts)
-        whole = replace(replace(self, routes=None).select(first), episode=None)
+        kept = {name: part for name, part in self.carried.items() if declared(name).axis not in ("token", "items")}
+        whole = replace(replace(self, carried=kept).select(first), episode=None)
         of_tokens = {name: value for name, axis, value in self.filled() if axis == "response"}
         lengths = torch.zeros_like(counts).index_add_(0, number, self.response_lengths)
-        return replace(whole, response_lengths=lengths, **of_tokens)
+        return whole._with({"response_lengths": lengths, **of_tokens})
 
     def with_episode_tokens(self) -> "Batch":
         """Return the same rows with the number of tokens that the policy wrote in all rows of each row's episode."""
@@ -140,15 +147,17 @@ class Batch:
                 values[wanted] if axis == "row" else np.concatenate([values[:0], *map(values.__getitem__, cuts[axis])])
             )
             selected[name] = torch.from_numpy(picked)
-        return replace(self, **selected)
+        return self._with(selected)
 
     def only(self, *names: str) -> "Batch":
         """Return the same rows with only the required fields and those named, so that the rest is not sent."""
-        return replace(self, **{name: None for name in OPTIONAL if name not in names})
+        wanted = {*names, *(declared(name).lengths for name in self.carried if name in names)}
+        carried = {name: value for name, value in self.carried.items() if name in wanted}
+        return replace(self, **{name: None for name in OPTIONAL if name not in names}, carried=carried)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the same rows on a device."""
-        return replace(self, **{name: value.to(device) for name, _, value in self.filled()})
+        return self._with({name: value.to(device) for name, _, value in self.filled()})
 
     def padded(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """Return response-axis values padded on the right [B, T]."""
@@ -177,25 +186,36 @@ class Batch:
     @classmethod
     def from_tensordict(cls, content: "TensorDict") -> "Batch":
         """Return the rows of a TensorDict as `to_tensordict` makes it; entries that are no field are left out."""
-        values = ((item.name, content.get(item.name, None)) for item in fields(cls))
+        values = ((name, content.get(name, None)) for name in (*AXES, *declared_names()))
         present = {name: value for name, value in values if value is not None}
-        packed = {name: value.contiguous().values() for name, value in present.items() if value.is_nested}
-        return cls(**present | packed)
+        present |= {name: value.contiguous().values() for name, value in present.items() if value.is_nested}
+        carried: dict[str, Tensor] = {name: present.pop(name) for name in list(present) if name not in AXES}
+        return cls(**present, carried=carried)
 
     def __getstate__(self) -> dict[str, np.ndarray]:
         """Return arrays, which Ray copies to shared memory once and reads there without a copy."""
         return {name: value.numpy() for name, _, value in self.filled()}
 
     def __setstate__(self, state: dict[str, np.ndarray]) -> None:
-        vars(self).update(dict.fromkeys(OPTIONAL) | {name: as_tensor(value) for name, value in state.items()})
+        values = {name: as_tensor(value) for name, value in state.items()}
+        carried = {name: values.pop(name) for name in state if name not in AXES}
+        vars(self).update(dict.fromkeys(OPTIONAL) | values, carried=carried)
 
     def filled(self) -> Iterable[tuple[str, str, Tensor]]:
-        """Return name, axis and values of every field that is filled."""
-        for item in fields(self):
-            if (value := vars(self)[item.name]) is not None:
-                yield item.name, item.metadata["axis"], value
+        """Return name, axis and values of every field that is filled; the axis of items is the name of their number."""
+        for name, axis in AXES.items():
+            if (value := vars(self)[name]) is not None:
+                yield name, axis, value
+        for name, value in self.carried.items():
+            yield name, declared(name).lengths or declared(name).axis, value
+
+    def _with(self, values: dict[str, Tensor]) -> "Batch":
+        """Return the same rows with other values of fields, carried ones among them."""
+        carried = {name: values.pop(name, value) for name, value in self.carried.items()}
+        return replace(self, **values, carried=carried)
 
 
+AXES = {item.name: item.metadata["axis"] for item in fields(Batch) if item.metadata}
 OPTIONAL = tuple(item.name for item in fields(Batch) if item.default is None)
 
 

@@ -4,7 +4,7 @@ try the rows. `python -m hybridrl.doctor algorithm FILE.py:NAME` shows what a cu
 import argparse
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from inspect import signature
 from operator import attrgetter
@@ -27,6 +27,7 @@ from hybridrl.config.schema import OptimizerConfig
 from hybridrl.config.schema_parts import AlgorithmConfig
 from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy_loss
 from hybridrl.core.batch import Batch
+from hybridrl.core.carried import declared
 from hybridrl.core.training.optimizer import custom_schedule
 from hybridrl.data.tokenizer import ResponseDecoder, end_tokens
 from hybridrl.health import Diagnosis, History
@@ -114,6 +115,16 @@ def toy_batch(samples: int) -> Batch:
     return replace(batch, rollout_log_probs=torch.linspace(-2.0, -0.5, int(lengths.sum())))
 
 
+def with_absent(batch: Batch, names: Iterable[str]) -> Batch:
+    """Return the batch with these carried fields, as of rows without them."""
+    prompt, response = len(batch.prompt_ids), len(batch.response_ids)
+    sizes = {"row": len(batch), "prompt": prompt, "response": response, "token": prompt + response, "items": 0}
+    fields = {name: declared(name) for name in names}
+    counts = {field.lengths: torch.zeros(len(batch), dtype=torch.int64) for field in fields.values() if field.lengths}
+    carried = {name: torch.full((sizes[field.axis],), field.absent) for name, field in fields.items()}
+    return replace(batch, carried=counts | carried)
+
+
 def try_estimator(
     name: str, function: Callable[[Batch], Any], samples: int, parts: int
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
@@ -129,7 +140,9 @@ def try_estimator(
         "old_log_probs": batch.rollout_log_probs,
         "sum_pi_squared": per_token + 0.5,
     }
-    batch = replace(batch, **{field: filled[field] for field in find_estimator(name)[0].reads})
+    reads = find_estimator(name)[0].reads
+    batch = replace(batch, **{field: filled[field] for field in reads if field in filled})
+    batch = with_absent(batch, [field for field in reads if field not in filled])
     result = call_custom(ESTIMATOR, name, function, batch, page=PAGE)
     expected = f"advantages and returns, a tensor [{per_token.numel()}] each: a value per response token"
     if not isinstance(result, tuple | list) or len(result) not in (2, 3):
@@ -156,6 +169,7 @@ def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tens
     ConfigError if it fails, or returns what no update could use."""
     batch, log_probs = toy_update()
     entry, function = find_policy_loss(name)
+    batch = with_absent(batch, entry.reads)
     if entry.token_selector is not None:
         batch = replace(batch, chosen=torch.ones_like(required(batch.response_mask)))
     result = call_custom(LOSS, name, bind(function, parameters, rows=2), log_probs, batch, page=PAGE)

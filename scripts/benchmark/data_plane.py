@@ -134,7 +134,7 @@ def as_tensordict(batch: Batch, actors: list[Any]) -> dict[str, Callable[[], Ten
 
     def mapped() -> Tensor:
         directory = tempfile.mkdtemp(dir="/dev/shm")
-        TensorDict({name: value for name, value in vars(batch).items() if value is not None}).memmap(directory)
+        TensorDict({name: value for name, _, value in batch.filled()}).memmap(directory)
         values = column([actor.mapped.remote(directory, half) for actor, half in zip(actors, halves, strict=True)])
         shutil.rmtree(directory)
         return values

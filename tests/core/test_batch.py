@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from hybridrl.core.batch import Batch, pack
 
+ROUTES = torch.arange(12, dtype=torch.int16).view(12, 1, 1)
 LENGTHS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=8)
 
 
@@ -14,12 +15,12 @@ def three_rows(make_batch) -> Batch:
     """Prompts [100], [101 102 103], [104 105]; responses [0 1], [2], [3 4 5]; one expert of each token, in one layer,
     which counts up."""
     more = {"rewards": [0.0, 1.0, 0.5], "values": [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]}
-    return make_batch([2, 1, 3], prompts=[1, 3, 2], **more, routes=torch.arange(12, dtype=torch.int16).view(12, 1, 1))
+    return make_batch([2, 1, 3], prompts=[1, 3, 2], **more, carried={"routes": ROUTES})
 
 
 def same(left: Batch, right: Batch) -> bool:
-    pairs = [(vars(left)[name], vars(right)[name]) for name in vars(left)]
-    return all((a is None and b is None) or torch.equal(a, b) for a, b in pairs)
+    pairs = zip(left.filled(), right.filled(), strict=True)
+    return all(name == other and torch.equal(a, b) for (name, _, a), (other, _, b) in pairs)
 
 
 def test_select_returns_rows_in_the_requested_order(three_rows):
@@ -31,7 +32,7 @@ def test_select_returns_rows_in_the_requested_order(three_rows):
     assert chosen.response_lengths.tolist() == [3, 2]
     assert chosen.rewards.tolist() == [0.5, 0.0]
     assert chosen.values.tolist() == pytest.approx([0.3, 0.4, 0.5, 0.0, 0.1])
-    assert chosen.routes.flatten().tolist() == [7, 8, 9, 10, 11, 0, 1, 2]
+    assert chosen.carried["routes"].flatten().tolist() == [7, 8, 9, 10, 11, 0, 1, 2]
     assert chosen.position.tolist() == [2, 0]
     assert same(three_rows.select(torch.tensor([2, 0])), chosen)
 
@@ -48,7 +49,7 @@ def test_only_keeps_required_fields_and_those_named(three_rows):
     kept = three_rows.only("rewards")
     assert kept.rewards.tolist() == [0.0, 1.0, 0.5]
     assert kept.response_ids.tolist() == three_rows.response_ids.tolist()
-    assert kept.values is kept.routes is kept.response_mask is None
+    assert kept.values is kept.response_mask is None and kept.carried == {}
     assert three_rows.values is not None
 
 
@@ -74,7 +75,7 @@ def test_the_row_and_the_last_token_of_each_response(three_rows):
 
 def test_moving_to_a_device_moves_every_filled_field(three_rows):
     moved = three_rows.to(torch.device("meta"))
-    filled = [value for value in vars(moved).values() if value is not None]
+    filled = [value for _, _, value in moved.filled()]
     assert len(filled) == 11 and all(value.is_meta for value in filled)
 
 
@@ -123,7 +124,7 @@ def test_a_tensordict_has_the_same_values_by_row_and_without_a_copy(three_rows):
 def test_a_tensordict_and_back_is_the_same_batch_in_any_order_of_rows(three_rows):
     back = Batch.from_tensordict(three_rows.to_tensordict())
     assert same(back, three_rows) and back.advantages is None
-    assert all(vars(back)[name].dtype == value.dtype for name, _, value in three_rows.filled())
+    assert all(one[2].dtype == other[2].dtype for one, other in zip(back.filled(), three_rows.filled(), strict=True))
     content = three_rows.to_tensordict()
     content["not a field"] = torch.zeros(3)
     assert same(Batch.from_tensordict(content[[2, 0]]), three_rows.select([2, 0]))

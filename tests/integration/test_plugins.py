@@ -1,4 +1,4 @@
-"""Plug-ins of another distribution: an engine, a reward manager, rows and a command."""
+"""Plug-ins of another distribution: an engine with a field that a custom loss reads, a reward manager, rows, commands."""
 
 import json
 import os
@@ -14,11 +14,16 @@ from hybridrl.plugins import PLUGINS, further_commands, load, names
 ENTRIES = """[hybridrl.plugins]
 engine.mine = mine.engine:ENTRY
 reward_manager.doubled = mine.rewards:doubled
+carried.doubt = mine.losses:DOUBT
 command.greet = mine.greet
 rows.counted = mine.rows:files
 page = mine.greet:page
 """
 ENGINE = """
+from dataclasses import replace
+
+import numpy as np
+
 from hybridrl.core.rollout.engine import EngineEntry
 from hybridrl.core.rollout.vllm.engine import VllmEngine
 from hybridrl.core.rollout.vllm.settings import vllm_environment
@@ -28,7 +33,22 @@ class Engine(VllmEngine):
         await super().connect()
         print("an engine of another distribution", flush=True)
 
+    async def generate(self, request):
+        completion = await super().generate(request)
+        return replace(completion, carried={"doubt": np.arange(len(completion.token_ids)) + 0.25})
+
 ENTRY = EngineEntry("mine.engine", "Engine", vllm_environment)
+"""
+LOSSES = """
+from hybridrl.core.carried import Carried
+
+DOUBT = Carried("response", join="concatenate", absent=-1.0)
+
+def doubted(log_probs, rows):
+    doubt = rows.carried["doubt"]
+    return -log_probs * rows.advantages, {"doubt": doubt - doubt.floor()}
+
+doubted.reads = ("doubt",)
 """
 REWARDS = """
 def doubled(solution_str, compute_score):
@@ -62,7 +82,8 @@ def run(tmp_path: Path) -> Run:
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(ENTRIES)
-    for name, code in {"__init__": "", "engine": ENGINE, "rewards": REWARDS, "greet": GREET, "rows": ROWS}.items():
+    files = {"__init__": "", "engine": ENGINE, "losses": LOSSES, "rewards": REWARDS, "greet": GREET, "rows": ROWS}
+    for name, code in files.items():
         (package / f"{name}.py").write_text(code)
 
     def started(*arguments: str) -> str:
@@ -117,19 +138,23 @@ def test_every_name_of_the_table_stands_for_something(name: str) -> None:
 @pytest.mark.drill
 def test_a_run_has_the_engine_and_the_reward_manager(run: Run, overrides, tmp_path: Path) -> None:
     keys = {"actor_rollout_ref.rollout.name": "mine", "reward.reward_manager.name": "doubled"}
+    keys["actor_rollout_ref.actor.policy_loss.loss_mode"] = f"{tmp_path}/site/mine/losses.py:doubted"
     steps = {"trainer.total_training_steps": 1, "trainer.n_gpus_per_node": 1}
     plain = run("-m", "hybridrl.main_ppo", *overrides(tmp_path / "plain", steps))
     other = run("-m", "hybridrl.main_ppo", *overrides(tmp_path / "other", steps | keys))
     engine = "an engine of another distribution"
     assert "reward" in plain and (tmp_path / "other" / "logs" / "rollout-0.log").is_file(), plain + other
     assert engine in (tmp_path / "other" / "logs" / "rollout-0.log").read_text()
-    first, second = (score(tmp_path / name) for name in ("plain", "other"))
-    assert second == pytest.approx(2 * first) and first > 0
+    first, second = (metrics(tmp_path / name) for name in ("plain", "other"))
+    assert (
+        second["critic/score/mean"] == pytest.approx(2 * first["critic/score/mean"]) and first["critic/score/mean"] > 0
+    )
+    assert second["actor/doubt"] == pytest.approx(0.25) and "actor/doubt" not in first
     unknown = run("-m", "hybridrl.main_ppo", *overrides(tmp_path / "unknown", {"actor_rollout_ref.rollout.name": "me"}))
     assert "actor_rollout_ref.rollout.name=me: choose sglang | vllm | mine" in unknown
 
 
-def score(directory: Path) -> float:
-    """The mean score of the first step."""
+def metrics(directory: Path) -> dict[str, float]:
+    """The metrics of the first step."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return next(one["critic/score/mean"] for one in map(json.loads, lines) if "critic/score/mean" in one)
+    return next(one for one in map(json.loads, lines) if "critic/score/mean" in one)

@@ -17,7 +17,6 @@ from hybridrl.core.rollout import Completion, Request, Sampling
 from hybridrl.core.rollout.engine import continuation
 from hybridrl.core.rollout.vllm.engine import VllmEngine
 from hybridrl.core.rollout.vllm.settings import vllm_environment
-from hybridrl.required import required
 from hybridrl.runtime.environment import worker_environment
 from tests.integration.answers import generate, largest_gap, requests, rows, started, update
 from tests.integration.test_unfinished_updates import Sender
@@ -93,7 +92,7 @@ def test_an_engine_returns_the_experts_of_every_token_but_the_last(overrides, mi
         responses = process.submit(computed, model, rollout).result()
     for name, (prompt, response) in responses.items():
         wanted = own_routes(str(mixture), [*prompt, *response.token_ids.tolist()])[:-1]
-        routes = np.sort(required(response.routes), -1)
+        routes = np.sort(response.carried["routes"], -1)
         assert routes.shape == wanted.shape, name
         assert (routes == wanted).mean() > 0.999, name  # rounding may decide between two
 
@@ -108,7 +107,7 @@ def gaps(config: PPOConfig, place: Path) -> tuple[float, float, float, float]:
             batch = rows(wanted, generate(engine, wanted))
             engine.to_training()
             found.append(largest_gap(trainers, batch))
-            found.append(largest_gap(trainers, replace(batch, routes=None)))
+            found.append(largest_gap(trainers, replace(batch, carried={})))
             found.append(update(trainers, batch)["actor/replaced_experts"])
         return found[0], found[1], found[2], found[3]
 

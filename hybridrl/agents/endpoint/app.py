@@ -1,4 +1,4 @@
-"""The endpoint as a web application: the routes and errors of OpenAI's API, and AReaL's for sessions."""
+"""The endpoint as a web application: the paths and errors of OpenAI's API, and AReaL's for sessions."""
 
 import asyncio
 import logging
@@ -72,7 +72,7 @@ class SetReward(NamedSession):
 
 
 class Api:
-    """The routes over one policy, which clients may name as they like while it is trained.
+    """The paths over one policy, which clients may name as they like while it is trained.
 
     With an `admin_key` its owner starts sessions; without one only this process does. With `claim` these are sessions
     that wait for an agent, with their rows.
@@ -196,7 +196,7 @@ class Api:
             {
                 name: [*map(float if name in ("log_probs", "rewards") else int, values)]
                 for name, values in vars(row).items()
-                if name != "routes"  # which are for the trainer
+                if name != "carried"  # which is for the trainer
             }
             for row in (trajectory.rows() if turns else ())
         ]

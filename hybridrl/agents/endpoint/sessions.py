@@ -18,6 +18,7 @@ from hybridrl.agents.environments import Message, Schema
 from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.agents.environments.episode_loop import SHORTEST_TURN, EpisodeTools
 from hybridrl.config.findings import ConfigError
+from hybridrl.core.carried import superseded
 from hybridrl.core.experience.trajectory import Trajectory, Turn
 from hybridrl.core.rollout import Completion
 
@@ -195,8 +196,9 @@ class Session:
         turn = SampledTurn(
             prompt.name, prompt.parent, prompt.observed, prompt.dropped, completion, messages, called, seconds
         )
-        if turn.parent:  # a row has the routes of its last turn, which are of all its tokens
-            turn.parent.completion = replace(turn.parent.completion, routes=None)
+        if turn.parent:
+            known = superseded(turn.parent.completion.carried, completion.carried)
+            turn.parent.completion = replace(turn.parent.completion, carried=known)
         self.turns.append(turn)
         self.recorded[digests(messages, prompt.tools)[-1]] = turn
         return turn
@@ -247,12 +249,8 @@ def _context(path: Sequence[SampledTurn]) -> list[int]:
 
 
 def _as_turn(turn: SampledTurn, observed: list[int], dropped: int, reward: float | None, *, fresh: bool) -> Turn:
-    completion, kept = turn.completion, len(turn.completion.token_ids) - dropped
-    versions = completion.versions if isinstance(completion.versions, int) else completion.versions[:kept]
-    stop = "length" if completion.truncated else "stop"
-    sampled, log_probs = completion.token_ids[:kept], completion.log_probs[:kept]
-    more = {"reward": reward, "seconds_model": turn.seconds, "routes": completion.routes}
-    return Turn(observed, sampled, log_probs, versions, stop, fresh, **more)
+    sampled = Turn.of(observed, turn.completion, fresh=fresh).without_last(dropped)
+    return replace(sampled, reward=reward, seconds_model=turn.seconds)
 
 
 class AgentSessions:

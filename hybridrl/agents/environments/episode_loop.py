@@ -23,6 +23,7 @@ from hybridrl.agents.environments.calls import CallParser, call_parser
 from hybridrl.agents.environments.dialogue import LONG, Dialogue, characters
 from hybridrl.agents.environments.user_code import UserCodeError, contained, finished, metrics_of, reward_of
 from hybridrl.config.custom_code import once, own
+from hybridrl.core.carried import superseded
 from hybridrl.core.experience.trajectory import Policy, Trajectory, Turn
 from hybridrl.core.rollout import Completion
 from hybridrl.data.tokenizer import ResponseDecoder
@@ -171,8 +172,9 @@ class EpisodeRun:
         began = time.monotonic()
         completion = await self.policy.generate(self.context, max_tokens=self._left())
         turn = Turn.of(observed, completion, fresh=fresh and bool(self.turns))
-        if self.turns and not fresh:  # a row has the routes of its last turn, which are of all its tokens
-            self.turns[-1] = replace(self.turns[-1], routes=None)
+        if self.turns and not fresh:
+            known = superseded(self.turns[-1].carried, turn.carried)
+            self.turns[-1] = replace(self.turns[-1], carried=known)
         self.turns.append(replace(turn, seconds_model=time.monotonic() - began))
         self.context += completion.token_ids.tolist()
 
@@ -250,9 +252,7 @@ class EpisodeRun:
         options = {"ended": ended, "called": bool(response.calls), "tools": self.environment.tools}
         delta = await _encoded(partial(self.kit.dialogue.delta, step.messages, sampled, **options), step.messages)
         if dropped := delta.dropped:  # the template has another end token there
-            cut = turn.sampled[:-dropped], turn.log_probs[:-dropped]
-            versions = turn.versions if isinstance(turn.versions, int) else turn.versions[:-dropped]
-            self.turns[-1] = replace(turn, sampled=cut[0], log_probs=cut[1], versions=versions)
+            self.turns[-1] = turn.without_last(dropped)
             del self.context[-dropped:]
         used = len(self.context) + len(delta.ids)
         left = min(limits.response - (used - self.prompt_length), limits.context - used)

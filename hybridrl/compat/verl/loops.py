@@ -25,6 +25,7 @@ from hybridrl.compat.verl.tools import initialize_tools_from_config, load_intera
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_section
 from hybridrl.config.custom_code import once, own, taken
+from hybridrl.core.carried import declared, superseded
 from hybridrl.core.experience.trajectory import Policy, Trajectory, Turn
 from hybridrl.core.rollout import Completion
 
@@ -53,6 +54,7 @@ class AgentLoopOutput(BaseModel, extra="allow"):
     metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = Field(default_factory=dict)
     routed_experts: Any = None
+    carried: dict[str, Any] = Field(default_factory=dict)
 
 
 class TokenOutput(list):
@@ -64,7 +66,8 @@ class TokenOutput(list):
         self.token_ids: list[int] = list(self)
         self.log_probs: list[float] = completion.log_probs.tolist()
         self.stop_reason = "length" if completion.truncated else "completed"
-        self.routed_experts, self.num_preempted = completion.routes, None
+        self.carried = completion.carried
+        self.routed_experts = self.num_preempted = None  # loops only return the experts, which are carried
         self.extra_fields: dict[str, Any] = {}
 
 
@@ -92,8 +95,8 @@ class AsyncLLMServerManager:
         prompt_ids = [int(one) for one in prompt_ids]
         output = TokenOutput(await self._policy.generate(prompt_ids, max_tokens=limit, stop=stop), prompt_ids)
         for one in self.sampled[-1:]:
-            if output.context[: len(one.context)] == one.context:  # this one has the routes of all its tokens
-                one.routed_experts = None
+            if output.context[: len(one.context)] == one.context:
+                one.carried = superseded(one.carried, output.carried)
         self.sampled.append(output)
         return output
 
@@ -271,8 +274,7 @@ class VerlLoop(episode_loop.AgentLoop):
                     fresh = bool(turns) and position == 0
                     version, left = left[:length], left[length:]
                     tokens = np.array(ids, np.int64)
-                    more = {"fresh": fresh, "routes": row.routed_experts}  # those of the last turn are read
-                    turns.append(Turn(observed, tokens, log_probs, version, "stop", **more))
+                    turns.append(Turn(observed, tokens, log_probs, version, "stop", fresh, carried=row.carried))
                 observed, position = ids if not sampled else [], position + length
         if not turns:
             raise EpisodeFault("the agent loop returned no sampled ids")
@@ -312,7 +314,7 @@ class VerlLoop(episode_loop.AgentLoop):
         rows = [_checked(output, server.sampled if len(outputs) == 1 else []) for output in outputs]
         for row in rows:
             row.reward_score = reward_of(row.reward_score, self.cls)
-            row.routed_experts = _routes_of(row, server.sampled)  # whatever the loop returned
+            row.carried = _carried_by(row, server.sampled)  # whatever the loop returned
         return rows
 
 
@@ -357,11 +359,12 @@ def _as_dataset_item(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"index": extra.get("index", 0), **added, **row}
 
 
-def _routes_of(row: AgentLoopOutput, sampled: Sequence[TokenOutput]) -> np.ndarray | None:
-    """The experts of the last output of the engine that has the row's tokens, as far as both go."""
+def _carried_by(row: AgentLoopOutput, sampled: Sequence[TokenOutput]) -> dict[str, np.ndarray]:
+    """The fields with the join "last" of the engine's outputs that have the row's tokens, as far as both go; others are
+    left out, since a loop may cut and mask what was sampled."""
     ids = [*row.prompt_ids, *row.response_ids]
-    same = (one for one in reversed(sampled) if one.context[: len(ids)] == ids[: len(one.context)])
-    return next((one.routed_experts for one in same), None)
+    same = [one.carried for one in sampled if one.context[: len(ids)] == ids[: len(one.context)]]
+    return {name: value for carried in same for name, value in carried.items() if declared(name).join == "last"}
 
 
 def _checked(output: Any, sampled: Sequence[TokenOutput]) -> AgentLoopOutput:

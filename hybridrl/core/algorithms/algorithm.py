@@ -20,6 +20,7 @@ from hybridrl.config.values import Aggregation
 from hybridrl.core.algorithms.objective import KLWeight, penalized
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch
+from hybridrl.core.carried import declared_names
 from hybridrl.required import required
 
 
@@ -89,8 +90,9 @@ class Algorithm:
         # A rejected token is not trained on; its reward and its value still belong to the tokens before it.
         written = replace(corrected, response_mask=batch.response_mask)
         rows = written.by_episode()
-        if ":" in self.entry.name:  # custom code may change what it gets; routes, which are large, it does not read
-            rows = deepcopy(replace(rows, routes=None))
+        if ":" in self.entry.name:  # custom code may change what it gets, and carried fields may be large
+            carried = {name: value for name, value in rows.carried.items() if name in self.entry.reads}
+            rows = deepcopy(replace(rows, carried=carried))
         advantages, returns, *logged = self.estimator(rows)
         metrics |= {f"algorithm/{name}": float(value) for more in logged for name, value in more.items()}
         rejected = required(batch.response_mask) & ~required(corrected.response_mask)
@@ -132,8 +134,6 @@ def find_estimator(name: str) -> tuple[Estimator, Callable[..., Any]]:
     """The entry and the function of an advantage estimator; ConfigError if there is none."""
     key = "algorithm.adv_estimator"
     entry, function = _find(name, key, ESTIMATORS, Estimator)
-    for item in entry.reads:
-        _check(item, get_args(catalog.Field), f"{key}={name}: its attribute reads")
     return entry, function
 
 
@@ -151,6 +151,9 @@ def _find(name: str, key: str, entries: Mapping[str, Any], kind: type) -> tuple[
         return entries[name], imported(entries[name].function)
     function = load_function(name, key)
     facts = {item.name: getattr(function, item.name) for item in fields(kind)[2:] if hasattr(function, item.name)}
+    known = get_args(catalog.Field) if kind is Estimator else ()
+    for item in facts.get("reads", ()):
+        _check(item, (*known, *declared_names()), f"{key}={name}: its attribute reads")
     return kind(name, name, **facts), function
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.core.batch import UNROUTED, Batch, pack
+from hybridrl.core.batch import Batch, pack
+from hybridrl.core.carried import declared, joined
 from hybridrl.core.experience.trajectory import Episode, Row
 from hybridrl.required import required
 from hybridrl.rewards.score import Score
@@ -101,22 +102,23 @@ def to_batch(
         response_mask=sampled & trained_on.repeat_interleave(response_lengths),
         token_rewards=_token_rewards(scores, rows_of),
         staleness=None if version is None else version - packed("versions", torch.int32)[0],
-        routes=_routes(rows),
+        carried=_carried(rows),
     )
 
 
-def _routes(rows: Sequence[Row]) -> torch.Tensor | None:
-    """Return the experts that the engine chose for the tokens of all rows; None if it has returned none."""
-    shapes = {row.routes.shape[1:] for row in rows if row.routes is not None}
-    if not shapes:
-        return None
-    (shape,) = shapes
+def _carried(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """Return the fields that any row has, of all rows."""
+    none = {name: value[:0] for row in rows for name, value in row.carried.items()}
+    if not none:
+        return {}
 
-    def of(row: Row) -> np.ndarray:
-        tokens = len(row.prompt_ids) + len(row.response_ids)
-        return np.full((tokens, *shape), UNROUTED, dtype=np.int16) if row.routes is None else row.routes
+    def absent(row: Row) -> dict[str, np.ndarray]:
+        return joined([none], [len(row.prompt_ids)], [len(row.response_ids)])
 
-    return torch.from_numpy(np.concatenate(list(map(of, rows))))
+    filled = [row.carried if row.carried.keys() == none.keys() else absent(row) | row.carried for row in rows]
+    counts = {declared(name).lengths: torch.tensor([len(row[name]) for row in filled]) for name in none}
+    counts.pop("", None)
+    return {name: torch.from_numpy(np.concatenate([row[name] for row in filled])) for name in none} | counts
 
 
 def _token_rewards(scores: Sequence[Score], rows_of: Sequence[Sequence[Row]]) -> torch.Tensor | None:

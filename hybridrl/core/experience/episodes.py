@@ -15,6 +15,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import Literal
 
+from hybridrl.core.carried import declared
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.experience.trajectory import (
     ConversationSource,
@@ -59,7 +60,8 @@ class SingleResponses:
     def scoring_started(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None:
         (turn,) = trajectory.turns
         sampled = turn.sampled, turn.log_probs, trajectory.truncated, turn.versions
-        completion = Completion(*sampled, routes=turn.routes)
+        carried = {name: value for name, value in turn.carried.items() if declared(name).filled_by != "prompt"}
+        completion = Completion(*sampled, carried=carried)
         self.store.add(self.requests[index], completion, score)
 
 

@@ -19,14 +19,16 @@ import shutil
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from hybridrl.core.carried import Fields, declared
 from hybridrl.core.rollout import Completion, Request
 from hybridrl.core.rollout.engine import Key
 from hybridrl.required import required
@@ -37,7 +39,7 @@ HEADER = struct.Struct("<II")  # of a record: its bytes, and their CRC-32
 KEPT = 2  # steps: the current one, and the one before it while its checkpoint is being written
 # In a checkpoint: of each response its place, the check of its prompt, its tokens, and two booleans.
 COLUMNS = ("prompt", "sample", "turn", "check", "tokens", "truncated", "interrupted")
-NO_ROUTES = np.empty((0, 0, 0), dtype=np.int16)
+Description = tuple[str, str, Sequence[int]]  # of an array: its name, type and shape
 TOKENS = {"token_ids": np.int32, "log_probs": np.float32, "versions": np.int32}
 
 
@@ -165,28 +167,26 @@ class ResponseStore:
             for name, values in tokens.items():
                 values.append(np.broadcast_to(getattr(part, name), len(part.token_ids)))
         scores = {place: response.score for place, response in carried.items() if response.score is not None}
-        routes = [response.completion.routes for response in kept.values()]
-        routes = [NO_ROUTES if of_one is None else of_one for of_one in routes]
+        fields = [_described(response.completion.carried) for response in kept.values()]
         return {
             "carried_responses": np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS)),
             **{f"carried_{name}": np.concatenate(tokens[name]).astype(dtype) for name, dtype in TOKENS.items()},
-            "carried_routes": np.concatenate([of_one.ravel() for of_one in [NO_ROUTES, *routes]]),
-            "carried_route_shapes": np.array([of_one.shape for of_one in routes], dtype=np.int64).reshape(-1, 3),
+            "carried_fields": [described for described, _ in fields],
+            "carried_bytes": np.frombuffer(b"".join(chain.from_iterable(data for _, data in fields)), np.uint8),
             "carried_scores": [[list(place), vars(score)] for place, score in scores.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         rows = state.get("carried_responses", ())
-        routes = _cut_routes(state, len(rows))
         end = 0
-        for row in rows:
+        for row, carried in zip(rows, _fields_of(state, len(rows)), strict=True):
             *place, check, count, truncated, interrupted = row.tolist()
             begin, end = end, end + count
             token_ids, log_probs, versions = (state[f"carried_{name}"][begin:end] for name in TOKENS)
             versions = versions.astype(np.int64)
             same = int(versions[0]) if count and (versions == versions[0]).all() else versions
             ended = bool(truncated), same, bool(interrupted)
-            completion = Completion(token_ids.astype(np.int64), log_probs, *ended, next(routes))
+            completion = Completion(token_ids.astype(np.int64), log_probs, *ended, carried)
             self.carried[tuple(place)] = StoredResponse(completion, None, check)
         for place, score in state.get("carried_scores", ()):
             self.carried[tuple(place)].score = Score(**score)
@@ -201,16 +201,17 @@ class ResponseStore:
         if not key:
             return
         completion, score = response.completion, response.score
+        described, data = _described(completion.carried)
         meta = {
             "key": key,
             "truncated": completion.truncated,
             "versions": np.asarray(completion.versions).tolist(),
-            "routes": None if completion.routes is None else completion.routes.shape,
+            "carried": described,
             "reward": self.reward,
             "score": vars(score) if score is not None and score.fault is None else None,
         }
-        routes = [] if completion.routes is None else [completion.routes.astype("<i2")]
-        self._append(_encoded(meta, completion.token_ids.astype("<i4"), completion.log_probs.astype("<f4"), *routes))
+        tokens, log_probs = completion.token_ids.astype("<i4"), completion.log_probs.astype("<f4")
+        self._append(_encoded(meta, tokens.tobytes(), log_probs.tobytes(), *data))
 
     def _append(self, record: bytes) -> None:
         with self.lock:
@@ -245,17 +246,16 @@ class ResponseStore:
 
     def _decoded(self, meta: dict[str, Any], arrays: bytes) -> StoredResponse:
         """Return the response of a record. Raises ValueError, TypeError or KeyError for one of another version."""
-        shape = dict(meta).get("routes")  # records of earlier versions have none
-        end = len(arrays) - (2 * math.prod(shape) if shape else 0)
-        routes = np.frombuffer(arrays[end:], "<i2").reshape(shape).astype(np.int16) if shape else None
-        tokens, log_probs = np.frombuffer(arrays[:end], "<i4").reshape(2, -1)
+        meta = dict(meta)
+        earlier = [("routes", "<i2", shape)] if (shape := meta.get("routes")) else []
+        carried, left = _read(meta.get("carried", earlier), memoryview(arrays))
+        tokens, log_probs = np.frombuffer(left, "<i4").reshape(2, -1)
         versions, probs = np.array(meta["versions"]), log_probs.view("<f4")
         sound = versions.shape in ((), tokens.shape) and versions.dtype.kind == "i" and len(tokens) > 0
-        sound &= routes is None or routes.ndim == 3
         if not (sound and isinstance(meta["truncated"], bool) and (tokens >= 0).all() and np.isfinite(probs).all()):
             raise ValueError("not a response")
         versions = int(versions) if versions.ndim == 0 else versions
-        completion = Completion(tokens.astype(np.int64), probs, meta["truncated"], versions, routes=routes)
+        completion = Completion(tokens.astype(np.int64), probs, meta["truncated"], versions, carried=carried)
         score = None if meta["score"] is None or meta["reward"] != self.reward else Score(**meta["score"])
         if score is not None and not _is_sound(score, len(tokens)):
             raise ValueError("not a score")
@@ -278,12 +278,35 @@ class ResponseStore:
         self.failed = True
 
 
-def _cut_routes(state: Mapping[str, Any], count: int) -> Iterator[np.ndarray | None]:
-    """Yield the routes of each response of a checkpoint; those of earlier versions have none."""
-    end = 0
-    for shape in state.get("carried_route_shapes", np.zeros((count, 3), dtype=np.int64)).tolist():
-        begin, end = end, end + math.prod(shape)
-        yield state["carried_routes"][begin:end].reshape(shape) if end > begin else None
+def _described(fields: Fields) -> tuple[Sequence[Description], list[bytes]]:
+    """Return name, type and shape of each field that is stored, and its bytes."""
+    stored = {name: value for name, value in fields.items() if declared(name).stored}
+    described = [(name, value.dtype.str, value.shape) for name, value in stored.items()]
+    return described, [value.tobytes() for value in stored.values()]
+
+
+def _read(described: Sequence[Description], data: memoryview) -> tuple[dict[str, np.ndarray], memoryview]:
+    """Return the fields whose bytes end the data, and the data before them. Raises ValueError for other fields."""
+    fields = {}
+    for name, dtype, shape in reversed(described):
+        begin = len(data) - np.dtype(dtype).itemsize * math.prod(shape)
+        fields[name], data = np.frombuffer(data[begin:], dtype).reshape(shape).copy(), data[:begin]
+        if not declared(name).stored or not shape or fields[name].dtype.kind not in "biuf":
+            raise ValueError("not a field")
+    return fields, data
+
+
+def _fields_of(state: Mapping[str, Any], count: int) -> list[dict[str, np.ndarray]]:
+    """Return the fields of each response of a checkpoint; earlier versions had the routes at most."""
+    described, data = state.get("carried_fields", [()] * count), state.get("carried_bytes", np.empty(0))
+    if "carried_routes" in state:
+        shapes, data = state["carried_route_shapes"].tolist(), state["carried_routes"]
+        described = [[("routes", "<i2", shape)] if all(shape) else [] for shape in shapes]
+    fields, left = [], memoryview(data.tobytes())
+    for of_one in reversed(described):
+        carried, left = _read(of_one, left)
+        fields.append(carried)
+    return fields[::-1]
 
 
 def _is_sound(score: Score, tokens: int) -> bool:
@@ -310,6 +333,6 @@ def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _encoded(meta: dict[str, Any], *arrays: np.ndarray) -> bytes:
-    record = b"".join((json.dumps(meta).encode(), b"\n", *(array.tobytes() for array in arrays)))
+def _encoded(meta: dict[str, Any], *arrays: bytes) -> bytes:
+    record = b"".join((json.dumps(meta).encode(), b"\n", *arrays))
     return HEADER.pack(len(record), zlib.crc32(record)) + record

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from hybridrl.core.batch import UNROUTED
+from hybridrl.core.carried import Fields, declared, joined
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.rollout import Completion, Sampling
 from hybridrl.data.prompts import Prompt
@@ -49,7 +49,7 @@ class Turn:
     reward: float | None = None
     seconds_model: float = 0.0
     seconds_tools: float = 0.0
-    routes: np.ndarray | None = None  # of the whole context and what was sampled (see Completion)
+    carried: Fields = field(default_factory=dict)
 
     @property
     def token_versions(self) -> np.ndarray:
@@ -59,14 +59,24 @@ class Turn:
     def of(observed: Sequence[int], completion: Completion, *, fresh: bool = False) -> "Turn":
         stop = "length" if completion.truncated else "stop"
         sampled = completion.token_ids, completion.log_probs, completion.versions
-        return Turn(observed, *sampled, stop, fresh=fresh, routes=completion.routes)
+        return Turn(observed, *sampled, stop, fresh=fresh, carried=completion.carried)
+
+    def without_last(self, count: int) -> "Turn":
+        """Return the turn without the last tokens that were sampled."""
+        kept = len(self.sampled) - count
+        versions = self.versions if isinstance(self.versions, int) else self.versions[:kept]
+        sampled, log_probs, carried = self.sampled[:kept], self.log_probs[:kept], dict(self.carried)
+        for name, value in self.carried.items():
+            if declared(name).axis == "response":
+                carried[name] = value[: len(value) - count]
+        return replace(self, sampled=sampled, log_probs=log_probs, versions=versions, carried=carried)
 
 
 @dataclass(frozen=True)
 class Row:
     """One row of a batch. `mask` is true for the tokens that the policy sampled; others have log-prob 0 and the version
-    of the turn before them. `rewards` are those of the turns, on the last sampled token of each. `routes` are those of
-    the last turn, for which the engine computed all that came before, or had it cached."""
+    of the turn before them. `rewards` are those of the turns, on the last sampled token of each. `carried` has a value
+    for each element of an axis, as in a batch."""
 
     prompt_ids: Sequence[int]
     response_ids: np.ndarray  # [T] int64
@@ -74,7 +84,7 @@ class Row:
     mask: np.ndarray  # [T] bool
     rewards: np.ndarray  # [T] float32
     versions: np.ndarray  # [T] int64
-    routes: np.ndarray | None = None  # [prompt and response tokens, layers, experts of a token] int16
+    carried: Fields = field(default_factory=dict)
 
     @staticmethod
     def of(turns: Sequence[Turn]) -> "Row":
@@ -89,16 +99,9 @@ class Row:
             versions += [np.repeat(versions[-1][-1:], read), turn.token_versions]
             rewards.append(np.zeros(read + wrote, dtype=np.float32))
             rewards[-1][-1] = turn.reward or 0.0
-        row = Row(turns[0].observed, *map(np.concatenate, (ids, log_probs, mask, rewards, versions[1:])))
-        return replace(row, routes=_all_tokens(turns[-1].routes, len(row.prompt_ids) + len(row.response_ids)))
-
-
-def _all_tokens(routes: np.ndarray | None, tokens: int) -> np.ndarray | None:
-    """Return routes for all tokens of a row, of which the engine does not compute the last."""
-    if routes is None:
-        return None
-    missing = max(tokens - len(routes), 0)
-    return np.pad(routes[:tokens], ((0, missing), (0, 0), (0, 0)), constant_values=UNROUTED)
+        arrays = map(np.concatenate, (ids, log_probs, mask, rewards, versions[1:]))
+        read, wrote = [len(turn.observed) for turn in turns], [len(turn.sampled) for turn in turns]
+        return Row(turns[0].observed, *arrays, carried=joined([turn.carried for turn in turns], read, wrote))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import ClassVar, Protocol, Self
 import numpy as np
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.core.carried import Fields, continued
 from hybridrl.core.weights.sync import WeightTarget
 
 Key = tuple[int, int, int]  # of a request: prompt, sample, turn
@@ -126,9 +127,8 @@ class Completion:
     """One response: its tokens [T] int64, the end token included, and their log-probs [T] float32 as sampled.
 
     `versions` is the weight version that each token was sampled with: [T] int64, or one number for all of them. One
-    that was `interrupted` is to be continued, and may have no token yet. `routes` are the experts that a mixture chose
-    for each token of prompt and response but the last, [tokens, layers, experts of a token] int16; layers without
-    experts have any numbers.
+    that was `interrupted` is to be continued, and may have no token yet. `carried` are fields that the engine fills,
+    declared in core/carried.py.
     """
 
     token_ids: np.ndarray
@@ -136,19 +136,20 @@ class Completion:
     truncated: bool
     versions: np.ndarray | int
     interrupted: bool = False
-    routes: np.ndarray | None = None
+    carried: Fields = field(default_factory=dict)
 
     def then(self, later: "Completion") -> "Completion":
         """Return both parts of a response as one. The engine has computed the first part again, with the weights that
-        sampled the second: the routes of both are those."""
+        sampled the second: a carried field with the join "last" is the second's."""
         if not len(self.token_ids):
             return later
-        parts = (self, later)
+        parts, sizes = (self, later), [len(part.token_ids) for part in (self, later)]
         return replace(
             later,
             token_ids=np.concatenate([part.token_ids for part in parts]),
             log_probs=np.concatenate([part.log_probs for part in parts]),
             versions=np.concatenate([np.broadcast_to(part.versions, len(part.token_ids)) for part in parts]),
+            carried=continued(self.carried, later.carried, sizes),
         )
 
 

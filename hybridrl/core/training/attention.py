@@ -22,7 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from hybridrl.core import device as devices
-from hybridrl.core.batch import UNROUTED
+from hybridrl.core.carried import declared
 from hybridrl.core.training.packing import ModelInputs, PackedRows, SequenceSlice
 from hybridrl.required import required
 
@@ -159,9 +159,11 @@ def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
     width = (tokens + padding) // group.size()
     first = group.rank() * width
     start, end = torch.searchsorted(inputs.predictors, torch.tensor([first, first + width])).tolist()
-    routes = inputs.routes
-    if routes is not None:
-        routes = F.pad(routes, (0, 0, 0, 0, 0, padding), value=UNROUTED)
+    carried = dict(inputs.carried)
+    for name, value in carried.items():
+        if declared(name).axis == "token":
+            value = F.pad(value, (*(0, 0) * (value.dim() - 1), 0, padding), value=declared(name).absent)
+            carried[name] = value[first : first + width]
     return replace(
         inputs,
         input_ids=F.pad(inputs.input_ids, (0, padding))[:, first : first + width],
@@ -169,7 +171,7 @@ def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
         predictors=inputs.predictors[start:end] - first,
         targets=inputs.targets[start:end],
         packed=PackedRows.of([*inputs.packed.lengths, *[padding] * bool(padding)], group),
-        routes=routes if routes is None else routes[first : first + width],
+        carried=carried,
         slice=SequenceSlice(group, start, len(inputs.targets)),
     )
 

@@ -194,7 +194,7 @@ class Learner:
             return
         part = batch.select(rows)
         part = part.only() if all_finite else part
-        values = {name: value for name, value in vars(part).items() if value is not None}
+        values = {name: value for name, _, value in part.filled()}
         torch.save(values | {"module": module}, directory / f"{self.dump_prefix.name}-{name}-{rank}")
 
     def offload(self, *, to_host: bool) -> None:

@@ -52,7 +52,7 @@ class TokenModel(nn.Module):
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Return the head's inputs at the predictors [response tokens, width]; for a slice, at its own."""
         if self.replay is not None:
-            self.replay.begin(inputs.routes)
+            self.replay.begin(inputs.carried.get("routes"))
         ids = inputs.input_ids.clamp(max=self.last_id)
         hidden = self.model.base_model(
             input_ids=ids, position_ids=inputs.position_ids, packed=inputs.packed, use_cache=False
@@ -261,7 +261,7 @@ def check_replay(
     replay = required(language_model.replay)
     routes = torch.arange(replay.per_token, dtype=torch.int16).expand(int(batch.lengths.sum()), replay.layers, -1)
     with _short_reach(model):
-        language_model(slice_of(pack_rows(replace(batch, routes=routes), padded), group).to(device), 1.0)
+        language_model(slice_of(pack_rows(replace(batch, carried={"routes": routes}), padded), group).to(device), 1.0)
 
 
 @contextmanager

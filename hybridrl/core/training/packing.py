@@ -1,7 +1,7 @@
 """Rows laid out as the inputs of a model: packed into one sequence without padding, or padded to the longest."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hybridrl.core.batch import UNROUTED, Batch, places
+from hybridrl.core.batch import Batch, places
+from hybridrl.core.carried import declared
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,15 @@ class SequenceSlice:
 @dataclass
 class ModelInputs:
     """Rows as a model expects them: packed into one sequence of T tokens, or padded on the right to [B, T].
-    `predictors` are the indices, into the flattened input, whose output predicts the response tokens, in row order."""
+    `predictors` are the indices, into the flattened input, whose output predicts the response tokens, in row order.
+    `carried` are the fields that enter a model, those of tokens in the order of the flattened input."""
 
     input_ids: Tensor  # [1, T] or [B, T]
     position_ids: Tensor  # the same shape
     predictors: Tensor  # [response tokens]
     targets: Tensor  # [response tokens]
     packed: PackedRows | None  # None: padded
-    routes: Tensor | None = None  # [flattened input, layers, experts of a token] (see Batch.routes)
+    carried: dict[str, Tensor] = field(default_factory=dict)
     slice: SequenceSlice | None = None  # set where the tokens are only a slice of the packed rows
 
     def to(self, device: torch.device) -> "ModelInputs":
@@ -56,7 +58,7 @@ class ModelInputs:
         moved: dict[str, Any] = {
             name: value.to(device) for name, value in inputs if isinstance(value, Tensor | PackedRows)
         }
-        return replace(self, **moved)
+        return replace(self, **moved, carried={name: value.to(device) for name, value in self.carried.items()})
 
 
 def pack_rows(batch: Batch, padded: bool) -> ModelInputs:
@@ -74,10 +76,13 @@ def pack_rows(batch: Batch, padded: bool) -> ModelInputs:
         positions, packed = torch.arange(longest).repeat(len(batch)), None
     else:
         positions, packed = places(torch.zeros_like(lengths), lengths), PackedRows.of(lengths.tolist())
-    shape, routes = (len(batch), longest) if padded else (1, size), batch.routes
-    if padded and routes is not None:
-        routes = routes.new_full((size, *routes.shape[1:]), UNROUTED).index_copy_(0, places(starts, lengths), routes)
-    return ModelInputs(ids.view(shape), positions.view(shape), responses - 1, targets, packed, routes)
+    shape = (len(batch), longest) if padded else (1, size)
+    carried = {name: value for name, value in batch.carried.items() if declared(name).enters}
+    for name, value in carried.items():
+        if padded and declared(name).axis == "token":
+            empty = value.new_full((size, *value.shape[1:]), declared(name).absent)
+            carried[name] = empty.index_copy_(0, places(starts, lengths), value)
+    return ModelInputs(ids.view(shape), positions.view(shape), responses - 1, targets, packed, carried)
 
 
 def separate_rows(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from hybridrl.config.catalog import EXPERTS
-from hybridrl.core.batch import UNROUTED
+from hybridrl.core.carried import UNROUTED
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\..*(?<=\.)experts$")
 

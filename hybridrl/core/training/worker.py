@@ -202,7 +202,7 @@ class TrainWorker:
     def _reference_outputs(self, inputs: ModelInputs) -> ReferenceOutputs:
         """Return the reference's hidden states and head; collective."""
         with torch.no_grad(), self._as_reference() as model:
-            hidden = model.hidden_states(replace(inputs, routes=None))  # its own, if it is the policy's base
+            hidden = model.hidden_states(replace(inputs, carried={}))  # not the policy's experts
             weight, bias, rule = model.head  # unsharded until the model is resharded
             return ReferenceOutputs(hidden, Head(weight.clone(), None if bias is None else bias.clone(), rule))
 

@@ -35,9 +35,10 @@ from hybridrl.core.training.worker import Columns, TrainWorker, training_seed
 from hybridrl.required import required
 from hybridrl.tracking.sink import Stopwatch
 
+POLICY_READS = ("routes",)  # carried fields that the policy's forward passes read
 POLICY_FIELDS = (
     *("response_mask", "old_log_probs", "reference_log_probs", "rollout_log_probs"),
-    *("advantages", "importance_weights", "chosen", "episode_tokens", "routes"),
+    *("advantages", "importance_weights", "chosen", "episode_tokens", *POLICY_READS),
 )
 SKIPPED_UPDATES = "skipped_updates"  # where training ranks write the rows of updates that were not finite
 CRITIC_FIELDS = ("response_mask", "values", "returns", "episode_tokens")
@@ -167,7 +168,7 @@ class TrainWorkers:
         with self.watch("old_log_prob"):
             options = {"reference_kl": reference_kl, "sum_pi_squared": self.policy.with_sum_pi_squared}
             budget, temperature = self.policy.log_prob_budget, self.policy.loss.temperature
-            columns = self._forward(TrainWorker.log_probs, batch.only("routes"), budget, temperature, **options)
+            columns = self._forward(TrainWorker.log_probs, batch.only(*POLICY_READS), budget, temperature, **options)
             return _with_outputs(batch, columns)
 
     def reference_log_probs(self, batch: Batch) -> Batch:
@@ -266,7 +267,8 @@ class TrainWorkers:
         """One update of the policy per mini-batch. Returns mean metrics, and the outputs if they are the old ones."""
         budget = self.policy.updates.budget
         self.updates_begun += 1
-        shares, parts = self._mini_batches(batch, POLICY_FIELDS, mini_batches, budget)
+        fields = (*POLICY_FIELDS, *find_policy_loss(loss.policy_loss)[0].reads)
+        shares, parts = self._mini_batches(batch, fields, mini_batches, budget)
         parts = [(*part, loss, step) for part in parts]
         results = self._scatter(TrainWorker.update_policy, parts, shares, batch)
         metrics = self._mean_metrics([share for share, _ in results[:: budget.devices]], "actor")

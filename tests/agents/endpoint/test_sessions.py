@@ -8,7 +8,6 @@ from fastapi import HTTPException
 
 from hybridrl.agents.endpoint.requests import as_rendered
 from hybridrl.agents.endpoint.sessions import Session
-from hybridrl.required import required
 from tests.agents.endpoint.conftest import completion_of
 
 QUESTION = {"role": "user", "content": "Guess."}
@@ -117,10 +116,10 @@ def test_a_row_has_the_experts_of_its_last_turn(session, tokenizer):
         response = completion_of(tokenizer, text)
         routes = np.full((len(prompt.ids) + len(response.token_ids) - 1, 2, 4), number, np.int16)
         said = {"role": "assistant", "content": text}
-        session.record(prompt, replace(response, routes=routes), said)
+        session.record(prompt, replace(response, carried={"routes": routes}), said)
         messages += [said, MORE]
     (row,) = session.trajectory().rows()
-    routes = required(row.routes)
+    routes = row.carried["routes"]
     assert routes.shape == (len(row.prompt_ids) + len(row.response_ids), 2, 4)
     assert (routes[:-1] == 2).all() and (routes[-1] == -1).all()
 

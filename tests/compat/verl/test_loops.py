@@ -10,7 +10,6 @@ from hybridrl.agents.environments import EpisodeFault
 from hybridrl.agents.environments.load import check, environment_of
 from hybridrl.compat.verl.loops import VerlLoop
 from hybridrl.config import ConfigError
-from hybridrl.required import required
 from tests.agents.sections import environments_of
 
 LOOPS = '''
@@ -121,7 +120,9 @@ class Policy:
         count = max_tokens or 4
         ids, log_probs = np.full(count, len(prompt_ids)), -np.arange(1, count + 1) / 10
         routes = np.arange(len(prompt_ids) + count - 1).reshape(-1, 1, 1)
-        return SimpleNamespace(token_ids=ids, log_probs=log_probs, truncated=max_tokens is not None, routes=routes)
+        return SimpleNamespace(
+            token_ids=ids, log_probs=log_probs, truncated=max_tokens is not None, carried={"routes": routes}
+        )
 
 
 class Dialogue:
@@ -169,7 +170,7 @@ def test_a_row_has_the_experts_of_the_last_output_with_its_tokens(settings, name
     assert len(row.prompt_ids + row.response_ids) >= computed
     tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
     (trained,) = VerlLoop.trajectory([row], np.zeros(sum(row.response_mask)), tokenizer).rows()
-    routes = required(trained.routes).flatten().tolist()
+    routes = trained.carried["routes"].flatten().tolist()
     assert len(routes) == len(trained.prompt_ids) + len(trained.response_ids)
     assert routes[:computed] == list(range(computed)) and set(routes[computed:]) <= {-1}
 

@@ -53,15 +53,15 @@ def test_an_episode_of_several_turns_is_one_row_in_which_only_sampled_tokens_cou
 def test_a_row_has_the_experts_that_the_last_turn_was_computed_with():
     first, second, fresh = (np.full((tokens, 2, 3), number, np.int16) for number, tokens in ((1, 3), (2, 7), (3, 2)))
     turns = [
-        replace(turn([1, 2], [7, 8]), routes=first),
-        replace(turn([3, 4], [9, 10]), routes=second),
-        replace(turn([5], [11, 12]), routes=fresh, fresh=True),
+        replace(turn([1, 2], [7, 8]), carried={"routes": first}),
+        replace(turn([3, 4], [9, 10]), carried={"routes": second}),
+        replace(turn([5], [11, 12]), carried={"routes": fresh}, fresh=True),
     ]
     batch = to_batch([[episode(turns, 1.0), episode([turn([1, 2], [7])], 0.0, 1)]])
-    routes = required(batch.routes)
+    routes = batch.carried["routes"]
     assert routes.shape == (8 + 3 + 3, 2, 3) and routes.dtype == torch.int16
     assert routes[:, 1, 2].tolist() == [2] * 7 + [-1] + [3, 3, -1] + [-1] * 3  # the last: a response without any
-    assert to_batch([[episode([turn([1, 2], [7])], 0.0)]]).routes is None
+    assert to_batch([[episode([turn([1, 2], [7])], 0.0)]]).carried == {}
 
 
 def episode(turns: list[Turn], score: float, sample: int = 0) -> Episode:

@@ -5,12 +5,11 @@ import contextlib
 import json
 import os
 import zlib
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from hybridrl.core.experience.batching import GroupFilter
 from hybridrl.core.experience.collector import SynchronousExperience
@@ -19,7 +18,7 @@ from hybridrl.core.rollout import Completion, Request, Sampling
 from hybridrl.core.rollout.client import RolloutFailure
 from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard, Score
-from tests.core.experience.test_collector import Client, Scorers, Switch, build, fault, plain
+from tests.core.experience.test_collector import Client, Scorers, Switch, assert_same, build, fault, plain
 
 TABLE = [[0, 1, 1], [1, 0, 1]]
 
@@ -70,9 +69,7 @@ def sampled(built: SynchronousExperience) -> int:
 def assert_undisturbed(built: SynchronousExperience, table=TABLE, **settings) -> None:
     """The first step has the batch and metrics of a run without a spool."""
     whole, actual = build(table, **settings).collect(1), built.collect(1)
-    for name in (item.name for item in fields(whole.batch)):
-        expected, value = vars(whole.batch)[name], vars(actual.batch)[name]
-        assert value is expected is None or (value.dtype == expected.dtype and torch.equal(value, expected)), name
+    assert_same(actual.batch, whole.batch)
     assert [one.text for one in actual.samples] == [one.text for one in whole.samples]
     assert [one.score for one in actual.samples] == [one.score for one in whole.samples]
     timings = {"timing_s/gen", "timing_s/gen_max", "timing_s/reward"}
@@ -123,7 +120,7 @@ def test_a_record_that_a_kill_cut_off_or_a_disk_changed_ends_the_file_and_is_wri
 def with_routes() -> tuple[Request, Completion]:
     request = Request(0, 0, [1, 2], 7, Sampling(3, (0,)))
     routes = np.arange(16, dtype=np.int16).reshape(4, 2, 2) - 1
-    return request, Completion(np.arange(3), np.full(3, -0.5, np.float32), True, 4, routes=routes)
+    return request, Completion(np.arange(3), np.full(3, -0.5, np.float32), True, 4, carried={"routes": routes})
 
 
 def test_the_experts_of_a_response_are_in_the_spool(tmp_path):
@@ -133,23 +130,45 @@ def test_the_experts_of_a_response_are_in_the_spool(tmp_path):
     first.add(request, completion)
     second.open(1, "w")
     found = required(second.find(request)).completion
-    routes = required(found.routes)
-    assert np.array_equal(routes, required(completion.routes)) and routes.dtype == np.int16
+    routes = found.carried["routes"]
+    assert np.array_equal(routes, completion.carried["routes"]) and routes.dtype == np.int16
     assert np.array_equal(found.token_ids, completion.token_ids)
 
 
 def test_and_in_a_checkpoint_together_with_responses_that_have_none():
     request, completion = with_routes()
     first, second = ResponseStore(carries=True), ResponseStore(carries=True)
-    others = [(replace(request, sample=n), replace(completion, routes=None, interrupted=True)) for n in (1, 2)]
+    others = [(replace(request, sample=n), replace(completion, carried={}, interrupted=True)) for n in (1, 2)]
     first.add(request, completion)
     second.load_state_dict(first.state_dict(others))
     for one, expected in [(request, completion), *others]:
-        found = required(second.find(one)).completion.routes
-        assert found is expected.routes is None or np.array_equal(found, expected.routes)
-    state = {name: value for name, value in first.state_dict(others).items() if "route" not in name}
-    second.load_state_dict(state)  # of a version before there were routes
-    assert required(second.find(request)).completion.routes is None
+        found = required(second.find(one)).completion.carried
+        assert found.keys() == expected.carried.keys()
+        assert all(np.array_equal(found[name], value) for name, value in expected.carried.items())
+
+
+def test_the_spool_and_the_checkpoint_of_a_version_that_had_routes_alone_are_read(tmp_path):
+    """Routes ended a record, with their shape under their name; in a checkpoint they were arrays of their own."""
+    request, completion = with_routes()
+    first, routes = spool(tmp_path), completion.carried["routes"]
+    first.open(1, "w")
+    first.add(request, completion)
+    rewritten(tmp_path / "spool" / "step_1", {"carried": "absent", "routes": routes.shape})
+    kept, plain = ResponseStore(carries=True), replace(request, sample=1)
+    kept.add(request, completion)
+    kept.add(plain, replace(completion, carried={}))
+    state = {
+        name: value for name, value in kept.state_dict([]).items() if name not in ("carried_fields", "carried_bytes")
+    }
+    second, third, fourth = spool(tmp_path), ResponseStore(carries=True), ResponseStore(carries=True)
+    second.open(1, "w")
+    shapes = np.array([routes.shape, (0, 0, 0)])
+    third.load_state_dict({**state, "carried_routes": routes.ravel(), "carried_route_shapes": shapes})
+    for store in (second, third):
+        assert np.array_equal(required(store.find(request)).completion.carried["routes"], routes)
+    assert required(third.find(plain)).completion.carried == {}
+    fourth.load_state_dict(state)  # of a version before there were routes
+    assert required(fourth.find(request)).completion.carried == {}
 
 
 @pytest.mark.parametrize("change", ["weights", "engine", "sampling", "seed", "prompt"])
@@ -215,7 +234,12 @@ def rewritten(file: Path, changes: dict[str, object], arrays: bytes | None = Non
         *({"score": {"value": 1.0, **more}} for more in ({"new": 1}, {"extras": []}, {"fault": "x"}, {"text": 3})),
         *({"score": {"value": 1.0, "token_rewards": value}} for value in ([1.0], "x", 3, [None] * 3, {})),
         *({"score": {"value": 10**400}}, {"responses": "x"}, {"responses": None}),
-        *({"routes": value} for value in (3, "x", [4], [1, 1, 1], [-1, -1, 2], [10**12, 1, 1], [None] * 3, {"a": 1})),
+        *({"carried": value} for value in (3, "x", None, [4], ["x"], {"a": 1}, [["routes", "<i2", 2]])),
+        *(
+            {"carried": [["routes", "<i2", value]]}
+            for value in ([1, 1, 1], [-1, -1, 2], [10**12, 1, 1], [None] * 3, [])
+        ),
+        *({"carried": [[name, kind, [0]]]} for name, kind in (("routes", "O"), ("routes", "V4"), ("unknown", "<i2"))),
     ],
     ids=str,
 )

@@ -145,9 +145,12 @@ def test_the_experts_are_those_of_every_token_before_the_last_one_kept(tokenizer
         outputs.append(EngineCoreOutput(f"{name}-1", ids, row, finish_reason=reason, routed_experts=experts))
     stopped, whole = collector.process_outputs(outputs).request_outputs
     assert len(stopped.token_ids) == 2  # after a prompt of three
-    assert stopped.routes.tolist() == experts[:4].tolist() and whole.routes.tolist() == experts.tolist()
-    assert whole.routes.dtype == np.int16
-    assert collecting(request("a")).responses["a-1"].routes is None
+    assert (
+        stopped.carried["routes"].tolist() == experts[:4].tolist()
+        and whole.carried["routes"].tolist() == experts.tolist()
+    )
+    assert whole.carried["routes"].dtype == np.int16
+    assert collecting(request("a")).responses["a-1"].carried == {}
 
 
 def test_the_log_probs_of_a_scored_prompt_are_its_own_tokens_and_not_the_likeliest():

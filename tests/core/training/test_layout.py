@@ -24,7 +24,8 @@ from transformers import (
 from hybridrl.checkpoint.read import open_tensors
 from hybridrl.config import ConfigError, values
 from hybridrl.config.catalog import POLICY_LOSSES
-from hybridrl.core.batch import UNROUTED, Batch
+from hybridrl.core.batch import Batch
+from hybridrl.core.carried import UNROUTED
 from hybridrl.core.training.attention import sequence_group
 from hybridrl.core.training.fsdp import shard_and_fill
 from hybridrl.core.training.layout import layout
@@ -146,7 +147,7 @@ Computed = tuple[dict[int, Tensor], dict[str, Tensor], float]
 def computed(paths: dict[str, str], rows: Batch, sizes: Sizes) -> dict[str, Computed]:
     """By family the log-probs of this rank's rows, gradient of all rows, and its norm; of some families also those with
     the routes of the rows."""
-    without = replace(rows, routes=None)
+    without = replace(rows, carried={})
     found = {family: _computed(build(path, sizes), without, share(rows, sizes)) for family, path in paths.items()}
     for family in [family for family in REPLAYED if family in paths]:
         learner = build(paths[family], sizes)
@@ -200,8 +201,8 @@ def rows(make_batch, paths) -> Batch:
     for name in ("old_log_probs", "reference_log_probs", "rollout_log_probs"):
         vars(batch)[name] = log_probs + torch.randn(tokens, generator=generator) / 5
     choices = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(2 * int(batch.lengths.sum()))])
-    batch.routes = choices.view(-1, 2, 2).to(torch.int16)
-    batch.routes[batch.lengths.cumsum(0) - 1] = UNROUTED
+    routes = batch.carried["routes"] = choices.view(-1, 2, 2).to(torch.int16)
+    routes[batch.lengths.cumsum(0) - 1] = UNROUTED
     return batch
 
 
@@ -257,7 +258,7 @@ def of_losses(path: str, rows: Batch, sizes: Sizes) -> dict[str, dict[str, Tenso
 
 @pytest.mark.drill
 def test_the_gradient_of_every_loss_is_that_of_one_process(paths, rows) -> None:
-    path, rows = paths["a mixture"], replace(rows, routes=None)
+    path, rows = paths["a mixture"], replace(rows, carried={})
     (alone,) = on_ranks(1, of_losses, path, rows, ALONE)
     assert alone.keys() == POLICY_LOSSES.keys() | set(get_args(values.Aggregation))
     for name, sizes in LAYOUTS.items():

@@ -36,18 +36,19 @@ def test_each_response_token_is_predicted_by_the_one_before_it(two_rows, padded,
 
 
 def test_the_experts_of_each_token_lie_where_it_does(two_rows):
-    two_rows.routes = torch.arange(14, dtype=torch.int16).view(7, 1, 2)
-    assert required(pack_rows(two_rows, padded=False).routes).tolist() == two_rows.routes.tolist()
-    padded = required(pack_rows(two_rows, padded=True).routes)
+    routes = two_rows.carried["routes"] = torch.arange(14, dtype=torch.int16).view(7, 1, 2)
+    assert pack_rows(two_rows, padded=False).carried["routes"].tolist() == routes.tolist()
+    padded = pack_rows(two_rows, padded=True).carried["routes"]
     assert padded[:, 0].tolist() == [[0, 1], [2, 3], [4, 5], [-1, -1], [6, 7], [8, 9], [10, 11], [12, 13]]
     assert padded.dtype == torch.int16
 
 
 def test_moving_inputs_moves_every_tensor(two_rows):
-    two_rows.routes = torch.zeros(7, 1, 2, dtype=torch.int16)
+    two_rows.carried["routes"] = torch.zeros(7, 1, 2, dtype=torch.int16)
     for padded in (False, True):
         moved = pack_rows(two_rows, padded).to(torch.device("meta"))
-        assert all(value.is_meta for value in vars(moved).values() if isinstance(value, torch.Tensor))
+        values = *vars(moved).values(), moved.carried["routes"]
+        assert all(value.is_meta for value in values if isinstance(value, torch.Tensor))
         assert padded or required(moved.packed).boundaries.is_meta
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV2Config, PhimoeConfig, PreTrainedConfig
 
-from hybridrl.core.batch import UNROUTED, Batch
+from hybridrl.core.batch import Batch
+from hybridrl.core.carried import UNROUTED
 from hybridrl.core.training.model import LanguageModel, check_replay
 from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.routes import RouterReplay
@@ -65,7 +66,7 @@ def choices(model: LanguageModel, rows: Batch, *, padded: bool = False) -> tuple
 def test_with_its_own_experts_a_model_computes_what_it_does_without(rows, family) -> None:
     model = replaying(MIXTURES[family])
     log_probs, experts, weights = choices(model, rows)
-    again, same, same_weights = choices(model, replace(rows, routes=experts.to(torch.int16)))
+    again, same, same_weights = choices(model, replace(rows, carried={"routes": experts.to(torch.int16)}))
     assert torch.equal(again, log_probs) and torch.equal(same_weights, weights)
     assert torch.equal(same, experts)
 
@@ -77,7 +78,7 @@ def test_other_experts_are_used_and_weighted_as_the_family_does(rows, family, pa
     before, own, _ = choices(model, rows, padded=padded)
     routes = (own + 1) % 8
     routes[::3] = UNROUTED  # these tokens keep their own
-    after, chosen, others = choices(model, replace(rows, routes=routes.to(torch.int16)), padded=padded)
+    after, chosen, others = choices(model, replace(rows, carried={"routes": routes.to(torch.int16)}), padded=padded)
     first = SMALL["num_hidden_layers"] - others.shape[1]
     assert torch.equal(chosen[1::3, first:], routes[1::3, first:])
     assert torch.equal(chosen[::3, first], own[::3, first])
@@ -103,7 +104,7 @@ def test_the_weights_of_given_experts_are_those_worked_out_by_hand(rows, family)
     router = next(module for name, module in model.model.named_modules() if name.endswith((".gate", ".router")))
     router.register_forward_hook(lambda module, given, output: scores.append(output[0].detach()))
     routes = torch.tensor([5, 2]).expand(int(rows.lengths.sum()), 2, -1).to(torch.int16)
-    _, chosen, weights = choices(model, replace(rows, routes=routes))
+    _, chosen, weights = choices(model, replace(rows, carried={"routes": routes}))
     assert (chosen[:, -1] == torch.tensor([5, 2])).all()
     torch.testing.assert_close(weights[:, 0].float(), by_hand(scores[0].float(), routes[:, 0].long(), family))
 
@@ -115,7 +116,7 @@ def test_the_share_of_experts_that_the_routers_would_not_have_chosen(rows) -> No
         if name.endswith(".gate"):
             module.register_forward_hook(lambda module, given, output: scores.append(output[0].detach()))
     routes = torch.tensor([5, 2]).expand(int(rows.lengths.sum()), 2, -1).to(torch.int16)
-    inputs = pack_rows(replace(rows, routes=routes), padded=False)
+    inputs = pack_rows(replace(rows, carried={"routes": routes}), padded=False)
     model(inputs, 1.0)
     own = torch.stack(scores, 1).topk(2).indices  # [tokens, layers, experts of a token]
     kept = torch.stack([(own == expert).any(-1) for expert in (5, 2)]).float().mean((0, 2))
@@ -125,7 +126,7 @@ def test_the_share_of_experts_that_the_routers_would_not_have_chosen(rows) -> No
     assert not found["tokens_without_routes"].any()
     routes = routes.clone()
     routes[inputs.predictors[:2]] = UNROUTED
-    inputs = pack_rows(replace(rows, routes=routes), padded=False)
+    inputs = pack_rows(replace(rows, carried={"routes": routes}), padded=False)
     model(inputs, 1.0)
     found = model.route_statistics(inputs)
     assert found["tokens_without_routes"].tolist() == [1, 1, *[0] * 10] and not found["replaced_experts"][:2].any()
@@ -141,7 +142,7 @@ def test_the_gradient_reaches_the_router_through_the_weights_of_given_experts(ro
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     routes = torch.tensor([5, 2]).expand(int(rows.lengths.sum()), 2, -1).to(torch.int16)
     model.train()
-    model(pack_rows(replace(rows, routes=routes), padded=False), 1.0).log_probs.sum().backward()
+    model(pack_rows(replace(rows, carried={"routes": routes}), padded=False), 1.0).log_probs.sum().backward()
     for name, parameter in model.named_parameters():
         if name.endswith(".gate.weight"):
             norms = required(parameter.grad).norm(dim=-1)

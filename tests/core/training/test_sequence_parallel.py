@@ -91,12 +91,12 @@ class Group:
 def test_a_slice_has_its_tokens_their_targets_and_the_boundaries_of_all_rows(make_batch) -> None:
     """100 | 0 1 and 101 102 103 | 2, and a padding token."""
     routes = torch.arange(7, dtype=torch.int16).view(7, 1, 1)
-    inputs = pack_rows(make_batch([2, 1], prompts=[1, 3], routes=routes), padded=False)
+    inputs = pack_rows(make_batch([2, 1], prompts=[1, 3], carried={"routes": routes}), padded=False)
     first, second = (slice_of(inputs, Group(rank, 2)) for rank in (0, 1))
     assert first.input_ids.tolist() == [[100, 0, 1, 101]]
     assert second.input_ids.tolist() == [[102, 103, 2, 0]]
     assert second.position_ids.tolist() == [[1, 2, 3, 0]]
-    assert [required(part.routes).flatten().tolist() for part in (first, second)] == [[0, 1, 2, 3], [4, 5, 6, -1]]
+    assert [part.carried["routes"].flatten().tolist() for part in (first, second)] == [[0, 1, 2, 3], [4, 5, 6, -1]]
     assert (first.predictors.tolist(), second.predictors.tolist()) == ([0, 1], [1])
     assert (first.targets.tolist(), second.targets.tolist()) == ([0, 1], [2])
     assert required(first.packed).boundaries.tolist() == required(second.packed).boundaries.tolist() == [0, 3, 7, 8]

@@ -100,11 +100,12 @@ class EngineResponse:
         return np.concatenate([np.empty(0), *self.parts], dtype=np.float32)
 
     @property
-    def routes(self) -> np.ndarray | None:
-        """The experts of each token of prompt and response but the last [tokens, layers, experts of a token] int16;
-        None if the engine does not return them, or has computed nothing."""
+    def carried(self) -> dict[str, np.ndarray]:
+        """The routes of each token of prompt and response but the last, if the engine returns them and has computed
+        anything."""
         computed = self.prompt_tokens + len(self.token_ids) - 1  # a text may end a response before its last token
-        return np.concatenate(self.route_parts)[:computed].astype(np.int16) if self.route_parts else None
+        parts = self.route_parts
+        return {"routes": np.concatenate(parts)[:computed].astype(np.int16)} if parts else {}
 
     def add(self, output: EngineCoreOutput) -> bool:
         """Add what an iteration has sampled; returns whether a text ends the response, with the token that completes

@@ -96,7 +96,7 @@ class VllmEngine:
         response = await self._respond(name, request.prompt_ids, parameters)
         token_ids = np.asarray(response.token_ids, dtype=np.int64)
         ended = response.truncated, version, response.interrupted
-        return Completion(token_ids, response.log_probs, *ended, response.routes)
+        return Completion(token_ids, response.log_probs, *ended, response.carried)
 
     async def _respond(self, name: str, prompt_ids: list[int], parameters: SamplingParams) -> EngineResponse:
         adapter = adapter_request(self.sync_id) if self.adapted else None
@@ -242,8 +242,8 @@ def engine_arguments(
 
 
 def finish_iterations(engine: LLMEngine) -> None:
-    """Finish what the asynchronous scheduler has begun for responses that have ended since: routes of an iteration that
-    is in flight would be counted to the next cache."""
+    """Finish what the asynchronous scheduler has begun for responses that have ended since: the experts of an iteration
+    in flight would be counted to the next cache."""
     while engine.engine_core.engine_core.batch_queue:
         engine.step()
 

@@ -1,0 +1,98 @@
+"""Fields that travel with a response: a table of declarations by name, which other distributions extend.
+
+What makes or holds responses (completions, turns, rows, batches, inputs of a model, the spool and checkpoints) has one
+mapping `carried` from names to arrays and asks the table. So a further field is a declaration, what fills it and what
+reads it, for example `rows.carried["doubt"]` in a custom loss with the attribute `reads = ("doubt",)`:
+
+    [project.entry-points."hybridrl.plugins"]
+    "carried.doubt" = "my_package:DOUBT"
+
+    DOUBT = Carried("response", join="concatenate")  # a number per sampled token, from an engine
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, chain
+from typing import Literal
+
+import numpy as np
+
+from hybridrl import plugins
+
+UNROUTED = -1  # in `routes`, of a token that the engine has not computed: the router chooses
+Fields = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A field: an array per response, whose first dimension has the elements of its axis.
+
+    Turns whose context only grows are one row. With the join "last" it has the value of the last turn with one, which
+    is of the whole row. Other values are concatenated: a turn has those of the tokens that it added to the context, or
+    for the axis "response" of those that the policy wrote. "places" also adds the tokens before the turn: a place that
+    a turn counts from its own first token is counted from the row's.
+    """
+
+    axis: Literal["row", "prompt", "response", "token", "items"]  # one value per row or token; any number of items
+    lengths: str = ""  # of items: the name of their number per row, which is a field of a batch
+    join: Literal["last", "concatenate", "places"] = "last"
+    absent: float = 0  # where other rows, or other tokens, have a value
+    stored: bool = True  # in spool and checkpoint
+    enters: bool = False  # the hidden state of a token depends on it: it is an input of the model
+    identity: bool = False  # prompts that differ in it are different
+    filled_by: Literal["prompt", "engine", "episode", "batch"] = "engine"  # the last: once the scores are known
+
+
+# The experts that a mixture's routers chose [tokens, layers, experts of a token] int16, of all tokens of prompt and
+# response but the last, which the engine does not compute; layers without experts have any numbers.
+FIELDS = {"routes": Carried("token", absent=UNROUTED, enters=True)}
+
+
+@cache
+def declared(name: str) -> Carried:
+    """Return the declaration of a field; ValueError lists those that exist."""
+    if name in FIELDS:
+        return FIELDS[name]
+    if name not in declared_names():
+        raise ValueError(f"no carried field is named {name!r:.80}; declared are {', '.join(declared_names())}")
+    return plugins.load(f"carried.{name}")
+
+
+def declared_names() -> list[str]:
+    """Return the names of all fields, without loading what other distributions declare."""
+    return [*FIELDS, *plugins.names("carried")]
+
+
+def superseded(earlier: Fields, later: Fields) -> dict[str, np.ndarray]:
+    """Return the fields of a turn that its row still needs when a later turn is known."""
+    return {name: value for name, value in earlier.items() if name not in later or declared(name).join != "last"}
+
+
+def continued(first: Fields, second: Fields, sizes: Sequence[int]) -> dict[str, np.ndarray]:
+    """Return the fields of a response whose two parts have so many tokens."""
+    parts = [{name: part[name] for name in part if declared(name).join != "last"} for part in (first, second)]
+    return {**first, **second, **joined(parts, (0, 0), sizes)}
+
+
+def joined(parts: Sequence[Fields], read: Sequence[int], wrote: Sequence[int]) -> dict[str, np.ndarray]:
+    """Return the fields of turns as those of their row, one value per element of an axis. Each turn added the tokens
+    that were `read`, of which the first ones are the prompt, and those that the policy `wrote`."""
+    return {name: _joined(name, parts, read, wrote) for name in dict.fromkeys(chain.from_iterable(parts))}
+
+
+def _joined(name: str, parts: Sequence[Fields], read: Sequence[int], wrote: Sequence[int]) -> np.ndarray:
+    field, prompt = declared(name), read[0]
+    *before, tokens = accumulate(map(sum, zip(read, wrote, strict=True)), initial=0)
+    present = [(part[name], *counts) for part, *counts in zip(parts, before, read, strict=True) if name in part]
+    if field.join == "last":
+        present = [(present[-1][0], 0, prompt)]
+    if field.axis == "items":
+        return np.concatenate([value + start if field.join == "places" else value for value, start, _ in present])
+    size = {"row": 1, "prompt": prompt, "response": tokens - prompt, "token": tokens}[field.axis]
+    whole = np.full((size, *present[0][0].shape[1:]), field.absent, present[0][0].dtype)
+    for value, start, observed in present:
+        begin = start + observed - prompt if field.axis == "response" else start
+        part = value[: max(size - begin, 0)]
+        whole[begin : begin + len(part)] = part
+    return whole
