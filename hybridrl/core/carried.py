@@ -11,10 +11,10 @@ reads it, for example `rows.carried["doubt"]` in a custom loss with the attribut
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, chain
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -44,6 +44,14 @@ class Carried:
     filled_by: Literal["prompt", "engine", "episode", "batch"] = "engine"  # the last: once the scores are known
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt, or what a conversation adds to one: token ids, and the fields that belong to them."""
+
+    ids: list[int]
+    carried: Fields = field(default_factory=dict)
+
+
 # The experts that a mixture's routers chose [tokens, layers, experts of a token] int16, of all tokens of prompt and
 # response but the last, which the engine does not compute; layers without experts have any numbers.
 FIELDS = {"routes": Carried("token", absent=UNROUTED, enters=True)}
@@ -62,6 +70,22 @@ def declared(name: str) -> Carried:
 def declared_names() -> list[str]:
     """Return the names of all fields, without loading what other distributions declare."""
     return [*FIELDS, *plugins.names("carried")]
+
+
+def brought(row: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the fields that a row of data has in columns `carried.NAME`; ValueError for what is none of a prompt."""
+    columns = {name.removeprefix("carried."): np.asarray(row[name]) for name in row if name.startswith("carried.")}
+    fields = {name: value for name, value in columns.items() if value.size and value.tolist() is not None}
+    for name, value in fields.items():
+        if declared(name).filled_by != "prompt" or value.dtype.kind not in "biuf" or not value.ndim:
+            raise ValueError(f"carried.{name} holds no list of numbers, or is no field of prompts: {value!r:.60}")
+    return fields
+
+
+def identity(fields: Fields) -> bytes:
+    """Return what makes prompts with the same ids different; empty for most."""
+    parts = [(name, value) for name, value in sorted(fields.items()) if declared(name).identity]
+    return b"".join(f"{name} {value.dtype.str} {value.shape} ".encode() + value.tobytes() for name, value in parts)
 
 
 def superseded(earlier: Fields, later: Fields) -> dict[str, np.ndarray]:

@@ -19,6 +19,7 @@ from hybridrl.config.compose import as_section
 from hybridrl.config.custom_code import calling, load_class, taken
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
+from hybridrl.core.carried import Fields, brought
 from hybridrl.data.rows import DataRow, Faults, Rows, load_rows, report_overlong, with_progress
 from hybridrl.data.template_arguments import (
     arguments_read,
@@ -73,6 +74,7 @@ class Prompt:
     extra_info: dict[str, Any]
     columns: dict[str, Any] = field(default_factory=dict, compare=False)
     tools: list[dict[str, Any]] = field(default_factory=list, compare=False)
+    carried: Fields = field(default_factory=dict, compare=False)  # of its columns carried.NAME
 
 
 @dataclass(frozen=True)
@@ -290,10 +292,14 @@ def _parse(row: DataRow, config: DataConfig, *, needs_truth: bool = False) -> Pr
     source = values.get(config.reward_fn_key)
     if isinstance(source, list | dict):
         faults.append(f"data.reward_fn_key={config.reward_fn_key} must hold a text, the row has {source!r:.60}")
+    try:
+        carried = brought(columns)
+    except ValueError as error:
+        return [*faults, str(error)]
     if faults or not messages:
         return faults
     data_source = UNKNOWN_SOURCE if source is None else str(source)
-    return Prompt(row.number, [], messages, data_source, ground_truth, extra_info, columns, tools or [])
+    return Prompt(row.number, [], messages, data_source, ground_truth, extra_info, columns, tools or [], carried)
 
 
 def with_objects(columns: dict[str, Any]) -> dict[str, Any]:

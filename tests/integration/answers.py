@@ -9,6 +9,7 @@ import pytest
 
 from hybridrl.config import PPOConfig
 from hybridrl.core.batch import Batch
+from hybridrl.core.carried import Encoded
 from hybridrl.core.experience.batching import group_by_prompt, to_batch
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.core.hybrid_engine import HybridEngine
@@ -43,7 +44,7 @@ def rows(wanted: list[Request], responses: dict[tuple[int, int], Completion]) ->
     for request in wanted:
         prompt = Prompt(request.prompt, request.prompt_ids, "", "", "", {})
         response = responses[request.prompt, request.sample]
-        trajectory = Trajectory([Turn.of(prompt.ids, response)])
+        trajectory = Trajectory([Turn.of(Encoded(prompt.ids), response)])
         episodes.append(Episode(prompt, request.prompt, request.sample, trajectory, "", Score(float(request.sample))))
     return to_batch(group_by_prompt(episodes))
 

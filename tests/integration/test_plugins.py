@@ -1,4 +1,4 @@
-"""Plug-ins of another distribution: an engine with a field that a custom loss reads, a reward manager, rows, commands."""
+"""Plug-ins of another distribution: an engine with a field that a loss reads, a reward manager, rows and commands."""
 
 import json
 import os

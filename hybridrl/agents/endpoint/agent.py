@@ -25,6 +25,7 @@ from hybridrl.agents.environments.episode_loop import EpisodeTools, PausablePoli
 from hybridrl.agents.environments.user_code import UserCodeError, contained, reward_of
 from hybridrl.config.custom_code import own
 from hybridrl.config.schema_parts import AgentConfig
+from hybridrl.core.carried import Encoded
 from hybridrl.core.experience.trajectory import Policy, Trajectory
 from hybridrl.core.rollout import Completion
 
@@ -44,8 +45,8 @@ class OneAtATime:
         self.policy, self.lock = policy, asyncio.Lock()
         self.tasks: set[asyncio.Task] = set()
 
-    async def generate(self, ids: list[int], wanted: SamplingOptions) -> Completion:
-        task = asyncio.create_task(self._generate(ids, wanted))
+    async def generate(self, prompt: Encoded, wanted: SamplingOptions) -> Completion:
+        task = asyncio.create_task(self._generate(prompt, wanted))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         try:
@@ -55,9 +56,9 @@ class OneAtATime:
                 raise rejected(409, "the episode of this session has ended", code="session_closed") from None
             raise
 
-    async def _generate(self, ids: list[int], wanted: SamplingOptions) -> Completion:
+    async def _generate(self, prompt: Encoded, wanted: SamplingOptions) -> Completion:
         async with self.lock:
-            return await self.policy.generate(ids, max_tokens=wanted.max_tokens, stop=wanted.stop)
+            return await self.policy.generate(prompt, max_tokens=wanted.max_tokens, stop=wanted.stop)
 
     def close(self) -> None:
         for task in self.tasks:
@@ -177,10 +178,10 @@ class Agents:
             self.starting = asyncio.ensure_future(self.open.enter_async_context(serving(app, bound(host, port))))
         return await asyncio.shield(self.starting)
 
-    async def _generate(self, session: Session, ids: list[int], wanted: SamplingOptions) -> Completion:
+    async def _generate(self, session: Session, prompt: Encoded, wanted: SamplingOptions) -> Completion:
         if session.id not in self.policies:
             raise rejected(401, "use the API key that the agent was called with", code="invalid_api_key")
-        return await self.policies[session.id].generate(ids, wanted)
+        return await self.policies[session.id].generate(prompt, wanted)
 
     async def _outside(self, waiting: Waiting, session: Session, data: Mapping[str, Any], clock: Timeout) -> None:
         """Wait until the agent ends its session; its rewards were set before. While it has sent no request for long,

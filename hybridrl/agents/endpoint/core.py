@@ -17,6 +17,7 @@ from hybridrl.agents.environments import Message, Schema, ToolCall
 from hybridrl.agents.environments.calls import REASONING_END
 from hybridrl.agents.environments.episode_loop import EpisodeTools
 from hybridrl.config.findings import ConfigError
+from hybridrl.core.carried import Encoded
 from hybridrl.core.rollout import Completion, RequestFault
 from hybridrl.required import required
 
@@ -47,7 +48,7 @@ class SamplingOptions:
 
 
 # Samples a response to token ids for a session; max_tokens is a number.
-Generate = Callable[[Session, list[int], SamplingOptions], Awaitable[Completion]]
+Generate = Callable[[Session, Encoded, SamplingOptions], Awaitable[Completion]]
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Growing:
         text = _cut(self.text[: len(self.text) - held], self.stop)
         if not self.thinks or REASONING_END in text:
             message = _message(text, [], 0) if self.thinks else {"role": "assistant", "content": text}
-            turn = SampledTurn(self.prompt.name, None, [], 0, NOTHING, [message], False, 0.0)
+            turn = SampledTurn(self.prompt.name, None, Encoded([]), 0, NOTHING, [message], False, 0.0)
             self.hear(Reply(turn, self.prompt.ids, ended=False))
 
 
@@ -161,7 +162,7 @@ class Core:
         if wanted.hear:  # a text with calls, which are read at its end, does not grow
             wanted = replace(wanted, hear=Growing(self.kit, prompt, wanted, chat=chat).add if hears else None)
         try:
-            completion = await self.generate(session, prompt.ids, wanted)
+            completion = await self.generate(session, Encoded(prompt.ids, prompt.carried), wanted)
         except RequestFault as fault:
             raise rejected(400, str(fault)) from fault
         return completion, time.monotonic() - began

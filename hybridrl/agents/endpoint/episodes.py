@@ -285,7 +285,7 @@ def _check_lengths(
     schemas = [tool.schema for tool in load_tools(settings).values()]
     for key, data in datasets.items():
         chat = as_chat(data[0].messages)
-        added = len(dialogue.start(chat, schemas)) - len(dialogue.start(chat))
+        added = len(dialogue.start(chat, schemas).ids) - len(dialogue.start(chat).ids)
         if not added and settings.multi_turn.tokenization_sanity_check_mode != "disable":
             raise ConfigError(
                 f"{MULTI_TURN}: the chat template does not show the tools to the model",

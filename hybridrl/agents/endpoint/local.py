@@ -17,6 +17,7 @@ from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments.episode_loop import EpisodeTools, Limits
 from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.core.carried import Encoded
 from hybridrl.core.rollout import Completion, Request, Sampling
 from hybridrl.core.rollout.engine import EngineEntry, RolloutEngine
 from hybridrl.data.tokenizer import end_tokens, load_tokenizer
@@ -37,7 +38,7 @@ class Local:
         self.unfinished = 0  # requests
         self.moved = time.monotonic()  # when the engine was last seen to work, or to have nothing to do
 
-    async def __call__(self, session: Session, ids: list[int], wanted: SamplingOptions) -> Completion:
+    async def __call__(self, session: Session, prompt: Encoded, wanted: SamplingOptions) -> Completion:
         seed = secrets.randbits(31) if wanted.seed is None else wanted.seed
         defaults = {name: getattr(self.rollout, name, None) for name in SAMPLING}
         values = {name: value for name in SAMPLING if (value := getattr(wanted, name)) is not None}
@@ -52,7 +53,8 @@ class Local:
         try:
             with contained("the engine"):
                 hear = wanted.hear and partial(asyncio.get_running_loop().call_soon_threadsafe, wanted.hear)
-                return await self.engine.generate(Request(0, 0, ids, seed, sampling, hear=hear))
+                options = {"hear": hear, "carried": prompt.carried}
+                return await self.engine.generate(Request(0, 0, prompt.ids, seed, sampling, **options))
         except UserCodeError as failure:
             await self.engine.check()  # raises if it is dead; else it rejects this request only, such as its schema
             raise rejected(400, f"the engine rejects this request: {failure.cause}") from failure

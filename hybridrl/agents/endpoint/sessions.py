@@ -18,8 +18,8 @@ from hybridrl.agents.environments import Message, Schema
 from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.agents.environments.episode_loop import SHORTEST_TURN, EpisodeTools
 from hybridrl.config.findings import ConfigError
-from hybridrl.core.carried import superseded
-from hybridrl.core.experience.trajectory import Trajectory, Turn
+from hybridrl.core.carried import Encoded, Fields, superseded
+from hybridrl.core.experience.trajectory import Trajectory, Turn, continued_prompt
 from hybridrl.core.rollout import Completion
 
 KEY_PREFIX = "sk-sess-"
@@ -34,7 +34,7 @@ class SampledTurn:
 
     id: str
     parent: "SampledTurn | None"
-    observed: list[int]
+    observed: Encoded
     dropped: int
     completion: Completion
     messages: list[Message]
@@ -55,23 +55,31 @@ class SampledTurn:
         ids: list[int] = []
         for turn in self.path():
             del ids[len(ids) - turn.dropped :]
-            ids += [*turn.observed, *turn.completion.token_ids.tolist()]
+            ids += [*turn.observed.ids, *turn.completion.token_ids.tolist()]
         return ids
+
+    def followed_by(self, observed: Encoded, dropped: int) -> Encoded:
+        """Return the context that this turn, less its last `dropped` tokens, and what is observed after it are."""
+        ids, path = self.ids(), self.path()
+        cut = [*(turn.dropped for turn in path[1:]), dropped]
+        turns = [Turn.of(turn.observed, turn.completion).without_last(n) for turn, n in zip(path, cut, strict=True)]
+        return continued_prompt(ids[: len(ids) - dropped] + observed.ids, turns, observed)
 
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """The prompt of a turn: its `ids`, of which `observed` are new after the parent's. `left` is the number of
-    tokens that the response may have, `name` the id of its turn."""
+    """The prompt of a turn: its `ids` with their fields, of which `observed` are new after the parent's. `left` is the
+    number of tokens that the response may have, `name` the id of its turn."""
 
     ids: list[int]
     parent: SampledTurn | None
-    observed: list[int]
+    observed: Encoded
     dropped: int
     messages: list[Message]
     tools: Sequence[Schema]
     left: int
     name: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    carried: Fields = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -134,14 +142,14 @@ class Session:
         try:
             if parent is None or not new or _sampled(new):
                 self.forks += bool(self.turns) and _sampled(messages)
-                ids = dialogue.start(messages, tools, trusted=self.trusted)
-                return self._prompt(None, ids, 0, messages, known)
+                first = dialogue.start(messages, tools, trusted=self.trusted)
+                return self._prompt(None, first, 0, messages, known)
             sampled = parent.completion.token_ids.tolist()
             ended = sampled[-1] in self.kit.end_ids
             delta = dialogue.delta(new, sampled, ended=ended, called=parent.called, tools=tools)
         except ConfigError as error:
             raise rejected(400, str(error), param="messages") from error
-        return self._prompt(parent, delta.ids, delta.dropped, messages, known)
+        return self._prompt(parent, delta, delta.dropped, messages, known)
 
     def _dialogue(self, template: Mapping[str, Any]) -> Dialogue:
         try:
@@ -157,20 +165,20 @@ class Session:
             raise rejected(400, "prompt: it has no tokens", param="prompt")
         contexts = [(turn, context) for turn in self.turns if ids[: len(context := turn.ids())] == context]
         parent, known = max(contexts, key=lambda one: len(one[1]), default=(None, []))
-        return self._prompt(parent, ids[len(known) :], 0, [{"role": "user", "content": self.kit.tokenizer.decode(ids)}])
+        messages = [{"role": "user", "content": self.kit.tokenizer.decode(ids)}]
+        return self._prompt(parent, Encoded(ids[len(known) :]), 0, messages)
 
     def _prompt(
         self,
         parent: SampledTurn | None,
-        observed: list[int],
+        observed: Encoded,
         dropped: int,
         messages: Sequence[Message],
         tools: Sequence[Schema] = (),
     ) -> RenderedPrompt:
         """Return the prompt if a response fits after it."""
-        limits, before = self.kit.limits, parent.ids() if parent else []
-        ids = before[: len(before) - dropped] + observed
-        first = len(parent.path()[0].observed if parent else observed)
+        limits, whole = self.kit.limits, parent.followed_by(observed, dropped) if parent else observed
+        ids, first = whole.ids, len((parent.path()[0].observed if parent else observed).ids)
         left = min(limits.context - len(ids), limits.response - (len(ids) - first))
         if limits.turns is not None and len(self.turns) >= limits.turns:
             self.stop = "max_turns"
@@ -180,7 +188,8 @@ class Session:
             message = f"the maximum context length is {limits.context} tokens, of which {limits.response} may follow "
             message += f"the first prompt; your messages have {len(ids)} tokens after a first prompt of {first}"
             raise rejected(400, message, code="context_length_exceeded", param="messages")
-        return RenderedPrompt(ids, parent, observed, dropped, list(messages), tools, min(left, limits.turn or left))
+        left = min(left, limits.turn or left)
+        return RenderedPrompt(ids, parent, observed, dropped, list(messages), tools, left, carried=whole.carried)
 
     def record(
         self,
@@ -225,7 +234,9 @@ class Session:
             for depth, turn in enumerate(path[start:], start=start):
                 dropped = path[depth + 1].dropped if turn is not leaf else 0
                 fresh = depth == start
-                observed = _context(path[: depth + 1]) if fresh else turn.observed
+                observed = turn.observed
+                if fresh and turn.parent:
+                    observed = turn.parent.followed_by(observed, turn.dropped)
                 reward = None if turn.reward is None else turn.reward * turn_discount**depth
                 turns.append(_as_turn(turn, observed, dropped, reward, fresh=fresh and bool(turns)))
         rewards = [turn.reward for turn in turns if turn.reward is not None]
@@ -242,13 +253,7 @@ def _sampled(messages: Sequence[Message]) -> bool:
     return any(message["role"] == "assistant" for message in messages)
 
 
-def _context(path: Sequence[SampledTurn]) -> list[int]:
-    """Return the prompt of the last turn of a path."""
-    ids = path[-1].ids()
-    return ids[: len(ids) - len(path[-1].completion.token_ids)]
-
-
-def _as_turn(turn: SampledTurn, observed: list[int], dropped: int, reward: float | None, *, fresh: bool) -> Turn:
+def _as_turn(turn: SampledTurn, observed: Encoded, dropped: int, reward: float | None, *, fresh: bool) -> Turn:
     sampled = Turn.of(observed, turn.completion, fresh=fresh).without_last(dropped)
     return replace(sampled, reward=reward, seconds_model=turn.seconds)
 

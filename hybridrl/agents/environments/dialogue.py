@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.agents.environments import Message, Schema
 from hybridrl.agents.environments.template import CONTENT, KEY, RESPONSE, TOOL, ChatTemplate, response, user, with_calls
 from hybridrl.config.findings import ConfigError
+from hybridrl.core.carried import Encoded
 from hybridrl.data.template_arguments import row_arguments
 
 # What the templates of reasoning models read.
@@ -34,13 +35,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Delta:
+class Delta(Encoded):
     """The growth of a context after the sampled ids: `ids` are observed (mask 0) and include the generation prompt.
 
     `dropped` (0 or 1) trailing sampled ids leave the row, because the template has another end token in their place.
     """
 
-    ids: list[int]
     dropped: int = 0
 
 
@@ -103,7 +103,7 @@ class Dialogue:
 
     def start(
         self, messages: Sequence[Message], tools: Sequence[Schema] = (), *, trusted: Sequence[Message] | None = None
-    ) -> list[int]:
+    ) -> Encoded:
         """Return the ids of a conversation's first messages, with the generation prompt.
 
         Text of special tokens in a message becomes those tokens in `trusted` messages only, by default all: a row may
@@ -111,7 +111,7 @@ class Dialogue:
         """
         safe = [m if trusted is None or m in trusted else self._template.plain(m) for m in messages]
         text = self._template.text(safe, tools, prompt=True)
-        return [*(self._template.encode if len(text) > LONG else self._encoded_start)(text)]
+        return Encoded([*(self._template.encode if len(text) > LONG else self._encoded_start)(text)])
 
     def delta(
         self,
@@ -183,7 +183,7 @@ class Dialogue:
         if arguments:
             return self.with_arguments(arguments).replay(messages, tools)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        ids = self.start(messages[: turns[0]], tools)
+        ids = self.start(messages[: turns[0]], tools).ids
         mask = [0] * len(ids)
         for index, following in zip(turns, [*turns[1:], len(messages)], strict=True):
             sampled, ended = self._as_sampled(messages[: index + 1], tools)

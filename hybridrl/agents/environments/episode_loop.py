@@ -23,8 +23,8 @@ from hybridrl.agents.environments.calls import CallParser, call_parser
 from hybridrl.agents.environments.dialogue import LONG, Dialogue, characters
 from hybridrl.agents.environments.user_code import UserCodeError, contained, finished, metrics_of, reward_of
 from hybridrl.config.custom_code import once, own
-from hybridrl.core.carried import superseded
-from hybridrl.core.experience.trajectory import Policy, Trajectory, Turn
+from hybridrl.core.carried import Encoded, Fields, superseded
+from hybridrl.core.experience.trajectory import Policy, Trajectory, Turn, continued_prompt
 from hybridrl.core.rollout import Completion
 from hybridrl.data.tokenizer import ResponseDecoder
 from hybridrl.rewards.score import OutOfTime
@@ -109,9 +109,11 @@ class EpisodeRun:
     metrics: dict[str, float] = field(default_factory=dict)
     context: list[int] = field(default_factory=list)  # of the current row
     prompt_length: int = 0  # of the current row
+    row_start: int = 0  # the first turn of the current row
     invalid: int = 0  # responses in a row with calls of which none could be read
     user_turns: int = 0
     reward: float | None = None
+    carried: Fields = field(default_factory=dict)  # those of the row, which belong to the first prompt
 
     async def run(self, messages: Sequence[Message]) -> Trajectory:
         """Run the episode; whatever ends it, the environment is closed."""
@@ -145,9 +147,9 @@ class EpisodeRun:
         self.trusted = messages
         self.messages = list(await self._call(self.environment.reset, own(list(messages))))
         observed, fresh = await self._start(), True
-        if len(observed) > self.kit.limits.prompt:
+        if len(observed.ids) > self.kit.limits.prompt:
             raise EpisodeFault(
-                f"the first messages have {len(observed)} tokens, more than data.max_prompt_length="
+                f"the first messages have {len(observed.ids)} tokens, more than data.max_prompt_length="
                 f"{self.kit.limits.prompt}; raise it, or shorten what the environment's reset returns"
             )
         while True:
@@ -161,16 +163,17 @@ class EpisodeRun:
             if fresh := self._replaces(step):
                 self.messages = step.replace or [*self.messages, *step.messages]
             observed = await (self._start() if fresh else self._delta(response, step))
-            if not observed:
+            if not observed.ids:
                 return "context_overflow"
 
-    async def _sample(self, observed: list[int], *, fresh: bool) -> None:
+    async def _sample(self, observed: Encoded, *, fresh: bool) -> None:
         """Add a turn of the policy after the observed tokens."""
         if fresh:
-            self.context, self.prompt_length = [], len(observed)
-        self.context += observed
+            self.context, self.prompt_length, self.row_start = [], len(observed.ids), len(self.turns)
+        self.context += observed.ids
+        prompt = continued_prompt(self.context, self.turns[self.row_start :], observed)
         began = time.monotonic()
-        completion = await self.policy.generate(self.context, max_tokens=self._left())
+        completion = await self.policy.generate(prompt, max_tokens=self._left())
         turn = Turn.of(observed, completion, fresh=fresh and bool(self.turns))
         if self.turns and not fresh:
             known = superseded(self.turns[-1].carried, turn.carried)
@@ -231,23 +234,25 @@ class EpisodeRun:
         strips = dialogue.history_reasoning == "strip" and dialogue.strips_reasoning
         return step.replace is not None or (strips and read)
 
-    async def _start(self) -> list[int]:
+    async def _start(self) -> Encoded:
         """Return the conversation so far as a prompt; none if it does not fit, after the first turn."""
         limits, dialogue = self.kit.limits, self.kit.dialogue
         room = limits.context - min(SHORTEST_TURN, limits.response)
         if dialogue.exceeds(self.messages, room):
             if self.turns:
-                return []
+                return Encoded([])
             raise EpisodeFault(f"the first messages do not fit into a context of {limits.context} tokens")
         start = partial(dialogue.start, self.messages, self.environment.tools, trusted=self.trusted)
-        ids = await _encoded(start, self.messages)
-        return ids if len(ids) <= room or not self.turns else []
+        encoded = await _encoded(start, self.messages)
+        if not self.turns:
+            return replace(encoded, carried={**self.carried, **encoded.carried})
+        return encoded if len(encoded.ids) <= room else Encoded([])
 
-    async def _delta(self, response: Response, step: Step) -> list[int]:
+    async def _delta(self, response: Response, step: Step) -> Encoded:
         """Return the tokens that the context grows by; none if they do not fit."""
         limits, turn = self.kit.limits, self.turns[-1]
         if self.kit.dialogue.exceeds(step.messages, limits.context - len(self.context)):
-            return []
+            return Encoded([])
         sampled, ended = turn.sampled.tolist(), int(turn.sampled[-1]) in self.kit.end_ids
         options = {"ended": ended, "called": bool(response.calls), "tools": self.environment.tools}
         delta = await _encoded(partial(self.kit.dialogue.delta, step.messages, sampled, **options), step.messages)
@@ -257,9 +262,9 @@ class EpisodeRun:
         used = len(self.context) + len(delta.ids)
         left = min(limits.response - (used - self.prompt_length), limits.context - used)
         if left < min(SHORTEST_TURN, limits.response):
-            return []
+            return Encoded([])
         self.messages += step.messages
-        return delta.ids
+        return delta
 
     async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of the environment; EpisodeFault at the time limit. Tools have limits of their own."""
@@ -308,11 +313,9 @@ class PausablePolicy:
     policy: Policy
     clock: asyncio.Timeout
 
-    async def generate(
-        self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
-    ) -> Completion:
+    async def generate(self, prompt: Encoded, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
         with paused(self.clock):
-            return await self.policy.generate(prompt_ids, max_tokens=max_tokens, stop=stop)
+            return await self.policy.generate(prompt, max_tokens=max_tokens, stop=stop)
 
 
 @contextlib.contextmanager

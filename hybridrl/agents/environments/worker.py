@@ -31,6 +31,7 @@ from hybridrl.agents.environments.episode_loop import AgentLoop, EpisodeRun, Epi
 from hybridrl.agents.environments.load import environment_of, runs_function
 from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config.custom_code import own
+from hybridrl.core.carried import Encoded, brought
 from hybridrl.core.experience.trajectory import Policy, Trajectory
 from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling, request_seed
 from hybridrl.runtime.guard import begin_actor
@@ -142,23 +143,22 @@ class WorkerPolicy:
         self.turn = 0
         self.versions: list[np.ndarray] = []  # of the weights that each token was sampled with, by turn
 
-    async def generate(
-        self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
-    ) -> Completion:
+    async def generate(self, prompt: Encoded, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
         spec, turn, context = self.spec, self.turn, self.kit.limits.context
-        if len(prompt_ids) >= context:
+        if len(prompt.ids) >= context:
             raise EpisodeFault(
-                f"turn {turn} has a prompt of {len(prompt_ids)} tokens, and the model's context has {context} "
+                f"turn {turn} has a prompt of {len(prompt.ids)} tokens, and the model's context has {context} "
                 "(actor_rollout_ref.rollout.max_model_len)"
             )
         self.turn += 1
-        most = min(self.sampling.max_tokens, context - len(prompt_ids))
+        most = min(self.sampling.max_tokens, context - len(prompt.ids))
         # The first turn has the seed of a single response, which an episode of one turn then equals.
         seed = request_seed(spec.seed, spec.seed_key, spec.sample, *([turn] if turn else []))
         most = most if max_tokens is None else min(most, int(max_tokens))
         # Plain values: the driver and the engines cannot import an agent's own classes.
         sampling = replace(self.sampling, max_tokens=most, stop=(*self.sampling.stop, *map(str, stop)))
-        request = Request(spec.prompt, spec.sample, list(map(int, prompt_ids)), seed, sampling, turn)
+        ids = list(map(int, prompt.ids))
+        request = Request(spec.prompt, spec.sample, ids, seed, sampling, turn, carried=prompt.carried)
         completion = await self.call.ask(self.ticket, request)
         self.versions.append(np.broadcast_to(completion.versions, len(completion.token_ids)))
         return completion
@@ -258,7 +258,7 @@ class EpisodeWorker:
             return await self._verl_loop(make, policy(loop_sampling), spec, kit)
         environment = SingleResponse({}, spec.row) if make is None else make()
         sampling = self._with_stops(spec.sampling) if environment.tools else spec.sampling
-        return await EpisodeRun(kit, policy(sampling), environment).run(spec.messages)
+        return await EpisodeRun(kit, policy(sampling), environment, carried=brought(spec.row)).run(spec.messages)
 
     async def _verl_loop(
         self, loop: AgentLoop, policy: "WorkerPolicy", spec: EpisodeSpec, kit: EpisodeTools

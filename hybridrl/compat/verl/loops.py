@@ -25,7 +25,7 @@ from hybridrl.compat.verl.tools import initialize_tools_from_config, load_intera
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_section
 from hybridrl.config.custom_code import once, own, taken
-from hybridrl.core.carried import declared, superseded
+from hybridrl.core.carried import Encoded, declared, superseded
 from hybridrl.core.experience.trajectory import Policy, Trajectory, Turn
 from hybridrl.core.rollout import Completion
 
@@ -93,7 +93,7 @@ class AsyncLLMServerManager:
         stop = sampling_params.get("stop") or ()
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         prompt_ids = [int(one) for one in prompt_ids]
-        output = TokenOutput(await self._policy.generate(prompt_ids, max_tokens=limit, stop=stop), prompt_ids)
+        output = TokenOutput(await self._policy.generate(Encoded(prompt_ids), max_tokens=limit, stop=stop), prompt_ids)
         for one in self.sampled[-1:]:
             if output.context[: len(one.context)] == one.context:
                 one.carried = superseded(one.carried, output.carried)

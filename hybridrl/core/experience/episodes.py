@@ -15,7 +15,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import Literal
 
-from hybridrl.core.carried import declared
+from hybridrl.core.carried import Encoded, declared
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.experience.trajectory import (
     ConversationSource,
@@ -132,7 +132,9 @@ class EpisodeRunner:
             return self.conversations.source(places, store, grouped=grouped)
         requests = [
             Request(
-                one.number, one.sample, one.prompt.ids, request_seed(self.seed, one.seed_key, one.sample), one.sampling
+                *(one.number, one.sample, one.prompt.ids, request_seed(self.seed, one.seed_key, one.sample)),
+                sampling=one.sampling,
+                carried=one.prompt.carried,
             )
             for one in places
         ]
@@ -248,7 +250,7 @@ def _single(request: Request, completion: Completion | RequestFault) -> Trajecto
     if isinstance(completion, RequestFault):
         return Trajectory([], "fault", fault=completion.kind, detail=str(completion))
     stop = "max_tokens" if completion.truncated else "completed"
-    return Trajectory([Turn.of(request.prompt_ids, completion)], stop)
+    return Trajectory([Turn.of(Encoded(request.prompt_ids, request.carried), completion)], stop)
 
 
 def _scoring_request(prompt: Prompt, trajectory: Trajectory) -> ScoringRequest:

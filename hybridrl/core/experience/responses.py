@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
-from hybridrl.core.carried import Fields, declared
+from hybridrl.core.carried import Fields, declared, identity
 from hybridrl.core.rollout import Completion, Request
 from hybridrl.core.rollout.engine import Key
 from hybridrl.required import required
@@ -194,7 +194,8 @@ class ResponseStore:
     # -- on disk -------------------------------------------------------------------------------------------------------
 
     def _key(self, request: Request) -> str:
-        return _hash(f"{self.origin} {request.seed} {request.sampling} {list(request.prompt_ids)}")
+        prompt = f"{list(request.prompt_ids)}{identity(request.carried).hex()}"
+        return _hash(f"{self.origin} {request.seed} {request.sampling} {prompt}")
 
     def _spool(self, key: str, response: StoredResponse) -> None:
         """Append a response to the file; without a key there was none when it was sampled."""
@@ -319,7 +320,7 @@ def _is_sound(score: Score, tokens: int) -> bool:
 
 
 def _check_of(request: Request) -> int:
-    return zlib.crc32(np.asarray(request.prompt_ids, dtype=np.int64).tobytes())
+    return zlib.crc32(identity(request.carried), zlib.crc32(np.asarray(request.prompt_ids, dtype=np.int64).tobytes()))
 
 
 def _remove(path: Path) -> None:

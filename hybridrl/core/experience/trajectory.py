@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from hybridrl.core.carried import Fields, declared, joined
+from hybridrl.core.carried import Encoded, Fields, declared, joined
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.rollout import Completion, Sampling
 from hybridrl.data.prompts import Prompt
@@ -56,10 +56,10 @@ class Turn:
         return np.broadcast_to(self.versions, len(self.sampled))
 
     @staticmethod
-    def of(observed: Sequence[int], completion: Completion, *, fresh: bool = False) -> "Turn":
+    def of(observed: Encoded, completion: Completion, *, fresh: bool = False) -> "Turn":
         stop = "length" if completion.truncated else "stop"
         sampled = completion.token_ids, completion.log_probs, completion.versions
-        return Turn(observed, *sampled, stop, fresh=fresh, carried=completion.carried)
+        return Turn(observed.ids, *sampled, stop, fresh=fresh, carried={**observed.carried, **completion.carried})
 
     def without_last(self, count: int) -> "Turn":
         """Return the turn without the last tokens that were sampled."""
@@ -70,6 +70,13 @@ class Turn:
             if declared(name).axis == "response":
                 carried[name] = value[: len(value) - count]
         return replace(self, sampled=sampled, log_probs=log_probs, versions=versions, carried=carried)
+
+
+def continued_prompt(ids: list[int], turns: Sequence[Turn], observed: Encoded) -> Encoded:
+    """Return the ids of a context with the fields of its prompts: of turns of one row, and of what follows them."""
+    given = [{name: one.carried[name] for name in one.carried if declared(name).filled_by == "prompt"} for one in turns]
+    read, wrote = [len(turn.observed) for turn in turns], [len(turn.sampled) for turn in turns]
+    return Encoded(ids, joined([*given, observed.carried], [*read, len(observed.ids)], [*wrote, 0]))
 
 
 @dataclass(frozen=True)
@@ -214,8 +221,6 @@ class Scorers(Protocol):
 class Policy(Protocol):
     """The policy as one episode sees it. Turns of an episode go to the same server, which has their prefix cached."""
 
-    async def generate(
-        self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
-    ) -> Completion:
+    async def generate(self, prompt: Encoded, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
         """Sample one turn. `max_tokens` lowers the limit that the run has; a response that contains one of the texts
         in `stop` ends with the token that completes it."""

@@ -74,7 +74,7 @@ class Request:
     """One response wanted to one prompt. Requests with the same `prompt` number share a prefix, and `sample` counts
     them; a later `turn` of an episode continues what a server has cached. The last `begun` tokens of the prompt are the
     beginning of the response, which was interrupted. `hear`, of a request in the engine's process, may be called with
-    tokens as they are sampled, in whatever thread."""
+    tokens as they are sampled, in whatever thread. `carried` are the fields of the prompt."""
 
     prompt: int
     sample: int
@@ -84,6 +84,7 @@ class Request:
     turn: int = 0
     begun: int = 0
     hear: Callable[[list[int]], object] | None = None
+    carried: Fields = field(default_factory=dict)
 
     @property
     def key(self) -> "Key":

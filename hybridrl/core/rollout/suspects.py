@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from hybridrl.core.carried import identity
 from hybridrl.core.cluster.dispatch import ActorJob
 from hybridrl.core.rollout.engine import Completion, FatalRequest, Request, RequestFault, continuation
 
@@ -62,7 +63,7 @@ class Suspects:
         room = self.window - sum(job.suspect for job in running)
         withheld, others = [], []
         for job in waiting:
-            if job.suspect and (reason := self._fatal_with(job.request.prompt_ids)):
+            if job.suspect and (reason := self._fatal_with(job.request)):
                 self.fatal.append((job, reason))
                 continue
             room -= job.suspect
@@ -103,5 +104,7 @@ class Suspects:
         self.rejected = True
         job.future.set_exception(fault)
 
-    def _fatal_with(self, prompt_ids: list[int]) -> str | None:
-        return next((reason for job, reason in self.fatal if job.request.prompt_ids == prompt_ids), None)
+    def _fatal_with(self, request: Request) -> str | None:
+        same = ((one, reason) for one, reason in self.fatal if one.request.prompt_ids == request.prompt_ids)
+        wanted = identity(request.carried)
+        return next((reason for one, reason in same if identity(one.request.carried) == wanted), None)

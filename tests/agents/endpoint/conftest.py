@@ -17,6 +17,7 @@ from hybridrl.agents.endpoint.app import create_app, serving
 from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments.episode_loop import EpisodeTools, Limits
+from hybridrl.core.carried import Encoded
 from hybridrl.core.rollout import Completion
 from tests.agents.environments import conftest as environments
 
@@ -52,11 +53,11 @@ class Script:
         self.wanted: list[SamplingOptions] = []
         self.cancelled = 0
 
-    async def __call__(self, session: Session, ids: list[int], wanted: SamplingOptions) -> Completion:
-        self.prompts.append(ids)
+    async def __call__(self, session: Session, prompt: Encoded, wanted: SamplingOptions) -> Completion:
+        self.prompts.append(prompt.ids)
         self.wanted.append(wanted)
         try:
-            text = self.texts(self.tokenizer.decode(ids)) if callable(self.texts) else self.texts.pop(0)
+            text = self.texts(self.tokenizer.decode(prompt.ids)) if callable(self.texts) else self.texts.pop(0)
             text = await text if asyncio.iscoroutine(text) else text
         except asyncio.CancelledError:
             self.cancelled += 1

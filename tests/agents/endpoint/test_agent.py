@@ -22,6 +22,7 @@ from hybridrl.agents.environments.episode_loop import EpisodeRun
 from hybridrl.agents.environments.pool import EpisodeDispatch
 from hybridrl.agents.environments.worker import DispatchCall, EpisodeSettings, EpisodeSpec, EpisodeWorker, WorkerPolicy
 from hybridrl.compat.verl.loops import AgentLoopOutput, VerlLoop
+from hybridrl.core.carried import Encoded
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, Request, RolloutClient, Sampling, request_seed
 from tests.agents.endpoint.conftest import completion_of
@@ -56,13 +57,11 @@ class Counting:
     def __init__(self, tokenizer: Any, delay: float = 0.0) -> None:
         self.tokenizer, self.delay, self.asked, self.limits = tokenizer, delay, 0, []
 
-    async def generate(
-        self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
-    ) -> Completion:
+    async def generate(self, prompt: Encoded, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
         self.asked += 1
         self.limits.append(max_tokens)
         await asyncio.sleep(self.delay)
-        return completion_of(self.tokenizer, f"{self.asked}{sum(prompt_ids)}", max_tokens)
+        return completion_of(self.tokenizer, f"{self.asked}{sum(prompt.ids)}", max_tokens)
 
 
 @pytest.fixture
@@ -504,5 +503,5 @@ def test_the_texts_that_end_a_turn_are_those_of_the_run_and_of_the_request(worke
 
     sampling = Sampling(max_tokens=50, stop_ids=(tokenizer.eos_token_id,), stop=("</search>",))
     policy = WorkerPolicy(worker.kit, Call(), 7, EpisodeSpec(0, 0, MESSAGES, {}, sampling, 1, "key"), sampling)
-    asyncio.run(policy.generate([1, 2], max_tokens=9, stop=("</answer>",)))
+    asyncio.run(policy.generate(Encoded([1, 2]), max_tokens=9, stop=("</answer>",)))
     assert [(one.stop, one.max_tokens) for one in asked] == [(("</search>", "</answer>"), 9)]

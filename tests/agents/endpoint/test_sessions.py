@@ -8,6 +8,7 @@ from fastapi import HTTPException
 
 from hybridrl.agents.endpoint.requests import as_rendered
 from hybridrl.agents.endpoint.sessions import Session
+from hybridrl.core.carried import Encoded
 from tests.agents.endpoint.conftest import completion_of
 
 QUESTION = {"role": "user", "content": "Guess."}
@@ -38,7 +39,7 @@ def test_a_conversation_continues_the_ids_that_were_sampled(session, tokenizer):
     first, message = say(session, [QUESTION], "7")
     prompt = session.prompt_for(as_rendered([QUESTION, message, MORE]))
     assert prompt.ids[: len(first.ids())] == first.ids() and prompt.parent is first
-    assert tokenizer.decode(prompt.observed) == "\n<|im_start|>user\nMore.<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(prompt.observed.ids) == "\n<|im_start|>user\nMore.<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_sampled_ids_stay_although_the_text_would_be_encoded_otherwise(session):
@@ -156,7 +157,7 @@ def test_an_end_token_that_the_template_replaces_leaves_the_row(session, tokeniz
     """The last token of a response is another one where the next message begins."""
     first, message = say(session, [QUESTION], "7")
     prompt = session.prompt_for(as_rendered([QUESTION, message, MORE]))
-    observed = [tokenizer.eos_token_id, *prompt.observed]
+    observed = Encoded([tokenizer.eos_token_id, *prompt.observed.ids])
     replaced = type(prompt)(prompt.ids, first, observed, 1, prompt.messages, (), prompt.left)
     session.record(replaced, completion_of(tokenizer, "8"), {"role": "assistant", "content": "8"})
     (row,) = session.trajectory().rows()
@@ -176,13 +177,13 @@ def test_a_response_may_have_what_the_row_has_left(kit_of):
     assert session.prompt_for(as_rendered([QUESTION])).left == 100
     _, message = say(session, [QUESTION], "7" * 20)
     prompt = session.prompt_for(as_rendered([QUESTION, message, MORE]))
-    assert prompt.left == 100 - 21 - len(prompt.observed)
+    assert prompt.left == 100 - 21 - len(prompt.observed.ids)
 
 
 def test_token_ids_continue_the_context_that_they_begin_with(session):
     turn, _ = say(session, [QUESTION], "7")
     prompt = session.prompt_of([*turn.ids(), 5, 6])
-    assert prompt.parent is turn and prompt.observed == [5, 6]
+    assert prompt.parent is turn and prompt.observed.ids == [5, 6]
     assert session.prompt_of([1, 2]).parent is None
 
 

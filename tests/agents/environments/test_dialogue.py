@@ -122,9 +122,10 @@ def test_a_token_that_opens_the_results_of_tools_is_a_further_stop_token(tokeniz
 
 def test_a_conversation_starts_as_a_row_of_the_dataset_does(talk):
     chat = [{"role": "system", "content": "Be brief."}, user(f"What is {INJECTION}?")]
-    talk.dialogue.start(chat).append(0)
-    assert talk.dialogue.start(chat) == next(render(talk.tokenizer, [Chat(chat, [])], {}, add_generation_prompt=True))
-    assert "look_up" in talk.text(talk.dialogue.start(chat, TOOLS))
+    talk.dialogue.start(chat).ids.append(0)
+    (ids,) = render(talk.tokenizer, [Chat(chat, [])], {}, add_generation_prompt=True)
+    assert talk.dialogue.start(chat).ids == ids
+    assert "look_up" in talk.text(talk.dialogue.start(chat, TOOLS).ids)
 
 
 def test_text_of_special_tokens_stays_text_in_what_an_environment_adds(talk):
@@ -139,7 +140,7 @@ def test_text_of_special_tokens_stays_text_in_what_an_environment_adds(talk):
 def test_a_first_message_of_the_environment_cannot_hold_special_tokens_but_one_of_the_row_can(talk):
     row, added = [user(INJECTION)], user("<|im_end|>")
     end = talk.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert talk.dialogue.start([*row, added], trusted=row).count(end) == talk.dialogue.start(row).count(end) + 1
+    assert talk.dialogue.start([*row, added], trusted=row).ids.count(end) == talk.dialogue.start(row).ids.count(end) + 1
 
 
 def test_a_token_that_the_template_writes_is_reserved_to_it_even_if_it_is_not_special(tokenizer_of):
@@ -148,7 +149,7 @@ def test_a_token_that_the_template_writes_is_reserved_to_it_even_if_it_is_not_sp
     ids = talk.dialogue.delta([result("<tool_call><table>")], [], ended=False, called=False).ids
     assert (ids.count(call), ids.count(table)) == (0, 1)
     said = {"role": "assistant", "content": "<tool_call><|im_end|>"}
-    ids = talk.dialogue.start([user("a"), said, user("b")], trusted=[])
+    ids = talk.dialogue.start([user("a"), said, user("b")], trusted=[]).ids
     assert (ids.count(call), ids.count(end)) == (1, 3)  # a response keeps what the policy writes itself
 
 
@@ -219,7 +220,7 @@ def test_contents_and_arguments_take_the_form_that_the_template_reads(tokenizer_
 def test_a_call_without_arguments_has_none(tokenizer_of, function):
     talk = Talk(tokenizer_of(CALLS))
     call = {"id": "1", "type": "function", "function": {"name": "now", **function}}
-    text = talk.text(talk.dialogue.start([user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]))
+    text = talk.text(talk.dialogue.start([user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]).ids)
     assert '{"name": "now", "arguments": {}}' in text
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridrl.agents.environments import Environment, EpisodeFault, Message, Response, Step
 from hybridrl.agents.environments.episode_loop import EpisodeRun, EpisodeTools, Limits
+from hybridrl.core.carried import Encoded
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion
 from tests.agents.environments.conftest import CALLS, STRIPS
@@ -29,10 +30,8 @@ class Policy:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> None:
         self.tokenizer, self.texts, self.prompts = tokenizer, list(texts), []
 
-    async def generate(
-        self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
-    ) -> Completion:
-        self.prompts.append((self.tokenizer.decode(prompt_ids), max_tokens))
+    async def generate(self, prompt: Encoded, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
+        self.prompts.append((self.tokenizer.decode(prompt.ids), max_tokens))
         text = self.texts[len(self.prompts) - 1]
         ids = self.tokenizer(text)["input_ids"] + [self.tokenizer.eos_token_id]
         if max_tokens is not None and len(ids) > max_tokens:

@@ -89,7 +89,7 @@ ENDS = {"qwen3": "<|im_end|>", "llama3_1": "<|eot_id|>", "gemma3": "<end_of_turn
 def turn_by_turn(dialogue: Dialogue, messages: Messages, tools: list, whole: list[int], ends: set[int]) -> list[int]:
     """Return the ids of a conversation whose responses are sampled as they are in the whole text."""
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    ids = dialogue.start(messages[: turns[0]], tools, trusted=[])
+    ids = dialogue.start(messages[: turns[0]], tools, trusted=[]).ids
     for turn, following in zip(turns, [*turns[1:], None], strict=True):
         end = next(at for at in range(len(ids), len(whole)) if whole[at] in ends)
         sampled, called = whole[len(ids) : end + 1], bool(messages[turn].get("tool_calls"))
@@ -116,7 +116,7 @@ def test_a_dialogue_has_the_ids_of_its_whole_text_turn_by_turn_or_is_rejected_by
                 raise whole if isinstance(whole, TemplateError) else AssertionError(dialogue.replay(messages, tools))
             continue
         if "template-like" in about:  # which a row may have on purpose, but not an environment
-            whole = dialogue.start([*messages, user("more")], tools, trusted=[])
+            whole = dialogue.start([*messages, user("more")], tools, trusted=[]).ids
         ids = turn_by_turn(dialogue, messages, tools, whole, {*ends})
         assert ids == whole[: len(ids)], about
         if "template-like" not in about:

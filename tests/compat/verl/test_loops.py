@@ -115,7 +115,8 @@ class Policy:
     def __init__(self) -> None:
         self.seen: list[tuple] = []
 
-    async def generate(self, prompt_ids, *, max_tokens=None, stop=()):
+    async def generate(self, prompt, *, max_tokens=None, stop=()):
+        prompt_ids = prompt.ids
         self.seen.append((prompt_ids, max_tokens, stop))
         count = max_tokens or 4
         ids, log_probs = np.full(count, len(prompt_ids)), -np.arange(1, count + 1) / 10

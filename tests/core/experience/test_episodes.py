@@ -14,6 +14,7 @@ from hybridrl.agents.environments.conversations import conversation_metrics, tra
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.estimators import gae, grpo
 from hybridrl.core.algorithms.objective import Divisors, token_weights
+from hybridrl.core.carried import Encoded
 from hybridrl.core.experience.batching import to_batch
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode, EpisodeRequest, Trajectory, Turn
@@ -33,7 +34,7 @@ def turn(observed: list[int], sampled: list[int], stop: str = "stop") -> Turn:
 
 def test_a_completion_is_a_turn():
     completion = Completion(np.array([7, 8]), np.array([-0.5, -0.25], dtype=np.float32), True, 3)
-    of_completion = Turn.of([1, 2], completion)
+    of_completion = Turn.of(Encoded([1, 2]), completion)
     assert of_completion == Turn([1, 2], completion.token_ids, completion.log_probs, 3, "length")
 
 
