@@ -73,12 +73,12 @@ def declared_names() -> list[str]:
 
 
 def brought(row: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the fields that a row of data has in columns `carried.NAME`; ValueError for what is none of a prompt."""
+    """Return the fields of a row of data, from its columns `carried.NAME`; ValueError if a prompt cannot have one."""
     columns = {name.removeprefix("carried."): np.asarray(row[name]) for name in row if name.startswith("carried.")}
     fields = {name: value for name, value in columns.items() if value.size and value.tolist() is not None}
     for name, value in fields.items():
         if declared(name).filled_by != "prompt" or value.dtype.kind not in "biuf" or not value.ndim:
-            raise ValueError(f"carried.{name} holds no list of numbers, or is no field of prompts: {value!r:.60}")
+            raise ValueError(f"carried.{name} must be a list of numbers, of a field that prompts fill: {value!r:.60}")
     return fields
 
 
