@@ -1,6 +1,6 @@
 """The OpenAI-compatible endpoint of the policy: agents use it over HTTP, and it records token ids.
 
-Here is its address: bound before anything heavy starts, so that one that is taken is known at once.
+This module binds its address before anything heavy starts, so that an address in use is reported at once.
 """
 
 import errno
@@ -12,8 +12,8 @@ ADMIN_KEY = "HYBRIDRL_ADMIN_KEY"  # in the environment: who has it starts sessio
 
 
 def bound(host: str, port: int, place: str = "") -> socket.socket:
-    """Return a socket that has the address and does not listen yet, so that clients are turned away until it does; port
-    0 is a free one. Raises ConfigError, with the keys `host` and `port` of the section `place`."""
+    """Return a socket that is bound to the address and does not listen yet: clients are turned away until it does. With
+    port 0 it is a free port. Raises ConfigError, with the keys `host` and `port` of the section `place`."""
     listening = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -24,7 +24,7 @@ def bound(host: str, port: int, place: str = "") -> socket.socket:
         if listening is not None:
             listening.close()
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            cause, fix = f"{place}host={host} is no address of this machine", "set 127.0.0.1, or 0.0.0.0 for all"
+            cause, fix = f"{place}host={host} is not an address of this machine", "set 127.0.0.1, or 0.0.0.0 for all"
             raise ConfigError(f"{cause} ({error.strerror})", fix=fix, keys=f"{place}host") from error
         cause, fix = f"{place}port={port}: {host}:{port} cannot be used ({error.strerror})", "set another port"
         raise ConfigError(cause, fix=fix, keys=f"{place}port") from error

@@ -42,11 +42,11 @@ Form = Callable[[Reply], dict[str, Any]]  # makes the body of an answer
 Work = Callable[..., Coroutine[Any, Any, Reply]]
 logger = logging.getLogger(__name__)
 
-CLIENT_GONE = 499  # which nobody reads
+CLIENT_GONE = 499  # nobody reads this status
 CHECK_SECONDS = 10.0
 BACKLOG = 2048
-# Clients close a connection that was idle for 5 s (httpx, and so OpenAI's and Anthropic's): one that the server closes
-# at that moment loses the next request.
+# Clients close a connection that was idle for 5 s (httpx, and so OpenAI's and Anthropic's). If the server closes it at
+# that moment, the next request is lost.
 IDLE_SECONDS = 75
 Discount = Annotated[float, Query(ge=0, le=1)]
 
@@ -96,9 +96,9 @@ class Api:
         return await self._respond(request, body, form, template=body.chat_template_kwargs)
 
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
-        wanted, prompt = body.wanted(self.rules), body.single_prompt(len(self.core.kit.tokenizer))
+        sampling, prompt = body.wanted(self.rules), body.single_prompt(len(self.core.kit.tokenizer))
         form = partial(completion_body, request=body, model=self.model, tokenizer=self.core.kit.tokenizer)
-        return await self._answered(request, body, wanted, form, partial(self.core.complete, prompt=prompt))
+        return await self._answered(request, body, sampling, form, partial(self.core.complete, prompt=prompt))
 
     async def responses(self, request: Request, body: ResponsesRequest) -> Response:
         return await self._respond(request, body, partial(body.body, model=self.model))
@@ -110,13 +110,13 @@ class Api:
         self, request: Request, body: ChatRequest | ResponsesRequest | MessagesRequest, form: Form, **options: Any
     ) -> Response:
         """Answer with the response to a conversation."""
-        wanted, tools, messages = body.wanted(self.rules), body.schemas(), body.conversation()
+        sampling, tools, messages = body.wanted(self.rules), body.schemas(), body.conversation()
         options |= {"reads_calls": bool(tools) and body.choice() != NONE}
         work = partial(self.core.respond, messages=messages, tools=tools, **options)
-        return await self._answered(request, body, wanted, form, work)
+        return await self._answered(request, body, sampling, form, work)
 
     async def _answered(
-        self, request: Request, body: Sampled, wanted: SamplingOptions, form: Form, work: Work
+        self, request: Request, body: Sampled, sampling: SamplingOptions, form: Form, work: Work
     ) -> Response:
         """Answer with what some work samples, or as a stream with the events of it meanwhile; and with the fields that
         had no effect."""
@@ -127,8 +127,8 @@ class Api:
         warnings = {"warnings": unread} if unread else {}
         parts: asyncio.Queue[Reply | None] = asyncio.Queue()
         if body.stream and not self.rules.trains:
-            wanted = replace(wanted, hear=parts.put_nowait)
-        task = asyncio.create_task(self._sampled(request, session, work(session, wanted=wanted)))
+            sampling = replace(sampling, hear=parts.put_nowait)
+        task = asyncio.create_task(self._sampled(request, session, work(session, sampling=sampling)))
         if not body.stream:
             return answer(form(await task) | warnings)
         task.add_done_callback(lambda _: parts.put_nowait(None))
@@ -196,7 +196,7 @@ class Api:
             {
                 name: [*map(float if name in ("log_probs", "rewards") else int, values)]
                 for name, values in vars(row).items()
-                if name != "carried"  # which is for the trainer
+                if name != "carried"  # carried fields are for the trainer
             }
             for row in (trajectory.rows() if turns else ())
         ]
@@ -243,7 +243,7 @@ def create_app(
     rules: Rules = SERVED,
     host: str = "127.0.0.1",
 ) -> FastAPI:
-    """Make the application over a function that samples, and the sessions that it records, for requests to `host`."""
+    """Make the application, for requests to `host`: `generate` samples, and `sessions` records."""
     api = Api(Core(generate, sessions), model, admin_key, claim=claim, check=check, rules=rules)
     app = FastAPI(title="hybridrl", openapi_url=None)
     app.router.route_class = Route
@@ -287,17 +287,17 @@ async def _disconnected(request: Request) -> None:
 async def stream(
     reply: Reply, parts: asyncio.Queue[Reply | None], task: asyncio.Task[Reply], body: Sampled, form: Form
 ) -> AsyncIterator[str]:
-    """Yield a response as server-sent events: its beginnings, which come in `parts`, then the rest of the whole one,
-    which the task returns."""
+    """Yield a response as server-sent events: its growing beginnings from `parts`, then the rest, once the task has
+    returned the whole response."""
     sent, begin, numbers = dict.fromkeys(body.TEXTS, 0), 0, count()
     try:
         while True:
             texts = {name: reply.message.get(name) or "" for name in sent}
             piece = {name: text[sent[name] :] for name, text in texts.items() if len(text) > sent[name]}
             if piece or reply.ended:
-                for one in body.events(form(reply), piece)[begin : None if reply.ended else body.TEXT + 1]:
+                for event in body.events(form(reply), piece)[begin : None if reply.ended else body.TEXT + 1]:
                     numbered = {"sequence_number": next(numbers)} if isinstance(body, ResponsesRequest) else {}
-                    yield _event(one | numbered)
+                    yield _event(event | numbered)
                 sent |= {name: len(texts[name]) for name in piece}
                 begin = body.TEXT
             if reply.ended:
@@ -330,7 +330,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves the signals to the process that it is part of."""
+    """A server that leaves signals to its process."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -42,7 +42,7 @@ class SamplingOptions:
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
-    json_schema: str | None = None  # that the response must match
+    json_schema: str | None = None  # the response must match it
     forced: bool = False  # it is that of a call
     hear: Callable[[Any], None] | None = None  # called meanwhile: the core's with tokens, and its own with replies
 
@@ -78,10 +78,10 @@ class Growing:
     """A response while it is sampled: `hear` is called with the part of it that later tokens do not change, which lacks
     half a character, the beginning of a text of `stop`, and reasoning until it has ended."""
 
-    def __init__(self, kit: EpisodeTools, prompt: RenderedPrompt, wanted: SamplingOptions, *, chat: bool) -> None:
-        self.kit, self.prompt, self.stop, self.hear = kit, prompt, wanted.stop, required(wanted.hear)
+    def __init__(self, kit: EpisodeTools, prompt: RenderedPrompt, options: SamplingOptions, *, chat: bool) -> None:
+        self.kit, self.prompt, self.stop, self.hear = kit, prompt, options.stop, required(options.hear)
         self.ids, self.text = list[int](), ""
-        self.begin = self.end = 0  # of the tokens whose text gives the next ones their context
+        self.begin = self.end = 0  # tokens in between: decoded again with new ones, as their context
         thinks = chat and REASONING_END in str(kit.tokenizer.chat_template)
         self.thinks = thinks and not kit.tokenizer.decode(prompt.ids[-8:]).rstrip().endswith(REASONING_END)
 
@@ -91,8 +91,8 @@ class Growing:
         if len(now) > len(before) and not now.endswith("\ufffd"):
             self.text += now[len(before) :]
             self.begin, self.end = self.end, len(self.ids)
-        held = max((n for one in self.stop for n in range(1, len(one)) if self.text.endswith(one[:n])), default=0)
-        text = _cut(self.text[: len(self.text) - held], self.stop)
+        held_back = max((n for s in self.stop for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0)
+        text = _cut(self.text[: len(self.text) - held_back], self.stop)
         if not self.thinks or REASONING_END in text:
             message = _message(text, [], 0) if self.thinks else {"role": "assistant", "content": text}
             turn = SampledTurn(self.prompt.name, None, Encoded([]), 0, NOTHING, [message], False, 0.0)
@@ -114,7 +114,7 @@ class Core:
         session: Session | None,
         messages: Sequence[Message],
         tools: Sequence[Schema],
-        wanted: SamplingOptions,
+        sampling: SamplingOptions,
         *,
         reads_calls: bool,
         template: Mapping[str, Any] = MappingProxyType({}),
@@ -122,10 +122,10 @@ class Core:
         """Sample the next message of a conversation, and record it. `template` has arguments of the chat template."""
         session = session or Session(self.kit)
         prompt = await self._prepared(session, session.prompt_for, messages, tools, template)
-        completion, seconds = await self._sample(session, prompt, wanted, hears=not tools, chat=True)
-        text, calls, readable = self._text(completion, wanted.stop, special=bool(tools)), [], True
+        completion, seconds = await self._sample(session, prompt, sampling, hears=not tools, chat=True)
+        text, calls, readable = self._text(completion, sampling.stop, special=bool(tools)), [], True
         if reads_calls:
-            content, calls = _forced_call(text) if wanted.forced else self._read(text, tools)
+            content, calls = _forced_call(text) if sampling.forced else self._read(text, tools)
             # What cannot be read as a call is left in the text: the agent decides what follows from it.
             readable = not any(call.error for call in calls)
             text = content if readable else text
@@ -134,12 +134,12 @@ class Core:
         turn = session.record(prompt, completion, response, called=bool(calls), seconds=seconds)
         return Reply(turn, prompt.ids)
 
-    async def complete(self, session: Session | None, prompt: str | list[int], wanted: SamplingOptions) -> Reply:
+    async def complete(self, session: Session | None, prompt: str | list[int], sampling: SamplingOptions) -> Reply:
         """Continue a text or token ids, and record it."""
         session = session or Session(self.kit)
         place = await self._prepared(session, session.prompt_of, prompt)
-        completion, seconds = await self._sample(session, place, wanted, hears=True, chat=False)
-        response = {"role": "assistant", "content": self._text(completion, wanted.stop)}
+        completion, seconds = await self._sample(session, place, sampling, hears=True, chat=False)
+        response = {"role": "assistant", "content": self._text(completion, sampling.stop)}
         return Reply(session.record(place, completion, response, seconds=seconds), place.ids)
 
     async def _prepared(
@@ -153,16 +153,16 @@ class Core:
                 raise rejected(400, "messages: something is nested too deeply", param="messages") from error
 
     async def _sample(
-        self, session: Session, prompt: RenderedPrompt, wanted: SamplingOptions, *, hears: bool, chat: bool
+        self, session: Session, prompt: RenderedPrompt, sampling: SamplingOptions, *, hears: bool, chat: bool
     ) -> tuple[Completion, float]:
-        if (vocabulary := len(self.kit.tokenizer)) <= max(wanted.stop_ids, default=0):
+        if (vocabulary := len(self.kit.tokenizer)) <= max(sampling.stop_ids, default=0):
             raise rejected(400, f"stop_token_ids: token ids are below {vocabulary}", param="stop_token_ids")
-        began, most = time.monotonic(), min(wanted.max_tokens or prompt.left, prompt.left)
-        wanted = replace(wanted, max_tokens=most, min_tokens=min(wanted.min_tokens, most))
-        if wanted.hear:  # a text with calls, which are read at its end, does not grow
-            wanted = replace(wanted, hear=Growing(self.kit, prompt, wanted, chat=chat).add if hears else None)
+        began, most = time.monotonic(), min(sampling.max_tokens or prompt.left, prompt.left)
+        sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+        if sampling.hear:  # a text with calls, which are read at its end, does not grow
+            sampling = replace(sampling, hear=Growing(self.kit, prompt, sampling, chat=chat).add if hears else None)
         try:
-            completion = await self.generate(session, Encoded(prompt.ids, prompt.carried), wanted)
+            completion = await self.generate(session, Encoded(prompt.ids, prompt.carried), sampling)
         except RequestFault as fault:
             raise rejected(400, str(fault)) from fault
         return completion, time.monotonic() - began
@@ -184,7 +184,7 @@ def _decoded(kit: EpisodeTools, sampled: np.ndarray, *, special: bool = False) -
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:
-    return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=None)]
+    return text[: min((at for end in stop if (at := text.find(end)) >= 0), default=None)]
 
 
 def _message(text: str, calls: Sequence[ToolCall], before: int) -> Message:

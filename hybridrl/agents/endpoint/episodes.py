@@ -51,7 +51,7 @@ from hybridrl.tracking.console import info
 
 MODE = f"{MULTI_TURN}.tokenization_sanity_check_mode"
 FULL = "actor_rollout_ref.rollout.full_determinism"
-CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # of a machine
+CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # per machine
 
 EpisodesConfig = schema.PPOConfig | schema.EvaluationConfig
 LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
@@ -90,8 +90,8 @@ def runs_episodes(rollout: RolloutConfig, environments: Collection[str]) -> bool
     return named or chosen or rollout.multi_turn.enable
 
 
-def episode_limits(rollout: RolloutConfig, prompt: int, *, held: bool) -> Limits:
-    """The limits of an episode whose first prompt has up to `prompt` tokens; `held`: the policy may be, while the
+def episode_limits(rollout: RolloutConfig, prompt: int, *, pausable: bool) -> Limits:
+    """The limits of an episode whose first prompt has up to `prompt` tokens; `pausable`: sampling may pause while the
     devices train."""
     multi_turn, response = rollout.multi_turn, rollout.response_length
     return Limits(
@@ -104,16 +104,16 @@ def episode_limits(rollout: RolloutConfig, prompt: int, *, held: bool) -> Limits
         invalid_calls=multi_turn.max_consecutive_invalid_tool_calls,
         call_timeout=multi_turn.tool_timeout,
         timeout=multi_turn.episode_timeout,
-        held=held,
+        held=pausable,
     )
 
 
 def episode_settings(
     config: EpisodesConfig, load_tokenizer: LoadTokenizer, end_ids: tuple[int, ...]
 ) -> EpisodeSettings:
-    """What the processes that run episodes are made with; with agents outside the run, says where they find it."""
+    """Return the settings of the episode processes. With agents outside the run, log where they find its episodes."""
     section, data, trainer = config.actor_rollout_ref, config.data, config.trainer
-    rollout, held = section.rollout, continues_rollouts(trainer.v1, section.rollout)
+    rollout, pausable = section.rollout, continues_rollouts(trainer.v1, section.rollout)
     key = os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(16)
     agents = agents_of(rollout, trainer.nnodes, key, needs_reward=uses_built_in(config.reward))
     if rollout.agent.mode == ONLINE:
@@ -121,7 +121,7 @@ def episode_settings(
     return EpisodeSettings(
         load_tokenizer,
         environment_settings(section),
-        episode_limits(rollout, data.max_prompt_length, held=held),
+        episode_limits(rollout, data.max_prompt_length, pausable=pausable),
         end_ids,
         formats=_formats(section.model, rollout.multi_turn, data),
         configuration=asdict(config),
@@ -132,7 +132,7 @@ def episode_settings(
 def start(
     config: EpisodesConfig, session: RaySession, load_tokenizer: LoadTokenizer, end_ids: tuple[int, ...], logs: Path
 ) -> EpisodeWorkers:
-    """Start the processes that run episodes, which end with the context."""
+    """Start the episode processes; they end with the context."""
     settings = episode_settings(config, load_tokenizer, end_ids)
     return EpisodeWorkers(session, settings, episode_logs(config.actor_rollout_ref.rollout, config.trainer, logs))
 
@@ -151,8 +151,8 @@ def _formats(model: schema.ModelConfig, multi_turn: MultiTurnConfig, data: schem
 def agents_of(
     rollout: RolloutConfig, machines: int, key: str, *, needs_reward: bool
 ) -> Callable[[EpisodeTools, Callable[[], Awaitable[None]] | None], Agents] | None:
-    """Return what makes the agents that rows run in; ConfigError if there is no function of this name, or they cannot
-    be outside, where they start sessions by the `key`. None: none are configured."""
+    """Return a factory of the rows' agents; None if none are configured. Agents outside the run start sessions with
+    `key`. ConfigError if the function does not exist, or if agents of this run cannot be outside."""
     agent = rollout.agent
     # With full_determinism turns are sampled once every episode wants one, so none may wait for another to end.
     concurrency = None if rollout.full_determinism else agent.concurrency
@@ -199,15 +199,15 @@ def episode_logs(rollout: RolloutConfig, trainer: schema.TrainerConfig, logs: Pa
 
 
 def check_episodes(subject: Subject, findings: Findings) -> None:
-    """Add errors about a chat template whose turns cannot be continued exactly, files of environments and tools,
-    prompts that are too long with the schemas of the tools, and calls that cannot be read."""
+    """Add errors about four things: a chat template whose turns cannot be continued exactly; files of environments and
+    tools; prompts too long with the schemas of the tools; unreadable calls."""
     config, tokenizer, datasets = subject
     section, data, trainer = config.actor_rollout_ref, config.data, config.trainer
     rollout, model, multi_turn = section.rollout, section.model, section.rollout.multi_turn
     settings, continued = environment_settings(section), continues_rollouts(trainer.v1, rollout)
     uses_tools = settings.has_tools and choice_of({}, settings) == Choice("tools", TOOL_AGENT)
     with findings.gathered():
-        limits = episode_limits(rollout, data.max_prompt_length, held=continued)
+        limits = episode_limits(rollout, data.max_prompt_length, pausable=continued)
         formats = _formats(model, multi_turn, data)
         kit = EpisodeTools.of(tokenizer, end_tokens(model.path, tokenizer), limits, **formats)
         if differences := kit.dialogue.check(multi_turn.tokenization_sanity_check_mode, tools=uses_tools):
@@ -221,13 +221,13 @@ def check_episodes(subject: Subject, findings: Findings) -> None:
         check_continued(rollout, findings)
     with findings.gathered():
         rows = (rows[index].columns for rows in datasets.values() for index in range(len(rows)))
-        made = check_environments(settings, rows)
+        runners = check_environments(settings, rows)
     if uses_tools and not findings.errors:
         with findings.gathered():
             _check_lengths(data.max_prompt_length, kit.dialogue, settings, datasets)
     if not findings.errors:
         with findings.gathered():
-            _check_format(multi_turn.format, kit, made)
+            _check_format(multi_turn.format, kit, runners)
 
 
 def _applies(subject: Subject) -> bool:
@@ -238,11 +238,11 @@ def _applies(subject: Subject) -> bool:
 TRIAL = Trial(MULTI_TURN, _applies, check_episodes)
 
 
-def _check_format(format: str, kit: EpisodeTools, made: Sequence[Environment | AgentLoop]) -> None:
-    """Reject calls that cannot be read, of what rows run in. Loops may have a parser of their own, or use one that a
-    file registers."""
-    environments = any(getattr(one, "tools", ()) for one in made if not isinstance(one, AgentLoop))
-    loops = any(one.reads_configured_format for one in made if isinstance(one, AgentLoop))
+def _check_format(format: str, kit: EpisodeTools, runners: Sequence[Environment | AgentLoop]) -> None:
+    """Reject calls that these environments and loops cannot read. Loops may have a parser of their own, or use one
+    registered by a file."""
+    environments = any(getattr(runner, "tools", ()) for runner in runners if not isinstance(runner, AgentLoop))
+    loops = any(runner.reads_configured_format for runner in runners if isinstance(runner, AgentLoop))
     if load(VERL).is_registered(format):
         if environments:
             cause = f"{FORMAT}={format} is a parser of a file, which only agent loops use"
@@ -266,7 +266,7 @@ def warn_of_unread_fields(rollout: RolloutConfig, datasets: Mapping[str, PromptD
 
 
 def check_continued(rollout: RolloutConfig, findings: Findings) -> None:
-    """Reject what episodes that outlive a step do not go with."""
+    """Reject settings that conflict with episodes outliving a step."""
     modes = "set trainer.v1.trainer_mode=sync and over_sample_rate=0"
     if rollout.full_determinism:
         cause = f"{FULL} does not go with episodes of several turns that outlive a step: when environments respond "
@@ -281,7 +281,7 @@ def check_continued(rollout: RolloutConfig, findings: Findings) -> None:
 def _check_lengths(
     limit: int, dialogue: Dialogue, settings: EnvironmentSettings, datasets: Mapping[str, PromptDataset]
 ) -> None:
-    """Reject a chat template that does not show the tools to the model, and prompts that are too long with them."""
+    """Reject a chat template that does not show the tools to the model, and prompts too long with their schemas."""
     schemas = [tool.schema for tool in load_tools(settings).values()]
     for key, data in datasets.items():
         chat = as_chat(data[0].messages)

@@ -1,4 +1,4 @@
-"""The fields of a request that all forms share, each with its bounds, and what becomes of every other field.
+"""The fields of a request that all forms share, each with its bounds, and the treatment of every other field.
 
 A field either has its effect, or is in `HINTS` and answered with a warning, or is rejected by name: a request never has
 another result than the client reads out of it. One within a field, such as a part of a message, is in none of the
@@ -121,7 +121,7 @@ class Sampled(Fields):
     HINTS: ClassVar[set[str]] = COMMON_HINTS
     DEFAULTS: ClassVar[dict[str, Any]] = DEFAULTS
     SCHEMA: ClassVar[str] = ""  # the field with the format of a response
-    # Of a stream: what comes in pieces, the number of the event that has them, and the end.
+    # A stream's growing texts, the number of the event with their pieces, and the end.
     TEXTS: ClassVar[tuple[str, ...]] = ("content",)
     TEXT: ClassVar[int] = 0
     END: ClassVar[str] = ""
@@ -151,14 +151,14 @@ class Sampled(Fields):
     _unread: dict[str, Any] = PrivateAttr(default_factory=dict)  # fields within those that `read` validated, by place
 
     def read(self, kind: type[F], value: Any, where: str) -> F:
-        """Return an object that is at `where`; keeps which of its fields have no effect, for the warnings."""
+        """Return the object at `where`; stores those of its fields without an effect, for the warnings."""
         fields = validated(kind, value, where)
         self._unread |= unread(fields, f"{where}.")
         return fields
 
     def _chosen(self) -> ToolChoice:
-        given = self.tool_choice if isinstance(self.tool_choice, dict) else {"type": self.tool_choice}
-        return self.read(ToolChoice, given, "tool_choice")
+        choice = self.tool_choice if isinstance(self.tool_choice, dict) else {"type": self.tool_choice}
+        return self.read(ToolChoice, choice, "tool_choice")
 
     def choice(self) -> str:
         """Return whether calls of tools are read (AUTO), left in the text (NONE), or required (FORCED)."""
@@ -217,12 +217,12 @@ class Sampled(Fields):
     def warnings(self, rules: Rules) -> list[str]:
         """Return which fields have no effect; rejects those that would change the result."""
         run = [name for name in OF_THE_RUN if rules.trains and name in self.model_fields_set]
-        found = [f"{name} has no effect: the run's sampling is used" for name in run]
+        warnings = [f"{name} has no effect: the run's sampling is used" for name in run]
         if self.choice() == FORCED and rules.trains:
             if not rules.forced_as_auto:
                 what = f"the policy that is trained is not constrained; choose auto, or set {FORCED_KEY}=auto"
                 raise rejected(400, f"tool_choice: {what}", param="tool_choice")
-            found.append("tool_choice is read as auto: calls are parsed, and none is enforced")
+            warnings.append("tool_choice is read as auto: calls are parsed, and none is enforced")
         enforced = {"strict"} if self.choice() == FORCED and not rules.trains else set()
         others: dict[str, str] = {}  # places, of each kind the first
         for place, value in [*unread(self), *self._unread.items()]:
@@ -237,7 +237,7 @@ class Sampled(Fields):
                 reason = REASONS.get(name, unknown)
                 raise rejected(400, f"{place} is not supported: {reason}", param=place)
             others.setdefault(re.sub(r"\d+", "", place), place)
-        return found + [f"{place} has no effect" for place in others.values()]
+        return warnings + [f"{place} has no effect" for place in others.values()]
 
 
 class JsonSchema(Named):
@@ -275,8 +275,8 @@ class ToolFunction(Fields):
 def tool_schema(function: Mapping[str, Any], where: str, read: Callable[..., Any]) -> Schema:
     """Return a tool as chat templates read it, with the fields in the client's order."""
     read(ToolFunction, function, where)
-    known = {name: value for name, value in function.items() if value and name in ToolFunction.model_fields}
-    return {"type": "function", "function": known}
+    fields = {name: value for name, value in function.items() if value and name in ToolFunction.model_fields}
+    return {"type": "function", "function": fields}
 
 
 def call_schema(tools: Sequence[Schema], name: str | None) -> str:

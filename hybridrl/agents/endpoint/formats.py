@@ -85,7 +85,7 @@ class CompletionRequest(Sampled):
             if len(prompt) > 1:
                 raise rejected(400, "prompt: send one request per prompt", param="prompt")
             prompt = prompt[0]
-        ids = isinstance(prompt, list) and all(type(one) is int and 0 <= one < vocabulary for one in prompt)
+        ids = isinstance(prompt, list) and all(type(item) is int and 0 <= item < vocabulary for item in prompt)
         if not ids and not isinstance(prompt, str):
             message = f"prompt: a prompt is a text, or a list of token ids from 0 to {vocabulary - 1}"
             raise rejected(400, message, param="prompt")
@@ -111,7 +111,7 @@ def completion_body(reply: Reply, request: CompletionRequest, model: str, tokeni
     log_probs = None
     if request.logprobs is not None:
         tokens = _chat_log_probs(reply, tokenizer)
-        texts, values = [one["token"] for one in tokens], [one["logprob"] for one in tokens]
+        texts, values = [entry["token"] for entry in tokens], [entry["logprob"] for entry in tokens]
         log_probs = {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": []}
     choice = {"text": reply.message["content"], "logprobs": log_probs}
     return _body(reply, "text_completion", choice, model, request)
@@ -131,16 +131,16 @@ def _body(reply: Reply, kind: str, choice: Json, model: str, request: Sampled) -
 
 
 def _chat_log_probs(reply: Reply, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
-    completion, found, written = reply.turn.completion, [], token_bytes(tokenizer)
+    completion, entries, written = reply.turn.completion, [], token_bytes(tokenizer)
     log_probs = np.nan_to_num(completion.log_probs, nan=LOWEST, neginf=LOWEST)
     for token, log_prob in zip(completion.token_ids.tolist(), log_probs.tolist(), strict=True):
-        one = {"token": tokenizer.decode([token]), "logprob": log_prob, "bytes": list(written(token))}
-        found.append(one | {"top_logprobs": []})
-    return found
+        entry = {"token": tokenizer.decode([token]), "logprob": log_prob, "bytes": list(written(token))}
+        entries.append(entry | {"top_logprobs": []})
+    return entries
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
-    """Return a function that makes of a token its bytes, which need not be whole characters."""
+    """Return a function from a token to its bytes, which need not be whole characters."""
     added, alphabet = tokenizer.added_tokens_decoder, {text: byte for byte, text in bytes_to_unicode().items()}
     by_byte = tokenizer.convert_tokens_to_string(["a\u0120"]) == "a "  # other vocabularies may have these letters too
 
@@ -148,7 +148,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
         piece = added[token].content if token in added else tokenizer.convert_ids_to_tokens(token) or ""
         if token not in added and by_byte and all(character in alphabet for character in piece):
             return bytes(alphabet[character] for character in piece)
-        if single := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # of a vocabulary of pieces of text
+        if single := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # a byte in a vocabulary of text pieces
             return bytes.fromhex(single[1])
         return piece.replace("\u2581", " ").encode()
 
@@ -211,8 +211,8 @@ class ResponsesRequest(Sampled):
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         if not isinstance(items, list) or not items:
             raise rejected(400, "input: a text, or a list with at least one item", param="input")
-        for number, given in enumerate(items):
-            item = self.read(Item, given, f"input[{number}]")
+        for number, value in enumerate(items):
+            item = self.read(Item, value, f"input[{number}]")
             if item.type == "function_call" and messages and messages[-1]["role"] == "assistant":
                 messages[-1].setdefault("tool_calls", []).append(_response_call(item))
             elif item.type != "reasoning":
@@ -258,13 +258,13 @@ class ResponsesRequest(Sampled):
             events.append({"type": "response.output_item.added", "output_index": number, "item": item | parts})
             if parts:
                 place, (part,) = {"item_id": item["id"], "output_index": number, "content_index": 0}, item["content"]
-                for kind, more in (
+                for kind, details in (
                     ("content_part.added", {"part": part | {"text": ""}}),
                     ("output_text.delta", {"delta": piece.get("content", ""), "logprobs": []}),
                     ("output_text.done", {"text": part["text"], "logprobs": []}),
                     ("content_part.done", {"part": part}),
                 ):
-                    events.append({"type": f"response.{kind}", **place, **more})
+                    events.append({"type": f"response.{kind}", **place, **details})
             events.append({"type": "response.output_item.done", "output_index": number, "item": item})
         return [*events, {"type": f"response.{body['status']}", "response": body}]
 
@@ -330,11 +330,11 @@ class MessagesRequest(Sampled):
         """Return the conversation as chat messages; results of tools are messages of their own."""
         messages: list[Json] = [{"role": "system", "content": self.system}] if self.system else []
         places = ["system"] * len(messages)
-        for number, given in enumerate(self.messages):
-            message = self.read(AnthropicMessage, given, f"messages[{number}]")
-            found = _as_chats(message)
-            messages += found
-            places += [f"messages[{number}]"] * len(found)
+        for number, value in enumerate(self.messages):
+            message = self.read(AnthropicMessage, value, f"messages[{number}]")
+            chats = _as_chats(message)
+            messages += chats
+            places += [f"messages[{number}]"] * len(chats)
         return as_rendered(messages, places, self.read)
 
     def body(self, reply: Reply, model: str) -> Json:
@@ -389,12 +389,12 @@ def _as_chats(message: AnthropicMessage) -> list[Json]:
     kinds: dict[str, list[Block]] = defaultdict(list)
     for block in message.content:
         kinds[block.type].append(block)
-    found: list[Json] = [
+    messages: list[Json] = [
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.result()} for block in kinds["tool_result"]
     ]
     if kinds["text"] or kinds["tool_use"] or not kinds["tool_result"]:
-        found.append({"role": message.role, "content": "".join(block.text for block in kinds["text"])})
+        messages.append({"role": message.role, "content": "".join(block.text for block in kinds["text"])})
     if calls := kinds["tool_use"]:
         functions = [{"name": call.name, "arguments": json.dumps(call.input)} for call in calls]
-        found[-1]["tool_calls"] = [{"id": c.id, "function": f} for c, f in zip(calls, functions, strict=True)]
-    return found
+        messages[-1]["tool_calls"] = [{"id": c.id, "function": f} for c, f in zip(calls, functions, strict=True)]
+    return messages

@@ -24,7 +24,7 @@ from hybridrl.config.custom_code import load_function
 from hybridrl.rewards.program import NoMessage, Program, messages_of
 from hybridrl.rewards.score import plain
 
-SECONDS_TO_END = 1.0  # of a process whose connection is closed
+SECONDS_TO_END = 1.0  # until a process with a closed connection is killed
 Agent = Callable[..., Any]
 
 

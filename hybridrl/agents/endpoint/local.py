@@ -38,23 +38,23 @@ class Local:
         self.unfinished = 0  # requests
         self.moved = time.monotonic()  # when the engine was last seen to work, or to have nothing to do
 
-    async def __call__(self, session: Session, prompt: Encoded, wanted: SamplingOptions) -> Completion:
-        seed = secrets.randbits(31) if wanted.seed is None else wanted.seed
+    async def __call__(self, session: Session, prompt: Encoded, options: SamplingOptions) -> Completion:
+        seed = secrets.randbits(31) if options.seed is None else options.seed
         defaults = {name: getattr(self.rollout, name, None) for name in SAMPLING}
-        values = {name: value for name in SAMPLING if (value := getattr(wanted, name)) is not None}
+        values = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
         chosen = {name: value for name, value in (defaults | values).items() if value is not None}
         sampling = Sampling(
-            max_tokens=wanted.max_tokens or 1,
-            stop_ids=tuple(sorted(self.kit.end_ids | {*wanted.stop_ids})),
-            stop=(*self.rollout.stop, *wanted.stop),
+            max_tokens=options.max_tokens or 1,
+            stop_ids=tuple(sorted(self.kit.end_ids | {*options.stop_ids})),
+            stop=(*self.rollout.stop, *options.stop),
             **chosen,
         )
         self.unfinished += 1
         try:
             with contained("the engine"):
-                hear = wanted.hear and partial(asyncio.get_running_loop().call_soon_threadsafe, wanted.hear)
-                options = {"hear": hear, "carried": prompt.carried}
-                return await self.engine.generate(Request(0, 0, prompt.ids, seed, sampling, **options))
+                hear = options.hear and partial(asyncio.get_running_loop().call_soon_threadsafe, options.hear)
+                request = Request(0, 0, prompt.ids, seed, sampling, hear=hear, carried=prompt.carried)
+                return await self.engine.generate(request)
         except UserCodeError as failure:
             await self.engine.check()  # raises if it is dead; else it rejects this request only, such as its schema
             raise rejected(400, f"the engine rejects this request: {failure.cause}") from failure
@@ -95,7 +95,7 @@ def make_kit(model: ModelConfig, rollout: RolloutConfig) -> EpisodeTools:
 
 
 def _signalled(ended: asyncio.Event) -> asyncio.Event:
-    """Have the event set once this process gets a signal to end."""
+    """Set the event once this process gets a signal to end; return it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     return ended
@@ -117,7 +117,7 @@ async def serve(
     process gets a signal to end; returns why it ended otherwise. Who has the `admin_key` starts sessions."""
     ended = _signalled(asyncio.Event())
     kit = make_kit(model, rollout)
-    # The engine's own defaults are weights that a trainer sends, and no tokenizer, which schemas of responses need.
+    # By default the engine expects a trainer's weights, and has no tokenizer; schemas of responses need one.
     for arguments in vars(rollout.engine_kwargs).values():
         arguments |= {"load_format": "auto", "skip_tokenizer_init": False}
     engine = entry.build(device, model, rollout, 1)

@@ -1,5 +1,5 @@
-"""Requests from anyone: who may send them, how large they are, what their JSON may hold, and how errors are answered;
-and their messages in the form that chat templates read, with a digest that is the same for the same message.
+"""Requests from anyone: the allowed senders, sizes and JSON, and the answers to errors.
+Messages are read in the form of chat templates, with a digest that is equal for equal messages.
 
 Whatever a client sends, a route reads a body of bounded size that is valid JSON, and the connection stays usable.
 Frameworks send a response back in their own form: with arguments in another order, a null for an empty text, or without
@@ -58,20 +58,20 @@ class Fields(BaseModel):
 
 
 def _further_fields(name: str, content: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of the parts of a text that are not its text, which alone is read."""
+    """Yield the other fields of a text's parts: only their text is read."""
     for number, part in enumerate(content if isinstance(content, list) else ()):
         others = part.items() if _is_text(part) else ()
-        yield from ((f"{name}[{number}].{one}", item) for one, item in others if one not in ("type", "text"))
+        yield from ((f"{name}[{number}].{field}", item) for field, item in others if field not in ("type", "text"))
 
 
 def unread(fields: Fields, where: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the fields of an object, and of those in it, that nothing reads, by their places."""
     yield from ((f"{where}{name}", value) for name, value in (fields.model_extra or {}).items())
     for name in type(fields).model_fields:
-        found = getattr(fields, name)
-        inner = [(f"{name}[{n}]", one) for n, one in enumerate(found)] if isinstance(found, list) else [(name, found)]
-        for at, one in inner:
-            yield from unread(one, f"{where}{at}.") if isinstance(one, Fields) else ()
+        content = getattr(fields, name)
+        inner = [(f"{name}[{n}]", c) for n, c in enumerate(content)] if isinstance(content, list) else [(name, content)]
+        for at, item in inner:
+            yield from unread(item, f"{where}{at}.") if isinstance(item, Fields) else ()
 
 
 F = TypeVar("F", bound=Fields)
@@ -83,14 +83,14 @@ def place(path: Sequence[str | int]) -> str:
 
 
 def validated(kind: type[F], value: Any, where: str) -> F:
-    """Return an object of a request that is at `where`; rejects one with other fields, by their names."""
+    """Return the request's object at `where`; rejects invalid fields by name."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         param, value = place((where, *first["loc"])), first["input"]
-        given = f", not {value!r:.80}" if first["type"] == "literal_error" else ""
-        raise rejected(400, f"{param}: {first['msg']}{given}", param=param) from error
+        passed = f", not {value!r:.80}" if first["type"] == "literal_error" else ""
+        raise rejected(400, f"{param}: {first['msg']}{passed}", param=param) from error
 
 
 def encodable(text: str) -> bool:
@@ -163,18 +163,18 @@ def as_rendered(
 
     Rejects content that is not text; `places` are the names of the fields that the messages come from.
     """
-    names: dict[str, str] = {}  # of tools, by the id of the call
+    names: dict[str, str] = {}  # name of the tool, by the id of the call
     rendered = []
     for number, item in enumerate(messages):
-        given = read(ChatMessage, item, places[number] if places else f"messages[{number}]")
-        message: Message = {"role": ROLES.get(given.role, given.role), "content": given.content}
-        if given.reasoning_content:
-            message["reasoning_content"] = given.reasoning_content
-        if given.tool_calls:
-            message["tool_calls"] = [_call(call) for call in given.tool_calls]
-            names |= {call.id: call.function.name for call in given.tool_calls}
+        fields = read(ChatMessage, item, places[number] if places else f"messages[{number}]")
+        message: Message = {"role": ROLES.get(fields.role, fields.role), "content": fields.content}
+        if fields.reasoning_content:
+            message["reasoning_content"] = fields.reasoning_content
+        if fields.tool_calls:
+            message["tool_calls"] = [_call(call) for call in fields.tool_calls]
+            names |= {call.id: call.function.name for call in fields.tool_calls}
         if message["role"] == "tool":
-            message |= {"tool_call_id": given.tool_call_id, "name": given.name or names.get(given.tool_call_id, "")}
+            message |= {"tool_call_id": fields.tool_call_id, "name": fields.name or names.get(fields.tool_call_id, "")}
         rendered.append(message)
     return rendered
 
@@ -192,11 +192,11 @@ def split_reasoning(text: str) -> tuple[str, str]:
 
 def digests(messages: Sequence[Message], tools: Sequence[Schema]) -> list[bytes]:
     """Return what identifies the conversation up to and with each message; equal for messages that are the same."""
-    state, found = hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16), []
+    state, results = hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16), []
     for message in messages:
         state.update(json.dumps(_identity(message), sort_keys=True).encode())
-        found.append(state.digest())
-    return found
+        results.append(state.digest())
+    return results
 
 
 def _identity(message: Message) -> list[Any]:
@@ -216,12 +216,12 @@ def _parsed(arguments: Any) -> Any:
 
 
 def body_limit(context: int) -> int:
-    """Return the bytes that a body may have where a context has so many tokens."""
+    """Return the most bytes of a body, for a context of this number of tokens."""
     return context * BYTES_PER_TOKEN + FURTHER_BYTES
 
 
 class BoundedRequest(Request):
-    """A request whose body has a limit, and is JSON that every part behind it can hold."""
+    """A request with a bounded body, whose JSON every later part can hold."""
 
     def check_host(self) -> None:
         """Reject a request that was meant for another host: a page of another site may resolve to this address."""

@@ -57,31 +57,31 @@ def main(argv: list[str] | None = None) -> int:
 
 def read(arguments: list[str]) -> tuple[dict[str, str], ServedConfig]:
     """Return the values of the command's own keys and the section of a run; ConfigError lists all that is wrong."""
-    given = {key: value for key, _, value in (text.partition("=") for text in arguments) if key in OWN}
+    values = {key: value for key, _, value in (text.partition("=") for text in arguments) if key in OWN}
     others = [text for text in arguments if text.partition("=")[0] not in OWN]
     result = read_config(ServingConfig, [f"{SECTION}{text.removeprefix(SECTION)}" for text in others])
     if result.config is not None:
         check_engine_name(result.config.actor_rollout_ref.rollout.name, result.findings)
-    result.findings.items = [_by_own_name(one) for one in result.findings.items]
-    _check_own(given, result.findings)
-    return OWN | given, result.accept(partial(print, "warning:", file=sys.stderr)).actor_rollout_ref
+    result.findings.items = [_by_own_name(finding) for finding in result.findings.items]
+    _check_own(values, result.findings)
+    return OWN | values, result.accept(partial(print, "warning:", file=sys.stderr)).actor_rollout_ref
 
 
-def _check_own(given: dict[str, str], findings: Findings) -> None:
-    port, device = given.get("port", "0"), given.get("device", "auto")
+def _check_own(values: dict[str, str], findings: Findings) -> None:
+    port, device = values.get("port", "0"), values.get("device", "auto")
     if not port.isdecimal() or int(port) > LARGEST_PORT:
-        cause = f"port={port} is no number from 0 to {LARGEST_PORT}"
+        cause = f"port={port} must be a number from 0 to {LARGEST_PORT}"
         findings.error("value", cause, "set port=8000, or 0 for a free one", keys="port")
     if device not in DEVICES:
         findings.error("value", f"device={device}: choose {' | '.join(DEVICES)}", keys="device")
     for key in ("host", "served_model_name"):
-        if not given.get(key, OWN[key]):
+        if not values.get(key, OWN[key]):
             findings.error("value", f"{key}= is empty", f"set {key}={OWN[key]}", keys=key)
 
 
 def _by_own_name(finding: Finding) -> Finding:
-    """Return a finding about an unknown key under the name that was written; one that is like a key of this command is
-    taken for that."""
+    """Return a finding about an unknown key under the name that the user wrote, with a similar key of this command as
+    its fix."""
     if finding.code != "unknown-key":
         return finding
     name = finding.keys[0].removeprefix(SECTION)
@@ -98,7 +98,7 @@ def run(own: dict[str, str], section: ServedConfig) -> str:
     rollout.dtype, rollout.free_cache_engine = resolve_dtype(rollout.dtype, device), False
     rollout.enable_rollout_routing_replay = False
     listening = bound(own["host"], int(own["port"]))  # before anything that takes long
-    work_in_private()  # which is removed when this process ends
+    work_in_private()  # the directory is removed when this process ends
     os.environ |= worker_environment(device, 1)  # before anything imports torch, as what follows does
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     entry = load(f"engine.{rollout.name}")

@@ -11,7 +11,7 @@ from typing import Any
 from hybridrl.config.schema_parts import AgentConfig, MultiTurnConfig
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as a chat template reads it
-Schema = dict[str, Any]  # of a tool: {"type": "function", "function": {"name", "description", "parameters"}}
+Schema = dict[str, Any]  # a tool: {"type": "function", "function": {"name", "description", "parameters"}}
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 AGENT = "actor_rollout_ref.rollout.agent"
 ENVIRONMENT = f"{MULTI_TURN}.environment"
@@ -30,8 +30,8 @@ class ToolError(Exception):
 
 
 class EpisodeFault(Exception):
-    """Raise it where an episode cannot continue for a reason that is not the policy's, such as a network that is down:
-    the episode is excluded from training by name, never scored as 0."""
+    """Raise it where an episode cannot continue and the policy is not the reason, such as a network failure: the
+    episode is excluded from training by name, never scored as 0."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ def needed(row: Mapping[str, Any], name: str) -> Any:
 
 def tools_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments of a row for each method of each tool: a column, or a field of extra_info."""
-    found = mapping(row.get("tools_kwargs")) or mapping(mapping(row.get("extra_info")).get("tools_kwargs"))
-    return {name: kwargs for name, kwargs in found.items() if kwargs is not None}  # Parquet has every tool in every row
+    tools = mapping(row.get("tools_kwargs")) or mapping(mapping(row.get("extra_info")).get("tools_kwargs"))
+    return {name: kwargs for name, kwargs in tools.items() if kwargs is not None}  # Parquet has every tool in every row
 
 
 def interaction_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ Parse = Callable[[str, Sequence[Schema]], Calls]
 SHAPE = 'a call is {"name": ..., "arguments": {...}}'
 ARGUMENTS = ("arguments", "parameters")
 FIELDS = frozenset(("name", "type", "id", *ARGUMENTS))
-MOST_CALLS = 128  # that are read from a response
+MOST_CALLS = 128  # read from one response
 DEEPEST = 64  # lists and objects within one another in the arguments of a call: more would end what walks them
 SURROGATE = re.compile("[\ud800-\udfff]")
 BARE = re.compile(r'(?:<\|python_tag\|>\s*)?((?:\[\s*)?\{\s*"(?:name|type|id|function|arguments|parameters)"\s*:)')
@@ -30,7 +30,7 @@ HARMONY = re.compile(r"to=functions\.(?P<name>[\w.-]*)|<\|(?P<part>message|start
 WHITE_SPACE = re.compile(r"\s+")
 HARMONY_END = re.compile(r"\s*(?:<\|(?:start|end|call|return)\|>|\Z)")
 OPENING = re.compile(r"(?:^[ \t]*|<\|[a-z_]+\|>\s{0,8})(?=\[\s*([A-Za-z_][\w.]*)\()", re.MULTILINE)
-MOST_LISTS = 8  # that are tried in a response
+MOST_LISTS = 8  # tried in one response
 NAME, ARGUMENT = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(?=\()"), re.compile(r"\s*([A-Za-z_]\w*)\s*=(?!=)")
 # Texts, brackets and commas; a quotation mark by itself begins a text that does not end.
 TOKENS = re.compile(
@@ -59,7 +59,7 @@ def decoded(text: str, at: int = 0) -> tuple[Any, int, str]:
 
 
 def tool_call(name: Any, arguments: Any) -> ToolCall:
-    """Return the call, with an error if its name is no text or its arguments no JSON object, nor the text of one.
+    """Return the call. It has an error unless its name is a text and its arguments a JSON object or the text of one.
 
     Arguments that are absent, null or an empty text are none.
     """
@@ -99,33 +99,33 @@ def _calls_of(value: Any) -> list[ToolCall]:
 
 def _call_of(value: Any) -> ToolCall:
     value = _function(value)
-    found = [name for name in ARGUMENTS if name in value]
-    if unknown := [] if found else sorted(value.keys() - FIELDS):
+    present = [name for name in ARGUMENTS if name in value]
+    if unknown := [] if present else sorted(value.keys() - FIELDS):
         error = f"the call has {', '.join(unknown)} in place of arguments; {SHAPE}"
         return ToolCall(str(value.get("name") or ""), {}, error=error)
-    return tool_call(value.get("name"), value[found[0]] if found else None)
+    return tool_call(value.get("name"), value[present[0]] if present else None)
 
 
 def _function(value: Any) -> dict[str, Any]:
-    """Return the fields of a call, which some models write under `function`; none if this is no object."""
+    """Return the fields of a call, which some models write under `function`; none if `value` is not an object."""
     value = value if isinstance(value, dict) else {}
     return value["function"] if isinstance(value.get("function"), dict) and "name" not in value else value
 
 
 def marked(tag: str, header: str = "", end: str = r"\Z") -> Parse:
-    """Return the reader of calls that are JSON after a mark: `header` is what follows the mark, whose group is the name
-    of the tool if that is not in the JSON, and `end` what closes a call. All three are regular expressions."""
+    """Return the reader of calls that are JSON after a mark, by regular expressions: `tag` matches the mark, `header`
+    the text after it (its group is the tool's name, if the JSON has none), and `end` the end of a call."""
     begin, head, close = re.compile(tag), re.compile(header), re.compile(rf"\s*(?:{end}|{tag}|\Z)")
 
     def read(text: str, tools: Sequence[Schema]) -> Calls:
         content, calls, at = text, list[ToolCall](), 0
         while len(calls) < MOST_CALLS and (mark := begin.search(text, at)):
             content, at = content if calls else text[: mark.start()], mark.end()
-            if (found := head.match(text, at)) is None:
+            if (name_match := head.match(text, at)) is None:
                 calls.append(ToolCall("", {}, error=f"the call does not begin with its name after {mark[0].strip()}"))
                 continue
-            name = found[1] if head.groups else None
-            value, at, error = _body(text, found.end(), close, named=name is not None)
+            name = name_match[1] if head.groups else None
+            value, at, error = _body(text, name_match.end(), close, named=name is not None)
             if error:
                 calls.append(ToolCall(name or "", {}, error=f"{error}; {SHAPE}"))
             else:
@@ -155,22 +155,22 @@ def bare(text: str, tools: Sequence[Schema]) -> Calls:
         if opening is None or (calls and not BETWEEN_BARE.fullmatch(text, at, opening.start())):
             break
         value, end, error = decoded(text, opening.start(1))
-        at, found = max(end, opening.end()), list[ToolCall]()
+        at, new = max(end, opening.end()), list[ToolCall]()
         if not error and all(_is_call(item, offered) for item in (value if isinstance(value, list) else [value])):
-            found = _calls_of(value)
+            new = _calls_of(value)
         elif error and (GIVES_ARGUMENTS.search(text, opening.start()) or _names(text, opening.start(), offered)):
-            found = [ToolCall("", {}, error=f"{error}; {SHAPE}")]
-        content = text[: opening.start()] if found and not calls else content
-        calls += found
+            new = [ToolCall("", {}, error=f"{error}; {SHAPE}")]
+        content = text[: opening.start()] if new and not calls else content
+        calls += new
     return content, calls
 
 
 def _is_call(value: Any, offered: set[str]) -> bool:
     fields = _function(value)
-    given = [fields[name] for name in ARGUMENTS if name in fields]
-    if not given or not fields.keys() <= FIELDS:
+    arguments = [fields[name] for name in ARGUMENTS if name in fields]
+    if not arguments or not fields.keys() <= FIELDS:
         return isinstance(fields.get("name"), str) and fields["name"] in offered
-    return given[0] is None or isinstance(given[0], dict | str)
+    return arguments[0] is None or isinstance(arguments[0], dict | str)
 
 
 def _names(text: str, at: int, offered: set[str]) -> bool:
@@ -208,21 +208,21 @@ def pythonic(text: str, tools: Sequence[Schema]) -> Calls:
     for _ in range(MOST_LISTS):
         if (opening := OPENING.search(text, end)) is None:
             break
-        end, found = opening.end() + 1, list[ToolCall]()
+        end, new = opening.end() + 1, list[ToolCall]()
         try:
             pieces, end = _items(text, opening.end())
-            found = [_call(piece) for piece in pieces[:MOST_CALLS]]
+            new = [_call(piece) for piece in pieces[:MOST_CALLS]]
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             if opening[1] in offered:
                 reason = f"the calls cannot be read ({error}); they are a list of the form [name(argument=value)]"
-                found = [ToolCall("", {}, error=reason)]
-        content = text[: opening.start()] if found and not calls else content
-        calls += found
+                new = [ToolCall("", {}, error=reason)]
+        content = text[: opening.start()] if new and not calls else content
+        calls += new
     return content, calls
 
 
 def _items(text: str, at: int) -> tuple[list[str], int]:
-    """Return what the commas separate within the brackets that open here, and where they close."""
+    """Return the items, separated by commas, of the brackets that open here, and their end."""
     depth, begin, items = 0, at + 1, list[str]()
     for token in TOKENS.finditer(text, at):
         depth += bool(token["open"]) - bool(token["close"])
@@ -238,7 +238,7 @@ def _items(text: str, at: int) -> tuple[list[str], int]:
 
 def _call(source: str) -> ToolCall:
     if (name := NAME.match(source)) is None:
-        raise ValueError(f"{source.strip()!r:.40} is no call")
+        raise ValueError(f"{source.strip()!r:.40} is not a call")
     items, end = _items(source, name.end())
     if source[end:].strip():
         raise ValueError(f"{source[end:].strip()!r:.40} follows a call")
@@ -265,4 +265,4 @@ def _literal(node: ast.expr) -> Any:
             return [_literal(item) for item in items]
         case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
             return {str(_literal(key)): _literal(value) for key, value in zip(keys, values, strict=True) if key}
-    raise ValueError("a value is no literal")
+    raise ValueError("a value is not a literal")

@@ -4,7 +4,7 @@ A call that cannot be read is a call with an error for the policy, never the end
 those of FORMATS; vLLM, which reads the others, is imported for these only.
 
 TagFormat reads calls with a tag for each argument, whose value is plain text between the tags and cannot be escaped.
-One that contains tags of the format is read whole where what follows shows its end; otherwise the call is one with an
+A value with tags of the format in it is read whole if the text after it shows its end; otherwise the call has an
 error: a tool never runs with a part of a value.
 """
 
@@ -65,7 +65,7 @@ MODEL_TYPES = {
     "muse": "muse_glimmer",
 }
 THINK, REASONING_END = "<think>", "</think>"
-BAR, BLANK = "\uff5c", "\u2581"  # of DeepSeek's tokens
+BAR, BLANK = "\uff5c", "\u2581"  # characters of DeepSeek's tokens
 NAMES = {"True": True, "False": False, "None": None}  # as templates write Python's values
 NULL = ("null", "None")
 
@@ -104,7 +104,7 @@ class TagFormat:
 
 
 class _Reader:
-    """The tags of a text: which ends of arguments are followed by what may follow one, and how tags nest."""
+    """The tags of a text, their nesting, and the ends of arguments after which another argument or the end may come."""
 
     def __init__(self, format: TagFormat, text: str, tools: Sequence[Schema]) -> None:
         self.format, self.text, self.tools = format, text, tools
@@ -116,7 +116,7 @@ class _Reader:
         self.stray = re.compile(f"({format.call})|{format.end_argument}")
         self.ends = [tag for tag in self.tags if tag[2] and follows.match(text, tag.end())]
         self.end_starts = [tag.start() for tag in self.ends]
-        self.pairs: dict[int, re.Match[str]] = {}  # the end that belongs to the argument whose value begins there
+        self.pairs: dict[int, re.Match[str]] = {}  # begin of a value -> its argument's end
         opened: list[int] = []
         for tag in self.tags:
             if tag[1]:
@@ -140,15 +140,15 @@ class _Reader:
             arguments[argument[1]] = typed(value, properties.get(argument[1]))
             at = end.end()
         if (end := self.end.match(self.text, at)) is None:
-            raise TagError("there is a text that is no argument")
+            raise TagError("there is a text that is not an argument")
         stray = self.stray.search(self.text, end.end())
         if stray and not stray[1]:
             raise TagError("a value contains tags of calls, and it is not clear where it ends")
         return tool_call(function[1], arguments), end.end()
 
-    def end_of(self, argument: re.Match[str], known: Collection[str]) -> re.Match[str]:
-        """Return the tag that ends the value of an argument: the one that belongs to it, else the first that is
-        followed by what may follow a value."""
+    def end_of(self, argument: re.Match[str], arguments: Collection[str]) -> re.Match[str]:
+        """Return the tag that ends an argument's value: its own, else the first before another argument or the end of
+        the call. `arguments` are the names of the tool's."""
         begin = argument.end()
         index = bisect_left(self.end_starts, begin)
         if index == len(self.ends):
@@ -156,12 +156,12 @@ class _Reader:
         end, pair = self.ends[index], self.pairs.get(begin)
         if pair and self.end_starts[bisect_left(self.end_starts, pair.start()) % len(self.ends)] == pair.start():
             following = self.argument.match(self.text, end.end())
-            if end is not pair and following and following[1] in known:
+            if end is not pair and following and following[1] in arguments:
                 raise TagError(f"it is not clear where {argument[1]} ends")
             return pair
         inner = self.tags[bisect_left(self.starts, begin) : bisect_left(self.starts, end.start())]
         names = [tag[1] for tag in inner]
-        if any(name in known for name in names) or (None in names and any(names)):
+        if any(name in arguments for name in names) or (None in names and any(names)):
             raise TagError(f"it is not clear where {argument[1]} ends")
         return end
 
@@ -173,7 +173,7 @@ def _properties(name: str, tools: Sequence[Schema]) -> Mapping[str, Any]:
 
 
 def typed(value: str, schema: Any) -> Any:
-    """Return the value of an argument: a text, or JSON where the schema is that of no text."""
+    """Return the value of an argument: a text, or JSON if its schema allows no text."""
     kinds = _kinds(schema)
     if "null" in kinds and value in NULL:
         return None
@@ -277,7 +277,7 @@ class CallParser:
 def call_parser(format: str, model_type: str, dialogue: Dialogue) -> CallParser:
     """Return the parser of a format; `auto` is the format in which the model's chat template writes calls.
 
-    Raises ConfigError for a format that is unknown, or that the tokenizer lacks tokens for.
+    Raises ConfigError for an unknown format, or if the tokenizer lacks the format's tokens.
     """
     format = VERL_NAMES.get(format, format)
     if format in FORMATS:
@@ -314,7 +314,7 @@ def _from_vllm(name: str, written: str, tokenizer: PreTrainedTokenizerBase) -> C
         parse = parsers.load(name, tokenizer)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"{KEY}={name}: {error}", fix=f"set {KEY}=auto") from error
-    # What opens a call: the parsers report a call that they cannot read as none.
+    # The opening tag of a call: the parsers report unreadable calls as none.
     tags = re.findall(r"<[^<>/][^<>]*>|\[[A-Z_]+\]", written.rpartition("lookup")[0])
     opening = tags[-1] if tags else None
 

@@ -1,4 +1,4 @@
-"""The user's plain functions that are tools, in processes that are killed at the time limit of a call.
+"""The user's plain functions as tools, in processes that are killed at the time limit of a call.
 
 A thread cannot be ended, and long integers and regular expressions hold up all others of its process. Each process
 imports the file of the functions and runs one call at a time; it is used again, so a call costs a message each way.
@@ -23,9 +23,9 @@ from hybridrl.rewards.program import NoMessage, Program, messages_of
 from hybridrl.rewards.score import OutOfTime
 
 KEY = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
-SECONDS_TO_LOAD = 300.0  # that the file may take to be imported
+SECONDS_TO_LOAD = 300.0  # to import the file
 MOST = 16  # processes for a file
-SECONDS_BEFORE_ANOTHER = 0.2  # that a call waits for a process that is in use
+SECONDS_BEFORE_ANOTHER = 0.2  # until a call stops waiting for a busy process
 
 
 class FunctionProcesses:
@@ -37,7 +37,7 @@ class FunctionProcesses:
         self._count, self._changed = 0, threading.Condition()
 
     def call(self, name: str, arguments: dict[str, Any], seconds: float | None = None) -> ToolResult:
-        """Return what a function of the file returned, or raise what it raised. OutOfTime: its process was killed."""
+        """Return the result of a function of the file, or raise its exception. OutOfTime: its process was killed."""
         process, reply = self._take(), None
         try:
             process = process or _Process(self._path, self._libraries)
@@ -50,10 +50,10 @@ class FunctionProcesses:
                 self._idle += [process] if process else []
                 self._count -= not process
                 self._changed.notify()
-        kind, text, *more = reply
+        kind, text, *details = reply
         if not kind:
-            return ToolResult(text, *more)
-        trace, outside = more
+            return ToolResult(text, *details)
+        trace, outside = details
         if kind in (ToolError.__name__, EpisodeFault.__name__):
             raise (ToolError if kind == ToolError.__name__ else EpisodeFault)(text)
         error = type(kind, (ConnectionError if outside else Exception,), {})(text)
@@ -116,7 +116,7 @@ class _Process:
     def kill(self) -> str:
         """Kill the process with all that it started; return how it ended."""
         self._messages.close()
-        code = self._program.kill(0.1)  # that it may take to end by itself
+        code = self._program.kill(0.1)  # seconds to end by itself
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 

@@ -1,4 +1,4 @@
-"""Which environment a row runs in: built-in ones and tools by name, and those of the user's files."""
+"""Selects the environment of a row: built-in ones and tools by name, and those of the user's files."""
 
 import functools
 import inspect
@@ -33,7 +33,7 @@ Make = Callable[[], Environment]
 
 TOOLS: dict[str, Callable[..., Tool]] = {  # each takes its configuration, and a schema in place of its own
     "calculator": Calculator,
-    "calc_gsm8k_reward": lambda *given, **named: load(VERL).gsm8k_tool(*given, **named),
+    "calc_gsm8k_reward": lambda *values, **named: load(VERL).gsm8k_tool(*values, **named),
     "python": Python,
     "search": Search,
     "sql": Sql,
@@ -53,14 +53,14 @@ FUNCTIONS = f"{MULTI_TURN}.function_tool_path"
 
 @dataclass(frozen=True)
 class Choice:
-    """What a row runs in: an environment of this name, tools, an agent loop of this name, or a function of a file."""
+    """A row's runner: an environment of this name, tools, an agent loop of this name, or a function of a file."""
 
     kind: Literal["environment", "tools", "agent", "function"]
     name: str
 
 
 def choice_of(row: Row, settings: EnvironmentSettings) -> Choice | None:
-    """What a row runs in; None: a single response. Loads nothing."""
+    """Return the choice of a row; None: a single response. Loads nothing."""
     agent, named = row.get("agent_name"), row.get("env_class")
     if settings.function and not (agent or named):
         return Choice("function", settings.function)
@@ -83,8 +83,8 @@ def runs_function(row: Row, settings: EnvironmentSettings) -> bool:
 
 
 def environment_of(row: Row, settings: EnvironmentSettings) -> Make | AgentLoop | None:
-    """What makes the environment of one episode of the row, or the loop that runs it; None: a single response, or the
-    user's function.
+    """Return a factory of the environment of one episode of the row, or the loop that runs it; None: a single response,
+    or the user's function.
 
     ConfigError names the file, class or name that is missing. Files are loaded once per process.
     """
@@ -105,7 +105,7 @@ def environment_of(row: Row, settings: EnvironmentSettings) -> Make | AgentLoop 
 
 
 def _named(name: str, row: Row, settings: EnvironmentSettings) -> Make:
-    """What makes an environment by its name, or by path.py:Class. Those of an installed skyrl_gym come first."""
+    """Return a factory of an environment, by its name or path.py:Class. An installed skyrl_gym's come first."""
     turns = settings.multi_turn.max_assistant_turns
     config = own(_config(name, settings.multi_turn.environment_kwargs))
     if ":" in name:
@@ -130,7 +130,7 @@ def _config(name: str, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @once
 def environment_class(name: str) -> type:
-    """The class of path.py:Class; ConfigError if it is no environment."""
+    """The class of path.py:Class; ConfigError if it is not an environment."""
     cls = load_class(*name.rsplit(":", 1), key=ENVIRONMENT)
     unwritten = getattr(cls, "step", None) in (None, Environment.step)
     if unwritten or not (hasattr(cls, "reset") or hasattr(cls, "init")):
@@ -256,7 +256,7 @@ def load_files(settings: EnvironmentSettings, findings: Findings) -> None:
 def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> list[Environment | AgentLoop]:
     """Load all files, and return the environment or loop of the first row of each kind; ConfigError lists all that is
     wrong."""
-    findings, seen, made = Findings(), set(), []
+    findings, seen, runners = Findings(), set(), []
     load_files(settings, findings)
     for number, row in enumerate(rows):
         choice = choice_of(row, settings)
@@ -266,9 +266,9 @@ def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> list[Environmen
             continue
         seen.add(kind)
         with findings.gathered():
-            made.append(_try_row(number, row, choice, settings))
+            runners.append(_try_row(number, row, choice, settings))
     findings.close()
-    return [one for one in made if one is not None]
+    return [runner for runner in runners if runner is not None]
 
 
 def _try_row(number: int, row: Row, choice: Choice, settings: EnvironmentSettings) -> Environment | AgentLoop | None:

@@ -24,7 +24,7 @@ from hybridrl.config.custom_code import once
 
 SECONDS_TO_START = 60.0
 SECONDS_TO_PRINT = 1.0
-SECONDS_TO_RESPOND = 5.0  # of a server that is asked whether it is there after a call has failed
+SECONDS_TO_RESPOND = 5.0  # for a server to answer a ping after a failed call
 # The kernel kills a server with the thread that started it: a process of episodes that is killed closes nothing.
 ENDS_WITH_US = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 
@@ -49,7 +49,7 @@ class Connection:
         self._over.set()
 
     async def reason(self, error: BaseException) -> str:
-        """Describe an error after which the server ends, with what it printed last."""
+        """Describe an error that ends the connection, with the server's last printed line."""
         if asyncio.current_task() != self._task:
             await asyncio.wait([self._task], timeout=SECONDS_TO_RESPOND)
         return _first(error) + "".join(f"; it printed last: {line:.500}" for line in self._printed)
@@ -116,7 +116,7 @@ class McpServer:
             self._checks.add(check)
             check.add_done_callback(self._checks.discard)
             raise
-        except UserCodeError as error:  # which the server returned, or its transport raised
+        except UserCodeError as error:  # from the server, or from its transport
             if await connection.responds():
                 raise ToolError(f"Error: {_first(error.cause)}") from error
             raise ConnectionError(f"MCP server {self.name}: {await connection.reason(error.cause)}") from error

@@ -33,8 +33,8 @@ from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, Request, RequestFault
 from hybridrl.tracking.console import info, warn
 
-TRIES = 2  # of an episode in whose environment its process died
-SILENT_SECONDS = 60.0  # without the end of an episode, after which what they wait for is reported
+TRIES = 2  # per episode, if its process dies in its environment
+SILENT_SECONDS = 60.0  # without the end of an episode, until a report of what they wait for
 GRACE_SECONDS = 60.0  # without a heartbeat, in addition to the time limit of an environment: one starts in less
 
 Sampler = Callable[[Request], "asyncio.Future[Completion]"]
@@ -49,7 +49,7 @@ class EpisodeWorkers:
         self.replacing = threading.Lock()  # calls run in event loops of several threads
         self.limit = settings.limits.call_timeout + HEARTBEAT_SECONDS + GRACE_SECONDS
         self.start_limit = 0.0
-        self.starting: set[Actor] = set()  # of those that replace others
+        self.starting: set[Actor] = set()  # replacements that have not responded yet
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -125,9 +125,9 @@ async def _no_ailment() -> str:
 class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
     """Runs episodes in the processes, which may be started at any time, all in one event loop, until it is closed.
 
-    With `together` turns are requested once every episode that runs wants one, so that engines form the same batches
-    every time. `held` returns whether turns wait for the devices, so that no episode may end for long, and `check` why
-    none can be sampled, if so.
+    With `together` turns are requested once every running episode wants one: then engines form the same batches every
+    time. `held` returns whether turns wait for the devices, in which case no episode may end for long; `check` returns
+    why none can be sampled, or "".
     """
 
     def __init__(
@@ -177,9 +177,9 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
             self.give(lane, self.waiting.popleft())
 
     def send(self, lane: WorkerLane) -> None:
-        given: Given = [(episode.ticket, episode.spec) for episode in lane.new], lane.turns
+        content: Given = [(episode.ticket, episode.spec) for episode in lane.new], lane.turns
         lane.turns = []
-        self._keep(self._give(lane.actor, pickle.dumps(given, pickle.HIGHEST_PROTOCOL)))
+        self._keep(self._give(lane.actor, pickle.dumps(content, pickle.HIGHEST_PROTOCOL)))
 
     async def _give(self, actor: Actor, content: bytes) -> None:
         """Give a process its episodes and turns."""
@@ -214,7 +214,7 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
         episode.turn.add_done_callback(partial(self._sampled, lane, episode))
 
     def _sampled(self, lane: WorkerLane, episode: RunningEpisode, turn: asyncio.Future[Completion]) -> None:
-        if turn.cancelled() or episode.turn is not turn:  # of an episode that was started again
+        if turn.cancelled() or episode.turn is not turn:  # its episode was started again
             return
         error = turn.exception()
         if error and not isinstance(error, RequestFault):

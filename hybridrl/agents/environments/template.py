@@ -18,7 +18,7 @@ KEY = "actor_rollout_ref.model.custom_chat_template"
 # Stand-ins that no message contains. CUT marks places in a text at which its encoding is split.
 RESPONSE, CONTENT, CUT = "qzresponsezq", "qzcontentzq", "\ufdd0\ufdd1\ufdd0"
 TOOL = schema_of_texts("lookup", "Look a word up.", word="The word.")
-# What a template raises on purpose, and by what it does with values that it does not expect.
+# Exceptions of a template: raised on purpose, or by unexpected values.
 REJECTIONS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
@@ -64,7 +64,7 @@ class ChatTemplate:
         return arguments_read(self._tokenizer)
 
     def reads(self, names: Iterable[str]) -> set[str]:
-        """Return those of the names that the template reads, and that are free for its arguments."""
+        """Return the names that the template reads, without those reserved by rendering."""
         free = set(names) - FIXED - {*self._tokenizer.special_tokens_map}
         return free if self._reads is None else free & self._reads
 
@@ -84,7 +84,7 @@ class ChatTemplate:
 
         def split(value: Any) -> Any:
             if isinstance(value, str):
-                return pattern.sub(lambda found: found[1][0] + CUT, value)
+                return pattern.sub(lambda match: match[1][0] + CUT, value)
             if isinstance(value, Mapping):
                 return {split(name): split(item) for name, item in value.items()}
             return [split(item) for item in value] if isinstance(value, list | tuple) else value

@@ -51,7 +51,7 @@ _reported: set[tuple[str, type, str, int | None]] = set()  # what `report` has l
 
 
 class Tool:
-    """A tool of all episodes in this process; what one episode keeps is the state that `start` returns.
+    """A tool of all episodes in this process; `start` returns the state of one episode.
 
     `start`, `call` and `end` may be plain functions, which run in threads, or coroutines. A `network` tool depends on
     something that can be unreachable: it is called again if it fails, and then its episode is a fault. `on_failure` is
@@ -96,10 +96,10 @@ def _with_null(schema: Any) -> Any:
         return [_with_null(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {key: _with_null(value) for key, value in schema.items()}
+    converted = {key: _with_null(value) for key, value in schema.items()}
     if schema.get("nullable") is True and isinstance(schema.get("type"), str):
-        found["type"] = [schema["type"], "null"]
-    return found
+        converted["type"] = [schema["type"], "null"]
+    return converted
 
 
 class FunctionTool(Tool):
@@ -124,12 +124,12 @@ class FunctionTool(Tool):
 def function_tool(name: Any = None, *, schema: Any = None) -> Any:
     """Mark a function as a tool, as in verl: `@function_tool`, or with another name or a schema in place of its own."""
 
-    def mark(function: Callable[..., Any], given: str | None = None) -> Callable[..., Any]:
+    def mark(function: Callable[..., Any], tool_name: str | None = None) -> Callable[..., Any]:
         plain = schema.model_dump(exclude_none=True) if hasattr(schema, "model_dump") else schema
-        setattr(function, FUNCTION_TOOL, (given, plain))
+        setattr(function, FUNCTION_TOOL, (tool_name, plain))
         return function
 
-    return mark(name) if callable(name) else functools.partial(mark, given=name)
+    return mark(name) if callable(name) else functools.partial(mark, tool_name=name)
 
 
 def function_schema(function: Callable[..., Any], name: str | None = None) -> Schema:

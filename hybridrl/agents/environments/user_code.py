@@ -1,5 +1,5 @@
-"""The user's environments, tools and agents: called so that nothing they do can end or hold up other episodes, and what
-they return or raise checked where it arrives. Imports nothing heavy, since the processes of functions import it."""
+"""The user's environments, tools and agents. Calls are contained: nothing they do can end or hold up other episodes,
+and their results are checked on arrival. Imports nothing heavy, since the processes of functions import it."""
 
 import asyncio
 import contextlib
@@ -26,11 +26,11 @@ from hybridrl.rewards.score import OutOfTime, Score, as_number, as_score
 
 logger = logging.getLogger(__name__)
 
-# What clients of HTTP raise if nobody is at the other end; some are no subclass of ConnectionError.
+# Exceptions of HTTP clients if nobody is at the other end; some do not derive from ConnectionError.
 UNREACHABLE = ("ConnectError", "ConnectionError", "ConnectTimeout", "ReadTimeout", "ReadError", "RemoteProtocolError")
 ENDS_TASKS = (asyncio.CancelledError, GeneratorExit)
 ON_PURPOSE = (ToolError, EpisodeFault, OutOfTime, ConfigError)
-_warned: set[str] = set()  # whose metrics have been reported in this process
+_warned: set[str] = set()  # names with a warning about their metrics in this process
 
 
 class UserCodeError(Exception):
@@ -38,11 +38,11 @@ class UserCodeError(Exception):
     would end the event loop, is a RuntimeError."""
 
     def __init__(self, error: BaseException, what: Any, arguments: tuple[Any, ...] = ()) -> None:
-        known = isinstance(error, Exception) and not isinstance(error, StopIteration)
-        self.cause = error if known else RuntimeError(f"{type(error).__name__}: {text_of(error)}")
+        ordinary = isinstance(error, Exception) and not isinstance(error, StopIteration)
+        self.cause = error if ordinary else RuntimeError(f"{type(error).__name__}: {text_of(error)}")
         self.fault = f"raised:{type(self.cause).__name__}"
-        given = f"({', '.join(map(reprlib.repr, arguments))})" if arguments else ""
-        super().__init__(f"{where(self.cause.with_traceback(error.__traceback__), '')} in {name_of(what)}{given}")
+        call = f"({', '.join(map(reprlib.repr, arguments))})" if arguments else ""
+        super().__init__(f"{where(self.cause.with_traceback(error.__traceback__), '')} in {name_of(what)}{call}")
 
 
 @contextlib.contextmanager
@@ -161,7 +161,7 @@ class ToolResult:
 def reward_of(value: Any, source: Any) -> float | None:
     """Return the reward that an object, class or function gave; None stays None.
 
-    EpisodeFault, by the rules of reward functions: it is no finite number.
+    EpisodeFault, by the rules of reward functions, if it is not a finite number.
     """
     if value is None:
         return None
@@ -171,7 +171,7 @@ def reward_of(value: Any, source: Any) -> float | None:
     except UserCodeError as error:
         score = Score(None, detail=f"returned a {type(value).__name__} ({error.cause})")
     if score.value is None:
-        raise EpisodeFault(f"the reward of {name_of(source)} is no finite number: it {score.detail}")
+        raise EpisodeFault(f"the reward of {name_of(source)} is not a finite number: it {score.detail}")
     return score.value
 
 
@@ -186,7 +186,7 @@ def metrics_of(values: Any, source: Any) -> dict[str, float]:
     if (others or not isinstance(values, Mapping)) and name not in _warned:
         _warned.add(name)
         what = ", ".join(others) if others else f"which are a {type(values).__name__}, not a dict"
-        logger.warning("metrics of %s are left out that are no finite numbers: %s", name, what)
+        logger.warning("metrics of %s that are not finite numbers are left out: %s", name, what)
     return metrics
 
 
@@ -198,7 +198,7 @@ def _finite(value: Any) -> float | None:
 
 
 def to_result(returned: Any, source: Any = "the tool") -> ToolResult:
-    """Read what a tool returned; ToolError if it is not text, EpisodeFault if its reward is no finite number."""
+    """Read what a tool returned; ToolError if it is not text, EpisodeFault if its reward is not a finite number."""
     if isinstance(returned, ToolResult):
         reward, metrics = reward_of(returned.reward, source), metrics_of(returned.metrics, source)
         return ToolResult(_text(returned.text), reward, metrics)

@@ -148,7 +148,7 @@ def test_a_returned_reward_that_is_no_finite_number_is_a_fault_with_the_agent(ru
     """
     (found,) = run(code, {})
     assert (found.fault, found.reward) == ("environment", None)
-    assert "agent.py:run is no finite number: it returned" in found.detail
+    assert "agent.py:run is not a finite number: it returned" in found.detail
 
 
 def test_an_agent_may_set_rewards_through_the_endpoint(run):

@@ -59,7 +59,7 @@ def test_a_run_has_episodes_if_a_key_or_a_row_names_more_than_single_responses(d
 def test_the_limits_are_those_of_the_keys(data):
     keys = {"max_assistant_turns": 5, "max_user_turns": 4, "max_assistant_response_length": 16, "tool_timeout": 7}
     config = load(data, *(f"{MULTI_TURN}.{key}={value}" for key, value in keys.items()))
-    limits = episode_limits(config.actor_rollout_ref.rollout, 32, held=False)
+    limits = episode_limits(config.actor_rollout_ref.rollout, 32, pausable=False)
     assert (limits.prompt, limits.response, limits.context) == (32, 64, 96)
     assert (limits.turns, limits.user_turns, limits.turn, limits.call_timeout) == (5, 4, 16, 7)
 

@@ -268,7 +268,7 @@ async def test_only_requests_to_this_host_are_answered(endpoint):
 
     async def statuses(*hosts: str, **options) -> list[int]:
         async with endpoint(lambda prompt: "7", app=options) as served, client_of(served) as http:
-            own = f"http://127.0.0.1:{http.base_url.port}"  # the configured name is no address of this machine
+            own = f"http://127.0.0.1:{http.base_url.port}"  # the configured name is not an address of this machine
             urls = (f"{own}/health", f"{own}/v1/models")
             return [(await http.get(url, headers={"Host": host})).status_code for host in hosts for url in urls]
 

@@ -44,9 +44,9 @@ def test_keys_are_the_commands_own_and_those_of_a_run(tiny):
         (["rollout.max_seqs=3"], "unknown key rollout.max_seqs; nearest: actor_rollout_ref.rollout.max_num_seqs"),
         (["prot=3"], "unknown key prot; did you mean port?"),
         (["serve_model_name=a"], "unknown key serve_model_name; did you mean served_model_name?"),
-        (["port=web"], "port=web is no number from 0 to 65535; set port=8000"),
-        (["port=99999"], "port=99999 is no number from 0 to 65535; set port=8000"),
-        (["port=-1"], "port=-1 is no number from 0 to 65535"),
+        (["port=web"], "port=web must be a number from 0 to 65535; set port=8000"),
+        (["port=99999"], "port=99999 must be a number from 0 to 65535; set port=8000"),
+        (["port=-1"], "port=-1 must be a number from 0 to 65535"),
         (["device=gpu"], "device=gpu: choose auto | cpu | cuda"),
         (["host="], "host= is empty; set host=127.0.0.1"),
         (["rollout.temperature=inf"], "rollout.temperature=inf: must be finite"),
@@ -146,8 +146,8 @@ async def test_a_model_without_a_chat_template_continues_texts_and_answers_a_cha
     ("keys", "message"),
     [
         ({}, "port={port}: 127.0.0.1:{port} cannot be used (Address already in use); set another port"),
-        ({"host": "no.such.host.invalid"}, "host=no.such.host.invalid is no address of this machine"),
-        ({"host": "192.0.2.1"}, "host=192.0.2.1 is no address of this machine"),
+        ({"host": "no.such.host.invalid"}, "host=no.such.host.invalid is not an address of this machine"),
+        ({"host": "192.0.2.1"}, "host=192.0.2.1 is not an address of this machine"),
     ],
 )
 def test_an_address_that_cannot_be_used_is_rejected_before_the_model_is_read(tiny, monkeypatch, capsys, keys, message):

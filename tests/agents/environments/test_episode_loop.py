@@ -260,7 +260,7 @@ class Giving(Environment):
 def test_a_reward_that_is_no_finite_number_is_a_fault_with_the_class_its_file_and_the_value(tokenizer, reward, said):
     trajectory, _ = run(tokenizer, ["7"], Giving({"reward": reward}, {}))
     assert (trajectory.fault, trajectory.reward, trajectory.turns[0].reward) == ("environment", None, None)
-    assert trajectory.detail.startswith(f"the reward of Giving ({__file__}) is no finite number: it {said}")
+    assert trajectory.detail.startswith(f"the reward of Giving ({__file__}) is not a finite number: it {said}")
 
 
 @pytest.mark.parametrize("reward", [1, True, np.float32(1), torch.tensor(1.0), np.array(1.0)])

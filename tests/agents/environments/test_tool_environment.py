@@ -216,7 +216,7 @@ def test_a_reward_of_a_tool_that_is_no_finite_number_is_a_fault_with_its_name(re
     def rated():
         return "text", reward
 
-    with pytest.raises(EpisodeFault, match="the reward of the tool rated is no finite number: it returned"):
+    with pytest.raises(EpisodeFault, match="the reward of the tool rated is not a finite number: it returned"):
         outcome([tool(rated)], ("rated", {}))
 
 

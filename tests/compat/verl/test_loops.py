@@ -194,7 +194,9 @@ def test_a_reward_of_a_loop_that_is_no_finite_number_is_a_fault_with_its_class(t
     (tmp_path / f"scored{len(wanted)}.py").write_text(LOOPS.replace(score, wanted))
     (tmp_path / "agent.yaml").write_text(f"- {{name: scored, _target_: scored{len(wanted)}.TwoTurns}}")
     settings = environments_of(agent_loop_config_path=str(tmp_path / "agent.yaml"))
-    with pytest.raises(EpisodeFault, match=r"the reward of TwoTurns \(.*scored\d+\.py\) is no finite number: it ret"):
+    with pytest.raises(
+        EpisodeFault, match=r"the reward of TwoTurns \(.*scored\d+\.py\) is not a finite number: it ret"
+    ):
         run("scored", settings)
 
 

@@ -167,7 +167,9 @@ def test_an_interaction_of_verl_answers_what_calls_no_tool(tmp_path) -> None:
     (tmp_path / "nan.py").write_text(INTERACTION.replace("float(right)", "float('nan')"))
     (tmp_path / "nan.yaml").write_text("interaction: [{name: p, class_name: nan.Polite, config: {text: wrong}}]")
     settings = environments_of(interaction_config_path=str(tmp_path / "nan.yaml"))
-    with pytest.raises(EpisodeFault, match=r"the reward of Polite \(.*nan\.py\) is no finite number: it returned nan"):
+    with pytest.raises(
+        EpisodeFault, match=r"the reward of Polite \(.*nan\.py\) is not a finite number: it returned nan"
+    ):
         episode(settings, row, Response("1"))
     with pytest.raises(ConfigError, match=r"row 0: interaction_kwargs\.name=q: .* has no such interaction; it has p"):
         check(settings, [{"extra_info": {"interaction_kwargs": {"name": "q"}}}])

@@ -13,7 +13,7 @@ REWARD, COST = 1.0, 0.02
 TEXTS = {"prompt": "?", "low": "low", "high": "high", "invalid": "bad", "question": "guess"}
 NUMBER = re.compile(r"\s*(\d+)\s*")
 WORD = re.compile(r"\s*([a-z]{5})\s*", re.IGNORECASE)
-FORMAT_SCORE = 0.2  # of all turns together
+FORMAT_SCORE = 0.2  # for all turns together
 TRY_AGAIN = "Think step by step, and end with a tentative answer in exactly this format: '#### ANSWER'."
 LAST_TURN = "Now give only the final number, in exactly this format: '#### ANSWER'."
 
@@ -96,10 +96,10 @@ class Wordle(Game):
 
 def marks(guess: str, target: str) -> str:
     """The marks of a guess; a letter is marked Y as often as it is left in the target."""
-    left = Counter(wanted for letter, wanted in zip(guess, target, strict=True) if letter != wanted)
+    left = Counter(expected for letter, expected in zip(guess, target, strict=True) if letter != expected)
     result = ""
-    for letter, wanted in zip(guess, target, strict=True):
-        if letter == wanted:
+    for letter, expected in zip(guess, target, strict=True):
+        if letter == expected:
             result += "G"
             continue
         result += "Y" if left[letter] else "-"
@@ -113,9 +113,9 @@ def best_guessing(
     """The expected episode reward of binary search, which is the best play, over uniform targets of guess_number."""
     left, total, numbers = high - low + 1, 0.0, high - low + 1
     for move in range(max_turns):  # at most 2**move numbers are found by the next move
-        found = min(2**move, left)
-        total += found * (reward - cost * move)
-        left -= found
+        hits = min(2**move, left)
+        total += hits * (reward - cost * move)
+        left -= hits
     return (total - left * cost * max_turns) / numbers
 
 

@@ -13,7 +13,7 @@ from hybridrl.agents.environments import ToolError
 SECONDS, MAX_ROWS, MAX_CHARACTERS = 5.0, 50, 9000
 MAX_FETCHED = 100_000  # rows of a result that is compared
 MAX_RESULT, MAX_MEMORY = 64 << 20, 256 << 20  # bytes
-INSTRUCTIONS_BETWEEN_CHECKS = 10_000  # of sqlite's virtual machine
+INSTRUCTIONS_BETWEEN_CHECKS = 10_000  # steps of sqlite's virtual machine
 LIMITS = {
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,  # a query must not open other files
     sqlite3.SQLITE_LIMIT_LENGTH: 1 << 20,  # bytes of a value
@@ -89,7 +89,7 @@ def same_rows(database: str, sql: str, truth: str, seconds: float) -> str:
     """Return "same" if a query returns the rows of the true one in any order, else "others"."""
     expected = query(database, truth, seconds)[1]
     try:
-        found = query(database, sql, seconds)[1]
+        rows = query(database, sql, seconds)[1]
     except ToolError:
         return "others"
-    return "same" if Counter(found) == Counter(expected) else "others"
+    return "same" if Counter(rows) == Counter(expected) else "others"

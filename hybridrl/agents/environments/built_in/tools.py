@@ -42,7 +42,7 @@ PYTHON = schema_of_texts(
     "Run Python code and return what it prints. The standard library can be imported.",
     code="The code to run.",
 )
-LAST_LINES = 3  # of a traceback
+LAST_LINES = 3  # shown of a traceback
 # Runs the earlier cells in silence, then the last one; a last expression is printed, and an exception is printed short.
 _PROGRAM = """
 import ast, contextlib, io, json, sys, traceback
@@ -195,10 +195,10 @@ SQL = schema_of_texts(
     "Run one SQL query (sqlite, read only) on the database of the question and return its rows.",
     query="The query.",
 )
-SECONDS_TO_COMPARE = 2 * SECONDS  # of a solution, and of the true query
+SECONDS_TO_COMPARE = 2 * SECONDS  # for a solution and the true query together
 FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird": "bird/train/train_databases"}
 URL = "http://127.0.0.1:8000/retrieve"
-MAX_BYTES = 8 << 20  # of a retriever's answer
+MAX_BYTES = 8 << 20  # in a retriever's answer
 
 
 class Searcher:
@@ -216,8 +216,8 @@ class Searcher:
             content = answer.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ConnectionError(f"the retriever at {self._url} returned more than {MAX_BYTES >> 20} MiB")
-        found = json.loads(content)["result"]
-        return [_as_text(passages) for passages in found]
+        results = json.loads(content)["result"]
+        return [_as_text(passages) for passages in results]
 
 
 class Search(Tool):
@@ -301,10 +301,10 @@ class SearchQuestions(Environment):
             return Step(reward=score_search_qa("".join(self._texts), ground_truth(self.row)), done=True)
         queries = tagged(response.text, "search")
         if not queries:
-            found = "Nothing was searched: write a query in <search> tags, or the answer in <answer> tags."
+            information = "Nothing was searched: write a query in <search> tags, or the answer in <answer> tags."
         else:
-            found = (await finished(self._searcher.texts, [queries[0].strip()]))[0]
-        return Step([{"role": "user", "content": f"\n<information>{found}</information>\n"}], reward=0.0)
+            information = (await finished(self._searcher.texts, [queries[0].strip()]))[0]
+        return Step([{"role": "user", "content": f"\n<information>{information}</information>\n"}], reward=0.0)
 
 
 class TextToSql(Environment):
