@@ -13,7 +13,7 @@ LINES = {
     ".": 326,
     "agents": 6956,
     "checkpoint": 1986,
-    "compat": 3220,
+    "compat": 3222,
     "config": 4325,
     "core": 12894,
     "data": 1740,

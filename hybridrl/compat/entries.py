@@ -1,4 +1,4 @@
-"""Entries of a system's table, each for the keys that its patterns name, and those that compute from several keys."""
+"""Entries of a system's table, each for the keys matching its patterns, and entries computed from several keys."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from typing import Any
 from hybridrl.config.findings import show
 
 KINDS = ("rejected", "combined", "translated", "ignored", "otherwise")  # in the order in which they are consulted
-SETTING = ("combined", "translated")  # whose keys set others
+SETTING = ("combined", "translated")  # keys of these kinds set other keys
 REJECTING = ("rejected", "otherwise")  # the latter if no other entry names the key
 
 
@@ -19,11 +19,11 @@ class Entry:
     """The treatment of the keys that some patterns name.
 
     `silent` values change nothing; `follows` is a key whose value does not either; `when` limits the entry to values
-    that match it. `sets` has values by key, with {value} for the entry's own, which `values` may replace, or functions
-    that compute one. `drops`: values of keys that count as not set. A `named` entry rejects its keys wherever a command
-    names them. One that is `usual` sets only keys that the command does not name, by whatever name. One that `is_same`
-    computes its own value for another place, with which it must agree. `fix` is what to do about a value, given those
-    of all keys; nothing where it is accepted.
+    that match it. `sets` has by key a value, or a function that computes it; {value} is the entry's own value, which
+    `values` may replace. `drops`: values of keys that count as not set. A `named` entry rejects its keys wherever a
+    command names them. A `usual` entry sets only keys that the command does not name, by any name. An `is_same` entry
+    computes its own value for another place, and both must agree. `fix` returns the fix for a value, given the values
+    of all keys; "" if it is accepted.
     """
 
     kind: str
@@ -71,9 +71,9 @@ class Entry:
         return self.why or " ".join(f"{name}={show(value)}" for name, value in self.sets.items())
 
 
-def combined(keys: str, meaning: str, sets: dict[str, Any], **more: Any) -> Entry:
+def combined(keys: str, meaning: str, sets: dict[str, Any], **options: Any) -> Entry:
     """An entry of keys that count together, once all are known; a `meaning` where values are computed."""
-    return Entry("combined", keys.split(), meaning, sets=sets, **more)
+    return Entry("combined", keys.split(), meaning, sets=sets, **options)
 
 
 def number(text: Any) -> Any:
@@ -127,7 +127,7 @@ def argument_of_reward(key: str) -> str:
 
 
 def _batch_of_sync(step: Any, values: Mapping[str, Any]) -> str:
-    """Name the batch with so many updates, unless verl does not read the key or it is the present one."""
+    """Name the batch with `step` updates; "" if verl does not read the key or if it is the present batch."""
     if values.get(MODE) != "separate_async":
         return ""
     try:
@@ -138,7 +138,7 @@ def _batch_of_sync(step: Any, values: Mapping[str, Any]) -> str:
 
 
 def shared_rows(part: str, model: str, keys: str) -> Entry:
-    """Sizes of context parallelism, which is that of Ulysses here: only packed rows can be shared."""
+    """Sizes of context parallelism, by Ulysses here: only packed rows can be shared."""
     size, packed = f"{part}.ulysses_sequence_parallel_size", f"{model}.use_remove_padding"
     sets: dict[str, Any] = {size: lambda of: of.value, packed: True}
     drops = {packed: False}
@@ -282,7 +282,7 @@ OF_SKYRL = [
 
 # AReaL
 AREAL_STALENESS, PER_NODE = "rollout.max_head_offpolicyness", "trainer.n_gpus_per_node"
-# Arguments of SGLang in AReaL's section, but those for which SGLang's name is used, and the key that sets each here.
+# Arguments in AReaL's section of SGLang, if they have another name here, and the key that sets each.
 SERVER_ARGS = {
     "context_length": f"{ROLLOUT}.max_model_len",
     "max_running_requests": f"{ROLLOUT}.max_num_seqs",

@@ -22,8 +22,8 @@ from hybridrl.tracking.console import print_text
 # Values for keys that a command does not set in a usable way.
 PLACEHOLDERS = {"data.train_files": "path/to/train.parquet", "actor_rollout_ref.model.path": "path/to/model"}
 PLACEHOLDERS |= {"model.path": "path/to/model"}
-ROUNDS = 30  # of removing rejected overrides
-# Ends of keys whose default, unlike verl's, changes nothing that is trained on, or what a run needs.
+ROUNDS = 30  # most attempts to remove rejected overrides
+# Ends of keys that are not reported if verl has another default: training does not depend on it, or a run needs it.
 MINOR = (".dtype", ".async_save", "_megabytes", ".num_workers", "_name", "_dir", ".device")
 GROUPED = ("ignored-key", "unsupported")  # findings that name the first few of their keys
 
@@ -83,7 +83,7 @@ def _accept(launch: TrainingLaunch) -> None:
         remaining, computed = launch.overrides, []
         for finding in result.errors:
             texts = [text for text in remaining if MARK.search(text) and {*finding.keys} & {*_keys(text, launch)}]
-            if finding.code == "value" and texts:  # which bash computes when the command below runs
+            if finding.code == "value" and texts:  # bash computes it when the command below runs
                 computed.append(finding)
                 launch.computed += texts
                 cause = f"{texts[-1]}: a program computes the value, so it is not checked, and stays in the command"
@@ -119,7 +119,7 @@ def _parsed(overrides: list[str], launch: TrainingLaunch) -> Overrides:
 
 
 def _report_left_out(written: list[str], remaining: Iterable[str], launch: TrainingLaunch) -> None:
-    """Report in one line the overrides that are not in the command below and that no other line names."""
+    """Report in one line the overrides that are neither in the command below nor in another line."""
     items = launch.findings.items
     named = {*remaining, *itertools.chain(*(re.findall(r"[\w.]+", _line(finding)) for finding in items))}
     rejected = tuple(f"{key}." for finding in launch.findings.errors for key in finding.keys)  # sections too
@@ -137,9 +137,9 @@ def _report_left_out(written: list[str], remaining: Iterable[str], launch: Train
 
 def _line(finding: Finding) -> str:
     """A finding as it is printed, with all of its keys."""
-    more = [key for key in finding.keys if key not in finding.text] if finding.code in GROUPED else []
+    others = [key for key in finding.keys if key not in finding.text] if finding.code in GROUPED else []
     text = f"# {finding.severity} [{finding.code}] {readable(finding.text)}"
-    return text.replace("\n", "\n# ") + (f" (also {', '.join(more)})" if more else "")
+    return text.replace("\n", "\n# ") + (f" (also {', '.join(others)})" if others else "")
 
 
 def _other_defaults(launch: TrainingLaunch) -> list[str]:
@@ -163,8 +163,8 @@ def _other_defaults(launch: TrainingLaunch) -> list[str]:
 
 
 def _without(overrides: list[str], finding: Finding, launch: TrainingLaunch) -> list[str]:
-    """Remove the overrides that an error is about: all that are unsupported for one reason, else those of the first of
-    its keys that the command sets."""
+    """Remove the overrides that an error is about: all of them if they are unsupported, else those of its first key
+    that the command sets."""
     names_of = {text: _keys(text, launch) for text in overrides}
     whole = {*itertools.chain(*names_of.values())}
     ranks = {  # findings may name the section that a key is in, unless the command sets it as a whole

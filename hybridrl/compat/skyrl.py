@@ -69,7 +69,7 @@ def of_class(cls: type, config: Mapping[str, Any], row: Mapping[str, Any], max_t
 
 
 def numbers(values: Any, source: Any) -> dict[str, float]:
-    """The metrics among values of any kind, which are no metrics otherwise."""
+    """The metrics among values of any kind: the numbers."""
     values = values if isinstance(values, Mapping) else {}
     return metrics_of({name: value for name, value in values.items() if isinstance(value, int | float)}, source)
 

@@ -41,9 +41,9 @@ class ForeignCommand:
     """The arguments of a command while they are translated, and what becomes of them.
 
     `values` and `texts` are by the current names of their keys; `around` is what its custom file sets. `arguments` are
-    those that result, each with the one that was written, or none where its key is left to `check`; `others` are the
-    keys of other systems; `places` are the arguments that set a key, each with its value. `engine` is SkyRL's, whose
-    arguments it has in one section for any engine.
+    pairs: a resulting argument, and the written one, or "" if `check` handles its key. `others` are the keys of other
+    systems; `places` are the arguments that set a key, each with its value. `engine` is SkyRL's, which has the
+    arguments of any engine in one section.
     """
 
     schema: type
@@ -71,11 +71,11 @@ class ForeignCommand:
 
     def find(self, key: str, usual: Any) -> Any:
         values = (place[key] for place in (self.values, self.around) if place.get(key) is not None)
-        known = key in value_keys(self.schema)
-        return next(values, usual if usual is not None or not known else usual_value(self.schema, key))
+        is_value = key in value_keys(self.schema)
+        return next(values, usual if usual is not None or not is_value else usual_value(self.schema, key))
 
     def stays(self, key: str, dropped: Any) -> bool:
-        """Whether the command, or its file, sets a key by hybridrl's name, and not to a value that counts as none."""
+        """Whether the user set this key under its hybridrl name, to a value that does not count as none."""
         if key_of(self.texts.get(key, "")) == key:
             return self.values[key] not in (None, dropped)
         there = self.around.get(key)  # a file has all keys of the shipped one that it lists
@@ -116,8 +116,8 @@ class Translation:
     def moved(self) -> dict[str, str]:
         """Old names and the current ones. AReaL's sections actor, ref and rollout are verl's old names for others: what
         an entry names stays as it is."""
-        kept = {key: key for entry in self.consulted for key in entry.keys}
-        return kept | (self.base.table["moved"] if self.base else {}) | self.table["moved"]
+        unchanged = {key: key for entry in self.consulted for key in entry.keys}
+        return unchanged | (self.base.table["moved"] if self.base else {}) | self.table["moved"]
 
     def current_name(self, key: str) -> str:
         """The current name of a key with an old name, or a name of another system; any other key unchanged."""
@@ -134,37 +134,37 @@ class Translation:
 
     def _matching(self, key: str) -> list[Entry]:
         matching = [entry for entry in self.consulted if entry.names(key)]
-        if key.endswith(CLASS):  # of any section, also of one whose other keys are rejected
+        if key.endswith(CLASS):  # in any section, even if its other keys are rejected
             return [entry for entry in matching if f"*{CLASS}" in entry.keys]
         return [entry for entry in matching if entry.kind != "otherwise"] or matching
 
     def meets(self, key: str, schema: type, value: Any = None) -> tuple[str, Entry | None, bool]:
         """The current name of a key; the entry for it, if it is none of the schema's; whether the schema holds it."""
-        new, known = key, tree(schema)
+        new, schema_tree = key, tree(schema)
         for name_of in (self.current_name, argument_of_reward):
-            new = new if new in known else name_of(new)
+            new = new if new in schema_tree else name_of(new)
         entry = self.entry_of(new, value)
-        if new in known and not (entry and entry.when and new in entry.keys and entry.concerns(value)):
+        if new in schema_tree and not (entry and entry.when and new in entry.keys and entry.concerns(value)):
             entry = None
-        return new, entry, holds(known, new)
+        return new, entry, holds(schema_tree, new)
 
     def of_other(self, key: str, schema: type) -> "Translation | None":
         """The other system that has a key."""
-        return next((one for one in self.others if any(one.meets(key, schema)[1:])), None)
+        return next((system for system in self.others if any(system.meets(key, schema)[1:])), None)
 
     def described(self, key: str, schema: type) -> tuple[str, str]:
-        """The current name of a key, and what becomes of it unless it is one here."""
-        new, entry, held = self.meets(key, schema)
-        if not entry and not held and (other := self.of_other(key, schema)):
+        """Current name of a key, and what happens to it if hybridrl does not have it."""
+        new, entry, in_schema = self.meets(key, schema)
+        if not entry and not in_schema and (other := self.of_other(key, schema)):
             new, entry, _ = other.meets(key, schema)
         silent = f" (except for {', '.join(map(show, entry.silent))})" if entry and entry.silent else ""
         return new, f"{EFFECTS.get(entry.kind, 'is rejected')}{silent}: {entry.reason}" if entry else ""
 
     def listed(self) -> list[tuple[str, str]]:
-        """The keys of all systems that are none here, each with what becomes of it."""
+        """The keys of all systems that hybridrl does not have, each with its treatment."""
         systems = (self, *self.others)
-        moved = [(old, f"is now {new}") for one in systems for old, new in one.table["moved"].items()]
-        entries = [(key, entry) for one in systems for entry in one.entries for key in entry.keys]
+        moved = [(old, f"is now {new}") for system in systems for old, new in system.table["moved"].items()]
+        entries = [(key, entry) for system in systems for entry in system.entries for key in entry.keys]
         return moved + [(key, f"{entry.kind}: {entry.reason}") for key, entry in entries]
 
     def translate(
@@ -173,10 +173,12 @@ class Translation:
         """Translate the arguments of a command, or `of_file`. `around`: what its custom file sets, by key."""
         command = ForeignCommand(schema, {self.current_name(key): value for key, value in around.items()})
         arguments = [*arguments]
-        command.engine = {self.current_name(one.key): one.value for one in arguments}.get("generator.backend", "vllm")
-        switches, given = self.table.get("switches", ()), {one.key: one.value for one in arguments}
-        off = tuple(key.removesuffix("rank") for key in switches if given.get(key) == 0)
-        for argument in map(_engine_of_section, (one for one in arguments if not one.key.startswith(off))):
+        command.engine = {self.current_name(item.key): item.value for item in arguments}.get(
+            "generator.backend", "vllm"
+        )
+        switches, values = self.table.get("switches", ()), {argument.key: argument.value for argument in arguments}
+        off = tuple(key.removesuffix("rank") for key in switches if values.get(key) == 0)
+        for argument in map(_engine_of_section, (item for item in arguments if not item.key.startswith(off))):
             for single in self._keys_of_section(argument, schema):
                 self._translate(single, command)
         self._combine(command)
@@ -190,7 +192,7 @@ class Translation:
         return command
 
     def _keys_of_section(self, argument: Argument, schema: type) -> list[Argument]:
-        """The arguments of a section's keys, where one sets a section that hybridrl does not have at once."""
+        """The arguments of a section's keys, if the argument sets a whole section that hybridrl does not have."""
         key, value = self.current_name(argument.key), argument.value
         if not isinstance(value, Mapping) or holds(tree(schema), key) or not self.entry_of(key):
             return [argument]
@@ -200,49 +202,49 @@ class Translation:
 
     def _translate(self, argument: Argument, command: ForeignCommand) -> None:
         text, raw, findings = argument.text, argument.raw, command.findings
-        key, entry, held = self.meets(argument.key, command.schema, argument.value)
+        key, entry, in_schema = self.meets(argument.key, command.schema, argument.value)
         if key != argument.key and command.engine == "sglang":
             key = key.replace(".engine_kwargs.vllm", ".engine_kwargs.sglang")
         command.values[key], command.texts[key] = argument.value, text.lstrip("+")
         choice = None if argument.package else self.table.get("choices", {}).get(key)
-        if key != argument.key and held and not argument.package:  # Hydra's way to say where a group's values go
+        if key != argument.key and in_schema and not argument.package:  # Hydra's way to say where a group's values go
             follows = "${" in raw and key in raw  # what it would set
             if follows or (raw in ("", "null") and not argument.deletes):  # an old name without a value
                 return
             findings.warn("old-name", f"{argument.key} is now {key}", keys=(argument.key, key))
         if argument.deletes:
-            command.arguments += [(f"~{key}", text)] * held
+            command.arguments += [(f"~{key}", text)] * in_schema
         elif entry:
-            _apply_entry(entry, key, argument, command, held)
+            _apply_entry(entry, key, argument, command, in_schema)
         elif choice and raw != "default":
             if raw != choice:
                 command.put(f"{key}{CHOICE}", raw, text)
-        elif held and key != argument.key and not argument.package:
+        elif in_schema and key != argument.key and not argument.package:
             command.put(key, raw, text)
             command.place(key, argument.value, text.lstrip("+"))
-        elif not held and (other := self.of_other(argument.key, command.schema)):
+        elif not in_schema and (other := self.of_other(argument.key, command.schema)):
             command.others.setdefault(other.system, []).append(argument.key)
         else:
             command.arguments.append((text, text))
-            if held and not argument.package and self.base is None:  # the others share names with other meanings
+            if in_schema and not argument.package and self.base is None:  # the others share names with other meanings
                 command.place(key, argument.value, text.lstrip("+"))
 
     def _combine(self, command: ForeignCommand) -> None:
         """Translate the keys that count together, in the table's order. A later entry wins, and what the command or its
         file sets by hybridrl's name stays."""
-        named, made = defaultdict[Entry, list[str]](list), dict[Entry, dict[str, Any]]()
+        named, computed = defaultdict[Entry, list[str]](list), dict[Entry, dict[str, Any]]()
         for key, value in command.values.items():
             entry = self.meets(key, command.schema, value)[1]
             if entry and entry.kind == "combined" and entry.concerns(value) and not entry.is_silent(value):
                 named[entry].append(key)
         for entry in (entry for entry in self.consulted if entry in named):
             sets = self._compute(entry, named[entry], command)
-            for earlier in made.values():  # of two that set the same, the first says so
+            for earlier in computed.values():  # two entries set the same value: the first reports it
                 sets = {key: value for key, value in sets.items() if earlier.get(key, ...) != value}
                 for key in sets:
                     earlier.pop(key, None)
-            made[entry] = sets
-        for entry, sets in made.items():
+            computed[entry] = sets
+        for entry, sets in computed.items():
             text, keys = command.texts_of(named[entry])
             why = f": {entry.why}" if entry.why and not any(map(callable, entry.sets.values())) else ""  # or a meaning
             if sets:
@@ -270,8 +272,8 @@ class Translation:
                 command.place(key, command.values[name] if computed == look.value else computed, command.texts[name])
             sets |= {key: computed} if computed is not None and not stays else {}
         for key in (key for key in look.read if key in command.values and key not in keys):
-            _, read, held = self.meets(key, command.schema, command.values[key])
-            keys += [key] * (not held and (read is None or read.kind != "combined"))
+            _, read, in_schema = self.meets(key, command.schema, command.values[key])
+            keys += [key] * (not in_schema and (read is None or read.kind != "combined"))
         dropped = {*keys, *(key for key, value in entry.drops.items() if command.values.get(key) == value)}
         command.arguments = [pair for pair in command.arguments if key_of(pair[0]) not in dropped]
         text, names = command.texts_of(keys)
@@ -288,21 +290,21 @@ class Translation:
         shared, findings, unknown = defaultdict[str, list[str]](list), Findings(), []
         reasons = dict[str, Entry]()
         for key, value in foreign.items():
-            _, entry, held = self.meets(key, schema, value)
-            if held or (entry and entry.kind in SETTING):
+            _, entry, in_schema = self.meets(key, schema, value)
+            if in_schema or (entry and entry.kind in SETTING):
                 continue
             if entry is None:
                 unknown += [key] * (self.of_other(key, schema) is None)
             elif not entry.is_silent(value) and not entry.accepts(value, values):
                 shared[reasons.setdefault(entry.why, entry).why].append(key)  # one reason holds for several keys
         for why, keys in sorted(shared.items(), key=lambda item: reasons[item[0]].kind not in REJECTING):
-            entry, given = reasons[why], [foreign[key] for key in keys]
+            entry, set_values = reasons[why], [foreign[key] for key in keys]
             if entry.kind in REJECTING:
                 keys = [key.removesuffix(CHOICE) for key in keys]  # as they are written
-                settings = [f"{key}={show(item)}" for key, item in zip(keys, given, strict=True)]
+                settings = [f"{key}={show(item)}" for key, item in zip(keys, set_values, strict=True)]
                 cause = f"{_listed(settings)}: {entry.why}"
-                fix = entry.fix(given[0], values) if entry.fix else ""
-                findings.error("unsupported", cause, fix, keys=keys, value=show(given[0]))
+                fix = entry.fix(set_values[0], values) if entry.fix else ""
+                findings.error("unsupported", cause, fix, keys=keys, value=show(set_values[0]))
             else:
                 cause = f"{_listed(keys)} {'have' if keys[1:] else 'has'} no effect: {entry.why}"
                 findings.warn("ignored-key", cause, keys=keys)
@@ -318,7 +320,7 @@ def _engine_of_section(argument: Argument) -> Argument:
 
 
 def _alike(value: Any) -> Any:
-    """A value, or its text, so that those that mean the same are equal."""
+    """A number, or the text in lower case: two texts with the same meaning are equal."""
     text = show(value).lower()
     try:
         return float(text)
@@ -330,10 +332,10 @@ def _listed(texts: list[str]) -> str:
     return ", ".join(texts[:SHOWN]) + (f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else "")
 
 
-def _apply_entry(entry: Entry, key: str, argument: Argument, command: ForeignCommand, held: bool) -> None:
+def _apply_entry(entry: Entry, key: str, argument: Argument, command: ForeignCommand, in_schema: bool) -> None:
     """Translate a key that hybridrl does not have, or leave it to be checked by its value."""
     value, text, concerned, sets = argument.value, argument.text, entry.concerns(argument.value), entry.kind in SETTING
-    if held and concerned and not sets:  # one name of a mapping that takes any other, or a value of a key
+    if in_schema and concerned and not sets:  # one name of a mapping that takes any other, or a value of a key
         if entry.kind in REJECTING:
             command.findings.error("unsupported", f"{text}: {entry.why}", keys=key)
         elif not entry.is_silent(value):
@@ -362,4 +364,4 @@ def read_table(file: str) -> dict[str, Any]:
 
 VERL = Translation("verl", OF_VERL)
 VERL.others = [Translation("SkyRL", OF_SKYRL, VERL), Translation("AReaL", OF_AREAL, VERL)]
-SYSTEMS = {one.system: one for one in (VERL, *VERL.others)}
+SYSTEMS = {translation.system: translation for translation in (VERL, *VERL.others)}

@@ -1,7 +1,7 @@
 """Tools, interactions and agent loops that are written for verl, as rows and configurations name them; and verl's
 ToolAgentLoop, for classes that inherit from it: its states, its handlers and the data that they change.
 
-Rows that need no such class run in `tool_agent`, which has more limits and metrics (`agents/environments/tools.py`).
+Other rows with tools run in `tool_agent`, which has more limits and metrics (`agents/environments/tools.py`).
 """
 
 import asyncio
@@ -106,9 +106,9 @@ class ToolAgentLoop(AgentLoopBase):
         self.tool_response_truncate_side = settings.tool_response_truncate_side
         self.prompt_length = self.rollout_config.prompt_length
         self.response_length = self.rollout_config.response_length
-        given: Mapping[str, Tool] = self.server_manager.tools
-        self.tools = {name: tool.tool if isinstance(tool, VerlTool) else tool for name, tool in given.items()}
-        self.tool_schemas = [tool.schema for tool in given.values()]
+        selected: Mapping[str, Tool] = self.server_manager.tools
+        self.tools = {name: tool.tool if isinstance(tool, VerlTool) else tool for name, tool in selected.items()}
+        self.tool_schemas = [tool.schema for tool in selected.values()]
         self.interaction_config_file = settings.interaction_config_path
         self.interaction_map: Mapping[str, Any] = self.server_manager.interactions
 
@@ -223,14 +223,14 @@ class ToolAgentLoop(AgentLoopBase):
         return await self._add(agent_data, messages)
 
     async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
-        done, text, score, more = await accepted(
+        done, text, score, fields = await accepted(
             agent_data.interaction.generate_response,
             agent_data.request_id,
             agent_data.messages,
             **agent_data.interaction_kwargs,
         )
         agent_data.turn_scores += [] if score is None else [score]
-        agent_data.extra_fields |= mapping(more)
+        agent_data.extra_fields |= mapping(fields)
         if done:
             return AgentState.TERMINATED
         return await self._add(agent_data, [{"role": "user", "content": text}])
@@ -264,8 +264,8 @@ class ToolAgentLoop(AgentLoopBase):
         row = {"tools_kwargs": {tool_call.name: {**named, "execute_kwargs": execute}}}
         try:
             with contained(tool_call.name, EpisodeFault):
-                given = self.tools[tool_call.name]
-                tool = given if isinstance(given, Tool) else VerlTool(given)
+                named_tool = self.tools[tool_call.name]
+                tool = named_tool if isinstance(named_tool, Tool) else VerlTool(named_tool)
                 arguments, seconds = (
                     json.loads(tool_call.arguments or "{}"),
                     None if tool.limited else self.tool_timeout,
@@ -300,11 +300,11 @@ NAMES = {
 
 
 def provide_imports() -> None:
-    """Provide what files that are written for verl import from it."""
+    """Provide the imports of files that are written for verl."""
     for names in (stand_ins.NAMES, loops.NAMES, tools.NAMES, NAMES):
         provide_verl_imports(names)
 
 
 def gsm8k_tool(config: Mapping[str, Any], schema: Mapping[str, Any] | None = None) -> Tool:
-    """Return verl's tool calc_gsm8k_reward, which scores the answer that the policy gives it."""
+    """Return verl's tool calc_gsm8k_reward: it scores an answer of the policy."""
     return VerlTool(stand_ins.Gsm8kTool(config, stand_ins.as_given(schema)))

@@ -33,7 +33,7 @@ SETTINGS, DATA = "fsdp_config.json", "data.pt"
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"  # kinds of files
 STEP, HEAD = "step", "lm_head.weight"
 
-# A parameter's number, and where its elements start in the concatenated parts of the first so many ranks.
+# A parameter's number, the start of its elements in the concatenated parts of the first ranks, and the number of these.
 Slice = tuple[int, int, int]
 
 # What is not restored, and why.
@@ -56,7 +56,7 @@ class RankFiles:
         self.values = [load(path) for path in self.paths]
 
     def faults(self) -> list[str]:
-        """Return one line per file whose content differs from its checksums, which torch.save writes."""
+        """Return a line per changed file: torch.save writes checksums, and its content differs from them."""
         return [f"{path.name}: changed since it was written" for path in self.paths if damaged(path)]
 
     def held(self, number: int, kind: str) -> list[Any]:
@@ -115,28 +115,28 @@ def _meta(value: Any, path: Path) -> Tensor:
     return blank(torch.Size(value.arguments[2]), value.arguments[1])
 
 
-def _chunks(held: list[Any]) -> Iterator[Chunk]:
+def _chunks(parts: list[Any]) -> Iterator[Chunk]:
     """Yield the chunks of a tensor of which each rank holds a shard, a replica of one, or everything."""
-    if isinstance(held[0], StoredTensor):
-        yield from held[0].chunks([0] * len(held[0].shape))
+    if isinstance(parts[0], StoredTensor):
+        yield from parts[0].chunks([0] * len(parts[0].shape))
         return
-    if _kind(held[0]) == "ShardedTensor":
+    if _kind(parts[0]) == "ShardedTensor":
         shards: dict[tuple[int, ...], Record] = {}
-        for shard in (shard for value in held for shard in value.state[0]):
+        for shard in (shard for value in parts for shard in value.state[0]):
             shards.setdefault(tuple(shard.fields["metadata"].fields["shard_offsets"]), shard)
         for offsets, shard in shards.items():
             yield from shard.fields["tensor"].chunks(offsets)
         return
     # The ranks form a row-major mesh that is sharded over its last dimension: the first ranks hold all shards, and the
     # others repeat them.
-    placements = held[0].fields["_spec"].fields["placements"]
+    placements = parts[0].fields["_spec"].fields["placements"]
     kinds = [_kind(placement) for placement in placements if _kind(placement) != "Replicate"]
     if kinds not in ([], ["Shard"]):
         raise ValueError(f"it is placed as {' and '.join(kinds)} (tensor parallel), which is not supported")
     dims = [placement.fields["dim"] for placement in placements if _kind(placement) == "Shard"]
-    shape = held[0].arguments[2]
+    shape = parts[0].arguments[2]
     offsets = [0] * len(shape)
-    for value in held:
+    for value in parts:
         local = value.fields["_local_tensor"]
         yield from local.chunks(tuple(offsets))
         for dim in dims:
@@ -171,12 +171,12 @@ def read_moments(directory: Path, model: dict[str, Tensor]) -> tuple[dict[str, T
     def chunks(kind: str, name: str) -> Iterator[Chunk]:
         (number, start, ranks), expected = slices[name], model[name]
         with reading(directory / f"{kind} of {name}"):
-            held = files.held(number, kind)
-            if isinstance(held[0], Record):
-                yield from _chunks(held)
+            parts = files.held(number, kind)
+            if isinstance(parts[0], Record):
+                yield from _chunks(parts)
                 return
             elements = []
-            for stored in held[:ranks]:
+            for stored in parts[:ranks]:
                 if stored is not None:
                     flat = stored.mapped().flatten()
                     elements.append(flat[max(start, 0) : max(start + expected.numel(), 0)])
@@ -195,18 +195,18 @@ def _find_slices(saved: list[list[Any]], numbers: list[int], model: dict[str, Te
     """Return each parameter's slice in the first arrangement that fits, or nothing. An arrangement has one unit per
     number, the names of the parameters that share it."""
 
-    def fits(unit: list[str], held: list[Any], ranks: int) -> bool:
+    def fits(unit: list[str], parts: list[Any], ranks: int) -> bool:
         """Whether the first ranks hold as many elements as these parameters have, plus padding below `ranks`."""
-        if isinstance(held[0], Record):
-            return len(unit) == 1 and _meta(held[0], Path()).shape == model[unit[0]].shape
-        size = sum(math.prod(stored.shape) for stored in held[:ranks] if stored is not None)
+        if isinstance(parts[0], Record):
+            return len(unit) == 1 and _meta(parts[0], Path()).shape == model[unit[0]].shape
+        size = sum(math.prod(stored.shape) for stored in parts[:ranks] if stored is not None)
         return 0 <= size - sum(model[name].numel() for name in unit) < ranks
 
     world_size = len(saved[0])
     sharded_over = [ranks for ranks in range(1, world_size + 1) if world_size % ranks == 0]
     candidates = (units for units in _arrangements(list(model)) if len(units) == len(saved))
     for units, ranks in product(candidates, sharded_over):
-        if all(fits(unit, held, ranks) for unit, held in zip(units, saved, strict=True)):
+        if all(fits(unit, parts, ranks) for unit, parts in zip(units, saved, strict=True)):
             return {
                 name: (number, sum(model[before].numel() for before in unit[:index]), ranks)
                 for number, unit in zip(numbers, units, strict=True)

@@ -141,13 +141,13 @@ _MODULES: set[str] = set()
 _OFTEN_EDITED = ("verl.tools.gsm8k_tool", "verl.interactions.gsm8k_interaction")  # a copy's file comes before ours
 
 
-def provide_verl_imports(more: Mapping[str, Mapping[str, Callable[..., Any] | None]] | None = None) -> None:
+def provide_verl_imports(names_by_module: Mapping[str, Mapping[str, Callable[..., Any] | None]] | None = None) -> None:
     """From now on `import verl...` in this process imports verl if that works, else the replacements.
 
-    `more` adds names to them, by module. A module without replacement is imported from a copy of verl, if there is one
+    It adds `names_by_module` to them. A module without replacement is imported from a copy of verl, if there is one
     that does not import as a whole, as without its libraries.
     """
-    for module, names in (more or {}).items():
+    for module, names in (names_by_module or {}).items():
         NAMES[module] = NAMES.get(module, {}) | names
     _MODULES.update(".".join(name.split(".")[:count]) for name in NAMES for count in range(1, name.count(".") + 2))
     if _FINDER not in sys.meta_path:
@@ -202,9 +202,9 @@ class _Replacements(MetaPathFinder, Loader):
         above = next(parent for parent in parents if parent in _MODULES)
         beginning = f"{above}."
         below = {other.removeprefix(beginning).partition(".")[0] for other in _MODULES if other.startswith(beginning)}
-        known = ", ".join(sorted({*NAMES.get(above, {}), *below}))
+        existing = ", ".join(sorted({*NAMES.get(above, {}), *below}))
         advice = "copy what else the file needs into it"
-        return f"{self.cause}, and {name} has no replacement; of {above} there are {known}: {advice}"
+        return f"{self.cause}, and {name} has no replacement; of {above} there are {existing}: {advice}"
 
 
 class _OrReplacement(Loader):

@@ -83,7 +83,7 @@ class BaseTool:
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> Any:
-        """Return the schema, which is that of the yaml by default."""
+        """Return the schema, by default the yaml's."""
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **_: Any) -> tuple[str, ToolResponse]:
@@ -117,10 +117,10 @@ class Gsm8kTool(BaseTool):
         checks = "Check an answer: 1.0 if it is correct, else 0.0."
         return as_given(schema_of_texts("calc_gsm8k_reward", checks, answer="The answer."))
 
-    async def create(self, instance_id: str | None = None, ground_truth: Any = None, **more: Any) -> Any:
+    async def create(self, instance_id: str | None = None, ground_truth: Any = None, **options: Any) -> Any:
         identity = instance_id or str(uuid.uuid4())
-        given = more.get("create_kwargs", {}).get("ground_truth") if ground_truth is None else ground_truth
-        self._truths[identity], self._rewards[identity] = str(given), 0.0
+        truth = options.get("create_kwargs", {}).get("ground_truth") if ground_truth is None else ground_truth
+        self._truths[identity], self._rewards[identity] = str(truth), 0.0
         return identity, ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> Any:

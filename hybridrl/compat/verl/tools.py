@@ -142,7 +142,7 @@ def constructed(what: str, path: str) -> Iterator[None]:
 
 
 def _schema_class() -> Any:
-    """verl's own class where verl is installed: its tools may use what only that one has."""
+    """verl's own class where verl is installed: its tools may use attributes that the stand-in does not have."""
     return importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema
 
 
@@ -191,8 +191,8 @@ def load_verl_class(name: str, place: str, path: str, package: str) -> type:
 
 
 def _within(module_name: str, package: str) -> Any:
-    found = required(importlib.util.find_spec(module_name))
-    return importlib.util.spec_from_file_location(f"{package}.{module_name.rpartition('.')[2]}", found.origin)
+    spec = required(importlib.util.find_spec(module_name))
+    return importlib.util.spec_from_file_location(f"{package}.{module_name.rpartition('.')[2]}", spec.origin)
 
 
 class InteractionEnvironment(Environment):
@@ -220,10 +220,10 @@ class InteractionEnvironment(Environment):
             self._messages += step.messages
             return step
         said = await accepted(self._interaction.generate_response, self._identity, self._messages, **self._kwargs)
-        done, text, score, more = said
+        done, text, score, values = said
         messages = [] if done else [{"role": "user", "content": text}]
         self._messages += messages
-        return Step(messages, reward_of(score, self._interaction), bool(done), numbers(more, self._interaction))
+        return Step(messages, reward_of(score, self._interaction), bool(done), numbers(values, self._interaction))
 
     async def close(self) -> Mapping[str, float]:
         try:
@@ -235,7 +235,7 @@ class InteractionEnvironment(Environment):
 async def finalize_interaction(interaction: Any, identity: str, kwargs: Mapping[str, Any]) -> None:
     """End the interaction of an episode: the base class of verl takes no id here, other classes do."""
     parameters = inspect.signature(method := interaction.finalize_interaction).parameters.values()
-    takes_identity = any(one.kind not in (one.KEYWORD_ONLY, one.VAR_KEYWORD) for one in parameters)
+    takes_identity = any(argument.kind not in (argument.KEYWORD_ONLY, argument.VAR_KEYWORD) for argument in parameters)
     await accepted(method, *([identity] if takes_identity else []), **kwargs)
 
 
@@ -265,7 +265,7 @@ class FunctionCall(BaseModel, extra="allow"):
 
 
 class ToolParser:
-    """The base class of parsers, and that of the formats that are read here; calls that cannot be read are none."""
+    """The base class of parsers, and of the formats that are read here. Unreadable calls are left out."""
 
     format: str | None = None
     stop_token_ids: Sequence[int] = ()  # these end a response here already
