@@ -31,12 +31,12 @@ from hybridrl.tracking import read_metrics
 from hybridrl.tracking.records import read_records, records_of
 
 BEGIN, END = "<!-- pretrained -->", "<!-- /pretrained -->"
-# Steps of 16 answers, without validation.
+# Steps of 64 answers, of which at first 6% are right, without validation.
 SMALL = [
-    "data.train_batch_size=4",
-    f"{ACTOR}.ppo_mini_batch_size=4",
-    f"{ROLLOUT}.n=4",
-    f"{ROLLOUT}.max_num_seqs=16",
+    "data.train_batch_size=8",
+    f"{ACTOR}.ppo_mini_batch_size=8",
+    f"{ROLLOUT}.n=8",
+    f"{ROLLOUT}.max_num_seqs=64",
     "data.val_files=null",
     "trainer.total_training_steps=3",
     "trainer.test_freq=-1",
@@ -52,7 +52,7 @@ RUNS = {
         f"{ACTOR}.optim.lr=1.0e-4",
     ],
     "critic": [*SMALL, "trainer.save_freq=-1", "algorithm.adv_estimator=gae"],
-    "colocate_async": [*SMALL, "trainer.v1.trainer_mode=colocate_async", f"{ROLLOUT}.max_num_seqs=8"],
+    "colocate_async": [*SMALL, "trainer.v1.trainer_mode=colocate_async", f"{ROLLOUT}.max_num_seqs=32"],
     "bfloat16": [*SMALL, f"{ACTOR}.fsdp_config.dtype=bfloat16", f"{ROLLOUT}.dtype=bfloat16"],
     "agent": [*SMALL, "reward.custom_reward_function.path=null", "data.max_response_length=96"],
     "resume": [*SMALL, "trainer.deterministic=true"],
@@ -123,7 +123,7 @@ def critic(bench: Bench) -> str:
 
 
 def colocate_async(bench: Bench) -> str:
-    """`colocate_async`, engines of 8 requests"""
+    """`colocate_async`, engines of 32 requests"""
     metrics = bench.train("colocate_async")
     partial = sum(values.get("partial/interrupted", 0.0) for values in metrics.values())
     return f"{of_run(metrics)}; {partial:.0f} responses continued"
@@ -198,7 +198,7 @@ def merge(bench: Bench) -> str:
     gap, equal = 0.0, 0
     for prompt, (text, log_probs), (there, others) in zip(prompts, expected, served, strict=True):
         validated = next((response for given, response in texts.items() if given.endswith(prompt)), None)
-        equal += text == there == validated
+        equal += text.rstrip("\n") == there == (validated or "").rstrip("\n")  # the server leaves what stops it out
         gap = max(gap, *(abs(one - other) for one, other in zip(log_probs, others, strict=False)))
     if equal < len(prompts) or gap >= LARGEST_GAP:
         raise Failed(f"{equal} of {len(prompts)} greedy texts are equal, log-probs differ by {gap:.2e}")
@@ -282,7 +282,6 @@ def serve(bench: Bench, directory: Path, model: Path, prompts: list[str]) -> lis
                 raise Failed(f"{log}: {log.read_text()[-300:]}")
             time.sleep(0.5)
         body = {"model": "policy", "max_tokens": 16, "temperature": 0, "logprobs": 1, "stop": ["\n"]}
-        body["include_stop_str_in_output"] = False
         return [complete(f"{found[0]}/v1/completions", body | {"prompt": prompt}) for prompt in prompts]
     finally:
         process.terminate()

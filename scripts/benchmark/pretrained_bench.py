@@ -83,8 +83,9 @@ class Bench:
             "trainer.default_local_dir": self.out / name / "run",
             "trainer.seed": 0,
         }
-        words = [f"{key}={value}" for key, value in (values | (TINY if self.tiny else {})).items()]
-        return ["--config-path", str(RECIPE), "--config-name", "train", *words, *self.runs.get(name, [])]
+        words = [*(f"{key}={value}" for key, value in values.items()), *self.runs.get(name, [])]
+        words += [f"{key}={value}" for key, value in TINY.items()] if self.tiny else []
+        return ["--config-path", str(RECIPE), "--config-name", "train", *words]
 
     def hybridrl(self, log: Path, *words: object) -> str:
         return self.run(log, "-m", "hybridrl", *words)
