@@ -26,6 +26,7 @@ from transformers.utils import logging
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.config.checks.model import why_not_served, why_unsupported
 from hybridrl.core.batch import Batch
+from hybridrl.core.carried import Encoded
 from hybridrl.core.cluster import RaySession, kill
 from hybridrl.core.experience.batching import group_by_prompt, to_batch
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
@@ -237,7 +238,7 @@ def sample(engine: HybridEngine, version: int) -> tuple[Batch, float]:
             Prompt(r.prompt, r.prompt_ids, "", "", "", {}),
             r.prompt,
             r.sample,
-            Trajectory([Turn.of(r.prompt_ids, completion)]),
+            Trajectory([Turn.of(Encoded(r.prompt_ids), completion)]),
             "",
             Score(r.sample),
         )

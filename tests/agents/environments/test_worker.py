@@ -12,6 +12,7 @@ import pytest
 
 from hybridrl.agents.environments.episode_loop import Limits
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker, Ticket
+from hybridrl.core.carried import Encoded
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling
 from hybridrl.core.rollout.engine import FatalRequest, RejectedRequest
@@ -157,7 +158,7 @@ def test_an_agent_that_ignores_the_fault_of_its_request_is_excluded_too(tokenize
 
         async def run(self, policy, messages, row) -> Trajectory:
             try:
-                await policy.generate([1, 2], stop=[""])
+                await policy.generate(Encoded([1, 2]), stop=[""])
             except RequestFault:
                 return Trajectory([], "completed", text="", reward=1.0)
 
@@ -175,7 +176,7 @@ def test_what_an_agent_sends_reaches_the_driver_as_plain_values(tokenizer, tmp_p
         concurrency = None
 
         async def run(self, policy, messages, row) -> Trajectory:
-            await policy.generate((Number(1), np.int32(2)), max_tokens=Number(5), stop=[Text("end")])
+            await policy.generate(Encoded([Number(1), np.int32(2)]), max_tokens=Number(5), stop=[Text("end")])
             return Trajectory([], "completed", text="")
 
     requests: list[Request] = []
