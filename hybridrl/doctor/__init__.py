@@ -31,7 +31,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, overrides: str = "as for 
 
 
 def directory_parser(command: str, description: str, *, epilog: str = "", as_json: str = "") -> argparse.ArgumentParser:
-    """Return the parser of a command that reads what a run left; `as_json` says what --json prints."""
+    """Return the parser of a command that reads a run's directory; `as_json` names the output of --json."""
     prog = f"python -m hybridrl.doctor {command}"
     parser = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
     parser.add_argument("directory", type=_directory, metavar="DIR", help="the run's trainer.default_local_dir")

@@ -58,10 +58,10 @@ def check(argv: list[str]) -> int:
     parser.add_argument("--no-reward", action="store_true", help="do not call the reward on a few rows")
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
     add_run_arguments(parser)
-    options, more = parser.parse_known_args(argv)
-    if unknown := [item for item in more if item.startswith("-")]:
+    options, further = parser.parse_known_args(argv)
+    if unknown := [item for item in further if item.startswith("-")]:
         parser.error(f"unknown option {unknown[0]}; configuration keys are given as key=value")
-    options.overrides += more
+    options.overrides += further
     resolved = _resolve(options, offline=options.config_only)
     findings = resolved.findings
     if resolved.config is not None and not findings.errors:
@@ -82,14 +82,14 @@ def search(argv: list[str]) -> int:
         prog="python -m hybridrl.doctor keys", description="Search the keys by a part of their name or meaning."
     )
     parser.add_argument("pattern")
-    wanted, values = parser.parse_args(argv).pattern.lower(), shipped(NAME).values
+    pattern, values = parser.parse_args(argv).pattern.lower(), shipped(NAME).values
     keys = [
         (f"{key} = {'(must be set)' if (value := value_of(values, key)) == MISSING else as_text(value)}", meaning)
         for key, meaning in key_meanings(CONF / f"{NAME}.yaml").items()
     ]
     keys += load("translation").listed()
-    matches = [item for item in keys if wanted in item[0].lower()]
-    matches += [item for item in keys if wanted in item[1].lower() and item not in matches]
+    matches = [item for item in keys if pattern in item[0].lower()]
+    matches += [item for item in keys if pattern in item[1].lower() and item not in matches]
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     for head, meaning in matches:
         print(head)
@@ -100,7 +100,7 @@ def search(argv: list[str]) -> int:
 
 
 def explain(argv: list[str]) -> int:
-    """Print a key's value, what set it, its default and its meaning, or what a metric means."""
+    """Print a key's value, its origin, its default and its meaning, or the meaning of a metric."""
     parser = argparse.ArgumentParser(
         prog="python -m hybridrl.doctor explain",
         description="A key's value, what set it, its default and its meaning; or a metric's meaning, how it looks in a "
@@ -152,7 +152,7 @@ def _explain_key(key: str, resolved: ResolvedConfig, file: str) -> int:
 
 
 def explain_metric(name: str) -> int:
-    """Print what a metric means, how it looks in a run that learns, and what to do if it does not."""
+    """Print the meaning of a metric, its healthy values, and what to do otherwise."""
     entry = metric_entry(name)
     if entry is None:
         near = "; nearest: ".join(["", ", ".join(nearest_metrics(name))]) if nearest_metrics(name) else ""

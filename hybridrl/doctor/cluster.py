@@ -166,17 +166,17 @@ def _probe(
     try:
         facts = _gather_facts(group, names, device, directory, paths)
         failed = {name: fact for name, fact in facts.items() if isinstance(fact, str)}
-        known = {name: fact for name, fact in facts.items() if not isinstance(fact, str)}
+        measured = {name: fact for name, fact in facts.items() if not isinstance(fact, str)}
         findings = Findings()
         for name, reason in failed.items():
             fix = "install hybridrl there, the same version, and check ray_kwargs.ray_init.runtime_env"
             findings.error("cluster.start", f"{name} runs no process of hybridrl: {reason}", fix)
         if not failed:
             for name, reason in _try_network(group, names, collective).items():
-                known[name][NETWORK] = reason
+                measured[name][NETWORK] = reason
         here = machine_facts("cpu", paths)
         driver = {fact: here[fact] for fact in (*OF_DRIVER, *paths)}
-        findings.add(*compare({DRIVER: driver} | known).items)
+        findings.add(*compare({DRIVER: driver} | measured).items)
         return findings
     finally:
         for actor in actors:

@@ -1,6 +1,6 @@
-"""The checks that need this machine, the model and the data: those that main_ppo runs before it starts devices, and
-further ones that still apply if it would reject the configuration. Here are those of `trainer.default_local_dir`:
-whether a run can write there, what it contains, the checkpoint to resume from, and the disk space for checkpoints."""
+"""The checks that need this machine, the model and the data. Most of them main_ppo runs before it starts devices; some
+still apply if it would reject the configuration. This module checks `trainer.default_local_dir`: whether a run can
+write there, its contents, the checkpoint to resume from, and the disk space for checkpoints."""
 
 import contextlib
 import importlib.util
@@ -63,8 +63,8 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
                 status.update("checking the chat template ...")
                 model, arguments = config.actor_rollout_ref.model.path, config.data.apply_chat_template_kwargs
                 check_template(model, arguments, inputs.tokenizer, inputs.prompts, findings)
-                known = not uses_built_in(config.reward) or all(map(scorer_of, inputs.data_sources))
-                if with_reward and known:  # others are reported with the rows
+                can_score = not uses_built_in(config.reward) or all(map(scorer_of, inputs.data_sources))
+                if with_reward and can_score:  # others are reported with the rows
                     status.update("checking the reward, on a few rows ...")
                     try_on_rows(Subject(config, inputs.tokenizer, inputs.scored), findings)
     finally:
@@ -80,7 +80,7 @@ class _LogFindings(logging.Handler):
 
 
 def check_extensions(findings: Findings) -> None:
-    """Import each of EXTENSIONS that is installed, in a subprocess, which takes seconds."""
+    """Import the installed EXTENSIONS, each in a subprocess; it takes seconds."""
     for name in filter(importlib.util.find_spec, EXTENSIONS):
         fix = f"pip uninstall -y {name}"
         command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; import {name}"]

@@ -34,8 +34,8 @@ from hybridrl.doctor.shell_text import without_files
 from hybridrl.rewards.sandbox.confinement import supported
 from hybridrl.tracking.secrets import is_secret, mask_text
 
-# Ends of a module's name or of a file's path -> the system it belongs to, the schema of its equivalent here, and
-# whether it adds its own code to the same settings.
+# Ends of a module's name or of a file's path -> its system, the schema of its equivalent here, and whether it adds its
+# own code to the same settings.
 PROGRAMS = (
     (r"verl[./]trainer[./]main_ppo\w*", "verl", PPOConfig, False),
     (r"(recipe[./])?dapo[./](src[./])?main_dapo", "verl", PPOConfig, False),
@@ -46,7 +46,7 @@ PROGRAMS = (
     (r"(recipe|verl)[./][\w./]*(?!.*(generation|eval))main\w*|[\w./]*_main", "verl", PPOConfig, True),
     (r"(examples|integrations|skyrl\w*)[./][\w./]*main_(?!sft|generate)\w+", "SkyRL", PPOConfig, True),
 )
-# Any other program whose command sets such keys, unless its name says that it does not train.
+# Any other program whose command sets such keys, unless its name says otherwise (NOT_TRAINING).
 SETTINGS = (("actor_rollout_ref.", "verl"), ("trainer.policy.", "SkyRL"))
 NOT_TRAINING = re.compile(r"generat|eval|serve|infer|merge|preprocess|rollout_viewer")
 MODULE_FLAG = "-m"
@@ -84,7 +84,7 @@ class TrainingLaunch:
 
 
 def launches_of(script: Path, arguments: Sequence[str]) -> list[TrainingLaunch]:
-    """Return the runs that a script starts with these arguments, or the one that a YAML file describes.
+    """Return the runs that a script starts with these arguments, or the run of a YAML file.
 
     Raises ValueError if there is none, or the script cannot be read.
     """
@@ -185,13 +185,13 @@ def _read_file(launch: TrainingLaunch, script: Path) -> None:
         cause = f"{name}: this settings file was not found, so none of its values are in the command below"
         launch.findings.error("config-file", cause, f"run migrate in the directory from which {script.name} is started")
         return
-    of_verl, known = launch.system == "verl", tree(launch.schema)
+    of_verl, schema_tree = launch.system == "verl", tree(launch.schema)
     plain = file_values(file, [] if of_verl else [word.lstrip("+") for word in launch.overrides])
     overrides = []
     for key, value in leaves(plain.values).items():
         target = plain.follows.get(key, "")
         # verl's references to keys that exist here stay references.
-        shown: Any = f"${{{target}}}" if of_verl and target in known else value
+        shown: Any = f"${{{target}}}" if of_verl and target in schema_tree else value
         if shown != MISSING:
             overrides.append(f"{key}={as_override(shown)}")
     launch.overrides = [*overrides, *launch.overrides]
@@ -199,7 +199,7 @@ def _read_file(launch: TrainingLaunch, script: Path) -> None:
 
 SECONDS = 10  # a script that waits for something would wait indefinitely
 PROCESSES = 100  # at a time; a subshell is one
-LIMITS = {"CPU": SECONDS, "DATA": 64 << 20, "FSIZE": 4 << 20, "NOFILE": 256, "CORE": 0}  # of each process
+LIMITS = {"CPU": SECONDS, "DATA": 64 << 20, "FSIZE": 4 << 20, "NOFILE": 256, "CORE": 0}  # per process
 TOP = Path(__file__).resolve().parents[2]
 # The lowest priority, so that whoever counts its processes has its turn while they multiply.
 START = (
@@ -212,7 +212,7 @@ NEW_LINE = "\x1e"  # in words: bash would write a line at a time, between those 
 END = NEW_LINE  # a separate word after each command: no argument is a single newline
 # A program's output: its command in hexadecimal. It begins with a digit, so that arithmetic with it is an error.
 MARK = re.compile(r"9q([0-9a-f]+)q")
-SOURCES = "date|hostname|whoami|id|uuidgen|git|nproc|cat|shuf|od|openssl|expr|mktemp"  # of part of a name or a number
+SOURCES = "date|hostname|whoami|id|uuidgen|git|nproc|cat|shuf|od|openssl|expr|mktemp"  # for part of a name or a number
 # A command within a text for another shell: ssh, tmux, docker, a script that is written to a file. Not one of a program
 # whose own words are settings, or are Python.
 TRAINS = r"main_|sft_trainer|areal|actor_rollout_ref\.|trainer\.policy\."
@@ -220,7 +220,7 @@ SETTING = r"^[+~]*(actor_rollout_ref|data|trainer|algorithm|generator|model|opti
 # A program's path, which a restricted bash starts only if a function has its name.
 PATHS = re.compile(r"(?<![\w./$}-])(?:[\w.][\w.-]*)?/[\w./-]*\w")
 PRELUDE = Path(__file__).with_name("prelude.sh").read_text(encoding="utf-8")
-LAST = "the end of the script"  # which is recorded there
+LAST = "the end of the script"  # recorded there
 LAST_LINE = f"\ncommand_not_found_handle '{LAST}'\n"
 EVALUATED = "a text that is a command"  # recorded with the text
 DEEPEST = 3  # texts in texts that are commands
@@ -240,9 +240,9 @@ def commands_of(script: Path, arguments: Sequence[str] = ()) -> tuple[list[list[
         if any(len(os.fsencode(text)) > LARGEST for text in evaluated):
             raise _too_large(script)
         texts = {text: without_files(text, sums=True) for text in dict.fromkeys(evaluated)}
-        if (more := {text: left for text, left in texts.items() if text != left}) == changed:
+        if (new := {text: left for text, left in texts.items() if text != left}) == changed:
             break
-        changed |= more
+        changed |= new
     return [words for words in commands if words[:1] != [EVALUATED]], stopped, failed
 
 
@@ -257,19 +257,19 @@ def _run(script: Path, arguments: Sequence[str], changed: Mapping[str, str]) -> 
         "__texts": shlex.join(changed),
         "__without_files": shlex.join(changed.values()),
     }
-    known = " ".join(f"{name}=({items})" for name, items in lists.items())
-    before = f"{known}\n{PRELUDE}"
+    arrays = " ".join(f"{name}=({items})" for name, items in lists.items())
+    before = f"{arrays}\n{PRELUDE}"
     text = f"{before}{without_files(written, sums=True)}{LAST_LINE}"
     if len(os.fsencode(text)) > LARGEST or "\0" in text:
         raise _too_large(script)
     start = START.format(str(TOP)) + f"; become_bash(sys.argv[1:], {LIMITS})"
     command = [sys.executable, "-I", "-S", "-B", "-c", start, *BASH, text, str(script), *arguments]
     with tempfile.TemporaryFile() as record, tempfile.TemporaryFile() as errors:
-        more = {"PATH": EMPTY_PATH, "RECORD": str(record.fileno())}
-        more |= {"SOURCES": SOURCES, "EVALUATED": EVALUATED, "TRAINS": TRAINS, "SETTING": SETTING}
+        names = {"PATH": EMPTY_PATH, "RECORD": str(record.fileno())}
+        names |= {"SOURCES": SOURCES, "EVALUATED": EVALUATED, "TRAINS": TRAINS, "SETTING": SETTING}
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
         options: dict[str, Any] = quiet | {"pass_fds": [record.fileno()], "start_new_session": True}
-        with subprocess.Popen(command, env=variables | more, **options) as shell:
+        with subprocess.Popen(command, env=variables | names, **options) as shell:
             try:
                 stopped = _await(shell, script)
             finally:
@@ -289,13 +289,13 @@ def _run(script: Path, arguments: Sequence[str], changed: Mapping[str, str]) -> 
 
 
 def _last_error(printed: str, script: Path, before: int) -> str:
-    """Return the last error that bash itself has printed, with its line in the script, which is `before` lines further
-    down in what bash reads; without what only a confined bash says."""
+    """Return the last error of bash itself, with its line in the script. Bash reads `before` lines before the script.
+    Texts of a confined bash only are left out."""
     line = rf"{re.escape(str(script))}: (?:-c: |eval: )?line (\d+): "
     errors = [text for text in printed.splitlines() if re.match(line, text) and "not permitted" not in text]
     last = errors[-1] if errors else ""
     last = last.replace("restricted: cannot specify `/' in command names", "No such file or directory")
-    return re.sub(line, lambda found: f"line {int(found[1]) - before}: ", last)
+    return re.sub(line, lambda match: f"line {int(match[1]) - before}: ", last)
 
 
 def _too_large(script: Path) -> ValueError:

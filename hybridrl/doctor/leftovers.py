@@ -46,7 +46,7 @@ from hybridrl.tracking.faults import FILE, last_lines
 from hybridrl.tracking.records import CONFIGURED, open_records
 from hybridrl.tracking.secrets import mask_text, mask_values, remember
 
-ROWS, TAIL_BYTES = 200, 1 << 17  # of metrics, and of each log
+ROWS, TAIL_BYTES = 200, 1 << 17  # rows of metrics, bytes of each log
 QUIET_LOGS = ("train-", "rollout-")  # a reward may print samples into the others
 VARIABLES = re.compile(r"(CUDA|NCCL|RAY|VLLM|HF|HUGGINGFACE|TORCH|PYTORCH|OMP|PYTHON|WANDB|HYBRIDRL|SLURM|LD)_?\w*")
 
@@ -65,9 +65,9 @@ def contents(directory: Path, *, samples: bool) -> Iterator[tuple[str, str]]:
     """Yield name and text of everything that is packed, unmasked."""
     yield "why.json", json.dumps(asdict(diagnose(directory)), indent=2)
     yield "machine.json", json.dumps(mask_values(_machine(directory)), indent=2)
-    yield "packages.txt", "\n".join(sorted({f"{one.name}=={one.version}" for one in distributions()}))
+    yield "packages.txt", "\n".join(sorted({f"{package.name}=={package.version}" for package in distributions()}))
     run, facts = RunDirectory(directory), ("healthy", "reason", "stopped", "recovery")
-    states = {one.step: {name: one.state.get(name) for name in facts} for one in run.checkpoints if one.state}
+    states = {saved.step: {name: saved.state.get(name) for name in facts} for saved in run.checkpoints if saved.state}
     yield "checkpoints.json", json.dumps(states, indent=2)
     for name in (CONFIG, FILE):
         if (directory / name).is_file():
@@ -83,7 +83,7 @@ def contents(directory: Path, *, samples: bool) -> Iterator[tuple[str, str]]:
 
 
 def _values(text: str) -> str:
-    """Mask by keys, which a text does not show in every form of YAML; what is no YAML stays a text."""
+    """Mask by keys: not every form of YAML shows them in its text. A text that is not YAML stays as it is."""
     try:
         return yaml.safe_dump(mask_values(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
     except (yaml.YAMLError, RecursionError):
@@ -94,8 +94,8 @@ def _samples(run: RunDirectory) -> Iterator[tuple[str, str]]:
     """Yield the newest file of training and of validation samples."""
     for kind, name in CONFIGURED.items():
         if files := run.samples(kind):
-            found, text = run.attempt(f"{kind}/", partial(_newest, files.values()), ("unreadable", ""))
-            yield f"samples/{name}-{found}", text
+            file_name, text = run.attempt(f"{kind}/", partial(_newest, files.values()), ("unreadable", ""))
+            yield f"samples/{name}-{file_name}", text
 
 
 def _newest(files: Iterable[Path]) -> tuple[str, str]:
@@ -159,7 +159,7 @@ def bundle(argv: list[str]) -> int:
 class CheckpointRow:
     """A checkpoint: seconds since it was saved, bytes, damaged files, why it is not healthy (empty: it is), and its
     score if its state has one. `kind` is kept, recovery, verl or unreadable; `resumes`: `resume_mode=auto` takes it;
-    `lacks`: what was not saved in it and a run that resumes needs, or starts without."""
+    `lacks`: parts that were not saved: a resuming run needs them, or starts without them."""
 
     step: int
     age: float
@@ -180,18 +180,18 @@ def list_rows(directory: Path) -> tuple[list[CheckpointRow], str]:
     best, now = max(scores, key=lambda step: sign * scores[step], default=None), time.time()
     rows = [
         CheckpointRow(
-            step=one.step,
-            age=now - (one.written or now),
-            size=one.size,
-            damaged=one.damaged,
-            problem=one.unhealthy,
-            kind=one.kind,
-            score=scores.get(one.step),
-            best=one.step == best,
-            resumes=one is run.newest,
-            lacks=one.lacks or one.misses,
+            step=checkpoint.step,
+            age=now - (checkpoint.written or now),
+            size=checkpoint.size,
+            damaged=checkpoint.damaged,
+            problem=checkpoint.unhealthy,
+            kind=checkpoint.kind,
+            score=scores.get(checkpoint.step),
+            best=checkpoint.step == best,
+            resumes=checkpoint is run.newest,
+            lacks=checkpoint.lacks or checkpoint.misses,
         )
-        for one in run.checkpoints
+        for checkpoint in run.checkpoints
     ]
     return rows, name
 
@@ -243,7 +243,7 @@ def checkpoints(argv: list[str]) -> int:
 
 
 SHARED = Path("/dev/shm")
-# Of torch, whose names have the process that made them, and of Python's multiprocessing, which vLLM uses.
+# Segments of torch, named with their process, and of Python's multiprocessing, for vLLM.
 SEGMENT = re.compile(r"torch_(?P<process>\d+)_.+|psm_[0-9a-f]+")
 HIDDEN = re.compile(r"\.global_step_\d+\.(writing|deleting|replaced)")
 
@@ -278,14 +278,14 @@ def _name(pid: int) -> str:
 
 
 def _unused_segments(shared: Path) -> list[Path]:
-    """Return this user's shared memory that no process has mapped and whose maker, if it is named, has ended."""
+    """Return this user's shared memory that no process has mapped; a process in its name has ended."""
     unused = {}
     for path in shared.iterdir() if shared.is_dir() else ():
         match = SEGMENT.fullmatch(path.name)
         if match and path.stat().st_uid == os.getuid() and not psutil.pid_exists(int(match["process"] or -1)):
             unused[path.name] = path
     for process in Path("/proc").glob("[0-9]*") if unused else ():
-        with contextlib.suppress(OSError):  # it has ended, or is another user's, who cannot map what is not theirs
+        with contextlib.suppress(OSError):  # it has ended, or is another user's, who cannot map these
             for name in re.findall(rf"{shared}/(\S+)", (process / "maps").read_text()):
                 unused.pop(name, None)
     return sorted(unused.values())

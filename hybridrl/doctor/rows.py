@@ -100,10 +100,10 @@ def _report_lengths(prompts: PromptDataset, key: str, limit: int, findings: Find
     findings.info("data.lengths", summary, keys=key)
     if prompts.over:
         dropped, truncation = prompts.config.filter_overlong_prompts, prompts.config.truncation
-        kept = "dropped (data.filter_overlong_prompts=true)" if dropped else f"cut (data.truncation={truncation})"
+        treatment = "dropped (data.filter_overlong_prompts=true)" if dropped else f"cut (data.truncation={truncation})"
         total = len(prompts) + (prompts.over if dropped else 0)
         cause = f"{key}: {prompts.over} of {total} prompts ({prompts.over / total:.1%}) are longer than "
-        cause += f"data.max_prompt_length={limit} and are {kept}"
+        cause += f"data.max_prompt_length={limit} and are {treatment}"
         findings.warn("data.long", cause, "raise the limit to keep them complete", keys=(key, "data.max_prompt_length"))
 
 
@@ -128,8 +128,8 @@ def check_template(
 ) -> None:
     """Show how the row with the most roles is rendered, and check that responses begin and end as generation expects.
     `arguments` are the template's; needs prompts."""
-    some = [prompts[index] for index in range(0, len(prompts), -(-len(prompts) // SEARCHED))]
-    prompt = max(some, key=lambda prompt: len({message["role"] for message in as_chat(prompt.messages)}))
+    searched = [prompts[index] for index in range(0, len(prompts), -(-len(prompts) // SEARCHED))]
+    prompt = max(searched, key=lambda prompt: len({message["role"] for message in as_chat(prompt.messages)}))
     chat, templated = as_chat(prompt.messages), bool(tokenizer.chat_template)
     render: Callable[..., str] = partial(
         tokenizer.apply_chat_template,
@@ -173,10 +173,10 @@ def _check_tokens(
         cause = f"the tokenizer begins a text with {tokenizer.bos_token}, but the template does not"
         findings.warn("template.no-bos", cause, f"add it at the beginning of the template: {TEMPLATE}", keys=TEMPLATE)
     decoded = tokenizer.decode(plain, clean_up_tokenization_spaces=False)
-    wanted, back = ("".join(text.split()) for text in (text, decoded))
-    if wanted != back:
-        at = len([*takewhile(lambda pair: pair[0] == pair[1], zip(wanted, back, strict=False))])
-        cause = f"the row's tokens do not decode to its text: {wanted[at : at + 20]!r} becomes {back[at : at + 20]!r}"
+    expected, back = ("".join(text.split()) for text in (text, decoded))
+    if expected != back:
+        at = len([*takewhile(lambda pair: pair[0] == pair[1], zip(expected, back, strict=False))])
+        cause = f"the row's tokens do not decode to its text: {expected[at : at + 20]!r} becomes {back[at : at + 20]!r}"
         fix = "check that it is the model's own tokenizer; data.tokenizer names another"
         findings.warn("template.lossy", cause, fix, keys="data.tokenizer")
 
@@ -258,7 +258,7 @@ def show_template(argv: list[str]) -> int:
 
 
 def _arguments(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Describe the further arguments that the template reads, which data.apply_chat_template_kwargs may have."""
+    """Describe the template's further arguments, for data.apply_chat_template_kwargs."""
     read = arguments_read(tokenizer, surely=True)
     return "any, as it is code" if read is None else ", ".join(sorted(read - {*tokenizer.special_tokens_map})) or "none"
 

@@ -58,8 +58,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=4, help="length of the run")
     parser.add_argument("--kills", type=int, default=3, help="number of kills")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and processes of the kills")
-    kept = "where both runs are kept; default: a temporary directory, deleted if the test passes"
-    parser.add_argument("--dir", help=kept)
+    place = "where both runs are kept; default: a temporary directory, deleted if the test passes"
+    parser.add_argument("--dir", help=place)
     arguments = parser.parse_intermixed_args(argv)
     path, name = arguments.config_path, arguments.config_name
     try:
@@ -203,7 +203,7 @@ class SelftestRun:
         with self.log.open("ab") as log:
             self.logged = self.log.stat().st_size  # by earlier runs
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        self.processes: set[psutil.Process] = set()  # that existed at the last kill; empty if it was not killed
+        self.processes: set[psutil.Process] = set()  # existing at the last kill; empty if it was not killed
 
     def restart(self) -> "SelftestRun":
         """Start a run that was killed again. Raises RunFailed for one that ended by itself."""
@@ -212,9 +212,9 @@ class SelftestRun:
         return SelftestRun(self.command, self.directory, self.left_running(), self.last_step())
 
     def resumed_after(self) -> int | None:
-        """Return the step that a run which has ended resumed after; None if it was killed before that."""
-        found = RESUMED.search(self.log.read_bytes()[self.logged :].decode(errors="replace"))
-        return int(found[1] or found[2]) if found else None
+        """Return the step after which this ended run resumed; None if it was killed before it resumed."""
+        match = RESUMED.search(self.log.read_bytes()[self.logged :].decode(errors="replace"))
+        return int(match[1] or match[2]) if match else None
 
     def finish(self) -> int:
         """Wait for the end. Returns the exit status."""
@@ -295,10 +295,10 @@ def differences(expected: Path, actual: Path, last_step: int) -> list[str]:
         if not (there / SHARDS).is_file():
             lines.append(f"{there}: nothing was saved")
             continue
-        one, other = (read_shards(run / checkpoint / model, section="") for run in (expected, actual))
-        for name in sorted(one.meta.keys() | other.meta.keys()):
-            both = name in one.meta and name in other.meta
-            if not both or not torch.equal(_bits(one.read(name)), _bits(other.read(name))):
+        reference, other = (read_shards(run / checkpoint / model, section="") for run in (expected, actual))
+        for name in sorted(reference.meta.keys() | other.meta.keys()):
+            both = name in reference.meta and name in other.meta
+            if not both or not torch.equal(_bits(reference.read(name)), _bits(other.read(name))):
                 lines.append(f"{model}: {name} differs")
     return lines
 

@@ -19,7 +19,7 @@ TEST, TEST_END = re.compile(r"\[\[(?=\s)"), re.compile(r"\s\]\](?=[\s;&|)]|$)")
 # A program with its directory, which a restricted bash does not start.
 PROGRAM = re.compile(r"""("?)[^\s="'()<>|&;`]*/(python[\d.]*|torchrun|accelerate|uv)\1(?=[\s;)])""")
 CHANGING = re.compile(r"""(?<![=!<>])=(?!=)|\+\+|--|["'\\\n]""")  # in arithmetic that sets a variable, or is quoted
-OUTPUTS = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")  # of programs
+OUTPUTS = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")  # outputs of programs
 BETWEEN = " \t\n;&|("  # words
 CONTINUED = "\\\n"  # a line
 
@@ -37,7 +37,7 @@ def without_files(script: str, *, sums: bool = False) -> str:
 
 
 class _Scanner:
-    """Copies a script from `at` on; `here` are the here-documents that begin with the next line, `ends` what ends a
+    """Copies a script from `at` on; `here` are the here-documents that begin with the next line, `ends` the ends of a
     word.
 
     What turns out to be no arithmetic is read a second time, as commands. So that each level of nesting does not double
@@ -99,7 +99,7 @@ class _Scanner:
         return True
 
     def _nested(self, in_quotes: bool) -> bool:
-        """Copy what is quoted or expanded, if that is next; in double quotes, single ones have no meaning."""
+        """Copy a quoted or expanded text, if it is next; in double quotes, single ones have no meaning."""
         key, count, outer = (self.at, in_quotes, self.ends), len(self.copied), self.here
         if key not in self.nested:
             self.here = []  # the lines in an expansion are not those after the line around it

@@ -46,7 +46,7 @@ HUB_SECONDS = 10.0
 KEY, KEEP = "trainer.default_local_dir", "trainer.max_actor_ckpt_to_keep"
 DEVICE_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 SAMPLES = "trainer.max_rollout_data_gb"
-# Below actor_rollout_ref; tried in turn where nothing is enough that leaves what is learned as it is.
+# Below actor_rollout_ref; tried in turn if no change that leaves the learning unchanged is enough.
 LEARNED = {"rollout.dtype": "bfloat16", "actor.fsdp_config.dtype": "bfloat16", "model.lora_rank": 32}
 NOT_ENOUGH, MARGIN = "take a smaller model", 0.97  # the next time a little less may be left
 # Size of each part of a checkpoint in copies of the parameters. Adam has two moments; SGD and Muon have fewer.
@@ -77,7 +77,7 @@ def check_loggers(loggers: Sequence[str], findings: Findings) -> None:
 
 
 def check_evaluation_start(models: Sequence[str], compare: str | None, device: str) -> None:
-    """Raise ConfigError for models that are neither here nor on the hub, and for versions that cannot work."""
+    """Raise ConfigError for models neither here nor on the hub, and for versions that cannot work."""
     findings = Findings()
     names = [*(("eval.models", name) for name in models), ("eval.compare", compare)]
     check_models([(key, name) for key, name in names if name and "://" not in name], findings)
@@ -86,12 +86,12 @@ def check_evaluation_start(models: Sequence[str], compare: str | None, device: s
 
 
 def check_hub(models: Mapping[str, ModelConfig], findings: Findings) -> None:
-    """Report models of a run that are neither here nor on the hub, and changed settings that a model cannot have."""
+    """Report a run's models that are neither here nor on the hub, and settings not allowed for a model."""
     check_models([(f"{key}.path", model.path) for key, model in models.items()], findings)
     if findings.errors:
         return
     first = next(iter(models.values()))
-    with contextlib.suppress(ConfigError):  # reported with the model, which may be what a library registers
+    with contextlib.suppress(ConfigError):  # reported with the model: a library may register it
         import_libraries(first.external_lib)
     for key, model in models.items():
         if model is first or (model.path, model.override_config) != (first.path, first.override_config):
@@ -100,8 +100,8 @@ def check_hub(models: Mapping[str, ModelConfig], findings: Findings) -> None:
 
 
 def check_models(models: Iterable[tuple[str, str]], findings: Findings) -> None:
-    """Report models, each with the key that names it, that are neither here nor on the hub. It asks once: libraries
-    that load them try for a minute."""
+    """Report models that are neither here nor on the hub, by their keys. It asks once: libraries that load them try for
+    a minute."""
     for key, name in models:
         if not HUB_NAME.fullmatch(name) or Path(name).is_dir():
             continue
@@ -111,7 +111,7 @@ def check_models(models: Iterable[tuple[str, str]], findings: Findings) -> None:
         if isinstance(answer, RepositoryNotFoundError):
             cause, fix = "neither a directory nor a model on the hub", "check the name, or log in: hf auth login"
             findings.error("model.hub", f"{key}={name}: {cause}", fix, keys=key, value=name)
-        elif isinstance(answer, Exception):  # of the network, whose library's exceptions depend on its version
+        elif isinstance(answer, Exception):  # a failure of the network; the library's exceptions depend on its version
             cause = f"neither a directory nor in the hub's cache, and the hub does not respond ({answer})"
             fix = f"name a local directory; where there is a network: hf download {name}"
             findings.error("model.hub", f"{key}={name}: {cause}", fix, keys=key, value=name)
@@ -169,10 +169,10 @@ def check_devices(
     engines, each = of_rollout * each_has // width, f" over {width} of them" if width > 1 else ""
     ranks = f"{count} training rank{'s' * (count > 1)}"
     served = f"{engines} rollout engine{'s' * (engines > 1)}{each}"
-    found = f"{_size(device, machines, per_machine)}: {ranks}, {served}"
+    plan = f"{_size(device, machines, per_machine)}: {ranks}, {served}"
     if config.separate:
-        found = f"{_size(device, machines, per_machine)}: {ranks}; {_size(device, of_rollout, each_has)}: {served}"
-    findings.info("devices.plan", found)
+        plan = f"{_size(device, machines, per_machine)}: {ranks}; {_size(device, of_rollout, each_has)}: {served}"
+    findings.info("devices.plan", plan)
     if not joins(config.ray_kwargs.ray_init):
         return
     with findings.gathered("devices.ray"):
@@ -195,8 +195,8 @@ def _size(device: str, machines: int, per_machine: int) -> str:
 
 
 class Room:
-    """The memory of this machine for a run with logs in that directory: its plan, against what its processes have now
-    and what is left. Only that of reinforcement learning on a CPU, in a Ray of its own, is known."""
+    """The memory of this machine for a run with logs in that directory: its plan, against the memory of its processes
+    and the free memory. Known for reinforcement learning on a CPU, in a Ray of its own, only."""
 
     def __init__(self, config: PPOConfig | SFTConfig, logs: Path = Path()) -> None:
         self.config, self.logs, self.enough = config, [str(logs / "driver.log")], dict[bool, float]()
@@ -221,8 +221,8 @@ class Room:
             setattr(attrgetter(section)(config), name, value)
             other, changes = _lacking(config, MARGIN * limit), f"{changes} {section}.{name}={value}"
             if not other or NOT_ENOUGH not in other.fix:
-                more = other.fix.removeprefix("set") if other else ""
-                return f"{lack.statement}; set{changes}{more}, which changes what is learned"
+                further = other.fix.removeprefix("set") if other else ""
+                return f"{lack.statement}; set{changes}{further}, which changes what is learned"
         return lack.text
 
     def check(self) -> None:
@@ -262,16 +262,16 @@ def check_space(config: PPOConfig | SFTConfig, findings: Findings, steps: int | 
             findings.warn("run.disk", cause, f"set a lower {SAMPLES}", keys=(SAMPLES, KEY))
         return
     saves = (steps or 1) // times.steps if times.steps > 0 else 1
-    kept = max(min(config.trainer.max_actor_ckpt_to_keep or saves, saves), 1)
+    count = max(min(config.trainer.max_actor_ckpt_to_keep or saves, saves), 1)
     cause = f"a checkpoint takes about {amount(size)}, and {amount(free)} are free in {existing}"
     cause += f"; {of_samples}" * bool(samples) + f"; logs/reward.log takes up to {amount(log)}" * bool(log)
-    if (kept + 1) * size + samples + log <= free:
+    if (count + 1) * size + samples + log <= free:
         findings.info("run.disk", cause)
     else:
         fit = (free - samples - log) // size - 1
         fix = f"set {KEEP}={fit}" if fit > 0 else f"free some, or move {KEY} to a larger disk"
         fix += f", or set a lower {SAMPLES}" * (samples > size)
-        findings.warn("run.disk", f"{cause}: not enough for {kept} and one being written", fix, keys=(KEEP, KEY))
+        findings.warn("run.disk", f"{cause}: not enough for {count} and one being written", fix, keys=(KEEP, KEY))
 
 
 def _on_disk_of(existing: Path, directory: str | None) -> bool:

@@ -28,7 +28,7 @@ from hybridrl.tracking.secrets import mask_text, remember
 from hybridrl.tracking.sink import STEP_SECONDS
 
 WELL = {RUNNING := "running", FINISHED}
-SILENT_SECONDS, SILENT_STEPS = 60.0, 5.0  # without a step: the greater of the seconds, and of so many times the median
+SILENT_SECONDS, SILENT_STEPS = 60.0, 5.0  # without a step: the greater of the seconds and this multiple of the median
 FULL_BYTES = 1 << 20  # free, or fewer, on a disk that is full
 SHOWN = 300  # characters of an error
 REJECTED = "python -m hybridrl.doctor key=value ..., with the arguments of the run"
@@ -39,7 +39,7 @@ TRIED = re.compile(r"^(?:tried: |  )((?:[\w.]+=\S+ {0,2}(?:instead of \S+)?)+)",
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a run is as it is: a stable code, one sentence, and the one command to continue with."""
+    """The state of a run and its reason: a stable code, one sentence, and the one command to continue with."""
 
     code: str
     cause: str
@@ -47,10 +47,10 @@ class Verdict:
 
 
 def check(run: RunDirectory, otherwise: str = "") -> str:
-    """Return the command that checks the configuration, tries its reward, and plans its memory; of a supervised run,
-    which the doctor does not know, that to continue with a change."""
-    known = f"python -m hybridrl.doctor -cp {named(run)} -cn config"
-    return known if ACTORS in run.config else run.resume_command(otherwise)
+    """Return the command that checks the configuration, tries its reward, and plans its memory. The doctor does not
+    know supervised runs: theirs is the command to continue with a change."""
+    command = f"python -m hybridrl.doctor -cp {named(run)} -cn config"
+    return command if ACTORS in run.config else run.resume_command(otherwise)
 
 
 def bundle(run: RunDirectory) -> str:
@@ -58,7 +58,7 @@ def bundle(run: RunDirectory) -> str:
 
 
 def log(run: RunDirectory) -> str:
-    """Return the command that shows the log of the process that the last record names."""
+    """Return the command to show the log of the last record's process."""
     blamed = ACTOR.search(run.last_run[-1].text) if run.last_run else None
     return f"less +G {named(run)}/logs/{f'{blamed[1]}-{blamed[2]}' if blamed else '*'}.log"
 
@@ -152,8 +152,8 @@ def _finished(run: RunDirectory) -> Verdict:
 
 def _killed(run: RunDirectory) -> Verdict:
     """Judge a run that could not record its end."""
-    where, before = f"{run.place}{_saved(run)}", [one.memory.get("oom_kills") for one in run.last_run]
-    kills, last = oom_kills(), max([run.logged, *(one.at.timestamp() for one in run.last_run)])
+    where, before = f"{run.place}{_saved(run)}", [record.memory.get("oom_kills") for record in run.last_run]
+    kills, last = oom_kills(), max([run.logged, *(record.at.timestamp() for record in run.last_run)])
     if psutil.boot_time() > last:
         return Verdict("machine-restarted", f"the machine was restarted or lost power {where}", run.resume_command())
     if kills and before and before[0] is not None and kills > before[0]:
@@ -169,7 +169,7 @@ def _killed(run: RunDirectory) -> Verdict:
 
 def _request(run: RunDirectory) -> str:
     """Return who requested the run to stop; empty: nobody."""
-    return next((one.text for one in run.last_run if one.code == REQUESTED), "")
+    return next((record.text for record in run.last_run if record.code == REQUESTED), "")
 
 
 def _saved(run: RunDirectory) -> str:
@@ -179,8 +179,8 @@ def _saved(run: RunDirectory) -> str:
 
 def _diagnoses(run: RunDirectory) -> str:
     """Return what health rules report of the last step, as the continuation of a sentence."""
-    held = [code for code, steps in run.held.items() if steps[-1] == run.last_step]
-    return f"; {', '.join(held)} held at the last step (docs/health.md)" if held else ""
+    codes = [code for code, steps in run.held.items() if steps[-1] == run.last_step]
+    return f"; {', '.join(codes)} held at the last step (docs/health.md)" if codes else ""
 
 
 def _shown(text: str) -> str:
