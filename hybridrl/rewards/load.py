@@ -82,14 +82,14 @@ def cpu_limited_score(
 
 
 def _prepare(data_sources: Iterable[str], options: dict[str, Any]) -> None:
-    """Load the scorers of these data; ConfigError for an option that none of them takes, or that one rejects."""
+    """Load the scorers of these data; ConfigError for an option unknown to all of them, or rejected by one."""
     names = sorted({scorer for source in data_sources if (scorer := scorer_of(source)) is not None})
-    known = {option for name in names for option in _load(name)[1]}
-    if names and (unknown := sorted(set(options) - known)):
+    allowed = {option for name in names for option in _load(name)[1]}
+    if names and (unknown := sorted(set(options) - allowed)):
         raise ConfigError(
             f"reward.custom_reward_function.reward_kwargs.{unknown[0]}: the built-in scorers of these data "
             f"({', '.join(names)}) have no such option",
-            fix=f"they have {', '.join(sorted(known)) or 'none'}",
+            fix=f"they have {', '.join(sorted(allowed)) or 'none'}",
         )
     for name in names:
         scorer, taken = _load(name)
@@ -222,9 +222,9 @@ def _bind(
     parameters = signature.parameters
     takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
     bound = {name: name for name in keywords if takes_any or name in parameters}
-    names, known = list(parameters), [name for name in parameters if name in keywords]
-    if len(known) >= 2 and all(names.index(name) == keywords.index(name) for name in known):
-        pairs = [pair for pair in zip(names, keywords, strict=False) if pair[0] not in {*known, *fixed}]
+    names, named = list(parameters), [name for name in parameters if name in keywords]
+    if len(named) >= 2 and all(names.index(name) == keywords.index(name) for name in named):
+        pairs = [pair for pair in zip(names, keywords, strict=False) if pair[0] not in {*named, *fixed}]
         bound |= {name: ours for name, ours in pairs if parameters[name].default is Parameter.empty}
     bound |= {TOKENS: TOKENS} if TOKENS in parameters and keywords is REQUEST_KEYWORDS else {}
     try:

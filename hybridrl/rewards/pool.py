@@ -1,7 +1,7 @@
 """Scores requests in processes, each response within a time limit; requests in, one Score each out.
 
-A library's process pool would run the driver's main module again in each process, is lost as a whole when an idle
-process is killed from outside, and does not kill what a hung scorer has started.
+A library's process pool does not do: it would run the driver's main module again in each process; it is lost as a
+whole when an idle process is killed from outside; and it does not kill the processes of a hung scorer.
 
 Of a run one Ray actor per machine decodes responses and supervises scoring processes. These actors take no CPU from
 Ray's accounting. Limits and faults are those of `process.py`.
@@ -36,7 +36,7 @@ from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import KILLED
 
 _MOST_AT_ONCE = 256  # requests sent to a scorer together: enough that sending is cheap compared with scoring
-_RESTARTS = 3  # of an actor that dies before it has loaded the reward
+_RESTARTS = 3  # per actor, if it dies before it has loaded the reward
 _STOP_TIMEOUT = 10.0
 
 Decode = Callable[[Sequence[int] | np.ndarray], str]
@@ -120,8 +120,8 @@ class ScorerPool:
     def submit(self, requests: list[ScoringRequest]) -> list[Future[Score]]:
         """Return one future per request, from any thread; it resolves to a Score and cannot be cancelled.
 
-        Raises if nothing can be scored any more: after `close`, when a process started in place of a lost one could
-        not load the reward, or when a scorer itself failed, which the futures of its requests then raise as well.
+        Raises if nothing can be scored any more: after `close`; when the replacement of a lost process could not load
+        the reward; when a scorer itself failed (the futures of its requests raise this as well).
         """
         jobs = [_Job(request, Future(), self._retries) for request in requests]
         with self._changed:
@@ -224,8 +224,8 @@ def open_scorer_pool(
 def _start_actor(session: RaySession, machine: int, share: int, logs: Path, setup: Setup) -> list["RemoteScorer"]:
     """Start the ScoringActor of a machine; return a scorer for each of its processes."""
     log, reward_log = f"{logs}/scoring-{machine}.log", f"{logs}/reward{f'-{machine}' * bool(machine)}.log"
-    given = ScoringActor, session, session.first_devices[machine], {}, log, reward_log, share, setup
-    start = functools.partial(spawn, *given, max_concurrency=share + 1)  # one call per process, and `stop`
+    arguments = ScoringActor, session, session.first_devices[machine], {}, log, reward_log, share, setup
+    start = functools.partial(spawn, *arguments, max_concurrency=share + 1)  # one call per process, and `stop`
     actor = ReplacedActor(start, share, log)
     return [RemoteScorer(actor, index, setup[0]) for index in range(share)]
 
@@ -286,12 +286,14 @@ class DecodingScorer:
         if self._takes_tokens is None:  # in an actor that took the place of another
             self.start()
         texts, ready = [], []
-        for one in requests:
-            texts.append(self._decode(required(one.response_ids)) if one.solution is None else None)
-            text = one.solution if texts[-1] is None else texts[-1]
-            ids = one.response_ids if self._takes_tokens else None
+        for request in requests:
+            texts.append(self._decode(required(request.response_ids)) if request.solution is None else None)
+            text = request.solution if texts[-1] is None else texts[-1]
+            ids = request.response_ids if self._takes_tokens else None
             ids = None if ids is None else np.asarray(ids).tolist()
-            ready.append(ScoringRequest(one.data_source, text, one.ground_truth, self._decoded(one.extra_info), ids))
+            ready.append(
+                ScoringRequest(request.data_source, text, request.ground_truth, self._decoded(request.extra_info), ids)
+            )
         for text, score in zip(texts, self._scorer.score(ready), strict=True):
             yield score if text is None else replace(score, text=text)
 
@@ -346,9 +348,9 @@ def packed(requests: Sequence[ScoringRequest]) -> bytes:
     """Return requests as bytes, which Ray passes through: its own pickling visits every dataclass in Python. Pickling
     an array takes several times as long as the rest of its request, so that token ids become bytes first."""
     rows = []
-    for one in requests:
-        ids = None if one.response_ids is None else np.asarray(one.response_ids, np.int32).tobytes()
-        rows.append((one.data_source, one.solution, one.ground_truth, one.extra_info, ids))
+    for request in requests:
+        ids = None if request.response_ids is None else np.asarray(request.response_ids, np.int32).tobytes()
+        rows.append((request.data_source, request.solution, request.ground_truth, request.extra_info, ids))
     return pickle.dumps(rows, pickle.HIGHEST_PROTOCOL)
 
 

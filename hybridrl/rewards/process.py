@@ -31,18 +31,18 @@ from hybridrl.runtime.stacks import shared_bytes
 
 _LOADS = 3  # attempts of a process that is killed meanwhile, from outside or by the kernel
 LOAD_TIMEOUT = 300  # seconds to import the user's file: a large library on a busy machine takes tens
-# Seconds that a process has to cancel a coroutine by itself, which does not disturb the other calls in progress.
+# Seconds for a process to cancel a coroutine by itself: this does not disturb the other calls in progress.
 _GRACE = 1.0
-# Seconds that a process has to end once its socket is closed, so that its exit code is the one reported.
+# Seconds for a process to end once its socket is closed: then its own exit code is reported.
 _END_TIMEOUT = 2.0
-_SECONDS_BETWEEN_CHECKS, _MOST_BETWEEN_CHECKS = 0.1, 0.5  # of a process's memory
+_SECONDS_BETWEEN_CHECKS, _MOST_BETWEEN_CHECKS = 0.1, 0.5  # checks of a process's memory
 _MIB, _PAGE = 1 << 20, os.sysconf("SC_PAGE_SIZE")
 _MIN_DEFAULT_MEMORY, _DEFAULT_SHARE = 4096, 8
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Where a scoring process starts: the driver's import path, working directory and environment variables."""
+    """The start of a scoring process: the driver's import path, working directory and environment variables."""
 
     path: Sequence[str]
     directory: str | None
@@ -128,7 +128,7 @@ class ScoringProcess:
         ConfigError or ScorerDied: a process started in place of a lost one could not load the reward.
         """
         waiting, whole = deque(requests), in_one_call(self._config)
-        detail, killed = "", False  # of the first that waits
+        detail, killed = "", False  # about the first waiting request
         if self._lost:
             self.start()
         self._send(waiting)
@@ -206,7 +206,7 @@ class ScoringProcess:
                 bound_log(self._log_path)
                 if _exceeds(program.process.pid, self._memory_mb * _MIB):
                     raise _MemoryExceeded(f"more than {self._memory_mb:,} MiB of memory (reward.memory_mb)")
-                took = time.thread_time() - began  # which grows with the number of processes of the machine
+                took = time.thread_time() - began  # grows with the number of processes of the machine
                 self._next_check = now + max(_SECONDS_BETWEEN_CHECKS, min(100 * took, _MOST_BETWEEN_CHECKS))
             try:
                 return program.messages.receive(min(_SECONDS_BETWEEN_CHECKS, max(deadline - now, 0)))
@@ -231,16 +231,16 @@ def _exceeds(process: int, limit: int) -> bool:
 
 def _members(process: int) -> set[int]:
     """Return the other processes of a group, and those that they or its first one have started."""
-    found, waiting = {process}, [process]
+    members, waiting = {process}, [process]
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
             waiting += [int(entry)] if os.getpgid(int(entry)) == process else []
     while waiting:
-        found.add(member := waiting.pop())
+        members.add(member := waiting.pop())
         with contextlib.suppress(OSError):  # it has ended meanwhile
             for task in Path(f"/proc/{member}/task").iterdir():
-                waiting += {int(child) for child in (task / "children").read_text().split()} - found
-    return found - {process}
+                waiting += {int(child) for child in (task / "children").read_text().split()} - members
+    return members - {process}
 
 
 def _resident(process: int) -> int:
@@ -279,7 +279,7 @@ class CallerScorer:
 
     def start(self) -> bool:
         self._reward = load_reward(self._config, self._data_sources, cpu_limited=self._cpu_limited)
-        at_once = calls_at_once(self._config, any(one.is_async for one in self._reward.functions))
+        at_once = calls_at_once(self._config, any(function.is_async for function in self._reward.functions))
         self._map = ThreadPoolExecutor(at_once).map if at_once > 1 else map
         return self._reward.takes_tokens
 

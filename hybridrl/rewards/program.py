@@ -1,7 +1,7 @@
 """A program that runs custom code in a process of its own, and the messages to it: of scoring, tools and agents.
 
-The process may fork, start and print what it likes. What it has started is ended with it, what it forks has no part in
-the messages, and of what it sends only plain values are read, of a bounded size and in their order.
+The process may fork, start and print what it likes. Its descendants end with it, and its forks have no part in the
+messages. Only plain values are read from it, of a bounded size and in their order.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _HEADER = len(_MAGIC) + _LENGTH
 _LARGEST_REPLY = 16 << 20  # bytes, of what a process of custom code may send
 _CHUNK = 1 << 16
 _SCANS = 100  # at most, for processes that a program has started
-PROGRAM = "HYBRIDRL_PROGRAM"  # the variable that what a Program has started inherits
+PROGRAM = "HYBRIDRL_PROGRAM"  # the variable inherited by the descendants of a Program
 
 
 class NoMessage(Exception):

@@ -1,5 +1,5 @@
-"""Requests and scores: what a reward function returns becomes a score, which is then scaled, clipped and penalised by
-length; a score that is missing is a fault, under the policy on faults."""
+"""Requests and scores: the result of a reward function becomes a score, and is then scaled, clipped and penalised by
+length; a missing score is a fault, under the policy on faults."""
 
 import logging
 import math
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LARGEST = 1e18  # of a score: estimators and losses square it in float32
+LARGEST = 1e18  # limit of a score: estimators and losses square it in float32
 LONGEST = 100  # characters of the name of a fault
-MOST_BITS = 1023  # of an integer that is a number of a sample: a float holds it
-# In `extra_info` of a conversation: what the policy itself wrote, a turn per line, without what it read; and until it
-# is decoded, the token ids of each turn.
+MOST_BITS = 1023  # limit of an integer among a sample's numbers: a float holds it
+# In `extra_info` of a conversation: the policy's own text, a turn per line, without the text that it read; and until
+# this is decoded, the token ids of each turn.
 WRITTEN, WRITTEN_IDS = "written", "written_ids"
 NO_ANSWER = (None, "", "[INVALID]")  # what reward functions return as `pred`; the last one is verl's
 
@@ -166,8 +166,8 @@ def combined(main: Score, further: Mapping[str, Score], weights: Mapping[str, fl
 
 
 def component_means(scores: Sequence[Score]) -> dict[str, float]:
-    """Return the mean of every reward component other than the score, over the responses that have it, and the share
-    of responses in which no answer was found, of those with a `pred`."""
+    """Return the mean of every reward component except the score, over the responses that have it; and, of the
+    responses with a `pred`, the share without an answer."""
     components: dict[str, list[float]] = defaultdict(list)
     for score in scores:
         for name, value in score.extras.items():
@@ -187,8 +187,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def plain(value: Any) -> Any:
-    """Return the value without custom or numpy classes, so that any process can unpickle and dump it; an integer that
-    no float holds as hexadecimal text, which has no limit of digits."""
+    """Return the value without custom or numpy classes, so that any process can unpickle and dump it. An integer too
+    large for a float becomes hexadecimal text, which has no limit of digits."""
     if isinstance(value, int) and value.bit_length() > MOST_BITS:
         return hex(value)
     for kind in (bool, int, float, str):

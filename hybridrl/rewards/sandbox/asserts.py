@@ -84,7 +84,7 @@ def main(library: int, tests: int) -> None:
     for text in texts:
         ours.send(b"r")
         (connection,) = socket.recv_fds(ours, 1, 1)[1]
-        run = start(job, functools.partial(try_test, text, connection), kept=connection)
+        run = start(job, functools.partial(try_test, text, connection), descriptor=connection)
         os.close(connection)
         print(json.dumps(None if finish(run, job["wall_seconds"]) is None else ""), flush=True)
 
@@ -94,7 +94,7 @@ def _serve_programs(job: dict[str, Any], control: socket.socket) -> NoReturn:
     while control.recv(1):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            run = start(job, lambda ours=ours: serve(execute(job), ours.fileno()), kept=ours.fileno())
+            run = start(job, lambda ours=ours: serve(execute(job), ours.fileno()), descriptor=ours.fileno())
             socket.send_fds(control, [b"r"], [theirs.fileno()])
         finish(run, job["wall_seconds"], until=control.fileno())
     os._exit(0)
@@ -154,12 +154,12 @@ class _Test:
         if reply.get("raised") == "StopIteration" and operation != "__next__":  # it would end a loop of the test
             raise RuntimeError("the program raised StopIteration")
         value = _value(reply)
-        for given, after in zip(arguments, reply["after"], strict=True):
-            if isinstance(given, list | bytearray) and type(given) is type(after):
-                given[:] = after
-            elif isinstance(given, dict | set) and type(given) is type(after):
-                given.clear()
-                given.update(after)
+        for argument, after in zip(arguments, reply["after"], strict=True):
+            if isinstance(argument, list | bytearray) and type(argument) is type(after):
+                argument[:] = after
+            elif isinstance(argument, dict | set) and type(argument) is type(after):
+                argument.clear()
+                argument.update(after)
         return value
 
     def _call(self, number: int, *sent: Any) -> Any:
@@ -295,8 +295,8 @@ def _value(reply: dict[str, Any]) -> Any:
     """Return the value of a reply, or raise the exception in it."""
     if "raised" in reply:
         kind = vars(builtins).get(reply["raised"])
-        known = isinstance(kind, type) and issubclass(kind, Exception)
-        raise (kind if known else RuntimeError)(reply["message"])
+        is_exception = isinstance(kind, type) and issubclass(kind, Exception)
+        raise (kind if is_exception else RuntimeError)(reply["message"])
     return reply["value"]
 
 

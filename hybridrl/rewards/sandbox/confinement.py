@@ -88,7 +88,7 @@ def hide() -> None:
 
 
 def confine(limits: dict[str, int], *, for_bash: bool = False) -> None:
-    """Apply `limits` (of `resource`, by name) and give up all access, `for_bash` except what that needs to start.
+    """Apply `limits` (of `resource`, by name) and give up all access, except what bash needs to start if `for_bash`.
     OSError: the kernel has no such filters."""
     for name, limit in limits.items():
         resource.setrlimit(vars(resource)[f"RLIMIT_{name}"], (limit, limit))
@@ -168,8 +168,8 @@ def _to_start_threads(column: int) -> list[tuple[int, int, int, int]]:
 
 
 def _to_start_bash(column: int) -> list[tuple[int, int, int, int]]:
-    """Allow to fork, to execute the one path, and to open what the C library opens, which closes it on execve; the
-    files that a script names are opened without that flag."""
+    """Allow to fork, to execute the one path, and to open files as the C library does: to be closed on execve. Files
+    of a script are opened without that flag."""
     not_reading = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECTORY
     half, other_half = ((_LOAD, 0, 0, _ARGUMENTS + offset) for offset in (0, 4))
     path = [half, (_JUMP_EQUAL, 0, 3, _BASH_AT), other_half, (_JUMP_EQUAL, 0, 1, 0), (_RETURN, 0, 0, _ALLOW)]

@@ -32,17 +32,17 @@ Run = tuple[int, int, int]  # process id; descriptors of its output and of the m
 def main(library: int) -> None:
     job = prepare(library)
 
-    def call(given: Any) -> None:
-        """Print the job's mark, a random text that no other output holds, and what the program's function returns."""
+    def call(arguments: Any) -> None:
+        """Print the job's mark, a random text absent from other outputs, and the result of the program's function."""
         space, name = execute(job), job["function"]
         function = space[name] if name in space else operator.attrgetter(name)(space["Solution"]())
-        print(f"\n{job['mark']}{json.dumps(function(*given))}")
+        print(f"\n{job['mark']}{json.dumps(function(*arguments))}")
 
-    for given in job["inputs"]:
+    for run_input in job["inputs"]:
         if job["kind"] == "stdin":
-            run = start(job, lambda: execute(job), given)
+            run = start(job, lambda: execute(job), run_input)
         else:
-            run = start(job, lambda given=given: call(given))
+            run = start(job, lambda run_input=run_input: call(run_input))
         print(json.dumps(finish(run, job["wall_seconds"])), flush=True)
 
 
@@ -54,14 +54,14 @@ def prepare(library: int) -> dict[str, Any]:
     return json.load(sys.stdin)
 
 
-def start(job: dict[str, Any], work: Callable[[], object], given: str = "", kept: int | None = None) -> Run:
-    """Start a confined process that does `work`, with `given` as its input and one more descriptor if `kept` is set."""
+def start(job: dict[str, Any], work: Callable[[], object], text: str = "", descriptor: int | None = None) -> Run:
+    """Start a confined process that does `work`, with `text` as its input; `descriptor` stays open in it."""
     stdin, stdout = os.memfd_create("stdin"), os.memfd_create("stdout")
     ready, confined = os.pipe()
     parent, child = os.getpid(), os.fork()
     if child == 0:
         end_with_parent(parent)
-        _run_child(job, work, given, stdin, stdout, confined, kept)
+        _run_child(job, work, text, stdin, stdout, confined, descriptor)
     os.close(confined)
     os.close(stdin)
     return child, stdout, ready
@@ -93,11 +93,11 @@ def finish(run: Run, seconds: float, until: int | None = None) -> str | None:
 def _run_child(
     job: dict[str, Any],
     work: Callable[[], object],
-    given: str,
+    text: str,
     stdin: int,
     stdout: int,
     confined: int,
-    kept: int | None,
+    descriptor: int | None,
 ) -> NoReturn:
     """Confine this child, do the work, and exit."""
 
@@ -106,7 +106,7 @@ def _run_child(
 
     status = 1
     try:
-        os.write(stdin, given.encode(errors="replace"))
+        os.write(stdin, text.encode(errors="replace"))
         os.lseek(stdin, 0, os.SEEK_SET)
         for source, target in ((stdin, 0), (stdout, 1), (os.open(os.devnull, os.O_WRONLY), 2)):
             os.dup2(source, target)
@@ -115,7 +115,7 @@ def _run_child(
         for name in [name for name in sys.modules if name.startswith("hybridrl")]:
             del sys.modules[name]
         first = 3
-        for spared in sorted({confined, kept or confined, _MOST_DESCRIPTORS}):
+        for spared in sorted({confined, descriptor or confined, _MOST_DESCRIPTORS}):
             os.closerange(first, spared)
             first = spared + 1
         confine(job["limits"])
@@ -144,7 +144,7 @@ def execute(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends."""
+    """Make the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

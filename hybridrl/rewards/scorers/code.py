@@ -1,4 +1,4 @@
-"""Score programs by tests: what they print for an input, what a function of theirs returns, or asserts.
+"""Score programs by tests: printed output for an input, results of a function, or asserts.
 
 The program runs in the sandbox; an endless loop, a crash or an exceeded limit is a wrong response, not a fault.
 """
@@ -45,23 +45,23 @@ def last_program(text: str) -> str:
 def same_output(printed: str, expected: str) -> bool:
     """Whether outputs are equal word by word; numbers with a decimal point may differ by one millionth."""
 
-    def same(word: str, wanted: str) -> bool:
-        if word == wanted:
+    def same(word: str, expected_word: str) -> bool:
+        if word == expected_word:
             return True
         try:
-            return "." in word + wanted and _close(float(word), float(wanted))
+            return "." in word + expected_word and _close(float(word), float(expected_word))
         except ValueError:
             return False
 
-    words, wanted = printed.split(), expected.split()
-    return len(words) == len(wanted) and all(map(same, words, wanted))
+    words, expected_words = printed.split(), expected.split()
+    return len(words) == len(expected_words) and all(map(same, words, expected_words))
 
 
-def _close(one: float, other: float) -> bool:
+def _close(number: float, other: float) -> bool:
     try:
-        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+        return math.isclose(number, other, rel_tol=1e-6, abs_tol=1e-9)
     except OverflowError:  # an integer beyond all floats
-        return one == other
+        return number == other
 
 
 def passed(program: str, ground_truth: Any, limits: ProgramLimits) -> list[bool]:
@@ -76,14 +76,12 @@ def passed(program: str, ground_truth: Any, limits: ProgramLimits) -> list[bool]
     longest = max(len(output if isinstance(output, str) else json.dumps(output)) for output in outputs)
     limits = replace(limits, output=8 * longest + _EXTRA_OUTPUT)
     if function:
-        returned = run(program, [_arguments(given) for given in inputs], limits, "call", function)
-        return [given is not None and same_value(given, out) for given, out in zip(returned, outputs, strict=True)]
-    if not program.strip():  # it prints nothing, which can be what is wanted
+        returned = run(program, [_arguments(item) for item in inputs], limits, "call", function)
+        return [value is not None and same_value(value, out) for value, out in zip(returned, outputs, strict=True)]
+    if not program.strip():  # an empty output may be the expected one
         return [False] * len(inputs)
-    printed = run(program, [_as_text(given) for given in inputs], limits)
-    return [
-        given is not None and same_output(given, _as_text(out)) for given, out in zip(printed, outputs, strict=True)
-    ]
+    printed = run(program, [_as_text(item) for item in inputs], limits)
+    return [text is not None and same_output(text, _as_text(out)) for text, out in zip(printed, outputs, strict=True)]
 
 
 def _as_tests(truth: Any) -> Mapping[str, Any]:
@@ -108,31 +106,31 @@ def _as_tests(truth: Any) -> Mapping[str, Any]:
     raise ValueError(f"the ground truth holds no tests: {truth!r:.200}")
 
 
-def _as_text(given: Any) -> str:
-    return given if isinstance(given, str) else "\n".join(map(str, given)) if isinstance(given, list) else str(given)
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _arguments(given: Any) -> list[Any]:
+def _arguments(value: Any) -> list[Any]:
     """Return a function's arguments, given as a list or as a text with the JSON of one per line."""
-    return [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else list(given)
+    return [json.loads(line) for line in value.splitlines() if line.strip()] if isinstance(value, str) else list(value)
 
 
 def same_value(returned: str, expected: Any) -> bool:
     """Whether a returned value, as JSON, is the expected one, given as a value or as JSON; numbers with a fraction may
     differ by one millionth, as printed ones may."""
-    value, wanted = _from_json(returned), _from_json(expected) if isinstance(expected, str) else expected
+    value, truth = _from_json(returned), _from_json(expected) if isinstance(expected, str) else expected
     # APPS wraps the expected value in a list.
-    return _same(value, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _same(value, wanted[0]))
+    return _same(value, truth) or (isinstance(truth, list) and len(truth) == 1 and _same(value, truth[0]))
 
 
-def _same(value: Any, wanted: Any) -> bool:
-    if isinstance(value, list) and isinstance(wanted, list):
-        return len(value) == len(wanted) and all(map(_same, value, wanted))
-    if isinstance(value, dict) and isinstance(wanted, dict):
-        return value.keys() == wanted.keys() and all(_same(value[key], wanted[key]) for key in wanted)
-    if isinstance(value, int | float) and isinstance(wanted, int | float) and float in (type(value), type(wanted)):
-        return _close(value, wanted)
-    return bool(value == wanted)
+def _same(value: Any, expected: Any) -> bool:
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(_same, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(_same(value[key], expected[key]) for key in expected)
+    if isinstance(value, int | float) and isinstance(expected, int | float) and float in (type(value), type(expected)):
+        return _close(value, expected)
+    return bool(value == expected)
 
 
 def _from_json(text: str) -> Any:

@@ -48,7 +48,7 @@ _DELIMITED = re.compile(r"(?<!\\)(?:\$\$(.*?)\$\$|\$([^\n]+?)(?<!\\)\$|\\\((.*?)
 # 42; .5; 1,234.5; (3/4)*2^10; [1, 2); 5 million
 _NUMBERS = re.compile(rf"(?<![A-Za-z0-9.])[-+(\[]*\.?[0-9][-+*/^()\[\]. 0-9,]*(?:(?:{'|'.join(_POWERS)})\b)?")
 _STATED = re.compile(r".*(?:\b(?:is|are|get|be)\b|[:=])\s*")
-# 6.1e31, where e is no factor; and a constant that is written upright, which the grammar takes for a name.
+# 6.1e31, where e is not a factor; and an upright constant: the grammar takes it for a name.
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9.\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([+-]?[0-9]{1,4})(?![A-Za-z0-9.^_{])")
 _UPRIGHT = re.compile(r"\\(?:mathrm|text|operatorname)\s*\{\s*([ei])\s*\}")
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
@@ -56,7 +56,7 @@ _LATEX = [LatexExtractionConfig()]
 # Where math-verify's rule does not decide: it rounds decimals to six places and calls exact numbers equal whose
 # difference is about 0, so that all numbers below a millionth are equal to it; and it takes symbols for complex
 # numbers, of which the square root of 1/n is another number than one over the square root of n.
-PLACES, DIGITS = 6, 3  # a decimal is compared in six places, or in three digits where that is more
+PLACES, DIGITS = 6, 3  # decimals are compared in six places, or in three digits if these are more
 EXACT = 1e-12  # the relative difference of two exact numbers from which they differ
 MOST_SYMBOLS = 3
 # Where expressions are compared: numbers without a simple relation to one another or to a coefficient.
@@ -116,11 +116,11 @@ def is_equal(result: str, truth: str) -> bool:
         return int(result) == int(truth)
     if notations_differ(_EQUALS.split(result)[-1], _EQUALS.split(truth)[-1]):
         return False
-    wanted, given = _truth(truth), _boxed(result)
-    if (same := same_number(given, wanted)) is not None:
+    expected, parsed = _truth(truth), _boxed(result)
+    if (same := same_number(parsed, expected)) is not None:
         return same
-    if verify(wanted, given, timeout_seconds=None) or same_where_real(given, wanted):
-        return not has_other_number(given, wanted)
+    if verify(expected, parsed, timeout_seconds=None) or same_where_real(parsed, expected):
+        return not has_other_number(parsed, expected)
     # The right side of an equation may be the truth; math-verify checks that only for equations it can parse.
     sides = _EQUALS.split(result)
     return len(sides) > 1 and not _EQUALS.search(truth) and is_equal(sides[-1], truth)
@@ -171,7 +171,7 @@ def plain(result: str) -> str:
 
 
 def notations_differ(result: str, truth: str) -> bool:
-    """Whether two lists differ in brackets (a set is no ordered pair, [0, 1) not [0, 1]), or two numbers in bases."""
+    """Whether two lists differ in brackets (sets are not ordered pairs, [0, 1) not [0, 1]), or two numbers in bases."""
     result, truth = _LEFT_RIGHT.sub("", result), _LEFT_RIGHT.sub("", truth)
     for notation in (_LISTED, _BASED):
         first, second = notation.fullmatch(result), notation.fullmatch(truth)
@@ -181,7 +181,7 @@ def notations_differ(result: str, truth: str) -> bool:
 
 
 def same_number(result: Parsed, truth: Parsed) -> bool | None:
-    """Whether two real numbers are equal: decimals to six places or three digits; None if one of them is no number."""
+    """Whether two real numbers are equal: decimals to six places or three digits; None if one is not a number."""
     return _same(result[0], truth[0]) if result and truth else None
 
 
@@ -190,14 +190,14 @@ def has_other_number(result: Parsed, truth: Parsed) -> bool:
     return bool(result and truth) and _has_other(result[0], truth[0])
 
 
-def _has_other(one: Any, other: Any) -> bool:
-    if isinstance(one, Expr) and isinstance(other, Expr):
-        return _same(one, other) is False
-    if isinstance(one, Relational) and isinstance(other, Relational):
-        return one.lhs == other.lhs and _has_other(one.rhs, other.rhs)
+def _has_other(result: Any, other: Any) -> bool:
+    if isinstance(result, Expr) and isinstance(other, Expr):
+        return _same(result, other) is False
+    if isinstance(result, Relational) and isinstance(other, Relational):
+        return result.lhs == other.lhs and _has_other(result.rhs, other.rhs)
     for kind in (FiniteSet, Tuple, Interval):
-        if isinstance(one, kind) and isinstance(other, kind) and len(one.args) == len(other.args):
-            ordered = [sorted(side.args, key=_place) if kind is FiniteSet else side.args for side in (one, other)]
+        if isinstance(result, kind) and isinstance(other, kind) and len(result.args) == len(other.args):
+            ordered = [sorted(side.args, key=_place) if kind is FiniteSet else side.args for side in (result, other)]
             return any(map(_has_other, *ordered))
     return False
 
@@ -207,14 +207,14 @@ def _place(element: Basic) -> Any:
     return (0, value) if value is not None else (1, default_sort_key(element))
 
 
-def _same(one: Any, other: Any) -> bool | None:
-    first, second = _value(one), _value(other)
+def _same(result: Any, other: Any) -> bool | None:
+    first, second = _value(result), _value(other)
     if first is None or second is None:
         return None
     largest = max(abs(first), abs(second))
     if abs(first - second) <= EXACT * largest:
         return True
-    if not (one.has(Float) or other.has(Float)):
+    if not (result.has(Float) or other.has(Float)):
         return False
     places = max(PLACES, DIGITS - 1 - Decimal(str(largest)).adjusted())
     return bool(first.round(places) == second.round(places))
@@ -235,10 +235,10 @@ def same_where_real(result: Parsed, truth: Parsed) -> bool:
     """Whether two expressions with roots of their symbols are equal wherever one of them is a real number."""
     if not result or not truth:
         return False
-    one, other = result[0], truth[0]
-    if not all(isinstance(side, Expr) and _has_root(side) for side in (one, other)):
+    first, other = result[0], truth[0]
+    if not all(isinstance(side, Expr) and _has_root(side) for side in (first, other)):
         return False
-    symbols = sorted(one.free_symbols, key=str)
+    symbols = sorted(first.free_symbols, key=str)
     if not 0 < len(symbols) <= MOST_SYMBOLS or {str(s) for s in symbols} != {str(s) for s in other.free_symbols}:
         return False
     compared = 0
@@ -248,7 +248,7 @@ def same_where_real(result: Parsed, truth: Parsed) -> bool:
                 str(s): sign * POINTS[(start + shift + n) % len(POINTS)]
                 for n, (s, sign) in enumerate(zip(symbols, signs, strict=True))
             }
-            values = [_real_at(side, at) for side in (one, other)]
+            values = [_real_at(side, at) for side in (first, other)]
             if values == [None, None]:
                 continue
             if None in values or not math.isclose(*values, rel_tol=1e-9):
