@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Command(Generic[T]):
-    """An entry point: its help text, how its configuration is loaded, and what opens all that one run after another
-    can share and yields what runs one, which may return an exit status."""
+    """An entry point: its help text, `load` for its configuration, and `open`: a context with everything that
+    successive runs share. It yields a function that runs one and may return an exit status."""
 
     module: str
     purpose: str
@@ -57,18 +57,18 @@ class Command(Generic[T]):
 
 
 def run_command(command: Command[T], argv: list[str] | None = None) -> int:
-    """Parse, load and run; return the exit status: 0, 1 (the run failed), 2 (invalid input), 130 (interrupted), or that
-    of what ran."""
-    given, parser = sys.argv[1:] if argv is None else argv, _parser(command)
-    arguments, more = parser.parse_known_args(_with_values(given))
-    if options := [item for item in more if item.startswith("-")]:
+    """Parse, load and run; return the exit status: 0, 1 (the run failed), 2 (invalid input), 130 (interrupted), or the
+    run's own."""
+    words, parser = sys.argv[1:] if argv is None else argv, _parser(command)
+    arguments, further = parser.parse_known_args(_with_values(words))
+    if options := [item for item in further if item.startswith("-")]:
         parser.error(_unknown_option(options[0], command.module))
-    arguments.overrides += more
+    arguments.overrides += further
     stop_at_once()
     try:
         if arguments.help is not None:
             return _show(SWEEP_HELP if arguments.multirun else _help(command, parser, arguments.help))
-        return _run(command, given, arguments)
+        return _run(command, words, arguments)
     except ConfigError as error:
         causes = str(error)
         if arguments.cfg and error.config is not None:  # as far as it can be read
@@ -105,7 +105,7 @@ def _help(command: Command[T], parser: argparse.ArgumentParser, section: str) ->
     return keys if section else f"{parser.format_help()}\n{keys}"
 
 
-def _run(command: Command[T], given: list[str], arguments: argparse.Namespace) -> int:
+def _run(command: Command[T], argv: list[str], arguments: argparse.Namespace) -> int:
     """Run once or as a sweep, or print the configurations of what would run."""
     place = {"config_name": arguments.config_name, "config_dir": arguments.config_path}
     if arguments.multirun and arguments.cfg:
@@ -114,7 +114,7 @@ def _run(command: Command[T], given: list[str], arguments: argparse.Namespace) -
                 print(f"--- # {point.name}\n{as_yaml(point.config, arguments.package)}", end="")
         return 0
     if arguments.multirun:
-        return run_sweep(command, given, arguments.overrides, place, arguments.at_once, arguments.only)
+        return run_sweep(command, argv, arguments.overrides, place, arguments.at_once, arguments.only)
     messages = None if arguments.cfg else info
     config = command.load(arguments.overrides, **place, report=partial(_print, "warning:", "yellow"), show=messages)
     if arguments.cfg:
@@ -161,7 +161,7 @@ def _with_values(argv: list[str]) -> list[str]:
             joined[-1] = f"--{'help' if 'h' in before else 'cfg'}={argument}"
         else:
             joined.append(argument)
-    return [f"{one}={'' if 'h' in one else 'job'}" if one in ("--help", "--cfg") else one for one in joined]
+    return [f"{word}={'' if 'h' in word else 'job'}" if word in ("--help", "--cfg") else word for word in joined]
 
 
 def _unknown_option(option: str, module: str) -> str:
@@ -234,10 +234,10 @@ def run_sweep(
             return run_at_once(command, argv, points, at_once, base)
         return run_points(command, points)
     finally:
-        found = {point.name: point.directory for point in points if (point.directory / "metrics.jsonl").is_file()}
-        if found:
-            info(f"\n{run_table(found)}")
-            info(f"\nthe curves of all runs: {draw_runs(base, found)}")
+        directories = {point.name: point.directory for point in points if (point.directory / "metrics.jsonl").is_file()}
+        if directories:
+            info(f"\n{run_table(directories)}")
+            info(f"\nthe curves of all runs: {draw_runs(base, directories)}")
 
 
 def load_points(command: Command, overrides: list[str], place: dict[str, Any]) -> tuple[Path, list[Point]]:
@@ -254,8 +254,8 @@ def load_points(command: Command, overrides: list[str], place: dict[str, Any]) -
             "a sweep needs a key with several values", fix="for example actor_rollout_ref.actor.optim.lr=1e-6,1e-5"
         )
     combinations = [dict(zip(swept, values, strict=True)) for values in product(*swept.values())]
-    given = [f"{key}={value}" for key, value in combinations[0].items()]
-    base = Path(command.load([*fixed, *given], **place).trainer.default_local_dir)
+    first_values = [f"{key}={value}" for key, value in combinations[0].items()]
+    base = Path(command.load([*fixed, *first_values], **place).trainer.default_local_dir)
     points, shown = [], set()
 
     def report(text: str) -> None:
@@ -265,15 +265,15 @@ def load_points(command: Command, overrides: list[str], place: dict[str, Any]) -
 
     for combination in combinations:
         name = name_of(combination)
-        more = [f"{key}={value}" for key, value in combination.items()] + [
+        settings = [f"{key}={value}" for key, value in combination.items()] + [
             f"{DIRECTORY}={as_override(str(base / name))}"
         ]
         try:
-            config = command.load([*fixed, *more], **place, report=report)
+            config = command.load([*fixed, *settings], **place, report=report)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
         remember(asdict(config))
-        points.append(Point(name, [*fixed, *more], config))
+        points.append(Point(name, [*fixed, *settings], config))
     if len({point.name for point in points}) < len(points):
         raise ConfigError(
             f"two runs would be named {points[0].name}", fix="leave out values that are equal, or shorten them"
@@ -349,7 +349,7 @@ class SweepPart:
 
     @contextmanager
     def cores_only(self) -> Iterator[None]:
-        """Have processes that start in the block run on these cores."""
+        """Run processes that start in the block on these cores."""
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self.cores)
         try:

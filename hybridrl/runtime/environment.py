@@ -24,7 +24,7 @@ from hybridrl.required import required
 from hybridrl.runtime import forkserver
 from hybridrl.runtime.keeper import PrivateDirectory
 
-# Where libraries keep what they write below the home directory, by default.
+# Places of libraries' files below the home directory, by default.
 CACHES = {
     "XDG_CACHE_HOME": "cache",
     "XDG_CONFIG_HOME": "config",
@@ -45,9 +45,9 @@ ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def replace_unwritable_home() -> str:
-    """Have libraries keep their caches in a private directory if this user's home, or the cache in it, cannot be
-    written, as in a container with an arbitrary user. Returns the directory; empty: the home can be used. Models that
-    are there are found as before."""
+    """Move the caches of libraries to a private directory if this user's home, or its cache, cannot be written, as in
+    a container with an arbitrary user. Returns the directory; empty: the home can be used. Models in its cache stay
+    usable."""
     home, environment = os.path.expanduser("~"), os.environ
     cache = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
     if _is_writable(home) and (_is_writable(cache) or not os.path.exists(cache)):
@@ -108,8 +108,8 @@ def worker_environment(device: str, slots: int) -> dict[str, str]:
     if device == "cuda":
         # By default this cache is in the run's temporary directory, and the next run would compile everything again.
         compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}")
-        more = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "TORCHINDUCTOR_CACHE_DIR": compiled}
-        return common | more | without_expandable_segments()
+        gpu = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "TORCHINDUCTOR_CACHE_DIR": compiled}
+        return common | gpu | without_expandable_segments()
     # On CPU the few functions that vLLM compiles take seconds of g++ and save nothing.
     return common | {"TORCH_COMPILE_DISABLE": "1", "MKL_NUM_THREADS": threads} | WAITING | _allocator()
 
@@ -127,7 +127,7 @@ def without_expandable_segments() -> dict[str, str]:
 
 
 def _allocator() -> dict[str, str]:
-    """Return the variables that preload jemalloc, which comes with Ray, unless another allocator is preloaded already.
+    """Return the variables that preload Ray's jemalloc, unless another allocator is preloaded already.
     glibc frees blocks above 32 MiB at once, and the system clears every page before it is used again: writing such a
     tensor takes five times as long as in memory that was kept, and a weight sync twice as long."""
     preloaded, package = os.environ.get("LD_PRELOAD", ""), find_spec("ray")
@@ -185,8 +185,8 @@ class ForkServer:
 
 @contextmanager
 def fork_server(device: str, ray_init: dict, devices: int, *, engine: str) -> Iterator[ForkServer | None]:
-    """The fork server of a run on this machine's CPU with so many devices, for the time of the block; None for any
-    other run."""
+    """The fork server of a run on this machine's CPU with this number of devices, for the time of the block; None for
+    any other run."""
     if device != "cpu" or joins(ray_init) or sys.platform != "linux":
         yield None
         return

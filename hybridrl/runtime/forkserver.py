@@ -1,4 +1,4 @@
-"""A process that has imported the libraries of a run and forks its workers, which then start in a second.
+"""A process that has imported the libraries of a run and forks its workers: they start in a second.
 
     python forkserver.py serve LISTENER MODULE...            LISTENER: the file descriptor of a socket
     python forkserver.py launch SOCKET WORKER ARGUMENT...
@@ -52,8 +52,8 @@ class Server:
         self.listener, self.launches = listener, dict[int, socket.socket]()
         self.ended, wakeup = socket.socketpair()
         self.sockets = [listener, self.ended, wakeup]
-        for one in self.sockets:
-            one.setblocking(False)
+        for item in self.sockets:
+            item.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wakeup.fileno())
         self.selector = selectors.DefaultSelector()
@@ -127,7 +127,7 @@ def become(server: int, passed: list[int], request: dict[str, Any], unused: list
 
 
 def set_up(server: int, passed: list[int], environment: dict[str, str], unused: list[Any]) -> None:
-    """Replace what this process has of the server by what a request names."""
+    """Replace the server's streams, directory and environment in this process by those of a request."""
     end_with_parent()
     if os.getppid() != server:
         raise ProcessLookupError("the fork server has ended")
@@ -139,8 +139,8 @@ def set_up(server: int, passed: list[int], environment: dict[str, str], unused: 
     os.fchdir(directory)
     for descriptor in passed:
         os.close(descriptor)
-    for one in unused:
-        one.close()
+    for item in unused:
+        item.close()
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # computed again from TMPDIR
@@ -149,7 +149,7 @@ def set_up(server: int, passed: list[int], environment: dict[str, str], unused: 
 
 
 def launch(path: str, command: list[str]) -> NoReturn:
-    """Have the server fork the worker, and end with it."""
+    """Request the worker from the server, and end with it."""
     end_with_parent()  # Ray, with which the worker ends
     content = json.dumps({"command": command, "environment": dict(os.environ)}).encode()
     server = socket.socket(socket.AF_UNIX)

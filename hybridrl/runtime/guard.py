@@ -31,7 +31,7 @@ from hybridrl.tracking.faults import BEGINS, REQUESTED, record
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LOG_BYTES = 64 << 20  # of a log to which custom code writes
+LOG_BYTES = 64 << 20  # in a log of custom code
 KERNEL_COUNTS = Path("/proc/vmstat")
 ENDED = b"."  # from a driver that has ended by itself, with or without an exception
 ENDED_BY_LIBRARY = (
@@ -42,7 +42,7 @@ CONTINUES = "the same command continues from the last checkpoint"
 
 
 class Before(NamedTuple):
-    """The end of the driver that this one continues, and the number of restarts that are left."""
+    """The end of the previous driver, whose work this one continues, and the number of restarts left."""
 
     ended: str
     restarts_left: int
@@ -129,7 +129,7 @@ class _Guard:
         pid, status = os.wait()
         while pid != self.child:  # an adopted orphan
             pid, status = os.wait()
-        keepers = []  # which end by themselves after cleaning up
+        keepers = []  # these end by themselves after cleaning up
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 keepers.append(process) if is_keeper(process.cmdline()) else process.kill()
@@ -151,15 +151,15 @@ def may_restart(left: int) -> None:
 
 
 def end_with_parent(parent: int, how: signal.Signals) -> None:
-    """Have the kernel send this process a signal when its parent ends for any reason."""
+    """Make the kernel send this process a signal when its parent ends for any reason."""
     _prctl(PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:
         os.kill(os.getpid(), how)
 
 
 def begin_actor(log_file: str) -> None:
-    """Have an actor end with the Ray of its machine, whose end it does not notice while waiting in a collective, and
-    redirect the output of its process and children to a file, to which it writes its stacks on request."""
+    """End this actor with the Ray of its machine: in a collective it would not notice that end. Redirect the output of
+    its process and children to a file, and write its stacks there on request."""
     end_with_parent(os.getppid(), signal.SIGKILL)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
@@ -242,14 +242,14 @@ REQUESTS = Requests()
 
 
 def stop_at_once() -> None:
-    """Have a signal raise KeyboardInterrupt, from now on."""
+    """Raise KeyboardInterrupt at a signal, from now on."""
     REQUESTS.last = ""
     _install(_stop)
 
 
 @contextmanager
 def ended_by_closed_pipe() -> Iterator[None]:
-    """Have what is printed in the block end this process silently once nobody reads it, as in `| head`.
+    """End this process silently if it prints in the block and nobody reads it any more, as in `| head`.
 
     The handler is put back after it: elsewhere a closed connection must raise, not end the process.
     """

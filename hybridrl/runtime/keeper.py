@@ -57,7 +57,7 @@ class PrivateDirectory:
 
 
 def work_in_private() -> None:
-    """Have this process's temporary files removed, and the children that it starts from now on ended, when it ends."""
+    """From now on, remove this process's temporary files, and end its new children, when it ends."""
     OPEN.append(PrivateDirectory())
     os.environ.update(OPEN[-1].environment)
     tempfile.tempdir = None  # computed again from TMPDIR

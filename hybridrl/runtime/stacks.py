@@ -30,7 +30,7 @@ import psutil
 
 REQUEST = signal.SIGUSR1
 REPLY_SECONDS = 5.0  # for a thread to get the GIL, also on a machine whose cores are all busy
-STARVED_SECONDS = 0.1  # of CPU time, with less of which a process that could run has not had the time to reply
+STARVED_SECONDS = 0.1  # CPU time; with less a runnable process has not had the time to reply
 SIGNAL_SECONDS = 1.0
 NOTICED_SECONDS = 3.0  # within which a death is noticed
 DIED = f"died within {SIGNAL_SECONDS:g} s of the {REQUEST.name} that requested its stack"
@@ -51,8 +51,8 @@ signalled: dict[str, float] = {}  # when, by log
 
 
 def write_stacks_on_request() -> None:
-    """Have this process write the stacks of all its threads to its standard error when `activities` requests them, and
-    that of one thread when this gets REQUEST, whatever it is executing."""
+    """From now on, write the stacks of all threads to standard error when `activities` requests them, and the stack of
+    a thread when it gets REQUEST, whatever it is executing."""
     faulthandler.register(REQUEST, file=2, all_threads=False)
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -112,12 +112,11 @@ def _stacks() -> str:
 
 
 def activities(logs: Iterable[str]) -> dict[str, str]:
-    """Return what the processes of this machine are doing that write to each of these logs, after requesting their
-    stacks. Logs that no process of this machine writes to are left out. Takes seconds for a process that does not
-    reply, otherwise less."""
-    found = _writers({os.path.realpath(log): log for log in logs})
-    with ThreadPoolExecutor(max(len(found), 1)) as threads:
-        return dict(zip(found, threads.map(_activity, found, found.values()), strict=True))
+    """Return, by log, the activities of this machine's processes writing to it, after requesting their stacks. Logs
+    without a writer on this machine are left out. Takes seconds if a process does not reply, otherwise less."""
+    writers = _writers({os.path.realpath(log): log for log in logs})
+    with ThreadPoolExecutor(max(len(writers), 1)) as threads:
+        return dict(zip(writers, threads.map(_activity, writers, writers.values()), strict=True))
 
 
 def _writers(logs: dict[str, str]) -> dict[str, list[int]]:
@@ -132,7 +131,7 @@ def _writers(logs: dict[str, str]) -> dict[str, list[int]]:
 
 
 def kill_writers(log: str) -> None:
-    """Kill the processes of this machine that write to this log, also those that are stopped."""
+    """Kill the processes of this machine that write to this log, even stopped ones."""
     for pid in _writers({os.path.realpath(log): log}).get(log, []):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -202,7 +201,7 @@ def request(pid: int) -> str | None:
 
 
 def _signal(process: psutil.Process, thread: int, log: Path) -> str:
-    """Have a thread write its stack to the log; return it, empty if it has none, or that the process has ended."""
+    """Request a thread's stack, written to the log; return it, empty if there is none, or DIED if the process ended."""
     size = log.stat().st_size
     signalled[str(log)] = time.monotonic()
     # glibc has tgkill since 2.30; without it the main thread gets the signal
@@ -217,7 +216,7 @@ def _signal(process: psutil.Process, thread: int, log: Path) -> str:
 
 
 def death_note(log: str) -> str:
-    """Return what to add to the cause of a death that was just noticed: that REQUEST was sent to a process with this
+    """Return an addition to the cause of a death that was just noticed, if REQUEST was sent to a process with this
     log at that time."""
     lately = time.monotonic() - signalled.get(log, float("-inf")) < SIGNAL_SECONDS + NOTICED_SECONDS
     return f"; it {DIED}" * lately
@@ -247,10 +246,10 @@ def _describe(frames: list[Frame], line: Frame) -> str:
 
 
 def largest_processes(logs: Sequence[str]) -> list[str]:
-    """Return lines that name the largest processes of this machine, and those among them that are of this run: by the
-    name of their log, where they write to one in the directory of `logs`; and what all of the run have together."""
-    sizes = [(one.info["memory_info"], one) for one in psutil.process_iter(["name", "memory_info"])]
-    largest = sorted(((size.rss, one.pid, one.info["name"]) for size, one in sizes if size), reverse=True)[:LARGEST]
+    """Return lines about the largest processes of this machine. Those of this run are marked, with the name of their
+    log in the directory of `logs`, if they have one. The last line is the memory of the whole run."""
+    sizes = [(process.info["memory_info"], process) for process in psutil.process_iter(["name", "memory_info"])]
+    largest = sorted(((size.rss, item.pid, item.info["name"]) for size, item in sizes if size), reverse=True)[:LARGEST]
     own, lines = run_processes(logs), ["the largest processes of the driver's machine now:"]
     for size, pid, program in largest:
         mark = f"{own[pid]} of this run" if pid in own else ""
@@ -259,7 +258,7 @@ def largest_processes(logs: Sequence[str]) -> list[str]:
 
 
 def shared_bytes(pids: Iterable[int]) -> int:
-    """Return the proportional set size of processes, in which what they share counts once; without those of others."""
+    """Return the proportional set size of processes: shared memory counts once; others' processes are left out."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):  # it has ended
@@ -275,8 +274,8 @@ def run_processes(logs: Sequence[str]) -> dict[int, str]:
 
 def named_processes(logs: Sequence[str]) -> dict[int, str]:
     """Return the processes of this machine that write to a log in the directory of `logs`, with the log's name."""
-    found = Path(logs[0]).parent.glob("*") if logs else ()
-    named = _writers({str(log): log.stem for log in found})
+    paths = Path(logs[0]).parent.glob("*") if logs else ()
+    named = _writers({str(log): log.stem for log in paths})
     return {pid: name for name, pids in named.items() for pid in pids}
 
 
