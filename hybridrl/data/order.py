@@ -16,7 +16,7 @@ from hybridrl.data.prompts import PromptDataset, construct, with_objects
 from hybridrl.data.rows import Rows
 
 KEY = "data.sampler.class_path"
-MAX_REPEATS = 100  # of all rows in an epoch; beyond that, a custom sampler is considered endless
+MAX_REPEATS = 100  # per row in an epoch, on average; with more a custom sampler is considered endless
 
 
 class Order:

@@ -112,9 +112,9 @@ class Faults:
     def close(self) -> None:
         """Raise ConfigError if any fault was added; rows with the same fault share a line, with the first of them."""
 
-        def position(found: tuple[str, str]) -> tuple[str, int]:  # rows may be checked in a shuffled order
-            place = PLACE.match(found[0])
-            return (place[1], int(place[2])) if place else (found[0], 0)
+        def position(entry: tuple[str, str]) -> tuple[str, int]:  # rows may be checked in a shuffled order
+            place = PLACE.match(entry[0])
+            return (place[1], int(place[2])) if place else (entry[0], 0)
 
         if not self._found:
             return
@@ -125,8 +125,8 @@ class Faults:
         for fault, (first, *others) in list(places.items())[:SHOWN_FAULTS]:
             alike = f" (and {len(others)} more row{'s' * (len(others) > 1)})" if others else ""
             lines.append(f"{first}: {fault}{alike}")
-        more = sum(map(len, list(places.values())[SHOWN_FAULTS:]))
-        lines += [f"... and {more} more"] if more else []
+        remaining = sum(map(len, list(places.values())[SHOWN_FAULTS:]))
+        lines += [f"... and {remaining} more"] if remaining else []
         raise ConfigError("\n  ".join(lines))
 
 
@@ -153,8 +153,8 @@ def load_rows(entries: list[str], faults: Faults, *, key: str, max_samples: int,
 def report_overlong(
     overlong: list[tuple[int, str]], count: int, limit: str, *, key: str, outcome: str, fix: str
 ) -> None:
-    """Log which of `count` rows exceed `limit` ("data.max_length=1024"), given their lengths and places, and what
-    became of them; ConfigError with `fix` if that is empty."""
+    """Log the rows (of `count`) that exceed `limit` ("data.max_length=1024"), by their lengths and places, and their
+    `outcome`; ConfigError with `fix` if that is empty."""
     if not overlong:
         return
     length, first = overlong[0]
@@ -242,7 +242,7 @@ def read_columns(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _batches(file: pyarrow.parquet.ParquetFile) -> Iterator[pyarrow.RecordBatch]:
-    """Yield a file batch by batch, or by row group where a dictionary inside a structure prevents that."""
+    """Yield a file by batch, or by row group if a dictionary inside a structure prevents batches."""
     batches = file.iter_batches(BATCH)
     try:
         first = next(batches, None)
