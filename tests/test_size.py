@@ -19,7 +19,7 @@ LINES = {
     "data": 1740,
     "doctor": 4560,
     "environments": 180,
-    "evaluation": 2228,
+    "evaluation": 2230,
     "health": 1016,
     "model_merger": 736,
     "report": 2490,

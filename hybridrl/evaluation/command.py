@@ -1,4 +1,4 @@
-"""All that one evaluation command does: each of its models, stored responses, and comparisons."""
+"""The evaluation command: its models, stored responses, and comparisons."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from hybridrl.runs.trials import Subject
 from hybridrl.tracking.console import info
 
 COMPARE_KEY, MODEL_KEY = "eval.compare", "actor_rollout_ref.model.path"
-STORED = Sampling(0, ())  # how stored responses were sampled is not known
+STORED = Sampling(0, ())  # stands for the unknown sampling of stored responses
 
 
 @typed("the evaluation")
@@ -49,33 +49,33 @@ def evaluate(config: EvaluationConfig, sessions: Sessions, merge: Merge) -> floa
     named = settings.models == [config.actor_rollout_ref.model.path]
     targets = find_targets(settings.models, keep_best, MODEL_KEY if named else KEY)
     if settings.compare and not baseline:
-        other, *more = find_targets([settings.compare], keep_best, COMPARE_KEY)
-        if more:
-            cause = f"{COMPARE_KEY}={settings.compare} names {len(more) + 1} models"
+        other, *others = find_targets([settings.compare], keep_best, COMPARE_KEY)
+        if others:
+            cause = f"{COMPARE_KEY}={settings.compare} names {len(others) + 1} models"
             raise ConfigError(cause, fix="name one of them")
     targets = with_unique_names([*targets, *([other] if other else [])])
-    loaded = [ModelEvaluation(config, one) for one in targets]
+    loaded = [ModelEvaluation(config, target) for target in targets]
     if baseline:
         reject_nothing_in_common(loaded[0].questions, baseline.samples, f"{COMPARE_KEY}={settings.compare}")
     info(describe_sampling(settings, config.actor_rollout_ref.rollout))
     evaluated = []
-    for one in loaded:
-        evaluated.append(one.run(sessions, merge, one.directory))
+    for evaluation in loaded:
+        evaluated.append(evaluation.run(sessions, merge, evaluation.directory))
         write_table(evaluated[-1], settings.k)
     baseline = evaluated.pop() if other else baseline
     return report(evaluated, settings, baseline)
 
 
 def earlier(settings: EvalConfig) -> Evaluated | None:
-    """Return the evaluation whose directory `eval.compare` names, with the samples that its results are of. Raises
-    ConfigError if it is not complete, or if stored responses are to be compared with anything else."""
+    """Return the evaluation in the directory `eval.compare`, with the samples of its results. Raises ConfigError if it
+    is not complete, or if stored responses are compared with anything but an evaluation."""
     if settings.compare is None:
         return None
     directory, setting = Path(settings.compare).expanduser(), f"{COMPARE_KEY}={settings.compare}"
     if (directory / RESULTS).is_file() or (directory / SAMPLES).is_file():
         results, samples = read_results(directory, setting)
         return Evaluated(results["model"]["name"], directory, samples, results, is_new=False)
-    below = [str(one.parent) for one in sorted(directory.glob(f"*/{RESULTS}"))]
+    below = [str(file.parent) for file in sorted(directory.glob(f"*/{RESULTS}"))]
     if below and not step_directories(directory):
         raise ConfigError(f"{setting} has evaluations below it", fix=f"choose {' | '.join(below[:8])}")
     if settings.responses:
@@ -88,14 +88,14 @@ def earlier(settings: EvalConfig) -> Evaluated | None:
 
 
 def score_stored(config: EvaluationConfig, baseline: Evaluated | None = None) -> Evaluated:
-    """Score responses that files hold, without an engine and without Ray."""
+    """Score responses from files, without an engine and without Ray."""
     settings, key = config.eval, "eval.responses"
     publish_own_keys(config.own)
     options = {"truth_key": settings.reward_model_key, "needs_truth": (built_in := uses_built_in(config.reward))}
     datasets = {file: read_responses([file], config.data, key=key, **options) for file in settings.responses}
     questions = collect_questions(datasets)
     if built_in:
-        check_data_sources({one.prompt.data_source for one in questions})
+        check_data_sources({question.prompt.data_source for question in questions})
     responses = [_responses(question, settings.response_key) for question in questions]
     reject_large_k(settings.k, max(map(len, responses)), "leave it out")
     if baseline:
@@ -103,24 +103,25 @@ def score_stored(config: EvaluationConfig, baseline: Evaluated | None = None) ->
     name = Path(settings.responses[0]).stem
     default = Path(config.trainer.default_local_dir).expanduser() / "eval" / f"stored-{name}"
     directory = open_directory(settings.output_dir or default, "eval.output_dir")
-    reward, wanted = reward_digest(config.reward), []
+    reward, planned = reward_digest(config.reward), []
     for question, texts in zip(questions, responses, strict=True):
         needed = plan([question], {question.dataset: len(texts)}, STORED, None, 0, Origin(digest(texts), reward))
-        wanted += [(one, replace(blank_sample(one), response=text)) for one, text in zip(needed, texts, strict=True)]
+        filled = [replace(blank_sample(item), response=text) for item, text in zip(needed, texts, strict=True)]
+        planned += zip(needed, filled, strict=True)
     with SampleFile(directory / SAMPLES, resume=settings.resume) as file:
         save_config(as_yaml(config), directory / "config.yaml")
-        relabel([one for one, _ in wanted], file)
+        relabel([item for item, _ in planned], file)
         missing = [
-            pair for pair in wanted if pair[0].key not in file.found or file.is_stale(pair[0].key, pair[0].reward)
+            pair for pair in planned if pair[0].key not in file.samples or file.is_stale(pair[0].key, pair[0].reward)
         ]
         if missing:
             reject_failing_reward(Subject(config, datasets=datasets), directory / REWARD_LOG)
-            sources = {one.prompt.data_source for one in questions}
+            sources = {question.prompt.data_source for question in questions}
             with Rescorer(config.reward, sources, directory / REWARD_LOG) as rescorer:
                 score_again(rescorer, missing, file)
-        samples = [file.found[one.key] for one, _ in wanted]
+        samples = [file.samples[item.key] for item, _ in planned]
     facts = {"model": {"name": name, "path": ", ".join(settings.responses)}, "files": settings.responses}
-    facts["n"] = {dataset: max(one.sample for one in some) + 1 for dataset, some in by_dataset(samples).items()}
+    facts["n"] = {dataset: max(sample.sample for sample in group) + 1 for dataset, group in by_dataset(samples).items()}
     return Evaluated(name, directory, samples, write_results(directory, samples, facts, settings.k))
 
 

@@ -1,4 +1,4 @@
-"""The configuration of an evaluation: that of a training run, of which it reads what it uses.
+"""The configuration of an evaluation. It has the keys of a training run, and reads those that it uses.
 
 Keys of the section `eval` win over a preset, which wins over the sampling of the command.
 """
@@ -39,8 +39,8 @@ def load_eval_config(
     report: Report | None = None,
     show: Report | None = None,
 ) -> EvaluationConfig:
-    """The configuration of an evaluation, with the sampling that it names. Raises ConfigError with all that is wrong;
-    the model's own settings are checked by `with_model`, for each of the models."""
+    """Load the configuration of an evaluation, with its sampling resolved. Raises ConfigError with all errors; the
+    settings of each model are checked by `with_model`."""
     result = read_config(EvaluationConfig, [_current(text) for text in overrides], config_name, config_dir)
     if result.config is not None and result.values is not None:
         result.cross_check(partial(_resolve, follows=result.values.follows))
@@ -52,8 +52,8 @@ def load_eval_config(
 
 
 def with_model(config: EvaluationConfig, path: str, key: str = PATH) -> EvaluationConfig:
-    """The configuration with another model, checked with its settings. Raises ConfigError; `key` is the setting that
-    names the model."""
+    """Return the configuration with another model, checked with its settings. Raises ConfigError. `key`: the setting
+    that names the model."""
     findings, device, named = Findings(), config.trainer.device, asdict(config.actor_rollout_ref)
     named["model"]["path"], values = path, {"actor_rollout_ref": named}
     reading = Reading(ServingConfig, Plain(values, {}, {}), partial(usual_value, PPOConfig))
@@ -65,11 +65,11 @@ def with_model(config: EvaluationConfig, path: str, key: str = PATH) -> Evaluati
     for finding in findings.items:
         if finding.severity == "warning":
             warn(finding.text, finding.code)
-    model.tokenizer_path = config.data.tokenizer or model.tokenizer_path  # for engines, which see no data
+    model.tokenizer_path = config.data.tokenizer or model.tokenizer_path  # engines do not see the data
     rollout.dtype, rollout.free_cache_engine = resolve_dtype(rollout.dtype, device), False
     rollout.enable_rollout_routing_replay = False
     for arguments in vars(rollout.engine_kwargs).values():
-        arguments["load_format"] = "auto"  # of weights: by default they come from a trainer
+        arguments["load_format"] = "auto"  # the default expects weights from a trainer
     if device == "cuda" and rollout.gpu_memory_utilization == SHIPPED_SHARE:
         rollout.gpu_memory_utilization = WHOLE_SHARE
     check_served(MODEL, model, rollout, device, check)
@@ -80,8 +80,8 @@ def with_model(config: EvaluationConfig, path: str, key: str = PATH) -> Evaluati
 
 
 def _close(findings: Findings, key: str) -> None:
-    """Raise ConfigError if there are errors, with the key under which the user knows the model."""
-    items = [replace(one, keys=tuple(key if name == PATH else name for name in one.keys)) for one in findings.items]
+    """Raise ConfigError if there are errors, with the key that the user set for the model."""
+    items = [replace(item, keys=tuple(key if name == PATH else name for name in item.keys)) for item in findings.items]
     Findings(items).close()
 
 
@@ -95,21 +95,21 @@ def describe_sampling(settings: EvalConfig, rollout: RolloutConfig) -> str:
 
 
 def _current(text: str) -> str:
-    """An argument under the name that it has here."""
+    """Return an argument with verl's name of the key replaced by hybridrl's."""
     key, equals, value = text.partition("=")
     plain = key.lstrip("+")
     return f"{VERL_NAMES[plain]}{equals}{value}" if plain in VERL_NAMES else text
 
 
 def _sampling(settings: EvalConfig) -> dict[str, Any]:
-    """What the section `eval` says of sampling."""
+    """The sampling settings of the section `eval`."""
     own = {name: vars(settings)[name] for name in SAMPLING if vars(settings)[name] is not None}
     return PRESETS.get(settings.preset or "", {}) | own
 
 
 def _resolve(config: EvaluationConfig, findings: Findings, follows: dict[str, str]) -> None:
-    """Fill in derived values, first those that follow from the section `eval`: how to sample, and that nothing is
-    trained. Adds findings about what cannot work."""
+    """Fill in derived values, first those from the section `eval`: sampling, and that nothing is trained. Adds findings
+    about values that cannot work."""
     settings, rollout, model = config.eval, config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     sampling = _sampling(settings)
     if (length := sampling.pop("max_tokens", None)) is not None:
@@ -137,12 +137,12 @@ def _resolve(config: EvaluationConfig, findings: Findings, follows: dict[str, st
 
 
 def _shorter(settings: EvalConfig) -> str:
-    """The fix for rows that are too long, with the name under which the longest response was set."""
+    """The fix for overlong rows, with the key that set the longest response."""
     return f"lower data.max_prompt_length or {'eval.max_tokens' if 'max_tokens' in _sampling(settings) else LENGTH}"
 
 
 def _check(settings: EvalConfig, model: str | None, temperature: float, findings: Findings) -> None:
-    """Add what is missing or cannot work together, and fill in the model."""
+    """Add findings about missing and conflicting values, and fill in the model."""
     if not settings.files:
         fix = "add eval.files=questions.jsonl, or data.val_files"
         findings.error("value", "eval.files and data.val_files are not set", fix, keys="eval.files")

@@ -1,4 +1,4 @@
-"""The evaluation of one model: its questions, what is stored already, sampling and scoring the rest, results."""
+"""The evaluation of one model: its questions, stored samples, sampling and scoring of the others, and results."""
 
 import asyncio
 import time
@@ -62,19 +62,19 @@ from hybridrl.runs.setup import Sessions, open_directory
 from hybridrl.runs.trials import Subject, run_trials
 from hybridrl.tracking.console import info, stage
 
-Merge = Callable[[str], str]  # makes one Hugging Face directory of shards or an adapter, and leaves others as they are
+Merge = Callable[[str], str]  # merges shards or an adapter into a Hugging Face directory; returns other paths unchanged
 FILES_KEY = "eval.files"
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One model's evaluation: where it is, its samples, and its numbers."""
+    """One model's evaluation: its directory, samples and numbers."""
 
     name: str
     directory: Path
     samples: list[Sample]
     results: dict[str, Any]
-    is_new: bool = True  # false for one that was read
+    is_new: bool = True  # False: it was read from files
 
     @property
     def datasets(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Evaluated:
 
 
 class ModelEvaluation:
-    """The evaluation of one model. The constructor loads and checks all that needs no device."""
+    """The evaluation of one model. The constructor loads and checks everything that works without a device."""
 
     def __init__(self, config: EvaluationConfig, target: Target) -> None:
         self.target = target
@@ -100,8 +100,8 @@ class ModelEvaluation:
             prompts = self._load()
         findings.close()
         self.questions = collect_questions(prompts)
-        self.sources = {one.prompt.data_source for one in self.questions}
-        environments = {name for one in self.questions for name in one.environments}
+        self.sources = {question.prompt.data_source for question in self.questions}
+        environments = {name for question in self.questions for name in question.environments}
         self.runs_episodes = runs_episodes(self.config.actor_rollout_ref.rollout, environments)
         self.function_scores = not (self.runs_episodes and uses_built_in(config.reward))
         self.subject = Subject(self.config, self.tokenizer, self.datasets)
@@ -123,7 +123,7 @@ class ModelEvaluation:
         reject_large_k(config.eval.k, max(self.counts.values()))
 
     def _load(self) -> dict[str, Sequence[Prompt]]:
-        """Load the rows, and of a model of files the tokenizer, and check its files. An address needs no token ids."""
+        """Load the rows. For a local model also load the tokenizer and check files; an address needs no token ids."""
         config, data, model = self.config, self.config.data, self.config.actor_rollout_ref.model
         options = {"max_samples": data.val_max_samples, "shuffle": data.validation_shuffle, "key": FILES_KEY}
         options |= {"needs_truth": uses_built_in(config.reward)}
@@ -144,12 +144,13 @@ class ModelEvaluation:
 
     @cached_property
     def policy(self) -> str:
-        """The fingerprint of the model, and of all that it samples with besides a request."""
+        """The fingerprint of the model and of its sampling, without the requests."""
         if self.endpoint is not None:
             arguments = self.config.data.apply_chat_template_kwargs
             return digest(self.endpoint.address, self.endpoint.model, *([arguments] if arguments else []))
         section, path = self.config.actor_rollout_ref, self.target.path
-        weights = [model_fingerprint(one) for one in dict.fromkeys((path, section.model.path))]  # an adapter's base too
+        models = dict.fromkeys((path, section.model.path))  # an adapter and its base
+        weights = [model_fingerprint(model) for model in models]
         engine = engine_fingerprint(section.model, section.rollout)
         episodes = [asdict(section.rollout.multi_turn), asdict(section.rollout.agent)] if self.runs_episodes else []
         return digest(weights, engine, episodes)
@@ -161,7 +162,7 @@ class ModelEvaluation:
 
     @property
     def directory(self) -> Path:
-        """Where the samples and results are."""
+        """The directory of the samples and results."""
         settings = self.config.eval
         if settings.output_dir:
             return Path(settings.output_dir).expanduser() / self.target.name
@@ -169,23 +170,23 @@ class ModelEvaluation:
         name = f"{self.target.name}-{digest(self.sampling_facts(), data)[:8]}"
         return Path(self.config.trainer.default_local_dir).expanduser() / "eval" / name
 
-    def wanted(self) -> list[PlannedResponse]:
+    def planned(self) -> list[PlannedResponse]:
         reward = reward_digest(self.config.reward) if self.function_scores else ""
         origin = Origin(self.policy, reward, whole_rows=self.runs_episodes)
         return plan(self.questions, self.counts, self.sampling, self.greedy, self.config.eval.seed, origin)
 
     def run(self, sessions: Sessions, merge: Merge, directory: Path) -> Evaluated:
-        """Sample and score what is not stored yet, and write the results."""
+        """Sample and score the responses that are not stored yet, and write the results."""
         open_directory(directory, "eval.output_dir")
-        wanted, began = self.wanted(), time.monotonic()
+        planned, began = self.planned(), time.monotonic()
         responses = " + ".join(f"{name}: {count} per question" for name, count in self.counts.items())
-        info(f"{self.target.name}: {len(self.questions)} questions, {responses}, {len(wanted)} responses")
+        info(f"{self.target.name}: {len(self.questions)} questions, {responses}, {len(planned)} responses")
         with SampleFile(directory / SAMPLES, resume=self.config.eval.resume) as file:
             save_config(as_yaml(self.config), directory / "config.yaml")
-            relabel(wanted, file)
-            missing = [one for one in wanted if not file.has(one.key)]
-            stored = [one for one in wanted if file.has(one.key)]
-            stale = [(one, file.found[one.key]) for one in stored if file.is_stale(one.key, one.reward)]
+            relabel(planned, file)
+            missing = [item for item in planned if not file.has(item.key)]
+            stored = [item for item in planned if file.has(item.key)]
+            stale = [(item, file.samples[item.key]) for item in stored if file.is_stale(item.key, item.reward)]
             if stored:
                 again = f", {len(stale)} of them to be scored again" * bool(stale)
                 info(f"{len(stored)} responses are stored in {file.path}{again}")
@@ -196,8 +197,8 @@ class ModelEvaluation:
                     score_again(rescorer, stale, file)
             if missing:
                 self._sample_missing(missing, file, sessions, merge, directory)
-            samples = [file.found[one.key] for one in wanted if one.key in file.found]
-        facts = self._facts(wanted, missing, samples, time.monotonic() - began)
+            samples = [file.samples[item.key] for item in planned if item.key in file.samples]
+        facts = self._facts(planned, missing, samples, time.monotonic() - began)
         all_greedy = self.sampling.temperature == 0
         results = write_results(directory, samples, facts, self.config.eval.k, all_greedy=all_greedy)
         write_responses(directory, self.questions, samples)
@@ -206,7 +207,7 @@ class ModelEvaluation:
     def _sample_missing(
         self, missing: list[PlannedResponse], file: SampleFile, sessions: Sessions, merge: Merge, directory: Path
     ) -> None:
-        """Sample and score what is not stored; each sample is in the file once it has its score."""
+        """Sample and score the missing responses; each sample is written to the file when it has its score."""
         with EvaluationProgress(len(missing)) as progress:
 
             def keep(sample: Sample) -> None:
@@ -226,12 +227,13 @@ class ModelEvaluation:
                 raise
 
     def _facts(
-        self, wanted: list[PlannedResponse], missing: list[PlannedResponse], samples: list[Sample], seconds: float
+        self, planned: list[PlannedResponse], missing: list[PlannedResponse], samples: list[Sample], seconds: float
     ) -> dict:
-        """What results.json records besides the numbers."""
-        keys = {one.key for one in missing}
-        new = [one for one in samples if one.key in keys]
-        tokens, sampling_seconds = sum(one.tokens for one in new), max((one.seconds for one in new), default=0.0)
+        """Return the entries of results.json other than the numbers."""
+        keys = {item.key for item in missing}
+        new = [sample for sample in samples if sample.key in keys]
+        tokens = sum(sample.tokens for sample in new)
+        sampling_seconds = max((sample.seconds for sample in new), default=0.0)
         template = "" if self.tokenizer is None else digest(str(self.tokenizer.chat_template))
         path = self.endpoint.model if self.endpoint is not None else self.target.path
         return {
@@ -241,7 +243,7 @@ class ModelEvaluation:
             "n": self.counts,
             "chat_template": template,
             "versions": code_fingerprint(),
-            "responses": len(wanted),
+            "responses": len(planned),
             "generated": len(missing),
             "seconds": seconds,
             "generated_tokens": tokens,
@@ -281,22 +283,22 @@ class ModelEvaluation:
             )
 
 
-def relabel(wanted: Sequence[PlannedResponse], file: SampleFile) -> None:
-    """Give stored samples the dataset and id that their question has now: a response is found by its content."""
-    for one in wanted:
-        names = {"dataset": one.question.dataset, "id": one.question.id}
-        sample = file.found.get(one.key)
+def relabel(planned: Sequence[PlannedResponse], file: SampleFile) -> None:
+    """Give stored samples the current dataset and id of their question: samples are looked up by content."""
+    for item in planned:
+        names = {"dataset": item.question.dataset, "id": item.question.id}
+        sample = file.samples.get(item.key)
         if sample and names != {"dataset": sample.dataset, "id": sample.id}:
             file.append(replace(sample, **names))
 
 
 def sample_here(runner: EpisodeRunner, missing: Sequence[PlannedResponse], keep: Callable[[Sample], None]) -> None:
-    """Sample and score responses by the engines of a runner, and keep each as soon as it has its score."""
-    by_place = {(one.question.number, one.sample): one for one in missing}
+    """Sample and score responses with the engines of a runner; call `keep` with each sample that has its score."""
+    by_place = {(item.question.number, item.sample): item for item in missing}
     places = [
-        EpisodeRequest(question.prompt, question.number, question.number, one.sample, question.seed_key, one.sampling)
-        for one in missing
-        for question in [one.question]
+        EpisodeRequest(question.prompt, question.number, question.number, item.sample, question.seed_key, item.sampling)
+        for item in missing
+        for question in [item.question]
     ]
     began = time.monotonic()
 
@@ -310,8 +312,8 @@ def sample_here(runner: EpisodeRunner, missing: Sequence[PlannedResponse], keep:
 def serving(
     model: ModelConfig, rollout: RolloutConfig, trainer: TrainerConfig, session: RaySession, logs: Path
 ) -> Iterator[RolloutClient]:
-    """Start an engine per tensor-parallel group of devices and yield the client of all. Engines load their weights from
-    files, also again after one is lost, no trainer uses their devices, and they never sleep."""
+    """Start an engine per tensor-parallel group of devices, and yield their client. Engines load weights from files,
+    also after a restart. They never sleep, since no trainer uses their devices."""
     limits = {"startup_timeout": trainer.startup_timeout, "timeout": control_limit(trainer.step_timeout)}
     fleet = RolloutFleet(session, plugins.load(f"engine.{rollout.name}"), model, rollout, logs=logs, **limits)
     info(f"logs of all processes: {logs}")

@@ -43,7 +43,7 @@ class Question:
 
     @property
     def seed_key(self) -> str:
-        """What its seeds derive from: its content, so that files can be added, renamed and put in another order."""
+        """The key of its seeds: a digest of its content, so that files can be added, renamed and reordered."""
         return digest(self.prompt.messages, self.repeat)
 
     @property
@@ -57,8 +57,8 @@ class Question:
 
 @dataclass(frozen=True)
 class PlannedResponse:
-    """One response that the evaluation needs. `key` stands for all that determines it, `reward` for what determines
-    its score besides it."""
+    """One response that the evaluation needs. `key`: digest of model, sampling, prompt and seed. `reward`: digest of
+    the reward function and its inputs from the row; with the response it determines the score."""
 
     question: Question
     sample: int
@@ -70,8 +70,8 @@ class PlannedResponse:
 
 @dataclass(frozen=True)
 class Origin:
-    """Fingerprints: of the model and all that it samples with besides a request, and of the reward function. With
-    `whole_rows` a response depends on all columns of its row, as that of an environment does."""
+    """Fingerprints of the model and its settings (`policy`), and of the reward function. With `whole_rows` a response
+    depends on all columns of its row, as in an environment."""
 
     policy: str
     reward: str
@@ -79,9 +79,9 @@ class Origin:
 
 
 def collect_questions(files: Mapping[str, Sequence[Prompt]]) -> list[Question]:
-    """Return the questions of all files. A dataset is named by its data source, or by its file if several files have
-    the same; a question by the row's `id`, else its `extra_info.index`, else its row, whichever are unique."""
-    sources = Counter(source for prompts in files.values() for source in {one.data_source for one in prompts})
+    """Return the questions of all files. A dataset is named by its data source, or by its file if several files share
+    the source. A question is named by the row's `id`, `extra_info.index`, or row number, the first that is unique."""
+    sources = Counter(source for prompts in files.values() for source in {row.data_source for row in prompts})
     names = _file_names(list(files), {source for source, count in sources.items() if count == 1})
     questions: list[Question] = []
     seen: Counter[str] = Counter()
@@ -90,8 +90,8 @@ def collect_questions(files: Mapping[str, Sequence[Prompt]]) -> list[Question]:
         for prompt in prompts:
             shared = sources[prompt.data_source] > 1
             groups.setdefault(names[file] if shared else prompt.data_source, []).append(prompt)
-        for dataset, some in groups.items():
-            for identity, prompt in zip(_identities(some), some, strict=True):
+        for dataset, group in groups.items():
+            for identity, prompt in zip(_identities(group), group, strict=True):
                 content = digest(prompt.messages)
                 questions.append(Question(len(questions), dataset, identity, prompt, seen[content]))
                 seen[content] += 1
@@ -99,33 +99,33 @@ def collect_questions(files: Mapping[str, Sequence[Prompt]]) -> list[Question]:
 
 
 def _file_names(files: Sequence[str], taken: set[str]) -> dict[str, str]:
-    """Return a unique name of each file: its stem, with as many of its parent folders as that takes."""
+    """Return a unique name of each file: its stem, with as many parent folders as it needs."""
     paths = [Path(file).absolute() for file in files]
     parts = [(*path.parts[:-1], path.stem) for path in paths]
     names = {}
     for file, mine in zip(files, parts, strict=True):
         choices = ["/".join(mine[-size:]) for size in range(1, len(mine))]
-        others = [f"/{'/'.join(one)}" for one in parts]
-        unique = (name for name in choices if sum(one.endswith(f"/{name}") for one in others) == 1)
+        others = [f"/{'/'.join(folders)}" for folders in parts]
+        unique = (name for name in choices if sum(other.endswith(f"/{name}") for other in others) == 1)
         names[file] = next((name for name in unique if name not in taken), file)  # the same stem: a.jsonl and a.json
     return names
 
 
 def _identities(prompts: Sequence[Prompt]) -> list[str]:
     for name in ("id", "index"):
-        values = [one.columns.get(name, one.extra_info.get(name)) for one in prompts]
+        values = [row.columns.get(name, row.extra_info.get(name)) for row in prompts]
         if None not in values and len(set(map(str, values))) == len(values):
             return list(map(str, values))
-    return [str(one.row) for one in prompts]
+    return [str(row.row) for row in prompts]
 
 
-def counts(questions: Sequence[Question], wanted: int | None, temperature: float) -> dict[str, int]:
-    """Return the responses per question of each dataset: as wanted, else by its size; one if sampling is greedy."""
-    sizes = Counter(one.dataset for one in questions)
+def counts(questions: Sequence[Question], requested: int | None, temperature: float) -> dict[str, int]:
+    """Return the responses per question of each dataset: `requested`, else by its size; one if sampling is greedy."""
+    sizes = Counter(question.dataset for question in questions)
     if temperature == 0:
         return dict.fromkeys(sizes, 1)
     usual = {name: next(count for least, count in COUNTS if size >= least) for name, size in sizes.items()}
-    return dict.fromkeys(sizes, wanted) if wanted else usual
+    return dict.fromkeys(sizes, requested) if requested else usual
 
 
 def plan(
@@ -136,13 +136,13 @@ def plan(
     seed: int,
     origin: Origin,
 ) -> list[PlannedResponse]:
-    """Return every response that is needed, by question; `greedy` is the sampling of an additional greedy one."""
-    wanted = []
+    """Return all responses to sample, by question; with `greedy` an additional one with that sampling."""
+    planned = []
     for question in questions:
         numbers = [*([GREEDY] if greedy else []), *range(responses[question.dataset])]
         prompt = question.prompt
         reward = digest(origin.reward, prompt.data_source, prompt.ground_truth, prompt.extra_info)
-        shown = [prompt.tools, row_arguments(prompt.columns, None)]  # where a prompt has no token ids that show them
+        shown = [prompt.tools, row_arguments(prompt.columns, None)]  # token ids, where a prompt has them, contain these
         further = [shown] if any(shown) and not prompt.ids else []
         for number in numbers:
             used = greedy if number == GREEDY and greedy else sampling
@@ -154,8 +154,8 @@ def plan(
                 prompt.columns if origin.whole_rows else None,
             ]
             key = digest(origin.policy, number, own, asdict(used), content)
-            wanted.append(PlannedResponse(question, number, used, own, key, reward))
-    return wanted
+            planned.append(PlannedResponse(question, number, used, own, key, reward))
+    return planned
 
 
 def reject_large_k(ks: Sequence[int], most: int, fix: str = "set eval.n={}") -> None:
@@ -167,7 +167,7 @@ def reject_large_k(ks: Sequence[int], most: int, fix: str = "set eval.n={}") -> 
 
 CHOICES = ("best", "last", "all")
 KEY = "eval.models"
-ADDRESS = ("http://", "https://")  # beginnings of one
+ADDRESS = ("http://", "https://")  # beginnings of an address
 FOLDER = "actor"  # the policy in a checkpoint
 
 
@@ -185,20 +185,20 @@ class Target:
 
     @property
     def whole_path(self) -> str:
-        """The model whose settings are checked: of an adapter its base, with which it is merged later."""
+        """The model to check: the path itself, or the base of an adapter (they are merged later)."""
         base = adapter_settings(self.path).get("base_model_name_or_path") if holds_adapter(self.path) else None
         return base or self.path
 
 
 def find_targets(names: list[str], keep_best: str | None = None, key: str = KEY) -> list[Target]:
-    """Return the models of these names, of a run one or more. `keep_best` is the metric that `best` means. Raises
+    """Return the models of these names; a run may give several. `keep_best`: the metric for the choice `best`. Raises
     ConfigError with all names that lead to no model."""
     findings, targets = Findings(), []
     for name in names:
         with findings.gathered():
             targets += _find(name, keep_best, key)
     findings.close()
-    return [replace(one, key=key) for one in with_unique_names(targets)]
+    return [replace(target, key=key) for target in with_unique_names(targets)]
 
 
 def _find(name: str, keep_best: str | None, key: str) -> list[Target]:
@@ -207,12 +207,12 @@ def _find(name: str, keep_best: str | None, key: str) -> list[Target]:
     path, _, choice = name.rpartition(":")
     if choice not in CHOICES or not Path(path).expanduser().is_dir():
         if path and choice not in CHOICES and Path(path).expanduser().is_dir() and not Path(name).exists():
-            raise ConfigError(f"{key}={name}: {choice} is no choice", fix=f"choose {' | '.join(CHOICES)}")
+            raise ConfigError(f"{key}={name}: {choice} is not a choice", fix=f"choose {' | '.join(CHOICES)}")
         path, choice = name, ""
     directory = Path(path).expanduser()
     if checkpoints := RunDirectory(directory).checkpoints:
         chosen = _chosen(checkpoints, choice or "last", keep_best, f"{key}={name}")
-        return [Target(f"{directory.resolve().name}-{one.path.name}", _policy(one.path, key)) for one in chosen]
+        return [Target(f"{directory.resolve().name}-{step.path.name}", _policy(step.path, key)) for step in chosen]
     if choice:
         fix = "name a directory that has global_step_N"
         raise ConfigError(f"{key}={name}: {path} has no checkpoints", fix=fix)
@@ -236,9 +236,9 @@ def _policy(step: Path, key: str) -> str:
 def _chosen(
     checkpoints: list[SavedCheckpoint], choice: str, keep_best: str | None, setting: str
 ) -> list[SavedCheckpoint]:
-    """Return the checkpoints of a run that a choice names, by step."""
-    good = [one for one in checkpoints if one.current and not one.unhealthy]
-    if not good or any(one.kind == "verl" for one in checkpoints):  # verl records no state
+    """Return the checkpoints of a run for a choice, by step."""
+    good = [saved for saved in checkpoints if saved.current and not saved.unhealthy]
+    if not good or any(saved.kind == "verl" for saved in checkpoints):  # verl records no state
         if choice == "best":
             cause = f"{setting}: its checkpoints have no validation scores"
             raise ConfigError(cause, fix="evaluate all of them on a set kept for choosing")
@@ -249,19 +249,19 @@ def _chosen(
 
 
 def _best(checkpoints: list[SavedCheckpoint], keep_best: str | None, setting: str) -> SavedCheckpoint:
-    """Return the checkpoint with the best validation: of the metric given, with a leading "-" its least, or of the mean
-    over data sources, of those that each of them has: a validation may have no score of a source."""
-    validated = [set(filter(is_validation_score, one.state["metrics"])) for one in checkpoints]
+    """Return the checkpoint with the best validation: by the metric `keep_best` (with a leading "-" the least is best),
+    else by the mean over the data sources that have a score in every validation."""
+    validated = [set(filter(is_validation_score, saved.state["metrics"])) for saved in checkpoints]
     common = set.intersection(*filter(None, validated)) if any(validated) else set()
 
-    def score(one: SavedCheckpoint) -> float:
-        values = one.state["metrics"]
+    def score(saved: SavedCheckpoint) -> float:
+        values = saved.state["metrics"]
         if keep_best:
             return values.get(keep_best.removeprefix("-"), np.nan) * (-1 if keep_best.startswith("-") else 1)
         scores = [values[name] for name in common if name in values]
         return float(np.mean(scores)) if scores else np.nan
 
-    measured = [one for one in checkpoints if not np.isnan(score(one))]
+    measured = [saved for saved in checkpoints if not np.isnan(score(saved))]
     if not measured:
         what = keep_best.removeprefix("-") if keep_best else "validation score"
         raise ConfigError(f"{setting}: no checkpoint has a {what}", fix="name last or all")
@@ -269,7 +269,7 @@ def _best(checkpoints: list[SavedCheckpoint], keep_best: str | None, setting: st
 
 
 def _short_name(directory: Path) -> str:
-    """Return a name for a directory: that of its checkpoint if it is in one."""
+    """Return a name for a directory: inside a checkpoint, the checkpoint's name."""
     parts = directory.resolve().parts if directory.is_dir() else directory.parts
     step = next((index for index, part in enumerate(parts) if re.fullmatch(r"global_step_\d+", part)), None)
     if step is None:
@@ -278,10 +278,10 @@ def _short_name(directory: Path) -> str:
 
 
 def with_unique_names(targets: list[Target]) -> list[Target]:
-    """Return the models with numbers after names that earlier ones have: adding a model renames none."""
+    """Return the models, with numbers after repeated names: adding a model renames no earlier one."""
     named: dict[str, Target] = {}
-    for one in targets:
-        names = chain([one.name], (f"{one.name}-{number}" for number in count(2)))
+    for target in targets:
+        names = chain([target.name], (f"{target.name}-{number}" for number in count(2)))
         name = next(name for name in names if name not in named)
-        named[name] = replace(one, name=name)
+        named[name] = replace(target, name=name)
     return list(named.values())

@@ -1,7 +1,7 @@
-"""The samples of an evaluation in one file, written as they finish and found again by what determines them.
+"""The samples of an evaluation in one file. They are written as they finish, and looked up by a key of their origin.
 
-A line that a kill cut off is recognised and removed. A later line of the same sample replaces the earlier one: a
-changed reward scores the stored responses again.
+A line that a kill cut off is removed. A later line of the same sample replaces the earlier one: a changed reward scores
+the stored responses again.
 """
 
 import fcntl
@@ -30,8 +30,8 @@ LOG_SECONDS = 60.0  # between two lines about the progress
 class Sample:
     """One response to a question with its score.
 
-    `key` stands for all that determines the response (model, sampling, prompt, seed), `reward` for what determines its
-    score besides it. `seconds` count from the start of the evaluation. `conversation` has messages and turns.
+    `key`: digest of model, sampling, prompt and seed. `reward`: digest of the reward function and its inputs from the
+    row. `seconds` count from the start of the evaluation. `conversation` has messages and turns.
     """
 
     dataset: str
@@ -55,7 +55,7 @@ class Sample:
 
     @property
     def value(self) -> float | None:
-        """What the evaluation averages: `acc` if the reward gives it, else the score; None after a fault."""
+        """The value that the evaluation averages: `acc` if the reward gives it, else the score; None after a fault."""
         accuracy = self.extras.get("acc")
         return self.score if self.score is None or not isinstance(accuracy, bool | int | float) else float(accuracy)
 
@@ -72,36 +72,36 @@ NAMES = {item.name for item in fields(Sample)}
 
 
 class SampleFile:
-    """`samples.jsonl` of an evaluation, locked while it is open. With `resume` it has what an earlier one left; without
-    it an earlier file is renamed when the first sample is written."""
+    """`samples.jsonl` of an evaluation, locked while it is open. With `resume` it keeps the earlier samples; without,
+    an earlier file is renamed when the first sample is written."""
 
     def __init__(self, path: Path, *, resume: bool = True) -> None:
         self.path, self.replaced = path, 0
-        self.found: dict[str, Sample] = {}
+        self.samples: dict[str, Sample] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = _locked(path)
         self.renames = not resume and path.stat().st_size > 0
         if resume:
-            self.found, size = _read(path)
+            self.samples, size = _read(path)
             if size < path.stat().st_size:
                 info(f"{path}: the last line is cut off and will be sampled again")
                 self.file.truncate(size)
 
     def has(self, key: str) -> bool:
-        """Whether there is a response for this key; one that was lost by a fault is sampled again."""
-        sample = self.found.get(key)
+        """Whether there is a response for this key. A response lost by a fault does not count: it is sampled again."""
+        sample = self.samples.get(key)
         return sample is not None and not (sample.fault and not sample.response and not sample.tokens)
 
     def is_stale(self, key: str, reward: str) -> bool:
-        """Whether a response has to be scored again: by another reward, or after a fault of the grader."""
-        return self.found[key].reward != reward or self.found[key].fault is not None
+        """Whether a response must be scored again: the reward changed, or the grader failed."""
+        return self.samples[key].reward != reward or self.samples[key].fault is not None
 
     def append(self, sample: Sample) -> None:
-        """Write a sample, which replaces an earlier one with its key."""
+        """Write a sample. It replaces an earlier one with the same key."""
         if self.renames:
             self._rename()
-        self.replaced += sample.key in self.found
-        self.found[sample.key] = sample
+        self.replaced += sample.key in self.samples
+        self.samples[sample.key] = sample
         self.file.write(_line(sample))
         self.file.flush()
 
@@ -120,7 +120,7 @@ class SampleFile:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None and self.replaced:
             temporary = self.path.with_suffix(".writing")
-            temporary.write_bytes(b"".join(map(_line, self.found.values())))
+            temporary.write_bytes(b"".join(map(_line, self.samples.values())))
             temporary.replace(self.path)
         self.file.close()
 
@@ -149,7 +149,7 @@ def _line(sample: Sample) -> bytes:
 
 
 def _read(path: Path) -> tuple[dict[str, Sample], int]:
-    """Return the samples by key, and the bytes up to the last whole line."""
+    """Return the samples by key, and the number of bytes up to the last whole line."""
     samples, size, unreadable = {}, 0, 0
     with path.open("rb") as file:
         for line in file:
@@ -172,8 +172,8 @@ def _sample(values: dict[str, Any]) -> Sample:
 
 
 class EvaluationProgress:
-    """Shows how many of `total` samples are finished: a bar on a terminal, a line per minute in a log. Call it with
-    each."""
+    """Shows how many of `total` samples are finished: a bar on a terminal, a line per minute in a log. Called with each
+    sample."""
 
     def __init__(self, total: int, log_seconds: float = LOG_SECONDS) -> None:
         self.total, self.log_seconds, self.done, self.tokens = total, log_seconds, 0, 0
@@ -206,7 +206,7 @@ class EvaluationProgress:
             info(f"{self.done}/{self.total} samples{self._now()}")
 
     def _now(self) -> str:
-        """Return speed, time left and mean, as far as they are known."""
+        """Return the known ones of speed, time left and mean."""
         seconds = time.monotonic() - self.began if self.began else 0.0
         text = f", mean so far {self.sum / self.scored:.3f}" if self.scored else ""
         if self.done < 2 or not seconds:

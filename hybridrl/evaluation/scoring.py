@@ -1,5 +1,5 @@
-"""From episodes and texts to the samples of an evaluation: stored responses are scored without engines and Ray, and a
-model behind an address of OpenAI's API gets chat messages, and returns texts without token ids."""
+"""From episodes and texts to the samples of an evaluation. Stored responses are scored without engines and Ray; a model
+behind an address of OpenAI's API gets chat messages and returns texts without token ids."""
 
 import asyncio
 import json
@@ -28,14 +28,14 @@ from hybridrl.rewards.rescoring import Rescorer, conversation_facts
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runs.settings import reward_code
 
-REWARD_LOG = Path("logs", "reward.log")  # what the reward printed
+REWARD_LOG = Path("logs", "reward.log")  # output of the reward
 RESPONSES = "responses.parquet"  # as verl's generation writes it
 
 
-def episode_sample(wanted: PlannedResponse, episode: Episode, seconds: float) -> Sample:
+def episode_sample(planned: PlannedResponse, episode: Episode, seconds: float) -> Sample:
     """Return the sample of an episode."""
     trajectory = episode.trajectory
-    sample = blank_sample(wanted)
+    sample = blank_sample(planned)
     sample = replace(
         sample,
         response=episode.text,
@@ -47,22 +47,22 @@ def episode_sample(wanted: PlannedResponse, episode: Episode, seconds: float) ->
     return with_score(sample, episode.score)
 
 
-def blank_sample(wanted: PlannedResponse) -> Sample:
+def blank_sample(planned: PlannedResponse) -> Sample:
     """Return a sample without its response."""
-    question = wanted.question
+    question = planned.question
     return Sample(
         dataset=question.dataset,
         id=question.id,
-        sample=wanted.sample,
-        seed=wanted.seed,
+        sample=planned.sample,
+        seed=planned.seed,
         prompt=question.text,
         response="",
         truth=question.prompt.ground_truth,
         tokens=0,
         finish="completed",
         score=None,
-        key=wanted.key,
-        reward=wanted.reward,
+        key=planned.key,
+        reward=planned.reward,
     )
 
 
@@ -81,12 +81,12 @@ def with_score(sample: Sample, score: Score) -> Sample:
 
 
 def reward_digest(reward: RewardConfig) -> str:
-    """Return a fingerprint of what scores: the section `reward`, and the files that it names."""
+    """Return a fingerprint of the reward: the section `reward` and the files that it names."""
     return digest(asdict(replace(reward, num_workers=0)), reward_code(reward))
 
 
 def score_again(rescorer: Rescorer, stale: Sequence[tuple[PlannedResponse, Sample]], file: SampleFile) -> None:
-    """Score stored responses and write them to the file, where they replace earlier ones."""
+    """Score stored responses and write them to the file; they replace the earlier samples."""
     requests = [scoring_request(planned.question.prompt, sample) for planned, sample in stale]
     scores = rescorer.rescore(requests, [sample.tokens for _, sample in stale])
     for (planned, sample), score in zip(stale, scores, strict=True):
@@ -101,21 +101,20 @@ def scoring_request(prompt: Prompt, sample: Sample) -> ScoringRequest:
 
 
 def write_responses(directory: Path, questions: Sequence[Question], samples: Sequence[Sample]) -> None:
-    """Write each row with its own columns and the responses to it, as verl's main_eval reads it, without greedy
-    ones."""
+    """Write each row with its own columns and its responses, without greedy ones, in the form of verl's main_eval."""
     texts: dict[tuple[str, str], list[str]] = {}
-    for one in samples:
-        if not one.greedy:
-            texts.setdefault((one.dataset, one.id), []).append(_encodable(one.response))
+    for sample in samples:
+        if not sample.greedy:
+            texts.setdefault((sample.dataset, sample.id), []).append(_encodable(sample.response))
     rows = [
         {
-            "data_source": one.prompt.data_source,
-            "prompt": one.prompt.messages,
-            "reward_model": {"style": "rule", "ground_truth": one.prompt.ground_truth},
+            "data_source": question.prompt.data_source,
+            "prompt": question.prompt.messages,
+            "reward_model": {"style": "rule", "ground_truth": question.prompt.ground_truth},
         }
-        | one.prompt.columns
-        | {"responses": texts.get((one.dataset, one.id), [])}
-        for one in questions
+        | question.prompt.columns
+        | {"responses": texts.get((question.dataset, question.id), [])}
+        for question in questions
     ]
     names = dict.fromkeys(name for row in rows for name in row)
     table = pyarrow.table({name: _column([row.get(name) for row in rows]) for name in names})
@@ -130,16 +129,16 @@ def _column(values: list[Any]) -> pyarrow.Array:
     """Return a column of a table; values of several types become texts, in `reward_model` only the truths."""
     try:
         column = pyarrow.array(values)
-        if not _is_empty_struct(column.type):  # which no parquet file can hold
+        if not _is_empty_struct(column.type):  # parquet files cannot hold an empty struct
             return column
     except (pyarrow.ArrowException, UnicodeError, OverflowError):
         pass
-    if all(isinstance(one, dict) and "ground_truth" in one for one in values):
-        truths = [None if (truth := one["ground_truth"]) is None else _encodable(str(truth)) for one in values]
+    if all(isinstance(value, dict) and "ground_truth" in value for value in values):
+        truths = [None if (truth := value["ground_truth"]) is None else _encodable(str(truth)) for value in values]
         return pyarrow.array(
-            [{"style": str(one.get("style")), "ground_truth": truth} for one, truth in zip(values, truths, strict=True)]
+            [{"style": str(row.get("style")), "ground_truth": truth} for row, truth in zip(values, truths, strict=True)]
         )
-    return pyarrow.array([json.dumps(one, default=str) for one in values])
+    return pyarrow.array([json.dumps(value, default=str) for value in values])
 
 
 def _is_empty_struct(kind: pyarrow.DataType) -> bool:
@@ -160,15 +159,15 @@ class Endpoint:
     model: str
     concurrency: int
 
-    async def sample(self, client: openai.AsyncOpenAI, chat: Chat, wanted: PlannedResponse) -> Sample:
-        """Return the model's response; what fails after some retries is a fault, not an exception. Calls of tools stay
-        in its text, as those of a model of files do."""
-        sampling, blank = wanted.sampling, blank_sample(wanted)
+    async def sample(self, client: openai.AsyncOpenAI, chat: Chat, planned: PlannedResponse) -> Sample:
+        """Return the model's response; a failure after the retries is a fault, not an exception. Tool calls stay in the
+        text, as with a local model."""
+        sampling, blank = planned.sampling, blank_sample(planned)
         beyond: dict[str, Any] = {"top_k": sampling.top_k} if sampling.top_k > 0 else {}  # OpenAI's own fields
         beyond |= {"chat_template_kwargs": dict(chat.arguments)} if chat.arguments else {}
-        more: dict[str, Any] = {"extra_body": beyond} if beyond else {}
-        more |= {"stop": list(sampling.stop)} if sampling.stop else {}
-        more |= {"tools": chat.tools, "tool_choice": "none"} if chat.tools else {}
+        options: dict[str, Any] = {"extra_body": beyond} if beyond else {}
+        options |= {"stop": list(sampling.stop)} if sampling.stop else {}
+        options |= {"tools": chat.tools, "tool_choice": "none"} if chat.tools else {}
         try:
             answer = await client.chat.completions.create(
                 model=self.model,
@@ -176,8 +175,8 @@ class Endpoint:
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 max_tokens=sampling.max_tokens,
-                seed=wanted.seed,
-                **more,
+                seed=planned.seed,
+                **options,
             )
         except openai.OpenAIError as error:
             return _fault(blank, f"raised:{type(error).__name__}", error)
@@ -187,7 +186,7 @@ class Endpoint:
 
 
 def _parsed(blank: Sample, answer: Any) -> Sample:
-    """Return the response in an answer, which may be anything that a server sends with status 200."""
+    """Return the response in a server's answer with status 200. Any field of the answer may be missing."""
     try:
         choice, message = answer.choices[0], answer.choices[0].message
         text = message.content or ""
@@ -207,12 +206,12 @@ def _fault(blank: Sample, fault: str, detail: object) -> Sample:
 
 
 def connect(address: str, model: str | None, concurrency: int, key: str = "eval.models") -> Endpoint:
-    """Return the endpoint at an address after asking which models it has. Raises ConfigError if it does not respond, or
-    has several and none is named."""
+    """Return the endpoint at an address after listing its models. Raises ConfigError if it does not respond, or has
+    several models and none is named."""
     setting = f"{key}={address}"
     try:
         with openai.OpenAI(base_url=address, api_key=_key(), timeout=CONNECT_SECONDS, max_retries=1) as client:
-            names = [one.id for one in client.models.list()]
+            names = [model.id for model in client.models.list()]
     except openai.APIStatusError as error:
         if model and error.status_code in (404, 405, 501):  # it lists no models
             return Endpoint(address, model, concurrency)
@@ -236,16 +235,16 @@ async def sample_remotely(
     keep: Callable[[Sample], None],
     arguments: Mapping[str, Any],
 ) -> None:
-    """Have responses sampled at an address and scored here, and keep each as soon as it has its score. `arguments` are
-    those of the chat template, which the server applies."""
+    """Sample responses at an address, score them here, and call `keep` with each scored sample. `arguments`: arguments
+    of the chat template, which the server applies."""
     began, items = time.monotonic(), iter(missing)  # shared: each item is taken once
     client = openai.AsyncOpenAI(base_url=endpoint.address, api_key=_key(), timeout=REQUEST_SECONDS, max_retries=RETRIES)
 
     async def work() -> None:
-        for one in items:
-            prompt = one.question.prompt
+        for planned in items:
+            prompt = planned.question.prompt
             chat = Chat(as_chat(prompt.messages), prompt.tools, {**arguments, **row_arguments(prompt.columns, None)})
-            sample = await endpoint.sample(client, chat, one)
+            sample = await endpoint.sample(client, chat, planned)
             sample = replace(sample, seconds=round(time.monotonic() - began, 3))
             if not sample.fault:
                 (future,) = rescorer.submit([scoring_request(prompt, sample)])

@@ -1,7 +1,7 @@
-"""Statistics of repeated samples per question, with intervals that say of what they are.
+"""Statistics of repeated samples per question, with two kinds of intervals.
 
-A table is one array of values per question, its samples; questions may have different numbers of them, as faults are
-left out. Two intervals answer two questions, and neither is the binomial one over all samples:
+A table has one array per question: the values of its samples. Arrays may have different lengths, since faults are left
+out. Each interval answers another question, and neither is the binomial interval over all samples:
 
   again  this benchmark again: the same questions, new samples
   alike  questions like these: other questions of the same kind
@@ -21,19 +21,19 @@ Interval = tuple[float, float]
 
 LEVEL = 0.95
 CORRECT = 0.5  # a sample with more than this counts as right
-FEW = 5  # right or wrong questions, or such with samples that differ, below which the normal approximation is none
-DRAWS = 10_000  # of a bootstrap and of a permutation
-MAJORITY_DRAWS = 1000  # of k samples of a question
-MOST_SUBSETS = 5000  # of k samples of a question, which are all counted
-EXACT_QUESTIONS = 13  # up to which all 2^Q sign flips are tried
-MOST_FREEDOM = 1_000_000  # from here on the t distribution is the normal one
-CHUNK = 4_000_000  # numbers of a bootstrap that are in memory at a time
+FEW = 5  # the normal approximation fails with fewer right, wrong, or mixed questions (samples that differ)
+DRAWS = 10_000  # draws of a bootstrap and of a permutation test
+MAJORITY_DRAWS = 1000  # draws of k samples per question
+MOST_SUBSETS = 5000  # up to this number, all subsets of k samples are counted
+EXACT_QUESTIONS = 13  # up to this number Q, all 2^Q sign flips are tried
+MOST_FREEDOM = 1_000_000  # from here the t distribution equals the normal distribution
+CHUNK = 4_000_000  # numbers of a bootstrap in memory at a time
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over questions with both intervals; None: the data do not say. `few`: so few are right, or wrong, or have
-    different samples, that the intervals are rough, and too wide to separate models that are this good, or this bad."""
+    """A mean over questions with both intervals; None: the data do not determine it. `few`: fewer than FEW questions
+    are right, wrong or mixed; the intervals are rough, and too wide to separate models this good, or this bad."""
 
     value: float
     again: Interval | None
@@ -44,8 +44,8 @@ class Mean:
 
 @dataclass(frozen=True)
 class Comparison:
-    """B minus A on the same questions. `p` is of the sign-flip permutation, `mcnemar` exact for one sample each. `few`:
-    the samples of so few questions differ that `again` is rough."""
+    """B minus A on the same questions. `p`: of the sign-flip permutation test; `mcnemar`: exact, for one sample per
+    question. `few`: fewer than FEW questions have samples that differ; `again` is rough."""
 
     difference: float
     again: Interval | None
@@ -55,7 +55,7 @@ class Comparison:
     up: int
     down: int
     same: int
-    flips: int  # questions whose majority of samples changed sides
+    flips: int  # number of questions with a changed majority: right in one model, wrong in the other
     few: bool = False
 
 
@@ -87,8 +87,8 @@ def is_binary(table: Table) -> bool:
 
 
 def has_few_mixed(table: Table) -> bool:
-    """Whether so few questions have samples that differ that their variances say little: those of the others are not
-    zero, although all of their samples agree."""
+    """Whether too few questions are mixed (samples differ) to estimate variances. The variance of the other questions
+    is not zero, although all of their samples agree."""
     several = [values for values in table if len(values) > 1]
     mixed = sum(bool((values != values[0]).any()) for values in several)
     return mixed < min(FEW, len(several))
@@ -96,15 +96,15 @@ def has_few_mixed(table: Table) -> bool:
 
 @dataclass(frozen=True)
 class SamplingError:
-    """The variance of a mean over new samples of the same questions, and the degrees of freedom that Satterthwaite's
-    approximation gives to it: few if the variance is that of few questions."""
+    """The variance of a mean over new samples of the same questions, and its degrees of freedom by Satterthwaite's
+    approximation: few if few questions make up the variance."""
 
     variance: float
     freedom: float
 
     @property
     def half(self) -> float:
-        """Half of the interval around the mean."""
+        """Half the width of the interval around the mean."""
         return math.sqrt(self.variance) * t_quantile(max(int(min(self.freedom, MOST_FREEDOM)), 1))
 
     def plus(self, other: "SamplingError") -> "SamplingError":
@@ -115,9 +115,9 @@ class SamplingError:
 
 
 def sampling_error(table: Table) -> SamplingError | None:
-    """Return the sampling error of avg@n; None if no question has two samples. For questions with one sample the mean
-    variance of the others counts. Where few questions have samples that differ, half a right and half a wrong sample
-    are added to each for its variance, so that none is certain; other scores than 0 and 1 then have no error."""
+    """Return the sampling error of avg@n; None if no question has two samples. A question with one sample gets the mean
+    variance of the others. If few questions are mixed, half a right and half a wrong sample are added to each question
+    for its variance, so that none is certain; scores other than 0 and 1 then have no error (None)."""
     several = [values for values in table if len(values) > 1]
     if not several:
         return None
@@ -140,9 +140,9 @@ def _error_of_few(table: Table) -> SamplingError:
 
 
 def _of_questions(means: np.ndarray, t: float) -> Interval:
-    """Return the interval of a mean over questions. Scores between 0 and 1 are skewed where most are near an end: a
+    """Return the interval of a mean over questions. Scores between 0 and 1 are skewed if most are near an end: a
     symmetric interval then covers too little (0.92 instead of 0.95 for 50 questions of Beta(0.1, 0.9)). Wilson's is not
-    symmetric; its count is that of binary trials with the same error (Korn and Graubard 1998)."""
+    symmetric; its count is the number of binary trials with the same error (Korn and Graubard 1998)."""
     value, error = float(means.mean()), float(means.std(ddof=1)) / math.sqrt(len(means))
     if error and means.min() >= 0 and means.max() <= 1:
         return wilson(value, value * (1 - value) / error**2, t)
@@ -170,15 +170,15 @@ def _around(value: float, half: float) -> Interval:
 
 
 def _within(interval: Interval, table: Table) -> Interval:
-    """Return the interval without what no binary mean can be."""
+    """Return the interval, for a binary table cut to [0, 1]."""
     return (max(interval[0], 0.0), min(interval[1], 1.0)) if is_binary(table) else interval
 
 
-# -- of k samples ------------------------------------------------------------------------------------------------------
+# -- k samples ---------------------------------------------------------------------------------------------------------
 
 
 def right_counts(table: Table) -> tuple[np.ndarray, np.ndarray]:
-    """Return the samples of each question and how many of them are right, [Q] each."""
+    """Return the number of samples of each question, and of right ones, [Q] each."""
     return np.array([len(values) for values in table]), np.array([int((values > CORRECT).sum()) for values in table])
 
 
@@ -200,8 +200,8 @@ def majority_at(
     values: np.ndarray, predictions: Sequence[str], k: int, random: np.random.Generator | None = None
 ) -> float:
     """Return the probability that the most frequent prediction among k of a question's samples, drawn without
-    replacement, is right; ties count by the share of right ones among them. An empty prediction is no vote. Exact where
-    there are at most MOST_SUBSETS sets of k samples, else from draws."""
+    replacement, is right; ties count by the share of right ones among them. An empty prediction does not vote. Exact
+    for up to MOST_SUBSETS subsets of k samples, else from draws."""
     words, group = np.unique([normalised(text) for text in predictions], return_inverse=True)
     right = np.array([(values[group == index] > CORRECT).mean() for index in range(len(words))])
     voting = words != ""
@@ -218,7 +218,7 @@ def majority_at(
 
 
 def normalised(text: str) -> str:
-    """Return a prediction without what makes no difference: case and white space."""
+    """Return a prediction without differences of case and white space."""
     return " ".join(str(text).split()).casefold()
 
 
@@ -230,7 +230,7 @@ def bootstrap(table: np.ndarray) -> list[Interval]:
     means = []
     for start in range(0, DRAWS, rows):
         drawn = random.integers(questions, size=(min(rows, DRAWS - start), questions))
-        weights = np.stack([np.bincount(one, minlength=questions) for one in drawn])
+        weights = np.stack([np.bincount(sample, minlength=questions) for sample in drawn])
         means.append(weights @ table / questions)
     ends = np.quantile(np.concatenate(means), [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
     return [(float(low), float(high)) for low, high in ends.T]
@@ -240,9 +240,9 @@ def bootstrap(table: np.ndarray) -> list[Interval]:
 
 
 def compare(a: Table, b: Table, *, aligned: bool = False) -> Comparison:
-    """Compare two models on the same questions, in the same order. Paired: what questions differ in cancels. `aligned`:
-    so are the samples of each question, which have the same seeds: those of similar models then agree in part, and
-    only the differences within pairs are sampling errors."""
+    """Compare two models on the same questions, in the same order. Pairs cancel the differences between questions.
+    `aligned`: the samples of a question are paired too, by equal seeds. Samples of similar models then agree in part,
+    and only the differences within pairs are sampling errors."""
     first, second = means_of(a), means_of(b)
     differences, questions = second - first, len(first)
     value = float(differences.mean())
@@ -279,7 +279,7 @@ def difference_error(a: Table, b: Table, *, aligned: bool) -> SamplingError | No
 
 
 def sign_flips(differences: np.ndarray) -> float:
-    """Return the two-sided p of a mean difference: how often it is as large if each question's sign is random."""
+    """Return the two-sided p of a mean difference: the share of random signs per question with one as large."""
     differences = differences[differences != 0]
     if not len(differences):
         return 1.0
@@ -296,7 +296,7 @@ def sign_flips(differences: np.ndarray) -> float:
 
 
 def mcnemar(up: int, down: int) -> float:
-    """Return the exact two-sided p of `up` questions that became right against `down` that became wrong."""
+    """Return the exact two-sided p: `up` questions became right, and `down` became wrong."""
     total = up + down
     tail = sum(math.comb(total, count) for count in range(min(up, down) + 1)) / 2**total
     return min(1.0, 2 * tail)
@@ -313,8 +313,8 @@ def holm(values: Sequence[float]) -> list[float]:
 
 def selection_bias(tables: Sequence[Table]) -> float | None:
     """Return how much better the best of these evaluations would look by chance if all were of one unchanged model:
-    the expected maximum of their sampling errors. With one sample per question those errors are estimated from the
-    changes between models, which real changes increase. None: there is only one, or they are of other questions."""
+    the expected maximum of their sampling errors. With one sample per question the errors are estimated from changes
+    between models, which real changes increase. None: only one evaluation, or their questions differ."""
     if len(tables) < 2 or len({len(table) for table in tables}) > 1:
         return None
     errors = [error for table in tables if (error := sampling_error(table)) is not None]

@@ -1,5 +1,4 @@
-"""The tables of an evaluation and of its comparisons, as text for a terminal and as Markdown, and what is printed with
-them."""
+"""The tables of an evaluation and its comparisons, for a terminal and as Markdown, and the messages with them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,78 +27,79 @@ replacement. Whether two models differ is not seen from their intervals: compare
 def report(evaluated: Sequence[Evaluated], settings: EvalConfig, baseline: Evaluated | None = None) -> float:
     """Write and print the tables of all models and their comparisons; return the largest share of faults."""
     new, ks = [*evaluated, *([baseline] if baseline and baseline.is_new else [])], settings.k
-    for one in new:
-        write_table(one, ks)
-    _show("results", [(one.name, one.datasets) for one in new], partial(columns, ks=ks), rows)
+    for model in new:
+        write_table(model, ks)
+    _show("results", [(model.name, model.datasets) for model in new], partial(columns, ks=ks), rows)
     if baseline:
         _report_comparisons(evaluated, baseline, ks)
-    for one in new:
-        info(f"samples and results of {one.name}: {one.directory}")
+    for model in new:
+        info(f"samples and results of {model.name}: {model.directory}")
     if settings.responses:
         info(str(test_scores(evaluated[0].samples)))
-    for name, bias in selection_biases([one.samples for one in evaluated]).items():
+    for name, bias in selection_biases([model.samples for model in evaluated]).items():
         count = len(evaluated)
         info(
             f"{name}: the best of {count} evaluations of one unchanged model looks at most {100 * bias:.1f} points "
             "better by chance; choose on one set and report on another"
         )
-    return max(_explain_faults(one) for one in new)
+    return max(_explain_faults(model) for model in new)
 
 
 def _report_comparisons(evaluated: Sequence[Evaluated], baseline: Evaluated, ks: Sequence[int]) -> None:
-    """Write and print how each model differs from the one it is compared with."""
-    compared = [comparisons(baseline.samples, one.samples) for one in evaluated]
+    """Write and print the differences of each model from the baseline."""
+    compared = [comparisons(baseline.samples, model.samples) for model in evaluated]
     corrected(compared)
-    pairs = [(one.name, comparison) for one, comparison in zip(evaluated, compared, strict=True)]
+    pairs = [(model.name, comparison) for model, comparison in zip(evaluated, compared, strict=True)]
     names = f"A = {baseline.name}, B = {evaluated[0].name if len(evaluated) == 1 else 'the model of the row'}"
-    _show(f"comparison, {names}", pairs, lambda _: [*COMPARED], lambda some, _: compared_rows(some))
-    for one, comparison in zip(evaluated, compared, strict=True):
-        write_table(one, ks, baseline, comparison)
-        _warn_of_differences(baseline, one)
+    _show(f"comparison, {names}", pairs, lambda _: [*COMPARED], lambda datasets, _: compared_rows(datasets))
+    for model, comparison in zip(evaluated, compared, strict=True):
+        write_table(model, ks, baseline, comparison)
+        _warn_of_differences(baseline, model)
         for dataset, numbers in comparison.items():
             if numbers["other_prompt"]:
                 cause = f"{dataset}: {numbers['other_prompt']} questions have the same id and another prompt in"
-                warn(f"{cause} {baseline.name} and {one.name}; they are not compared")
+                warn(f"{cause} {baseline.name} and {model.name}; they are not compared")
         if lines := changes(comparison):
-            info("\n".join(f"{one.name}, {line}" for line in lines))
+            info("\n".join(f"{model.name}, {line}" for line in lines))
 
 
-def _explain_faults(one: Evaluated) -> float:
+def _explain_faults(model: Evaluated) -> float:
     """Warn of each kind of fault with its first detail; return their share."""
     faults: dict[str, list[Sample]] = {}
-    for sample in one.samples:
+    for sample in model.samples:
         if sample.fault is not None:
             faults.setdefault(sample.fault, []).append(sample)
-    for fault, some in faults.items():
-        first = some[0]
-        cause = f"{one.name}: {len(some)} of {len(one.samples)} responses have no score: {fault}, first "
-        warn(f"{cause}{first.dataset}/{first.id}: {first.detail or 'no detail'}; see {one.directory / REWARD_LOG}")
-    return sum(map(len, faults.values())) / max(len(one.samples), 1)
+    for fault, samples in faults.items():
+        first = samples[0]
+        cause = f"{model.name}: {len(samples)} of {len(model.samples)} responses have no score: {fault}, first "
+        warn(f"{cause}{first.dataset}/{first.id}: {first.detail or 'no detail'}; see {model.directory / REWARD_LOG}")
+    return sum(map(len, faults.values())) / max(len(model.samples), 1)
 
 
 def write_table(
-    one: Evaluated,
+    model: Evaluated,
     ks: Sequence[int],
     baseline: Evaluated | None = None,
     comparison: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write table.md of a model, with its comparison if there is one, which results.json gets too."""
-    names = columns(one.datasets, ks)
-    texts = [f"# {one.name}\n", markdown(names, rows(one.datasets, names)), LEGEND + "\n"]
-    if "sampling" in one.results:
-        facts = {name: value for name, value in one.results["sampling"].items() if value not in (None, (), [])}
+    """Write table.md of a model. A comparison is added to it and to results.json."""
+    names = columns(model.datasets, ks)
+    texts = [f"# {model.name}\n", markdown(names, rows(model.datasets, names)), LEGEND + "\n"]
+    if "sampling" in model.results:
+        facts = {name: value for name, value in model.results["sampling"].items() if value not in (None, (), [])}
         listed = ", ".join(f"{name}={value}" for name, value in facts.items())
-        texts.append(f"{one.results['model']['path']}: {listed}, responses per question: {one.results['n']}\n")
+        texts.append(f"{model.results['model']['path']}: {listed}, responses per question: {model.results['n']}\n")
     if baseline and comparison:
-        texts += [f"## A = {baseline.name}, B = {one.name}\n", markdown(COMPARED, compared_rows(comparison))]
+        texts += [f"## A = {baseline.name}, B = {model.name}\n", markdown(COMPARED, compared_rows(comparison))]
         texts += changes(comparison)
-        add_to_results(one.directory, {"comparison": {"a": str(baseline.directory), "datasets": comparison}})
-    publish_text(one.directory / TABLE, "\n".join(texts) + "\n")
+        add_to_results(model.directory, {"comparison": {"a": str(baseline.directory), "datasets": comparison}})
+    publish_text(model.directory / TABLE, "\n".join(texts) + "\n")
 
 
 def _show(title: str, parts: Sequence[tuple[str, Mapping[str, Any]]], name_columns: Any, make_rows: Any) -> None:
     """Print one table for all models, in a log as wide as it is; with several, a column names them."""
-    names = name_columns({f"{name} {dataset}": one for name, datasets in parts for dataset, one in datasets.items()})
+    items = [(f"{name} {dataset}", numbers) for name, datasets in parts for dataset, numbers in datasets.items()]
+    names = name_columns(dict(items))
     cells = [[name, *cells] for name, datasets in parts for cells in make_rows(datasets, names)]
     head = ["model", *names] if len(parts) > 1 else names
     cells = cells if len(parts) > 1 else [line[1:] for line in cells]
@@ -109,8 +109,8 @@ def _show(title: str, parts: Sequence[tuple[str, Mapping[str, Any]]], name_colum
 
 
 def _warn_of_differences(a: Evaluated, b: Evaluated) -> None:
-    """Warn if two evaluations sampled differently, so that their difference is not that of the models alone."""
-    first, second = (json.loads(json.dumps(one.results.get("sampling", {}), default=str)) for one in (a, b))
+    """Warn if two evaluations sampled differently: their difference is then not due to the models alone."""
+    first, second = (json.loads(json.dumps(model.results.get("sampling", {}), default=str)) for model in (a, b))
     names = [name for name in first if name not in ("seed", "preset") and first[name] != second.get(name, first[name])]
     if names:
         texts = ", ".join(f"{name}: {first[name]} and {second[name]}" for name in names)
@@ -120,9 +120,9 @@ def _warn_of_differences(a: Evaluated, b: Evaluated) -> None:
 def test_scores(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the numbers that verl's main_eval prints: the mean score of each row's responses, over the rows."""
     scores: dict[str, dict[str, list[float]]] = {}
-    for one in samples:
-        if one.score is not None:
-            scores.setdefault(one.dataset, {}).setdefault(one.id, []).append(one.score)
+    for sample in samples:
+        if sample.score is not None:
+            scores.setdefault(sample.dataset, {}).setdefault(sample.id, []).append(sample.score)
     means = {name: [sum(row) / len(row) for row in rows.values()] for name, rows in scores.items()}
     return {f"test_score/{name}": sum(rows) / len(rows) for name, rows in means.items()}
 
@@ -131,8 +131,8 @@ def test_scores(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def columns(datasets: Mapping[str, Mapping[str, Any]], ks: Sequence[int] = ()) -> list[str]:
-    """Return the columns of the table: pass@k and maj@k of these `ks`; if there are none pass@8, pass@16 and maj@8 as
-    in AReaL where there are as many samples, else the largest k."""
+    """Return the columns of the table, with pass@k and maj@k of these `ks`. Without any: pass@8, pass@16 and maj@8, as
+    in AReaL, if there are enough samples, else the largest k."""
     sizes = {int(k) for numbers in datasets.values() for k in numbers["pass@k"]}
     shown = [k for k in ks or (8, 16) if k in sizes] or [k for k in [max(sizes, default=1)] if k > 1]
     voted = {int(k) for numbers in datasets.values() for k in numbers["maj@k"]}
@@ -159,8 +159,8 @@ def _cell(column: str, dataset: str, numbers: Mapping[str, Any]) -> str:
     if column == "greedy_acc":
         return _share(numbers["greedy_acc"] and numbers["greedy_acc"]["value"])
     if kind in ("pass", "maj"):
-        found = numbers[f"{kind}@k"].get(k)
-        return _share(found and found["value"])
+        at_k = numbers[f"{kind}@k"].get(k)
+        return _share(at_k and at_k["value"])
     if column == "faults" and numbers["fault_bounds"]:
         return f"{numbers['faults']} (all wrong {interval(numbers['fault_bounds'])} all right)"
     value = numbers[column]
@@ -178,25 +178,25 @@ def interval(ends: Sequence[float] | None, sign: str = "") -> str:
 def compared_rows(compared: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """Return the cells of the table of a comparison, a row per dataset."""
     cells = []
-    for dataset, one in compared.items():
-        if "p" not in one:
+    for dataset, row in compared.items():
+        if "p" not in row:
             cells.append([f"{dataset} (no question in common)", *["-"] * (len(COMPARED) - 1)])
             continue
-        p = f"{one['p']:.4f}" + (f" (Holm {one['p_holm']:.4f})" if one.get("p_holm", one["p"]) != one["p"] else "")
-        p += f", McNemar {one['mcnemar']:.4f}" if one["mcnemar"] is not None else ""
-        ends = [interval(one[name], "+") for name in INTERVALS.values()]
-        moved = f"{one['up']} / {one['down']} / {one['same']}"
-        means = [f"{one['a']:.4f}", f"{one['b']:.4f}", f"{one['difference']:+.4f}{' (n too small)' * one['few']}"]
-        cells.append([dataset, *means, *ends, p, moved, str(one["flips"])])
+        p = f"{row['p']:.4f}" + (f" (Holm {row['p_holm']:.4f})" if row.get("p_holm", row["p"]) != row["p"] else "")
+        p += f", McNemar {row['mcnemar']:.4f}" if row["mcnemar"] is not None else ""
+        ends = [interval(row[name], "+") for name in INTERVALS.values()]
+        moved = f"{row['up']} / {row['down']} / {row['same']}"
+        means = [f"{row['a']:.4f}", f"{row['b']:.4f}", f"{row['difference']:+.4f}{' (n too small)' * row['few']}"]
+        cells.append([dataset, *means, *ends, p, moved, str(row["flips"])])
     return cells
 
 
 def changes(compared: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return a line per dataset with the questions that changed most."""
     lines = []
-    for dataset, one in compared.items():
-        if some := one.get("largest"):
-            named = ", ".join(f"{identity} ({a:.2f} -> {b:.2f})" for identity, a, b in some)
+    for dataset, numbers in compared.items():
+        if largest := numbers.get("largest"):
+            named = ", ".join(f"{identity} ({a:.2f} -> {b:.2f})" for identity, a, b in largest)
             lines.append(f"{dataset}, largest changes: {named}")
     return lines
 
@@ -207,7 +207,7 @@ def markdown(names: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 
 
 def rich_table(title: str, names: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> Table:
-    """Return a table for a terminal of this width; where its columns do not fit, they become lines."""
+    """Return a table for a terminal of this width; columns that do not fit become lines."""
     needed = sum(max(map(len, column)) + 3 for column in zip(names, *cells, strict=True))
     if needed >= width:
         names, *cells = zip(names, *cells, strict=True)

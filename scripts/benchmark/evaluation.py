@@ -84,7 +84,7 @@ def compare(options: argparse.Namespace, place: Path) -> list[Row]:
     evaluation = ModelEvaluation(config, *find_targets(config.eval.models))
     directory = open_directory(place / "evaluation", "eval.output_dir")
     model = whole_model(evaluation.target.path, place, "eval.models")
-    wanted, tokens = evaluation.wanted(), {}
+    wanted, tokens = evaluation.planned(), {}
 
     with ExitStack() as stack:
         forks = stack.enter_context(fork_server(config.trainer.device, {}, config.devices_per_machine, engine=True))
@@ -127,7 +127,7 @@ def start_bare(evaluation: ModelEvaluation, model: str, place: Path, options: ar
             "temperature": one.sampling.temperature,
             "stop_token_ids": list(one.sampling.stop_ids),
         }
-        for one in evaluation.wanted()
+        for one in evaluation.planned()
     ]
     (place / "requests.json").write_text(json.dumps(requests))
     command = [sys.executable, __file__, "--threads", str(options.threads)]

@@ -24,7 +24,7 @@ def test_a_resumed_file_has_the_samples_of_the_earlier_one(tmp_path):
     with SampleFile(tmp_path / "samples.jsonl") as file:
         file.append(sample("a", extras={"acc": True, "pred": "4"}, pred="4"))
     with SampleFile(tmp_path / "samples.jsonl") as file:
-        assert file.found == {"a": sample("a", extras={"acc": True, "pred": "4"}, pred="4")}
+        assert file.samples == {"a": sample("a", extras={"acc": True, "pred": "4"}, pred="4")}
         assert file.has("a") and not file.has("b")
 
 
@@ -36,7 +36,7 @@ def test_a_last_line_that_a_kill_cut_off_is_removed(tmp_path, torn):
     whole = path.read_bytes()
     path.write_bytes(whole + torn)
     with SampleFile(path) as file:
-        assert list(file.found) == ["a"]
+        assert list(file.samples) == ["a"]
         file.append(sample("b"))
     assert path.read_bytes().startswith(whole) and [one.key for one in read_samples(path)] == ["a", "b"]
 
@@ -65,7 +65,7 @@ def test_without_resume_the_earlier_file_is_renamed_once_there_is_a_new_sample(t
         with SampleFile(tmp_path / "samples.jsonl", resume=False):
             pass  # what is rejected before the first sample changes nothing
         with SampleFile(tmp_path / "samples.jsonl", resume=False) as file:
-            assert not file.found
+            assert not file.samples
             file.append(sample(str(number)))
     names = ("samples.previous-1.jsonl", "samples.previous-2.jsonl", "samples.jsonl")
     assert [[one.key for one in read_samples(tmp_path / name)] for name in names] == [["0"], ["1"], ["2"]]

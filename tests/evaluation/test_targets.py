@@ -85,6 +85,6 @@ def test_names_that_lead_to_no_model_are_rejected_together(tmp_path, run):
     with pytest.raises(ConfigError) as error:
         found(f"{tmp_path}/empty:best", tmp_path / "evaluated", f"{run}:best", keep_best="val-core/other")
     text = str(error.value)
-    with pytest.raises(ConfigError, match=r"eval.compare=.*:lst: lst is no choice; choose best \| last \| all"):
+    with pytest.raises(ConfigError, match=r"eval.compare=.*:lst: lst is not a choice; choose best \| last \| all"):
         found(f"{run}:lst", key="eval.compare")
     assert "has no checkpoints" in text and "eval.compare" in text and "no checkpoint has a val-core/other" in text
