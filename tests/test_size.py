@@ -22,7 +22,7 @@ LINES = {
     "evaluation": 2230,
     "health": 1016,
     "model_merger": 736,
-    "report": 2490,
+    "report": 2491,
     "rewards": 3100,
     "runs": 3003,
     "runtime": 1560,

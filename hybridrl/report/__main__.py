@@ -1,5 +1,5 @@
-"""`python -m hybridrl.report RUN [RUN2 ...]`: write the page of a run, or serve it on this machine only, with all
-samples and rendered again when a file of the run has changed."""
+"""`python -m hybridrl.report RUN [RUN2 ...]`: write the page of a run, or serve it on this machine only. A served page
+has all samples, and is rendered again when a file of the run changes."""
 
 import argparse
 import hashlib
@@ -27,11 +27,11 @@ PORT, SAMPLES = 8800, 200
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """Return what reads an argument as a whole number between two others."""
+    """Return a parser of whole numbers from `least` to `most`."""
 
     def read(argument: str) -> int:
         if not argument.isdecimal() or not least <= int(argument) <= most:
-            raise ArgumentTypeError(f"{argument} is no whole number from {least} to {most}")
+            raise ArgumentTypeError(f"{argument} is not a whole number from {least} to {most}")
         return int(argument)
 
     return read
@@ -95,12 +95,12 @@ def check(runs: Sequence[Path], out: Path | None) -> None:
 
 HOST = "127.0.0.1"
 WATCHED = ("metrics.jsonl", "faults.jsonl", "config.yaml", "rollouts", "samples", "logs", ".")
-MOST_SAMPLES = 2000  # of one step
+MOST_SAMPLES = 2000  # samples per step
 HOSTS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 
 
 class Site:
-    """The page of some runs, rendered again only if a file has changed."""
+    """The page of runs, rendered again only if a file has changed."""
 
     def __init__(self, runs: Sequence[Path], samples: int, live: bool) -> None:
         self.runs, self.samples, self.live = [Path(run) for run in runs], samples, live
@@ -111,8 +111,8 @@ class Site:
         state = hashlib.sha256()
         for path in (run / name for run in self.runs for name in WATCHED):
             try:
-                found = path.stat()
-                state.update(f"{path} {found.st_mtime_ns} {found.st_size if path.is_file() else 0}\n".encode())
+                status = path.stat()
+                state.update(f"{path} {status.st_mtime_ns} {status.st_size if path.is_file() else 0}\n".encode())
             except OSError:
                 state.update(f"{path} is missing\n".encode())
         return state.hexdigest()[:16]
@@ -125,7 +125,7 @@ class Site:
             return self._page
 
     def step(self, run: int, kind: str, step: int) -> dict:
-        """Return all samples of a step, as the page's data has them; KeyError or IndexError if there are none."""
+        """Return all samples of a step in the form of the page's data; KeyError or IndexError if there are none."""
         contents = Contents(self.runs[run])
         records = list(read_records((contents.training if kind == "training" else contents.validation)[step]))
         pool = SamplePool()
@@ -135,7 +135,7 @@ class Site:
 
 
 def serve(runs: Sequence[Path], port: int, samples: int, *, live: bool) -> int:
-    """Serve until it is interrupted. Raises ConfigError if the port cannot be used."""
+    """Serve until interrupted. Raises ConfigError if the port cannot be used."""
     try:
         server = make_server(Site(runs, samples, live), port)
     except OSError as error:
@@ -150,7 +150,7 @@ def serve(runs: Sequence[Path], port: int, samples: int, *, live: bool) -> int:
 
 
 def make_server(site: Site, port: int) -> ThreadingHTTPServer:
-    """Return a server on this machine's own address; port 0 takes any that is free."""
+    """Return a server on this machine's own address; port 0 takes any free port."""
 
     class PageHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

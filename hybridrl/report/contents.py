@@ -1,5 +1,5 @@
-"""A run's directory, as the page needs it: what is missing or torn is a note. And its configuration next to the shipped
-one: what differs, what set it, and what each key means."""
+"""A run's directory for the page, with notes on missing and damaged files. And its configuration next to the shipped
+one: the keys that differ, with their source and meaning."""
 
 import math
 import re
@@ -23,8 +23,8 @@ from hybridrl.tracking.report import Metrics
 from hybridrl.tracking.secrets import mask_text, mask_values, remember
 from hybridrl.tracking.sink import PHASES, STEP_SECONDS, line_seconds, phase_seconds
 
-LARGEST = 1e100  # beyond it a number is no measurement
-LOG_BYTES, LOG_LINES, LOG_SHOWN = 1 << 16, 60, 12_000  # read of the end of a log; lines and characters shown
+LARGEST = 1e100  # a larger number is not a measurement
+LOG_BYTES, LOG_LINES, LOG_SHOWN = 1 << 16, 60, 12_000  # bytes read at the end of a log; lines and characters shown
 NO_METRICS = "metrics.jsonl has no steps: no curves"
 TRACEBACK = re.compile(r"^(.*?)Traceback \(most recent call last\):", re.MULTILINE)
 
@@ -39,8 +39,8 @@ class LogExcerpt:
 
 
 class Contents(RunDirectory):
-    """All of a run but its samples, with secrets masked. `notes` say what is missing or cannot be read; it never raises
-    for what the directory holds or lacks."""
+    """Everything of a run except its samples, with secrets masked. `notes` list missing and unreadable files; the class
+    never raises for the state of a directory."""
 
     def __init__(self, path: Path, name: str = "") -> None:
         self.notes: list[str] = []
@@ -64,13 +64,13 @@ class Contents(RunDirectory):
     def faults(self) -> list[Fault]:
         # The lines of a tail are masked together: a private key has several.
         return [
-            replace(one, text=mask_text(one.text), tail=mask_text("\n".join(map(str, one.tail))).splitlines())
-            for one in super().faults
+            replace(fault, text=mask_text(fault.text), tail=mask_text("\n".join(map(str, fault.tail))).splitlines())
+            for fault in super().faults
         ]
 
     @cached_property
     def steps(self) -> dict[int, Metrics]:
-        """The metrics by step, with NaN for what is so large that sums and squares of it are infinite."""
+        """The metrics by step, with NaN for values whose sums and squares would be infinite."""
         steps, nan = super().steps, math.nan
         if read_end(self.path / "metrics.jsonl", 1) not in (b"\n", b""):
             self.notes.append("the last line of metrics.jsonl is not complete, and is left out")
@@ -87,13 +87,13 @@ class Contents(RunDirectory):
 
     @property
     def started(self) -> str:
-        """When the run began, before it was resumed: an earlier run in the same directory is another one."""
+        """The time when the run began, before it was resumed. An earlier run in the same directory does not count."""
         begins = [fault.time for fault in self.faults if fault.code == BEGUN]
         return begins[-1 - min(len(self.resumes), len(begins) - 1)] if begins else ""
 
     @cached_property
     def resumes(self) -> list[int]:
-        """The first step of each time that the run was resumed."""
+        """The first step after each resumption of the run."""
         return [step for step, metrics in self.trained.items() if "timing_s/start_up" in metrics]
 
     @property
@@ -102,7 +102,7 @@ class Contents(RunDirectory):
 
     @cached_property
     def phases(self) -> dict[int, dict[str, float]]:
-        """Seconds by phase of every training step that was timed; "other" is what no timer covers."""
+        """Seconds by phase, for every timed training step; "other" is the time outside all timers."""
         table = {}
         for step, metrics in self.trained.items():
             spent = {name: value for name, value in phase_seconds(metrics).items() if math.isfinite(value)}
@@ -115,7 +115,7 @@ class Contents(RunDirectory):
 
     @cached_property
     def samples_per_step(self) -> int:
-        """Responses that a step trains on, by the configuration; 0 if it is not known."""
+        """Responses per training step according to the configuration; 0 if unknown."""
         try:
             rows = int(self.config["data"]["train_batch_size"])
             rollout = self.config.get("actor_rollout_ref", {}).get("rollout", {})
@@ -125,7 +125,7 @@ class Contents(RunDirectory):
 
 
 def _absences(contents: Contents) -> list[str]:
-    """Say what a page lacks, and why where that is known."""
+    """List the missing parts of a page, with the reason if it is known."""
     if not contents.path.is_dir():
         return [f"{contents.path} is not a directory"]
     notes = []
@@ -145,10 +145,10 @@ def _absences(contents: Contents) -> list[str]:
 
 
 def is_run(directory: Path) -> bool:
-    """Return whether a directory holds anything that a page shows."""
-    known = any((directory / name).exists() for name in ("metrics.jsonl", "faults.jsonl", "config.yaml"))
+    """Whether a directory has any file that a page shows."""
+    has_files = any((directory / name).exists() for name in ("metrics.jsonl", "faults.jsonl", "config.yaml"))
     places = (directory, directory / "rollouts", directory / "samples")
-    return known or any(record_files(place) for place in places) or any(directory.glob("global_step_*"))
+    return has_files or any(record_files(place) for place in places) or any(directory.glob("global_step_*"))
 
 
 def log_excerpts(contents: Contents) -> list[LogExcerpt]:
@@ -172,7 +172,7 @@ def log_excerpts(contents: Contents) -> list[LogExcerpt]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A key that differs from the default; `source` is empty if it was certainly set."""
+    """A key that differs from the default; an empty `source` means that it was set."""
 
     key: str
     value: str
@@ -182,7 +182,7 @@ class Setting:
 
 
 def settings(contents: Contents) -> list[Setting]:
-    """Return the keys that differ from the shipped configuration: set ones first, then derived ones. Those that merely
+    """Return the keys that differ from the shipped configuration: set ones first, then derived ones. Keys that only
     follow another key are left out."""
     if not contents.config:
         return []
@@ -210,20 +210,20 @@ def settings(contents: Contents) -> list[Setting]:
 
 
 def differences(runs: Sequence[Contents]) -> list[tuple[str, list[str]]]:
-    """Return the keys in which runs differ, with the value of each run; without directories."""
-    flat = [leaves(one.config) for one in runs]
+    """Return the keys in which runs differ, with the value of each run. Directories are left out."""
+    flat = [leaves(run.config) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values)
     rows = []
     for key in keys:
-        values: list[Any] = [one.get(key, MISSING) for one in flat]
+        values: list[Any] = [values_of.get(key, MISSING) for values_of in flat]
         if any(value != values[0] for value in values[1:]) and not key.endswith("_dir"):
-            rows.append((key, ["-" if one == MISSING else show(one) for one in values]))
+            rows.append((key, ["-" if value == MISSING else show(value) for value in values]))
     return rows
 
 
 def environment(contents: Contents) -> dict[str, str]:
-    """Return versions, commit and devices, as checkpoints and configuration have them."""
+    """Return versions, commit and devices from the last checkpoint and the configuration."""
     code = contents.checkpoints[-1].state.get("code") if contents.checkpoints else None
-    known = {str(name): str(value) for name, value in code.items()} if isinstance(code, dict) else {}
+    versions = {str(name): str(value) for name, value in code.items()} if isinstance(code, dict) else {}
     settings = {key: contents.trainer.get(key) for key in ("device", "nnodes", "n_gpus_per_node", "seed")}
-    return known | {f"trainer.{key}": str(value) for key, value in settings.items() if value is not None}
+    return versions | {f"trainer.{key}": str(value) for key, value in settings.items() if value is not None}

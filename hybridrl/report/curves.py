@@ -1,4 +1,4 @@
-"""The curves of a run: which panels there are, their series with at most POINTS points, and marks of what happened."""
+"""The curves of a run: panels, their series with at most POINTS points, and marks of events."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 from hybridrl.report.contents import Contents
 from hybridrl.tracking.sink import PHASES, REWARD, STEP_SECONDS, is_validation_score, line_seconds
 
-POINTS = 600  # of a curve; of more steps, the least and the greatest value of each bucket are kept
+POINTS = 600  # most points of a curve; of longer ones, the least and the greatest value of each bucket are kept
 PHASE_ORDER = (*PHASES, "other")
 PHASE = "phase/"  # series of seconds by phase
 GROUPS = "groups/"  # series of the mean rewards of prompts, from the files of samples
@@ -21,9 +21,9 @@ Points = tuple[list[int], list[float]]  # steps and values
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a panel. `axis` right has a scale of its own; `band` names the series of its lower and upper end;
-    `color` is a class of page.css, empty for that of its place among the lines; its axis reaches up to `least` or
-    further, so that noise in what is small anyway looks small."""
+    """One line of a panel. `axis`: left, or right with its own scale. `band`: the series of its lower and upper end.
+    `color`: a class of page.css, empty for the default of its position. `least`: the axis reaches at least this value,
+    so that noise of small values looks small."""
 
     series: str
     label: str
@@ -55,7 +55,7 @@ class Mark:
 
 @dataclass
 class Curves:
-    """The curves of one run; `series` are thinned out."""
+    """The curves of one run, with thinned series."""
 
     steps: list[int]
     seconds: list[float]  # since the start, at each of `steps`
@@ -65,18 +65,18 @@ class Curves:
     absent: list[str] = field(default_factory=list)  # titles of panels without data
 
 
-def curves_of(contents: Contents, more: dict[str, Points], points: int = POINTS) -> Curves:
-    """Return the curves of a run with at most `points` points; `more` are series that its metrics do not have."""
-    full = series_of(contents) | more
+def curves_of(contents: Contents, further: dict[str, Points], points: int = POINTS) -> Curves:
+    """Return the curves of a run with at most `points` points. `further`: series in addition to its metrics."""
+    full = series_of(contents) | further
     steps = list(contents.steps)
     elapsed = list(accumulate(_finite(line_seconds(metrics)) for metrics in contents.steps.values()))
-    kept = thinned(steps, elapsed, points) if steps else ([], [])
+    shown = thinned(steps, elapsed, points) if steps else ([], [])
     series = {
         name: averaged(*each, points // 2) if name.startswith(PHASE) else thinned(*each, points)
         for name, each in full.items()
         if each[0]
     }
-    curves = Curves(*kept, series, marks_of(contents))
+    curves = Curves(*shown, series, marks_of(contents))
     for panel in panels_of(series):
         if panel.lines:
             curves.panels.append(panel)
@@ -86,7 +86,7 @@ def curves_of(contents: Contents, more: dict[str, Points], points: int = POINTS)
 
 
 def series_of(contents: Contents) -> dict[str, Points]:
-    """Return every metric that was logged, and the seconds by phase, without values that are not finite."""
+    """Return the series of all logged metrics, and of seconds by phase, without values that are not finite."""
     series: dict[str, Points] = {}
     isfinite = math.isfinite
     for step, metrics in contents.steps.items():
@@ -105,19 +105,19 @@ def series_of(contents: Contents) -> dict[str, Points]:
 
 
 def thinned(steps: Sequence[int], values: Sequence[float], points: int = POINTS) -> Points:
-    """Return at most `points` points: of each bucket of neighbouring steps the least and the greatest value."""
+    """Return at most `points` points: the least and the greatest value of each bucket of neighbouring steps."""
     if len(steps) <= points:
         return list(steps), [rounded(value) for value in values]
-    kept, buckets = {0, len(steps) - 1}, points // 2 - 1  # the first and the last point have a place too
+    chosen, buckets = {0, len(steps) - 1}, points // 2 - 1  # the first and the last point are included
     for bucket in range(buckets):
         inside = range(bucket * len(steps) // buckets, (bucket + 1) * len(steps) // buckets)
-        kept.add(min(inside, key=values.__getitem__))
-        kept.add(max(inside, key=values.__getitem__))
-    return [steps[index] for index in sorted(kept)], [rounded(values[index]) for index in sorted(kept)]
+        chosen.add(min(inside, key=values.__getitem__))
+        chosen.add(max(inside, key=values.__getitem__))
+    return [steps[index] for index in sorted(chosen)], [rounded(values[index]) for index in sorted(chosen)]
 
 
 def averaged(steps: Sequence[int], values: Sequence[float], buckets: int = POINTS // 2) -> Points:
-    """Return the means of at most so many buckets, so that series of the same steps can be stacked."""
+    """Return the means of at most `buckets` buckets. Series of the same steps can be stacked afterwards."""
     if len(steps) <= buckets:
         return list(steps), [rounded(value) for value in values]
     edges = [bucket * len(steps) // buckets for bucket in range(buckets + 1)]
@@ -126,11 +126,11 @@ def averaged(steps: Sequence[int], values: Sequence[float], buckets: int = POINT
 
 
 def rounded(value: float) -> float:
-    """Five digits: more than a picture shows."""
+    """Round to five digits, more than a picture shows."""
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-# A panel's title -> its lines; those of REWARD and of validations depend on what was logged.
+# Title -> panel. The panels "Reward" and "Validation" depend on the logged metrics.
 PANELS = {
     "Loss": Panel("Loss", (Line("train/loss", "training"), Line("val/loss", "validation"))),
     "Reward": Panel("Reward", ()),
@@ -181,40 +181,40 @@ SUPERVISED = ("Loss", "Gradient norm", "Seconds per step")
 
 
 def panels_of(series: Iterable[str]) -> list[Panel]:
-    """Return the panels in their order; those without data have no lines."""
-    known = set(series)
+    """Return the panels in order; panels without data have no lines."""
+    names = set(series)
     panels = []
-    for title, panel in (PANELS | {"Reward": _reward(known), "Validation": _validation(known)}).items():
-        lines = tuple(line for line in panel.lines if line.series in known)
-        if lines or (title in SUPERVISED[1:] if "train/loss" in known else title != "Loss"):
+    for title, panel in (PANELS | {"Reward": _reward(names), "Validation": _validation(names)}).items():
+        lines = tuple(line for line in panel.lines if line.series in names)
+        if lines or (title in SUPERVISED[1:] if "train/loss" in names else title != "Loss"):
             panels.append(replace(panel, lines=lines))
     return panels
 
 
-def _reward(known: set[str]) -> Panel:
+def _reward(names: set[str]) -> Panel:
     name, band = (
-        next((name for name in REWARD if name in known), REWARD[0]),
-        _band(known, GROUPS + "p10", GROUPS + "p90"),
+        next((name for name in REWARD if name in names), REWARD[0]),
+        _band(names, GROUPS + "p10", GROUPS + "p90"),
     )
     note = "band: mean reward of the middle 80% of the prompts" if band else ""
     return Panel("Reward", (Line(name, "mean", band=band),), note=note)
 
 
-def _validation(known: set[str]) -> Panel:
-    names = sorted(name for name in known if is_validation_score(name))[:4]
-    bands = {name: _band(known, f"{INTERVAL}{name}/low", f"{INTERVAL}{name}/high") for name in names}
+def _validation(logged: set[str]) -> Panel:
+    names = sorted(name for name in logged if is_validation_score(name))[:4]
+    bands = {name: _band(logged, f"{INTERVAL}{name}/low", f"{INTERVAL}{name}/high") for name in names}
     lines = tuple(Line(name, _source(name), band=bands[name]) for name in names)
     return Panel("Validation", lines, note="band: 95% interval, questions like these" if any(bands.values()) else "")
 
 
 def marks_of(contents: Contents) -> list[Mark]:
-    """Return where the run was resumed, where an update was skipped, and where a diagnosis began."""
+    """Return the marks of resumptions, skipped updates, and first steps of diagnoses."""
     marks = [Mark(step, "resume", f"resumed at step {step}") for step in contents.resumes]
-    held: set[str] = set()
+    before: set[str] = set()
     for step, metrics in contents.trained.items():
         now = {name for name, value in metrics.items() if value and name.startswith("health/")}
-        marks += [Mark(step, "diagnosis", name.removeprefix("health/")) for name in sorted(now - held)]
-        held = now
+        marks += [Mark(step, "diagnosis", name.removeprefix("health/")) for name in sorted(now - before)]
+        before = now
         if skipped := sum(
             metrics.get(f"{model}/skipped_updates", 0.0) or 0.0 for model in ("actor", "critic", "train")
         ):
@@ -223,14 +223,14 @@ def marks_of(contents: Contents) -> list[Mark]:
 
 
 def as_json(curves: Curves) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the run as the page's script reads it, with the series of its panels, and its other series. Steps are left
-    out where they are those of the run."""
+    """Return the data of the run with the series of its panels, and its other series, for the page's script. A series
+    without steps has those of the run."""
     series = {
         name: {"y": values} if steps == curves.steps else {"x": steps, "y": values}
         for name, (steps, values) in curves.series.items()
     }
     first = {name for panel in curves.panels for line in panel.lines for name in (line.series, *(line.band or ()))}
-    first.add(STEP_SECONDS)  # what several runs show instead of phases
+    first.add(STEP_SECONDS)  # several runs show it instead of phases
     marks = [[mark.step, mark.kind, mark.text] for mark in curves.marks]
     run = {"steps": curves.steps, "seconds": curves.seconds, "marks": marks}
     run["series"] = {name: points for name, points in series.items() if name in first}
@@ -242,8 +242,8 @@ def panel_json(panel: Panel) -> dict[str, Any]:
     return {"title": panel.title, "kind": panel.kind, "unit": panel.unit, "note": panel.note, "lines": lines}
 
 
-def _band(known: set[str], low: str, high: str) -> tuple[str, str] | None:
-    return (low, high) if low in known and high in known else None
+def _band(names: set[str], low: str, high: str) -> tuple[str, str] | None:
+    return (low, high) if low in names and high in names else None
 
 
 def _source(name: str) -> str:

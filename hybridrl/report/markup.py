@@ -1,5 +1,5 @@
-"""Parts of a page: small pieces of HTML, in which every text that comes from a run goes through `text`, and the
-chosen samples as data for its script: texts shortened to a budget, everything plain JSON."""
+"""Parts of a page. Small pieces of HTML: every text from a run is escaped by `text`. And the chosen samples as data for
+the page's script: plain JSON, with texts shortened to a budget."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -12,23 +12,23 @@ from hybridrl.tracking.records import as_text
 from hybridrl.tracking.secrets import mask_text
 
 CONTROLS = {number: chr(0x2400 + number) for number in range(32) if chr(number) not in "\n\t"} | {127: "\u2421"}
-# Marks that change the direction of the text around them, ends of lines that browsers differ in, half characters.
+# Direction marks, unusual line ends, invisible characters, and surrogates.
 INVISIBLE = re.compile("[\u0080-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
 
 def text(value: object) -> str:
-    """Escape a text, with what is invisible or would reorder its surroundings made visible."""
+    """Escape a text, and make invisible and reordering characters visible."""
     visible = INVISIBLE.sub(lambda match: f"\u27e6U+{ord(match[0]):04X}\u27e7", str(value).translate(CONTROLS))
     return escape(visible)
 
 
 def code(name: str) -> str:
-    """A key, a path or a value as code, which a narrow place breaks between its words before it breaks one."""
+    """A key, a path or a value as code, with line breaks allowed between its words."""
     return f"<code>{re.sub('[./_,=]', lambda match: match[0] + '<wbr>', text(name))}</code>"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], name: str = "") -> str:
-    """A table of cells that are HTML already; a column whose title begins with > is aligned to the right."""
+    """A table of HTML cells; a column with a title that begins with > is aligned to the right."""
     sides = [' class="num"' if column.startswith(">") else "" for column in columns]
     head = "".join(f"<th{side}>{column.lstrip('>')}</th>" for side, column in zip(sides, columns, strict=True))
     body = "".join(
@@ -63,25 +63,25 @@ def size(count: float) -> str:
 
 
 TEXT_BUDGET = 3_000_000  # characters of all samples together
-LEAST = 1_500  # characters of a text that is shortened
-TOKENS, WITH_TOKENS = 1_500, 40  # of a sample, and samples with them
+LEAST = 1_500  # shorter texts are never cut
+TOKENS, WITH_TOKENS = 1_500, 40  # most tokens per sample; most samples with tokens
 TOKEN_KEYS = ("log_probs", "train_log_probs", "entropies", "advantages", "sampled")
 TRUTH, RESULT = 2_000, 4_000  # characters of a ground truth, and of a result of a tool
 
 
 class SamplePool:
-    """The samples of all runs, with the texts that several of them share stored once."""
+    """The samples of all runs; shared texts are stored once."""
 
     def __init__(self) -> None:
         self.prompts: dict[str, int] = {}
         self.groups: dict[int, int] = {}  # identity of a group -> its number
         self.group_data: list[dict[str, Any]] = []
         self.samples: list[dict[str, Any]] = []
-        self._held: list[Any] = []  # groups, so that their identities stay theirs
+        self._held: list[Any] = []  # references to the groups keep their ids unique
         self._with_tokens = 0
 
     def add(self, run: int, shown: Iterable[Shown]) -> None:
-        self.samples += [self._sample(run, one) for one in shown]
+        self.samples += [self._sample(run, sample) for sample in shown]
 
     def _sample(self, run: int, shown: Shown) -> dict[str, Any]:
         record, episode = shown.record, shown.record.episode
@@ -109,8 +109,8 @@ class SamplePool:
             "output": record.response,
             "truth": as_text(record.truth)[:TRUTH],
             "parts": {str(name): plain(value) for name, value in list(record.components.items())[:40]},
-            "messages": [message_of(one) for one in listed(episode.get("messages"))],
-            "turns": [turn_of(one) for one in listed(episode.get("turns"))],
+            "messages": [message_of(message) for message in listed(episode.get("messages"))],
+            "turns": [turn_of(turn) for turn in listed(episode.get("turns"))],
             "tokens": token_data(tokens) if tokens else None,
         }
         return {name: value for name, value in sample.items() if value not in (None, "", [], {})}
@@ -132,22 +132,22 @@ class SamplePool:
         return number
 
     def data(self) -> dict[str, Any]:
-        """Return all of it, with texts shortened so that they keep to the budget."""
+        """Return the data, with texts shortened to the budget."""
         texts = [sample["output"] for sample in self.samples if "output" in sample] + list(self.prompts)
-        contents = [one for sample in self.samples for one in sample.get("messages", ())]
-        texts += [one["text"] for one in contents]
+        contents = [message for sample in self.samples for message in sample.get("messages", ())]
+        texts += [message["text"] for message in contents]
         limit = limit_of([len(text) for text in texts])
         for sample in self.samples:
             if "output" in sample:
                 sample["output"] = shortened(sample["output"], limit)
-        for one in contents:
-            one["text"] = shortened(one["text"], limit)
+        for message in contents:
+            message["text"] = shortened(message["text"], limit)
         prompts = [shortened(text, limit) for text in self.prompts]
         return {"prompts": prompts, "groups": self.group_data, "samples": self.samples}
 
 
 def limit_of(lengths: list[int]) -> int:
-    """Return the greatest length of a text with which all together keep to the budget."""
+    """Return the largest text length with which all texts fit the budget."""
     limit = max(lengths, default=0)
     while limit > LEAST and sum(min(length, limit) for length in lengths) > TEXT_BUDGET:
         limit = int(0.8 * limit)
@@ -166,12 +166,12 @@ def message_of(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         return {"role": "", "text": as_text(message)}
     content = message.get("content")
-    known = {"role": as_text(message.get("role", "")), "text": as_text("" if content is None else content)}
+    fields = {"role": as_text(message.get("role", "")), "text": as_text("" if content is None else content)}
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
-        known["reasoning"] = as_text(reasoning)[:RESULT]
+        fields["reasoning"] = as_text(reasoning)[:RESULT]
     if calls := [_called(call) for call in listed(message.get("tool_calls"))]:
-        known["calls"] = calls
-    return known
+        fields["calls"] = calls
+    return fields
 
 
 def _called(call: Any) -> list[str]:
@@ -191,15 +191,15 @@ def turn_of(turn: Any) -> dict[str, Any]:
         if isinstance(call, dict)
     ]
     seconds = [finite(value) for value in listed(turn.get("seconds"))]
-    known = {name: finite(turn.get(name)) for name in ("observed_tokens", "sampled_tokens", "reward")}
-    return known | {"stop": as_text(turn.get("stop") or ""), "calls": calls, "seconds": seconds}
+    fields = {name: finite(turn.get(name)) for name in ("observed_tokens", "sampled_tokens", "reward")}
+    return fields | {"stop": as_text(turn.get("stop") or ""), "calls": calls, "seconds": seconds}
 
 
 def token_data(tokens: dict[str, Any]) -> dict[str, Any]:
-    """Return the first tokens by name; lists that are not as long as the ids are left out."""
+    """Return the lists of the first tokens by name, without lists of another length than the ids."""
     count = len(tokens["ids"])
     texts = tokens.get("texts") if isinstance(tokens.get("texts"), list) else []
-    data: dict[str, Any] = {"count": count, "ids": [finite(one) for one in tokens["ids"][:TOKENS]]}
+    data: dict[str, Any] = {"count": count, "ids": [finite(number) for number in tokens["ids"][:TOKENS]]}
     data["texts"] = [as_text(text) for text in texts[:TOKENS]] if len(texts) == count else [""] * len(data["ids"])
     for name in TOKEN_KEYS:
         values = tokens.get(name)
@@ -209,14 +209,14 @@ def token_data(tokens: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A reward component: a number as it is, anything else as a short text."""
+    """A reward component: a number unchanged, other values as a short text."""
     if isinstance(value, bool):
         return value
     return finite(value) if isinstance(value, int | float) else as_text(value)[:TRUTH]
 
 
 def finite(value: Any) -> float | int | None:
-    """A number that JSON and JavaScript have, with at most six digits; None for anything else."""
+    """A number that JSON and JavaScript can hold, with at most six digits; None for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not is_number(value):
         return int(value) if isinstance(value, bool) else None
     return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -25,24 +25,24 @@ from hybridrl.tracking.sink import REWARD, entry_of
 
 FOLDER = Path(__file__).parent
 PLAIN_SIZE = 400_000  # characters that are not compressed
-MOST_RUNS = 8  # as many colors as there are
+MOST_RUNS = 8  # the number of colors
 
 
 @dataclass
 class ReportedRun:
-    """A run with everything that the page shows of it, measured when it is first needed."""
+    """A run with everything that the page shows about it, measured at first use."""
 
     contents: Contents
     count: int  # samples to choose
-    points: int = POINTS  # of a curve
+    points: int = POINTS  # points per curve
 
     def __post_init__(self) -> None:
-        """Take the rewards of the samples where no metrics were logged, as in a directory of verl's files."""
+        """Without logged metrics, as in a directory of verl's files, take the rewards of the samples."""
         self.samples: ChosenSamples = choose_samples(self.contents, self.count)
         if not self.contents.steps and self.samples.rewards:
             steps = {step: {REWARD[-1]: reward} for step, reward in self.samples.rewards.items()}
-            known = [note for note in self.contents.notes if note != NO_METRICS]
-            self.contents.notes = ["no metrics were logged: the reward is the mean score of the samples", *known]
+            notes = [note for note in self.contents.notes if note != NO_METRICS]
+            self.contents.notes = ["no metrics were logged: the reward is the mean score of the samples", *notes]
             self.contents.take_steps(steps)
 
     @cached_property
@@ -55,7 +55,7 @@ class ReportedRun:
 
     @cached_property
     def lights(self) -> list[Light]:
-        return [one for one in lights(self.contents, self.samples) if one.state != "unknown"]
+        return [light for light in lights(self.contents, self.samples) if light.state != "unknown"]
 
     @cached_property
     def sentence(self) -> str:
@@ -63,13 +63,13 @@ class ReportedRun:
 
 
 def write_report(run_dirs: Sequence[Path], out: Path, samples: int = 200) -> Path:
-    """Write the page of one run, or of several next to each other, and return its path. Whatever a directory lacks, or
-    has torn, is named in the page. Raises OSError if the page cannot be written."""
+    """Write the page of one run, or of several next to each other, and return its path. The page lists missing and
+    damaged files. Raises OSError if the page cannot be written."""
     out = Path(out)
     if out.exists() and not out.is_file():
         raise OSError(f"{out} is {'a directory' if out.is_dir() else 'no regular file'}")
     page = render(run_dirs, samples)
-    temporary = out.with_name(f".{out.name}.writing")  # who opens the page never sees a part of it
+    temporary = out.with_name(f".{out.name}.writing")  # a reader never sees half a page
     try:
         temporary.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
         os.replace(temporary, out)
@@ -82,7 +82,7 @@ def write_report(run_dirs: Sequence[Path], out: Path, samples: int = 200) -> Pat
 
 def render(run_dirs: Sequence[Path], samples: int = 200, *, served: bool = False, live: str = "") -> str:
     """Return the page. `served`: a server has all samples; `live`: its version, so that the page follows the run."""
-    names = _names([Path(one) for one in run_dirs])
+    names = _names([Path(path) for path in run_dirs])
     runs = [
         ReportedRun(Contents(path, name), samples // len(names), max(POINTS // len(names), 100))
         for path, name in names.items()
@@ -110,17 +110,17 @@ def render(run_dirs: Sequence[Path], samples: int = 200, *, served: bool = False
 
 
 def _names(paths: Sequence[Path]) -> dict[Path, str]:
-    """Return a short name for each directory; those of the same name get that of the directory around them."""
+    """Return a short name for each directory; equal names are prefixed with the parent directory's."""
     absolute = list(dict.fromkeys(path.expanduser().absolute() for path in paths))
     last = [path.name for path in absolute]
     return {path: path.name if last.count(path.name) == 1 else f"{path.parent.name}/{path.name}" for path in absolute}
 
 
 def _links(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
-    known = {"curves": "Curves"} | ({"comparison": "Comparison"} if len(runs) > 1 else {}) | {"samples": "Samples"}
+    links = {"curves": "Curves"} | ({"comparison": "Comparison"} if len(runs) > 1 else {}) | {"samples": "Samples"}
     if len(runs) == 1:
-        known |= {name: name.capitalize() for name in ("health", "time", "configuration", "checkpoints", "log")}
-    return list(known.items())
+        links |= {name: name.capitalize() for name in ("health", "time", "configuration", "checkpoints", "log")}
+    return list(links.items())
 
 
 def _head(runs: Sequence[ReportedRun]) -> str:
@@ -152,12 +152,12 @@ def _head(runs: Sequence[ReportedRun]) -> str:
 
 
 def _shown(directory: Path) -> Path:
-    """A directory as a reader in the working directory would write it."""
+    """A directory relative to the working directory, if it is below it."""
     return directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory
 
 
 def _curves(runs: Sequence[ReportedRun]) -> str:
-    """The toolbar and the panels, which the script fills; without scripts, the picture that a run has drawn itself."""
+    """The toolbar and the panels, which the script fills; without scripts, the picture that the run drew."""
     curves = runs[0].curves
     marks = f'<p class="about">Vertical lines: {text(_marks(curves))}.</p>' if curves.marks else ""
     absent = f'<p class="about">Not logged: {", ".join(text(name) for name in curves.absent)}.</p>'
@@ -165,12 +165,12 @@ def _curves(runs: Sequence[ReportedRun]) -> str:
     pictures = "".join(_picture(run) for run in runs)
     without = f"<noscript><p>Panels of all curves need JavaScript.</p>{pictures}</noscript>"
     body = f'<div id="toolbar"></div><div class="panels" id="panels"></div>{without}'
-    known = bool(curves.panels)
-    return section("curves", "Curves", (body + marks if known else empty) + absent * (bool(curves.absent) and known))
+    inside = body + marks + absent * bool(curves.absent) if curves.panels else empty
+    return section("curves", "Curves", inside)
 
 
 def _picture(run: ReportedRun) -> str:
-    """A run's curves.png, as far as it has drawn it."""
+    """A run's curves.png, if there is one."""
     with suppress(OSError):
         data = base64.b64encode((run.contents.path / CURVES).read_bytes()).decode()
         return f'<img alt="Curves of {text(run.contents.name)}" src="data:image/png;base64,{data}">'
@@ -178,7 +178,7 @@ def _picture(run: ReportedRun) -> str:
 
 
 def _marks(curves: Curves) -> str:
-    """Say what the vertical lines of the panels are."""
+    """Explain the vertical lines of the panels."""
     resumed = ", ".join(str(mark.step) for mark in curves.marks if mark.kind == "resume")
     skipped = [mark.step for mark in curves.marks if mark.kind == "skip"]
     texts = [f"resumed at step {resumed}"] if resumed else []
@@ -194,7 +194,7 @@ def _samples(runs: Sequence[ReportedRun]) -> str:
     if not shown:
         return section("samples", "Samples", "", "There are no samples in this run's directory.")
     read = sum(run.samples.read for run in runs)
-    reasons = {why.partition(":")[0] for run in runs for one in run.samples.shown for why in one.why}
+    reasons = {why.partition(":")[0] for run in runs for sample in run.samples.shown for why in sample.why}
     kinds = [why for why in ("best", "worst", "median", "longest", "random", "largest advantage") if why in reasons]
     parts = [f"{shown:,} of {read:,} samples that were read"]
     parts += [f"of each step shown {', '.join(kinds)}"] * bool(kinds)
@@ -218,7 +218,7 @@ def _of_one(run: ReportedRun) -> list[str]:
 
 
 def _of_several(runs: Sequence[ReportedRun]) -> list[str]:
-    """All sections of each run, folded; their anchors would be there several times."""
+    """All sections of each run, folded, and without anchors, which would not be unique."""
     return [
         folded(
             f'<i class="swatch r{number % 8}"></i> {text(run.contents.name)}',
@@ -229,7 +229,7 @@ def _of_several(runs: Sequence[ReportedRun]) -> list[str]:
 
 
 def _comparison(runs: Sequence[ReportedRun]) -> str:
-    """Where the configurations differ, and the difference of validation scores on the same questions."""
+    """Differences of the configurations, and of the validation scores on the same questions."""
     names = [run.contents.name for run in runs]
     rows = differences([run.contents for run in runs])
     columns = ("key", *(text(name) for name in names))
@@ -243,7 +243,7 @@ def _comparison(runs: Sequence[ReportedRun]) -> str:
 
 
 def _advice(contents: Contents) -> list[str]:
-    """Return the advice for the end of a run; none for a configuration that lacks what it reads."""
+    """Return the advice for the end of a run; none if the configuration lacks keys that it reads."""
     try:
         return advise(contents.steps, _namespace(contents.config))
     except (AttributeError, TypeError, ValueError):
@@ -256,34 +256,34 @@ def _namespace(value: Any) -> Any:
 
 
 def _data(runs: Sequence[ReportedRun]) -> dict[str, Any]:
-    """Everything that the script reads; all that the panels do not need is compressed, unless it is short."""
-    pool, shown, more = SamplePool(), [], []
+    """The data of the script; data that the panels do not need are compressed, unless they are short."""
+    pool, shown, other_series = SamplePool(), [], []
     for number, run in enumerate(runs):
         pool.add(number, run.samples.shown)
-        known, others = as_json(run.curves)
-        shown.append(known | {"name": run.contents.name, "per_step": run.contents.samples_per_step})
-        more.append(others)
+        shown_series, others = as_json(run.curves)
+        shown.append(shown_series | {"name": run.contents.name, "per_step": run.contents.samples_per_step})
+        other_series.append(others)
     names = {name for run in runs for name in run.curves.series if "/" in name}
     entries = {name: entry for name in sorted(names) if (entry := entry_of(name))}
-    rest = {"samples": pool.data(), "series": more}
+    rest = {"samples": pool.data(), "series": other_series}
     plain = json.dumps(rest, separators=(",", ":"), allow_nan=False)
     return {
         "runs": shown,
         "panels": [panel_json(panel) for panel in _joined([run.curves.panels for run in runs])],
-        "meanings": {name: [one.meaning, one.healthy, one.otherwise] for name, one in entries.items()},
+        "meanings": {name: [entry.meaning, entry.healthy, entry.otherwise] for name, entry in entries.items()},
         "rest": rest if len(plain) <= PLAIN_SIZE else None,
         "packed": None if len(plain) <= PLAIN_SIZE else packed(plain),
     }
 
 
 def _joined(panels: Sequence[Sequence[Panel]]) -> list[Panel]:
-    """Return the panels of all runs; those of one title become one, with the lines of all."""
+    """Return the panels of all runs; panels with the same title become one, with all lines."""
     joined: dict[str, Panel] = {}
     for panel in (panel for each in panels for panel in each):
-        known = joined.setdefault(panel.title, panel)
-        names = {line.series for line in known.lines}
-        more = tuple(line for line in panel.lines if line.series not in names)
-        joined[panel.title] = replace(known, lines=known.lines + more)
+        present = joined.setdefault(panel.title, panel)
+        names = {line.series for line in present.lines}
+        added = tuple(line for line in panel.lines if line.series not in names)
+        joined[panel.title] = replace(present, lines=present.lines + added)
     return list(joined.values())
 
 

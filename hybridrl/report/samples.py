@@ -1,4 +1,4 @@
-"""Which samples a page shows, out of all that a run wrote, and what the files of samples say about its steps."""
+"""The choice of samples that a page shows, and measurements of the steps from a run's sample files."""
 
 import math
 import random
@@ -13,19 +13,19 @@ from hybridrl.report.curves import GROUPS, POINTS, Points
 from hybridrl.runs.directory import UNREADABLE
 from hybridrl.tracking.records import SampleRecord, by_group, read_records
 
-READ_BYTES = 24 << 20  # of all files of a run; of larger ones, steps at equal distances are read
-LEAST_PER_FILE = 4 << 20  # characters of the first lines of one file
+READ_BYTES = 24 << 20  # read from all files of a run; if they are larger, steps at equal distances are read
+LEAST_PER_FILE = 4 << 20  # characters read from one file at least
 KINDS_PER_STEP = 6  # best, worst, median, longest, random, largest advantage
-GROUP_MEMBERS = 16  # of a group that is shown whole
-VALIDATIONS, ROWS = 8, 5  # steps at which the same rows are shown, and their number
-LAST_STEPS = 5  # whose samples are judged
+GROUP_MEMBERS = 16  # most members of a group that is shown whole
+VALIDATIONS, ROWS = 8, 5  # steps at which the same rows are shown, and number of rows
+LAST_STEPS = 5  # steps with judged samples
 
 Group = list[SampleRecord]
 
 
 @dataclass(eq=False)
 class Shown:
-    """A sample on the page, with the reasons for which it was chosen. `advantage` is that of the record, or that of its
+    """A sample on the page, with the reasons for its choice. `advantage` is taken from the record, or computed from its
     group if the record has none."""
 
     record: SampleRecord
@@ -40,19 +40,19 @@ class Shown:
 
 @dataclass
 class ChosenSamples:
-    """The chosen samples in order, and what was measured on all that were read."""
+    """The chosen samples in order, and measurements of all samples that were read."""
 
     shown: list[Shown] = field(default_factory=list)
     bands: dict[str, Points] = field(default_factory=dict)  # mean rewards of the middle 80% of the prompts
     read: int = 0
     steps_read: int = 0
-    steps: int = 0  # with a file
+    steps: int = 0  # steps with a file
     identical: float | None = None  # share of the last responses that equal another one to the same prompt
-    length_correlation: float | None = None  # of reward and length, in the last steps
-    solved: float | None = None  # share of the last groups whose responses all have one score, near the best of any
-    stuck: float = 0.0  # share of those whose responses all have another score
-    faults: Counter = field(default_factory=Counter)  # of all that were read
-    last_faults: float | None = None  # share of the samples of the last training steps
+    length_correlation: float | None = None  # correlation of reward and length in the last steps
+    solved: float | None = None  # share of the last groups in which all scores are equal and near the best of all
+    stuck: float = 0.0  # share of the last groups in which all scores are equal and lower
+    faults: Counter = field(default_factory=Counter)  # count of each fault in all samples that were read
+    last_faults: float | None = None  # share of faults in the last training steps
     rewards: dict[int, float] = field(default_factory=dict)  # mean score of each training step that was read
     notes: list[str] = field(default_factory=list)
 
@@ -90,7 +90,7 @@ def choose_samples(contents: Contents, count: int) -> ChosenSamples:
 
 
 class _Chosen:
-    """Samples by identity, so that one that is both best and longest is shown once."""
+    """Samples by identity: a sample with two reasons, best and longest, is shown once."""
 
     def __init__(self) -> None:
         self._shown: dict[int, Shown] = {}
@@ -101,23 +101,23 @@ class _Chosen:
             shown.why.append(why)
 
     def in_order(self, most: int) -> list[Shown]:
-        ordered = sorted(self._shown.values(), key=lambda one: (one.kind, one.record.step))
+        ordered = sorted(self._shown.values(), key=lambda sample: (sample.kind, sample.record.step))
         return ordered if len(ordered) <= most else evenly(ordered, most)
 
 
 def _choose_of_step(records: list[SampleRecord], groups: list[Group], step: int, chosen: _Chosen) -> None:
-    """The default choice of a step: its extremes, one at random, the first of each fault, one with its tokens."""
+    """The default choice of a step: extremes, a random sample, the first of each fault, and a sample with tokens."""
     group_of = {id(record): group for group in groups for record in group}
 
     def add(record: SampleRecord, why: str) -> None:
         chosen.add(record, "training", group_of[id(record)], why)
 
-    scored = sorted((one for one in records if is_number(one.score)), key=lambda one: one.score or 0.0)
+    scored = sorted((record for record in records if is_number(record.score)), key=lambda record: record.score or 0.0)
     if scored:
         add(scored[-1], "best")
         add(scored[0], "worst")
         add(scored[len(scored) // 2], "median")
-        add(max(scored, key=lambda one: abs(advantage_of(one, group_of[id(one)]) or 0.0)), "largest advantage")
+        add(max(scored, key=lambda record: abs(advantage_of(record, group_of[id(record)]) or 0.0)), "largest advantage")
     if records:
         add(max(records, key=length_of), "longest")
         add(random.Random(step).choice(records), "random")
@@ -127,12 +127,12 @@ def _choose_of_step(records: list[SampleRecord], groups: list[Group], step: int,
             faults.setdefault(fault, record)
     for fault, record in faults.items():
         add(record, f"fault: {fault}")
-    if with_tokens := next((one for one in records if tokens_of(one)), None):
+    if with_tokens := next((record for record in records if tokens_of(record)), None):
         add(with_tokens, "tokens")
 
 
 def _choose_group(groups: list[Group], chosen: _Chosen) -> None:
-    """The group whose rewards differ most, whole."""
+    """Choose the whole group with the largest spread of rewards."""
 
     def spread(group: Group) -> float:
         scores = scores_of(group)
@@ -144,7 +144,7 @@ def _choose_group(groups: list[Group], chosen: _Chosen) -> None:
 
 
 def _validation(contents: Contents, samples: ChosenSamples, chosen: _Chosen) -> Iterator[list[SampleRecord]]:
-    """Choose the same rows at several validations: those that gained and lost most, the worst, and some at random."""
+    """Choose the same rows at several validations: largest gain and loss, lowest score, and random ones."""
     steps = evenly(list(contents.validation), VALIDATIONS)
     by_step: dict[int, dict[str, Group]] = {}
     for step in steps:
@@ -156,16 +156,16 @@ def _validation(contents: Contents, samples: ChosenSamples, chosen: _Chosen) -> 
     first, last = by_step[min(by_step)], by_step[max(by_step)]
     scores = {key: mean for key, group in last.items() if (mean := mean_score(group)) is not None}
     gains = {key: scores[key] - (mean_score(first[key]) or 0.0) for key in scores if key in first}
-    wanted: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     if gains:
-        wanted.setdefault(max(gains, key=gains.__getitem__), "gained most")
-        wanted.setdefault(min(gains, key=gains.__getitem__), "gained least")
+        reasons.setdefault(max(gains, key=gains.__getitem__), "gained most")
+        reasons.setdefault(min(gains, key=gains.__getitem__), "gained least")
     if scores:
-        wanted.setdefault(min(scores, key=scores.__getitem__), "lowest score")
+        reasons.setdefault(min(scores, key=scores.__getitem__), "lowest score")
     for key in random.Random(0).sample(sorted(last), min(ROWS, len(last))):
-        if len(wanted) < ROWS:
-            wanted.setdefault(key, "random")
-    for key, why in wanted.items():
+        if len(reasons) < ROWS:
+            reasons.setdefault(key, "random")
+    for key, why in reasons.items():
         rows = [(groups[key][0], groups[key]) for groups in by_step.values() if key in groups]
         for record, group in rows:
             chosen.add(record, "validation", group, why)
@@ -173,7 +173,7 @@ def _validation(contents: Contents, samples: ChosenSamples, chosen: _Chosen) -> 
 
 
 def _read(path: Path, step: int, files: int, samples: ChosenSamples) -> list[SampleRecord]:
-    """Return the samples of a file, of a very large one the first."""
+    """Return the samples of a file; of a very large file the first ones."""
     records: list[SampleRecord] = []
     room = max(LEAST_PER_FILE, READ_BYTES // max(files, 1))
     try:
@@ -201,12 +201,12 @@ def _read(path: Path, step: int, files: int, samples: ChosenSamples) -> list[Sam
 
 
 def _whole_groups(records: list[SampleRecord]) -> list[SampleRecord]:
-    """Return samples without those of the last prompt, of which there may be more; of a single prompt all."""
-    return [one for one in records if one.group != records[-1].group] or records
+    """Return the samples without the last group, which may be incomplete; of a single group all."""
+    return [record for record in records if record.group != records[-1].group] or records
 
 
 def _steps_to_read(files: dict[int, Path]) -> list[int]:
-    """Return as many steps at equal distances as there is room for."""
+    """Return as many steps at equal distances as READ_BYTES allow."""
     sizes = [size for path in evenly(list(files.values()), 50) if (size := _size(path)) is not None]
     usual = max(1.0, fmean(sizes)) if sizes else 1.0
     return evenly(list(files), min(POINTS, max(3, int(READ_BYTES / usual))))
@@ -228,49 +228,50 @@ def _bands(means: dict[int, list[float]]) -> dict[str, Points]:
 
 
 def _judge(samples: ChosenSamples, last: list[list[SampleRecord]]) -> None:
-    """Measure what the last steps' samples show and metrics do not."""
+    """Measure the samples of the last steps: faults, copies, groups without a signal, and correlation with length."""
     if not last:
         return
-    faults = [bool(fault_of(one)) for records in last for one in records]
+    faults = [bool(fault_of(record)) for records in last for record in records]
     samples.last_faults = sum(faults) / len(faults)
     groups = [group for records in last for group in by_group(records).values() if len(group) > 1]
     if groups:
-        copies = [len(group) - len({one.response for one in group}) for group in groups]
+        copies = [len(group) - len({record.response for record in group}) for group in groups]
         samples.identical = sum(copies) / sum(len(group) for group in groups)
         samples.solved, samples.stuck = _without_signal(groups)
-    scored = [(one.score or 0.0, length_of(one)) for records in last for one in records if is_number(one.score)]
+    with_score = [record for records in last for record in records if is_number(record.score)]
+    scored = [(record.score or 0.0, length_of(record)) for record in with_score]
     samples.length_correlation = correlation(scored)
 
 
 def _without_signal(groups: list[Group]) -> tuple[float | None, float]:
-    """Return the shares of groups that teach nothing, as all their responses have one score: those that are solved,
-    with a score in the highest tenth of all, and the others. A group with an advantage, as critics give it, teaches all
-    the same. None: all scores are equal, or no group has two."""
+    """Return the shares of groups without a training signal, since all responses have one score: solved groups, with a
+    score in the highest tenth of all, and other groups. A group with an advantage (from a critic) does not count. None:
+    all scores are equal, or no group has two."""
     judged = [group for group in groups if len(scores_of(group)) > 1]
     every = [score for group in judged for score in scores_of(group)]
     if not every or max(every) == min(every):
         return None, 0.0
     near_best = max(every) - 0.1 * (max(every) - min(every))
     flat = [group for group in judged if len(set(scores_of(group))) == 1]
-    flat = [group for group in flat if not any(one.episode.get("advantage") for one in group)]
+    flat = [group for group in flat if not any(record.episode.get("advantage") for record in group)]
     solved = sum(scores_of(group)[0] >= near_best for group in flat)
     return solved / len(judged), (len(flat) - solved) / len(judged)
 
 
 def correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Pearson's; None where one of the two does not vary, or of fewer than ten."""
+    """Pearson's correlation; None if one of the two does not vary, or for fewer than ten pairs."""
     if len(pairs) < 10:
         return None
     ones, others = zip(*pairs, strict=True)
-    one, other = fmean(ones), fmean(others)
-    over = sum((a - one) * (b - other) for a, b in pairs)
-    under = math.sqrt(sum((a - one) ** 2 for a in ones) * sum((b - other) ** 2 for b in others))
+    mean, other_mean = fmean(ones), fmean(others)
+    over = sum((a - mean) * (b - other_mean) for a, b in pairs)
+    under = math.sqrt(sum((a - mean) ** 2 for a in ones) * sum((b - other_mean) ** 2 for b in others))
     return over / under if under > 0 else None
 
 
 def advantage_of(record: SampleRecord, group: Group) -> float | None:
-    """The advantage that a record has, else its reward minus the group's mean, over its standard deviation; None of a
-    group without one."""
+    """The advantage in the record; else its reward minus the group's mean, over the group's standard deviation; None if
+    the group has fewer than two scores."""
     stored = record.episode.get("advantage")
     if isinstance(stored, int | float) and is_number(stored):
         return stored
@@ -282,7 +283,7 @@ def advantage_of(record: SampleRecord, group: Group) -> float | None:
 
 
 def scores_of(group: Group) -> list[float]:
-    return [one.score for one in group if one.score is not None and is_number(one.score)]
+    return [record.score for record in group if record.score is not None and is_number(record.score)]
 
 
 def mean_score(group: Group) -> float | None:
@@ -295,13 +296,13 @@ def is_number(value: float | None) -> bool:
 
 
 def length_of(record: SampleRecord) -> int:
-    """Sampled tokens; where they are not known, characters."""
+    """The number of sampled tokens; if it is unknown, of characters."""
     sampled = record.episode.get("sampled_tokens")
     return sampled if isinstance(sampled, int) and is_number(sampled) else len(record.response)
 
 
 def fault_of(record: SampleRecord) -> str:
-    """The kind of a grader's fault; files of older versions have it next to verl's keys."""
+    """The kind of a grader's fault; in files of older versions it is next to verl's keys."""
     return str(record.episode.get("fault") or record.components.get("fault") or "")
 
 

@@ -1,4 +1,4 @@
-"""The parts of the page that are made here and need no script: head, health, time, configuration, checkpoints, log."""
+"""The parts of the page that need no script: head, health, time, configuration, checkpoints, log."""
 
 import math
 import re
@@ -19,28 +19,28 @@ from hybridrl.tracking.report import change_of, ranges
 
 SYMBOLS = {"good": "✓", "fair": "!", "bad": "✕"}
 SLOWEST = 8
-ERROR = 4000  # characters of what ended a run
+ERROR = 4000  # characters of the error that ended a run
 
 
 def light_list(lights: Sequence[Light]) -> str:
     items = "".join(
-        f'<li class="light {one.state}"><span class="sign" aria-label="{one.state}">{SYMBOLS[one.state]}</span>'
-        f"<div><strong>{text(one.question)}</strong><p>{text(one.reason)}</p></div></li>"
-        for one in lights
+        f'<li class="light {light.state}"><span class="sign" aria-label="{light.state}">{SYMBOLS[light.state]}</span>'
+        f"<div><strong>{text(light.question)}</strong><p>{text(light.reason)}</p></div></li>"
+        for light in lights
     )
     return f'<ul class="lights">{items}</ul>' if items else ""
 
 
-def light(one: Light | None) -> str:
+def light(light: Light | None) -> str:
     """A light without its text, for a table."""
-    if one is None:
+    if light is None:
         return ""
-    sign = f'<span class="sign">{SYMBOLS[one.state]}</span>'
-    return f'<span class="light {one.state}" title="{text(one.reason)}">{sign}</span>'
+    sign = f'<span class="sign">{SYMBOLS[light.state]}</span>'
+    return f'<span class="light {light.state}" title="{text(light.reason)}">{sign}</span>'
 
 
 def failure(contents: Contents) -> str:
-    """The end of a failed run, on top of the page, after what made it fail first."""
+    """The end of a failed run, on top of the page, after the first failure."""
     end, first = contents.end, next(iter(contents.failures), None)
     if not contents.crashed:
         return ""
@@ -62,27 +62,27 @@ def _failed(title: str, fault: Fault, trace: str = "") -> str:
 
 
 def cause_of(contents: Contents, end: Fault) -> LogExcerpt | None:
-    """Return the traceback of the process that the end names, else the oldest one. A reward's exceptions are usually
-    caught, so its logs count only where the end is about it."""
-    tracebacks = [one for one in log_excerpts(contents) if one.is_traceback]
+    """Return the traceback of the process that the end names, else the oldest traceback. Exceptions of rewards are
+    usually caught: their logs count only if the end is about a reward."""
+    tracebacks = [excerpt for excerpt in log_excerpts(contents) if excerpt.is_traceback]
     if not re.search("reward|scor", end.code):
-        tracebacks = [one for one in tracebacks if not one.name.startswith(("reward", "scoring"))]
+        tracebacks = [excerpt for excerpt in tracebacks if not excerpt.name.startswith(("reward", "scoring"))]
     named = ACTOR.search(end.text)
-    own = [one for one in tracebacks if named and one.name == f"{named[1]}-{named[2]}.log"]
+    own = [excerpt for excerpt in tracebacks if named and excerpt.name == f"{named[1]}-{named[2]}.log"]
     return next(iter([*own, *tracebacks]), None)
 
 
 @dataclass(frozen=True)
 class HealthRow:
-    """One rule: what is measured, its value at the start and now, the threshold, when it held, and what to do. A fact
-    is no rule, and so neither good nor bad."""
+    """A rule: its metric with the value at the start and now, its threshold, the steps in which it fired, and the fix.
+    A fact is not a rule, and is neither good nor bad."""
 
     code: str
     metric: str
     start: float | None
     now: float | None
     limit: str
-    held: str
+    fired: str  # steps
     cause: str = ""
     fix: str = ""
     holds_now: bool = False
@@ -90,21 +90,21 @@ class HealthRow:
 
     @property
     def sign(self) -> str:
-        """Empty where the rule was not tried."""
-        if self.held:
+        """Class of the rule's dot; empty if the rule was not tried."""
+        if self.fired:
             return "bad" if self.holds_now else "fair"
         return "" if self.is_fact or not self.metric else "good"
 
 
 def health_rows(contents: Contents, samples: ChosenSamples) -> list[HealthRow]:
-    """Return rules that held first, then the others, then figures of the samples. Of a supervised run only rules that
-    held: most are about what it does not have."""
-    held = contents.held
-    diagnoses = _diagnoses(contents, {code: steps[0] for code, steps in held.items()})
+    """Return the rules that fired, then the others, then figures of the samples. A supervised run gets only rules that
+    fired: most of the others are about metrics that it does not have."""
+    fired = contents.held
+    diagnoses = _diagnoses(contents, {code: steps[0] for code, steps in fired.items()})
     rows = []
     for rule in RULES if contents.trained else ():
         metric, values = _measured(contents, rule)
-        diagnosis, steps = diagnoses.get(rule.code), held.get(rule.code, [])
+        diagnosis, steps = diagnoses.get(rule.code), fired.get(rule.code, [])
         change = change_of(metric, values) if values else None
         row = HealthRow(
             rule.code,
@@ -117,18 +117,18 @@ def health_rows(contents: Contents, samples: ChosenSamples) -> list[HealthRow]:
             diagnosis.fix if diagnosis else "",
             contents.last_step in steps,
         )
-        if row.held or not contents.supervised:
+        if row.fired or not contents.supervised:
             rows.append(row)
-    known = {rule.code for rule in RULES}
-    for name, steps in held.items():  # of custom rules, whose code a reader of the files does not run
-        if name not in known:
+    codes = {rule.code for rule in RULES}
+    for name, steps in fired.items():  # custom rules: their code is not run here
+        if name not in codes:
             rows.append(HealthRow(name, "", None, None, "", ranges(steps, 4), holds_now=contents.last_step in steps))
-    rows.sort(key=lambda row: not row.held)
+    rows.sort(key=lambda row: not row.fired)
     return rows + _sample_rows(contents, samples)
 
 
 def _measured(contents: Contents, rule: Rule) -> tuple[str, list[float]]:
-    """Return the metric that a rule is about and its values; of a share also those steps in which it was not logged."""
+    """Return the metric of a rule and its values; a share counts as 0 in steps without it."""
     if rule.reads == (VALIDATION,):
         scores = validation_mean(contents)[1]
         return "validation score" if scores else "", scores
@@ -141,10 +141,10 @@ def _measured(contents: Contents, rule: Rule) -> tuple[str, list[float]]:
 
 
 def _diagnoses(contents: Contents, first: dict[str, int]) -> dict[str, Diagnosis]:
-    """Return what each rule reported when it first held, by judging the steps up to then again."""
-    found: dict[str, Diagnosis] = {}
+    """Return the diagnosis of each rule when it first fired, by judging the steps up to then again."""
+    diagnoses: dict[str, Diagnosis] = {}
     if not first:
-        return found
+        return diagnoses
     history, last = History(), max(first.values())
     for step, metrics in contents.trained.items():
         if step > last:
@@ -152,8 +152,8 @@ def _diagnoses(contents: Contents, first: dict[str, int]) -> dict[str, Diagnosis
         history.add(step, metrics)
         for rule in RULES:
             if first.get(rule.code) == step and (diagnosis := rule.judge(history)):
-                found[rule.code] = diagnosis
-    return found
+                diagnoses[rule.code] = diagnosis
+    return diagnoses
 
 
 def _sample_rows(contents: Contents, samples: ChosenSamples) -> list[HealthRow]:
@@ -180,7 +180,7 @@ def shown(value: float | None) -> str:
 
 def health(contents: Contents, samples: ChosenSamples) -> str:
     rows = health_rows(contents, samples)
-    fired = sum(bool(row.held) and row.code != "faults" for row in rows)
+    fired = sum(bool(row.fired) and row.code != "faults" for row in rows)
     about = "No rule fired." if not fired else f"{fired} of the rules fired; those come first."
     if not contents.trained:
         about = "No step was finished, so no rule could be tried."
@@ -198,12 +198,12 @@ def _health_cells(row: HealthRow) -> tuple[str, ...]:
         shown(row.start),
         shown(row.now),
         text(row.limit),
-        text(row.held) or never,
+        text(row.fired) or never,
     )
 
 
 def times(contents: Contents, advice: Sequence[str]) -> str:
-    """Where the time went: shares of phases, the slowest steps with their cause, tokens per second, memory."""
+    """The time of a run: shares of phases, the slowest steps with their cause, tokens per second, memory."""
     phases = contents.phases
     if not phases:
         return section("time", "Time", "", "No times were logged.")
@@ -221,7 +221,7 @@ def times(contents: Contents, advice: Sequence[str]) -> str:
         for name, seconds in totals.items()
     )
     inside = f'<div class="shares">{bars}</div><ul class="key">{key}</ul>{_figures(contents)}'
-    inside += "".join(f'<p class="advice">→ {text(one)}</p>' for one in advice)
+    inside += "".join(f'<p class="advice">→ {text(line)}</p>' for line in advice)
     columns = ("step", ">seconds", "what took longer than usual")
     inside += f"<h3>Slowest steps</h3>{table(columns, _slowest(contents), 'slowest')}"
     return section("time", "Time", inside)
@@ -250,13 +250,13 @@ def _figures(contents: Contents) -> str:
 def _slowest(contents: Contents) -> list[tuple[str, ...]]:
     phases = contents.phases
     usual = {name: median(spent.get(name, 0.0) for spent in phases.values()) for name in PHASE_ORDER}
-    ordered = sorted(phases.items(), key=lambda one: -sum(one[1].values()))[:SLOWEST]
+    ordered = sorted(phases.items(), key=lambda item: -sum(item[1].values()))[:SLOWEST]
     rows = []
     for step, spent in ordered:
         name = max(spent, key=lambda phase: spent[phase] - usual[phase])
-        more = spent[name] - usual[name]
+        excess = spent[name] - usual[name]
         cause = (
-            f"{name} {duration_exact(spent[name])}, usually {duration_exact(usual[name])}" if more > 0 else "nothing"
+            f"{name} {duration_exact(spent[name])}, usually {duration_exact(usual[name])}" if excess > 0 else "nothing"
         )
         longest = contents.steps[step].get("response_length/max")
         if name == "rollout" and longest:
@@ -272,13 +272,13 @@ def duration_exact(seconds: float) -> str:
 
 
 def configuration(contents: Contents) -> str:
-    rows, resumable = settings(contents), any(one.resumable for one in contents.checkpoints)
+    rows, resumable = settings(contents), any(saved.resumable for saved in contents.checkpoints)
     inside = f"<h3>Continue this run</h3>{command(contents.resume_command())}" if resumable else ""
     if rows:
         columns = ("key", "value", "default")
         inside += f"<h3>Different from the default</h3>{table(columns, map(_setting_cells, rows), 'settings')}"
-    if known := environment(contents):
-        items = "".join(f"<li><code>{text(key)}</code> {text(value)}</li>" for key, value in known.items())
+    if facts := environment(contents):
+        items = "".join(f"<li><code>{text(key)}</code> {text(value)}</li>" for key, value in facts.items())
         inside += f'<h3>Environment</h3><ul class="environment">{items}</ul>'
     if contents.config_text:
         inside += folded("The whole config.yaml", f"<pre>{text(contents.config_text)}</pre>")
@@ -297,30 +297,29 @@ def _setting_cells(row: Setting) -> tuple[str, ...]:
 def checkpoints(contents: Contents) -> str:
     about = "" if contents.checkpoints else "No checkpoint was saved."
     rows = []
-    for one in contents.checkpoints:
-        sign = "bad" if one.problem else "good"
-        state = text(one.problem) or ("files are as saved, by size" if one.kind != "verl" else "saved by verl")
-        use = one.lacks or one.misses
-        use += f"{'; ' * bool(use)}a run resumes here" * (one is contents.newest)
-        kind = one.kind if one.kind != "kept" else ""
-        rows.append(
-            (f'<span class="dot {sign}"></span><code>{text(one.path.name)}</code>', size(one.size), kind, state, use)
-        )
+    for saved in contents.checkpoints:
+        path = saved.path.name
+        sign = "bad" if saved.problem else "good"
+        state = text(saved.problem) or ("files are as saved, by size" if saved.kind != "verl" else "saved by verl")
+        use = saved.lacks or saved.misses
+        use += f"{'; ' * bool(use)}a run resumes here" * (saved is contents.newest)
+        kind = saved.kind if saved.kind != "kept" else ""
+        rows.append((f'<span class="dot {sign}"></span><code>{text(path)}</code>', size(saved.size), kind, state, use))
     columns = ("checkpoint", ">size", "kind", "state", "")
     return section("checkpoints", "Checkpoints", table(columns, rows) if rows else "", about)
 
 
 def log(contents: Contents) -> str:
     """The records of faults.jsonl, and the ends of the logs."""
-    kept = [one for one in contents.faults if one.code not in (BEGUN, FINISHED)][-40:]
+    faults = [fault for fault in contents.faults if fault.code not in (BEGUN, FINISHED)][-40:]
     rows = [
         (
-            f'<span class="nowrap">{text(one.time[:19].replace("T", " "))}</span>',
-            str(one.step),
-            text(one.code),
-            text(one.text[:2000]),
+            f'<span class="nowrap">{text(fault.time[:19].replace("T", " "))}</span>',
+            str(fault.step),
+            text(fault.code),
+            text(fault.text[:2000]),
         )
-        for one in kept
+        for fault in faults
     ]
     inside = table(("time (UTC)", ">step", "code", "text"), rows) if rows else ""
     for excerpt in log_excerpts(contents)[:24]:
@@ -331,7 +330,7 @@ def log(contents: Contents) -> str:
 
 
 def notes(contents: Contents, samples: ChosenSamples) -> str:
-    """What this page could not show."""
+    """The list of missing and unreadable data."""
     items = [*contents.notes, *samples.notes[:10]]
     if samples.steps and samples.steps_read < samples.steps:
         items.append(

@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is no number of samples")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of samples")
     return int(text)
 
 
@@ -109,8 +109,8 @@ def read(options: argparse.Namespace) -> list[SampleRecord]:
 
 
 def select(records: Sequence[SampleRecord], options: argparse.Namespace) -> tuple[list[SampleRecord], str]:
-    """Return the samples that the options name, in their order, with `--group` each with its group; and how many there
-    are of which kind."""
+    """Return the samples that match the options, sorted (with `--group` their whole groups), and a note of how many are
+    shown."""
     least, most, text = options.min_reward, options.max_reward, options.search
 
     def wanted(record: SampleRecord) -> bool:
@@ -146,14 +146,14 @@ def _note(shown: int, there: int, what: str) -> str:
 
 
 def print_samples(shown: Sequence[SampleRecord], records: Sequence[SampleRecord], *, tokens: bool) -> None:
-    """Print samples, those of one prompt in one step together where the first of them is, below the prompt and how the
-    rewards of its whole group in `records` compare."""
+    """Print samples grouped by prompt and step, in the order of the first of each group. Each group has its prompt and
+    a comparison of all its rewards in `records` above it."""
     console = Terminal(highlight=False, soft_wrap=True)
     groups, whole, above = by_group(shown), by_group(records), ""
     prompts = list(dict.fromkeys(record.prompt for record in shown))
     for key, members in sorted(groups.items(), key=lambda item: prompts.index(item[1][0].prompt)):
         console.print(Rule(escape(f"step {members[0].step}, {_place(members[0])}"), align="left", style="dim"))
-        if members[0].prompt != above:  # once, where several groups have it
+        if members[0].prompt != above:  # once for several groups
             console.print(_conversation(members[0]))
         above = members[0].prompt
         if len(whole[key]) > 1:
@@ -176,7 +176,7 @@ def _conversation(record: SampleRecord) -> Text:
 
 
 def facts(record: SampleRecord) -> str:
-    """Return reward, advantage, length and end of a sample, and the components of its reward, in one line."""
+    """Return a line with reward, advantage, length, stop reason, and reward components of a sample."""
     episode = record.episode
     advantage, length, stop = episode.get("advantage"), episode.get("sampled_tokens"), episode.get("stop")
     parts = [f"sample {episode['sample']}"] if "sample" in episode else []
@@ -191,7 +191,7 @@ def facts(record: SampleRecord) -> str:
 
 
 def comparison(members: Sequence[SampleRecord], shown: int) -> str:
-    """Return mean and spread of the rewards of a whole group, of which so many responses are shown."""
+    """Return mean and spread of the rewards of a whole group; `shown` of its responses are shown."""
     scores = [record.score for record in members if record.score is not None]
     part = f", of which {shown} {'is' if shown == 1 else 'are'} shown" if shown < len(members) else ""
     if not scores:
@@ -202,8 +202,8 @@ def comparison(members: Sequence[SampleRecord], shown: int) -> str:
 
 
 def _lesson(members: Sequence[SampleRecord]) -> str:
-    """Return what training learns from a group of equal rewards: by its advantages, where the files have them."""
-    if any(record.episode and "trained" not in record.episode for record in members):  # of a validation
+    """Describe what training learns from a group of equal rewards, by its advantages if the files have them."""
+    if any(record.episode and "trained" not in record.episode for record in members):  # validation
         return "; all equal"
     advantages = [value for record in members if (value := record.episode.get("advantage")) is not None]
     if not advantages:
@@ -212,7 +212,7 @@ def _lesson(members: Sequence[SampleRecord]) -> str:
 
 
 def _tokens(record: SampleRecord) -> Text:
-    """Return the response with each token in the style of its probability, and where engine and trainer differ most."""
+    """Return the response, tokens styled by probability, and the largest difference of engine and trainer."""
     tokens = record.episode["tokens"]
     text = Text()
     for piece, log_prob, sampled in zip(tokens["texts"], tokens["log_probs"], tokens["sampled"], strict=False):

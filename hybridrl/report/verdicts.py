@@ -1,5 +1,5 @@
-"""Judgements of a run: its sentence and its five lights from its metrics, each light with its reason; and from the
-files of validation samples the intervals of scores, and the paired difference of two runs."""
+"""Verdicts on a run. From its metrics: a sentence, and five lights with reasons. From its validation samples: intervals
+of scores, and the paired difference of two runs."""
 
 import math
 from collections import defaultdict
@@ -26,11 +26,11 @@ from hybridrl.tracking.sink import REWARD, is_validation_score
 State = Literal["good", "fair", "bad", "unknown"]
 Limits = tuple[tuple[float, State], ...]
 
-FEW = 4  # steps, with which nothing is said about a trend
-SHARES: Limits = ((0.3, "bad"), (0.05, "fair"))  # of samples that are cut off or repeat themselves
-FAULTS: Limits = ((0.05, "bad"), (0.0, "fair"))  # of samples that could not be graded
-TIMED = 3  # steps from which times are judged: the first are slower
-BUSY, TAIL = 0.8, 0.4  # the share of a step that phases cover; of a rollout with few requests
+FEW = 4  # with fewer steps no trend is reported
+SHARES: Limits = ((0.3, "bad"), (0.05, "fair"))  # shares of samples that are cut off or repeat themselves
+FAULTS: Limits = ((0.05, "bad"), (0.0, "fair"))  # shares of samples that could not be graded
+TIMED = 3  # times are judged from this number of steps: the first are slower
+BUSY, TAIL = 0.8, 0.4  # least share of a step in useful phases; largest share of a rollout with few requests
 WORDS = {"switch": "switch (engine and trainer)"}
 QUESTIONS = {
     "Does it learn?": "learns",
@@ -51,7 +51,7 @@ class Light:
 
 
 def sentence(contents: Contents, intervals: dict[str, Points]) -> str:
-    """Return the run in one sentence: reward, validation, time and end."""
+    """Summarise the run in one sentence: reward, validation, time and end."""
     parts = []
     name, points = headline(contents)
     if points:
@@ -68,8 +68,8 @@ def sentence(contents: Contents, intervals: dict[str, Points]) -> str:
         change = change_of(names[0], scores)
         shown = " → ".join(dict.fromkeys([number(change.before), number(change.after)]))
         low, high = (intervals.get(f"interval/{names[0]}/{end}", ([], [])) for end in ("low", "high"))
-        known = len(names) == 1 and bool(low[0]) and low[0][-1] == steps[-1]
-        interval = f" [{number(low[1][-1])}, {number(high[1][-1])}]" if known else ""
+        shows_interval = len(names) == 1 and bool(low[0]) and low[0][-1] == steps[-1]
+        interval = f" [{number(low[1][-1])}, {number(high[1][-1])}]" if shows_interval else ""
         parts.append(f"{what} {shown}{interval}")
     if contents.seconds:
         parts.append(duration(contents.seconds))
@@ -83,7 +83,7 @@ def lights(contents: Contents, samples: ChosenSamples) -> list[Light]:
 
 
 def headline(contents: Contents) -> tuple[str, Points | None]:
-    """Return the curve to look at first: the reward, of a supervised run the loss."""
+    """Return the main curve: the reward, or the loss of a supervised run."""
     for name in (*REWARD, "train/loss"):
         points = series(contents, name)
         if points[0]:
@@ -104,15 +104,15 @@ def series(contents: Contents, name: str, steps: dict | None = None) -> Points:
 
 
 def validation_mean(contents: Contents) -> Points:
-    """Return the mean over the data sources of each validation that has a score of every one."""
+    """Return the mean over the data sources, for each validation with scores of all sources."""
     curves = [dict(zip(*points, strict=True)) for points in validations(contents).values()]
     steps = sorted(set.intersection(*map(set, curves))) if curves else []
     return steps, [fmean(curve[step] for curve in curves) for step in steps]
 
 
 def risen(values: Sequence[float]) -> int:
-    """Return 1 if the last values, a fifth of all between 2 and 10, are above the first ones by two standard errors of
-    the difference, -1 if they are as much below, else 0."""
+    """Compare the first and last values, a fifth of all each (at least 2, at most 10). Return 1 if the last are higher
+    by more than two standard errors of the difference, -1 if they are lower by more, else 0."""
     count = max(2, min(10, len(values) // 5))
     rise = fmean(values[-count:]) - fmean(values[:count])
     error = math.sqrt((stdev(values[:count]) ** 2 + stdev(values[-count:]) ** 2) / count)
@@ -132,7 +132,7 @@ def _learns(contents: Contents) -> Light:
     if max(values) == min(values):
         return Light(question, "bad", f"the {name} is the same in every step: {number(change.after)}")
     direction = risen(values) * better
-    if direction * better * (change.after - change.before) < 0:  # the first step is unlike those that follow it
+    if direction * better * (change.after - change.before) < 0:  # the first step differs from the following ones
         direction = 0
     if direction > 0:
         return Light(question, "good", text)
@@ -160,11 +160,11 @@ def _stable(contents: Contents) -> Light:
     if not contents.trained:
         return Light(question, "unknown", "no step was finished")
     damaging = {rule.code for rule in RULES if rule.damages}
-    held = contents.held
+    fired = contents.held
     last = contents.last_step
-    for code in [code for code in held if code in damaging]:
-        state: State = "bad" if last in held[code] else "fair"
-        return Light(question, state, f"{code} in {len(held[code])} steps, from step {min(held[code])}")
+    for code in [code for code in fired if code in damaging]:
+        state: State = "bad" if last in fired[code] else "fair"
+        return Light(question, state, f"{code} in {len(fired[code])} steps, from step {min(fired[code])}")
     counts = [f"{model}/skipped_updates" for model in ("actor", "critic", "train")]
     skipped = [step for step, metrics in contents.trained.items() if any(map(metrics.get, counts))]
     if skipped:
@@ -187,9 +187,9 @@ def _usable(contents: Contents, samples: ChosenSamples) -> Light:
     faults = samples.last_faults
     if faults is not None:
         measured.append((_graded(faults, FAULTS), f"{faults:.1%} not graded" if faults else "all graded"))
-    held = contents.held
+    fired = contents.held
     for code in ("no-signal", "unknown-tokens"):
-        if contents.last_step in held.get(code, ()):
+        if contents.last_step in fired.get(code, ()):
             is_solved = code == "no-signal" and (samples.solved or 0.0) > samples.stuck
             measured.append(("fair" if is_solved else "bad", code))
     if not measured:
@@ -201,12 +201,12 @@ def _usable(contents: Contents, samples: ChosenSamples) -> Light:
         # Often rightly so: a fact to know when length grows, and no fault by itself.
         measured.append(("good", f"{longer} responses get more reward (correlation {correlation:+.2f})"))
     worst = max((state for state, _ in measured), key=("good", "fair", "bad").index)
-    ordered = sorted(measured, key=lambda one: ("bad", "fair", "good").index(one[0]))
+    ordered = sorted(measured, key=lambda item: ("bad", "fair", "good").index(item[0]))
     return Light(question, worst, "in the last steps: " + ", ".join(text for _, text in ordered))
 
 
 def _taught(samples: ChosenSamples) -> list[tuple[State, str]]:
-    """Return what share of the prompts teaches nothing, if it is most of them: no fault where these are solved."""
+    """Return the share of prompts without a training signal, if it is most of them. Solved prompts are not a fault."""
     solved, share = samples.solved or 0.0, (samples.solved or 0.0) + samples.stuck
     if share <= 0.5:
         return []
@@ -220,12 +220,13 @@ def _busy(contents: Contents) -> Light:
     question = "Are the devices busy?"
     steps = [spent for step, spent in contents.phases.items()][1:] or list(contents.phases.values())
     if (count := len(contents.phases)) < TIMED:
-        known = f"not judged by {count} step{'s' * (count > 1)}, as the first are slower"
-        return Light(question, "unknown", known if steps else "no times were logged")
+        reason = f"not judged by {count} step{'s' * (count > 1)}, as the first are slower"
+        return Light(question, "unknown", reason if steps else "no times were logged")
     total = sum(sum(spent.values()) for spent in steps) or 1.0
-    shares = {name: sum(spent.get(name, 0.0) for spent in steps) / total for name in {n for one in steps for n in one}}
+    names = {name for spent in steps for name in spent}
+    shares = {name: sum(spent.get(name, 0.0) for spent in steps) / total for name in names}
     useful = sum(shares.pop(name, 0.0) for name in ("rollout", "log-probs", "update"))
-    largest = sorted(((name, share) for name, share in shares.items() if share >= 0.03), key=lambda one: -one[1])[:2]
+    largest = sorted(((name, share) for name, share in shares.items() if share >= 0.03), key=lambda item: -item[1])[:2]
     text = f"{useful:.0%} of the time in {'update' if contents.supervised else 'rollout, log-probs and update'}"
     text += "".join(f", {WORDS.get(name, name)} {share:.0%}" for name, share in largest)
     tails = series(contents, "rollout/tail_share")[1]
@@ -238,7 +239,7 @@ def _busy(contents: Contents) -> Light:
 
 def _resumable(contents: Contents) -> Light:
     question = "Is it resumable?"
-    good = [one for one in contents.checkpoints if one.resumable]
+    good = [saved for saved in contents.checkpoints if saved.resumable]
     if not contents.checkpoints and not (contents.config or contents.faults):
         return Light(question, "unknown", "the directory holds no run")
     if not good:
@@ -248,7 +249,7 @@ def _resumable(contents: Contents) -> Light:
         problem = newest and (newest.problem or newest.lacks)
         return Light(question, "bad", f"no good checkpoint: {problem}" if problem else "no checkpoint was saved")
     taken = contents.newest
-    newest = taken if taken in good else max(good, key=lambda one: one.step)
+    newest = taken if taken in good else max(good, key=lambda saved: saved.step)
     lost = contents.last_step - newest.step
     if contents.end is not None and contents.end.code == FINISHED and lost <= 0:
         return Light(question, "good", f"the last step is saved in {newest.path.name}")
@@ -263,7 +264,7 @@ def _graded(share: float, limits: Limits) -> State:
 
 
 def number(value: float) -> str:
-    """Three digits, and no more decimals than a reader needs. Nothing below 1 is rounded up to it."""
+    """Format with three digits and few decimals. Values below 1 are never rounded up to 1."""
     size = abs(value)
     if 0.985 <= size < 1:
         return f"{math.copysign(min(size, 0.999), value):.3f}".removesuffix("0")
@@ -286,7 +287,7 @@ def duration(seconds: float) -> str:
 
 
 MOST_BYTES, MOST_STEPS = 12 << 20, 20
-VARIABLES = ("acc", "reward")  # in the order in which runs are compared by them
+VARIABLES = ("acc", "reward")  # runs are compared by the first that they have
 Question = dict[int, np.ndarray]  # hash of a question, which may be long -> the values of its samples
 Tables = dict[str, dict[str, Question]]  # variable -> data source, empty in files of verl -> questions
 
@@ -315,15 +316,15 @@ def intervals(contents: Contents) -> dict[str, Points]:
 
 
 def compare_runs(runs: Sequence[Contents]) -> str:
-    """Return a table of the last validation of each run against that of the first, by data source and question. All are
-    compared by one variable: `acc` where every run that validated has it, else the reward."""
+    """Return a table of the last validation of each run against the first run's, by data source and question. The
+    variable is `acc` if every run with a validation has it, else the reward."""
     tables = [_tables(run, max(run.validation), VARIABLES) if run.validation else {} for run in runs]
     if not any(tables):
         return "<p>The runs have no validation samples.</p>"
-    known = [each for each in tables if each]
-    sources = dict.fromkeys(source for each in known for variable in VARIABLES for source in each[variable])
+    validated = [each for each in tables if each]
+    sources = dict.fromkeys(source for each in validated for variable in VARIABLES for source in each[variable])
     variables = {
-        source: next((one for one in VARIABLES if all(source in each[one] for each in known)), VARIABLES[-1])
+        source: next((name for name in VARIABLES if all(source in each[name] for each in validated)), VARIABLES[-1])
         for source in sources
     }
     first, *others = zip(runs, tables, strict=True)
@@ -357,7 +358,7 @@ def _compared(
 
 
 def _tables(contents: Contents, step: int, variables: Iterable[str]) -> Tables:
-    """Return the values of one validation, of which nothing else is kept; faults are left out."""
+    """Return the values of one validation, without faults. Its records are not kept in memory."""
     values: dict[str, dict[str, dict[int, list[float]]]] = {
         variable: defaultdict(lambda: defaultdict(list)) for variable in variables
     }

@@ -26,7 +26,7 @@ def test_a_rule_that_held_comes_first_with_its_steps_and_what_it_measured_then(t
     ]
     write_metrics(tmp_path, steps)
     row = health_rows(Contents(tmp_path), ChosenSamples())[0]
-    assert (row.code, row.held, row.holds_now) == ("truncation", "steps 3 to 5", True)
+    assert (row.code, row.fired, row.holds_now) == ("truncation", "steps 3 to 5", True)
     assert row.cause.startswith("50% of the responses are cut off at 64 tokens")
     assert "data.max_response_length=128" in row.fix and row.limit == "30% in 2 steps in a row"
 
@@ -34,7 +34,7 @@ def test_a_rule_that_held_comes_first_with_its_steps_and_what_it_measured_then(t
 def test_a_custom_rule_that_held_has_a_row_with_its_steps(tmp_path):
     write_metrics(tmp_path, [{"critic/score/mean": 0.5, "health/slow-grader": float(step > 2)} for step in range(1, 6)])
     row = health_rows(Contents(tmp_path), ChosenSamples())[0]
-    assert (row.code, row.held, row.holds_now, row.sign) == ("slow-grader", "steps 3 to 5", True, "bad")
+    assert (row.code, row.fired, row.holds_now, row.sign) == ("slow-grader", "steps 3 to 5", True, "bad")
 
 
 def test_steps_in_a_row_are_one_range():
