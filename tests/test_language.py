@@ -79,7 +79,6 @@ MOST = {
     # clause, fragment, negation, number, causative, long, name
     ".": (0, 3, 0, 0, 0, 3, 1),
     "agents": (2, 12, 0, 1, 1, 20, 36),
-    "checkpoint": (0, 1, 3, 1, 0, 8, 26),
     "compat": (0, 3, 0, 0, 0, 3, 11),
     "config": (7, 13, 11, 3, 0, 24, 26),
     "core": (7, 58, 10, 10, 10, 128, 103),

@@ -1,11 +1,11 @@
-"""Write models as Hugging Face directories, under the names of published checkpoints, which other software reads.
+"""Write models as Hugging Face directories, with the tensor names of published checkpoints, for other software.
 
-These differ from the model's own where transformers fuses several tensors of a checkpoint into one, such as the experts
-of a layer; its conversions are reverted here, one `Part` of the model at a time.
+These names differ from the model's own if transformers fuses several tensors of a checkpoint into one, such as the
+experts of a layer. The conversions are reverted here, one `Part` of the model at a time.
 
 A safetensors file is an 8-byte length, a JSON header of that length, and the bytes of the tensors without gaps. The
-header needs only names, shapes and types, so it is written first, and each piece of a tensor then goes to its place in
-the file as it arrives. No memory is needed beyond the piece.
+header needs only names, shapes and types, so it is written first. Each piece of a tensor is then written to its place
+in the file as it arrives. No memory is needed beyond the piece.
 """
 
 import json
@@ -41,13 +41,13 @@ WRITEBACK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """Tensors of a model by `names`, and what they are `published` as: names, shapes and types, as meta tensors."""
+    """Tensors of a model by `names`, and the `published` tensors: names, shapes and types, as meta tensors."""
 
     names: tuple[str, ...]
     published: dict[str, Tensor]
 
     def publish(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the tensors of this part to those of a published checkpoint."""
+        """Convert the tensors of this part to tensors of a published checkpoint."""
         if self.names == tuple(self.published):
             return dict(tensors)
         return revert_weight_conversion(model, dict(tensors))
@@ -78,7 +78,7 @@ def parts(model: PreTrainedModel, dtype: torch.dtype | None = None) -> list[Part
 
 
 def as_published(saved: Tensors, model: PreTrainedModel) -> Tensors:
-    """Present tensors that were saved under the model's own names as published ones."""
+    """Present tensors saved under the model's own names as published tensors."""
     converted = {
         name: part
         for part in parts(model)
@@ -162,8 +162,8 @@ def write_shards(
     with ExitStack() as stack:
         files = {}
         for shard in dict.fromkeys(shards.values()):
-            held = {name: tensor for name, tensor in meta.items() if shards[name] == shard}
-            files[shard] = _File(directory / shard, held)
+            tensors = {name: tensor for name, tensor in meta.items() if shards[name] == shard}
+            files[shard] = _File(directory / shard, tensors)
             stack.callback(files[shard].file.close)
         for name, first, piece in pieces:
             files[shards[name]].write(name, first, piece)
@@ -193,7 +193,7 @@ class _File:
 
     def __init__(self, path: Path, meta: dict[str, Tensor]) -> None:
         self.meta, self.missing = meta, {name: tensor.numel() for name, tensor in meta.items()}
-        self.pending = (0, 0)  # range of bytes whose writeback has not been started
+        self.pending = (0, 0)  # range of bytes without started writeback
         header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
         begins, end = {}, 0
         # The widest types come first, so that every tensor is aligned to its element size.

@@ -60,8 +60,8 @@ def write_manifest(directory: Path) -> None:
 
 
 def faults(directory: Path, below: str = "", *, checksums: bool = True) -> list[str]:
-    """Return one line per missing, truncated, changed or unreadable file of the manifest whose name starts so; without
-    `checksums` files are compared by size only."""
+    """Return one line per missing, truncated, changed or unreadable file of the manifest with a name that starts with
+    `below`; without `checksums` files are compared by size only."""
     try:
         files = _read_manifest(directory)
     except ValueError as error:
@@ -91,7 +91,7 @@ def _read_manifest(directory: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError):
         raise ValueError("damaged") from None
-    # The manifest has a checksum of its own: otherwise a damaged name in it would be blamed on an intact file.
+    # The manifest has its own checksum: otherwise a damaged name in it would be blamed on an intact file.
     if not isinstance(content, dict) or text != _manifest_text(content.get("files")):
         raise ValueError("damaged")
     return content["files"]
@@ -124,8 +124,8 @@ def _crc32(path: Path) -> str:
 
 
 def forget_missing_code(directory: Path) -> None:
-    """Leave out of a model's and its tokenizer's configuration the names of Python files that the directory lacks
-    (auto_map). A model of transformers' own class has none, and loading it with trusted code would look for them."""
+    """Remove names of absent Python files (auto_map) from the configuration of a model and its tokenizer. A model of
+    transformers' own class has no such files, and loading it with trusted code would look for them."""
     for file in (directory / "config.json", directory / "tokenizer_config.json"):
         settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         classes = settings.get("auto_map") or {}
@@ -139,8 +139,8 @@ def forget_missing_code(directory: Path) -> None:
 
 
 def _has_code(directory: Path, names: str | list[str | None]) -> bool:
-    """Return whether the files of classes are there, each named as `module.Class`, after `--` if another repository has
-    it."""
-    given = [names] if isinstance(names, str) else names
-    modules = [name.rpartition("--")[2].partition(".")[0] for name in given if name]
+    """Return whether the files of classes are present. A class is named `module.Class`, or `repository--module.Class`
+    if it is in another repository."""
+    classes = [names] if isinstance(names, str) else names
+    modules = [name.rpartition("--")[2].partition(".")[0] for name in classes if name]
     return all((directory / f"{module}.py").is_file() for module in modules)

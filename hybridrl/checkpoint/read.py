@@ -1,7 +1,8 @@
 """Open a saved model for reading tensor by tensor: hybridrl's shards, verl's files, safetensors, or a LoRA adapter.
 
-torch's own reader of sharded checkpoints unpickles `.metadata` and every value that is not a tensor with `pickle.load`,
-which calls whatever the file names. Here metadata is restricted to torch's metadata classes, and values to plain types.
+torch's own reader of sharded checkpoints unpickles `.metadata`, and every value that is not a tensor, with
+`pickle.load`: it calls any function that the file names. Here metadata is restricted to torch's metadata classes, and
+values to plain types.
 """
 
 import io
@@ -88,8 +89,8 @@ def saved_shapes(reader: StorageReader, directory: Path) -> dict[str, dict[str, 
 
 
 def check_parts(directory: Path, parts: Collection[str], *, optional: bool = False) -> list[str]:
-    """Return these parts of a saved model's state. Raises ConfigError if it cannot be read or lacks any of them; with
-    `optional` only if it lacks the weights."""
+    """Return the saved ones of these parts of a model's state. Raises ConfigError if the state cannot be read or lacks
+    a part; with `optional` only if it lacks the weights."""
     resettable = {"optimizer", "extra"}
     saved = saved_shapes(state_reader(directory, moments=not resettable.isdisjoint(parts)), directory)
     missing = [part for part in parts if part not in saved]
@@ -134,15 +135,15 @@ class PlainPlanner(DefaultLoadPlanner):
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" not in _SAFE:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's metadata")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a checkpoint's metadata")
         return _SAFE[f"{module}.{name}"]
 
 
 def _member(kind: type, name: str) -> Any:
-    """Return a member of the one enumeration that is built: Python 3.11.2 pickles one as `getattr(kind, name)`, where
+    """Return a member of the only enumeration that is built. Python 3.11.2 pickles a member as `getattr(kind, name)`;
     3.11.7 and 3.12 call `kind` with its value."""
     if kind is not metadata._MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which is no part of a checkpoint's metadata")
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which is not part of a checkpoint's metadata")
     return metadata._MEM_FORMAT_ENCODING[name]
 
 
@@ -201,7 +202,7 @@ def stored_tensors(directory: Path, only: str | None = None) -> dict[str, Stored
         files = [directory / only if only else single]
     elif not index.is_file():
         files = sorted(directory.glob("*.safetensors"))
-    else:  # which names the files with the weights: some directories hold further copies for other software
+    else:  # the index names the files to read: some directories hold further copies for other software
         with reading(index):
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             if outside := [name for name in names if leads_outside(directory, name)]:
@@ -278,7 +279,7 @@ def merged(base: Tensors, adapter: Adapter) -> Tensors:
         return [([0] * base.meta[name].dim(), merge_into(base.read(name), a, b, adapter.scaling))]
 
     meta = base.meta | adapted | trained
-    if adapter.settings.get("task_type") == "TOKEN_CLS":  # a value model has its own head in place of the other
+    if adapter.settings.get("task_type") == "TOKEN_CLS":  # a value model has a value head, not the base's head
         within = {name.removeprefix(PREFIX).split(".")[0] for name in adapter.tensors.meta}
         meta = {name: tensor for name, tensor in meta.items() if name.split(".")[0] in within}
     return Tensors(f"{base.form}, with an adapter", meta, chunks, faults=adapter.tensors.faults)

@@ -1,5 +1,5 @@
-"""Resuming: which checkpoint a run continues from, what may have changed in the configuration, and a summary; and the
-fingerprints of data, models and code by which a run is recognised.
+"""Resuming: the choice of the checkpoint, the check of configuration changes, and a summary. And the fingerprints of
+data, models and code that identify a run.
 
 Almost every key may change. Changes that make it a different run must be allowed; impossible ones are rejected.
 """
@@ -31,7 +31,7 @@ Verdict = Literal["free", "needs_allow", "impossible"]
 
 CONFIG = "config.yaml"
 
-# Not reported: where a run is stored, how it is displayed, and how it resumes.
+# Changes that are not reported: keys of storage, display and resuming.
 UNREPORTED = {
     "trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.logger",
     "trainer.max_rollout_data_gb",
@@ -114,9 +114,9 @@ def select_checkpoint(mode: str, path: str | None, directory: Path, fingerprint:
     return None
 
 
-def matching_run(directory: Path, wanted: str) -> Path | None:
-    """Return the furthest run in the directories next to this one, and in those next to its parent, whose newest
-    checkpoint has the fingerprint `wanted`; None if this directory has a checkpoint."""
+def matching_run(directory: Path, run_fingerprint: str) -> Path | None:
+    """Return the furthest run with this fingerprint in its newest checkpoint, among the directories next to this one
+    and below those next to its parent; None if this directory has a checkpoint."""
     own = directory.expanduser().absolute()
     parent, grandparent = own.parent, own.parent.parent
     if any(own.glob("global_step_*/state.json")):
@@ -127,8 +127,8 @@ def matching_run(directory: Path, wanted: str) -> Path | None:
     newest = {state.parent.parent: state for state in sorted(states, key=_step)}
     same = []
     for state in newest.values():
-        with suppress(ValueError):  # a damaged one must not stop another run
-            if read_mapping(state).get("fingerprint") == wanted:
+        with suppress(ValueError):  # a damaged checkpoint must not stop another run
+            if read_mapping(state).get("fingerprint") == run_fingerprint:
                 same.append(state)
     return max(same, key=_step).parent.parent if same else None
 
@@ -168,8 +168,8 @@ def check_compatible(
     log: Log,
     bases: dict[str, str] | None = None,
 ) -> None:
-    """Log what changed in the configuration since the save; raise ConfigError for impossible or unallowed changes.
-    `data` is the fingerprint of the data, `bases` those of the models under LoRA adapters, by key."""
+    """Log the changes of the configuration since the save; raise ConfigError for impossible or unallowed ones. `data`:
+    fingerprint of the data; `bases`: fingerprints of the models under LoRA adapters, by key."""
     for key, base in (bases or {}).items():
         if checkpoint.state.get("bases", {}).get(key, base) != base:
             path = reduce(lambda section, name: section[name], key.split("."), config)
@@ -196,8 +196,8 @@ def check_compatible(
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """A key's value in the saved and in the present configuration; None where it is absent. Equal values are a change
-    if what they name has changed, such as files with other rows."""
+    """A key's value in the saved and in the present configuration; None if absent. Equal values are a change if the
+    named files have changed, such as a dataset with other rows."""
 
     key: str
     old: Any
@@ -213,8 +213,8 @@ class ConfigChange:
 def config_changes(
     saved: dict[str, Any], present: dict[str, Any], *, step: Path, same_rows: bool
 ) -> list[ConfigChange]:
-    """Return the changes of a resolved configuration since the checkpoint in `step` was saved, whose models are
-    compared with the present ones; `same_rows`: whether the data's fingerprint is unchanged."""
+    """Return the changes of a resolved configuration since the checkpoint in `step` was saved. Its models are compared
+    with the present ones. `same_rows`: whether the data's fingerprint is unchanged."""
     old, new = flatten(saved), flatten(present)
     unused = () if new.get("critic.enable") else ("critic.",)
     impossible = {key: why for key, why in _mismatches(step, old, new).items() if not key.startswith(unused)}
@@ -275,7 +275,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _mismatches(step: Path, old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:
-    """Return the keys that require another model or adapter than the checkpoint has, each with the reason."""
+    """Return the keys that do not fit the models or adapters of the checkpoint, each with the reason."""
     mismatches = {} if (step / "critic").is_dir() else {"critic.enable": "no critic was saved"}
     for section, name in MODELS.items():
         if f"{section}.path" in new:
@@ -318,10 +318,10 @@ def resume_summary(
     trackers: Sequence[str] = (),
     missing: Mapping[str, str] = {},
 ) -> str:
-    """Return a block of lines. What the arguments lack is listed as not restored, with the reason in `missing`
-    ("optimizer of actor": why) or as not saved. `weights` and `optimizers` name models (actor, critic, reference);
-    `updates` has the position of each learner's schedule; `prompts` were used, of `rows` per epoch. `kl_weight` is None
-    if it is not part of the run's state."""
+    """Return a block of lines. State that is absent from the arguments is listed as not restored, with the reason in
+    `missing` ("optimizer of actor": why) or as not saved. `weights` and `optimizers`: names of models (actor, critic,
+    reference). `updates`: position of each learner's schedule. `prompts`: number of used prompts; `rows`: prompts per
+    epoch. `kl_weight`: None if it is not part of the run's state."""
     epoch, position = divmod(prompts or 0, rows)
     used = f"{prompts} used: resuming at position {position} of {rows} in epoch {epoch} (from 0)"
     restored = {
@@ -349,19 +349,19 @@ def resume_summary(
 
 
 def fingerprint(*values: object, default: Callable[[object], str] | None = None) -> str:
-    """Return a hash of plain values, and of what `default` makes of others; equal values have equal hashes in every
+    """Return a hash of plain values; others are converted by `default`. Equal values have equal hashes in every
     process."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=default).encode()).hexdigest()[:32]
 
 
 def digest(*values: object) -> str:
-    """Return the shorter hash by which an evaluation finds its samples again."""
+    """Return the shorter hash that an evaluation uses to look up its samples."""
     return fingerprint(*values, default=str)[:20]
 
 
 def data_fingerprint(files: Iterable[Path], *choices: object) -> str:
-    """Return the fingerprint of a run's rows: the contents of the files in order, and what else selects among them. Of
-    a file of more than 64 MiB only the size and 64 samples of 1 MiB count: changes between those are not detected."""
+    """Return the fingerprint of a run's rows: the contents of the files in order, and the `choices` that select rows. A
+    file of more than 64 MiB counts by its size and 64 samples of 1 MiB: changes between these are not detected."""
     hashes = []
     for path in (Path(file).expanduser() for file in files):
         size = path.stat().st_size
@@ -376,7 +376,7 @@ def data_fingerprint(files: Iterable[Path], *choices: object) -> str:
 
 
 def model_fingerprint(path: str) -> str:
-    """Return the fingerprint of a model's weights: of a directory's files, or of a hub name and its cached revision."""
+    """Return the fingerprint of a model's weights: the files of a directory, or a hub name with its cached revision."""
     if Path(path).is_dir():
         files = {file for directory in (Path(path), resolve_model(path)) for file in directory.iterdir()}
         return data_fingerprint(sorted(file for file in files if file.suffix in WEIGHTS), "weights")

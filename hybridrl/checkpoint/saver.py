@@ -1,5 +1,5 @@
-"""Saving checkpoints while training continues: workers write in the background, and a thread of the driver publishes
-what is complete, so that a step that fails in the meantime costs no checkpoint.
+"""Saving checkpoints while training continues. Workers write in the background, and a thread of the driver publishes
+complete checkpoints: a step that fails in the meantime costs no checkpoint.
 
 At most one save is in progress. A failed save costs only itself: training continues, and older checkpoints are intact.
 """
@@ -24,20 +24,20 @@ from hybridrl.tracking import Stopwatch
 from hybridrl.tracking.console import info, warn
 
 ARRAYS = "state.npz"
-WAIT_SECONDS = 0.02  # between looks at what is on disk
+WAIT_SECONDS = 0.02  # between checks of the files on disk
 WHOLE = "hf_model"
 
-# Without a frequency, a recovery checkpoint is due once the time since the last save is so many times what that cost:
-# the seconds that training waited for it, and a share of those in which it was written, which slow steps down on CPU.
-# At the latest it is due after LONGEST_INTERVAL seconds, which are also the time from one that failed to the next try.
+# Without a frequency, a recovery checkpoint is due when the time since the last save is LEAST_TIMES its cost: the
+# seconds that training waited, and WRITING_SHARE of the seconds of writing (writing slows steps down on CPU).
+# It is due after LONGEST_INTERVAL seconds at the latest, also after a failed save.
 LEAST_TIMES = 100
 WRITING_SHARE = 0.25
 LONGEST_INTERVAL = 600.0
-QUIET_SECONDS = 600.0  # between lines about recovery checkpoints; the last one is always reported
+QUIET_SECONDS = 600.0  # between messages about recovery checkpoints; the last one is always reported
 
 
 def write_arrays(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Write the arrays of a state to a file of their own, if it has any. Returns the rest."""
+    """Write the arrays of a state to a separate file, if it has any. Returns the rest."""
     arrays = {key: value for key, value in state.items() if isinstance(value, np.ndarray)}
     if arrays:
         np.savez(directory / ARRAYS, **arrays)
@@ -53,29 +53,29 @@ def read_arrays(directory: Path) -> dict[str, np.ndarray]:
 
 
 class HasState(Protocol):
-    """A part of a run whose state a checkpoint holds."""
+    """A part of a run with state in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state by keys that no other part uses: plain values, for state.json, and arrays."""
 
 
 class Stateful(HasState, Protocol):
-    """A part of a run whose state is also put back."""
+    """A part of a run with state that is also restored."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the part from a checkpoint's state, which holds the keys of all parts."""
+        """Restore the part from a checkpoint's state, which has the keys of all parts."""
 
 
 class SavableModels(Protocol):
     """The models of a run, as the training workers hold them."""
 
-    updates_begun: int  # the weights are those of a complete step as long as it stays the same
+    updates_begun: int  # while it is unchanged, the weights belong to a complete step
 
     def start_save(self, directory: Path, contents: dict[str, list[str]]) -> None:
         """Start to write each model's parts; returns when they are copied to host memory."""
 
     def finished_save(self) -> bool:
-        """Whether all is written; raises RuntimeError once if something could not be."""
+        """Whether everything is written; raises RuntimeError once if writing failed."""
 
     def export(self, directory: Path, name: str) -> None:
         """Write a model as a Hugging Face directory."""
@@ -88,9 +88,9 @@ class Save(Enum):
 
 @dataclass(frozen=True)
 class SaveTimes:
-    """The times to save a checkpoint to keep it, and only to recover from. A checkpoint is kept every `steps` steps
-    (0: at the end only; -1: never), `epochs` epochs, `seconds` seconds. The last step is kept wherever anything is.
-    Recovery does not depend on it: 0 or fewer `recovery_seconds` turn it off, None is as often as it costs little."""
+    """The times of kept checkpoints and of recovery checkpoints. A checkpoint is kept every `steps` steps (0: at the
+    end only; -1: never), `epochs` epochs, `seconds` seconds. The last step is kept if any step is. Recovery checkpoints
+    are independent of these: every `recovery_seconds`, 0 or less for none, None for as often as the cost is small."""
 
     steps: int
     epochs: float | None
@@ -106,13 +106,13 @@ class SaveTimes:
         return self.keeps_any or self.recovery_seconds is None or self.recovery_seconds > 0
 
     def keeps(self, step: int, epochs: tuple[float, float], seconds: float) -> bool:
-        """Whether to keep a step; `epochs` were done before and after it, the last kept one is `seconds` old."""
+        """Whether to keep a step. `epochs`: epochs done before and after it; `seconds`: age of the last kept one."""
         by_steps = self.steps > 0 and step % self.steps == 0
         by_epochs = self.epochs is not None and epochs[0] // self.epochs < epochs[1] // self.epochs
         return by_steps or by_epochs or (self.seconds is not None and seconds >= self.seconds)
 
     def recovers(self, seconds: float, cost: float) -> bool:
-        """Whether to save a step to recover from, `seconds` after the last save, which cost training `cost` seconds."""
+        """Whether to save a recovery checkpoint, `seconds` after the last save, which cost training `cost` seconds."""
         if self.recovery_seconds is None:
             return seconds >= min(LEAST_TIMES * cost, LONGEST_INTERVAL)
         return 0 < self.recovery_seconds <= seconds
@@ -120,9 +120,9 @@ class SaveTimes:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The parts saved of each model (actor, critic, reference): model, optimizer, extra, hf_model; and when. `complete`
-    adds what the driver has (the tokenizer) to a model's huggingface folder. `fixed` is the part of state.json that is
-    the same in every checkpoint of the run. `lack` says why there is not enough memory for a save; empty: there is."""
+    """The contents and times of saves. `contents`: the saved parts (model, optimizer, extra, hf_model) by model (actor,
+    critic, reference). `complete` adds the driver's files (the tokenizer) to a model's huggingface folder. `fixed`:
+    the constant part of state.json. `lack` returns why the memory does not suffice for a save; empty if it does."""
 
     contents: dict[str, list[str]]
     times: SaveTimes
@@ -134,7 +134,7 @@ class SavePlan:
 
 
 class Saver:
-    """Starts saves and sees them through; `parts` give the driver's state by name, `log` that of what was logged."""
+    """Starts saves and follows them to the end. `parts`: parts of the driver by name; `log`: the state of the logs."""
 
     def __init__(
         self, models: SavableModels, store: Store, plan: SavePlan, parts: Mapping[str, HasState], log: HasState
@@ -143,13 +143,13 @@ class Saver:
         self.watch = Stopwatch()
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self.latest: dict[str, Any] = {}  # the state after the last complete step
-        self.updates = 0  # begun by then
+        self.updates = 0  # updates begun by then
         self.saved: int | None = None  # the step of the last save, unless it failed
         self.publishing: Future[Checkpoint | None] | None = None
-        self.writing = False  # by the workers, as far as they were asked
+        self.writing = False  # whether the workers were writing at the last poll
         self.abandoned, self.last = Event(), False
         self.failed: SaveFailed | None = None  # if the last save failed
-        self.blocked = self.took = 0.0  # seconds of the last save: those in which training waited, and all of them
+        self.blocked = self.took = 0.0  # seconds of the last save: in which training waited, and in total
         self.saved_at = self.kept_at = time.monotonic()
         self.reported_at, self.unreported = -math.inf, ""
 
@@ -159,7 +159,7 @@ class Saver:
         return self.plan.times.ever
 
     def due(self, step: int, epochs: tuple[float, float], *, last: bool) -> Save | None:
-        """Whether a step is to be saved, and how long it stays; `epochs` were done before and after it."""
+        """Return the kind of save that a step needs, or None. `epochs`: epochs done before and after the step."""
         now, times, self.last = time.monotonic(), self.plan.times, last
         if times.keeps_any and (last or times.keeps(step, epochs, now - self.kept_at)):
             return Save.KEPT
@@ -169,15 +169,15 @@ class Saver:
         return Save.RECOVERY if times.recovers(now - self.saved_at, cost) else None
 
     def completed(self, step: int, metrics: dict[str, float], problem: str) -> None:
-        """Record the state after a step, which `start` saves, or `rescue` if the next one fails. `problem` says why a
-        run should rather resume from another checkpoint; empty: this one is healthy."""
+        """Record the state after a step. `start` saves it, or `rescue` if the next step fails. `problem`: reason to
+        resume from another checkpoint; empty if this one is healthy."""
         state = {"step": step, "metrics": metrics, "healthy": not problem, "reason": problem}
         for part in self.parts.values():
             state |= part.state_dict()
         self.latest, self.updates = self.plan.fixed | state, self.models.updates_begun
 
     def start(self, save: Save | None) -> None:
-        """Save the last complete step, to recover from if it is not due; returns when all models are copied to host
+        """Save the last complete step; None writes a recovery checkpoint. Returns when all models are copied to host
         memory."""
         save = save or Save.RECOVERY
         self.finish()
@@ -212,8 +212,8 @@ class Saver:
             self.finish()
 
     def rescue(self, error: Exception, prepare: Callable[[], None]) -> None:
-        """Save the last complete step before an error ends the run, unless it is saved, or the weights have changed;
-        `prepare` brings the devices into the state for it."""
+        """Save the last complete step before an error ends the run, unless it is saved or the weights have changed.
+        `prepare` brings the devices into the state for saving."""
         step = self.latest.get("step")
         sound = step is not None and self.models.updates_begun == self.updates
         try:
@@ -226,7 +226,7 @@ class Saver:
             warn(f"step {step} could not be saved: {second}", SaveFailed.code)
 
     def _write(self, directory: Path, save: Save) -> list[str]:
-        """Write what the driver has, and start the workers' writing. Returns the models that they write in shards."""
+        """Write the driver's files, and start the workers' writing. Returns the models that they write in shards."""
         save_config(self.plan.config, directory / "config.yaml")
         for name, parts in self.plan.contents.items():
             if WHOLE in parts and (save is Save.KEPT or parts == [WHOLE]):  # no run resumes from it
@@ -239,7 +239,7 @@ class Saver:
         return [name for name, parts in sharded.items() if parts]
 
     def _publish(self, step: int, state: dict[str, Any], sharded: list[str]) -> Checkpoint | None:
-        """Publish a step once all of it is on disk; runs in the thread."""
+        """Publish a step when it is completely on disk; runs in the thread."""
         while not self.store.is_written(step, sharded):
             if self.abandoned.wait(WAIT_SECONDS):
                 return None
@@ -259,7 +259,7 @@ class Saver:
         return saved
 
     def poll(self) -> None:
-        """See whether the save in progress failed or is done; called between steps, when the workers respond."""
+        """Check whether the save in progress failed or is done. Call it between steps, when the workers respond."""
         failure: Exception | None = None
         if self.writing:
             try:
@@ -276,7 +276,7 @@ class Saver:
                 self._log_failure(error)
 
     def close(self) -> None:
-        """End the thread; what the workers write to the end is published when the run is started again."""
+        """End the thread. A checkpoint that the workers complete later is published when the run is started again."""
         self.abandoned.set()
         self.thread.shutdown()
         if self.unreported:

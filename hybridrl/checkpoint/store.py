@@ -54,10 +54,10 @@ class Checkpoint:
 
 
 def list_checkpoints(directory: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a directory in order of publication, which is by step unless a run went back. Those
-    with a damaged state are left out: a wrong order would delete others. Takes no lock."""
+    """Return the checkpoints of a directory in order of publication, which is by step unless a run went back. A damaged
+    state is left out: a wrong order would delete other checkpoints. Takes no lock."""
     intact = (read_checkpoint(path) for path in step_directories(directory) if is_intact(path, STATE))
-    return sorted((one for one in intact if one is not None), key=lambda one: one.state["published"])
+    return sorted((saved for saved in intact if saved is not None), key=lambda saved: saved.state["published"])
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
@@ -72,9 +72,9 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def lacks(path: Path) -> str:
-    """Return what was not saved in a checkpoint without which no run resumes from it, the weights of a model in shards;
-    empty: nothing, and what was saved may be damaged. Moments and the schedule's position are no such things: a run
-    that resumes without them says so."""
+    """Return why no run can resume from a checkpoint: the weights of a model were not saved in shards. Empty if they
+    were; saved files may be damaged. Moments and the schedule's position are not required: a run that resumes without
+    them reports it."""
     for name in ("actor", "critic"):
         index = path / name / SHARDS
         if not index.parent.is_dir() or faults(path, f"{name}/{SHARDS}"):
@@ -87,11 +87,11 @@ def lacks(path: Path) -> str:
 
 def resumable(directory: Path) -> list[Checkpoint]:
     """Return the checkpoints of a directory that lack nothing, in order of publication."""
-    return [one for one in list_checkpoints(directory) if not lacks(one.path)]
+    return [saved for saved in list_checkpoints(directory) if not lacks(saved.path)]
 
 
 def check(path: Path) -> list[str]:
-    """Return what is wrong with a checkpoint: that it is not healthy, and each damaged file."""
+    """Return the faults of a checkpoint: that it is not healthy, and each damaged file."""
     damaged, checkpoint = faults(path), read_checkpoint(path)
     if checkpoint is None:
         return damaged or [f"{STATE}: not the state of a checkpoint"]
@@ -101,7 +101,7 @@ def check(path: Path) -> list[str]:
 
 def lineage(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints that led to the newest one, from a list in order of publication. A run that went back, by
-    an explicit path or past a damaged checkpoint, has abandoned those of later steps: they belong to another run."""
+    an explicit path or past a damaged checkpoint, has abandoned the checkpoints of later steps."""
     line: list[Checkpoint] = []
     for newer in checkpoints:
         line = [older for older in line if older.step < newer.step] + [newer]
@@ -109,10 +109,10 @@ def lineage(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def newest_good(directory: Path, log: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest checkpoint that a run can resume from and that is intact and healthy; log each that is skipped,
-    with the reason."""
-    checkpoints = {one.path: one for one in list_checkpoints(directory)}
-    current = {one.path for one in lineage(list(checkpoints.values()))}
+    """Return the newest intact and healthy checkpoint from which a run can resume; log each skipped one with the
+    reason."""
+    checkpoints = {saved.path: saved for saved in list_checkpoints(directory)}
+    current = {saved.path for saved in lineage(list(checkpoints.values()))}
     for path in reversed(step_directories(directory)):
         if is_verl(path):
             continue
@@ -126,18 +126,18 @@ def newest_good(directory: Path, log: Callable[[str], None]) -> Checkpoint | Non
 
 
 def retained(checkpoints: list[Checkpoint], keep: int | None, keep_best: str | None) -> list[Checkpoint]:
-    """Return the checkpoints to retain, of a list in order of publication; see `Store`. Any checkpoint supersedes a
-    recovery checkpoint, one that is not healthy supersedes no other, and abandoned ones are deleted first."""
-    healthy = [one for one in checkpoints if one.state["healthy"]]
-    regular = [one for one in checkpoints if not one.state["recovery"]]
-    current = {one.step for one in lineage(checkpoints)}
-    candidates = sorted((one for one in regular if one.state["healthy"]), key=lambda one: one.step in current)
-    kept = [*checkpoints[-1:], *healthy[-1:], *(regular if keep is None else candidates[-keep:])]
+    """Return the checkpoints to retain, from a list in order of publication; see `Store`. Any checkpoint supersedes a
+    recovery checkpoint, an unhealthy one supersedes no other, and abandoned ones are deleted first."""
+    healthy = [saved for saved in checkpoints if saved.state["healthy"]]
+    regular = [saved for saved in checkpoints if not saved.state["recovery"]]
+    current = {saved.step for saved in lineage(checkpoints)}
+    candidates = sorted((saved for saved in regular if saved.state["healthy"]), key=lambda saved: saved.step in current)
+    result = [*checkpoints[-1:], *healthy[-1:], *(regular if keep is None else candidates[-keep:])]
     if keep_best:
         name, sign = keep_best.removeprefix("-"), -1 if keep_best.startswith("-") else 1
-        measured = [one for one in candidates if not math.isnan(one.state["metrics"].get(name, math.nan))]
-        kept += sorted(measured, key=lambda one: sign * one.state["metrics"][name])[-1:]
-    return kept
+        measured = [saved for saved in candidates if not math.isnan(saved.state["metrics"].get(name, math.nan))]
+        result += sorted(measured, key=lambda saved: sign * saved.state["metrics"][name])[-1:]
+    return result
 
 
 def step_directories(directory: Path) -> list[Path]:
@@ -157,11 +157,10 @@ def is_verl(path: Path) -> bool:
 
 
 class Store:
-    """The checkpoints of one run at a time, `<directory>/global_step_N`. `keep`: how many are retained (None: all).
-    `keep_best`: a metric; the checkpoint with its greatest value is retained too, with a leading "-" the one with its
-    least. With `leave` the checkpoints that are there and that no run resumes from stay, however many: the run starts
-    from scratch, and they are all that is left of the one before. Raises ConfigError if another run uses the
-    directory."""
+    """The checkpoints of one run at a time, `<directory>/global_step_N`. `keep`: number of retained ones (None: all).
+    `keep_best`: a metric; the checkpoint with its greatest value is retained too (with a leading "-", the least value).
+    With `leave`, earlier checkpoints without weights in shards stay, in any number: this run starts from scratch, and
+    nothing else is left of the run before. Raises ConfigError if another run uses the directory."""
 
     def __init__(
         self, directory: Path, *, keep: int | None = None, keep_best: str | None = None, leave: bool = False
@@ -173,10 +172,10 @@ class Store:
         self._lock = _lock(directory)
         self._leave()
         for writing in directory.glob(".global_step_*.writing"):
-            if state := _complete_state(writing):  # all is on disk, and the run ended before it could publish it
+            if state := _complete_state(writing):  # completely on disk; the run ended before publishing it
                 try:
                     info(f"{self._publish(step_number(writing), state).path} is complete: published")
-                except OSError as error:  # removes nothing: it may succeed once there is room
+                except OSError as error:  # remove nothing: it may succeed when there is space
                     self.close()
                     raise SaveFailed(f"{writing} is complete and could not be published: {error}") from error
         self._clean()
@@ -200,7 +199,7 @@ class Store:
         return writing
 
     def complete(self, step: int, state: dict[str, Any]) -> None:
-        """Write the state of a checkpoint of which only the shards of the models in state["sharded"] are missing."""
+        """Write the state of a checkpoint. Afterwards only the shards of the models in state["sharded"] are missing."""
         _write_state(self._hidden(step, "writing"), state)
 
     def is_written(self, step: int, sharded: list[str]) -> bool:
@@ -218,17 +217,17 @@ class Store:
         assert state.keys() >= REQUIRED
         writing, final = self._hidden(step, "writing"), self.directory / f"global_step_{step}"
         replaced, latest = self._hidden(step, "replaced"), self.directory / f".{LATEST}.writing"
-        older = [one for one in list_checkpoints(self.directory) if one.step != step]
-        state = state | {"published": 1 + max((one.state["published"] for one in older), default=0)}
-        older = [one for one in older if one.path not in self.left]
+        older = [saved for saved in list_checkpoints(self.directory) if saved.step != step]
+        state = state | {"published": 1 + max((saved.state["published"] for saved in older), default=0)}
+        older = [saved for saved in older if saved.path not in self.left]
         _write_state(writing, state)
         write_manifest(writing)
         publish(writing, final, replaced)
         latest.write_text(str(step))
         publish(latest, self.directory / LATEST)
         published = Checkpoint(step, final, state)
-        kept = {one.path for one in retained([*older, published], self.keep, self.keep_best)}
-        for path in (replaced, *(one.path for one in older if one.path not in kept)):
+        remaining = {saved.path for saved in retained([*older, published], self.keep, self.keep_best)}
+        for path in (replaced, *(saved.path for saved in older if saved.path not in remaining)):
             self._delete(path)
         return published
 
@@ -245,14 +244,14 @@ class Store:
         return failed
 
     def last(self) -> Path | None:
-        """Return the newest checkpoint to resume from that was healthy when it was saved."""
-        return next((one.path for one in reversed(resumable(self.directory)) if one.state["healthy"]), None)
+        """Return the newest resumable checkpoint that was healthy when saved."""
+        return next((saved.path for saved in reversed(resumable(self.directory)) if saved.state["healthy"]), None)
 
     def _hidden(self, step: int, kind: str) -> Path:
         return self.directory / f".global_step_{step}.{kind}"
 
     def _clean(self, step: int | str = "*") -> None:
-        """Restore a checkpoint whose replacement never appeared; remove half-written and half-deleted ones."""
+        """Restore a checkpoint if its replacement never appeared; remove half-written and half-deleted ones."""
         for replaced in self.directory.glob(f".global_step_{step}.replaced"):
             final = self.directory / f"global_step_{step_number(replaced)}"
             if final.exists():
@@ -267,7 +266,7 @@ class Store:
     def _delete(self, path: Path) -> None:
         """Remove a checkpoint, if it exists. It is hidden first, so that a partial one is never seen."""
         hidden = self._hidden(step_number(path), "deleting")
-        with contextlib.suppress(OSError):  # what cannot be deleted now is deleted when a store is next opened here
+        with contextlib.suppress(OSError):  # on failure, the next store of this directory deletes the rest
             _remove(hidden)
             path.replace(hidden)
             flush_to_disk(self.directory)
@@ -275,7 +274,7 @@ class Store:
 
 
 def _write_state(writing: Path, state: dict[str, Any]) -> None:
-    """Write state.json in one step: until the checkpoint is published, a kill must leave the one before."""
+    """Write state.json atomically: until the checkpoint is published, a kill must leave the state before."""
     temporary = writing / f".{STATE}.writing"
     temporary.write_text(json.dumps(state, indent=1), encoding="utf-8")
     flush_to_disk(temporary)
@@ -283,13 +282,13 @@ def _write_state(writing: Path, state: dict[str, Any]) -> None:
 
 
 def _has_shards(directory: Path, sharded: list[str]) -> bool:
-    """Return whether all shards of these models are on disk: torch.distributed.checkpoint writes their index once every
-    rank has written and flushed its own."""
+    """Return whether all shards of these models are on disk: torch.distributed.checkpoint writes the index after every
+    rank has written and flushed its shard."""
     return all((directory / name / SHARDS).is_file() for name in sharded)
 
 
 def _complete_state(writing: Path) -> dict[str, Any] | None:
-    """Return the state of a checkpoint of which everything is on disk; None if something is missing."""
+    """Return the state of a checkpoint that is completely on disk; None if something is missing."""
     try:
         state = read_mapping(writing / STATE)
         return state if _has_shards(writing, state["sharded"]) else None
@@ -319,7 +318,7 @@ def holder(directory: Path) -> str:
 
 
 def _locked(file: TextIO) -> bool:
-    """Lock a file, and return whether that was possible. Raises BlockingIOError if a run has it locked."""
+    """Lock a file, and return whether that was possible. Raises BlockingIOError if a run holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -334,7 +333,7 @@ def _lock(directory: Path) -> TextIO:
     file = (directory / LOCK).open("a+", encoding="utf-8")
     until = time.monotonic() + LOOK_SECONDS
     try:
-        while not _locked(file):  # by `holder`, which only looks
+        while not _locked(file):  # `holder` may hold it for a moment
             if time.monotonic() > until:
                 raise BlockingIOError
             time.sleep(0.01)

@@ -1,7 +1,7 @@
-"""Tensors in files, read one at a time whatever the file format, and without executing code that a file names.
+"""Tensors in files of several formats, read one at a time, and without executing code that a file names.
 
-A pickle, as torch.save writes it, names the functions and classes it is built with. Only plain containers are built
-here. Tensors become StoredTensor, which refer to their bytes in the file; everything else becomes an inert `Record`.
+A pickle of torch.save names functions and classes to call. Only plain containers are built here. Tensors become
+StoredTensor, which refer to their bytes in the file; everything else becomes an inert `Record`.
 """
 
 import operator
@@ -30,7 +30,7 @@ TYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
 }  # fmt: skip
-# What readers raise for files that are missing or damaged; MemoryError for a damaged length.
+# Exceptions of readers for missing and damaged files; MemoryError for a damaged length.
 UNREADABLE = (
     AssertionError, AttributeError, BadZipFile, EOFError, ImportError, LookupError, MemoryError, OSError, OverflowError,
     RuntimeError, SafetensorError, TypeError, ValueError, pickle.UnpicklingError,
@@ -49,8 +49,8 @@ class Unreadable(ConfigError):
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of a saved model. `meta` has names, shapes and types, as meta tensors; `chunks` reads a tensor as it
-    is stored, each element once. `form` describes the file format; `faults` verifies its checksums, if it has any."""
+    """The tensors of a saved model. `meta`: names, shapes and types, as meta tensors; `chunks` reads a tensor in stored
+    pieces, each element once. `form` describes the file format; `faults` verifies the checksums, if there are any."""
 
     form: str
     meta: dict[str, Tensor]
@@ -64,7 +64,7 @@ class Tensors:
         return tensor
 
     def fill(self, target: Tensor, name: str, first: Sequence[int]) -> None:
-        """Fill a tensor with the region of a saved one that starts at `first` in each dimension."""
+        """Fill a tensor with a region of a saved one: it starts at `first` in each dimension."""
         for offsets, chunk in self._checked_chunks(name):
             region, values = target, chunk
             for dim, (begin, offset) in enumerate(zip(first, offsets, strict=True)):
@@ -77,8 +77,8 @@ class Tensors:
                 region.copy_(values)
 
     def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield a tensor in runs of consecutive elements, each with the index of its first one: its chunks if it is cut
-        by rows, else all of it. Raises Unreadable if a chunk is missing or damaged."""
+        """Yield a tensor in runs of consecutive elements, each with the index of its first element: the chunks of a
+        tensor cut by rows, else the whole tensor. Raises Unreadable if a chunk is missing or damaged."""
         meta = self.meta[name]
         for offsets, chunk in self._checked_chunks(name):
             if chunk.shape[1:] != meta.shape[1:]:
@@ -130,7 +130,7 @@ class StoredTensor:
         return values
 
     def chunks(self, offsets: Sequence[int]) -> Iterator[Chunk]:
-        """Yield copies of a few rows at a time, as regions of a larger tensor that has this one at `offsets`."""
+        """Yield copies of a few rows at a time, as regions of a larger tensor with this one at `offsets`."""
         if self.stride != torch.empty(self.shape, device="meta").stride():
             yield offsets, self.mapped().clone()
             return
@@ -164,7 +164,7 @@ def blank(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn any failure to read a file or directory into an Unreadable that names it and the reason."""
+    """Turn any failure to read a file or directory into Unreadable, with its path and the reason."""
     try:
         yield
     except ConfigError:
@@ -177,7 +177,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 class Record:
-    """Stands in for an object of a class that is not built; holds what its constructor would have received."""
+    """Stands in for an object of a class that is not built; holds the arguments of its constructor."""
 
     arguments: tuple[Any, ...]
     state: Any = None
@@ -212,7 +212,7 @@ def damaged(file: Path) -> bool:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles an archive of which `memory` is a mapping that starts at byte `begin` of the file."""
+    """Unpickles an archive. `memory` maps the file from byte `begin`."""
 
     def __init__(self, archive: ZipFile, memory: mmap, file: Path, begin: int) -> None:
         names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
@@ -223,8 +223,8 @@ class _Unpickler(pickle.Unpickler):
         self.prefix = names[0].removesuffix("data.pkl")
 
     def find_class(self, module: str, name: str) -> Any:
-        known = _SAFE.get(f"{module}.{name}")
-        return type(name, (Record,), {}) if known is None else known
+        built = _SAFE.get(f"{module}.{name}")
+        return type(name, (Record,), {}) if built is None else built
 
     def persistent_load(self, saved: Any) -> StoredTensor:
         _, dtype, key, _, elements = saved
@@ -241,9 +241,9 @@ def _tensor(storage: StoredTensor, first: int, shape: Any, stride: Any, *_: Any)
     return replace(storage, shape=torch.Size(shape), stride=tuple(stride), first=first)
 
 
-def _tensor_of_bytes(storage: StoredTensor, first: int, shape: Any, stride: Any, *more: Any) -> StoredTensor:
+def _tensor_of_bytes(storage: StoredTensor, first: int, shape: Any, stride: Any, *further: Any) -> StoredTensor:
     """Newer types have byte storages; the type follows after requires_grad and hooks."""
-    return replace(_tensor(storage, first, shape, stride), dtype=more[2])
+    return replace(_tensor(storage, first, shape, stride), dtype=further[2])
 
 
 def _tensor_subclass(function: Any, kind: Any, arguments: tuple[Any, ...], state: Any) -> Any:

@@ -153,7 +153,7 @@ def test_metadata_that_python_3_11_2_wrote_is_read(copy):
 )
 def test_metadata_that_names_anything_else_is_rejected(copy, content):
     (copy / ".metadata").write_bytes(content)
-    with pytest.raises(Unreadable, match=r"\.metadata cannot be read: it .* is no part of a checkpoint's metadata"):
+    with pytest.raises(Unreadable, match=r"\.metadata cannot be read: it .* is not part of a checkpoint's metadata"):
         open_tensors(copy)
 
 
