@@ -1,6 +1,6 @@
 """Console output: messages of the driver, one line per step, and on a terminal a progress bar.
 
-All messages that may appear while the progress bar is shown use `info` and `warn`, which keep the bar below them.
+Messages during the progress bar must use `info` and `warn`: these keep the bar below them.
 """
 
 import errno
@@ -28,13 +28,13 @@ from hybridrl.tracking.sink import Activity, SampleRow, Sink
 
 SHOWN_CHARACTERS = 240
 SECONDS_ON_TERMINAL, SECONDS_IN_LOG = 0.5, 2.0  # between two lines of steps
-HEADER_EVERY, COLUMN_WIDTH, REWARDS = 25, 9, 5  # rows; characters; steps that a reward is compared with
-SECONDS_OF_SILENCE = 60.0  # in a log, before a line says what a long step is doing
+HEADER_EVERY, COLUMN_WIDTH, REWARDS = 25, 9, 5  # rows; characters; earlier steps to compare a reward with
+SECONDS_OF_SILENCE = 60.0  # in a log, until a line reports the present work of a long step
 
 
 def printable(text: str) -> str:
-    """Return a text from outside without what could change the terminal: escape codes, carriage returns, characters
-    that reverse the direction of others."""
+    """Return a text from outside without characters that could change the terminal: escape codes, carriage returns,
+    and direction marks."""
     return "".join(c if _is_harmless(c) else "\N{REPLACEMENT CHARACTER}" for c in text.replace("\r\n", "\n"))
 
 
@@ -48,7 +48,7 @@ def _is_harmless(character: str) -> bool:
 
 
 class Terminal(Console):
-    """A console on which every text is printable; styles and tables are as usual."""
+    """A console that makes every text printable; styles and tables are as usual."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
@@ -75,7 +75,7 @@ def warn(text: str, code: str = "") -> None:
 
 
 def on_terminal() -> bool:
-    """Whether the output can show what changes in place."""
+    """Whether the output can be updated in place."""
     return console.file.isatty() and not console.is_dumb_terminal
 
 
@@ -111,7 +111,7 @@ def _print(text: Text) -> None:
 
 
 class MessageHandler(logging.Handler):
-    """Prints what is logged as `info` and `warn` do, without date and level."""
+    """Prints log records like `info` and `warn`, without date and level."""
 
     def emit(self, record: logging.LogRecord) -> None:
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
@@ -119,7 +119,7 @@ class MessageHandler(logging.Handler):
 
 
 class VerlSink(Sink):
-    """`step:N - key:value - key:value ...`, all metrics in the line format of verl, which scripts parse."""
+    """`step:N - key:value - key:value ...`: all metrics in verl's line format, for scripts that parse it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -130,8 +130,8 @@ class VerlSink(Sink):
 
 
 class LineSink(Sink):
-    """One line per step with its main metrics; fewer where steps are quick, but for validations and the last. Within a
-    long step a line a minute says what it is doing."""
+    """One line per step with its main metrics. Quick steps get fewer lines, except validations and the last step. A
+    long step gets a line per minute with its present work."""
 
     seconds_between = SECONDS_IN_LOG
 
@@ -143,7 +143,7 @@ class LineSink(Sink):
         Activity.watcher = self.doing
 
     def doing(self, what: str) -> None:
-        """Show what the run is doing."""
+        """Show the present work of the run."""
         now = self._clock()
         if self._last_heard < 0:
             self._last_heard = now
@@ -172,8 +172,8 @@ class LineSink(Sink):
 
 
 class TerminalSink(LineSink):
-    """A table with a row per step, and below it a progress bar with the remaining time and what the run is doing. A
-    reward above the mean of the steps before it is green."""
+    """A table with a row per step; below it a progress bar with the remaining time and the present work. A reward above
+    the mean of the steps before it is green."""
 
     seconds_between = SECONDS_ON_TERMINAL
 
@@ -186,8 +186,8 @@ class TerminalSink(LineSink):
         self._rows = 0
         self._rewards: deque[float] = deque(maxlen=REWARDS)
         done, texts = (BarColumn(20), MofNCompleteColumn(), TextColumn("steps")), ("left", "now")
-        more = [TextColumn(f"{{task.fields[{name}]}}") for name in texts]
-        self.progress = Progress(*done, TimeElapsedColumn(), *more, console=console, refresh_per_second=2)
+        fields = [TextColumn(f"{{task.fields[{name}]}}") for name in texts]
+        self.progress = Progress(*done, TimeElapsedColumn(), *fields, console=console, refresh_per_second=2)
         self._bar = self.progress.add_task("", total=total_steps, completed=start_step, left="", now="")
         self.progress.start()
 
@@ -205,13 +205,13 @@ class TerminalSink(LineSink):
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:
         values = main_values(metrics)
-        known = {name for name, (value, _) in values.items() if value is not None}
-        if not known & {"reward", "loss"}:  # the start, or a validation before the first step
+        shown = {name for name, (value, _) in values.items() if value is not None}
+        if not shown & {"reward", "loss"}:  # the start, or a validation before the first step
             return self._print(step_line(step, metrics))
-        new = not known <= {*self._columns}
+        new = not shown <= {*self._columns}
         if new:
-            known |= {"val"} if "reward" in known else {"val loss"}
-            self._columns = [name for name in values if name in known or name in self._columns]
+            shown |= {"val"} if "reward" in shown else {"val loss"}
+            self._columns = [name for name in values if name in shown or name in self._columns]
         if new or self._rows % HEADER_EVERY == 0:
             titles = (f"{name or 'seconds':>{COLUMN_WIDTH}}" for name in self._columns)
             self._print(Text(" step" + "".join(titles), "dim"))
@@ -240,15 +240,15 @@ class TerminalSink(LineSink):
 
 
 def seconds_left(step_ends: list[float], steps_left: int) -> float | None:
-    """Return the mean step time x `steps_left`; the first interval, a warm-up, is left out once there are others."""
+    """Return the mean step time x `steps_left`; the first interval, a warm-up, is left out if there are others."""
     times = [end - start for start, end in pairwise(step_ends)]
     times = times[1:] or times
     return sum(times) / len(times) * steps_left if times else None
 
 
 def main_values(metrics: dict[str, float]) -> dict[str, tuple[float | None, str]]:
-    """Return the main metrics of a step by their short names, with the form of each; None: not logged. What matters
-    most comes first, as a narrow terminal crops the rest. The seconds have no name."""
+    """Return the main metrics of a step by short names, with their formats; None: not logged. The most important come
+    first, since a narrow terminal crops the rest. The name of the seconds is empty."""
     scores = [value for name, value in metrics.items() if names.is_validation_score(name)]
     timed = names.phase_seconds(metrics) or names.STEP_SECONDS in metrics
     return {

@@ -1,4 +1,4 @@
-"""`faults.jsonl`: what was reported during a run, and how it ended, for people and for `doctor why`.
+"""`faults.jsonl`: the reported faults of a run, and its end, for people and for `doctor why`.
 
 Each record is a line, written at once: `{"time", "step", "code", "text", "tail", "memory", "end"}`. A run begins with
 the code `begun`, and its last record has `"end": true`, unless it was killed.
@@ -21,22 +21,22 @@ Memory = dict[str, int | None]
 
 FILE, PAGE = "faults.jsonl", "docs/errors.md"
 BEGUN, FINISHED, STOPPED, RESTART, REQUESTED = "begun", "finished", "stopped", "restart", "stop-requested"
-UNEXPECTED = "unexpected"  # an exception that is not one of hybridrl
-PER_CODE = 100  # records; a fault of every response would otherwise fill the disk
-TAIL_LINES, TAIL_BYTES = 40, 16384  # of the log that a text names
-BEGINS = "-- another process writes here from now on --\n"  # in the log of an actor that takes the place of another
-# A process as texts name it, which its log file is named after.
+UNEXPECTED = "unexpected"  # an exception from outside hybridrl
+PER_CODE = 100  # most records per code; a fault of every response would otherwise fill the disk
+TAIL_LINES, TAIL_BYTES = 40, 16384  # most lines and bytes from the log of a process
+BEGINS = "-- another process writes here from now on --\n"  # in the log of an actor that replaces another
+# The name of a process in texts; its log file has the same name.
 ACTOR = re.compile(r"\b(rollout|train)(?: server |-)(\d+)\b")
 
-# In the messages of `kill_cause` and Ray's memory monitor; of Python and torch; and those of CUDA and vLLM. The host is
-# tried first: its messages may also say "out of memory".
+# Messages of `kill_cause` and Ray's memory monitor; of Python and torch; of CUDA and vLLM. The host is tried first: its
+# messages may also contain "out of memory".
 KILLED = re.compile("killed by the kernel for lack|kernel killed a|low on memory|memory usage threshold", re.IGNORECASE)
 MEMORY = {
     "host-memory": rf"{KILLED.pattern}|memory pressure|can.?.?t allocate memory|bad_alloc|\bMemoryError\b",
     "device-memory": r"out of memory|\bOutOfMemoryError\b|ALLOC_FAILED|not enough GPU memory"
     r"|less than desired \w+ memory|no available memory for the cache|larger than the available KV cache",
 }
-# What an error of a general kind shows to be its cause, by its text or by what the process logged last.
+# Codes of general errors, and patterns in their text or log that show the cause.
 GENERAL = {"device-memory", "worker-died", "worker-failed", "rollout-failed", "save-failed", UNEXPECTED}
 SIGNS = {
     "disk-full": r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]|\bOutOfDiskError\b",
@@ -47,7 +47,7 @@ SIGNS = {
 
 
 def out_of_memory(text: str) -> str | None:
-    """Return the code of the memory that ran out, as a message or a log shows; None if there was enough."""
+    """Return the code of the memory that ran out according to a message or log; None if there was enough."""
     return _sign_in(text, MEMORY)
 
 
@@ -56,7 +56,7 @@ def _sign_in(text: str, signs: Mapping[str, str]) -> str | None:
 
 
 def code_of(error: BaseException, tail: Sequence[str] = ()) -> str:
-    """Return the stable code of what ends a run: that of its class, or of the cause that text and log show."""
+    """Return the stable code of an error that ends a run: its class's code, or the cause shown by text and log."""
     if isinstance(error, KeyboardInterrupt):
         return STOPPED
     ours = type(error).__module__.startswith("hybridrl")
@@ -67,8 +67,8 @@ def code_of(error: BaseException, tail: Sequence[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """One record. `step` is the current step, 0 before the first; `tail` ends the log of the process it is about;
-    `end`: the run ended with it."""
+    """One record. `step`: the current step, 0 before the first; `tail`: the last lines of the affected process's log;
+    `end`: the run ended with this record."""
 
     time: str
     step: int
@@ -80,7 +80,7 @@ class Fault:
 
     @property
     def is_sound(self) -> bool:
-        """Whether the fields of a record that was read have their types. Raises ValueError for another form of time."""
+        """Whether the fields of a record from a file have their types. Raises ValueError for another form of time."""
         texts = all(isinstance(text, str) for text in (self.code, self.text))
         numbers = isinstance(self.memory, dict) and all(isinstance(size, int | None) for size in self.memory.values())
         return texts and numbers and isinstance(self.step, int) and isinstance(self.tail, list) and bool(self.at.tzinfo)
@@ -91,8 +91,8 @@ class Fault:
 
 
 class FaultLog(logging.Handler):
-    """Appends to `faults.jsonl` of a directory; as a handler, what is logged as a warning. What a full disk has no room
-    for is written with the next record."""
+    """Appends to `faults.jsonl` of a directory; as a handler, it appends logged warnings. If the disk is full, a record
+    is written with the next one."""
 
     def __init__(self, directory: Path, memory: Callable[[], Memory]) -> None:
         super().__init__(logging.WARNING)
@@ -105,7 +105,7 @@ class FaultLog(logging.Handler):
         self.add(getattr(record, "code", "warning"), record.getMessage())
 
     def add(self, code: str, text: str) -> None:
-        """Record what the run survives, as often as PER_CODE."""
+        """Record a fault that the run survives, at most PER_CODE times per code."""
         self._counts[code] += 1
         if self._counts[code] <= PER_CODE:
             self.write(code, text, self.tail(text))
@@ -120,7 +120,7 @@ class FaultLog(logging.Handler):
                 self._unwritten = self._unwritten[file.write(self._unwritten) :]
 
     def tail(self, text: str) -> list[str]:
-        """Return the last lines of the log of the first process that a text names, if it is on this machine."""
+        """Return the last log lines of the first process in a text, if it is on this machine."""
         named = ACTOR.search(text)
         if named is None:
             return []
@@ -129,12 +129,12 @@ class FaultLog(logging.Handler):
 
 
 def of_last_process(log: str) -> str:
-    """Return what the last process of a log has written: what is before that are errors of an earlier attempt."""
+    """Return the part of a log that its last process wrote; earlier parts belong to earlier attempts."""
     return log.rpartition(BEGINS)[2]
 
 
 def read_end(path: Path, size: int) -> bytes:
-    """Return the last bytes of a file, none if it cannot be read."""
+    """Return the last bytes of a file; empty if it cannot be read."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(file.seek(0, 2) - size, 0))
         return file.read()
@@ -142,13 +142,13 @@ def read_end(path: Path, size: int) -> bytes:
 
 
 def last_lines(path: Path, size: int) -> str:
-    """Return the whole lines among the last bytes of a file: the rest of one may be a secret without the name by which
-    it is masked."""
+    """Return complete lines from the end of a file. A cut line could show a secret without the key by which it is
+    masked."""
     end = read_end(path, size + 1)
     return (end.partition(b"\n")[2] if len(end) > size else end).decode(errors="replace")
 
 
-_current: FaultLog | None = None  # of the run of this process
+_current: FaultLog | None = None  # log of this process's run
 
 
 def record(code: str, text: str) -> None:
@@ -158,15 +158,15 @@ def record(code: str, text: str) -> None:
 
 
 def begin_step(step: int) -> None:
-    """Name the step that later records are of."""
+    """Set the step of later records."""
     if _current is not None:
         _current.step = step
 
 
 @contextmanager
 def recording(directory: Path, memory: Callable[[], Memory] = dict) -> Iterator[None]:
-    """Record faults in the directory meanwhile, with a record at the begin and one of how it ended; `memory` measures
-    that of the machine, in bytes."""
+    """Context in which faults are recorded in the directory, with a record at the beginning and one at the end.
+    `memory` measures the machine's memory in bytes."""
     global _current
     log, logger = FaultLog(directory, memory), logging.getLogger("hybridrl")
     _current = log
@@ -198,6 +198,6 @@ def read_faults(directory: Path) -> list[Fault]:
 
 
 def last_run(faults: list[Fault]) -> list[Fault]:
-    """Return the records of the last run, from its begin on."""
+    """Return the records of the last run, from its beginning on."""
     begins = [number for number, fault in enumerate(faults) if fault.code == BEGUN]
     return faults[begins[-1] :] if begins else []

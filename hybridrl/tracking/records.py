@@ -1,8 +1,8 @@
 """The files of sampled episodes, `<step>.jsonl`, one JSON object per episode: verl's keys `input`, `output`, `gts`,
-`score` and `step`, every key of the reward's dict, and under `episode` what hybridrl knows besides (docs/samples.md).
+`score` and `step`, every key of the reward's dict, and hybridrl's further values under `episode` (docs/samples.md).
 
-A file is written whole: it is there with all of its lines, or not at all. From COMPRESSED bytes on it is compressed,
-`<step>.jsonl.gz`. verl's own files are read likewise.
+A file is written atomically: it exists with all lines, or not at all. Files of COMPRESSED bytes and more are compressed
+as `<step>.jsonl.gz`. verl's files are read too.
 """
 
 import gzip
@@ -20,8 +20,8 @@ import yaml
 
 from hybridrl.tracking.console import warn
 
-COMPRESSED = 1 << 20  # bytes from which a file is compressed: those of small runs stay as they are
-LEVEL = 3  # of gzip: prose takes a third; at the default it takes 10% less, and 2.5 times as long
+COMPRESSED = 1 << 20  # bytes from which a file is compressed: files of small runs are plain
+LEVEL = 3  # level of gzip: prose takes a third; the default saves 10% more, in 2.5 times as long
 SUFFIXES = (".jsonl", ".jsonl.gz")
 VERL_KEYS = ("input", "output", "gts", "score", "step")
 OWN_KEY = "episode"
@@ -32,10 +32,10 @@ TOKEN_NUMBERS = ("ids", "sampled", "log_probs", "train_log_probs", "entropies", 
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One episode as it was written, e.g. `SampleRecord("user: 2+2?", "4", "4", 1.0, 7, {"acc": True}, {"row": 3})`.
+    """One episode in a file, e.g. `SampleRecord("user: 2+2?", "4", "4", 1.0, 7, {"acc": True}, {"row": 3})`.
 
     `score` is a finite number, None if the grader failed; `components` are the other keys of the reward's dict, and
-    `episode` is empty in files of verl. What is no number or list where the format has one was left out.
+    `episode` is empty in files of verl. Values of another type than the format's are left out.
     """
 
     prompt: str
@@ -48,7 +48,7 @@ class SampleRecord:
 
     @property
     def group(self) -> tuple[int, str | int]:
-        """The step and the prompt, which the responses of a group have in common."""
+        """The step and the prompt, common to all responses of a group."""
         return self.step, self.episode.get("position", self.prompt)
 
     def line(self) -> str:
@@ -58,8 +58,8 @@ class SampleRecord:
 
 
 def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write a file of episodes by one rename, in place of an earlier one of its step; OSError leaves nothing behind.
-    A large one is named `path` and .gz."""
+    """Write a file of episodes atomically, and replace an earlier file of its step; OSError leaves nothing behind. A
+    large file is compressed, and its name ends in .gz."""
     temporary = path.with_name(f".{path.name}.writing")
     data = "".join(_line(record) + "\n" for record in records).encode()
     compressed = path.with_name(f"{path.name}.gz")
@@ -87,15 +87,15 @@ def record_files(directory: Path) -> dict[int, Path]:
 
 
 def open_records(path: Path) -> TextIO:
-    """Open a file of episodes as text, whether or not it is compressed."""
+    """Open a file of episodes, compressed or not, as text."""
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8", errors="replace")
     return path.open(encoding="utf-8", errors="replace")
 
 
 def records_of(run_dir: Path, name: str) -> dict[int, Path]:
-    """Return the files of a run by step: those in its directory `name`, in the one that its configuration has instead,
-    or its own if it is itself such a directory."""
+    """Return the files of a run by step: from its directory `name`, else from the directory in its configuration, else
+    from `run_dir` itself."""
     return record_files(run_dir / name) or record_files(_configured(run_dir, name)) or record_files(run_dir)
 
 
@@ -116,8 +116,8 @@ def by_group(records: Iterable[SampleRecord]) -> dict[tuple[int, str | int], lis
 
 
 def read_records(path: Path) -> Iterator[SampleRecord]:
-    """Yield the episodes of a file. Lines that are no JSON object, as a copy that was cut short may have, are skipped
-    with one warning."""
+    """Yield the episodes of a file. Lines that are not JSON objects, as in an incomplete copy, are skipped with one
+    warning."""
     skipped = 0
     try:
         lines = open_records(path)
@@ -145,13 +145,13 @@ def _record(record: dict[str, Any]) -> SampleRecord:
     if prompt is None and response is None:
         raise ValueError("no sample")
     episode = record.get(OWN_KEY)
-    known = checked_episode(episode) if isinstance(episode, dict) else {}
+    checked = checked_episode(episode) if isinstance(episode, dict) else {}
     number = float(score) if _is_number(score) else None
-    return SampleRecord(as_text(prompt), as_text(response), truth, number, int(step or 0), components, known)
+    return SampleRecord(as_text(prompt), as_text(response), truth, number, int(step or 0), components, checked)
 
 
 def checked_episode(episode: dict[str, Any]) -> dict[str, Any]:
-    """Return what hybridrl knows of an episode without what cannot be used, as in a file that was edited."""
+    """Return hybridrl's values of an episode, without unusable ones, as in an edited file."""
     wrong = {name for name in NUMBERS if name in episode and not _is_number(episode[name])}
     wrong |= {name for name in ("messages", "turns") if not _is_list_of(episode.get(name, []), dict)}
     if not _are_tokens(episode.get("tokens")):
@@ -160,7 +160,7 @@ def checked_episode(episode: dict[str, Any]) -> dict[str, Any]:
 
 
 def _are_tokens(tokens: Any) -> bool:
-    """Whether all that is known of the tokens of a response has one value per token."""
+    """Whether all lists about the tokens of a response have one value per token."""
     if not isinstance(tokens, dict) or not {"ids", "texts", "sampled", "log_probs"} <= tokens.keys():
         return False
     if not all(isinstance(values, list) for values in tokens.values()) or len({*map(len, tokens.values())}) > 1:
@@ -174,7 +174,7 @@ def _is_list_of(value: Any, kind: type) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a finite number that a float can hold."""
+    """Whether a value is a finite number in the range of a float."""
     try:
         return isinstance(value, bool | int | float) and math.isfinite(value)
     except OverflowError:
@@ -186,12 +186,12 @@ def as_text(value: Any) -> str:
 
 
 def _line(record: dict[str, Any]) -> str:
-    """Return a record as one line; half a character, as a model can write, as its escape code."""
+    """Return a record as one line; a surrogate (half a character, which a model can write) as its escape code."""
     return json_text(record).encode("utf-8", "backslashreplace").decode()
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Return a value as JSON that every parser reads: null for NaN and infinity, which JSON lacks."""
+    """Return a value as standard JSON: null for NaN and infinity."""
     try:
         return json.dumps(value, indent=indent, ensure_ascii=False, default=str, allow_nan=False)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, and the report of a run that is made from it alone: curves as a picture, and a summary as text.
+"""`metrics.jsonl`, and a report of a run from this file alone: curves as a picture, and a summary as text.
 
 Each `log` call is one line `{"step": N, ...}`, on disk when the call returns. A second call for a step is a second
 line, so nothing is buffered until a step ends; `read_metrics` joins them.
@@ -42,7 +42,7 @@ CONTENTS = {
     "global_step_*": "checkpoints",
 }
 SECONDS_BETWEEN_CURVES = 60.0  # at least
-ROUNDING = 1e-6  # of the size of values: what float32 rounds
+ROUNDING = 1e-6  # relative rounding error of float32
 COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#64748b")
 INK, MUTED, GRID = "#1e293b", "#64748b", "#e2e8f0"
 STYLE = {
@@ -67,12 +67,12 @@ STYLE = {
 
 
 class JsonlSink(Sink):
-    """Appends to the lines up to `last_step` if the run is resumed; a new run moves an existing file aside. Lines that
-    a full disk has no room for are written before the next line."""
+    """Appends to the lines up to `last_step` if the run is resumed; a new run moves an existing file aside. If the disk
+    is full, lines are written before the next line."""
 
     def __init__(self, path: Path, last_step: int | None = None) -> None:
         if last_step is not None:
-            # Later steps and unreadable lines go by one rename: a kill in between leaves the file unchanged.
+            # Later steps and unreadable lines are removed atomically: a kill leaves the file unchanged.
             temporary = path.with_name(f".{path.name}.writing")
             with temporary.open("w") as file:
                 file.writelines(line + "\n" for line, record in _read_lines(path) if record["step"] <= last_step)
@@ -86,7 +86,7 @@ class JsonlSink(Sink):
         self._unwritten = b""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        # JSON has no NaN and no infinity, and a reader must not need Python's dialect of it.
+        # Standard JSON has no NaN and no infinity; Python's dialect would need Python to read it.
         values = {
             name: value if isinstance(value, int) else float(value) if math.isfinite(value) else None
             for name, value in metrics.items()
@@ -109,7 +109,7 @@ class JsonlSink(Sink):
 
 
 class CurvesSink(Sink):
-    """Draws `curves.png` while the run goes, in a thread, so seldom that it takes at most 1% of the time."""
+    """Draws `curves.png` during the run, in a thread, in at most 1% of the time."""
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._run_dir, self._clock = run_dir, clock
@@ -123,7 +123,7 @@ class CurvesSink(Sink):
 
     def _draw(self) -> None:
         began = self._clock()
-        with suppress(OSError):  # a full disk; the next one may find room
+        with suppress(OSError):  # a full disk; the next drawing may succeed
             draw_curves(self._run_dir)
         self._next = self._clock() + max(SECONDS_BETWEEN_CURVES, 100 * (self._clock() - began))
 
@@ -134,8 +134,8 @@ class CurvesSink(Sink):
 
 @dataclass(frozen=True)
 class Change:
-    """`before` is the value of the first step, whose responses no update has touched, or of the first validation;
-    `after` is the mean of the last `count` steps, or the last validation."""
+    """`before`: value of the first step, sampled before any update, or of the first validation. `after`: mean of the
+    last `count` steps, or value of the last validation."""
 
     before: float
     after: float
@@ -148,13 +148,13 @@ class Change:
 
 
 def last_steps(steps: int) -> int:
-    """Return how many of so many steps are the last ones: five, of a short run half of them."""
+    """Return the number of steps that count as the last ones: five, in a short run half of `steps`."""
     return min(LAST_STEPS, max(1, steps // 2))
 
 
 def change_of(name: str, values: Sequence[float]) -> Change:
-    """Return a metric before and after training, from its values in order. A validation stands alone: each is a mean
-    over many responses already. Raises ValueError if there are no values."""
+    """Return a metric before and after training, from its values in order. Values of validations are not averaged:
+    each is a mean over many responses already. Raises ValueError if there are no values."""
     if not values:
         raise ValueError(f"{name} has no values")
     alone = names.is_validation_score(name) or name.startswith(("val-aux/", "val/"))
@@ -163,8 +163,8 @@ def change_of(name: str, values: Sequence[float]) -> Change:
 
 
 def read_metrics(run_dir: Path, warn: Warn = warn) -> dict[int, dict[str, float]]:
-    """Return the metrics by step, in order; of a name logged twice for a step the later value is kept. null is NaN.
-    Lines that cannot be read are passed to `warn`."""
+    """Return the metrics by step, in order; for a name logged twice in a step, the later value. null is NaN. Unreadable
+    lines are passed to `warn`."""
     steps: dict[int, dict[str, float]] = {}
     try:
         lines = _read_lines(run_dir / "metrics.jsonl", warn)
@@ -186,8 +186,8 @@ def _read_lines(path: Path, warn: Warn = warn) -> list[tuple[str, dict[str, floa
         record: dict[str, float | None] = {}
         try:
             record = json.loads(line)
-            known = [math.isfinite(value) for value in record.values() if value is not None]  # raises for what is none
-            readable = bool(known) and isinstance(record.get("step"), int)
+            finite = [math.isfinite(value) for value in record.values() if value is not None]  # else TypeError
+            readable = bool(finite) and isinstance(record.get("step"), int)
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             readable = False
         if readable:
@@ -225,7 +225,7 @@ def _draw(panels: dict[str, dict[str, Series]], title: str, file: Path) -> Path:
         for number, (axes, (panel, lines)) in enumerate(zip(grid[0], panels.items(), strict=True)):
             axes.set_title(panel, pad=10)
             _draw_lines(axes, lines, first_color=number if len(lines) == 1 else 0)
-        whole = file.with_name(f".{file.name}.writing")  # who looks at the picture never sees a part of it
+        whole = file.with_name(f".{file.name}.writing")  # a reader never sees half a picture
         figure.savefig(whole, dpi=150, facecolor="white", format="png")
         whole.replace(file)
     return file
@@ -254,8 +254,7 @@ def _draw_lines(axes, lines: dict[str, Series], first_color: int) -> None:
 
 
 def summary(run_dir: Path) -> str:
-    """Return the main metrics before and after training and at their best, the seconds per phase, and the files of the
-    run."""
+    """Return the main metrics (before and after training, and best), the seconds per phase, and the run's files."""
     steps = read_metrics(run_dir)
     changes = _changes(steps)
     rows = [("", "before", "after", "best")]
@@ -273,15 +272,15 @@ def summary(run_dir: Path) -> str:
         seconds["other"] = total - sum(seconds.values())
         parts = [f"  {phase:<14}{spent:10.1f} s {spent / total:7.1%}" for phase, spent in seconds.items() if spent > 0]
         blocks.append([f"{'total seconds':<16}{total:10.1f} s", *parts])
-    if held := sorted(held_diagnoses(steps).items()):
-        blocks.append(["diagnoses (docs/health.md)", *(f"  {code:<18}{ranges(where)}" for code, where in held)])
+    if diagnoses := sorted(held_diagnoses(steps).items()):
+        blocks.append(["diagnoses (docs/health.md)", *(f"  {code:<18}{ranges(where)}" for code, where in diagnoses)])
     files = [f"  {pattern:<16}{meaning}" for pattern, meaning in CONTENTS.items() if any(run_dir.glob(pattern))]
     blocks.append([f"output directory: {run_dir}", *files])
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
 def run_table(runs: Mapping[str, Path]) -> str:
-    """Return a table of several runs by name: steps, seconds, and their main metrics before, after and at best."""
+    """Return a table of several runs by name: steps, seconds, and main metrics (before, after, best)."""
     rows = [("run", "steps", "seconds", "metric", "before", "after", "best")]
     for name, run_dir in runs.items():
         steps = read_metrics(run_dir)
@@ -310,28 +309,28 @@ def _changes(steps: dict[int, Metrics]) -> dict[str, tuple[Change, str]]:
 
 def held_diagnoses(steps: Mapping[int, Metrics]) -> dict[str, list[int]]:
     """Return the training steps in which each diagnosis held, by code."""
-    held: dict[str, list[int]] = {}
+    steps_by_code: dict[str, list[int]] = {}
     for step, metrics in steps.items():
         for name in metrics:
             if name.startswith("health/") and metrics[name] and step > 0:
-                held.setdefault(name.removeprefix("health/"), []).append(step)
-    return held
+                steps_by_code.setdefault(name.removeprefix("health/"), []).append(step)
+    return steps_by_code
 
 
 def ranges(steps: Sequence[int], most: int | None = None) -> str:
-    """Return steps as text, "steps 3 to 7, 12": at most so many ranges, and how many there are besides."""
+    """Return steps as text, "steps 3 to 7, 12": at most `most` ranges, and the number of omitted ones."""
     if not steps:
         return ""
     inside = set(steps)
     begins = [step for step in steps if step - 1 not in inside]
     ends = [step for step in steps if step + 1 not in inside]
     texts = [f"{a} to {b}" if a < b else f"{a}" for a, b in zip(begins, ends, strict=True)]
-    more = len(texts) - len(texts[:most])
-    return f"steps {', '.join(texts[:most])}" + f" and {more} more" * (more > 0)
+    omitted = len(texts) - len(texts[:most])
+    return f"steps {', '.join(texts[:most])}" + f" and {omitted} more" * (omitted > 0)
 
 
 def _panels(steps: dict[int, Metrics]) -> dict[str, dict[str, Series]]:
-    """Return title of a panel -> name of a metric -> its finite values, without empty panels."""
+    """Return panel title -> metric -> finite values by step, without empty panels."""
     logged = sorted({name for metrics in steps.values() for name in metrics})
     chosen = {
         "Training reward": [name for name in names.REWARD if name in logged][:1],

@@ -1,5 +1,5 @@
-"""Masks what looks like a secret: by its form, by the name before it, and by its value if the environment holds it, or
-a configuration that was remembered."""
+"""Masks texts that look like secrets: by their form, by the name before them, and by their value if the environment or
+a remembered configuration has it."""
 
 import functools
 import json
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 MASK = "***"
-SHORTEST = 8  # characters of a value that is masked wherever it occurs
+SHORTEST = 8  # characters; shorter values are not masked everywhere
 PLAIN_WORD = re.compile(r"[a-z_]+")  # may be a column's name or a kind of key: only passwords are masked everywhere
 
-# Of tokens and keys: a token of a vocabulary and a unit are no secrets, nor is a name of a column.
+# Words before "token" and "key" that do not name a secret: tokens of a vocabulary, units, and names of columns.
 NO_TOKENS = (
     "bos|eos|pad|unk|sep|cls|mask|stop|start|end|eot|eom|image|video|audio|think|special|per|next|last|first|max|min"
     "|new"
@@ -49,7 +49,7 @@ NO_VALUE = re.compile(r"(?i)(?:\\*[\"'])?(?:null|none|true|false|~|\*+)?(?:\\*[\
 NUMBER = re.compile(r"-?[\d.]+(?:e[+-]?\d+)?,?")
 GAP = r"(?:\s|\\+n)"
 PRIVATE = r"(?:[A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?)"
-LINES = r"(?:[\w+/=:, \r\n\"-]|\\+n)*"  # of a private key, whose other end may be cut off; as items of a list too
+LINES = r"(?:[\w+/=:, \r\n\"-]|\\+n)*"  # lines of a private key with one end cut off, also as items of a list
 # Hugging Face, OpenAI and others, Stripe, GitHub, GitLab, Slack, npm, PyPI, Docker, Vault, Groq, LangSmith, W&B, Google
 PREFIXES = (
     r"hf_|api_org_|sk-|[srp]k_(?:live|test)_|gh[opsur]_|github_pat_|gl[a-z]{2,4}-|xox[a-z]-|xapp-|npm_|pypi-|dckr_pat_"
@@ -69,7 +69,7 @@ PATTERNS = [
         (r"(?i)([?&][\w-]*(?:token|key|sig|signature|secret|credential|password|code)=)[^&\s\"']+", rf"\1{MASK}"),
         (r"(hooks\.slack\.com/\w+/|/api/webhooks/|api\.telegram\.org/bot)[\w/:-]+", rf"\1{MASK}"),
         (rf"\b(?:{PREFIXES})[\w.-]{{10,}}|\bAIza[\w-]{{30,}}|\bA[A-Z]IA[0-9A-Z]{{16}}\b", MASK),
-        # JSON web tokens; 40 digits of W&B, but no part of a path
+        # JSON web tokens; W&B keys of 40 digits, unless they are part of a path
         (r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)*|(?<![\w/])[0-9a-f]{40}\b", MASK),
     )
 ]
@@ -77,7 +77,7 @@ PATTERNS = [
 
 @functools.lru_cache(1 << 14)
 def is_secret(name: str) -> bool:
-    """Return whether the value of a key or variable of this name is a secret: of one with dots if a part is one."""
+    """Return whether a key or variable of this name holds a secret; a dotted name does if any part does."""
     parts = (WORDS.sub("_", part.strip("_-+~ ")).lower() for part in name.split("."))
     return name not in WORKING_DIRECTORIES and any(map(NAMES.search, parts))
 
@@ -86,13 +86,13 @@ _remembered: set[str] = set()
 
 
 def remember(config: dict[str, Any]) -> None:
-    """Mask the secrets of a configuration wherever they occur from now on."""
-    mask_values(config, found=_remembered)
+    """From now on, mask the secrets of a configuration in all texts."""
+    mask_values(config, secrets=_remembered)
 
 
 def mask_text(text: str) -> str:
-    """Return a text without what looks like a secret in it, and without those of this environment and of what was
-    remembered."""
+    """Return a text with everything masked that looks like a secret, and the secrets of this environment and of
+    remembered configurations."""
     for value in _values_here():
         text = text.replace(value, MASK)
     for pattern, replacement in PATTERNS:
@@ -103,7 +103,7 @@ def mask_text(text: str) -> str:
 
 
 def _mask_named(text: str, pattern: re.Pattern[str]) -> str:
-    """Mask what follows names of secrets. A value of another name is looked through: "ValueError: password=word"."""
+    """Mask values after names of secrets. Values of other names are searched: "ValueError: password=word"."""
     parts, end = [], 0
     for named in pattern.finditer(text):
         value = VALUE.match(text, named.end()) if named.start() >= end and is_secret(named["name"]) else None
@@ -116,7 +116,7 @@ def _mask_named(text: str, pattern: re.Pattern[str]) -> str:
 
 
 def _is_harmless(name: str, value: str) -> bool:
-    if NO_VALUE.fullmatch(value) or name.rpartition(".")[2] == "key":  # of any mapping
+    if NO_VALUE.fullmatch(value) or name.rpartition(".")[2] == "key":  # a key of any mapping
         return True
     return bool(NUMBER.fullmatch(value)) and not CERTAIN.search(name)
 
@@ -135,19 +135,19 @@ def _stored(path: str) -> list[str]:
         return []
 
 
-def mask_values(value: Any, name: str = "", found: set[str] | None = None) -> Any:
-    """Return nested values without secrets: everything below a key that names one or after an option that does, and
-    what texts contain. `name` is that of the secret that a value is part of; `found` gets those of a certain form."""
+def mask_values(value: Any, name: str = "", secrets: set[str] | None = None) -> Any:
+    """Return nested values with secrets masked: all values below a secret's key or after a secret's option, and secrets
+    within texts. `name`: name of the secret around the value. `secrets` collects the values to mask everywhere."""
     if isinstance(value, dict):
-        return {key: mask_values(each, name or str(key) * is_secret(str(key)), found) for key, each in value.items()}
+        return {key: mask_values(each, name or str(key) * is_secret(str(key)), secrets) for key, each in value.items()}
     if isinstance(value, list | tuple):
         before = (last if _is_option(last) else "" for last in ["", *value])
-        return [mask_values(each, name or last, found) for last, each in zip(before, value, strict=False)]
+        return [mask_values(each, name or last, secrets) for last, each in zip(before, value, strict=False)]
     if value is None or value == "" or isinstance(value, bool):
         return value
     if name:
-        if found is not None and (CERTAIN.search(name) or not PLAIN_WORD.fullmatch(str(value))):
-            found |= {str(value), json.dumps(str(value))[1:-1]}
+        if secrets is not None and (CERTAIN.search(name) or not PLAIN_WORD.fullmatch(str(value))):
+            secrets |= {str(value), json.dumps(str(value))[1:-1]}
         return MASK
     return mask_text(value) if isinstance(value, str) else value
 
@@ -158,7 +158,7 @@ def _is_option(word: Any) -> bool:
 
 @contextmanager
 def masked_arguments() -> Iterator[None]:
-    """Mask this process's arguments meanwhile, which trackers record."""
+    """Context in which this process's arguments are masked, since trackers record them."""
     before, sys.argv = sys.argv, mask_values(sys.argv)
     try:
         yield

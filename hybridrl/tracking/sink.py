@@ -1,5 +1,5 @@
-"""The interface of a sink, one class with `log(step, metrics)`; the metrics that are shown, and a step's timers; what
-each metric means, its look in a run that learns, and what to do otherwise: `metrics.yaml`, read."""
+"""The interface of a sink, a class with `log(step, metrics)`; the main metrics, and a step's timers; and the glossary
+of metrics from `metrics.yaml`: meaning, healthy values, and fixes."""
 
 import difflib
 import re
@@ -26,7 +26,7 @@ PHASES = {
 }
 PHASE_OF = {timer: phase for phase, timers in PHASES.items() for timer in timers}
 STEP_SECONDS = "timing_s/step"
-REWARD = ("critic/rewards/mean", "critic/score/mean")  # the first that is logged is shown
+REWARD = ("critic/rewards/mean", "critic/score/mean")  # the first logged one is shown
 RESPONSE_LENGTH = "response_length/mean"
 LOSSES = ("train/loss", "val/loss")
 
@@ -44,7 +44,7 @@ class SampleRow:
 class Sink:
     """A destination of metrics; a sink overrides the methods that it supports, at least `log`."""
 
-    offline: ClassVar[str] = ""  # where one of another system records if that cannot be reached, and how to upload it
+    offline: ClassVar[str] = ""  # place of records while a tracker cannot be reached, and the command to upload
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         raise NotImplementedError
@@ -53,8 +53,8 @@ class Sink:
         return
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed process needs to continue in the same place. A checkpoint may outlive a power failure,
-        so written files have reached the disk when this returns."""
+        """Return the state with which a resumed process continues in the same place. A checkpoint may outlive a power
+        failure, so written files have reached the disk when this returns."""
         return {}
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class Sink:
 
 
 class Activity:
-    """The present work of the run, for whoever shows it: `watcher` is called with each change of it."""
+    """The present work of the run: `watcher` is called with each change."""
 
     watcher: ClassVar[Callable[[str], None] | None] = None
 
@@ -107,7 +107,7 @@ def phase_seconds(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def line_seconds(metrics: dict[str, float]) -> float:
-    """Return the seconds that one log call accounts for; without a step (the first validation) it has only phases."""
+    """Return the seconds of one log call; without a step (the first validation) those of its phases."""
     return max(metrics.get(STEP_SECONDS, 0.0), sum(phase_seconds(metrics).values()))
 
 
@@ -119,13 +119,13 @@ REGISTRY = Path(__file__).parent / "metrics.yaml"
 
 @dataclass(frozen=True)
 class MetricEntry:
-    """One metric, or several of one kind: in its name {a,b} stands for a or b, and <x> for any text."""
+    """A metric, or several of one kind: in the name, {a,b} stands for a or b, and <x> for any text."""
 
     name: str
     meaning: str
     healthy: str = ""
     otherwise: str = ""
-    diagnoses: tuple[str, ...] = ()  # codes of docs/health.md that read it
+    diagnoses: tuple[str, ...] = ()  # codes of the rules in docs/health.md that read it
 
     def matches(self, name: str) -> bool:
         return re.fullmatch(_pattern(self.name), name) is not None
@@ -142,7 +142,7 @@ class MetricSection:
 
 @cache
 def sections() -> tuple[MetricSection, ...]:
-    """Return all entries, in the order in which they are read."""
+    """Return all entries in the order of the file."""
     return tuple(
         MetricSection(
             section["title"],
@@ -162,13 +162,13 @@ def entries() -> Iterator[MetricEntry]:
 
 
 def entry_of(name: str) -> MetricEntry | None:
-    """Return the entry of a metric, of several the one with the most letters of its own; None if there is none."""
+    """Return the entry of a metric, None if there is none. Of several, the one with the most literal letters."""
     matching = (entry for entry in entries() if entry.matches(name))
     return max(matching, key=lambda entry: len(re.sub("<[^>]*>", "", entry.name)), default=None)
 
 
 def nearest_metrics(name: str) -> list[str]:
-    """Return the names of entries that are most like `name`."""
+    """Return the names of entries most similar to `name`."""
     return difflib.get_close_matches(name, [entry.name for entry in entries()], n=3, cutoff=0.4)
 
 
@@ -176,5 +176,5 @@ def nearest_metrics(name: str) -> list[str]:
 def _pattern(name: str) -> str:
     """Convert the name of an entry to a regular expression."""
     parts = re.split(r"(<[^>]*>|[{},])", name)
-    known = {"{": "(?:", "}": ")", ",": "|"}
-    return "".join(known.get(part) or (".+" if part.startswith("<") else re.escape(part)) for part in parts)
+    groups = {"{": "(?:", "}": ")", ",": "|"}
+    return "".join(groups.get(part) or (".+" if part.startswith("<") else re.escape(part)) for part in parts)

@@ -1,6 +1,6 @@
 """TensorBoard event files, by TensorBoard's own record writer: an event is in the file when `log` returns.
 
-torch's SummaryWriter hands events to a thread, which writes several at a time: a run that is killed would lose those.
+torch's SummaryWriter passes events to a thread that writes several at a time: a killed run would lose them.
 """
 
 import os
@@ -28,8 +28,8 @@ class TensorBoardSink(Sink):
         self, directory: Path, last_step: int | None = None, hyperparameters: dict[str, Any] | None = None
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files by name, which begins with a time in seconds, and clocks of machines differ: the new
-        # one is to be read after the existing ones.
+        # TensorBoard reads files in the order of their names, which begin with a time in seconds. The new file must
+        # come after the existing ones, although clocks of machines differ.
         times = [path.name.removeprefix(EVENT_FILE).split(".")[0] for path in directory.glob(f"{EVENT_FILE}*")]
         latest = max((int(number) for number in times if number.isdecimal()), default=0)
         name = f"{EVENT_FILE}{max(int(time.time()), latest + 1):010}.{socket.gethostname()}.{os.getpid()}"

@@ -1,7 +1,7 @@
-"""Logs the metrics of a run to every sink in `trainer.logger`; knows neither trainer nor workers.
+"""Logs the metrics of a run to every sink in `trainer.logger`; independent of trainer and workers.
 
-Other trackers come each through its own package, which is imported only if it is chosen. What a tracker already has of
-steps after the checkpoint that a run resumes from stays there: none of them can delete.
+The package of a tracker is imported only if the tracker is chosen. A resumed run logs from its checkpoint on. Later
+steps that a tracker already has stay there: no tracker can delete.
 """
 
 import importlib
@@ -23,23 +23,23 @@ from hybridrl.tracking.sink import SampleRow, Sink
 
 T = TypeVar("T")
 
-# A slow call that failed is repeated after so many times what it took: a server that is gone stalls no run.
+# A failed call of SLOW_SECONDS or more is repeated after RETRY_TIMES its duration: a dead server stalls no run.
 SLOW_SECONDS, RETRY_TIMES = 1.0, 10
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The run resumes after `step`; `sinks` is the `Tracker.state_dict()` of that checkpoint. Without it (a run that
-    branches off into a new directory) nothing outside the directory is continued."""
+    """The run resumes after `step`; `sinks`: the `Tracker.state_dict()` of that checkpoint. Without it (a run that
+    branches off into a new directory) no record outside the directory is continued."""
 
     step: int
     sinks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class Tracker:
-    """All sinks of a run, with those in `more`, and a user's own, which `custom` makes as `SINKS` are. `metrics.jsonl`
-    in `run_dir` (verl's `file`) is always among them. The sinks of a resumed run continue after its step: anything
-    logged for later steps is dropped."""
+    """All sinks of a run, with `additional` ones, and the user's custom ones (`custom` has the form of `SINKS`).
+    `metrics.jsonl` in `run_dir` (verl's `file`) is always one of them. The sinks of a resumed run continue after its
+    step: metrics of later steps are dropped."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Tracker:
         total_steps: int,
         resume: Resume | None = None,
         hyperparameters: dict[str, Any] | None = None,
-        more: Mapping[str, Sink] = MappingProxyType({}),
+        additional: Mapping[str, Sink] = MappingProxyType({}),
         custom: Mapping[str, Callable[..., Sink]] = MappingProxyType({}),
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ class Tracker:
         self._run_dir = run_dir
         self._sinks: dict[str, Sink] = {}
         self._failed: set[str] = set()  # sinks with a warning already printed
-        self._others: set[str] = set()  # those of other systems, in which anything may fail
+        self._others: set[str] = set()  # sinks of other systems, in which anything may fail
         self._retry_at: dict[str, float] = {}
         self._closing = ExitStack()
         self._add("file", JsonlSink(run_dir / "metrics.jsonl", last_step))
@@ -71,7 +71,7 @@ class Tracker:
         for name, make in ({"wandb": _wandb} | SINKS | dict(custom)).items():
             if name in loggers:
                 self._open(name, partial(make, *names, states.get(name, {})))
-        for name, sink in more.items():
+        for name, sink in additional.items():
             self._add(name, sink)
         output = console.console
         if "verl_console" in loggers:
@@ -108,8 +108,8 @@ class Tracker:
         self.close()
 
     def _open(self, name: str, make: Callable[[bool], Sink]) -> None:
-        """Open a sink of another system, which `make` has record offline if its argument is true. Whatever fails there
-        costs no run: it is recorded offline, or not there."""
+        """Open a sink of another system; `make(True)` returns one that records offline. A failure does not end the run:
+        it is recorded offline, or not in this system."""
         self._others.add(name)
         cause = ""
         for offline in (False, True):
@@ -131,8 +131,8 @@ class Tracker:
         self._closing.callback(self._try, name, sink.close)
 
     def _try(self, name: str, method: Callable[..., T], *arguments: Any) -> T | None:
-        """Call a method of a sink; a full disk, or whatever fails in the package of a tracker, costs only metrics, with
-        one warning per sink, and little time."""
+        """Call a method of a sink. A full disk, or an error in a tracker's package, costs only metrics and little time;
+        there is one warning per sink."""
         began = time.monotonic()
         if began < self._retry_at.get(name, began):
             return None
@@ -151,7 +151,7 @@ class Tracker:
             return None
 
 
-# The modules of these are imported only if configured: they are heavy.
+# These heavy modules are imported only if configured.
 def _tensorboard(*arguments: Any) -> Sink:
     from hybridrl.tracking.tensorboard_sink import TensorBoardSink
 
@@ -164,7 +164,7 @@ def _wandb(*arguments: Any) -> Sink:
     return WandbSink(*arguments)
 
 
-# Of requests to a server; MLflow's own defaults wait for minutes in each step if it is gone.
+# Limits of requests to a server; with MLflow's defaults each step waits for minutes if the server is gone.
 MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 COLUMNS = ("prompt", "response", "ground_truth", "score")
 
@@ -187,7 +187,7 @@ class MlflowSink(Sink):
         saved = {} if offline else saved
         if offline or not os.environ.get("MLFLOW_TRACKING_URI"):
             self._mlflow.set_tracking_uri(f"sqlite:///{run_dir.absolute()}/mlflow.db")
-            # MLflow would write the files of a run that has no server to ./mlruns, wherever the run was started.
+            # Without a server, MLflow would write files to ./mlruns of the working directory.
             if self._mlflow.get_experiment_by_name(project) is None:
                 self._mlflow.create_experiment(project, artifact_location=f"{run_dir.absolute()}/mlartifacts")
         self._mlflow.set_experiment(project)
@@ -196,7 +196,7 @@ class MlflowSink(Sink):
             self._mlflow.log_dict(config, "config.yaml")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        # MLflow accepts no @ in a name; verl writes the same in its place.
+        # MLflow does not accept @ in a name; verl replaces it in the same way.
         values = {key.replace("@", "_at_"): float(value) for key, value in metrics.items()}
         self._mlflow.log_metrics(values, step=step)
 
@@ -252,7 +252,7 @@ class SwanlabSink(Sink):
 
 
 class TrackioSink(Sink):
-    """A Trackio run, in Trackio's own directory, which `trackio show` reads; resumed by its name."""
+    """A Trackio run in Trackio's own directory (see `trackio show`); resumed by its name."""
 
     def __init__(
         self, run_dir: Path, project: str, name: str, config: dict[str, Any], saved: dict[str, Any], offline: bool
@@ -286,7 +286,7 @@ class ClearmlSink(Sink):
             task.set_offline(True)
         if not offline and not has_key:
             warn_offline("clearml", "no CLEARML_API_ACCESS_KEY and no clearml.conf", self.offline)
-        # Its capture of arguments, frameworks and the console would change what the run does and shows.
+        # ClearML's capture of arguments, frameworks and the console would change the run and its output.
         captures = dict.fromkeys(("auto_connect_arg_parser", "auto_connect_frameworks", "auto_connect_streams"), False)
         self._task = task.init(
             project, name, reuse_last_task_id=False, continue_last_task=saved.get("id", False), **captures

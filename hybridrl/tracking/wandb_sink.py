@@ -19,10 +19,9 @@ CONNECT_SECONDS = 10.0
 
 
 class WandbSink(Sink):
-    """A new W&B run, or the continuation of `run_id`. W&B accepts steps only in order and deletes none: steps after the
-    checkpoint stay as they were logged before the run stopped, and missing earlier steps are logged again from
-    `metrics.jsonl` (all of them offline, since an uploaded offline recording replaces the previous one). The page of
-    the run is uploaded with it."""
+    """A new W&B run, or the continuation of `run_id`. W&B accepts steps only in order and cannot delete: steps after
+    the checkpoint stay as first logged. Missing earlier steps are logged again from `metrics.jsonl`; offline all steps
+    are, since an uploaded offline recording replaces the previous one. The page of the run is uploaded with it."""
 
     offline = "offline; `wandb sync {run_dir}/wandb/offline-run-*` uploads it"
 
@@ -52,9 +51,9 @@ class WandbSink(Sink):
             settings=Settings(console="off", silent=mode != "online"),
         )
         logged = read_metrics(run_dir)
-        next_step, kept = max(logged, default=-1) + 1, self._run.starting_step - 1
-        if next_step <= kept:
-            info(f"W&B keeps steps {next_step} to {kept} as they were logged before the run stopped")
+        next_step, last_kept = max(logged, default=-1) + 1, self._run.starting_step - 1
+        if next_step <= last_kept:
+            info(f"W&B keeps steps {next_step} to {last_kept} as they were logged before the run stopped")
         for step, metrics in logged.items():
             self.log(step, metrics)
 
