@@ -1,5 +1,5 @@
 """The catalog of algorithms: every fact about each advantage estimator and each policy loss, one entry per name; and
-which families of models cannot be trained.
+the families of models that cannot be trained.
 
 Configuration, help, checks, driver and workers read these entries; no other place knows an algorithm by its name. A
 function is named by its module and imported only in the process that calls it, so nothing heavy is imported here.
@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from hybridrl.config.values import AboveZero, Aggregation, NonNegative, ShareAboveZero
 
-# Fields of the batch that an estimator may read besides rewards. The critic fills `values`, a greedy response per
-# prompt `greedy_rewards`, algorithm.gdpo_reward_keys `reward_parts`, a forward pass of the policy the last two.
+# Fields of the batch that an estimator may read in addition to rewards. The critic fills `values`, a greedy response
+# per prompt `greedy_rewards`, algorithm.gdpo_reward_keys `reward_parts`, a forward pass of the policy the last two.
 Field = Literal["values", "greedy_rewards", "reward_parts", "old_log_probs", "sum_pi_squared"]
 
 
@@ -25,8 +25,8 @@ Field = Literal["values", "greedy_rewards", "reward_parts", "old_log_probs", "su
 class Parameter:
     """A key of actor_rollout_ref.actor.policy_loss that a policy loss takes as a keyword argument of the same name.
 
-    `type` is what the key may hold; its default and its meaning are in conf/actor/default.yaml. A parameter with a
-    `suggestion` has no default (it is null there): the user must set it, and the error suggests that value.
+    `type`: type of the key; its default and meaning are in conf/actor/default.yaml. A parameter with a `suggestion` has
+    no default (it is null there): the user must set it, and the error suggests that value.
     """
 
     type: Any
@@ -37,9 +37,9 @@ class Parameter:
 class Estimator:
     """An advantage estimator: `function` is "module:function", a function of the step's rows.
 
-    `keys` are the keys of the section `algorithm` that it takes as keyword arguments, `reads` the fields of the batch
-    that it needs besides rewards: a Field, or the name of a carried one (core/carried.py). `compares_group` is true if
-    it compares the responses to the same prompt, so that groups of one have no signal.
+    `keys`: keys of the section `algorithm`, passed as keyword arguments. `reads`: fields of the batch that it needs in
+    addition to rewards, a Field or the name of a carried one (core/carried.py). `compares_group`: it compares the
+    responses to a prompt, so that a single response has no signal.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Estimator:
 class PolicyLoss:
     """A policy loss: `function` is "module:function", a function of log-probs and the rows of a micro-batch.
 
-    `keys` are the keys of actor_rollout_ref.actor that it takes as keyword arguments, `parameters` those of its
-    subsection policy_loss. `by_token` is true if the loss of a token depends on no other token's log-prob: its gradient
-    is then computed together with the log-probs, which forms the logits once instead of twice. `aggregation` replaces
-    loss_agg_mode. `clips_ratio` says what the window clip_ratio_low to clip_ratio_high applies to. `token_selector` is
-    a function that fills the batch's `chosen` once per mini-batch. A loss that is not `selectable` is no value of
-    loss_mode: bypass mode or supervised fine-tuning uses it.
+    `keys`: keys of actor_rollout_ref.actor, passed as keyword arguments; `parameters`: those of its subsection
+    policy_loss. `by_token`: the loss of a token does not depend on other tokens' log-probs; its gradient is then
+    computed together with the log-probs, with the logits formed once instead of twice. `aggregation` replaces
+    loss_agg_mode. `clips_ratio`: quantity in the window clip_ratio_low to clip_ratio_high. `token_selector`: function
+    that fills the batch's `chosen` once per mini-batch. A loss that is not `selectable` cannot be set as loss_mode:
+    bypass mode or supervised fine-tuning uses it.
     """
 
     name: str
@@ -167,7 +167,7 @@ RANDOM = re.compile("drop|jitter")  # in the name of a setting that makes traini
 CHUNKED = "attention within chunks of the text"
 INDEXED = "sparse attention to the tokens that an indexer selects"
 UNKNOWN_ATTENTION = "which the trainer's attention for packed rows does not have"
-# Setting or word in `layer_types` -> the attention that it names and packed rows do not have.
+# Setting or word in `layer_types` -> its kind of attention, which packed rows do not support.
 OTHER_ATTENTION = {"attention_chunk_size": CHUNKED, "index_topk": INDEXED}
 OTHER_LAYERS = {"chunked": CHUNKED, "indexed": INDEXED, "sparse": "sparse attention", "compressed": "compressed keys"}
 # Model type -> why no model of this family can be trained.
@@ -177,7 +177,7 @@ NOT_TRAINED = {
     "phimoe": "its routers choose experts at random in training, and router_jitter_noise is a threshold of that "
     "choice, not noise: another function would be trained than the engine computes",
 }
-ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM can reserve memory
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks for which vLLM can reserve memory
 ALL_LINEAR = ["all-linear"]
 
 
@@ -196,7 +196,7 @@ def why_unsupported(settings: Mapping[str, Any]) -> str | None:
             return f"{name}={settings[name]}: {meaning}, {UNKNOWN_ATTENTION}"
     for layer in settings.get("layer_types") or []:
         for word, meaning in OTHER_LAYERS.items():
-            if word in str(layer) and layer != "sparse":  # of experts, not of attention
+            if word in str(layer) and layer != "sparse":  # "sparse" means experts, not attention
                 return f"layer_types has {layer}: {meaning}, {UNKNOWN_ATTENTION}"
     if quantized := settings.get("quantization_config"):
         method = quantized.get("quant_method", "unknown")
@@ -205,5 +205,5 @@ def why_unsupported(settings: Mapping[str, Any]) -> str | None:
 
 
 def disturbances(settings: Mapping[str, Any]) -> dict[str, float]:
-    """The settings by which a model drops or disturbs activations at random in training."""
+    """The settings that make a model drop or change activations at random in training."""
     return {name: rate for name, rate in settings.items() if RANDOM.search(name) and isinstance(rate, float) and rate}

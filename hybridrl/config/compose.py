@@ -1,4 +1,4 @@
-"""Hydra's files and the arguments of a command line -> plain nested values. Only this module uses Hydra.
+"""From Hydra's files and the arguments of a command line to plain nested values. Only this module uses Hydra.
 
 Unknown keys are reported here; values are validated later (values.py).
 """
@@ -37,8 +37,8 @@ PLAIN = re.compile(r"[A-Za-z_/~][\w./~-]*")  # text that needs no quotes, and is
 
 
 def save_config(text: str, path: Path) -> None:
-    """Write a resolved configuration, as YAML, to a file that `--config-path` can load, and no other user can
-    read: it may hold secrets."""
+    """Write a resolved configuration, as YAML, to a file for `--config-path`. Other users cannot read the file: it may
+    hold secrets."""
     written = path.with_name(f".{path.name}.writing")
     written.unlink(missing_ok=True)
     written.touch(mode=0o600)
@@ -47,7 +47,7 @@ def save_config(text: str, path: Path) -> None:
 
 
 def as_yaml(config: PPOConfig | SFTConfig | EvaluationConfig, section: str = "") -> str:
-    """The configuration, or a section or key of it, as YAML. Raises ConfigError if there is none of this name."""
+    """The configuration, or a section or key of it, as YAML. Raises ConfigError for an unknown name."""
     values: Any = asdict(config)
     for name in filter(None, section.split(".")):
         if name not in (values if isinstance(values, dict) else ()):
@@ -57,22 +57,22 @@ def as_yaml(config: PPOConfig | SFTConfig | EvaluationConfig, section: str = "")
 
 
 def nearest_keys(key: str, schema: type) -> str:
-    """The fix for an unknown key: the valid keys that may have been meant."""
-    known, translation = value_keys(schema), plugins.load("translation")
-    if (meant := translation.trl_names.get(key)) in known:
+    """The fix for an unknown key: the most similar valid keys."""
+    valid, translation = value_keys(schema), plugins.load("translation")
+    if (meant := translation.trl_names.get(key)) in valid:
         return f"TRL's {key} is {meant} here"
-    names = nearest(translation.current_name(key), known)
+    names = nearest(translation.current_name(key), valid)
     return f"nearest: {', '.join(names)}" if names else "--help all lists all keys"
 
 
 def as_section(values: dict[str, Any]) -> DictConfig:
-    """Plain values as a custom class expects a section: by attribute, by name, and by `get` with a default."""
+    """Plain values as a section for custom classes: access by attribute, by name, and by `get` with a default."""
     return OmegaConf.create(values)
 
 
 @functools.cache
 def shipped(config_name: str) -> Plain:
-    """The values of a shipped configuration without any override; "???" where one must be set."""
+    """The values of a shipped configuration without overrides; "???" for values that must be set."""
     return resolved(composed(CONF / f"{config_name}.yaml", []))
 
 
@@ -81,11 +81,11 @@ def usual_value(schema: type, key: str) -> Any:
 
 
 def composed(file: Path, arguments: list[str]) -> DictConfig:
-    """Compose a file, those it lists, and overrides. Raises ConfigError."""
+    """Compose a file, the files in its defaults, and overrides. Raises ConfigError."""
     state = state_of(file.parent) | state_of(CONF)
     values = [text for text in arguments if text.startswith("++") and not text.startswith("++hydra.")]
     choices = tuple(text for text in arguments if text not in values)
-    with suppress(HydraException, OmegaConfBaseException):  # Hydra itself reports what is wrong
+    with suppress(HydraException, OmegaConfBaseException):  # Hydra itself reports the error
         overrides = OverridesParser.create().parse_overrides(values)
         special = [override for override in overrides if override.is_sweep_override()]
         if not special and not any(text.startswith("~") for text in choices):  # its place among the values counts
@@ -98,7 +98,7 @@ def composed(file: Path, arguments: list[str]) -> DictConfig:
 
 @functools.lru_cache(maxsize=16)
 def composed_by_hydra(file: Path, arguments: tuple[str, ...], state: frozenset) -> DictConfig:
-    """Compose them by Hydra, which takes long; remembered for files in this `state`, for the next run of a sweep."""
+    """Compose by Hydra, which takes long; cached for files in this `state`, for the next run of a sweep."""
     if file.parent != CONF:
         arguments = (*arguments, f"hydra.searchpath=['file://{CONF}']")
     try:
@@ -121,7 +121,7 @@ def presets() -> dict[str, str]:
 
 
 def file_values(file: Path, overrides: list[str]) -> Plain:
-    """Another system's YAML file and those in its directory that it lists; `overrides` win. Raises ConfigError."""
+    """Load another system's YAML file and its defaults in the same directory; `overrides` win. Raises ConfigError."""
     try:
         loaded = OmegaConf.load(file)
         if not isinstance(loaded, DictConfig):
@@ -135,7 +135,7 @@ def file_values(file: Path, overrides: list[str]) -> Plain:
 
 
 def resolved(node: DictConfig, place: str = "", around: Plain | None = None) -> Plain:
-    """Values with every ${reference} resolved; those that cannot be resolved are among the faults."""
+    """Values with every ${reference} resolved; faults for references that cannot be resolved."""
     plain = Plain({}, around.follows, around.faults) if around else Plain({}, {}, {})
     for name, written in cast(dict, OmegaConf.to_container(node)).items():
         key = f"{place}{name}"
@@ -155,14 +155,14 @@ def resolved(node: DictConfig, place: str = "", around: Plain | None = None) -> 
         except OmegaConfBaseException as error:
             plain.values[name], cause = MISSING, str(error).splitlines()[0]
             # Other keys may refer to this one in turn, and fail for the same reason.
-            known = any(finding is not None and finding.cause == cause for finding in plain.faults.values())
-            plain.faults[key] = None if known else Finding("value", "error", (key,), show(written), cause)
+            reported = any(finding is not None and finding.cause == cause for finding in plain.faults.values())
+            plain.faults[key] = None if reported else Finding("value", "error", (key,), show(written), cause)
     return plain
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a command: its key, and its value as it is written and as it is read."""
+    """One argument of a command: its key, and its value, as written (`raw`) and parsed."""
 
     text: str
     key: str
@@ -174,7 +174,7 @@ class Argument:
 
 
 def key_of(text: str) -> str:
-    """The key of an argument, as it is written."""
+    """The key of an argument, as written."""
     return text.lstrip("+~").partition("=")[0]
 
 
@@ -201,7 +201,7 @@ def read_argument(text: str) -> Argument:
 
 @dataclass
 class Overrides:
-    """Hydra's overrides, and for each key that they set the argument it came from."""
+    """Hydra's overrides, and the source argument of each key."""
 
     schema: type
     findings: Findings
@@ -209,26 +209,26 @@ class Overrides:
     written: dict[str, str] = field(default_factory=dict)
 
     def set(self, key: str, value: str, written: str) -> None:
-        # "++" sets what exists and adds what does not; a whole section is chosen by the name of its file.
+        # "++" sets existing keys and adds missing ones; a whole section is chosen by the name of its file.
         self.arguments.append(f"{'++' if '.' in key else ''}{key}={value}")
         self.written[key] = written
 
     def add(self, argument: Argument, written: str) -> None:
-        """Add one argument, which the command has as `written`; without it, to be checked by its value. Raises
-        ConfigError if it cannot be set like this."""
-        key, raw, known = argument.key, argument.raw, tree(self.schema)
+        """Add one argument; `written`: its text in the command, empty to check it by its value. Raises ConfigError for
+        an argument of a wrong form."""
+        key, raw, keys = argument.key, argument.raw, tree(self.schema)
         if key == PRESET or (key == "algorithm" and raw in presets()):
             self.arguments.append(f"+{PRESET}={raw}")
             self.written[PRESET] = written
         elif key.startswith(("hydra.", "hydra/")) and key not in ("hydra/launcher", "hydra/sweeper"):
             self.findings.warn("ignored-key", f"{key} has no effect: Hydra only reads the configuration here", keys=key)
-        elif argument.package or not written or (argument.deletes and key not in known):
+        elif argument.package or not written or (argument.deletes and key not in keys):
             self.arguments.append(argument.text)
         elif argument.deletes:  # a key that may be null becomes null
-            if type(None) not in get_args(known[key]):
+            if type(None) not in get_args(keys[key]):
                 raise ConfigError(f"{written}: this key must have a value", fix="set it to another one")
             self.set(key, "null", written)
-        elif holds(known, key):
+        elif holds(keys, key):
             if "." not in key and not isinstance(argument.value, str):
                 raise ConfigError(
                     f"{written}: {key} is a section", fix=f"set the keys in it one by one: {key}.key=value"
@@ -258,8 +258,8 @@ def parse_overrides(
     around: Mapping[str, Any] | None = None,
     translation: Any = None,
 ) -> Overrides:
-    """Sort the arguments of a command line; unknown keys are errors. `around`: what a custom file sets, by key;
-    `translation`: of keys that are not hybridrl's, by default verl's."""
+    """Sort the arguments of a command line; unknown keys are errors. `around`: values of a custom file, by key;
+    `translation`: translation of other systems' keys, by default verl's."""
     parsed, arguments = Overrides(schema, findings), list[tuple[Argument, str]]()
     for text in overrides:
         with findings.gathered("syntax"):
@@ -275,16 +275,17 @@ def parse_overrides(
     return parsed
 
 
-def _is_own(key: str, value: Any, known: dict[str, Any]) -> bool:
-    """Whether a key is certainly hybridrl's: sections, which verl's commands choose, and names in mappings may not."""
+def _is_own(key: str, value: Any, keys: dict[str, Any]) -> bool:
+    """Whether a key certainly belongs to hybridrl. Sections (verl's commands choose them) and names in mappings may
+    not."""
     other = key == PRESET or key.startswith(("hydra.", "hydra/", f"{OWN}."))
-    plain = key in known and not dataclasses.is_dataclass(known[key])
+    plain = key in keys and not dataclasses.is_dataclass(keys[key])
     return other or (plain and (not key.endswith(".strategy") or str(value).startswith("fsdp")))  # or verl's engine
 
 
 def split_sweep(overrides: list[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Separate arguments with one value from those with several, as Hydra writes them: `key=a,b`, `key=choice(a,b)`,
-    `key=range(0,4)`. Their values are returned by key, as texts. Raises ConfigError."""
+    """Separate arguments with one value from Hydra's forms of several: `key=a,b`, `key=choice(a,b)`, `key=range(0,4)`.
+    Several values are returned by key, as texts. Raises ConfigError."""
     fixed: list[str] = []
     swept: dict[str, list[str]] = {}
     for text in overrides:
@@ -310,24 +311,24 @@ def plain_values(
     translation: Any = None,
     needed: type | None = None,
 ) -> Plain:
-    """The values of a configuration file with overrides. Raises ConfigError, also if it lacks a section of `needed`, by
-    default of the schema.
+    """The values of a configuration file with overrides. Raises ConfigError, also if a section of `needed` (by default
+    the schema) is missing.
 
-    Old names in a custom file, and keys without effect, are overrides too: as on a command line, which comes after them
-    and wins.
+    Old names in a custom file, and keys without effect, are treated as overrides before those of the command line,
+    which win.
     """
-    known, values, first, idle = tree(schema), custom_values(file), [], []
-    foreign = [key for key, value in values.items() if value != MISSING and not _is_own(key, value, known)]
+    keys, values, first, idle = tree(schema), custom_values(file), [], []
+    foreign = [key for key, value in values.items() if value != MISSING and not _is_own(key, value, keys)]
     if foreign:
         translation = translation or plugins.load("translation")
         texts = {key: as_override(values[key]) for key in foreign}
         of_file = [Argument(f"++{key}={raw}", key, raw, values[key]) for key, raw in texts.items()]
         command = translation.translate(of_file, schema, values, of_file=True)
         findings.add(*command.findings.items)
-        first = [text for text, _ in command.arguments if holds(known, key_of(text))]
-        idle = {key for key in foreign if holds(known, key)} - {*map(key_of, first)}
+        first = [text for text, _ in command.arguments if holds(keys, key_of(text))]
+        idle = {key for key in foreign if holds(keys, key)} - {*map(key_of, first)}
     plain = resolved(composed(file, [*first, *arguments]))
-    for key in idle:  # of a mapping that takes any name; Hydra cannot delete what is null
+    for key in idle:  # names in a mapping; Hydra cannot delete null values
         section, _, name = key.rpartition(".")
         value_of(plain.values, section).pop(name, None)
     if missing := [name for name in hints(needed or schema) if name not in plain.values]:
@@ -337,14 +338,14 @@ def plain_values(
 
 
 def custom_values(file: Path) -> dict[str, Any]:
-    """The values of a custom file and those it lists, by key; none of a shipped file. Raises ConfigError."""
+    """The values of a custom file and its defaults, by key; empty for a shipped file. Raises ConfigError."""
     return {} if file.parent == CONF else written_in(file, state_of(file.parent))
 
 
 @functools.lru_cache(maxsize=1)
 def written_in(file: Path, state: frozenset) -> dict[str, Any]:
-    """The values of a custom file and those it lists, by key; remembered for files in this `state`, for the next run of
-    a sweep."""
+    """The values of a custom file and its defaults, by key; cached for files in this `state`, for the next run of a
+    sweep."""
     return leaves(cast(dict, OmegaConf.to_container(composed(file, []))))
 
 

@@ -1,6 +1,6 @@
-"""Custom Python code that a key names: path/to/file.py:function, a class in a file, or a module.
+"""Custom Python code named by a key: path/to/file.py:function, a class in a file, or a module.
 
-Wherever such code is called, it gets values of its own, and a process that it forks does not return into hybridrl.
+Custom code gets copies of values, and a process that it forks does not return into hybridrl.
 """
 
 import copy
@@ -27,8 +27,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 OWN_KEYS = "HYBRIDRL_OWN"
 IMMUTABLE = (str, int, float, bool, type(None), bytes)
-PREFIX = "own_"  # of the names of modules that are loaded from files
-MADE = r"import \*|globals|setattr|exec|__getattr__"  # by which a file may have names that it does not contain
+PREFIX = "own_"  # prefix of the names of modules loaded from files
+MADE = r"import \*|globals|setattr|exec|__getattr__"  # a file with one of these may define names not in its text
 # Such a file may fail in verl's own imports, if a copy of verl is in the working directory.
 IMPORTS_VERL = re.compile(r"^\s*(from|import)\s+verl\b", re.MULTILINE)
 
@@ -39,7 +39,7 @@ def publish_own_keys(own: dict[str, Any]) -> None:
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:
-    """Import the file and return the function; ConfigError names the key and what is missing."""
+    """Import the file and return the function; ConfigError names the key and the missing item."""
     path, _, function = name.rpartition(":")
     members = vars(load_module(path, key))
     if not callable(members.get(function)):
@@ -50,13 +50,13 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
 
 
 def bind_named(function: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function with each of its parameters bound that has the name of a value."""
+    """The function with the values bound to its parameters of the same names."""
     names = [name for name in inspect.signature(function).parameters if name in values]
     return functools.partial(function, **{name: values[name] for name in names})
 
 
 def taken(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the named arguments that a function or class accepts."""
+    """Return the named arguments that a function or class accepts."""
     parameters = inspect.signature(function).parameters
     accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in named.items() if accepts_all or name in parameters}
@@ -65,8 +65,8 @@ def taken(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, A
 def call_custom(
     key: str, name: str, function: Callable[..., Any], *arguments: Any, trial: str = "on made-up groups", page: str
 ) -> Any:
-    """The result of a custom function in a trial; ConfigError names the line at which it fails, or says that it cannot
-    be called like this."""
+    """Return the result of a custom function in a trial. ConfigError names the failing line, or reports that the
+    function has other parameters."""
     fix = f"{page} shows what it is called with"
     try:
         inspect.signature(function).bind(*arguments)
@@ -96,7 +96,7 @@ def load_module(path: str, key: str) -> ModuleType:
 
 
 def check_source(path: str, function: str, key: str) -> None:
-    """Raise ConfigError if a file is there and is no Python, or never names the function; nothing in it runs."""
+    """Raise ConfigError if an existing file is not Python, or never names the function; nothing in it runs."""
     file = script_path(path)
     source = file.read_bytes() if file.is_file() else None
     try:
@@ -108,7 +108,7 @@ def check_source(path: str, function: str, key: str) -> None:
 
 
 def load_class(path: str, name: str, key: str) -> type:
-    """The class of this name in a file or module; ConfigError names the key and what is missing."""
+    """The class of this name in a file or module; ConfigError names the key and the missing item."""
     try:
         members = vars(load_module(path, key))
     except ConfigError as error:
@@ -126,15 +126,15 @@ def load_class(path: str, name: str, key: str) -> type:
 
 
 def import_libraries(names: list[str], key: str = "actor_rollout_ref.model.external_lib") -> None:
-    """Import modules for what they do when imported, such as registering a model, which works only once per process;
-    ConfigError names the key."""
+    """Import modules for their side effects, such as registering a model (possible only once per process). ConfigError
+    names the key."""
     for name in names:
         _import_once(name if name.endswith(".py") or "://" in name else f"pkg://{name}", key)
 
 
 def once(function: Callable[P, T]) -> Callable[P, T]:
-    """Call a function once for each of its arguments. functools.cache does not: threads that call it at the same time
-    each get a value of their own, such as another event loop."""
+    """Call a function once per set of arguments. functools.cache does not: threads that call it at the same time each
+    get another value, such as another event loop."""
     cached, lock = functools.cache(function), threading.RLock()
 
     @functools.wraps(function)
@@ -151,7 +151,7 @@ def _import_once(path: str, key: str) -> None:
 
 
 def script_path(path: str) -> Path:
-    """The file of a custom code's path, as the configuration may write it."""
+    """The file of custom code, from its path in the configuration."""
     return Path(path.removeprefix("file://")).expanduser().absolute()
 
 
@@ -168,14 +168,14 @@ def where(error: BaseException, path: str) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an error of any class, which may have none."""
+    """The text of an error of any class, also of one without text."""
     text = attempt(lambda: str(error))
     return text if isinstance(text, str) else "(it has no text)"
 
 
 @contextmanager
 def calling(call: str, path: str, fails: str = "fails", **details: str) -> Iterator[None]:
-    """Raise ConfigError that names the failing line if the code of a user's file, which can raise anything, fails."""
+    """Turn any exception of a user's file into ConfigError with the failing line."""
     try:
         yield
     except Exception as error:
@@ -183,7 +183,7 @@ def calling(call: str, path: str, fails: str = "fails", **details: str) -> Itera
 
 
 def attempt(call: Callable[[], T]) -> T | Exception:
-    """Return what foreign code returns or raises: a library whose exceptions are of many types, or a user's object."""
+    """Return the result or the exception of foreign code: a user's object, or a library with many exception types."""
     try:
         return call()
     except Exception as error:
@@ -191,14 +191,14 @@ def attempt(call: Callable[[], T]) -> T | Exception:
 
 
 class EndingForks:
-    """A block that ends a process which the code within has forked and which leaves it, as a script ends: what follows
-    is the work of the process that entered, such as to send a score."""
+    """A block that ends forked processes. If code within the block forks and the child leaves the block, the child
+    exits like a script: only the process that entered continues, for example to send a score."""
 
     def __enter__(self) -> None:
         self._process = os.getpid()
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        # GeneratorExit is no end: a process that multiprocessing has forked may collect what its parent had begun.
+        # GeneratorExit does not end it: a child of multiprocessing may collect the generators of its parent.
         if os.getpid() == self._process or isinstance(error, GeneratorExit):
             return
         code = error.code if isinstance(error, SystemExit) else error and 1
@@ -214,7 +214,7 @@ class EndingForks:
 
 
 def own(value: Any) -> Any:
-    """Return a value for custom code, which may change it: a copy, except of what cannot change or is called."""
+    """Return a copy of a value, since custom code may change it; immutable values and callables are not copied."""
     kind = type(value)
     if kind is dict:
         return {key: own(item) for key, item in value.items()}

@@ -1,9 +1,9 @@
-"""Which files and directories a key may name: rows of a dataset, a model, a LoRA adapter, a script.
+"""Rules for keys that name files and directories: rows of a dataset, a model, a LoRA adapter, a script.
 
 A model is one Hugging Face directory, or a folder of a checkpoint, such as .../global_step_N/actor: its weights in
-shards (of hybridrl or verl), everything else in `huggingface/` below. Names of the Hugging Face hub are accepted; it is
-only asked whether it is there. Of the files that others write, the first field is found that is no value of its kind;
-fields that are not named here are the library's that reads them.
+shards (of hybridrl or verl), everything else in `huggingface/` below. Names of the Hugging Face hub are accepted; only
+the hub's presence is checked. In files of other software, the first field with a value of a wrong kind is reported;
+fields that are not listed here are left to the library.
 """
 
 import glob
@@ -27,7 +27,7 @@ from hybridrl.config.values import ValueFault
 from hybridrl.plugins import row_source
 
 ROW_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".arrow")
-WRITTEN = ROW_SUFFIXES[:-1]  # .arrow is what the library `datasets` keeps in its own directories
+WRITTEN = ROW_SUFFIXES[:-1]  # the library `datasets` has .arrow in its own directories
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_SECONDS = 2.0  # for a connection to the hub
 MOST_PARTS = 2  # configuration and split
@@ -35,14 +35,14 @@ MOST_PARTS = 2  # configuration and split
 HUGGINGFACE = "huggingface"
 SHARDS = ".metadata"  # the index file that torch.distributed.checkpoint writes
 VERL_SHARDS = "model_world_size_*_rank_*.pt"
-ADAPTER_CONFIG = "adapter_config.json"  # peft's, of a LoRA adapter
+ADAPTER_CONFIG = "adapter_config.json"  # peft's file in a LoRA adapter
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 LFS_POINTER, LFS_FIX = b"version https://git-lfs.github.com/spec/", "download it: git lfs pull"
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
-    """Return the names and values in a file of JSON, or of YAML by its name. Raises ValueError with the reason if it
-    cannot be read or holds anything else."""
+    """Return the names and values in a JSON file, or a YAML file by its name. Raises ValueError with the reason if it
+    cannot be read or holds other content."""
     try:
         text = file.read_text(encoding="utf-8")
         content = yaml.load(text, yaml.CSafeLoader) if file.suffix == ".yaml" else json.loads(text)
@@ -140,7 +140,7 @@ NOT_NULL = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_hea
 
 
 def expected_kind(file: str, name: str, value: Any) -> str:
-    """Describe the values that a field of a model's file may have; empty if this is one, or they are not known here."""
+    """Describe the valid values of a field in a model's file; empty if this one is valid, or the field is unknown."""
     kind = FIELDS[file].get(name)
     if kind is None or (value is None and name not in NOT_NULL) or kind.accepts(value):
         return ""
@@ -148,7 +148,7 @@ def expected_kind(file: str, name: str, value: Any) -> str:
 
 
 def fault_in(file: Path) -> str:
-    """Describe the first field of a model's file that is no value of its kind; empty if there is none, or no file."""
+    """Describe the first invalid field of a model's file; empty if there is none, or no file."""
     if not file.exists() and not file.is_symlink():
         return ""
     try:
@@ -181,7 +181,7 @@ def holds_verl(directory: Path, kind: str = "model") -> bool:
 
 
 def parse_dataset_name(entry: str) -> DatasetName:
-    """Parse an entry of data.train_files that is no file: a directory or hub name, configuration and split."""
+    """Parse an entry of data.train_files other than a file: a directory or hub name, configuration and split."""
     name, *parts = entry.rsplit(":", min(entry.count(":"), MOST_PARTS))
     return DatasetName(name, parts[0] if len(parts) == MOST_PARTS else None, parts[-1] if parts else None)
 
@@ -191,7 +191,7 @@ def is_row_file(path: Path) -> bool:
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """Whether a file only stands for one that Git LFS has not downloaded."""
+    """Whether a file is a pointer to a file that Git LFS has not downloaded."""
     if not file.is_file():
         return False
     with file.open("rb") as opened:
@@ -216,7 +216,7 @@ def is_sharded(path: str) -> bool:
 
 
 def holds_adapter(path: str) -> bool:
-    """Whether it is a LoRA adapter: peft's directory, or a folder of a checkpoint that was trained with LoRA."""
+    """Whether a path is a LoRA adapter: peft's directory, or a folder of a checkpoint trained with LoRA."""
     return (resolve_model(path) / ADAPTER_CONFIG).is_file()
 
 
@@ -226,8 +226,8 @@ def adapter_settings(path: str) -> dict[str, Any]:
 
 
 def leads_outside(directory: Path, name: str) -> bool:
-    """Whether a name in a file of a directory is no file below it. Links below it may lead to the blobs of the hub's
-    cache, as all files of a snapshot do."""
+    """Whether a name in a file of a directory leads out of the directory. Links may lead to the blobs of the hub's
+    cache, as in all files of a snapshot."""
     root, file = directory.resolve(), (directory / name).resolve()
     blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
     return "://" in name or not any(file.is_relative_to(place) for place in (root, *blobs))
@@ -244,7 +244,7 @@ def row_files(value: list[str]) -> ValueFault | None:
 
 
 def _missing_rows(entry: str) -> str:
-    """Why an entry names no rows; empty if it does."""
+    """The reason why an entry names no rows; empty if it does."""
     name = parse_dataset_name(entry).name
     directory, parent = Path(name), Path(entry).parent
     if Path(entry).is_file() or matches(entry) or row_source(entry):
@@ -261,9 +261,9 @@ def _missing_rows(entry: str) -> str:
     if HUB_NAME.fullmatch(name) and not is_row_file(directory) and not directory.parent.is_dir():
         return _out_of_reach(name, "dataset")
     names = sorted(item.name for item in parent.iterdir() if is_row_file(item)) if parent.is_dir() else []
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    others = f" and {len(names) - 5} more" if len(names) > 5 else ""
     names.sort(key=lambda name: not name.startswith(f"{Path(entry).name}?"))
-    near = f" (in {parent} there are {', '.join(names[:5])}{more})" if names else _missing_parent(Path(entry))
+    near = f" (in {parent} there are {', '.join(names[:5])}{others})" if names else _missing_parent(Path(entry))
     return f"there is no file {entry}{near}"
 
 
@@ -280,8 +280,8 @@ def path_or_hub(value: str) -> ValueFault | None:
 
 
 def model_path(value: str) -> ValueFault | None:
-    """A rule: a Hugging Face model, that is a directory with configuration and weights, a model of a checkpoint, or a
-    hub name."""
+    """A rule: a Hugging Face model (a directory with configuration and weights), a model of a checkpoint, or a hub
+    name."""
     if not Path(value).is_dir():
         return path_or_hub(value)
     if holds_adapter(value):
@@ -298,7 +298,7 @@ def model_path(value: str) -> ValueFault | None:
         if numbers:
             fix = f"name the model of a checkpoint, the newest one: {steps[str(max(numbers))]}"
             return ValueFault("it is the directory of a run", fix)
-        return ValueFault("the directory has no config.json, so it is no Hugging Face model")
+        return ValueFault("the directory has no config.json, so it is not a Hugging Face model")
     if cause := fault_in(config) or fault_in(directory / "generation_config.json"):
         return ValueFault(cause, "save or download the model again")
     if is_sharded(value) or any(True for pattern in WEIGHT_FILES for _ in directory.glob(pattern)):
@@ -309,13 +309,13 @@ def model_path(value: str) -> ValueFault | None:
 
 
 def names_rows(directory: Path, key: str) -> bool:
-    """Whether the README of a dataset, or the file that the library reads as well, names its files. Raises ConfigError
-    if one of them is an address."""
+    """Whether the README of a dataset, or the library's other file, names its files. Raises ConfigError if one of them
+    is an address."""
     from huggingface_hub import metadata_load
 
     named: list[str] = []
     for name, read in {"README.md": metadata_load, ".huggingface.yaml": read_mapping}.items():
-        with suppress(OSError, ValueError, yaml.YAMLError):  # what cannot be read the library rejects
+        with suppress(OSError, ValueError, yaml.YAMLError):  # the library rejects unreadable files
             configurations = (read(directory / name) or {}).get("configs") or []
             named += re.findall('"([^"]+)"', json.dumps(configurations, default=str))
     rows_below(directory, [name for name in named if "://" in name], key)
@@ -323,7 +323,7 @@ def names_rows(directory: Path, key: str) -> bool:
 
 
 def rows_below(directory: Path, files: list[Any], key: str) -> list[Path]:
-    """Return files that a file of a directory names. Raises ConfigError for the first that is not below it."""
+    """Return the files named in a file of a directory. Raises ConfigError for the first that is not below it."""
     if outside := [file for file in files if leads_outside(directory, str(file))]:
         cause = f"{key}={directory}: a file of the directory names {outside[0]} as its rows, which is not below it"
         raise ConfigError(cause, fix="name files that are on this machine")
@@ -331,12 +331,12 @@ def rows_below(directory: Path, files: list[Any], key: str) -> list[Path]:
 
 
 def adapter_path(value: str) -> ValueFault | None:
-    """A rule: a LoRA adapter, that is peft's directory, or a folder of a checkpoint that was trained with LoRA."""
+    """A rule: a LoRA adapter (peft's directory, or a folder of a checkpoint trained with LoRA)."""
     if not Path(value).is_dir():
         return _no_directory(value)
     if not holds_adapter(value):
-        return ValueFault(f"the directory has no {ADAPTER_CONFIG}, so it is no LoRA adapter")
-    with suppress(ValueError):  # of a file that cannot be read
+        return ValueFault(f"the directory has no {ADAPTER_CONFIG}, so it is not a LoRA adapter")
+    with suppress(ValueError):  # an unreadable file
         kind = read_mapping(resolve_model(value) / ADAPTER_CONFIG).get("peft_type")
         if isinstance(kind, str) and kind != "LORA":
             return ValueFault(f"it is an adapter of the type {kind}; only LORA can be trained")
@@ -352,7 +352,7 @@ def script_file(value: str) -> ValueFault | None:
 
 
 def _out_of_reach(name: str, kind: str) -> str:
-    """Why a name of the hub cannot be used: neither it nor a copy in its cache can be reached; empty if it can."""
+    """The reason why a name of the hub cannot be used (no access, and no copy in the cache); empty if it can."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", HUGGINGFACE)
     copies = [Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub", f"{kind}s--{name.replace('/', '--')}")]
     copies += [Path(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets", name.replace("/", "___").lower())]
@@ -363,12 +363,12 @@ def _out_of_reach(name: str, kind: str) -> str:
 
 @cache
 def hub_is_away() -> bool:
-    """Whether the hub cannot be reached. Its libraries, if they are imported afterwards, then read their caches alone:
-    each would retry for 23 s, also for what is cached."""
+    """Whether the hub cannot be reached. Its libraries, if imported afterwards, then only read their caches: otherwise
+    each would retry for 23 s, even for cached files."""
     server = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     port = server.port or {"http": 80}.get(server.scheme, 443)
     try:
-        if not getproxies():  # a proxy knows the way
+        if not getproxies():  # a proxy may reach it
             socket.create_connection((server.hostname or "", port), HUB_SECONDS).close()
     except OSError:
         os.environ["HF_HUB_OFFLINE"] = "1"

@@ -26,8 +26,8 @@ Keys = str | Sequence[str]
 class Finding:
     """One message, in fields.
 
-    `code` is stable, for programs. `keys` are all keys that the message depends on, the key to blame first; `value` is
-    its value as a command line writes it. `cause` says what is the case and why it matters, `fix` what to set or do.
+    `code` is stable, for programs. `keys`: all keys that the message depends on, the key to blame first; `value`: its
+    value in the form of a command line. `cause`: the problem and why it matters; `fix`: the setting or action.
     """
 
     code: str
@@ -53,7 +53,7 @@ class Finding:
 class ConfigError(ValueError):
     """An input that is rejected; printed without a traceback.
 
-    Takes a cause, which names key and value or file, and its `fix`; or several causes or findings, a line each.
+    Takes a cause with key and value or file, and its `fix`; or several causes or findings, a line each.
     """
 
     code = "rejected"
@@ -64,7 +64,7 @@ class ConfigError(ValueError):
             cause if isinstance(cause, Finding) else _finding("input", "error", cause, fix, keys, value)
             for cause, fix in zip(causes, fixes, strict=True)
         )
-        self.config: Any = None  # as far as it can be read, with shipped values where it cannot
+        self.config: Any = None  # the configuration, with shipped values for unreadable ones
         super().__init__("\n".join(self.lines))
 
     @property
@@ -105,7 +105,7 @@ class Findings:
         return [finding for finding in self.items if finding.severity == "error"]
 
     def close(self, about: Any = None) -> None:
-        """Raise ConfigError with all errors, if there are any, and the configuration that they are about."""
+        """Raise ConfigError with all errors, if there are any, and the configuration (`about`)."""
         if self.errors:
             error = ConfigError(*self.errors)
             error.config = about
@@ -116,8 +116,8 @@ class Findings:
 class Checker:
     """Adds findings about keys of a configuration: `check.error(".n algorithm.adv_estimator", cause, fix)`.
 
-    Keys are separated by spaces, or in a list; one that begins with a dot is in the section `place`. The value of the
-    first is shown unless `valued` is false. `values` are those before derived ones are filled in: what the user set.
+    Keys are separated by spaces, or in a list; a key that begins with a dot is in the section `place`. The value of the
+    first key is shown unless `valued` is false. `values`: the user's values, before derived ones are filled in.
     """
 
     findings: Findings
@@ -128,7 +128,7 @@ class Checker:
         return replace(self, place=place)
 
     def muted(self) -> "Checker":
-        """A checker whose findings are dropped."""
+        """A checker that drops its findings."""
         return replace(self, findings=Findings())
 
     def error(self, keys: Keys, cause: str, fix: str = "", *, valued: bool = True) -> None:
@@ -159,7 +159,7 @@ class Checker:
 
 
 def show(value: Any) -> str:
-    """A value as a command line writes it."""
+    """A value in the form of a command line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {show(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -167,24 +167,24 @@ def show(value: Any) -> str:
     return {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | None) else str(value)
 
 
-def nearest(key: str, known: list[str], count: int = 3) -> list[str]:
-    """The valid keys most like a mistyped one, best first; none if nothing is similar.
+def nearest(key: str, valid: list[str], count: int = 3) -> list[str]:
+    """The valid keys most similar to a mistyped one, best first; none if nothing is similar.
 
-    Half of the likeness is that of the last part, half that of as many last parts as were written (or all); long
-    beginnings count little.
+    Half of the similarity is that of the last part, half that of as many last parts as were typed (or of all parts).
+    Long beginnings count little.
     """
 
-    def ratio(one: str, other: str) -> float:
-        return difflib.SequenceMatcher(None, one, other).ratio()
+    def ratio(text: str, other: str) -> float:
+        return difflib.SequenceMatcher(None, text, other).ratio()
 
     score: dict[str, float] = {}
-    for name in known:
-        last, wanted = name.rsplit(".", 1)[-1], key.rsplit(".", 1)[-1]
+    for name in valid:
+        last, typed = name.rsplit(".", 1)[-1], key.rsplit(".", 1)[-1]
         tail = ".".join(name.split(".")[-(key.count(".") + 1) :])
-        alike = 0.5 * ratio(wanted, last) + 0.5 * max(ratio(key, name), ratio(key, tail))
-        score[name] = max(alike, 0.7 if len(wanted) > 2 and wanted in last else 0)
+        alike = 0.5 * ratio(typed, last) + 0.5 * max(ratio(key, name), ratio(key, tail))
+        score[name] = max(alike, 0.7 if len(typed) > 2 and typed in last else 0)
     least = max(0.6, max(score.values()) - 0.15)
-    return sorted((name for name in known if score[name] > least), key=lambda name: -score[name])[:count]
+    return sorted((name for name in valid if score[name] > least), key=lambda name: -score[name])[:count]
 
 
 def _finding(code: str, severity: Severity, cause: str, fix: str, keys: Keys, value: object) -> Finding:

@@ -1,7 +1,7 @@
 """From a command line to a typed configuration, with all findings at once.
 
-`resolve_config` collects them; `load_config`, with which a run starts, raises. In addition the keys as `--help` prints
-them, from the comments in conf/*.yaml, what a configuration changes, and its batch sizes.
+`resolve_config` collects them; `load_config`, for the start of a run, raises. In addition: the keys for `--help`, from
+the comments in conf/*.yaml; the changed values of a configuration; and its batch sizes.
 """
 
 import functools
@@ -35,16 +35,16 @@ from hybridrl.config.values import MISSING, Plain, Reading, holds, leaves, tree,
 
 T = TypeVar("T")
 Report = Callable[[str], None]
-WHOLE_WORDS: Any = {"break_on_hyphens": False, "break_long_words": False}  # of keys and paths that are wrapped
-COLUMN = 46  # where meanings begin
-# Files that verl's commands name, with --config-path=config or none; what they set is in the table of verl's keys.
+WHOLE_WORDS: Any = {"break_on_hyphens": False, "break_long_words": False}  # for wrapped keys and paths
+COLUMN = 46  # column of meanings
+# Files in verl's commands, with --config-path=config or without; their values are in the table of verl's keys.
 VERL_FILES = re.compile(r"((fully_async_|one_step_off_)?ppo|dapo)_(megatron_)?trainer|sft_trainer(_engine)?")
 
 
 @dataclass
 class ResolvedConfig(Generic[T]):
     """`config` may be used if there are no errors; `written` maps each key set on the command line to its argument.
-    `rejected` are the keys whose values were replaced by shipped ones."""
+    `rejected`: keys with shipped values in place of invalid ones."""
 
     findings: Findings
     config: T | None = None
@@ -53,7 +53,7 @@ class ResolvedConfig(Generic[T]):
     rejected: set[str] = field(default_factory=set)
 
     def cross_check(self, check: Callable[[T, Findings], None]) -> None:
-        """Add the findings of a check of keys against one another, without what follows from a rejected value."""
+        """Add the findings of a check of keys against each other, except consequences of rejected values."""
         assert self.config is not None
         crossed = Findings()
         check(self.config, crossed)
@@ -79,7 +79,7 @@ def load_config(
     report: Report | None = None,
     show: Report | None = None,
 ) -> T:
-    """The configuration with which a run starts; warnings go to `report`, information and what differs from the default
+    """Load the configuration of a run. Warnings go to `report`, information and differences from the default
     configuration to `show`. Raises ConfigError."""
     result = resolve_config(schema, overrides, config_name or SHIPPED[schema], config_dir)
     config = result.accept(report, show)
@@ -103,7 +103,7 @@ def existing(name: str, directory: Path) -> Path:
 
 
 def verl_file(name: str, directory: Path, findings: Findings) -> bool:
-    """Whether a command names a file that only verl has, in place of which the shipped one is used."""
+    """Whether a command names a file of verl that hybridrl does not have; the shipped file is used instead."""
     stem = name.removesuffix(".yaml")
     absent = not (directory / f"{stem}.yaml").is_file() and directory in (CONF, Path("config"))
     if absent and VERL_FILES.fullmatch(stem):
@@ -123,12 +123,12 @@ def resolve_config(
     translation: Any = None,
 ) -> ResolvedConfig[T]:
     """Compose, read and check a configuration, and fill in derived values. `offline`: for another machine, so that the
-    devices, files and directories of this one do not count. `translation`: of keys that are not hybridrl's."""
+    devices, files and directories of this one do not count. `translation`: translation of other systems' keys."""
     result = read_config(schema, overrides, name, directory, offline=offline, translation=translation)
     if result.config is None:
         return result
     machine = None
-    if offline:  # another machine, with whatever the configuration requests
+    if offline:  # another machine, which has all requested devices
         gpus = _gpus(result.config)
         machine = Machine(gpus, gpus, sys.maxsize, here=False) if gpus else replace(this_machine(), here=False)
     resolve: Any = resolve_ppo if schema is PPOConfig else resolve_sft
@@ -145,8 +145,8 @@ def read_config(
     offline: bool = False,
     translation: Any = None,
 ) -> ResolvedConfig[T]:
-    """Compose and read a configuration, of which only each value by itself is checked. A schema may have some of the
-    sections and keys of PPOConfig: the others may be set, and are not read."""
+    """Compose and read a configuration; only single values are checked. A schema may have a part of the sections and
+    keys of PPOConfig: the others may be set, and are not read."""
     whole: type = schema if schema in SHIPPED else PPOConfig
     name, findings, around = name or SHIPPED[whole], Findings(), {}
     if verl_file(name, directory, findings):
@@ -160,45 +160,45 @@ def read_config(
         result.values = plain_values(file, whole, parsed.arguments, findings, translation, schema)
     if result.values is None:
         return result
-    # The shipped values are composed only if one is wanted: that takes as long as all the rest.
+    # The shipped values are composed only if one is needed: it takes as long as everything else.
     reading = Reading(schema, result.values, functools.partial(usual_value, whole), offline=offline)
     findings.add(*reading.findings.items)
-    reported, known = result.values.faults, tree(whole)
-    foreign = {key: value for key, value in reading.foreign.items() if key not in reported and not holds(known, key)}
+    reported, keys = result.values.faults, tree(whole)
+    foreign = {key: value for key, value in reading.foreign.items() if key not in reported and not holds(keys, key)}
     if foreign:  # from the command line or the file
         translation = translation or plugins.load("translation")
-        found, unknown = translation.check(foreign, leaves(result.values.values), whole)
+        problems, unknown = translation.check(foreign, leaves(result.values.values), whole)
         for key in unknown:
             findings.error("unknown-key", f"unknown key {key} in {file}", nearest_keys(key, whole), keys=key)
-        findings.add(*found)
+        findings.add(*problems)
     result.config, result.rejected = reading.config, reading.rejected
     return result
 
 
 def _gpus(config: object) -> int:
-    """The GPUs per machine that a configuration requests, if only for one engine; 0: none."""
+    """The GPUs per machine that a configuration requests, at least those of one engine; 0 if unknown."""
     assert isinstance(config, PPOConfig | SFTConfig)
     width = config.actor_rollout_ref.rollout.tensor_model_parallel_size if isinstance(config, PPOConfig) else 1
     return config.trainer.n_gpus_per_node or (width if width > 1 else 0)
 
 
-def explain_keys(config_name: str, wanted: str, first: tuple[str, ...], width: int) -> str:
-    """The keys of a shipped configuration with value and meaning: of the section `wanted`, of `all`, or if it is empty
-    those in `first`, with a list of the sections. Raises ConfigError if there is no such section."""
+def explain_keys(config_name: str, chosen: str, first: tuple[str, ...], width: int) -> str:
+    """The keys of a shipped configuration with value and meaning: of the section `chosen`, or of `all`; if it is empty,
+    the keys in `first` and a list of the sections. Raises ConfigError if there is no such section."""
     values, meanings = shipped(config_name).values, key_meanings(CONF / f"{config_name}.yaml")
     sections: dict[str, list[str]] = {}
     for key in meanings:
         sections.setdefault(key.rpartition(".")[0], []).append(key)
-    if not wanted:
+    if not chosen:
         lines = ["keys to begin with:", *(_entry(key, value_of(values, key), meanings[key], width) for key in first)]
         names = ", ".join(filter(None, sections))
         listed = textwrap.fill(f"all, {names}", width, initial_indent="  ", subsequent_indent="  ", **WHOLE_WORDS)
-        more = "hybridrl doctor explain KEY explains one key, hybridrl doctor checks a command."
-        return "\n".join([*lines, "\nmore keys, by section (--help SECTION):", listed, f"\n{more}"])
-    inside = {name: keys for name, keys in sections.items() if f"{name}.".startswith(f"{wanted}.") or wanted == "all"}
+        commands = "hybridrl doctor explain KEY explains one key, hybridrl doctor checks a command."
+        return "\n".join([*lines, "\nmore keys, by section (--help SECTION):", listed, f"\n{commands}"])
+    inside = {name: keys for name, keys in sections.items() if f"{name}.".startswith(f"{chosen}.") or chosen == "all"}
     if not inside:
-        near = nearest(wanted, [name for name in sections if name])
-        raise ConfigError(f"--help {wanted}: there is no such section", fix=f"choose {' | '.join(near or ['all'])}")
+        near = nearest(chosen, [name for name in sections if name])
+        raise ConfigError(f"--help {chosen}: there is no such section", fix=f"choose {' | '.join(near or ['all'])}")
     lines = []
     for section, keys in inside.items():
         lines.append(f"\n{section or 'outside the sections'}:")
@@ -207,9 +207,9 @@ def explain_keys(config_name: str, wanted: str, first: tuple[str, ...], width: i
 
 
 def changed_values(config: PPOConfig | SFTConfig, plain: Plain) -> str:
-    """The keys that differ from the shipped values, a line each as a command takes it, without those that merely follow
-    another: first those that were set, on the command line or in a file, then those that were chosen here, for model,
-    machine and the others. `plain` are the values before they were resolved."""
+    """The keys that differ from the shipped values, a line each in the form of a command, without keys that only follow
+    another: first the user's, from command line or file, then those chosen here for model, machine and other keys.
+    `plain`: the values before they were resolved."""
     values, usual = asdict(config), shipped(SHIPPED[type(config)])
     yours: list[str] = []
     chosen: list[str] = []
@@ -231,8 +231,8 @@ def changed_values(config: PPOConfig | SFTConfig, plain: Plain) -> str:
 
 
 def hyperparameters(config: PPOConfig | SFTConfig) -> dict[str, bool | int | float | str]:
-    """The single values that differ from the shipped ones, by key: in what one run differs from another. Without
-    directories."""
+    """The single values that differ from the shipped ones, by key, without directories: the differences between
+    runs."""
     usual = leaves(shipped(SHIPPED[type(config)]).values)
     return {
         key: value
@@ -261,7 +261,7 @@ def batch_arithmetic(config: PPOConfig) -> str:
 
 
 def samplings(rollout: RolloutConfig) -> str:
-    """The sampling in training and in validation, side by side; neither follows the other."""
+    """The sampling in training and in validation, side by side; they are independent."""
     validation, texts = rollout.val_kwargs, []
     for sampling, greedy in ((rollout, not rollout.do_sample), (validation, False)):
         shown = {"temperature": 0.0 if greedy else sampling.temperature}
@@ -271,7 +271,7 @@ def samplings(rollout: RolloutConfig) -> str:
 
 
 def key_meanings(file: Path, package: str = "") -> dict[str, str]:
-    """The comment above every key of a configuration file and of those it lists, by full key, in their order."""
+    """The comments above all keys of a configuration file and its defaults, by full key, in order."""
     meanings: dict[str, str] = {}
     for item in yaml.safe_load(file.read_text(encoding="utf-8")).get("defaults", ["_self_"]):
         if item == "_self_":
@@ -287,7 +287,7 @@ def key_meanings(file: Path, package: str = "") -> dict[str, str]:
 
 
 def _comments(file: Path, package: str) -> dict[str, str]:
-    """The comment above each key of one file that has a value there."""
+    """The comments above the keys with a value in one file."""
     meanings: dict[str, str] = {}
     comment: list[str] = []
     parents = [package] if package else []

@@ -1,6 +1,6 @@
-"""The typed configuration: the sections, their keys, and what each key may hold.
+"""The typed configuration: the sections, their keys, and the types of the keys.
 
-The values of the keys and their meanings are in `conf/*.yaml`. Past the entry points nothing else is read: a
+The values of the keys and their meanings are in `conf/*.yaml`. After the entry points nothing else is read: a
 constructor takes one of these sections or plain values.
 """
 
@@ -47,7 +47,7 @@ class SamplerConfig(Section):
 
 
 class RowsConfig(Section):
-    """What training and supervised fine-tuning share of the section `data`."""
+    """The keys of the section `data` for both training and supervised fine-tuning."""
 
     tokenizer: ModelOrTokenizer | None
     train_files: TrainFiles
@@ -301,18 +301,18 @@ class PPOConfig(Section):
 
     @property
     def separate(self) -> bool:
-        """Whether rollout has devices of its own."""
+        """Whether rollout has its own devices."""
         return self.trainer.v1.trainer_mode == "separate_async"
 
     @property
     def rollout_pool(self) -> tuple[int, int]:
-        """The machines that rollout uses, and its devices on each of them."""
+        """The number of machines of rollout, and its devices per machine."""
         pool = self.actor_rollout_ref.rollout if self.separate else self.trainer
         return pool.nnodes, pool.n_gpus_per_node or 1
 
     @property
     def devices_per_machine(self) -> int:
-        """The most devices that the run uses of a machine, if training and rollout share machines."""
+        """The largest number of devices that the run uses on a machine, if training and rollout share machines."""
         return (self.trainer.n_gpus_per_node or 1) + self.separate * self.rollout_pool[1]
 
 
@@ -334,7 +334,7 @@ class EvaluatedConfig(ServedConfig):
 
 
 class EvaluationConfig(Section):
-    """The configuration of `main_eval`: what it reads of conf/ppo_trainer.yaml."""
+    """The configuration of `main_eval`: the part of conf/ppo_trainer.yaml that it reads."""
 
     data: EvaluatedDataConfig
     actor_rollout_ref: EvaluatedConfig
@@ -348,7 +348,7 @@ class EvaluationConfig(Section):
 
 
 class ServingConfig(Section):
-    """The configuration of `serve`, and of an evaluation's model: what they read of conf/ppo_trainer.yaml."""
+    """The configuration of `serve`, and of an evaluation's model: the part of conf/ppo_trainer.yaml that they read."""
 
     actor_rollout_ref: ServedConfig
 

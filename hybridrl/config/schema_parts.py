@@ -1,5 +1,5 @@
-"""The sections `algorithm`, `reward`, `rollout` and `eval` of the configuration, the policy loss, what continues
-rollouts over steps, and the address of a Ray; see schema.py."""
+"""The sections `algorithm`, `reward`, `rollout` and `eval` of the configuration, the policy loss, rollouts that
+continue over steps, and the address of a Ray cluster; see schema.py."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from hybridrl.config.catalog import BYPASS_LOSSES, ESTIMATOR_NAMES, POLICY_LOSS_
 from hybridrl.config.files import RowNames, Script
 from hybridrl.config.values import Section, ValueFault
 
-SHIPPED_SHARE, WHOLE_SHARE = 0.5, 0.9  # of a GPU's memory for an engine: by default, and if no trainer needs the rest
+SHIPPED_SHARE, WHOLE_SHARE = 0.5, 0.9  # share of GPU memory for an engine: by default, and without a trainer
 RAY_ADDRESS, LARGEST_PORT = re.compile(r"auto|local|([^\s/:@]+|\[[\w:.%]+\]):(?P<port>\d{1,9})"), 65535
 
 PolicyLossConfig = make_dataclass(
@@ -55,7 +55,7 @@ def ratio_bounds(text: str) -> tuple[float | None, float]:
 
 
 def rejection_bounds(form: str, text: str) -> tuple[float | None, float]:
-    """Bounds of an estimate, which is a ratio for k1; ValueError with a message for the user."""
+    """Bounds of an estimate (for k1, of a ratio); ValueError with a message for the user."""
     if form.endswith("k1"):
         lower, upper = ratio_bounds(text)
         return (1 / upper if lower is None else lower), upper
@@ -96,7 +96,7 @@ class RolloutCorrectionConfig(Section):
 
     @property
     def rejections(self) -> list[tuple[str, float | None, float]]:
-        """Each form with its bounds, of which one may serve all; ValueError with a message for the user."""
+        """Each form with its bounds; a single pair of bounds applies to all. ValueError with a message for the user."""
         forms, texts = list(dict.fromkeys(self.rollout_rs)), self.rollout_rs_threshold
         if forms and len(texts) not in (1, len(forms)):
             example = ",".join("0.5_2.0" if form.endswith("k1") else "0.01" for form in forms)
@@ -326,10 +326,10 @@ class EvalConfig(Section):
 
 
 def ray_options(value: dict[str, Any]) -> ValueFault | None:
-    """A rule: the address of an existing Ray, here or in RAY_ADDRESS, is one that a driver joins by."""
+    """A rule: the address of an existing Ray cluster, here or in RAY_ADDRESS, must be one for drivers."""
     address = str(value.get("address") or os.environ.get("RAY_ADDRESS") or "auto")
-    found = RAY_ADDRESS.fullmatch(address)
-    if found and int(found["port"] or 0) <= LARGEST_PORT:
+    match = RAY_ADDRESS.fullmatch(address)
+    if match and int(match["port"] or 0) <= LARGEST_PORT:
         return None
     name = "address" if value.get("address") else "RAY_ADDRESS"
     host = re.split(r"[/:@\s]", address.partition("://")[2] or address)[0] or "HOST"

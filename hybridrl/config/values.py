@@ -1,11 +1,11 @@
-"""What a key may hold, as types for the schema, and nested plain values read by these types into one configuration.
+"""Types of keys for the schema, and the conversion of nested plain values to a typed configuration.
 
 A type is `Annotated` with a `Range`, with `Means`, or with a rule: a function from a value of the right type to its
-`Fault`, if there is one. What depends on several keys, or on the machine, is in checks/.
+`ValueFault` or None. Checks of several keys, or of the machine, are in checks/.
 
-pydantic's core validates; building pydantic's own models would take as long as everything else that `doctor
---config-only` does. Values may come as command lines, YAML files and environment variables have them: numbers and
-switches as text, one value for a list of one, nothing (`key=`) for null or an empty list.
+pydantic's core validates; building pydantic's own models would take as long as everything else in `doctor
+--config-only`. Values may have the forms of command lines, YAML files and environment variables: numbers and switches
+as text, one value for a list of one, nothing (`key=`) for null or an empty list.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class Section:
 
 
 class ValueFault(NamedTuple):
-    """What is wrong with a value, and the fix. `absent`: a file or directory that may exist on another machine."""
+    """An error of a value, and the fix. `absent`: a missing file or directory that may exist on another machine."""
 
     cause: str
     fix: str = ""
@@ -87,7 +87,7 @@ class Commas:
 
 @dataclass(frozen=True)
 class Infinite:
-    """Marks a limit of which infinite means none; any other number is finite."""
+    """Marks a limit that may be infinite (no limit); other numbers must be finite."""
 
 
 def pair(value: list[Any]) -> ValueFault | None:
@@ -96,10 +96,10 @@ def pair(value: list[Any]) -> ValueFault | None:
 
 
 def validation_metric(value: str) -> ValueFault | None:
-    """A rule: a metric that validations log, with a leading - where the least value is best."""
+    """A rule: a validation metric, with a leading - if the least value is best."""
     if re.fullmatch(r"-?(val/loss|val-core/.+/(acc|reward)/.+@.+|val-aux/.+/.+)", value):
         return None
-    return ValueFault("is no metric of a validation", "name one, such as val-core/gsm8k/acc/mean@1, or -val/loss")
+    return ValueFault("is not a validation metric", "name one, such as val-core/gsm8k/acc/mean@1, or -val/loss")
 
 
 def actions(value: dict[str, Any]) -> ValueFault | None:
@@ -124,7 +124,7 @@ def rule_code(name: str) -> str:
 
 
 def choices(value: Any, names: Sequence[Any], shown: Sequence[Any]) -> ValueFault:
-    """The fault of a value that is none of those `shown`; its fix is the most similar of the names."""
+    """The fault of a value that is not in `shown`; its fix is the most similar of the names."""
     similar = difflib.get_close_matches(str(value), map(str, names), n=1, cutoff=0.7)
     return ValueFault("choose " + " | ".join(map(show, shown)), f"did you mean {similar[0]}?" if similar else "")
 
@@ -162,7 +162,7 @@ DIAGNOSES = (
     "value-loss-rise", "repetition", "overfitting", "memory-full", "flat-score",
 )  # fmt: skip
 SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
-# With the names of transformers, of verl's other engines and of Megatron.
+# Includes the names of transformers, of verl's other engines and of Megatron.
 Schedule = Annotated[
     str,
     name_or_function(SCHEDULES),
@@ -178,7 +178,7 @@ PACKAGES = LOGGERS[3:]  # loggers whose package has their name
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
-# The texts that have a meaning are SkyRL's.
+# The texts in Means are SkyRL's.
 ResumeMode = Annotated[
     Literal["auto", "disable", "resume_path"],
     Means({"latest": "auto", "none": "disable", "null": "disable", "from_path": "resume_path"}),
@@ -213,11 +213,11 @@ def value_keys(section: type) -> list[str]:
     return [key for key, hint in tree(section).items() if not dataclasses.is_dataclass(hint)]
 
 
-def holds(known: dict[str, Any], key: str) -> bool:
-    """Whether a key is in the schema, or in a mapping of it, which takes any names; `known` as `tree` returns it."""
+def holds(keys: dict[str, Any], key: str) -> bool:
+    """Whether a key is in the schema, or in a mapping of it, which takes any names. `keys`: the result of `tree`."""
     parts = key.split(".")
-    above = (known.get(".".join(parts[:count])) for count in range(1, len(parts)))
-    return key in known or any(typing.get_origin(_unwrapped(hint)[0]) is dict for hint in above)
+    above = (keys.get(".".join(parts[:count])) for count in range(1, len(parts)))
+    return key in keys or any(typing.get_origin(_unwrapped(hint)[0]) is dict for hint in above)
 
 
 def value_of(values: Mapping[str, Any], key: str) -> Any:
@@ -236,9 +236,8 @@ def leaves(values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Plain:
-    """Nested plain values; for each key that takes its value from another one, which; the keys for which that fails.
-
-    A fault that another key causes is None.
+    """Nested plain values. `follows`: for a key with a reference, the key that it refers to. `faults`: errors of
+    references by key; None for a consequence of another key's error.
     """
 
     values: dict[str, Any]
@@ -247,11 +246,10 @@ class Plain:
 
 
 class Reading(Generic[T]):
-    """A typed configuration, and what is to be reported about the values it was made of.
+    """A typed configuration, and the findings about its values.
 
-    The shipped value (`usual`, by key) replaces each of the `rejected`, so that the others can be checked. `foreign`
-    are the values of keys that the schema does not have. `offline`: files and directories may be missing on this
-    machine.
+    The shipped value (`usual`, by key) replaces each `rejected` one, so that the others can be checked. `foreign`:
+    values of keys that are not in the schema. `offline`: files and directories may be missing on this machine.
     """
 
     def __init__(self, schema: type[T], plain: Plain, usual: Callable[[str], Any], *, offline: bool = False) -> None:
@@ -293,7 +291,7 @@ class Reading(Generic[T]):
             typed = validator.validate_python(value)
             rules = () if typed is None else filter(callable, metadata)
             fault = next((fault for rule in rules if (fault := rule(typed)) is not None), None)
-        except OSError as error:  # a name that is too long, a directory that may not be searched
+        except OSError as error:  # an overlong name, or a directory without permission
             fault = ValueFault(str(error.strerror), "name another path")
         except ValidationError as invalid:
             ranges = [item for item in metadata if isinstance(item, Range)]
@@ -311,7 +309,7 @@ class Reading(Generic[T]):
         if absent and self._offline:
             self._messages[key] = Finding("not-here", "info", (key,), show(value), cause, fix)
             return typed
-        if value == "" and key.startswith("trainer."):  # where and how often: nothing that changes training
+        if value == "" and key.startswith("trainer."):  # storage and frequencies do not change training
             cause = f"{key} is empty (is a shell variable not set?): {show(self._usual(key))} is used"
             self._messages[key] = Finding("empty-value", "warning", (key,), cause=cause)
         else:
@@ -326,7 +324,7 @@ class Reading(Generic[T]):
 
 
 def _unwrapped(hint: Any, or_null: bool = False) -> tuple[Any, list[Any], bool]:
-    """The innermost type of a hint (of a list that of its items), its metadata, and whether null is possible."""
+    """The innermost type of a hint (for a list, the type of its items), its metadata, and whether null is possible."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         kind, metadata, or_null = _unwrapped(arguments[0], or_null)
@@ -344,7 +342,7 @@ def _validator(hint: Any) -> SchemaValidator:
 
 
 def _typed(hint: Any) -> Any:
-    """The core schema of a type: what pydantic validates, after a conversion that leaves alone what it cannot read."""
+    """The core schema of a type. Values are converted before validation; unreadable ones stay unchanged."""
     origin, arguments, before = get_origin(hint), get_args(hint), core_schema.no_info_before_validator_function
     if origin is Annotated:
         typed = _typed(arguments[0])

@@ -191,7 +191,7 @@ def test_the_experts_of_the_engine_are_replayed_where_that_is_wanted_and_helps(m
 @pytest.mark.parametrize(
     ("model", "keys", "message"),
     [
-        ("dense", [], f"is no mixture of experts; set {REPLAY}=disabled"),
+        ("dense", [], f"is not a mixture of experts; set {REPLAY}=disabled"),
         ("unknown mixture", [], f"its config.json does not name num_experts_per_tok; set {REPLAY}=disabled"),
         ("mixture", [f"{CACHING}=false"], f"vLLM keeps experts with its prefixes; set {CACHING}=true"),
         ("mixture", [f"{ROUTES}=false"], "the engine returns no experts; leave it out"),

@@ -45,7 +45,7 @@ OF_ANOTHER_TYPE = {
     f"{ACTOR}.grad_clip=nan": "expected a number",
     f"{ACTOR}.optim.betas=0.9": "expected 2 values: [a, b]",
     "data.shuffle=perhaps": "expected true or false",
-    "trainer.keep_best_ckpt=typo": "is no metric of a validation; name one, such as val-core/gsm8k/acc/mean@1, or "
+    "trainer.keep_best_ckpt=typo": "is not a validation metric; name one, such as val-core/gsm8k/acc/mean@1, or "
     "-val/loss",
     "data.prompt_key=": "expected text",
     "trainer.experiment_name=[a]": "expected text",
@@ -184,7 +184,7 @@ def test_keys_that_contradict_each_other_are_reported_together(load):
 @pytest.mark.parametrize(
     ("remove", "message"),
     [
-        ("config.json", "the directory has no config.json, so it is no Hugging Face model"),
+        ("config.json", "the directory has no config.json, so it is not a Hugging Face model"),
         (
             "model.safetensors",
             "the directory has no weights (*.safetensors or *.bin); save or download the model again",

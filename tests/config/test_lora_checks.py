@@ -121,7 +121,7 @@ def test_what_is_more_than_plain_lora_is_rejected(load: Load, adapter: Path, mor
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "the directory has no adapter_config.json, so it is no LoRA adapter"),
+        (None, "the directory has no adapter_config.json, so it is not a LoRA adapter"),
         ("{", "its adapter_config.json cannot be read"),
         ('{"peft_type": "IA3"}', "it is an adapter of the type IA3; only LORA can be trained"),
     ],

@@ -105,7 +105,7 @@ def test_experts_are_divided_with_the_layers_and_a_model_without_has_none(load):
     assert config.actor_rollout_ref.actor.fsdp_config.expert_parallel_size == 2
     write(num_attention_heads=8, num_key_value_heads=2)
     (error,) = errors_of(load, "trainer.n_gpus_per_node=4", "algorithm.adv_estimator=grpo", f"{EXPERT}=2")
-    assert error.endswith("is no mixture of experts; set 1")
+    assert error.endswith("is not a mixture of experts; set 1")
 
 
 def test_only_rows_in_one_line_can_be_shared(load):

@@ -33,12 +33,12 @@ MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 
 
 def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None = None) -> None:
-    """Fill in derived values; add findings about what cannot work or has no effect."""
+    """Fill in derived values; add findings about settings that cannot work or have no effect."""
     check = Checker(findings, asdict(config))
     section, trainer, data = config.actor_rollout_ref, config.trainer, config.data
     actor, model, rollout = section.actor, section.model, section.rollout
     _resolve_run(trainer, config.ray_kwargs.ray_init, check, machine, model, rollout if config.separate else None)
-    model.tokenizer_path = data.tokenizer or model.tokenizer_path  # for engines, which see no data
+    model.tokenizer_path = data.tokenizer or model.tokenizer_path  # engines do not see the data
     data.seed = trainer.seed if data.seed is None else data.seed
     training.resolve_micro_batches(section, config.critic, trainer.devices, check)
     training.resolve_actor(actor, data, check)
@@ -48,7 +48,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     resolve_rollout(rollout, trainer, data, check.at(ROLLOUT), separate=config.separate)
     policy = Trained(ACTOR, MODEL, model, f"{ACTOR}.optim", actor.optim, f"{ACTOR}.fsdp_config", actor.fsdp_config)
     training.resolve_updates(policy, trainer, check)
-    # The policy's model comes last: the other two are compared with its settings as they were written.
+    # The policy's model comes last: the other two are compared with its settings as written.
     training.resolve_critic(config, check)
     hint = training.shorten(rollout, data)
     training.resolve_retention(trainer, check, has_critic=bool(config.critic.enable))
@@ -84,7 +84,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
 
 
 def resolve_sft(config: SFTConfig, findings: Findings, machine: Machine | None = None) -> None:
-    """Fill in derived values; add findings about what cannot work or has no effect."""
+    """Fill in derived values; add findings about settings that cannot work or have no effect."""
     check, engine = Checker(findings, asdict(config)), config.engine
     _resolve_run(config.trainer, config.ray_kwargs.ray_init, check, machine, config.model)
     model = Trained("engine", "model", config.model, "optim", config.optim, "engine.fsdp_config", engine.fsdp_config)
@@ -104,7 +104,7 @@ def _resolve_run(
     model: ModelConfig,
     engines: RolloutConfig | None = None,
 ) -> None:
-    """Check what all kinds of runs have; see `training.resolve_devices`."""
+    """Check the settings that all kinds of runs have; see `training.resolve_devices`."""
     slots = 1 if engines is None and is_large(model) else 2
     with check.findings.gathered("conflict"):
         training.resolve_devices(trainer, ray_init, check, machine, engines, slots)
@@ -127,8 +127,8 @@ def resolve_rollout(
     *,
     separate: bool = False,
 ) -> None:
-    """Fill in and check what engines are started with, whatever their model; `lower` is the fix for rows that are too
-    long. `separate`: they have devices of their own."""
+    """Fill in and check the settings of engines that do not depend on the model. `lower`: the fix for overlong rows.
+    `separate`: engines have their own devices."""
     width, pool = rollout.tensor_model_parallel_size, rollout if separate else trainer
     machines, devices, key = pool.nnodes, pool.n_gpus_per_node or 1, ".n_gpus_per_node" if separate else DEVICES
     keys = f".tensor_model_parallel_size {key}"
@@ -154,7 +154,7 @@ def resolve_rollout(
 
 
 def _check_learning(rollout: RolloutConfig, optim: OptimizerConfig, check: Checker, *, val_only: bool) -> None:
-    """Check whether a policy that samples and is updated like this can learn anything."""
+    """Check whether a policy can learn with these settings of sampling and updates."""
     greedy = ".do_sample" if not rollout.do_sample else ".temperature" if rollout.temperature == 0 else ""
     fix = f"set {ROLLOUT}.do_sample=true and {ROLLOUT}.temperature=1.0"
     if greedy and rollout.n > 1:

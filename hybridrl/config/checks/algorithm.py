@@ -1,5 +1,5 @@
-"""Settings of the algorithm, the rewards, the data and the loggers that cannot work together, or have no effect given
-the others. The contents of files are checked when they are read."""
+"""Checks of the algorithm, the rewards, the data and the loggers: settings that conflict or have no effect. The
+contents of files are checked when they are read."""
 
 import re
 
@@ -11,10 +11,10 @@ from hybridrl.config.schema_parts import AlgorithmConfig, FilterGroupsConfig, Re
 from hybridrl.config.values import DIAGNOSES, LOGGERS, REWARD_MANAGERS, rule_code
 from hybridrl.plugins import names
 
-# Custom functions are not imported here: they may read anything, and nothing else is known about them.
+# Custom functions are not imported here: they may read any field, and their other facts are unknown.
 CUSTOM_ESTIMATOR = Estimator("", "", reads=("values", "reward_parts"))
 CUSTOM_LOSS = PolicyLoss("", "")
-WANDB_REJECTS, WANDB_LENGTH = r"[/\\#?%:]", 128  # of the names of projects
+WANDB_REJECTS, WANDB_LENGTH = r"[/\\#?%:]", 128  # in names of projects
 # Logging backends of verl, SkyRL and AReaL that hybridrl does not have.
 OTHER_LOGGERS = ("vemlp_wandb", "rl_insight", "aim")
 
@@ -63,7 +63,7 @@ def check_filter(filtering: FilterGroupsConfig, n: int, data: DataConfig, steps:
 
 
 def check_bypass(correction: RolloutCorrectionConfig, section: ActorRolloutRefConfig, check: Checker) -> None:
-    """Check bypass mode and what corrects for the difference between rollout and training probabilities."""
+    """Check bypass mode and the correction of the difference between rollout and training probabilities."""
     check, rollout = check.at(CORRECTION), section.rollout
     loss, loss_type = section.actor.policy_loss.loss_mode, correction.loss_type
     replaces_loss = BYPASS_LOSSES[loss_type] is not None
@@ -84,7 +84,7 @@ def check_bypass(correction: RolloutCorrectionConfig, section: ActorRolloutRefCo
     reads = bool(vars(correction)[reads_rollout])
     truncated = reads and (rollout.top_p < 1 or rollout.top_k > 0)
     if truncated and rollout.name in UNTRUNCATED:
-        # In bypass mode this is what is wanted: log-probs like the trainer's, with ratios of 1 before the first update.
+        # This is the purpose of bypass mode: log-probs like the trainer's, with ratios of 1 before the first update.
         if not correction.bypass_mode:
             cause = (
                 f"the log-probs of {rollout.name} are of the distribution before top_p and top_k truncate it, so no "
@@ -175,14 +175,14 @@ def check_data(data: DataConfig, check: Checker) -> None:
 
 def resolve_loggers(trainer: SFTTrainerConfig, check: Checker) -> None:
     """Leave out other systems' loggers with a warning; reject unknown names."""
-    known = [name for name in trainer.logger if name in LOGGERS or ":" in name]
+    names = [name for name in trainer.logger if name in LOGGERS or ":" in name]
     others = [name for name in trainer.logger if name in OTHER_LOGGERS]
     for name in trainer.logger:
-        if name not in (*known, *OTHER_LOGGERS):
+        if name not in (*names, *OTHER_LOGGERS):
             cause = f"trainer.logger={name}: choose among {', '.join(LOGGERS)}, path/to/file.py:Class"
             check.findings.error("conflict", cause, _meant(name, LOGGERS), keys="trainer.logger", value=name)
     if others:
-        trainer.logger = known or ["console"]
+        trainer.logger = names or ["console"]
         cause = f"{', '.join(others)} {'are' if others[1:] else 'is'} not supported and left out; metrics go to "
         check.warn("trainer.logger", cause + f"{', '.join(trainer.logger)} and metrics.jsonl")
     project = trainer.project_name
@@ -192,7 +192,7 @@ def resolve_loggers(trainer: SFTTrainerConfig, check: Checker) -> None:
 
 
 def check_diagnoses(trainer: SFTTrainerConfig, check: Checker) -> None:
-    """Check the codes of diagnoses: those of the built-in rules, and of custom ones, which must be new."""
+    """Check the codes of diagnoses: built-in rules, and custom rules, whose codes must be new."""
     check, custom = check.at("trainer"), [rule_code(name) for name in trainer.health_rules]
     for number, code in enumerate(custom):
         if code in DIAGNOSES or code in custom[:number]:
@@ -200,9 +200,9 @@ def check_diagnoses(trainer: SFTTrainerConfig, check: Checker) -> None:
             check.error(".health_rules", cause, "give the function another name", valued=False)
     for code in trainer.on_diagnosis:
         if code not in (*DIAGNOSES, *custom):
-            known = (*DIAGNOSES, *custom)
-            cause = f"trainer.on_diagnosis: no rule has the code {code}: choose {' | '.join(known)}"
-            check.error(".on_diagnosis .health_rules", cause, _meant(code, known), valued=False)
+            codes = (*DIAGNOSES, *custom)
+            cause = f"trainer.on_diagnosis: no rule has the code {code}: choose {' | '.join(codes)}"
+            check.error(".on_diagnosis .health_rules", cause, _meant(code, codes), valued=False)
 
 
 def resolve_reward(reward: RewardConfig, check: Checker) -> None:
@@ -261,6 +261,6 @@ def _check_reward_manager(reward: RewardConfig, check: Checker) -> None:
         check.warn(".reward_manager.name .on_error", cause)
 
 
-def _meant(name: str, known: tuple[str, ...]) -> str:
-    similar = nearest(name, list(known), count=1)
+def _meant(name: str, valid: tuple[str, ...]) -> str:
+    similar = nearest(name, list(valid), count=1)
     return f"did you mean {similar[0]}?" if similar else ""

@@ -1,5 +1,5 @@
-"""Arguments of an engine that a user adds as rollout.engine_kwargs.<engine>, judged without importing the engine; and
-rollouts that are continued over steps: what goes with them, and how the age of their tokens is corrected for."""
+"""Checks of a user's arguments for an engine (rollout.engine_kwargs.<engine>), without importing the engine; and of
+rollouts that continue over steps: compatible settings, and the correction for the age of their tokens."""
 
 import ast
 import functools
@@ -31,8 +31,8 @@ TOKENS = "the engine works on token ids"
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """Arguments of an engine: those that hybridrl sets, by the key that they are set with, and those that must be as
-    hybridrl sets them, with the reason. `files` are the engine's sources with a class field for each argument."""
+    """Arguments of an engine. `set_by`: the key that sets an argument; `fixed`: arguments that must stay as hybridrl
+    sets them, with the reason. `files`: the engine's sources with a class field for each argument."""
 
     title: str
     set_by: dict[str, str]
@@ -41,8 +41,8 @@ class EngineArguments:
 
     @functools.cached_property
     def known(self) -> frozenset[str]:
-        """Names that the installed engine has, read from its source: importing it takes seconds. Empty if there is no
-        such engine here."""
+        """Argument names of the installed engine, read from its source, since importing takes seconds. Empty if it is
+        not installed."""
         package, _, pattern = self.files.partition("/")
         spec = find_spec(package)
         files = Path(spec.origin).parent.glob(pattern) if spec and spec.origin else ()
@@ -113,32 +113,32 @@ SGLANG = EngineArguments(
     "sglang/srt/arg_groups/fields/*.py",
 )  # fmt: skip
 ENGINES = {"vllm": VLLM, "sglang": SGLANG}
-UNTRUNCATED = ("sglang",)  # engines whose log-probs are those of the distribution before top_p and top_k truncate it
-# SGLang's implementations of attention that are for other devices than hybridrl's.
+UNTRUNCATED = ("sglang",)  # engines with log-probs of the distribution before truncation by top_p and top_k
+# SGLang's implementations of attention for devices that hybridrl does not support.
 ELSEWHERE = {"ascend": "NPUs", "aiter": "AMD's GPUs", "wave": "AMD's GPUs", "intel_xpu": "Intel's GPUs"}
 BATCH_INVARIANT = "enable_deterministic_inference"
 
 
 def check_engine_name(name: str, findings: Findings) -> None:
-    """Reject an engine that is neither hybridrl's nor an installed plug-in's."""
+    """Reject an engine that neither hybridrl nor an installed plug-in provides."""
     if name not in (engines := names("engine")):
         findings.error("value", f"choose {' | '.join(engines)}", keys=f"{ROLLOUT}.name", value=name)
 
 
 def check_engine(rollout: RolloutConfig, trainer: SFTTrainerConfig, check: Checker) -> None:
-    """Reject an unknown engine, arguments that hybridrl sets itself, and names that the installed engine lacks."""
+    """Reject unknown engines, arguments that hybridrl sets itself, and names missing in the installed engine."""
     check_engine_name(rollout.name, check.findings)
     for name, engine in ENGINES.items():
-        key, given = f".engine_kwargs.{name}", vars(rollout.engine_kwargs)[name]
+        key, arguments = f".engine_kwargs.{name}", vars(rollout.engine_kwargs)[name]
         if rollout.name in ENGINES and rollout.name != name:
-            if given:
+            if arguments:
                 check.idle(f"{key} .name", f"with {ROLLOUT}.name={rollout.name}")
             continue
-        if options := [option for option in given if "lora" in option]:
+        if options := [option for option in arguments if "lora" in option]:
             cause = f"{ROLLOUT}{key}: {', '.join(options)} follow from {MODEL}.lora_rank, which configures"
             keys = [key, *(f"{key}.{option}" for option in options)]
             check.error(keys, f"{cause} trainer and engine alike", "leave them out", valued=False)
-        for option, value in given.items():
+        for option, value in arguments.items():
             if value is not None:
                 _check_argument(engine, f"{key}.{option}", option, value, check)
     if rollout.name == "sglang":
@@ -158,18 +158,19 @@ def _check_argument(engine: EngineArguments, key: str, name: str, value: Any, ch
 
 
 def _check_sglang(rollout: RolloutConfig, trainer: SFTTrainerConfig, check: Checker) -> None:
-    """Check what SGLang computes with on this device, and whether responses are reproducible there."""
-    key, given, on_cpu = ".engine_kwargs.sglang", rollout.engine_kwargs.sglang, trainer.device == "cpu"
+    """Check SGLang's attention on this device, and whether its responses are reproducible."""
+    key, options, on_cpu = ".engine_kwargs.sglang", rollout.engine_kwargs.sglang, trainer.device == "cpu"
     for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        used, fix = given.get(name), f"set {'torch_native' if on_cpu else 'fa3, flashinfer or triton'}, or leave it out"
+        used = options.get(name)
+        fix = f"set {'torch_native' if on_cpu else 'fa3, flashinfer or triton'}, or leave it out"
         if used in ELSEWHERE:
             check.error(f"{key}.{name}", f"this attention is for {ELSEWHERE[used]}", fix)
         elif on_cpu and used not in (None, "torch_native"):
             check.error(f"{key}.{name} trainer.device", "SGLang does not compute it on CPU", fix)
-    if on_cpu and given.get(BATCH_INVARIANT):
+    if on_cpu and options.get(BATCH_INVARIANT):
         check.error(f"{key}.{BATCH_INVARIANT} trainer.device", "SGLang has its kernels on CUDA only", "leave it out")
     asked = "trainer.deterministic" if trainer.deterministic else f"{ROLLOUT}.full_determinism"
-    if not on_cpu and (trainer.deterministic or rollout.full_determinism) and not given.get(BATCH_INVARIANT):
+    if not on_cpu and (trainer.deterministic or rollout.full_determinism) and not options.get(BATCH_INVARIANT):
         cause = "SGLang's responses may still differ from run to run, as its kernels depend on what else is in a batch"
         check.warn(f"{asked} {key}.{BATCH_INVARIANT}", cause, f"set +{ROLLOUT}{key}.{BATCH_INVARIANT}=true")
 
@@ -181,7 +182,7 @@ def resolve_router_replay(section: ActorRolloutRefConfig, check: Checker) -> Non
     text, mixture = settings.get("text_config") or settings, experts_of(settings)
     available = VLLM.known or [COLLECTS_ROUTES]
     obstacles = (
-        (settings and not mixture, f"{MODEL}.path", f"{section.model.path} is no mixture of experts", off),
+        (settings and not mixture, f"{MODEL}.path", f"{section.model.path} is not a mixture of experts", off),
         (mixture and not text.get(PER_TOKEN), f"{MODEL}.path", f"its config.json does not name {PER_TOKEN}", off),
         (rollout.name != "vllm", f"{ROLLOUT}.name", f"the experts that {rollout.name} chose are not replayed yet", off),
         (COLLECTS_ROUTES not in available, f"{ROLLOUT}.name", "vLLM returns the experts since 0.32", off),
@@ -189,14 +190,14 @@ def resolve_router_replay(section: ActorRolloutRefConfig, check: Checker) -> Non
         (section.actor.fsdp_config.compile_layers, compiled, "it is not in compiled layers", f"set {compiled}=false"),
         (rollout.enable_rollout_routing_replay is False, ROUTES, "the engine returns no experts", "leave it out"),
     )
-    found = [rest for applies, *rest in obstacles if applies]
+    failed = [rest for applies, *rest in obstacles if applies]
     if replay.mode == "auto":
         if not settings and rollout.dtype == "bfloat16" and rollout.name == "vllm":
             cause = f"disabled, as the config.json of {section.model.path} is not on this machine"
             check.warn(f"{REPLAY} {MODEL}.path", cause, f"set {REPLAY}=R3 if it is a mixture")
-        replay.mode = "R3" if settings and rollout.dtype == "bfloat16" and not found else "disabled"
+        replay.mode = "R3" if settings and rollout.dtype == "bfloat16" and not failed else "disabled"
     elif replay.mode == "R3":
-        for key, cause, fix in found[:1]:
+        for key, cause, fix in failed[:1]:
             check.error(f"{REPLAY} {key}", cause, fix)
     if replay.mode == "disabled" and rollout.enable_rollout_routing_replay:
         check.warn(f"{ROUTES} {REPLAY}", "has no effect", f"set {REPLAY}=R3")
@@ -209,15 +210,15 @@ def continues_rollouts(v1: V1Config, rollout: RolloutConfig) -> bool:
 
 
 def most_in_flight(v1: V1Config, rollout: RolloutConfig, batch: int) -> int:
-    """The most groups that may be started and not trained on yet; a step trains on `batch`."""
+    """The maximum of groups that are started and not trained on yet; a step trains on `batch`."""
     bound = v1.sampler.max_off_policy_threshold
-    # With full_determinism engines get all at once, however full they are.
+    # With full_determinism, engines get all groups at once.
     most = min(bound, 1) if rollout.full_determinism else bound
     return ceil(batch * (1 + (rollout.over_sample_rate or most)))
 
 
 def resolve_asynchronous(config: PPOConfig, check: Checker) -> None:
-    """Choose the correction; add findings about what does not go together."""
+    """Choose the correction; add findings about incompatible settings."""
     v1, rollout, correction = config.trainer.v1, config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
     continued = continues_rollouts(v1, rollout)
     off_policy = continued and v1.sampler.max_off_policy_threshold > 0

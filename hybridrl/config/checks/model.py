@@ -1,8 +1,8 @@
-"""Whether a model can be trained and served, judging by its config.json, which of its settings are changed, and which
-settings of LoRA cannot work or have no effect.
+"""Checks of a model by its config.json: whether it can be trained and served, changes of its settings, and settings of
+LoRA that cannot work or have no effect.
 
-docs/models.md lists the families that were tried, also those that are rejected here with the reason. Whether a model
-has layers with the names that LoRA requests is checked once it is loaded (core/training/lora.py).
+docs/models.md lists the tested families, and the rejected ones with the reason. The names of layers for LoRA are
+checked when the model is loaded (core/training/lora.py).
 """
 
 import json
@@ -20,27 +20,27 @@ from hybridrl.config.schema import ActorRolloutRefConfig, FSDPConfig, ModelConfi
 LARGE = 1 << 23  # numbers of an embedding
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-# Head sizes that vLLM's kernels on CPU have: of attention (CPUAttentionBackend.get_supported_head_sizes), of a latent
-# and its rotary part (CPUMLABackend), and of keys and values of a gated delta rule (chunk_gated_delta_rule_cpu).
+# Head sizes of vLLM's kernels on CPU: attention (CPUAttentionBackend.get_supported_head_sizes), a latent and its rotary
+# part (CPUMLABackend), and keys and values of a gated delta rule (chunk_gated_delta_rule_cpu).
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_LATENT, CPU_DELTA_SIZES, CPU_DELTA_WIDTHS = (512, 64), (64, 128), (4,)
-SECTIONS = ("model_config", "moe_config")  # of verl's override_config
+SECTIONS = ("model_config", "moe_config")  # sections of verl's override_config
 AUXILIARY_LOSS = ("output_router_logits", "router_aux_loss_coef")
 
-RECURRENT = re.compile("linear_(num|conv)|mamba_|ssm_|conv_L_cache")  # of layers with a recurrent state
-DELTA_RULE = "linear_num_value_heads"  # of layers with a gated delta rule, as in Qwen3-Next and Qwen3.5
+RECURRENT = re.compile("linear_(num|conv)|mamba_|ssm_|conv_L_cache")  # settings of layers with a recurrent state
+DELTA_RULE = "linear_num_value_heads"  # a setting of layers with a gated delta rule, as in Qwen3-Next and Qwen3.5
 DELTA_RULE_KERNELS = "fla"  # the package that transformers trains them with, if it is installed
-# How families that read images or sounds are named, if there is no config.json.
+# Names of families that read images or sounds, for models without a config.json.
 MULTIMODAL = re.compile(
     r"(?i)(?<![a-z])(vl|vision|omni|llava|pixtral|paligemma)(?![a-z])|internvl|minicpm-[vo]\b|-\d(\.\d)?v\b"
 )
-# Model type -> how its experts are chosen. transformers implies that, and leaves it out of the config.json that it
-# writes; vLLM reads it there, and without it has no place for the router's corrections.
+# Model type -> the choice of its experts. transformers implies these values, and omits them from config.json; vLLM
+# reads them there, and has no place for the router's corrections without them.
 IMPLIED = {
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
 }
-# Engine -> model type -> why the engine cannot take its weights from a trainer.
+# Engine -> model type -> reason why the engine cannot take weights from a trainer.
 NOT_SERVED = {
     "vllm": {
         "gpt_oss": "vLLM copies its experts past the reload of weights, so an engine would keep the old ones",
@@ -48,10 +48,10 @@ NOT_SERVED = {
     },
     "sglang": {"bamba": "SGLang has no implementation of it"},
 }
-# Model types whose window is a token wider in engines than in transformers, and those that SGLang gives none.
+# Model types with a window one token wider in engines than in transformers; model types without a window in SGLang.
 WIDER_WINDOW = ("cohere2", "cohere2_moe")
 NO_WINDOW = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2")
-# How a model type, or a setting that has a value, begins -> the part of the model that SGLang computes on GPUs only.
+# Beginning of a model type, or of a setting with a value -> the part of the model that SGLang computes on GPUs only.
 GPU_ONLY = {
     RECURRENT.pattern: "layers with a recurrent state",
     "kv_lora_rank": "latent attention",
@@ -60,13 +60,13 @@ GPU_ONLY = {
     "qwen2_moe": "the gate of shared experts",
 }
 
-# What peft can do beyond a pair of matrices next to a linear layer -> the value at which it does not.
+# Features of peft beyond a pair of matrices next to a linear layer -> the value that turns them off.
 PLAIN = {"use_dora": False, "use_rslora": False, "lora_bias": False, "bias": "none", "rank_pattern": {}}
 PLAIN |= {"alpha_pattern": {}, "layer_replication": None, "target_parameters": None, "trainable_token_indices": None}
 
 
 def why_name_unsupported(path: str) -> str | None:
-    """As `why_unsupported`, judging by the name only."""
+    """Like `why_unsupported`, by the name only."""
     match = MULTIMODAL.search(path.rstrip("/").rpartition("/")[2])
     if match is None:
         return None
@@ -74,8 +74,8 @@ def why_name_unsupported(path: str) -> str | None:
 
 
 def why_not_served(settings: Mapping[str, Any], longest: int, engine: str = "vllm", device: str = "") -> str | None:
-    """The reason why a model with these settings can be fine-tuned but not trained with rollout of sequences of up to
-    `longest` tokens by this engine, or None."""
+    """The reason why a model with these settings can be fine-tuned, but not trained with rollout by this engine (of
+    sequences up to `longest` tokens), or None."""
     kind, window, sglang = settings.get("model_type"), settings.get("sliding_window"), engine == "sglang"
     if reason := NOT_SERVED.get(engine, NOT_SERVED["vllm"]).get(kind):
         return f"model_type={kind}: {reason}; it can be fine-tuned (main_sft)"
@@ -99,7 +99,7 @@ def _missing_kernel(settings: Mapping[str, Any]) -> str:
     heads, width = settings.get("num_attention_heads"), settings.get("hidden_size")
     size = settings.get("head_dim") or (width // heads if heads and width else None)
     keys, values = settings.get("linear_key_head_dim", 128), settings.get("linear_value_head_dim", 128)
-    latent = settings.get("kv_lora_rank")  # whose heads have a kernel of their own
+    latent = settings.get("kv_lora_rank")  # heads of a latent have another kernel
     for subject, value, sizes in (
         ("its attention heads have size", None if latent else size, CPU_HEAD_SIZES),
         ("kv_lora_rank is", latent, CPU_LATENT[:1]),
@@ -123,7 +123,7 @@ def absolute(path: str) -> str:
 
 
 def model_code(kind: str | None) -> Path | None:
-    """The directory that transformers has for this type of model; without importing it, which takes seconds."""
+    """The directory of this type of model in transformers. transformers is not imported, which takes seconds."""
     spec = find_spec("transformers")
     if not kind or spec is None or spec.origin is None:
         return None
@@ -132,8 +132,8 @@ def model_code(kind: str | None) -> Path | None:
 
 
 def check_plans(key: str, model: ModelConfig, fsdp_key: str, fsdp: FSDPConfig, check: Checker) -> None:
-    """Check whether transformers has the plans by which a model's layers and experts are to be divided: of a local
-    model, as far as the text of its family's configuration says. A run checks the model itself."""
+    """Check whether transformers has the plans to shard a model's layers and experts. Only local models are checked, by
+    the source text of their family's configuration; a run checks the model itself."""
     settings = model_settings(model)
     kind = (settings.get("text_config") or settings).get("model_type")
     directory = model_code(kind)
@@ -151,24 +151,24 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def is_large(model: ModelConfig) -> bool:
-    """Whether a local model's embedding alone has so many numbers that two engines and trainers would fill a laptop."""
+    """Whether a local model's embedding is so large (LARGE) that two engines and trainers would fill a laptop."""
     try:
         settings = model_settings(model)
         settings = settings.get("text_config") or settings
         return int(settings["hidden_size"]) * int(settings["vocab_size"]) >= LARGE
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # which the checks of the model report
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # the checks of the model report it
         return False
 
 
 def experts_of(settings: Mapping[str, Any]) -> int:
-    """Return how many experts a layer of a mixture has, by its config.json; 0 for another model."""
+    """Return the number of experts per layer of a mixture, from its config.json; 0 for other models."""
     settings = settings.get("text_config") or settings
     return next((settings[name] for name in EXPERTS if settings.get(name)), 0)
 
 
 def check_model(key: str, model: ModelConfig, longest: int, hint: str, check: Checker) -> None:
-    """Resolve `override_config`; check whether a local model can be trained and takes the longest sequence (`hint` says
-    how to shorten it). Paths become absolute, as the workers of a Ray cluster run elsewhere."""
+    """Resolve `override_config`; check whether a local model can be trained on the longest sequence (`hint`: the fix to
+    shorten it). Paths become absolute, since the workers of a Ray cluster run elsewhere."""
     check, settings = check.at(key), model_settings(model)
     implied = IMPLIED.get(settings.get("model_type", ""), {})
     overrides = _overrides(dict(model.override_config), settings, check.at(f"{key}.override_config"))
@@ -197,7 +197,7 @@ def check_model(key: str, model: ModelConfig, longest: int, hint: str, check: Ch
 
 def check_served(key: str, model: ModelConfig, rollout: RolloutConfig, device: str, check: Checker) -> None:
     """Check whether an engine can compute with the model, and take its weights."""
-    changes = model.override_config.items()  # as they were written: other values are reported with the model
+    changes = model.override_config.items()  # as written: invalid values are reported with the model
     usable = {name: value for name, value in changes if not _expected(name, value)}
     settings = model_settings(model) | usable
     if reason := why_not_served(settings, rollout.max_model_len or 0, rollout.name, device):
@@ -212,12 +212,12 @@ def check_served(key: str, model: ModelConfig, rollout: RolloutConfig, device: s
 
 
 def _divides(ranks: int, heads: int, groups: int) -> bool:
-    """Whether an engine of so many ranks can divide attention heads in so many groups."""
+    """Whether an engine with this number of ranks can divide attention heads in this number of groups."""
     return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
 
 
 def check_recurrence(key: str, model: ModelConfig, device: str, check: Checker) -> None:
-    """Report a model that would be trained without the kernels for its layers with a gated delta rule."""
+    """Report that the kernels for a model's layers with a gated delta rule are not installed."""
     if device == "cuda" and DELTA_RULE in model_settings(model) and find_spec(DELTA_RULE_KERNELS) is None:
         cause = "without flash-linear-attention its linear attention is trained by a plain, slower implementation"
         check.warn(f"{key}.path", cause, "pip install flash-linear-attention (the extra `linear`)")
@@ -247,14 +247,14 @@ def resolve_for_cpu(key: str, model: ModelConfig, rollout: RolloutConfig, check:
 
 
 def _expected(name: str, value: Any) -> str:
-    """Describe the values that a setting may have, if this is not one."""
+    """Describe the valid values of a setting; empty if this value is valid."""
     if name in SECTIONS:
         return "" if isinstance(value, Mapping | None) else "names and values"
     return expected_kind("config.json", name, value)
 
 
 def _overrides(changes: dict[str, Any], settings: dict[str, Any], check: Checker) -> dict[str, Any]:
-    """Values to change in config.json, each complete: a nested one is merged into the model's."""
+    """Complete values to change in config.json: nested values are merged into the model's."""
     if isinstance(inner := changes.get("model_config"), Mapping | None):
         changes.pop("model_config", None)
         changes |= inner or {}
@@ -283,7 +283,7 @@ def _overrides(changes: dict[str, Any], settings: dict[str, Any], check: Checker
 
 
 def _rotary(scaling: Any, theta: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings in the one place where transformers 5 reads them: in their old places they would be ignored."""
+    """Rotary settings where transformers 5 reads them: it would ignore them in their old places."""
     if scaling is None and theta is None:
         return {}
     old, new = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {}), dict(scaling or {})
@@ -339,7 +339,7 @@ def _resolve_adapter(key: str, model: ModelConfig, check: Checker) -> None:
 
 
 def check_lora_sync(section: ActorRolloutRefConfig, check: Checker) -> None:
-    """Check how the policy's adapter reaches the rollout engine, and what it means for the reference."""
+    """Check the sync of the policy's adapter to the rollout engine, and its consequences for the reference."""
     key, model = "actor_rollout_ref", section.model
     check = check.at(key)
     if model.lora_rank > ENGINE_RANKS[-1] and not model.lora.merge:

@@ -1,5 +1,5 @@
-"""What is trained, and on which devices: this machine (without torch), sharding, optimizer, micro-batches, actor,
-critic, reference and checkpoints."""
+"""Checks of the trained models and their devices: this machine (without torch), sharding, optimizer, micro-batches,
+actor, critic, reference and checkpoints."""
 
 import os
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ from hybridrl.config.schema import (
 )
 from hybridrl.config.values import value_of
 
-CPU_SLOT_BYTES = 3 << 29  # measured for the smallest models: a CPU device costs processes and memory, not cores
+CPU_SLOT_BYTES = 3 << 29  # measured for the smallest models: a CPU device takes processes and memory, not cores
 ACTOR, ROLLOUT, DEVICES = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer.n_gpus_per_node"
 LOWER = "lower data.max_prompt_length or data.max_response_length"
 SURE_IN_BFLOAT16 = 1e-3  # a learning rate at which most elements move (84% measured)
@@ -45,7 +45,7 @@ SURE_IN_BFLOAT16 = 1e-3  # a learning rate at which most elements move (84% meas
 
 @dataclass(frozen=True)
 class Machine:
-    """`here`: a run would be on this machine; what is missing is an error. `no_gpu`: why there is none, and the fix."""
+    """`here`: the run uses this machine, so missing devices are errors. `no_gpu`: why there is none, and the fix."""
 
     gpus: int
     cores: int
@@ -84,8 +84,8 @@ def resolve_devices(
     slots: int = 2,
 ) -> None:
     """Fill in `device` and `n_gpus_per_node` (on a CPU at most `slots`), and check them and the directories of the run
-    against the machine. `engines` are those on devices of their own."""
-    machine = machine or this_machine(count_gpus=trainer.device != "cpu")  # which needs no working GPU driver
+    against the machine. `engines`: engines with their own devices."""
+    machine = machine or this_machine(count_gpus=trainer.device != "cpu")  # a CPU needs no working GPU driver
     if trainer.device == "auto":
         trainer.device = "cuda" if machine.gpus else "cpu"
     joined = bool(os.environ.get("RAY_ADDRESS") or ray_init.get("address"))
@@ -96,10 +96,10 @@ def resolve_devices(
         keys, machines[f"{ROLLOUT}.nnodes"] = f"{DEVICES} {ROLLOUT}.n_gpus_per_node", engines.nnodes
         _divide_devices(trainer, engines, whole, joined=joined)
     trainer.n_gpus_per_node = trainer.n_gpus_per_node or whole
-    wanted = trainer.n_gpus_per_node + ((engines.n_gpus_per_node or 1) if engines else 0)
+    devices = trainer.n_gpus_per_node + ((engines.n_gpus_per_node or 1) if engines else 0)
     alone = machine.here and not joined
     if alone and trainer.device == "cuda":
-        _check_gpus(machine, wanted, keys, check)
+        _check_gpus(machine, devices, keys, check)
     for key in (key for key, count in machines.items() if alone and count > 1):
         cause = "without a Ray cluster to join there is only this machine"
         least = 1 if key == "trainer.nnodes" else 0
@@ -107,32 +107,32 @@ def resolve_devices(
     if machine.here:
         _check_directories(trainer, check)
     if trainer.device == "cpu":
-        _check_cpu_devices(machine, wanted, keys, check, alone=alone)
+        _check_cpu_devices(machine, devices, keys, check, alone=alone)
 
 
-def _check_gpus(machine: Machine, wanted: int, keys: str, check: Checker) -> None:
+def _check_gpus(machine: Machine, devices: int, keys: str, check: Checker) -> None:
     if machine.gpus == 0:
         why, fix = machine.no_gpu
         cause = f"this machine has no usable GPU{f': {why}' if why else ''}"
         check.error("trainer.device", cause, f"{fix}{', or ' if fix else ''}set trainer.device=cpu")
-    elif wanted > machine.gpus:
+    elif devices > machine.gpus:
         fix = f"set {DEVICES}={machine.gpus}" if keys == DEVICES else "lower them, or set colocate_async"
         check.error(keys, f"this machine has {machine.gpus} GPUs", fix)
 
 
-def _check_cpu_devices(machine: Machine, wanted: int, keys: str, check: Checker, *, alone: bool) -> None:
-    """`alone`: no other machine could have some of the devices."""
+def _check_cpu_devices(machine: Machine, devices: int, keys: str, check: Checker, *, alone: bool) -> None:
+    """`alone`: all devices are on this machine."""
     fix = "set {0}={1}" if keys == DEVICES else "lower them"
-    if alone and wanted > machine.cores:
+    if alone and devices > machine.cores:
         cause = f"more devices than this machine's {machine.cores} cores, which they share: each has its own processes"
         check.warn(keys, cause, fix.format(DEVICES, machine.cores))
     most = max(machine.memory_bytes // CPU_SLOT_BYTES, 1)
-    if wanted > most:
+    if devices > most:
         check.error(keys, f"free memory is enough for {most} CPU devices", fix.format(DEVICES, most))
 
 
 def _divide_devices(trainer: SFTTrainerConfig, rollout: RolloutConfig, whole: int, *, joined: bool) -> None:
-    """Fill in the devices of training and of rollout, `whole` on this machine: half for each by default."""
+    """Divide the `whole` devices of this machine between training and rollout: half for each by default."""
     rollout.nnodes = rollout.nnodes or trainer.nnodes
     if trainer.n_gpus_per_node is None:
         trainer.n_gpus_per_node = max(whole - rollout.n_gpus_per_node if rollout.n_gpus_per_node else whole // 2, 1)
@@ -162,7 +162,7 @@ def _check_writable(key: str, directory: Path, check: Checker) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model's settings, each section after its key; `key` has ulysses_sequence_parallel_size."""
+    """A trained model's settings, each section after its key; section `key` has ulysses_sequence_parallel_size."""
 
     key: str
     model_key: str
@@ -174,15 +174,15 @@ class Trained:
 
 
 def resolve_trained(
-    part: Trained, longest: int, hint: str, trainer: SFTTrainerConfig, check: Checker, *, known: bool = False
+    part: Trained, longest: int, hint: str, trainer: SFTTrainerConfig, check: Checker, *, reported: bool = False
 ) -> None:
-    """Fill in and check all but the updates of a model that is trained on rows of up to `longest` tokens; `hint` says
-    how to shorten them. `known`: its findings are reported with another model."""
+    """Fill in and check a model that is trained on rows of up to `longest` tokens, except its updates. `hint`: the fix
+    to shorten rows. `reported`: its findings are reported with another model."""
     fsdp, model = part.fsdp, part.model
-    check_model(part.model_key, model, longest, hint, check.muted() if known else check)
+    check_model(part.model_key, model, longest, hint, check.muted() if reported else check)
     check_recurrence(part.model_key, model, trainer.device, check)
 
-    # What a layer recomputes, and whether it is compiled.
+    # Recomputation and compilation of layers.
     compile_key, selective_key = f"{part.fsdp_key}.compile_layers", f"{part.model_key}.selective_checkpointing"
     checkpointing_key = f"{part.model_key}.enable_gradient_checkpointing"
     if fsdp.compile_layers and trainer.device == "cpu":
@@ -200,7 +200,7 @@ def resolve_trained(
 
 
 def resolve_division(part: Trained, devices: int, check: Checker) -> None:
-    """Fill in and check by how many devices a row is shared, a layer divided, and the experts."""
+    """Fill in and check the sizes of sequence, tensor and expert parallelism."""
     fsdp, model, settings = part.fsdp, part.model, model_settings(part.model) | part.model.override_config
     settings = settings.get("text_config") or settings
     tensor_key, expert_key = (f"{part.fsdp_key}.{name}_parallel_size" for name in ("tensor", "expert"))
@@ -210,7 +210,7 @@ def resolve_division(part: Trained, devices: int, check: Checker) -> None:
     heads = settings.get("num_attention_heads") or settings.get("n_head") or 0  # unknown for a hub model
     experts = experts_of(settings)
     if experts and fsdp.expert_parallel_size == 1:
-        fsdp.expert_parallel_size = gcd(fsdp.tensor_parallel_size, experts)  # as an expert is never divided
+        fsdp.expert_parallel_size = gcd(fsdp.tensor_parallel_size, experts)  # an expert is never divided
     tensor, sequence = fsdp.tensor_parallel_size, fsdp.ulysses_sequence_parallel_size
     for key, size, others, parts, what in (
         (tensor_key, tensor, 1, settings.get("num_key_value_heads") or heads, "key heads"),
@@ -224,7 +224,7 @@ def resolve_division(part: Trained, devices: int, check: Checker) -> None:
             keys = f"{key} {part.model_key}.path {DEVICES} trainer.nnodes"
             check.error(keys, f"must{of} divide the {devices} devices{also}", f"set {fitting}")
     if fsdp.expert_parallel_size > 1 and settings and not experts:
-        check.error(f"{expert_key} {part.model_key}.path", f"{path} is no mixture of experts", "set 1")
+        check.error(f"{expert_key} {part.model_key}.path", f"{path} is not a mixture of experts", "set 1")
     if sequence > 1 and not model.use_remove_padding:
         padding_key = f"{part.model_key}.use_remove_padding"
         check.error(f"{size_key} {padding_key}", "only packed rows can be shared", f"set {padding_key}=true")
@@ -241,13 +241,13 @@ def resolve_division(part: Trained, devices: int, check: Checker) -> None:
 
 
 def shorten(rollout: RolloutConfig, data: DataConfig, lower: str = LOWER) -> str:
-    """Return the fix for rows that are too long: the key that makes them long."""
+    """Return the fix for overlong rows, with the key that determines their length."""
     beyond = (rollout.max_model_len or 0) > data.max_prompt_length + rollout.response_length
     return f"lower {ROLLOUT}.max_model_len" if beyond else lower
 
 
 def resolve_updates(part: Trained, trainer: SFTTrainerConfig, check: Checker) -> None:
-    """Fill in and check how a trained model is divided and updated."""
+    """Fill in and check the sharding and the optimizer of a trained model."""
     check = check.at(part.fsdp_key)
     fsdp, ranks = part.fsdp, trainer.devices
     size = ranks if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, ranks)
@@ -286,7 +286,7 @@ def resolve_updates(part: Trained, trainer: SFTTrainerConfig, check: Checker) ->
 
 
 def resolve_micro_batches(section: ActorRolloutRefConfig, critic: CriticConfig, devices: int, check: Checker) -> None:
-    """Convert every `..._micro_batch_size`, an older form over all devices, to `..._micro_batch_size_per_gpu`."""
+    """Convert every `..._micro_batch_size` (older, over all devices) to `..._micro_batch_size_per_gpu`."""
     for place, part, name in (
         (ACTOR, section.actor, "ppo_micro_batch_size"),
         ("actor_rollout_ref.ref", section.ref, "log_prob_micro_batch_size"),
@@ -322,7 +322,7 @@ def resolve_actor(actor: ActorConfig, data: DataConfig, check: Checker) -> None:
 
 
 def _of_step(section: str, size: int, prompts: int, check: Checker) -> int:
-    """Return the prompts of an update, which are at most those of a step."""
+    """Return the number of prompts per update, at most the number per step."""
     key = f"{section}.ppo_mini_batch_size"
     if size > prompts:
         cause = f"{key}={size} is more than data.train_batch_size={prompts}: one update per step"
@@ -334,13 +334,13 @@ def resolve_critic(config: PPOConfig, check: Checker) -> None:
     """Decide whether there is a critic, and check it."""
     critic, trainer, name = config.critic, config.trainer, config.algorithm.adv_estimator
     section, data = config.actor_rollout_ref, config.data
-    keys, known = "critic.enable algorithm.adv_estimator", ESTIMATORS.get(name)
-    needed = known is not None and "values" in known.reads
+    keys, estimator = "critic.enable algorithm.adv_estimator", ESTIMATORS.get(name)
+    needed = estimator is not None and "values" in estimator.reads
     if critic.enable is False and needed:
         check.error(keys, f"algorithm.adv_estimator={name} needs a critic", "set algorithm.adv_estimator=grpo")
-    if critic.enable and known and not needed:
+    if critic.enable and estimator and not needed:
         check.warn(keys, f"has no effect: algorithm.adv_estimator={name} reads no values")
-    critic.enable = needed or bool(critic.enable and known is None)
+    critic.enable = needed or bool(critic.enable and estimator is None)
     if not critic.enable:
         if trainer.critic_warmup:
             check.warn("trainer.critic_warmup", "has no effect without a critic")
@@ -352,7 +352,7 @@ def resolve_critic(config: PPOConfig, check: Checker) -> None:
         if vars(critic.model)[key] is not None:
             check.warn(f"critic.model.{key}", "has no effect: the critic reads the policy's tokens")
     longest, reported = section.rollout.max_model_len or 0, _is_policy(critic.model, section.model)
-    resolve_trained(part, longest, shorten(section.rollout, data), trainer, check, known=reported)
+    resolve_trained(part, longest, shorten(section.rollout, data), trainer, check, reported=reported)
     follows = critic.ppo_mini_batch_size == value_of(check.values, f"{ACTOR}.ppo_mini_batch_size")
     quiet = check.muted() if follows else check
     critic.ppo_mini_batch_size = _of_step("critic", critic.ppo_mini_batch_size, data.train_batch_size, quiet)
@@ -360,7 +360,7 @@ def resolve_critic(config: PPOConfig, check: Checker) -> None:
 
 
 def resolve_reference(section: ActorRolloutRefConfig, hint: str, check: Checker, *, kl_in_reward: bool) -> None:
-    """`hint` says how to shorten rows that are too long."""
+    """Fill in and check the reference. `hint`: the fix for overlong rows."""
     key, model = "actor_rollout_ref.ref.model", replace(section.model, path=section.ref.model.path)
     if (kl_in_reward or section.actor.use_kl_loss) and not _is_policy(model, section.model):
         check_model(key, model, section.rollout.max_model_len or 0, hint, check)
@@ -368,12 +368,12 @@ def resolve_reference(section: ActorRolloutRefConfig, hint: str, check: Checker,
 
 
 def _is_policy(model: ModelConfig, policy: ModelConfig) -> bool:
-    """Whether it is the policy's own model, whose findings are reported only once."""
+    """Whether this is the policy's model: its findings are reported only once."""
     return (model.path, model.override_config) == (policy.path, policy.override_config)
 
 
 def resolve_retention(trainer: TrainerConfig, check: Checker, *, has_critic: bool) -> None:
-    """A checkpoint holds both models, so the larger of the two counts applies."""
+    """Use the larger of the two numbers of retained checkpoints, since a checkpoint holds both models."""
     keys, actor_key = "trainer.max_critic_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"
     actor, critic = trainer.max_actor_ckpt_to_keep, trainer.max_critic_ckpt_to_keep
     if critic is None or critic == actor:
