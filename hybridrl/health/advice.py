@@ -1,6 +1,6 @@
-"""Advice at the end of a run: where its time went and what to set, and whether it ended too early.
+"""Advice at the end of a run: on its time, with settings to try, and on whether it ended too early.
 
-Pure functions of the metrics. They are silent unless what they propose is worth trying.
+Pure functions of the metrics. They return None unless a proposal is worth trying.
 """
 
 import math
@@ -16,12 +16,12 @@ Metrics = Mapping[str, float]
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 SCORE_RANGE = "critic/score"
 SCORE = f"{SCORE_RANGE}/mean"
-LEAST_STEPS, LEAST_QUARTER = 5, 10  # for advice about time, and about the end of the score's curve
+LEAST_STEPS, LEAST_QUARTER = 5, 10  # least steps for advice about time, and in the last quarter of the score's curve
 
 
 @dataclass(frozen=True)
 class Run:
-    """The steps of a run but its first, a warm-up, with its configuration (PPOConfig or SFTConfig)."""
+    """The steps of a run without the first (a warm-up), with its configuration (PPOConfig or SFTConfig)."""
 
     steps: list[Metrics]
     config: Any
@@ -36,7 +36,7 @@ class Run:
 
 
 def advise(steps: Mapping[int, Metrics], config: Any) -> list[str]:
-    """Return at most one sentence about each of the run's reward, time, memory and length, with what to do."""
+    """Return advice on the run's reward, time, memory and length, at most one sentence each."""
     done = [metrics for step, metrics in sorted(steps.items()) if step > 0 and STEP_SECONDS in metrics]
     run = Run(done[1:], config)
     parts = _about_reward(done), _about_time(run), _about_memory(run), _about_length(run)
@@ -44,7 +44,7 @@ def advise(steps: Mapping[int, Metrics], config: Any) -> list[str]:
 
 
 def _about_reward(steps: Sequence[Metrics]) -> str | None:
-    """Return that nothing could be learned, if every response of all steps, the first one too, had the same score."""
+    """Report that nothing could be learned, if all responses of all steps, including the first, had the same score."""
     ends = {step.get(name, math.nan) for step in steps for name in (f"{SCORE_RANGE}/min", f"{SCORE_RANGE}/max")}
     if len(steps) < 2 or len(ends) != 1 or not math.isfinite(score := ends.pop()):
         return None
@@ -55,7 +55,7 @@ def _about_reward(steps: Sequence[Metrics]) -> str | None:
 
 
 def _about_time(run: Run) -> str | None:
-    """Return the proposal for the phase that took most time, among those for which there is one."""
+    """Return the proposal for the longest phase that has a proposal."""
     total = sum(map(line_seconds, run.steps))
     if len(run.steps) < LEAST_STEPS or not total:
         return None
@@ -63,7 +63,7 @@ def _about_time(run: Run) -> str | None:
     for metrics in run.steps:
         for phase, seconds in phase_seconds(metrics).items():
             shares[phase] += seconds / total
-    for phase, share in sorted(shares.items(), key=lambda one: -one[1]):
+    for phase, share in sorted(shares.items(), key=lambda item: -item[1]):
         least, proposals = PROPOSALS.get(phase, (1.0, ()))
         for propose in proposals if share >= least else ():
             if proposal := propose(run):
@@ -72,7 +72,7 @@ def _about_time(run: Run) -> str | None:
 
 
 def _preemptions(run: Run) -> str | None:
-    """The cache is too small for the requests that are started, so that some are computed twice."""
+    """The cache is too small for the started requests: a part of them is computed twice."""
     count, running = run.mean("rollout/preemptions"), run.mean("rollout/running_requests/mean")
     if count < max(1.0, 0.05 * running):
         return None
@@ -81,16 +81,16 @@ def _preemptions(run: Run) -> str | None:
 
 
 def _queue(run: Run) -> str | None:
-    """Requests wait: for a place if the cache has room, for the cache if it is full."""
+    """Requests wait: for a slot if the cache has space, for the cache if it is full."""
     rollout = run.config.actor_rollout_ref.rollout
     waiting, cache = run.mean("rollout/waiting_requests/max"), run.largest("rollout/kv_cache_usage/max")
     running = run.mean("rollout/running_requests/max")
     if waiting < 0.5 * running or not running:
         return None
     if cache < 0.5 and running > 0.9 * rollout.max_num_seqs:
-        wanted = int(min(2.0, 0.9 / max(cache, 0.01)) * rollout.max_num_seqs)
+        requests = int(min(2.0, 0.9 / max(cache, 0.01)) * rollout.max_num_seqs)
         cause = f"up to {waiting:.0f} requests waited while at most {cache:.0%} of the cache was in use"
-        return f"{cause}; set {ROLLOUT}.max_num_seqs={wanted}"
+        return f"{cause}; set {ROLLOUT}.max_num_seqs={requests}"
     if cache > 0.9 and running < 0.9 * rollout.max_num_seqs:
         cause = f"up to {waiting:.0f} requests waited for a full cache, which holds {running:.0f} at a time"
         wider = f"set {ROLLOUT}.tensor_model_parallel_size={2 * rollout.tensor_model_parallel_size}"
@@ -116,10 +116,10 @@ def _wide_engines(run: Run) -> str | None:
 
 
 def _tail(run: Run) -> str | None:
-    """A few long responses keep the devices while all others are done."""
+    """A few long responses occupy the devices while all others are done."""
     tail, almost_all = run.mean("rollout/tail_share"), run.mean("response_length/p99")
     limit = run.config.data.max_response_length
-    if run.mean("episode/observed_tokens/mean"):  # the limit is of these as well
+    if run.mean("episode/observed_tokens/mean"):  # the limit includes these
         return None
     if tail < 0.4 or not 0 < almost_all < 0.8 * limit or run.mean("response_length/max") < 0.9 * limit:
         return None
@@ -160,7 +160,7 @@ def _reward(run: Run) -> str | None:
     return f"each step waits {seconds:.1f} s for scores; set reward.num_workers={2 * workers}" if seconds >= 1 else None
 
 
-# The least share of a phase's time for which a proposal is worth trying, and its proposals, the best one first.
+# Phase -> its least share of the time for a proposal, and its proposals, the best one first.
 PROPOSALS: dict[str, tuple[float, tuple[Callable[[Run], str | None], ...]]] = {
     "rollout": (0.3, (_preemptions, _queue, _wide_engines, _tail)),
     "switch": (0.0, (_weight_sync,)),
@@ -171,21 +171,21 @@ PROPOSALS: dict[str, tuple[float, tuple[Callable[[Run], str | None], ...]]] = {
 
 
 def _about_memory(run: Run) -> str | None:
-    """Return what to set if a trainer's allocator held much more of its GPU than its tensors ever needed at a time."""
-    held, used = run.largest("perf/max_memory_reserved_gb"), run.largest("perf/max_memory_allocated_gb")
+    """Return a fix if a trainer's allocator reserved much more GPU memory than its tensors ever needed."""
+    reserved, used = run.largest("perf/max_memory_reserved_gb"), run.largest("perf/max_memory_allocated_gb")
     total = max(
         (step.get("perf/device_used_gb", 0.0) + step.get("perf/device_free_gb", 0.0) for step in run.steps), default=0.0
     )
-    if held - used <= 0.15 * total:
+    if reserved - used <= 0.15 * total:
         return None
     return (
-        f"torch held up to {held:.1f} GiB of a GPU for tensors of at most {used:.1f} GiB: its memory may be "
+        f"torch held up to {reserved:.1f} GiB of a GPU for tensors of at most {used:.1f} GiB: its memory may be "
         "fragmented; try PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:256 in the environment"
     )
 
 
 def _about_length(run: Run) -> str | None:
-    """Return what to set if the score was still rising in the last quarter of the run."""
+    """Return a fix if the score was still rising in the last quarter of the run."""
     scores = [step[SCORE] for step in run.steps if math.isfinite(step.get(SCORE, math.nan))]
     count = len(scores) // 4
     if count < LEAST_QUARTER:

@@ -1,4 +1,4 @@
-"""The steps of a run as its health rules read them, and whether a metric has moved or only wanders."""
+"""The steps of a run for its health rules, and tests of whether a metric has moved or only wanders."""
 
 import math
 from collections import deque
@@ -10,21 +10,21 @@ from statistics import fmean, median, stdev, variance
 from hybridrl.tracking.sink import is_validation_score
 
 Metrics = Mapping[str, float]
-Enough = Callable[[float, float], bool]  # of a metric's extreme level so far, and its level now
+Enough = Callable[[float, float], bool]  # called with a metric's extreme level so far, and its level now
 
 FIRST, WINDOW = 10, 100  # training steps kept from the start of a run, and up to now
 SCORE = "critic/score/mean"
-LEAST_STEPS, PARTS = 12, 10  # of a change that is recognised; equal parts of a series that is looked at for a trend
-# Times its usual change or its noise, and times its standard error: few random walks of 200 steps ever move so far, and
-# hardly one of them as far as a rule has its threshold too.
+LEAST_STEPS, PARTS = 12, 10  # least steps of a recognised change; equal parts of a series for the test of a trend
+# Thresholds in multiples of the usual change or noise, and of the standard error. Few random walks of 200 steps move so
+# far, and hardly any also passes a rule's own threshold.
 JUMP, TREND = 6.0, 10.0
-SMOOTHED = 21  # steps over which noise around the course of a metric is measured
+SMOOTHED = 21  # steps for measuring the noise around the course of a metric
 NORMAL = 1.4826  # the standard deviation of normal values over their median absolute value
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A measured cause, and the override to try."""
+    """A measured cause, and an override to try."""
 
     cause: str
     fix: str
@@ -45,12 +45,12 @@ class History:
 
     first: list[Metrics] = field(default_factory=list)
     recent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    selected: list[Metrics] = field(default_factory=list)  # WINDOW to twice as many, of a run that has them
+    selected: list[Metrics] = field(default_factory=list)  # WINDOW to twice as many, in a long enough run
     validations: list[Validation] = field(default_factory=list)
     steps: int = 0
     step: int = 0
-    stride: int = 1  # steps from one that is selected to the next
-    sources: int = 0  # that a validation had scores of
+    stride: int = 1  # steps between selected ones
+    sources: int = 0  # number of data sources with scores in a validation
     moved: set[tuple[str, int]] = field(default_factory=set)  # metrics that rose (1) or fell (-1), and did not return
 
     def add(self, step: int, metrics: Metrics) -> None:
@@ -64,7 +64,7 @@ class History:
             self.selected, self.stride = self.selected[1::2], 2 * self.stride
         scores = [value for name, value in metrics.items() if is_validation_score(name)]
         self.sources = max(self.sources, len(scores))
-        if scores and len(scores) == self.sources:  # of fewer, as a grader failed on one, the mean is another figure
+        if scores and len(scores) == self.sources:  # without a source (its grader failed) the mean is not comparable
             self.validations.append(Validation(step, fmean(scores), mean(self.last(SCORE, 5)) or 0.0))
 
     def last(self, name: str, count: int) -> list[float]:
@@ -72,7 +72,7 @@ class History:
         return finite(name, list(self.recent)[-count:])
 
     def now(self, name: str, count: int = 5) -> float | None:
-        """Return a metric's mean over the last `count` steps; None as long as there are fewer."""
+        """Return a metric's mean over the last `count` steps; None if there are fewer."""
         values = self.last(name, count)
         return fmean(values) if len(values) == count else None
 
@@ -100,19 +100,19 @@ class History:
         return now <= fmean(scores) + stdev(scores) / math.sqrt(len(scores))
 
     def rose(self, name: str, enough: Enough, *, by_factors: bool = True) -> tuple[float, float] | None:
-        """Return a metric's lowest level and its level now if it rose: if these are `enough`, and the change is more
-        than it usually moves, now or when they began to be enough. With `by_factors` that holds for its logarithm too,
-        as far as it has one."""
+        """Return a metric's lowest level and its level now if it rose: if these levels are `enough`, and the change is
+        larger than usual, now or when they began to be enough. With `by_factors` its logarithm must have risen too, if
+        it is defined."""
         return self._moved(name, 1, enough, by_factors)
 
     def fell(self, name: str, enough: Enough, *, by_factors: bool = True) -> tuple[float, float] | None:
-        """Return a metric's highest level and its level now if it fell; otherwise as `rose`."""
+        """Return a metric's highest level and its level now if it fell; see `rose`."""
         return self._moved(name, -1, enough, by_factors)
 
     def _moved(self, name: str, sign: int, enough: Enough, by_factors: bool) -> tuple[float, float] | None:
         for rows in (self.recent, self.selected):
             values = finite(name, rows)
-            if by_factors and sign > 0:  # anything is many times 0, such as the gradient of a step without a signal
+            if by_factors and sign > 0:  # every value is many times 0, such as the gradient without a signal
                 values = [value for value in values if value > 0]
             if len(values) < LEAST_STEPS:
                 continue
@@ -128,11 +128,11 @@ class History:
 
 
 def moved_up(values: Sequence[float]) -> bool:
-    """Return whether the values rose at once, or rise steadily, by more than a random walk with their steps would, or
-    are no random walk, since they vary around their course, and rose by more than that."""
+    """Return whether the values rose: at once or steadily, and by more than a random walk with equal steps would. For
+    values that vary around their course (not a random walk), the rise must exceed this variation."""
     middles = [median(values[start : start + 3]) for start in range(len(values) - 2)]
     changes = _changes(middles)
-    # Of a walk and of noise both are the standard deviation of a change; of a trend the second one is smaller.
+    # For a walk and for noise, both are the standard deviation of a change; for a trend, the second is smaller.
     usual = min(median(map(abs, changes)), median(map(abs, _changes(changes))) / math.sqrt(2))
     if max(changes) > JUMP * NORMAL * usual or steady_rise(levels(values)):
         return True
@@ -144,20 +144,20 @@ def moved_up(values: Sequence[float]) -> bool:
 
 
 def varies(values: Sequence[float]) -> bool:
-    """Return whether values vary from one to the next rather than wander: the mean square of their changes is twice
-    their variance if they are noise around a constant level, and a small part of it if they are a random walk."""
+    """Return whether values are noise rather than a random walk. The mean square of changes is twice the variance for
+    noise around a constant level, and a small part of the variance for a random walk."""
     changes = [(after - before) ** 2 for before, after in pairwise(values)]
     return len(values) > 2 and fmean(changes) >= 1.7 * variance(values)
 
 
 def _changes(values: Sequence[float]) -> list[float]:
-    """Return what changes within three steps."""
+    """Return the changes over three steps."""
     return [after - before for before, after in zip(values, values[3:], strict=False)]
 
 
 def steady_rise(levels: Sequence[float]) -> float:
-    """Return the mean rise from one level to the next, or 0 if it is not clear of its own standard error. One large
-    rise among small ones is not."""
+    """Return the mean rise from one level to the next, or 0 if it is within its standard error, as with one large rise
+    among small ones."""
     rises = [after - before for before, after in pairwise(levels)]
     rise = fmean(rises)
     return rise if rise > TREND * stdev(rises) / math.sqrt(len(rises)) else 0.0

@@ -1,5 +1,5 @@
-"""The judgements of the rules: what a run learns from, how far its updates move the policy, and what grows or
-collapses by them."""
+"""The judgements of the rules: on the learning signal of a run, on the size of its updates, and on growth and collapse
+of metrics."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from hybridrl.health.history import FIRST, NORMAL, SCORE, WINDOW, Diagnosis, His
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REFERENCE_KL = {"actor/kl_loss": f"{ACTOR}.kl_loss_coef", "actor/reward_kl_penalty": "algorithm.kl_ctrl.kl_coef"}
-# The limits that cut episodes of several turns, by the reason that they are logged as.
+# Limits of multi-turn episodes, by their logged stop reason.
 EPISODE_LIMITS = {
     "stop/max_tokens": (
         "all tokens after an episode's first prompt",
@@ -25,15 +25,15 @@ EPISODE_LIMITS = {
         f"lower {ROLLOUT}.multi_turn.max_tool_response_length, or raise data.max_response_length",
     ),
 }
-FLAT_STEPS = 50  # without a higher score
-VALIDATION_NOISE = 8  # times its noise below the best score: that one is high by chance, and the noise a rough estimate
+FLAT_STEPS = 50  # steps without a higher score
+VALIDATION_NOISE = 8  # times the noise below the best score, which is high by chance; the noise is a rough estimate
 
 
 # Updates.
 
 
 def policy_jump(history: History) -> Diagnosis | None:
-    """One update moves the policy further than any clipping window means to allow."""
+    """One update moves the policy further than any clipping window is meant to allow."""
     kl = history.now("actor/ppo_kl", 1)
     if kl is None or abs(kl) < 0.5:
         return None
@@ -44,7 +44,7 @@ def policy_jump(history: History) -> Diagnosis | None:
 
 
 def kl_jump(history: History) -> Diagnosis | None:
-    """The distance to the reference is large, and ten times what it was."""
+    """The distance to the reference is large, and ten times its earlier value."""
     for name in REFERENCE_KL:
         values = history.last(name, 21)
         if values and values[-1] > max(1.0, 10 * median(values[:-1] or [0.0])):
@@ -53,7 +53,7 @@ def kl_jump(history: History) -> Diagnosis | None:
 
 
 def kl_drift(history: History) -> Diagnosis | None:
-    """The distance to the reference has become large, at whatever pace, or that to the policy before each update is."""
+    """The distance to the reference has become large, at any pace, or each update moves the policy far."""
     for name in REFERENCE_KL:
         if rose := history.rose(name, lambda _, now: now >= 1, by_factors=False):
             change = f"rose from {max(rose[0], 0):.2g} to {rose[1]:.2g} nats per token"
@@ -73,12 +73,12 @@ def _far_from_reference(history: History, name: str, change: str) -> Diagnosis:
 
 
 def rate(history: History, divisor: int) -> str:
-    """Return the largest learning rate of the last steps over a divisor: the present one may be that of a warm-up."""
+    """Return the largest learning rate of the last steps over a divisor; the present rate may belong to a warm-up."""
     return f"{max(history.last('actor/lr', WINDOW), default=0.0) / divisor:.1g}"
 
 
 def _narrower(history: History) -> str:
-    """Return the override of a clip range that is too wide: updates move the policy, and hardly a token is clipped."""
+    """Return the override for an overly wide clip range: updates move the policy, and hardly any token is clipped."""
     share, kl = history.now("actor/pg_clipfrac", 1), history.now("actor/ppo_kl", 1) or 0.0
     return f"{ACTOR}.clip_ratio=0.1 and " if share is not None and share < 0.05 and abs(kl) >= 1e-3 else ""
 
@@ -184,14 +184,14 @@ def no_signal(history: History) -> Diagnosis | None:
         return None
     cause = f"{share:.0%} of the prompts of the last 10 steps have responses of equal score"
     score, lowest, highest = (history.now(name) or 0.0 for name in (SCORE, "critic/score/min", "critic/score/max"))
-    more = f"raise {ROLLOUT}.n, use data of other difficulty, or set algorithm.filter_groups.enable=true"
+    usual_fix = f"raise {ROLLOUT}.n, use data of other difficulty, or set algorithm.filter_groups.enable=true"
     solved = score > lowest + 0.9 * (highest - lowest)
-    fix = "use harder data: nearly all of these prompts are solved" if solved else more
+    fix = "use harder data: nearly all of these prompts are solved" if solved else usual_fix
     return Diagnosis(f"{cause}, at a mean score of {score:.2g}", fix)
 
 
 def score_fall(history: History) -> Diagnosis | None:
-    """The mean score has lost half of what it had above the lowest score of a response, in a usual step."""
+    """The mean score has lost half of its distance to the lowest score of a response, in a usual step."""
     lowest, highest = (median(history.last(f"critic/score/{end}", WINDOW) or [0.0]) for end in ("min", "max"))
 
     def half_lost(best: float, now: float) -> bool:
@@ -208,7 +208,7 @@ def score_fall(history: History) -> Diagnosis | None:
 
 
 def length_rise(history: History) -> Diagnosis | None:
-    """Responses are half as long again as at first, and either the score has not risen or some are cut off by now."""
+    """Responses are 1.5 times as long as at first, and either the score has not risen or responses are cut off."""
     cut = fmean(history.last("response_length/clip_ratio", 3) or [0.0])
     harmful = cut >= 0.1 or history.flat(20)
     rose = history.rose("response_length/mean", lambda low, now: harmful and now >= 1.5 * low)
@@ -224,14 +224,14 @@ def length_rise(history: History) -> Diagnosis | None:
 
 
 def flat_score(history: History) -> Diagnosis | None:
-    """After fifty steps the score only varies around where it was in the first ten, and not at its upper end."""
+    """After fifty steps the score only varies around its level in the first ten, and not at its upper end."""
     first, now = history.start(SCORE), history.now(SCORE, FLAT_STEPS // 2)
     highest = max(history.last("critic/score/max", WINDOW), default=0.0)
     if history.steps < FLAT_STEPS or now is None or now >= 0.9 * highest or not history.flat(FLAT_STEPS // 2):
         return None
     if not varies(history.last(SCORE, WINDOW)):
         return None
-    # What else was measured, in the order in which it would explain the most.
+    # Further measurements, the most likely explanation first.
     candidates = (
         ("critic/zero_signal_share", 0.5, "of the prompts have responses of equal score", f"raise {ROLLOUT}.n"),
         ("response_length/clip_ratio", 0.2, "of the responses are cut off", _longer(history)),
@@ -245,17 +245,17 @@ def flat_score(history: History) -> Diagnosis | None:
 
 
 def overfitting(history: History) -> Diagnosis | None:
-    """Three validations in a row are below the best one by a part of what it had gained and by more than validations
-    vary, while the training score did not fall."""
-    scores, last = [one.score for one in history.validations], history.validations[-3:]
+    """Three validations in a row are below the best one by a part of its gain, and by more than the usual variation,
+    while the training score did not fall."""
+    scores, last = [item.score for item in history.validations], history.validations[-3:]
     if len(scores) < 5:
         return None
     best = history.validations[scores.index(max(scores))]
-    # Around a course that bends little, the standard deviation of a second difference is that of noise times sqrt(6).
+    # For noise around a smooth course, the standard deviation of second differences is sqrt(6) times the noise's.
     changes = [after - before for before, after in pairwise(scores)]
     noise = NORMAL * median(abs(after - before) for before, after in pairwise(changes)) / math.sqrt(6)
     fallen = max(0.02, 0.25 * (best.score - scores[0]), VALIDATION_NOISE * noise)
-    if max(one.score for one in last) > best.score - fallen or last[-1].training < best.training:
+    if max(item.score for item in last) > best.score - fallen or last[-1].training < best.training:
         return None
     return Diagnosis(
         f"the validation score fell from {best.score:.3g} (step {best.step}) to {last[-1].score:.3g} "
@@ -275,8 +275,8 @@ def repetition(history: History) -> Diagnosis | None:
 
 
 def unknown_tokens(history: History) -> Diagnosis | None:
-    """In two steps in a row the policy samples rows of its embedding that its tokenizer has no text for: more than the
-    single ones that any model with a padded embedding samples at times."""
+    """In two steps in a row the policy samples ids without a text in its tokenizer (rows of a padded embedding). Any
+    such model samples single ones at times; this is more."""
     last = list(history.recent)[-2:]
     shares = [row.get("sampling/unknown_tokens", 0.0) / row.get("perf/response_tokens", math.inf) for row in last]
     if len(shares) < 2 or not min(shares) >= 0.01:

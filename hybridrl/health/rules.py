@@ -1,8 +1,8 @@
-"""Rules on the metrics of a run: what goes wrong in training although nothing fails; and the monitor that judges each
-step by them, and reports a diagnosis once when it begins and once when it is over.
+"""Rules on the metrics of a run, for problems of training without an exception; and the monitor that applies them to
+each step, and reports a diagnosis once when it begins and once when it is over.
 
 A rule is a function of the History: None if all is well, or a Diagnosis with the measured figures and an override to
-try. The functions keep no state, so a run, its resumption and a reader of metrics.jsonl come to the same diagnoses.
+try. The functions are stateless: a run, its resumption and a reader of metrics.jsonl get the same diagnoses.
 """
 
 import math
@@ -17,14 +17,14 @@ from hybridrl.health.history import PARTS, SCORE, WINDOW, Diagnosis, History, le
 from hybridrl.health.judgements import ACTOR, REFERENCE_KL, ROLLOUT, rising
 from hybridrl.tracking.console import info, warn
 
-VALIDATION = "validation"  # the mean of the validation scores, which is no metric by itself
+VALIDATION = "validation"  # stands for the mean of the validation scores
 HOST_MEMORY = "perf/host_memory_free_gb"
 RESTARTS = "set trainer.max_restarts=1: a run that is killed is then continued"
 FREE_MEMORY = {
     HOST_MEMORY: ("host memory", RESTARTS),
     "perf/device_free_gb": ("device memory", f"lower {ROLLOUT}.gpu_memory_utilization"),
 }
-# The processes of a run, by what names their logs, and what to do if their memory grows.
+# Role (the prefix of log names) -> its processes, and the fix if their memory grows.
 ROLES = {
     "reward": (
         "the processes of the reward function",
@@ -36,17 +36,17 @@ ROLES = {
     "driver": ("the driver", RESTARTS),
 }
 KEY = "trainer.health_rules"
-FACTS = ("limit", "reads", "explains", "damages", "shows")  # attributes that the function may have, fields of Rule
-LEAST_STEPS, HORIZON = 20, 5  # steps of a trend, and how many times its own length it is extended
+FACTS = ("limit", "reads", "explains", "damages", "shows")  # fields of Rule, optional attributes of custom functions
+LEAST_STEPS, HORIZON = 20, 5  # steps of a trend; it is extrapolated to this multiple of its length
 
 
 @dataclass(frozen=True)
 class Rule:
     """A judgement with a stable code. While it holds, the codes in `explains` are its consequences and not reported.
 
-    `limit`: its threshold for people. `reads`: the metrics that it is mainly about, the first that is logged counts;
-    `share_of`: what it is a share of. `damages`: the weights of such a step are not what a run should resume from.
-    `shows`: responses make it plain.
+    `limit`: threshold as text. `reads`: its main metrics, of which the first logged one counts; `share_of`: the total,
+    if this metric is counted as a share. `damages`: a run should not resume from the weights of such a step. `shows`:
+    responses show the problem.
     """
 
     code: str
@@ -60,7 +60,7 @@ class Rule:
 
 
 def memory_full(history: History) -> Diagnosis | None:
-    """Free memory falls steadily and will be gone within a few times the steps in which it fell."""
+    """Free memory falls steadily, and will run out within HORIZON times the steps in which it fell."""
     for name, (what, fix) in FREE_MEMORY.items():
         free = history.last(name, WINDOW)
         if len(free) < LEAST_STEPS:
@@ -79,11 +79,11 @@ def memory_full(history: History) -> Diagnosis | None:
 
 
 def _grown(history: History, count: int, least: float) -> tuple[str, str]:
-    """Return which processes took `least` GiB or more in the last steps, and what to do; empty: none alone."""
+    """Return the processes that took `least` GiB or more in the last steps, and the fix; empty if there are none."""
     for role, (what, fix) in ROLES.items():
-        held = history.last(f"perf/process_memory_gb/{role}", count)
-        if len(held) == count and levels(held)[-1] - levels(held)[0] >= least:
-            return f", most of it in {what} ({held[0]:.1f} to {held[-1]:.1f} GiB)", fix
+        sizes = history.last(f"perf/process_memory_gb/{role}", count)
+        if len(sizes) == count and levels(sizes)[-1] - levels(sizes)[0] >= least:
+            return f", most of it in {what} ({sizes[0]:.1f} to {sizes[-1]:.1f} GiB)", fix
     return "", ""
 
 
@@ -226,8 +226,8 @@ RULES = (
 
 
 def custom_rules(names: list[str]) -> list[Rule]:
-    """Return the rules of these functions, path/to/file.py:function; raises ConfigError if one is not there. One that
-    fails during the run is turned off with a warning: it only watches."""
+    """Return the rules of these functions, path/to/file.py:function; raises ConfigError if a function is missing. If a
+    rule fails during the run, it is turned off with a warning: rules only observe."""
     return [_rule(name, load_function(name, KEY)) for name in names]
 
 
@@ -251,11 +251,11 @@ def _rule(name: str, function: Callable[[History], Any]) -> Rule:
 # -- the monitor -------------------------------------------------------------------------------------------------------
 
 
-OVER = 5  # steps in a row without a diagnosis after which it is over
+OVER = 5  # a diagnosis is over after this number of steps without it
 
 
 class Unhealthy(RuntimeError):
-    """A diagnosis that ends the run; with `rollback` it continues from its last healthy checkpoint."""
+    """A diagnosis that ends the run; with `rollback` the run continues from its last healthy checkpoint."""
 
     code = "unhealthy"
 
@@ -265,8 +265,8 @@ class Unhealthy(RuntimeError):
 
 
 class HealthMonitor:
-    """The diagnoses of a run. `earlier` are the metrics of the steps that a resumed run has done, by step; `actions`
-    say by code what a diagnosis does: off, warn (also without one), stop, rollback, rebuild."""
+    """The diagnoses of a run. `earlier`: metrics of the earlier steps of a resumed run, by step. `actions`: action of a
+    diagnosis by code: off, warn (the default), stop, rollback, rebuild."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class HealthMonitor:
         self.history = History()
         self.active: dict[str, Diagnosis] = {}
         self.begun: dict[str, int] = {}  # every code so far, with the step at which it last began
-        self.new: list[str] = []  # what began with the last step
+        self.new: list[str] = []  # codes that began with the last step
         self._quiet: dict[str, int] = {}
         done = {step: metrics for step, metrics in (earlier or {}).items() if step > 0}
         for number, (step, metrics) in enumerate(done.items()):
@@ -292,12 +292,12 @@ class HealthMonitor:
                 self._advance(step, metrics)
         before: set[str] = set()
         for step, metrics in done.items():
-            held = {name.removeprefix("health/") for name in metrics if name.startswith("health/") and metrics[name]}
-            self.begun |= dict.fromkeys(held - before, step)
-            before = held
+            active = {name.removeprefix("health/") for name in metrics if name.startswith("health/") and metrics[name]}
+            self.begun |= dict.fromkeys(active - before, step)
+            before = active
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Judge a step and report what begins or is over; returns `health/<code>`, 1 or 0, for every code so far."""
+        """Judge a step and report beginnings and ends; return `health/<code>`, 1 or 0, for every code so far."""
         self.new, over = self._advance(step, metrics)
         for code in self.new:
             diagnosis = self.active[code]
@@ -307,22 +307,22 @@ class HealthMonitor:
         return {f"health/{code}": float(code in self.active) for code in self.begun}
 
     def problem(self) -> str:
-        """Return why a run should not resume from the weights as they are; empty: no reason."""
+        """Return the reason why a run should not resume from the present weights; empty if there is none."""
         damaging = {rule.code for rule in self.rules if rule.damages or self.actions.get(rule.code) == "rollback"}
         return next((self.active[code].cause for code in self.active if code in damaging), "")
 
     @property
     def shows(self) -> bool:
-        """Whether responses make plain what began with the last step."""
+        """Whether responses show a diagnosis that began with the last step."""
         return any(rule.shows and rule.code in self.new for rule in self.rules)
 
     @property
     def rebuilds(self) -> bool:
-        """Whether what began with the last step is to be answered by new rollout servers."""
+        """Whether a diagnosis that began with the last step requires new rollout servers."""
         return any(self.actions.get(code) == "rebuild" for code in self.new)
 
     def act(self) -> None:
-        """Raise Unhealthy if what began with the last step is to end the run."""
+        """Raise Unhealthy if a diagnosis that began with the last step ends the run."""
         for code in self.new:
             action, diagnosis = self.actions.get(code), self.active[code]
             if action in ("stop", "rollback"):
@@ -330,7 +330,7 @@ class HealthMonitor:
                 raise Unhealthy(cause, rollback=action == "rollback")
 
     def _advance(self, step: int, metrics: Mapping[str, float]) -> tuple[list[str], list[str]]:
-        """Add a step; returns the codes that begin with it and those that are over."""
+        """Add a step; return the beginning codes, and the codes that are over."""
         self.history.add(step, metrics)
         now = {rule.code: diagnosis for rule in self.rules if (diagnosis := rule.judge(self.history))}
         explained = {code for rule in self.rules if rule.code in {*now, *self.active} for code in rule.explains}
