@@ -48,9 +48,9 @@ from hybridrl.tracking.console import print_text
 
 ADAPTER_FOLDER = "lora_adapter"  # in a merged model that is written with its adapter; verl's name
 REPORT = "merge_report.json"
-# Not copied from a `huggingface` directory.
+# Files that are not copied from a `huggingface` directory.
 WEIGHTS = ("*.safetensors", "*.bin", SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
-# Nor from the directory of an adapter's base, which may be a repository.
+# Further files that are not copied from the directory of an adapter's base (it may be a repository).
 OTHERS = (ADAPTER_CONFIG, ".*", "*.gguf", "*.pth", "*.md", "original")
 
 
@@ -179,7 +179,7 @@ def _publishing(target: Path, meta: dict[str, Tensor]) -> Iterator[Path]:
     writing, replaced = (target.with_name(f".{target.name}.{suffix}") for suffix in ("writing", "replaced"))
     if replaced.is_dir() and not target.exists():
         replaced.replace(target)  # an earlier merge was killed between its last two renames
-    # Neither files that no merge wrote are replaced, nor a disk filled.
+    # Only files of an earlier merge are replaced, and the disk must have enough space.
     earlier = earlier_files(target)
     existing = sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
     if others := [path for path in existing if path.exists() and earlier.get(path) != path.stat().st_size]:
@@ -210,7 +210,7 @@ def earlier_files(target: Path) -> dict[Path, int]:
 
 
 def _describe(source: MergeSource, written: Path, target: Path) -> dict[str, Any]:
-    """Return the report: what was read, what is in `written` and will become `target`, and the versions used."""
+    """Return the report: the source, the contents of `written` (the later `target`), and the versions used."""
     step = re.fullmatch(r"global_step_(\d+)", source.directory.absolute().parent.name)
     read = {"directory": str(source.directory.absolute()), "step": int(step[1]) if step else None}
     model = {"directory": str(target), "model": type(source.model).__name__, "dtype": type_name(source.dtype)}

@@ -1,5 +1,5 @@
-"""Merge sources: the tensors of a saved model, and the model its configuration describes, which they must match; and
-checks that two sets of tensors are equal: what was written and what was read, or two saved models."""
+"""Merge sources: the tensors of a saved model, and the model that its configuration describes; both must match. And
+checks that two sets of tensors are equal: a written directory and its source, or two saved models."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +37,7 @@ AUTO = {
 
 
 class CheckFailed(Exception):
-    """Files read or written are not what they must be; the message names them."""
+    """Files that were read or written are wrong; the message names them."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ def open_source(
     value_model: bool = False,
     trusted: bool = False,
 ) -> MergeSource:
-    """Open a saved model and compare its tensors with its configuration. `dtype`: the type to merge it in, by default
-    the one it computed in. `base`: where an adapter's base is, if it has moved. `trusted`: custom code of the model may
-    run. Raises ConfigError, or CheckFailed if tensors are missing, unknown, or of another shape."""
+    """Open a saved model and compare its tensors with its configuration. `dtype`: the type of the merged model, by
+    default the type it computed in. `base`: directory of an adapter's base, if it has moved. `trusted`: custom code of
+    the model may run. Raises ConfigError, or CheckFailed if tensors are missing, unknown, or of another shape."""
     described, adapter, unadapted = directory, None, None
     if holds_adapter(str(directory)):
         adapter = open_adapter(directory)
@@ -181,8 +181,8 @@ def _mismatch(saved: dict[str, Tensor], expected: dict[str, Tensor], tied: dict[
 
 
 def _base_of(adapter: Adapter, moved: str | None) -> Path:
-    """Return the directory of the model that an adapter was trained on. Raises ConfigError if it is missing, or has
-    other weights than the adapter was trained on."""
+    """Return the directory of an adapter's base model. Raises ConfigError if it is missing, or its weights differ from
+    those in training."""
     directory, name = adapter.directory, moved or adapter.settings.get("base_model_name_or_path")
     if not name:
         cause = f"{directory} is an adapter whose {ADAPTER_CONFIG} names no base model"
@@ -196,8 +196,8 @@ def _base_of(adapter: Adapter, moved: str | None) -> Path:
             raise ConfigError(cause, fix="name the directory of that model: --base DIR") from error
     state = directory.absolute().parent / STATE
     bases = json.loads(state.read_text(encoding="utf-8")).get("bases", {}) if state.is_file() else {}
-    known = [base for key, base in bases.items() if key.startswith("critic") == (directory.name == "critic")]
-    if known and model_fingerprint(str(path) if Path(name).is_dir() else name) not in known:
+    fingerprints = [base for key, base in bases.items() if key.startswith("critic") == (directory.name == "critic")]
+    if fingerprints and model_fingerprint(str(path) if Path(name).is_dir() else name) not in fingerprints:
         cause = f"{name} has other weights than the model that {directory} was trained on"
         raise ConfigError(cause, fix="name that model: --base")
     return path
@@ -230,7 +230,7 @@ def check_damage(source: MergeSource) -> str:
 
 @one_thread()
 def check_tensors(source: MergeSource, directory: Path) -> str:
-    """Read back what was written, and its source once more, and compare them bit for bit."""
+    """Read back the written directory, and its source again, and compare them bit for bit."""
     written = stored_tensors(directory)
     layout = {name: (stored.shape, stored.dtype) for name, stored in written.items()}
     if layout != {name: (tensor.shape, tensor.dtype) for name, tensor in source.meta.items()}:
@@ -245,7 +245,7 @@ def check_tensors(source: MergeSource, directory: Path) -> str:
     for name, first in source.tied.items():
         if name not in source.tensors.meta:
             continue
-        # Piece by piece if the two tensors are cut alike, which is usual for equal shapes.
+        # Piece by piece if both tensors are cut in the same way, as is usual for equal shapes.
         pairs = zip(source.tensors.pieces(name), source.tensors.pieces(first), strict=False)
         equal = all(at == there and _same(piece, twin) for (at, piece), (there, twin) in pairs)
         if not equal and not _same(source.tensors.read(name), source.tensors.read(first)):
@@ -267,8 +267,8 @@ def compare(source: MergeSource, directory: Path) -> str:
         elif not _same(here, there):
             differences.append(f"{name} differs by up to {float((here.double() - there.double()).abs().max()):.2g}")
     if differences:
-        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise CheckFailed(f"{source.directory} and {directory} differ: {'; '.join(differences[:3])}{more}")
+        others = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise CheckFailed(f"{source.directory} and {directory} differ: {'; '.join(differences[:3])}{others}")
     return f"{len(source.names)} tensors equal bit for bit, in {type_names(other.meta)}"
 
 
@@ -282,7 +282,7 @@ def check_adapter(source: MergeSource, written: Path) -> str:
         a, b = (adapter.tensors.read(part).double() for part in required(adapter.pair(name)))
         expected = base.double() + adapter.scaling * (b @ a)
         gap = (value.double() - base.to(value.dtype).double()).abs()
-        # float32 rounding over the sums, then that of the written type
+        # rounding of float32 over the sums, then of the written type
         size = base.double().abs() + adapter.scaling * (b.abs() @ a.abs())
         tolerance = size * ((len(a) + 2) * torch.finfo(torch.float32).eps + torch.finfo(value.dtype).eps)
         if bool(((value.double() - expected).abs() > tolerance).any()):
@@ -306,7 +306,7 @@ def check_in_transformers(source: MergeSource, directory: Path) -> str:
     except UNREADABLE as error:
         raise CheckFailed(f"transformers cannot load what was written ({str(error).splitlines()[0]})") from error
     merged_outputs, kind = outputs(merged, ids), "values" if source.is_value_model else "log-probs"
-    if not torch.equal(merged_outputs, expected):  # those of masked tokens are -inf
+    if not torch.equal(merged_outputs, expected):  # outputs of masked tokens are -inf
         gap = float((merged_outputs - expected).abs().max())
         raise CheckFailed(f"in transformers {kind} differ by up to {gap:.2g} from those of the checkpoint")
     return f"{kind} for {TOKENS} tokens equal"
@@ -373,8 +373,8 @@ def tracked(names: Sequence[str], work: str) -> Iterable[str]:
     return track(names, work, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(first: Tensor, second: Tensor) -> bool:
     """Compare bit for bit: NaN equals itself, and 0 differs from -0."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(INTEGERS[one.itemsize]) for tensor in (one, other)))
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(INTEGERS[first.itemsize]) for tensor in (first, second)))
