@@ -9,24 +9,22 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from hybridrl.checkpoint.files import faults
 from hybridrl.checkpoint.store import Checkpoint, list_checkpoints
-from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config import ConfigError
 from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch, spans
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.worker import TrainWorker
-from hybridrl.core.training.worker_group import POLICY_FIELDS, CriticPlan, TrainWorkers
+from hybridrl.core.training.worker_group import POLICY_FIELDS, TrainWorkers
 from hybridrl.doctor import directory_parser, load_config
 from hybridrl.runs.prepare import decoder_elsewhere
+from hybridrl.runs.ranks import training_ranks
 from hybridrl.runs.sample_log import read_batch, replays
-from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.runs.setup import padded_plans, start_session, start_train_workers
 from hybridrl.runtime import EXIT_REJECTED
 from hybridrl.tracking.console import info, print_text
 from hybridrl.tracking.report import read_metrics
@@ -63,8 +61,9 @@ def replay(directory: Path, step: int | None) -> list[dict[str, object]]:
     saved = weights_before(directory, step)
     config = load_config(directory)
     batch = read_batch(paths[step])
-    with ExitStack() as stack:
-        workers = start(config, directory, stack)
+    logs = directory / "replay" / "logs"
+    logs.mkdir(exist_ok=True)
+    with training_ranks(config, directory, logs) as workers:
         if saved is not None:
             workers.load(saved.path, {"actor": ["model"]})
         weights = f"the weights after step {saved.step}" if saved else "the weights before the first step"
@@ -135,22 +134,6 @@ def weights_before(directory: Path, step: int) -> Checkpoint | None:
     if not before and step > 1:
         raise ConfigError(f"{directory} has no intact checkpoint of a step before {step}")
     return before[max(before)] if before else None
-
-
-def start(config: PPOConfig, directory: Path, stack: ExitStack) -> TrainWorkers:
-    """Start the run's training ranks, without rollout servers; `stack` ends them."""
-    trainer, algorithm = config.trainer, build_algorithm(config)
-    session = start_session(trainer, config.ray_kwargs.ray_init)
-    stack.callback(session.close)
-    logs = directory / "replay" / "logs"
-    logs.mkdir(exist_ok=True)
-    group = start_train_workers(session, logs)
-    place = group.broadcast(TrainWorker.location, timeout=trainer.startup_timeout)[0]
-    worker, address = ppo_worker_config(config, algorithm, directory, 1), f"{place['address']}:{place['port']}"
-    group.broadcast(TrainWorker.build, worker, address, timeout=trainer.startup_timeout)
-    critic = CriticPlan.of(config.critic) if algorithm.uses_critic else None
-    plans = padded_plans(group, build_policy_plan(config), critic, trainer.step_timeout)
-    return TrainWorkers(group, *plans, config.actor_rollout_ref.rollout.dtype, trainer.step_timeout)
 
 
 def described(batch: Batch, norms: list[float], decode: Callable[[list[int]], str]) -> list[dict[str, object]]:

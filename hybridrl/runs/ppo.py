@@ -35,6 +35,7 @@ from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.rewards.score import FaultGuard, Shaping
 from hybridrl.runs.prepare import decoder_elsewhere, prepare, tokenizer_elsewhere
+from hybridrl.runs.ranks import padded_plans, start_train_workers
 from hybridrl.runs.resume import ResumePlan, plan_resume
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.sample_log import SampleLog
@@ -44,7 +45,6 @@ from hybridrl.runs.settings import (
     ppo_worker_config,
     score_fingerprint,
 )
-from hybridrl.runs.setup import padded_plans, start_train_workers
 from hybridrl.runs.trials import Subject
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import info, stage

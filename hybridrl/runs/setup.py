@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -22,19 +22,17 @@ from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.load import hyperparameters
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.core import device as devices
-from hybridrl.core.cluster import Group, RaySession, spawn
+from hybridrl.core.cluster import RaySession
 from hybridrl.core.cluster.failures import typed
 from hybridrl.core.cluster.session import RayMetricsSink
 from hybridrl.core.trainer import Schedule, Task, Trainer
-from hybridrl.core.training.planning import MicroBatchBudget
-from hybridrl.core.training.worker import TrainWorker
-from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan, TrainWorkers
+from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
 from hybridrl.health.rules import RULES, custom_rules
 from hybridrl.runs.resume import Adjusted, ResumePlan, check_complete, restore, with_restarts
 from hybridrl.runs.trials import custom_sinks
-from hybridrl.runtime.environment import ForkServer, without_expandable_segments, worker_environment
+from hybridrl.runtime.environment import ForkServer, without_expandable_segments
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
 from hybridrl.tracking.console import MessageHandler, info, stage, warn
@@ -45,7 +43,6 @@ CHATTY_LOGGERS = ("httpx", "httpx2", "httpcore", "openai", "datasets", "fsspec",
 
 Config = PPOConfig | SFTConfig
 C = TypeVar("C", PPOConfig, SFTConfig)
-Plan = TypeVar("Plan", PolicyPlan, CriticPlan)
 
 
 class Job(Protocol):
@@ -260,33 +257,3 @@ def start_session(
             warn(f"{name}: {cause}", "allocator")
     devices, timeout = (trainer.nnodes, trainer.n_gpus_per_node), trainer.startup_timeout
     return RaySession(trainer.device, *devices, ray_init, timeout, forks, rollout)
-
-
-def start_train_workers(session: RaySession, logs: Path) -> Group:
-    """One training rank per device, whose models are yet to be built."""
-    ranks = session.training.devices
-    environments = [worker_environment(session.device, session.sharing(rank)) for rank in range(ranks)]
-    files = [str(logs / f"train-{rank}.log") for rank in range(ranks)]
-    actors = [
-        spawn(TrainWorker, session, rank, environments[rank], rank, ranks, file, gpus=1)
-        for rank, file in enumerate(files)
-    ]
-    return Group(actors, "train worker", files)
-
-
-def padded_plans(
-    group: Group, policy: PolicyPlan, critic: CriticPlan | None, timeout: float
-) -> tuple[PolicyPlan, CriticPlan | None]:
-    """The plans for models that are built: rows are padded for a family whose layers mix packed rows."""
-    padded = group.broadcast(TrainWorker.padded, timeout=timeout)[0]
-    if padded["actor"] and not policy.updates.budget.padded:
-        policy = _padded(policy, "actor")
-    if critic is not None and padded["critic"] and not critic.updates.budget.padded:
-        critic = _padded(critic, "critic")
-    return policy, critic
-
-
-def _padded(plan: Plan, name: str) -> Plan:
-    info(f"{name}: its layers mix rows that are packed together, so rows are padded to the longest of a micro-batch")
-    budgets = {name: replace(old, padded=True) for name, old in vars(plan).items() if isinstance(old, MicroBatchBudget)}
-    return replace(plan, updates=replace(plan.updates, budget=replace(plan.updates.budget, padded=True)), **budgets)

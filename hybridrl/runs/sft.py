@@ -1,6 +1,5 @@
 """Supervised fine-tuning: conversations -> rows -> updates, on the same workers and loop as reinforcement learning."""
 
-import gc
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -10,18 +9,16 @@ from typing import Any
 from hybridrl.checkpoint.resume import data_fingerprint, fingerprint, model_fingerprint
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.config import SFTConfig
-from hybridrl.core.cluster import RaySession, gather
-from hybridrl.core.cluster.group import START_LIMIT
+from hybridrl.core.cluster import RaySession
 from hybridrl.core.trainer import Schedule, Task
-from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.data.conversations import ConversationDataset, to_batch
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.row_files import row_files
 from hybridrl.runs.prepare import load_sft_inputs
+from hybridrl.runs.ranks import build_models, padded_plans, start_train_workers
 from hybridrl.runs.resume import Identity, ResumePlan, contents_to_load, find_checkpoint
 from hybridrl.runs.settings import sft_policy_plan, sft_worker_config
-from hybridrl.runs.setup import padded_plans, start_train_workers
 from hybridrl.tracking import Stopwatch, Tracker
 from hybridrl.tracking.console import stage
 
@@ -54,15 +51,10 @@ class SFTJob:
         return plan if plan.steps else replace(plan, steps=plan.done + max(left, 0 if saved else 1))
 
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
-        config, limit = self.config, self.config.trainer.startup_timeout
+        config = self.config
         group = start_train_workers(session, directory / "logs")
         with stage(f"starting {len(group)} training rank{'s' * (len(group) > 1)}"):
-            locating = group.start(TrainWorker.location)
-            place, *_ = gather(locating, "train worker.location", limit, group.logs, key=START_LIMIT)
-            worker = sft_worker_config(config, directory, plan.steps)
-            building = group.start(TrainWorker.build, worker, f"{place['address']}:{place['port']}")
-            gc.collect()  # while they work
-            gather(building, "start-up", limit, group.logs, key=START_LIMIT)
+            build_models(group, sft_worker_config(config, directory, plan.steps), config.trainer.startup_timeout)
         timeout = config.trainer.step_timeout
         plans = padded_plans(group, sft_policy_plan(config), None, timeout)
         return TrainWorkers(group, *plans, config.engine.fsdp_config.dtype, timeout)

@@ -36,8 +36,9 @@ from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import Score
 from hybridrl.runs.ppo import probe_ids, start_devices
+from hybridrl.runs.ranks import padded_plans
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.runs.setup import padded_plans, start_session
+from hybridrl.runs.setup import start_session
 
 TOP = Path(__file__).absolute().parents[2]
 BEGIN, END = "<!-- families -->", "<!-- /families -->"

@@ -41,8 +41,9 @@ from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.core.weights.sync import WeightSync
 from hybridrl.runs.ppo import probe_ids, start_devices
+from hybridrl.runs.ranks import build_models, padded_plans, start_train_workers
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
-from hybridrl.runs.setup import padded_plans, start_session, start_train_workers
+from hybridrl.runs.setup import start_session
 from hybridrl.runtime.guard import guarded
 
 GIB = 2**30
@@ -276,11 +277,9 @@ class Bench:
                 tokens //= 2
 
     def build(self, config: PPOConfig) -> None:
-        self.group, limit = start_train_workers(self.session, self.directory), config.trainer.startup_timeout
-        places = self.group.broadcast(TrainWorker.location, timeout=limit)
+        self.group = start_train_workers(self.session, self.directory)
         worker = ppo_worker_config(config, self.algorithm, self.directory, 1)
-        address = f"{places[0]['address']}:{places[0]['port']}"
-        self.group.broadcast(TrainWorker.build, worker, address, timeout=limit)
+        build_models(self.group, worker, config.trainer.startup_timeout)
         self.workers = self.with_plans(config)
 
     def end(self, group: Group) -> None:

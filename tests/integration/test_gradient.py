@@ -23,6 +23,7 @@ from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import BrokenUpdates, CriticPlan, TrainWorkers
 from hybridrl.doctor.replay import response_norms
 from hybridrl.required import required
+from hybridrl.runs.ranks import build_models
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.on_ranks import whole_gradient
@@ -122,14 +123,12 @@ def groups(config, sharing, session, other_model, logs):
         environment = {"OMP_NUM_THREADS": "1"}
         actors = [spawn(GradientRank, session, r, environment, r, ranks, files[r]) for r in range(ranks)]
         group = Group(actors, "train worker", files)
-        locations = group.broadcast(TrainWorker.location, timeout=120)
         worker = ppo_worker_config(settings, build_algorithm(config), logs, steps=1)
         learner = replace(worker.policy, fsdp=replace(worker.policy.fsdp, fsdp_size=ranks))
         ref = settings.actor_rollout_ref.ref
         reference = replace(ref, model=replace(ref.model, path=other_model))
         worker = replace(worker, policy=learner, critic=learner, reference=reference)
-        address = f"{locations[0]['address']}:{locations[0]['port']}"
-        group.broadcast(TrainWorker.build, worker, address, timeout=120)
+        build_models(group, worker, 120)
         built[key] = group
     return built
 

@@ -14,6 +14,7 @@ from hybridrl.core.cluster import Group, spawn
 from hybridrl.core.cluster.group import kill
 from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, Pieces, plan
 from hybridrl.core.training.worker import TrainWorker
+from hybridrl.runs.ranks import build_models
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 from tests.integration.test_gradient import LOSS, VALUE_LOSS, ragged_batch
 
@@ -42,7 +43,6 @@ def start(config, session, model, tmp_path_factory):
         environment = {"OMP_NUM_THREADS": "1"}
         actors = [spawn(TrainWorker, session, r, environment, r, count, files[r]) for r in range(count)]
         group = Group(actors, "train worker", files)
-        locations = group.broadcast(TrainWorker.location, timeout=LIMIT)
         worker = ppo_worker_config(config, build_algorithm(config), logs, steps=8)
         policy = replace(
             worker.policy,
@@ -54,8 +54,7 @@ def start(config, session, model, tmp_path_factory):
         ref = config.actor_rollout_ref.ref
         reference = replace(ref, model=replace(ref.model, path=path))
         worker = replace(worker, policy=policy, critic=critic, reference=reference)
-        address = f"{locations[0]['address']}:{locations[0]['port']}"
-        group.broadcast(TrainWorker.build, worker, address, timeout=LIMIT)
+        build_models(group, worker, LIMIT)
         return group
 
     return ranks

@@ -17,7 +17,8 @@ from hybridrl.data.tokenizer import TokenRows
 from hybridrl.runs import setup
 from hybridrl.runs.ppo import probe_ids
 from hybridrl.runs.prepare import reject_unknown_tokens
-from hybridrl.runs.setup import open_directory, open_store, padded_plans
+from hybridrl.runs.ranks import padded_plans
+from hybridrl.runs.setup import open_directory, open_store
 from tests.core.training.families import model_config
 from tests.sections import keys_of_run
 
