@@ -54,7 +54,12 @@ RUNS = {
     "critic": [*SMALL, "trainer.save_freq=-1", "algorithm.adv_estimator=gae"],
     "colocate_async": [*SMALL, "trainer.v1.trainer_mode=colocate_async", f"{ROLLOUT}.max_num_seqs=32"],
     "bfloat16": [*SMALL, f"{ACTOR}.fsdp_config.dtype=bfloat16", f"{ROLLOUT}.dtype=bfloat16"],
-    "agent": [*SMALL, "reward.custom_reward_function.path=null", "data.max_response_length=96"],
+    "agent": [
+        *SMALL,
+        "reward.custom_reward_function.path=null",
+        "data.max_response_length=160",
+        f"{ROLLOUT}.multi_turn.max_assistant_response_length=16",
+    ],
     "resume": [*SMALL, "trainer.deterministic=true"],
 }
 # Of the largest log-prob gap of a sampled token in float32, and of the mean of probabilities in bfloat16.
