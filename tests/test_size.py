@@ -25,7 +25,7 @@ LINES = {
     "report": 2491,
     "rewards": 3100,
     "runs": 3033,
-    "runtime": 1560,
+    "runtime": 1561,
     "tracking": 1865,
 }
 FILES = {"core": 70, "hybridrl": 249}
