@@ -51,7 +51,7 @@ def attend(
     sliding_window: int | None = None,  # tokens that each token attends to, itself included; None: all
     softcap: float | None = None,  # scores are bounded by softcap * tanh(score / softcap) (Gemma 2)
     s_aux: Tensor | None = None,  # [heads], attention sinks: one score per head without a value (GPT-OSS)
-    packed: PackedRows | None = None,  # None: padded on the right, which causality hides
+    packed: PackedRows | None = None,  # None: padded on the right; causal attention ignores the padding
     **_: object,
 ) -> tuple[Tensor, None]:
     """Return the attention output [B, T, heads, width], with the signature that transformers expects."""
@@ -119,18 +119,18 @@ def _eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Opt
 
 
 def grouped_option(kernel: Callable[..., Any]) -> dict[str, bool]:
-    """Return the option for grouped-query attention, which torch 2.11 lacks: it accepts fewer key heads without it."""
+    """Return the option for grouped-query attention; torch 2.11 has none, and accepts fewer key heads without it."""
     return {"enable_gqa": True} if "enable_gqa" in signature(kernel).parameters else {}
 
 
-# Not compiled with the layers around it: the rows' lengths, which differ in every micro-batch, would be constants.
+# Excluded from the compilation of the layers: row lengths differ per micro-batch, and would become constants.
 AttentionInterface.register(NAME, torch.compiler.disable(attend))
 
 
 # -- Ulysses -----------------------------------------------------------------------------------------------------------
 #
-# DeepSpeed-Ulysses (Jacobs et al. 2023): neighbours share rows. Each computes a slice of the packed tokens, and
-# in attention all tokens for its share of the heads.
+# DeepSpeed-Ulysses (Jacobs et al. 2023): neighbouring ranks share rows. Each computes a slice of the packed
+# tokens, and in attention all tokens for its share of the heads.
 #
 # Every rank of a group ends with the outputs of all response tokens, so that a loss does not depend on sequence
 # parallelism. Its backward pass starts from the outputs of its own slice, so that the ranks' gradients add up.
@@ -138,8 +138,8 @@ AttentionInterface.register(NAME, torch.compiler.disable(attend))
 
 @cache
 def sequence_group(size: int, timeout_seconds: float, tensor_ranks: int = 1) -> ProcessGroup | None:
-    """Return the group of `size` ranks that share rows with this one, or None for size 1; collective. They are
-    neighbours, or where ranks of a tensor group are, those with the same part."""
+    """Return this rank's group of `size` ranks that share rows, or None for size 1; collective. They are neighbours,
+    or with tensor parallelism the ranks with the same part of the layers in neighbouring tensor groups."""
     if size == 1:
         return None
     ranks = torch.arange(dist.get_world_size()).view(-1, size, tensor_ranks).mT.reshape(-1, size)
@@ -150,7 +150,7 @@ def sequence_group(size: int, timeout_seconds: float, tensor_ranks: int = 1) -> 
 def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
     """Return this rank's slice of packed rows, with the lengths of all rows; unchanged without a group.
 
-    Padding tokens, which no output reads, follow as a further row so that all slices have the same length."""
+    A last row of padding tokens makes all slices equally long; no output reads it."""
     if group is None:
         return inputs
     assert inputs.packed is not None, "padded rows cannot be sliced"
@@ -177,13 +177,13 @@ def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
 
 
 def gather_slices(own: Tensor, slice_: SequenceSlice | None) -> Tensor:
-    """Return the outputs of all response tokens, given those of this rank's slice; collective, except backwards."""
+    """Return the outputs of all response tokens, given those of this rank's slice; collective, but not backwards."""
     return own if slice_ is None else _GatherSlices.apply(own, slice_)
 
 
 def to_heads(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange [1, heads, T / ranks, width] of a slice for [1, heads / ranks, T, width]; collective both ways. Where
-    there are fewer key and value heads than ranks, several ranks get the same head."""
+    """Exchange [1, heads, T / ranks, width] of a slice for [1, heads / ranks, T, width]; collective, also in the
+    backward pass. If there are fewer key and value heads than ranks, several ranks get the same head."""
     ranks, heads = group.size(), query.shape[1]
     if heads % ranks:
         raise ValueError(f"ulysses_sequence_parallel_size={ranks}: must divide the model's {heads} attention heads")

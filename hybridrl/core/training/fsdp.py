@@ -25,12 +25,12 @@ Model = TypeVar("Model", LanguageModel, ValueModel)
 
 
 def shard(model: Model, config: FSDPConfig, meshes: Layout, *, offloaded: bool = False) -> Model:
-    """Shard in place, layer by layer and then the rest; `offloaded` expects shards and gradients in host memory."""
+    """Shard a model in place, layer by layer, then the rest; `offloaded` expects shards and gradients on the host."""
     dtype = getattr(torch, config.dtype or "float32")
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if dtype == torch.float32 and config.model_dtype == "float32":
         policy = fsdp2.MixedPrecisionPolicy()
-    # Pinned by FSDP2, each tensor would take up to twice its size; `shard_and_fill` pins them in one allocation.
+    # FSDP2's pinning would take up to twice a tensor's size; `shard_and_fill` pins all tensors in one allocation.
     offload = fsdp2.CPUOffloadPolicy(pin_memory=False) if offloaded else fsdp2.OffloadPolicy()
     names = layer_classes(model.model, config.wrap_policy.transformer_layer_cls_to_wrap)
     layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -55,16 +55,16 @@ def shard(model: Model, config: FSDPConfig, meshes: Layout, *, offloaded: bool =
 
 
 def add_rows_to_the_heads_gradient(model: LanguageModel) -> None:
-    """Have the gradient of an embedding that is also the head hold only the rows of its tokens. Autograd adds them to
-    the head's; a whole matrix, mostly zeros, would be written and read for each micro-batch. CUDA adds in any order."""
+    """Make the gradient of an embedding tied to the head sparse: autograd adds the rows of its tokens to the head's. A
+    full matrix of mostly zeros would be written and read per micro-batch. Not for CUDA, which adds in any order."""
     embedding, head = model.model.get_input_embeddings(), model.model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding) and embedding.weight is head.weight:
         embedding.sparse = True
 
 
 def reduce_gradients(model: nn.Module, *, offloaded: bool, last: bool) -> None:
-    """Have the next backward pass of a micro-batch reduce gradients over the ranks. A single rank needs that only after
-    the `last` one: until then they are added up where autograd has them, which needs no copies and no more memory."""
+    """Make the next backward pass reduce gradients over the ranks. A single rank reduces only after the `last`
+    micro-batch: until then autograd accumulates its gradients, without copies and without more memory."""
     if isinstance(model, fsdp2.FSDPModule) and dist.get_world_size() == 1 and not offloaded:
         model.set_requires_gradient_sync(last)
 
@@ -78,12 +78,12 @@ def compile_layers(layers: list[nn.Module]) -> None:
 def shard_and_fill(
     blank: Model, path: str, config: FSDPConfig, meshes: Layout, device: torch.device, *, offloaded: bool = False
 ) -> Model:
-    """Shard a model without weights and read this rank's part of them to the device; collective. With `offloaded` they
-    are then moved to host memory, and only the buffers stay."""
+    """Shard a model without weights and read this rank's part of the weights to the device; collective. With
+    `offloaded` the parameters then move to host memory, and only the buffers stay on the device."""
     sharded = shard(blank, config, meshes, offloaded=offloaded)
     with without_pairs(sharded.model):
         fill(sharded.model, path, device, new_head(sharded) if isinstance(sharded, ValueModel) else None)
-    sharded.to(device)  # moves only buffers, and FSDP2 records where its parameters are
+    sharded.to(device)  # moves only buffers; FSDP2 records the location of its parameters
     if offloaded:
         move_parameters(sharded, host_parameters(sharded))
         devices.release_cached_memory(device.type)
@@ -91,7 +91,7 @@ def shard_and_fill(
 
 
 def reshard(model: nn.Module) -> None:
-    """Free every gathered parameter: a forward without a backward pass leaves some, the root's always."""
+    """Free every gathered parameter: a forward pass without a backward pass leaves some, always the root's."""
     for module in model.modules():
         if isinstance(module, fsdp2.FSDPModule):
             module.reshard()
@@ -114,15 +114,15 @@ def move_parameters(model: nn.Module, targets: Mapping[Any, Tensor]) -> None:
         local(target).copy_(local(tensor), non_blocking=True)
         return target
 
-    model._apply(move)  # overridden by FSDP2, which records where its parameters are
+    model._apply(move)  # FSDP2 overrides this, and records the location of its parameters
 
 
 @torch.no_grad()
 def full_tensors(
     model: PreTrainedModel, parts: Iterable[Part], computed: Mapping[str, Callable[[], Tensor]] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that these parts are published as, unsharded, part by part; collective: each rank must iterate
-    over all of them. `computed` ones replace the model's own tensors of the same names."""
+    """Yield the published tensors of these parts, unsharded, part by part; collective: each rank must iterate over all
+    of them. Tensors of `computed` replace the model's own tensors of the same names."""
     present, computed = own_tensors(model), computed or {}
     for part in parts:
         dtype = next(iter(part.published.values())).dtype
@@ -177,7 +177,7 @@ def host_copies(tensors: Sequence[Tensor], device: str) -> list[Tensor]:
     buffer = devices.host_buffer(ends[-1], device)
     cut = zip(shards, ends, strict=False)
     copies = [buffer[begin : begin + part.nbytes].view(part.dtype).view(part.shape) for part, begin in cut]
-    # DTensor.from_local would move what is on another device than the mesh.
+    # DTensor.from_local would move a tensor that is not on the mesh's device.
     return [
         DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
         for tensor, copy in zip(tensors, copies, strict=True)

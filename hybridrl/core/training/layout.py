@@ -1,9 +1,9 @@
 """The division of a model's parameters over the training ranks: the meshes of FSDP, tensor and expert parallelism.
 
-Dense parameters lie on the grid (fsdp, tensor), experts on (fsdp, expert), over the same ranks. Ranks of a tensor group
+Dense parameters are on the grid (fsdp, tensor), experts on (fsdp, expert), of the same ranks. Ranks of a tensor group
 have the same rows and each a part of the heads and of the width of every layer (Shoeybi et al. 2019); ranks of an
-expert group have rows of their own, and send each token to the rank that has its experts (Lepikhin et al. 2020). What a
-family's plan in transformers does not name, and embeddings and head, is only sharded by FSDP.
+expert group have different rows, and send each token to the rank that has its experts (Lepikhin et al. 2020). Modules
+that the family's plan in transformers does not name, embeddings and head are sharded by FSDP alone.
 """
 
 import math
@@ -31,16 +31,16 @@ from hybridrl.config.catalog import NO_PLAN
 from hybridrl.config.findings import ConfigError
 from hybridrl.core import device as devices
 
-DISPATCH = "ep_dispatch_experts"  # of a plan: the module whose tokens are sent to other ranks
+DISPATCH = "ep_dispatch_experts"  # a plan's style of a module that sends its tokens to other ranks
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The meshes of a model's parameters. `dense` is that of FSDP: one dimension of shards, or replicas of them."""
+    """The meshes of a model's parameters. `dense` is FSDP's mesh: one dimension of shards, or replicas of them."""
 
     dense: DeviceMesh
     tensor: DeviceMesh | None = None
-    experts: DeviceMesh | None = None  # FSDP's of the experts
+    experts: DeviceMesh | None = None  # FSDP's mesh of the experts
     expert: DeviceMesh | None = None
 
     @property
@@ -51,8 +51,8 @@ class Layout:
 
 @cache
 def layout(device: str, ranks: int, shards: int, tensor: int = 1, expert: int = 1) -> Layout:
-    """Return the meshes over all ranks: `shards` ranks together have the dense parameters, in `tensor` parts of each
-    layer, and `expert` ranks share the experts; collective, as it makes groups."""
+    """Return the meshes over all ranks. `shards` ranks together have the dense parameters, each layer in `tensor`
+    parts; `expert` ranks share the experts. Collective, as it creates process groups."""
     if tensor == 1 and shards == ranks:
         dense, parts = init_device_mesh(device, (ranks,), mesh_dim_names=("shard",)), None
     elif tensor == 1:
@@ -67,7 +67,7 @@ def layout(device: str, ranks: int, shards: int, tensor: int = 1, expert: int = 
 
 
 def _grid(device: str, shape: Sequence[int], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh of two dimensions, whose groups have the configured limit of time."""
+    """Return a mesh of two dimensions; its process groups have the configured timeout."""
     ranks = torch.arange(math.prod(shape)).view(*shape)
     timeout = devices.collective_timeout()
     made = (dist.new_subgroups_by_enumeration(part.tolist(), timeout=timeout)[0] for part in (ranks.T, ranks))
@@ -76,26 +76,26 @@ def _grid(device: str, shape: Sequence[int], names: tuple[str, ...]) -> DeviceMe
 
 
 def cut(model: PreTrainedModel, meshes: Layout) -> list[nn.Module]:
-    """Cut a model without weights in place by its family's plan, before FSDP shards what is left; return the modules
-    of experts that FSDP has to shard over `meshes.experts`. Raises ConfigError for a family without a plan."""
+    """Cut a model without weights in place by its family's plan, before FSDP shards each rank's part. Return the
+    modules of experts, to be sharded by FSDP over `meshes.experts`. Raises ConfigError for a family without a plan."""
     if meshes.tensor is not None:
         apply_tensor_parallelism(model, meshes.tensor, tensor_plan(model))
     if meshes.expert is None:
         return []
     plan = expert_plan(model)
-    sharing: Any = meshes.tensor  # None, which transformers' types do not say: every rank has tokens of its own
+    sharing: Any = meshes.tensor  # None, which transformers' types lack, if every rank has different tokens
     apply_expert_parallelism(model, meshes.expert, sharing, plan)
     return [module for name, module in model.named_modules() if style_of(name, plan) == DISPATCH]
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str:
-    """Return a module's or parameter's style in a plan, in whose names a star is a number; empty if it has none."""
+    """Return the style of a module or parameter in a plan, empty if it has none. In a plan, a star is a number."""
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
 
 
 def division(model: PreTrainedModel, tensor: int, expert: int) -> dict[str, tuple[int, str]]:
-    """Return into how many parts `cut` cuts each parameter, without groups of ranks, and the style by which it does;
-    FSDP then shards what each of so many ranks has. Raises ConfigError as `cut` does."""
+    """Return for each parameter the number of parts into which `cut` divides it, and the style; needs no process
+    groups. FSDP then shards each part. Raises ConfigError as `cut` does."""
     by_tensor, by_expert = tensor_plan(model) if tensor > 1 else {}, expert_plan(model) if expert > 1 else {}
     found = {}
     for name, parameter in model.named_parameters():
@@ -143,16 +143,16 @@ def shard_experts(experts: nn.Module, meshes: Layout, options: Mapping[str, Any]
     sharding: dict[str, Any] = {**options, "mesh": meshes.experts}
     fsdp2.fully_shard(experts, **sharding)
     assert isinstance(experts, fsdp2.FSDPModule)
-    # An expert has the tokens of all rows, so its gradient is divided by as many ranks as a dense one's: those with
-    # rows of their own. Only NCCL can divide by another number than that of the ranks while it adds; elsewhere FSDP
-    # must divide afterwards. On a single rank it does both, and the gradient would be divided twice.
+    # An expert has the tokens of all rows. Its gradient is therefore divided by the same number as a dense parameter's:
+    # the ranks with different rows. Only NCCL can divide by a number other than the group's size while it reduces;
+    # elsewhere FSDP must divide afterwards. On a single rank it would do both, and divide the gradient twice.
     experts.set_gradient_divide_factor(float(dist.get_world_size() // meshes.tensor_ranks))
     if meshes.experts.device_type != "cuda" and meshes.experts.size() > 1:
         experts.set_force_sum_reduction_for_comms(True)
 
 
 def by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by their mesh, as torch computes with those of one mesh at a time."""
+    """Group parameters by their mesh: operations of torch on several tensors accept only one mesh."""
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)

@@ -1,9 +1,8 @@
 """A sharded model in training: gradients micro-batch by micro-batch, one optimizer step per mini-batch. The loss is
 passed in.
 
-A loss, ratio or gradient that is not finite never reaches the parameters: the update is skipped on every rank, and the
-rows that caused it, as far as they are known, are written to a file, with the module whose output was the first that
-was not finite.
+A loss, ratio or gradient that is not finite never reaches the parameters: the update is skipped on every rank. The
+rows that caused it, if known, are written to a file, with the name of the first module whose output was not finite.
 """
 
 import math
@@ -28,12 +27,12 @@ from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import ModelInputs, pack_rows
 from hybridrl.core.training.planning import MiniBatch
 
-MOST_FILES = 100  # of skipped updates that a rank writes per model
+MOST_FILES = 100  # limit on the files of skipped updates, per rank and model
 
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """A model that is trained; without an optimizer only its gradient can be computed."""
+    """The configuration of a model that is trained."""
 
     model: ModelConfig
     fsdp: FSDPConfig
@@ -47,11 +46,11 @@ class LearnerConfig:
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """Return the type of the model's own parameters: with an adapter they never change, so the computation's."""
+        """Return the type of the model's own parameters; the type of computation if an adapter freezes them."""
         return self.compute_dtype if self.model.lora_rank else getattr(torch, self.fsdp.model_dtype)
 
 
-# Maps the rows of a micro-batch and the totals of its mini-batch to this micro-batch's share of the loss and of each
+# Maps the rows of a micro-batch and the divisors of its mini-batch to this micro-batch's share of the loss and of each
 # metric. Divisors are None for a dummy row (see `Learner.gradient`): the loss is then 0 times the model's outputs.
 Loss = Callable[[Batch, Divisors | None], tuple[Tensor, dict[str, Tensor]]]
 Shares = dict[str, float]
@@ -64,8 +63,8 @@ Prepare = Callable[[Batch, MiniBatch], Prepared]
 @dataclass(eq=False)
 class Learner:
     """One rank's part of a model in training. `dump_prefix` is the path prefix of the files with a skipped update's
-    rows. The ranks of a sequence-parallel `group` have the same rows: each returns the same shares, which count once.
-    """
+    rows. Ranks of a sequence-parallel `group` have the same rows and return equal shares of metrics; one copy is
+    counted."""
 
     model: nn.Module
     optimizers: Optimizers
@@ -74,13 +73,13 @@ class Learner:
     padded: bool
     dump_prefix: Path
     group: ProcessGroup | None = None
-    tensor_ranks: int = 1  # that have the same tokens, too
+    tensor_ranks: int = 1  # size of a tensor group: its ranks have the same tokens, too
     host_parameters: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # set when they are first offloaded
     on_host: bool = False
 
     @property
     def ranks(self) -> int:
-        """Return over how many ranks FSDP averages a gradient: those of a tensor group have parts of one."""
+        """Return the number of ranks over which FSDP averages a gradient; the ranks of a tensor group count as one."""
         return dist.get_world_size() // self.tensor_ranks
 
     def inputs(self, rows: Batch) -> ModelInputs:
@@ -97,18 +96,18 @@ class Learner:
         on_retry: Callable[[], object] = lambda: None,
         prepare: Prepare | None = None,
     ) -> list[Shares]:
-        """Run one optimizer update per mini-batch. Returns this rank's share of each metric (shares add up over ranks,
-        counting one per group). `on_retry` is called before forward passes are repeated."""
+        """Run one optimizer update per mini-batch. Returns this rank's share of each metric; the shares of one rank
+        per group add up to it. `on_retry` is called before forward passes are repeated."""
         self.model.train()
         metrics, scale = [], self.optimizers.loss_scale
-        ranks = self.ranks // (self.group.size() if self.group else 1)  # whose shares are added up
+        ranks = self.ranks // (self.group.size() if self.group else 1)  # number of shares that are added up
         for number, mini_batch in enumerate(mini_batches, 1):
             part, mini_batch, more = prepare(batch, mini_batch) if prepare else (batch, mini_batch, {})
             factor = scale.factor
             shares, finite, all_finite, norm = self.gradient(part, mini_batch, loss, clip)
-            # A finite loss with an infinite gradient is what float16 makes of a loss scale that is too large: no row is
-            # at fault, so the mini-batch is repeated with half the scale until the gradient is finite. At scale 1 the
-            # rows are at fault. All ranks decide alike, as the norm and `all_finite` are reduced over them.
+            # In float16 too large a loss scale makes the gradient of a finite loss infinite. No row is at fault,
+            # so the mini-batch is repeated with half the scale until the gradient is finite. At scale 1 the rows are at
+            # fault. All ranks decide alike, as the norm and `all_finite` are reduced over them.
             while all_finite and not math.isfinite(norm) and scale.shrink():
                 self.optimizers.zero_grad()
                 on_retry()
@@ -120,7 +119,7 @@ class Learner:
                 scale.grow()
                 shares |= more | {"grad_norm": torch.tensor(norm / ranks)}
             else:
-                scale.factor = factor  # it was not the cause
+                scale.factor = factor  # the scale was not the cause
                 self.optimizers.skip()
                 on_retry()
                 module = first_not_finite(self.model, partial(self._losses, part, mini_batch, loss))
@@ -138,8 +137,8 @@ class Learner:
     def gradient(
         self, batch: Batch, mini_batch: MiniBatch, loss: Loss, clip: float
     ) -> tuple[dict[str, Tensor], Tensor, bool, float]:
-        """Compute a mini-batch's gradient, clipped to a norm of `clip`. Returns shares of metrics, which micro-batches
-        have a finite loss, whether those of all ranks do, and the norm before clipping, the same on every rank."""
+        """Compute a mini-batch's gradient, clipped to a norm of `clip`. Returns shares of metrics; whether each
+        micro-batch's loss is finite; whether all ranks' are; and the norm before clipping, equal on every rank."""
         shares: dict[str, Tensor] = {}
         losses = []
         for number, rows in enumerate(mini_batch.micro_batches, 1):
@@ -181,8 +180,8 @@ class Learner:
     def _write_rows(
         self, batch: Batch, mini_batch: MiniBatch, finite: Tensor, all_finite: bool, name: str, module: str
     ) -> None:
-        """Write the micro-batches whose loss is not finite to a file, for diagnosis: `torch.load` gives a dictionary.
-        If the losses of all ranks are finite, any row may be the cause: then all rows are written, with only tokens."""
+        """Write the micro-batches whose loss is not finite to a file, for diagnosis: `torch.load` returns a dictionary.
+        If the losses of all ranks are finite, any row may be the cause: then all rows are written, but only tokens."""
         print(f"{name}: the loss or gradient is not finite; first module with such an output: {module or 'none'}")
         if self.group is not None and self.group.rank():
             return  # another rank writes the same
@@ -212,8 +211,8 @@ class Learner:
 
 
 def first_not_finite(model: nn.Module, forward: Callable[[], None]) -> str:
-    """Return the name of the innermost module whose output is the first that is not finite in `forward` on this rank;
-    empty if there is none: then it is in the head, or in what the loss reads."""
+    """Return the name of the first innermost module with an output that is not finite in `forward` on this rank. Empty
+    if there is none: the first such value is then in the head, or in a field of the rows."""
     names: list[str] = []
 
     def look(name: str, output: Any) -> None:

@@ -1,6 +1,6 @@
 """Loading a Hugging Face model: created without memory for its weights, sharded, and then filled from the files.
 
-Every rank reads only the rows that it keeps, so that no process ever holds the full model. The names and shapes of a
+Every rank reads only the rows of its own shard: no process ever holds the full model. The names and shapes of a
 checkpoint are converted to the model's (which stacks a layer's experts, for example) by transformers.
 """
 
@@ -54,7 +54,7 @@ class Weight:
 
 def load_settings(config: ModelConfig, **changes: object) -> PreTrainedConfig:
     """Return the model's configuration, without dropout unless it is requested: dropout would add noise to the ratio
-    between the current and the old policy. Raises ValueError where the trainer would compute such a model wrongly."""
+    between the current and the old policy. Raises ValueError if the trainer would compute this model wrongly."""
     import_libraries(config.external_lib)
     overrides = {"trust_remote_code": config.trust_remote_code, **config.override_config, **changes}
     path = str(resolve_model(config.path))
@@ -75,10 +75,10 @@ def blank_model(
     such as rotary frequencies, are computed when the model is constructed."""
     with init_empty_weights(include_buffers=False):
         model = make(settings, dtype=dtype, attn_implementation=attention.NAME).eval()
-    model.tie_weights()  # a second time, as each parameter was replaced where it was registered
+    model.tie_weights()  # again, as `init_empty_weights` replaced each parameter at its registration
     for module in model.modules():
         for name in module._buffers.keys() - module._non_persistent_buffers_set:
-            # For example a router's correction bias, with which half precision would choose other experts.
+            # For example a router's correction bias: in half precision other experts would be chosen.
             buffer = module._buffers[name]
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.float()
@@ -106,9 +106,9 @@ def blank_model(
 def fill(
     model: PreTrainedModel, path: str, device: torch.device, fresh: Mapping[str, Tensor] | None = None
 ) -> PreTrainedModel:
-    """Read a model's weights to this device; for a sharded model only this rank's part. `fresh` tensors replace those
-    that the directory or hub name lacks. Raises ValueError if a tensor has another shape or is missing, which would
-    leave random numbers."""
+    """Read a model's weights to this device; for a sharded model only this rank's part. `fresh` has the
+    tensors that the directory or hub name may lack. Raises ValueError if a tensor has another shape, or is missing and
+    would stay uninitialised."""
     weights = dict(fresh or {}) | open_weights(path)
     plan = LoadStateDictConfig(device_map={"": device}, weight_mapping=get_model_conversion_mapping(model))
     result, _ = convert_and_load_state_dict_in_model(model, weights, plan)
@@ -151,8 +151,8 @@ def open_weights(path: str) -> dict[str, Weight]:
 
 
 def layer_classes(model: PreTrainedModel, named: Sequence[str] = ()) -> set[str]:
-    """Return the class names of the layers to shard one by one: those named, or those that the model says must not be
-    split, or the class in its longest list of modules."""
+    """Return the class names of the layers to shard one by one: `named`, else the model's `_no_split_modules`, else
+    the class in its longest list of modules."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     repeated = {type(layer).__name__ for layer in max(lists, key=len, default=())}
     present = {type(module).__name__ for module in model.modules()}

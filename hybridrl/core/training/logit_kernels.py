@@ -1,9 +1,9 @@
 """Token outputs and their gradient with respect to the logits, for CUDA: two Triton kernels that read each logit once.
 
 The first reads a token's logits in blocks and keeps running sums relative to the largest so far (Milakov and
-Gimelshein 2018), from which every output follows. The second reads them again and overwrites them with the gradient.
-Logits stay in the head's type, in which the matrix product writes them; sums are float32. `token_outputs` has the
-formulas.
+Gimelshein 2018); every output follows from these sums. The second reads the logits again and overwrites them with the
+gradient. Logits stay in the head's type, as the matrix product writes them; sums are float32. The formulas are in
+`token_outputs`.
 """
 
 import torch
@@ -14,12 +14,12 @@ from torch import Tensor
 from hybridrl.core.training.token_outputs import Head, LogitTables, OutputSpec, TokenOutputs
 from hybridrl.required import required
 
-BLOCK, WARPS = 4096, 8  # logits that a program reads at once, and its warps
+BLOCK, WARPS = 4096, 8  # logits per block of a program, and its warps
 LEAST = tl.constexpr(-1e30)  # below every logit, but finite: LEAST - LEAST is 0
 
 
 class LogitKernels(LogitTables):
-    """The tables with kernels, in the head's type; the gradient overwrites the logits."""
+    """`LogitTables` computed by kernels, in the head's type; the gradient overwrites the logits."""
 
     def __init__(self, head: Head, spec: OutputSpec, tokens: int) -> None:
         self._allocate(head, spec, tokens, 1, head.weight.dtype)
@@ -37,8 +37,8 @@ class LogitKernels(LogitTables):
         return self.outputs
 
     def _read(self, logits: Tensor, head: Head, wanted: tuple[bool, ...]) -> tuple[TokenOutputs, Tensor, Tensor]:
-        """Return the outputs of these logits, and the logarithms of each token's sum of exponentials: of all, and with
-        a KL of those of the tokens that both heads have."""
+        """Return the outputs of these logits, and two logsumexps per token: over the vocabulary, and with a KL over the
+        entries that both heads have."""
         columns = iter(torch.empty(sum(wanted) + 2, len(logits), dtype=torch.float32, device=logits.device))
         outputs = TokenOutputs._make(next(columns) if want else None for want in wanted)
         normalisers, common = columns
@@ -62,7 +62,7 @@ class LogitKernels(LogitTables):
         return self.logits
 
     def _numbers(self, head: Head) -> tuple[float | None, ...]:
-        """Return vocabulary, the reference's, temperature, and the scales and caps of a head's and the reference's
+        """Return the vocabulary sizes of head and reference, the temperature, and the scale and cap of each one's
         logits."""
         other = self.other or head
         numbers = (number and float(number) for rule in (head.rule, other.rule) for number in rule)
@@ -85,7 +85,7 @@ def _outputs(
     others_normalisers_at, normalisers_at, common_normalisers_at, log_probs_at, entropies_at, squares_at, kl_at,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one token per program. The reference's logits are of the first `common` tokens."""
+    """Compute one token per program. The reference's logits cover the first `common` entries of the vocabulary."""
     row = tl.program_id(0)
     start, target = row.to(tl.int64) * vocabulary, tl.load(targets_at + row)
     own = _capped(tl.load(logits_at + start + target, target < vocabulary, 0.0), scale, cap) / temperature
@@ -143,7 +143,7 @@ def _gradient(
         both, others = columns < common, others_at + row.to(tl.int64) * common + columns
         q = _capped(tl.load(others, both, 0.0), others_scale, others_cap) / temperature
         log_q = q - tl.load(others_normalisers_at + row)
-        # 0 if the heads have as many rows: the logarithm of the inverse of the policy's probability of both's tokens
+        # minus the log of the policy's probability of all common entries; 0 if the heads have equally many rows
         more = tl.load(normalisers_at + row) - tl.load(common_normalisers_at + row)
         by_gap = tl.load(by_kl_at + row) * (log_p + more - log_q - tl.load(kl_at + row))
         factor += tl.where(both, tl.exp(more) * by_gap, 0.0)

@@ -21,7 +21,7 @@ from hybridrl.config.schema import ModelConfig
 from hybridrl.core.training.fsdp import full_tensor, local, own_shard
 from hybridrl.core.training.model import HOST, adapter_parameters, pairs
 
-PATTERN = re.compile(r"[^\w.-]")  # characters of a regular expression that no name has
+PATTERN = re.compile(r"[^\w.-]")  # characters of a regular expression that layer names do not contain
 
 
 def add_adapter(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype, seed: int, key: str) -> None:
@@ -46,7 +46,7 @@ def add_adapter(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype,
             for half in (layer.lora_A, layer.lora_B):
                 half[ADAPTER].to_empty(device=HOST).to(dtype)
             layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
-    # As peft writes them to adapter_config.json.
+    # The values that peft writes to adapter_config.json.
     settings.inference_mode, settings.modules_to_save = True, heads or None
     for name in heads:
         model.get_submodule(name).requires_grad_(True)
@@ -56,7 +56,7 @@ def add_adapter(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype,
 
 
 def _targets(model: PreTrainedModel, config: ModelConfig, heads: list[str], key: str) -> list[str]:
-    """Return the linear layers that get a pair, by the last part of their names if that is unambiguous."""
+    """Return the names of the linear layers to adapt; only the last parts of the names if these are unambiguous."""
     tops = [model.get_output_embeddings(), *map(model.get_submodule, heads)]
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in tops]
     targets = linear if config.target_modules == ALL_LINEAR else _named("target_modules", config, linear, key)
@@ -72,7 +72,7 @@ def _targets(model: PreTrainedModel, config: ModelConfig, heads: list[str], key:
 
 def _named(option: str, config: ModelConfig, linear: list[str], key: str) -> list[str]:
     """Return the layers that an option selects, by the end of a name or by a regular expression for the full name. A
-    name without a layer is rejected. An expression may exclude nothing: one list then suits several models."""
+    name that matches no layer is rejected. An expression may exclude nothing: one list then suits several models."""
     selected: dict[str, None] = {}
     for text in vars(config)[option]:
         try:
@@ -113,7 +113,7 @@ def _check_saved_adapter(model: PreTrainedModel, path: str, key: str) -> None:
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Load an adapter from disk; into a sharded model, each rank its own shard."""
+    """Load an adapter from disk; each rank of a sharded model loads its own shard."""
     saved = open_adapter(directory).tensors
     for name, parameter in adapter_parameters(model).items():
         local(parameter).copy_(own_shard(saved.read(name).to(parameter.device), parameter))

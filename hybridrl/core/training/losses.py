@@ -1,5 +1,5 @@
-"""From a model's outputs for a micro-batch to its share of the mini-batch's loss and of each metric; and bypass mode's
-rejection of tokens before each update."""
+"""Losses as functions of a model's outputs: a micro-batch's share of the mini-batch's loss and of each metric. Also the
+rejection of tokens before each update in bypass mode."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -36,9 +36,9 @@ class LossConfig:
     parameters: dict[str, Any] = field(default_factory=dict)  # by configuration key; a policy loss takes those it names
     entropy_coeff: float = 0.0
     kl_coef: float = 0.0
-    kl_form: str | None = None  # of the KL to the reference; None: there is none
-    # Weights of the current log-probs against the rollout's, in bypass mode and where the current are the old ones. The
-    # rejections of bypass mode come before each update.
+    kl_form: str | None = None  # form of the KL to the reference; None: no KL in the loss
+    # Importance weights of current against rollout log-probs, in bypass mode and if the current log-probs are the old
+    # ones. In bypass mode tokens are rejected before each update.
     correction: RolloutCorrection | None = None
     old_from_update: bool = False  # the micro-batch's own log-probs are the old ones: nothing has been updated since
     log_entropy: bool = False  # if no forward pass before the update computed it
@@ -47,7 +47,7 @@ class LossConfig:
 def policy_loss(
     outputs: TokenOutputs, part: Batch, totals: Divisors, loss: LossConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy loss, less the entropy bonus, plus the KL to the reference; statistics of all three."""
+    """Return the policy loss minus the entropy bonus plus the KL to the reference, and statistics of all three."""
     if loss.old_from_update:
         part = replace(part, old_log_probs=outputs.log_probs.detach())
     entry, function = find_policy_loss(loss.policy_loss)
@@ -59,7 +59,7 @@ def policy_loss(
     mask = required(part.response_mask)
 
     def written(values: Tensor | None) -> Tensor | None:
-        """0 on tokens that the policy did not write: a NaN there cannot reach the sums or their gradient."""
+        """Return 0 on tokens that the policy did not write: a NaN there cannot reach the sums or their gradient."""
         return None if values is None else torch.where(mask, values, 0.0)
 
     rows = replace(part, old_log_probs=written(part.old_log_probs), advantages=written(part.advantages))
@@ -85,8 +85,8 @@ def policy_loss(
 
 
 def gradient_function(part: Batch, totals: Divisors, loss: LossConfig) -> LossGradient | None:
-    """The gradient of `policy_loss` by a model's outputs as a function of them, so that it is computed as soon as they
-    are; None if the loss of a token may depend on the outputs of others."""
+    """Return a function of a model's outputs: the gradient of `policy_loss` with respect to them, for computing it
+    together with the outputs. None if the loss of a token may depend on the outputs of other tokens."""
     if not find_policy_loss(loss.policy_loss)[0].by_token or (loss.correction and not loss.correction.by_token):
         return None
 
@@ -102,7 +102,7 @@ def gradient_function(part: Batch, totals: Divisors, loss: LossConfig) -> LossGr
 
 
 def _token_means(statistics: dict[str, Tensor], part: Batch, totals: Divisors) -> dict[str, Tensor]:
-    """This micro-batch's share of each statistic's mean over the tokens that the policy wrote."""
+    """Return this micro-batch's share of each statistic's mean over the tokens that the policy wrote."""
     written = required(part.response_mask)
     return {name: torch.where(written, value, 0.0).sum() / max(totals.tokens, 1) for name, value in statistics.items()}
 
@@ -116,7 +116,7 @@ def policy_objective(
     reference: Callable[[ModelInputs], ReferenceOutputs],
     outputs: list[TokenOutputs],
 ) -> Loss:
-    """The policy's loss. Appends the model's outputs to `outputs` where they are used as the old policy's."""
+    """Return the policy's loss. It appends the model's outputs to `outputs` if they serve as the old policy's."""
     options = {
         "entropies": loss.entropy_coeff != 0 or loss.old_from_update or loss.log_entropy,
         "entropy_gradient": loss.entropy_coeff != 0,
@@ -140,7 +140,7 @@ def policy_objective(
 
 
 def critic_objective(learner: Learner, section: CriticConfig) -> Loss:
-    """The critic's loss: the clipped value loss."""
+    """Return the critic's loss: the clipped value loss."""
 
     def compute(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
         values = learner.model(learner.inputs(part))
@@ -157,13 +157,13 @@ def critic_objective(learner: Learner, section: CriticConfig) -> Loss:
 
 # -- bypass mode -------------------------------------------------------------------------------------------------------
 
-# It rejects by the log-probs of the policy just before an update, and narrows the response mask before the mini-batch
-# is counted, as the rejection outside bypass mode does before the step's updates: in both modes a rejected token counts
-# in no divisor and in no mean of the loss or of its metrics.
+# Tokens are rejected by the log-probs of the policy just before an update, and leave the response mask before the
+# mini-batch is counted. Outside bypass mode this happens before the step's updates. In both modes a rejected token
+# counts in no divisor and in no mean of the loss or of its metrics.
 
 
 def prepare_rejection(learner: Learner, loss: LossConfig) -> tuple[Prepare | None, LossConfig]:
-    """The function that rejects tokens before each update, if the loss rejects any, and the loss of the others."""
+    """Return the function that rejects tokens before each update (None: no rejection), and the loss of the rest."""
     if loss.correction is None or not loss.correction.rejections:
         return None, loss
     return partial(_without_rejected, learner, loss), replace(loss, correction=None, log_entropy=False)
@@ -171,8 +171,8 @@ def prepare_rejection(learner: Learner, loss: LossConfig) -> tuple[Prepare | Non
 
 @torch.no_grad()
 def _without_rejected(learner: Learner, loss: LossConfig, batch: Batch, mini_batch: MiniBatch) -> Prepared:
-    """The rows without the rejected tokens, with importance weights if there are any; as metrics the share of tokens
-    rejected and, if it is logged, the entropy of all tokens that the policy wrote."""
+    """Return rows and mini-batch without the rejected tokens, with importance weights if there are any. Metrics:
+    the share of rejected tokens and, if it is logged, the entropy of all tokens that the policy wrote."""
     model = learner.model.eval()
     log_probs, entropies = (torch.zeros(batch.response_ids.shape) for _ in range(2))  # 0 for other ranks' rows
     for rows in mini_batch.micro_batches:

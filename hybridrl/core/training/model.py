@@ -1,7 +1,7 @@
 """Hugging Face models that compute outputs for given tokens: log-probs and more of a causal language model, values of a
 critic; with or without LoRA adapters.
 
-Knows neither rewards, returns nor losses, and not how adapters are created.
+Knows neither rewards, returns nor losses, and does not create adapters.
 """
 
 import re
@@ -32,9 +32,9 @@ from hybridrl.core.training.token_outputs import Head, LogitRule, LossGradient, 
 from hybridrl.required import required
 
 HOST = torch.device("cpu")
-# Settings of models, and attributes of their layers, for how many tokens back attention reaches.
+# Names of model settings and layer attributes that limit how many tokens back attention reaches.
 REACH = re.compile("(sliding_|attention_|local_)window(_size)?|attention_chunk_size|index_topk")
-SHORT_REACH = 3  # that of the checks, so that their short rows are longer
+SHORT_REACH = 3  # the limit in the checks, so that their short rows exceed it
 MIXED = 0.1  # relative change of a hidden state that only another row can cause; rounding causes less
 
 
@@ -45,12 +45,12 @@ class TokenModel(nn.Module):
         super().__init__()
         self.model = model
         self.replay: RouterReplay | None = None
-        # Ids beyond a model's rows are those of the policy's rows without a token, which it samples hardly ever.
+        # Larger ids are clamped: they are padding rows of the policy's head, hardly ever sampled.
         self.last_id = model.config.get_text_config().vocab_size - 1
         separate_rows(model)
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
-        """Return the head's inputs at the predictors [response tokens, width]; for a slice, at its own."""
+        """Return the head's inputs at the predictors [response tokens, width]; for a slice, at the slice's."""
         if self.replay is not None:
             self.replay.begin(inputs.carried.get("routes"))
         ids = inputs.input_ids.clamp(max=self.last_id)
@@ -61,7 +61,7 @@ class TokenModel(nn.Module):
 
 
 class LanguageModel(TokenModel):
-    """Computes log-probs and more. All logits, also the reference's, are divided by the temperature."""
+    """Computes log-probs and other outputs. All logits, also the reference's, are divided by the temperature."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -74,20 +74,20 @@ class LanguageModel(TokenModel):
     def forward(
         self, inputs: ModelInputs, temperature: float, *, loss_gradient: LossGradient | None = None, **options: Any
     ) -> TokenOutputs:
-        """Return the outputs that the options of `OutputSpec` request. The backward pass of the loss whose
-        `loss_gradient` is given takes less time."""
+        """Return the outputs requested by the options of `OutputSpec`. With the `loss_gradient` of a loss, the backward
+        pass of this loss takes less time."""
         if inputs.slice is not None:
             loss_gradient = None  # a loss needs the outputs of all slices
         spec = OutputSpec(temperature, loss_gradient=loss_gradient, **options)
-        # The class's method: that of an FSDP2 instance would gather the parameters, as forward() has done already.
+        # The class's method: that of an FSDP2 instance would gather the parameters again, after forward() did.
         hidden = TokenModel.hidden_states(self, inputs)
         outputs = token_outputs(hidden, self.head, inputs.targets.clamp(max=self.last_id), spec)
         return outputs.map(partial(gather_slices, slice_=inputs.slice))
 
     def route_statistics(self, inputs: ModelInputs) -> dict[str, Tensor]:
-        """Return by name what there is of each response token [response tokens], in the pass just made of these inputs:
-        the share of the experts that predicted it which the routers would not have chosen, and whether they had to
-        choose, as the engine has not; empty without replay. Collective."""
+        """Return statistics of router replay by name [response tokens], for the last forward pass, of these inputs: the
+        share of replayed experts that the router would not have chosen; and 1 for tokens without the engine's choice.
+        Empty without replay; collective."""
         if self.replay is None:
             return {}
         found = {name: values[inputs.predictors] for name, values in self.replay.statistics(inputs.input_ids).items()}
@@ -193,7 +193,7 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def without_pairs(model: PreTrainedModel) -> Iterator[None]:
-    """Remove the adapter's layers for a while, to read and write the base model under its own names."""
+    """Temporarily remove the adapter's layers, to read and write the base model under its own names."""
     layers = {name.removesuffix(".weight"): layer for name, layer in pairs(model).items()}
     try:
         for name, layer in layers.items():
@@ -229,9 +229,9 @@ def check_log_probs(
     group: ProcessGroup | None = None,
 ) -> None:
     """Raise ValueError if log-probs computed here in this type differ from those of the model's own forward pass, one
-    row at a time; collective, for a sharded model. They differ for families that transform their logits in ways that
-    `LogitRule` does not cover, and for attention that needs more than masks, windows, caps and sinks. Attention that
-    reaches only so far reaches less here, as no row of that length could be afforded."""
+    row at a time; collective, for a sharded model. They differ if a family transforms its logits otherwise than
+    `LogitRule`, or if its attention needs more than masks, windows, caps and sinks. A limited reach of attention is
+    shortened here, as rows longer than the configured limit would cost too much."""
     model = language_model.model
     rows, training, name = _some_tokens(model.config), model.training, str(dtype).removeprefix("torch.")
     language_model.eval()
@@ -256,7 +256,7 @@ def check_log_probs(
 def check_replay(
     language_model: LanguageModel, device: torch.device = HOST, *, padded: bool, group: ProcessGroup | None = None
 ) -> None:
-    """Raise ValueError if the family's routers do not choose given experts; collective, for a sharded model."""
+    """Raise ValueError if the family's routers cannot choose given experts; collective, for a sharded model."""
     model, batch = language_model.model, token_rows(_some_tokens(language_model.model.config))
     replay = required(language_model.replay)
     routes = torch.arange(replay.per_token, dtype=torch.int16).expand(int(batch.lengths.sum()), replay.layers, -1)

@@ -107,8 +107,8 @@ class LossScale:
 
 class Muon(Optimizer):
     """Muon (Jordan et al. 2024): orthogonalised momentum as the update of a matrix, unsharded or sharded by FSDP2; with
-    Nesterov momentum and decoupled weight decay. torch's own form iterates on shards, so that two ranks take another
-    step than one (6% apart) and every product of the iteration is a collective. Here a matrix is gathered once."""
+    Nesterov momentum and decoupled weight decay. torch's own Muon iterates on shards: two ranks take another step
+    than one (6% apart), and every product of the iteration is a collective. Here a matrix is gathered once."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -132,7 +132,7 @@ class Muon(Optimizer):
 def orthogonalise(matrix: Tensor) -> Tensor:
     """Return roughly U V^T of the singular value decomposition [rows, columns], by a Newton-Schulz iteration; in
     bfloat16 on CUDA."""
-    # A CPU without bfloat16 instructions multiplies in it at a twentieth of the speed.
+    # A CPU without bfloat16 instructions multiplies bfloat16 at a twentieth of the speed.
     wide = matrix.bfloat16() if matrix.is_cuda else matrix.float()
     tall = wide.shape[0] > wide.shape[1]
     wide = wide.mT if tall else wide
@@ -149,7 +149,7 @@ MOMENTS: dict[type[Optimizer], tuple[str, ...]] = {AdamW: ("exp_avg", "exp_avg_s
 @contextmanager
 def _moments_on_device(optimizer: Optimizer) -> Iterator[None]:
     """Copy the moments to the parameters' device, and their values back at the end. Copies are ordered on the device's
-    stream; whoever reads the host's side must synchronise with it."""
+    stream; a reader of the host's copy must synchronise with it."""
     names = MOMENTS[type(optimizer)]
     hosts = {parameter: dict(state) for parameter, state in optimizer.state.items()}
     for parameter, state in hosts.items():
@@ -169,8 +169,8 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, *, offloaded: bo
     if config.optimizer == "Muon":
         matrices = [p for name, p in named if p.ndim == 2 and any(part.isdigit() for part in name.split("."))]
     taken, decay = {id(parameter) for parameter in matrices}, config.weight_decay
-    # The fused kernel is five times as fast on a CPU as torch's default there, and on CUDA it avoids the extra copy of
-    # a moment that torch's default there (foreach) makes in each step.
+    # On a CPU the fused kernel is five times as fast as torch's default. On CUDA it avoids the extra copy of a moment
+    # that torch's default (foreach) makes in each step.
     more: dict[str, Any] = {"fused": None if config.override_optimizer_config.get("foreach") else True}
     more |= config.override_optimizer_config
     rest, betas = [p for _, p in named if id(p) not in taken], (config.betas[0], config.betas[1])
@@ -233,7 +233,7 @@ def _wave(done: float, cycles: float) -> float:
 
 
 def custom_schedule(config: OptimizerConfig, key: str = "optim.lr_scheduler_type") -> Callable[[int, int], Any]:
-    """Return a custom function of an update and their number, with its parameters bound."""
+    """Return the custom function of the updates since warm-up and of their total, with its parameters bound."""
     return bind(_loaded(config.lr_scheduler_type, key), vars(config), rows=2)
 
 

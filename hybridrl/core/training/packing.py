@@ -20,7 +20,7 @@ class PackedRows:
 
     lengths: tuple[int, ...]
     boundaries: Tensor  # [rows + 1] int32, cumulative lengths
-    group: ProcessGroup | None = None  # whose ranks each hold a slice of the tokens
+    group: ProcessGroup | None = None  # its ranks each hold a slice of the tokens
 
     @classmethod
     def of(cls, lengths: Sequence[int], group: ProcessGroup | None = None) -> "PackedRows":
@@ -42,8 +42,8 @@ class SequenceSlice:
 @dataclass
 class ModelInputs:
     """Rows as a model expects them: packed into one sequence of T tokens, or padded on the right to [B, T].
-    `predictors` are the indices, into the flattened input, whose output predicts the response tokens, in row order.
-    `carried` are the fields that enter a model, those of tokens in the order of the flattened input."""
+    `predictors` are indices into the flattened input: the outputs there predict the response tokens, in row order.
+    `carried` has the fields that a model reads; fields per token are in the order of the flattened input."""
 
     input_ids: Tensor  # [1, T] or [B, T]
     position_ids: Tensor  # the same shape
@@ -51,7 +51,7 @@ class ModelInputs:
     targets: Tensor  # [response tokens]
     packed: PackedRows | None  # None: padded
     carried: dict[str, Tensor] = field(default_factory=dict)
-    slice: SequenceSlice | None = None  # set where the tokens are only a slice of the packed rows
+    slice: SequenceSlice | None = None  # set if the tokens are only a slice of the packed rows
 
     def to(self, device: torch.device) -> "ModelInputs":
         inputs = vars(self).items()

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 
 MANY = 16  # from this number of parts, rounds over all parts are faster than a loop over the numbers
-PARTNERS = 4  # how many of the emptiest parts the fullest one tries to exchange with before it gives up
+PARTNERS = 4  # number of emptiest parts that the fullest one tries for an exchange before it gives up
 NEVER = np.array([np.iinfo(np.int64).max])
 FEW = 60  # a part with more numbers than this has enough choices without pairs of numbers
 
@@ -57,9 +57,9 @@ def _exchanged(
 ) -> list[np.ndarray]:
     """Return the packed shares after exchanges between the fullest part and one of the emptiest. Changes `sums`."""
     # Every part also holds two zeros, so that a number can move without one in return. Single numbers are exchanged
-    # until no exchange helps. Sums are then so close that the difference between two pairs of numbers is more likely
-    # to match the remaining gap, of which there are quadratically many. The number of rounds is bounded, as a limit
-    # below what any partition reaches would otherwise cost time without end.
+    # until no exchange helps. The remaining gap is then small, and exchanges of pairs are more likely to match it, as
+    # there are quadratically many pairs. The number of rounds is bounded: a limit that no partition reaches would
+    # otherwise cost unlimited time.
     work, nothing = np.append(work, 0), len(work)
     shares = np.split(np.insert(packed, np.repeat(ends, 2), nothing), ends[:-1] + 2 * np.arange(1, len(ends)))
     size = 1
@@ -83,7 +83,7 @@ def _level(work: np.ndarray, shares: list[np.ndarray], sums: np.ndarray, full: i
     given, taken = (_choices(len(shares[part]), size) for part in (full, other))
     gives, takes = work[shares[full]][given].sum(axis=1), work[shares[other]][taken].sum(axis=1)
     order = takes.argsort()
-    # For each choice of the fuller part, the smallest of the other part's that moves at most half their difference.
+    # For each choice from the fuller part: the smallest one from the other that moves at most half the difference.
     takes = np.concatenate([takes[order], NEVER])
     least = takes.searchsorted(gives - half)
     moved = gives - takes[least]

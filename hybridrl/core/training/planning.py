@@ -29,12 +29,12 @@ class MicroBatchBudget:
     tokens: int
     rows: int | None = None  # a fixed number of rows instead of a number of tokens
     padded: bool = False  # rows are padded to the longest of the micro-batch
-    devices: int = 1  # that compute a micro-batch together, each a slice of its tokens (attention.py)
-    tensor: int = 1  # of these, how many compute the same slice, each a part of every layer (layout.py)
+    devices: int = 1  # ranks that compute a micro-batch together, each a slice of its tokens (attention.py)
+    tensor: int = 1  # ranks among them with the same slice, each with a part of every layer (layout.py)
 
     @classmethod
     def of(cls, model: ModelConfig, fsdp: FSDPConfig, tokens: int, rows: int | None, by_tokens: bool) -> Self:
-        """The budget of a configuration, of `tokens` per device or of `rows`."""
+        """Return the budget of a configuration: `tokens` per device, or `rows`."""
         slices, tensor = fsdp.ulysses_sequence_parallel_size, fsdp.tensor_parallel_size
         padded = not model.use_remove_padding
         return cls(tokens * slices, None if by_tokens else rows, padded, devices=slices * tensor, tensor=tensor)
@@ -51,8 +51,8 @@ class MiniBatch:
 @dataclass(frozen=True)
 class Pieces:
     """Rows of a batch in pieces that are never cut: the rows of piece i end at `ends[i]`. Integers above 0 per piece:
-    `work` is balanced between ranks, `memory` fills micro-batches up to their budget; where rows are padded it is that
-    of the piece's longest row, times its rows. Arrays, as 8,192 objects would take longer than the plan of them."""
+    `work` is balanced between ranks, `memory` fills micro-batches up to their budget. With padding, memory is
+    the length of the longest row times the rows. Arrays, as creating 8,192 objects would take longer than planning."""
 
     rows: np.ndarray  # [rows]
     ends: np.ndarray  # [pieces]
@@ -61,14 +61,14 @@ class Pieces:
 
     @classmethod
     def single(cls, lengths: np.ndarray | Sequence[int], rows: Sequence[int] | None = None) -> "Pieces":
-        """Return each of these rows (default: all) as a piece, whose work and memory are its tokens."""
+        """Return each of these rows (default: all) as a piece; its work and memory are its number of tokens."""
         lengths = np.asarray(lengths, dtype=np.int64)
         rows = np.arange(len(lengths)) if rows is None else np.asarray(rows, dtype=np.int64)
         return cls(rows, np.arange(1, len(rows) + 1), lengths[rows], lengths[rows])
 
     @property
     def sizes(self) -> np.ndarray:
-        """The rows of each piece."""
+        """Return the number of rows of each piece."""
         return np.diff(self.ends, prepend=0)
 
     def rows_of(self, numbers: np.ndarray) -> list[int]:
@@ -84,7 +84,7 @@ def plan(pieces: Pieces, ranks: int, budget: MicroBatchBudget) -> list[MicroBatc
     shares = balance(pieces.work, ranks // budget.devices)
     plans = [_micro_batches(share, pieces, budget) for share in shares]
     while min(map(len, plans)) < (most := max(map(len, plans))):
-        # Ranks wait for each other in every micro-batch, so a rank that needs fewer spreads its pieces over as many.
+        # Ranks wait for each other in every micro-batch, so a rank that needs fewer spreads its pieces over `most`.
         plans = [
             planned if len(planned) == most else _micro_batches(share, pieces, budget, most)
             for planned, share in zip(plans, shares, strict=True)
@@ -111,7 +111,7 @@ def _micro_batches(share: np.ndarray, pieces: Pieces, budget: MicroBatchBudget, 
 
 
 def _filled(share: np.ndarray, pieces: Pieces, budget: MicroBatchBudget) -> list[np.ndarray]:
-    """Cut pieces where the next one would exceed a number of rows, or of tokens when padded to the longest row."""
+    """Cut pieces where the next one would exceed the number of rows, or of tokens when padded to the longest row."""
     sizes = pieces.sizes[share]
     if budget.rows is None:
         longest, most = pieces.memory[share] // sizes, budget.tokens

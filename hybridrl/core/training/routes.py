@@ -1,8 +1,8 @@
 """Router replay: the policy is updated with the experts that the engine chose (R3, Ma et al. 2025, arXiv 2510.11370).
 
-A router's scores differ a little between engine and trainer, and where two experts are close, so does the choice: their
-log-probs then differ by much more than rounding. Here the choice is the engine's, by token and layer. The weights of
-the experts are still computed by the family's own router, so its gradient is that of these experts.
+A router's scores differ slightly between engine and trainer. Where two experts are close, the choice may differ, and
+log-probs then differ by much more than rounding. Here each token has the engine's experts in each layer. The family's
+own router still computes the weights of these experts, so its gradient is theirs.
 """
 
 import re
@@ -22,8 +22,8 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\..*(?<=\.)experts$")
 
 
 class RouterReplay:
-    """Has the routers of a mixture choose given experts [tokens of a pass, layers, experts of a token], or if these are
-    None their own. They stay set for the backward pass, which may compute layers again."""
+    """Makes the routers of a mixture choose given experts [tokens of a forward pass, layers, experts of a token]; with
+    None they choose freely. The experts stay set for the backward pass, which may recompute layers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         settings = model.config.get_text_config()
@@ -45,8 +45,8 @@ class RouterReplay:
         self.routes, self.replaced = routes, torch.zeros(())
 
     def statistics(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Return by name what there is of each of the last pass's tokens [tokens]: the share of its experts that the
-        routers would not have chosen, and 1 where they had to choose."""
+        """Return statistics of the last forward pass by name [tokens]: the share of replayed experts that the router
+        would not have chosen; and 1 for tokens without the engine's choice."""
         if self.routes is None:
             zeros = torch.zeros(tokens.numel(), device=tokens.device)
             return {"replaced_experts": zeros, "tokens_without_routes": zeros + 1}
@@ -71,8 +71,8 @@ class RouterReplay:
 class _Choice(TorchFunctionMode):
     """Replaces the result of the `topk` by which a router chooses experts.
 
-    It is recognised by its shapes, so that every family's own arithmetic around it stays. A router that first chooses
-    groups of experts masks the scores of the others: the groups must be those of the wanted experts.
+    The call is recognised by its shapes, so every family's own arithmetic around it stays. Some routers first choose
+    groups of experts, and mask the scores of the other groups: the groups must then be those of the wanted experts.
     """
 
     def __init__(self, wanted: Tensor, experts: int) -> None:

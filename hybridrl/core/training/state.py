@@ -34,7 +34,7 @@ State = dict[str, Any]
 
 def state_of(model: TokenModel, optimizers: Optimizers | None, contents: Collection[str]) -> State:
     """Return the requested parts (model, optimizer, extra) with all trained tensors, by Hugging Face's names; for a
-    model with an adapter only the adapter's. Learning rates and the like come from the configuration instead."""
+    model with an adapter only the adapter's. Learning rates and other settings come from the configuration."""
     reshard(model)
     tensors = own_tensors(model.model)
     if pairs(model.model):
@@ -54,7 +54,7 @@ def state_of(model: TokenModel, optimizers: Optimizers | None, contents: Collect
 def load_state(
     model: TokenModel, optimizers: Optimizers | None, contents: Collection[str], directory: Path, group: ProcessGroup
 ) -> None:
-    """Read the requested parts into a model and its optimizers, on whatever device their tensors are; collective.
+    """Read the requested parts into the tensors of a model and its optimizers, on any device; collective.
     Raises ConfigError if files cannot be read, ValueError if the directory lacks a part, or holds another model or
     optimizer."""
     state = state_of(model, optimizers, contents)
@@ -94,7 +94,7 @@ def _check_shapes(
 
 @contextmanager
 def _checkpoint_errors(directory: Path) -> Iterator[None]:
-    """Raise a CheckpointException as RuntimeError: the former is no Exception, and would end the process."""
+    """Raise a CheckpointException as RuntimeError: it is not an Exception, and would end the process."""
     try:
         yield
     except CheckpointException as error:
@@ -104,8 +104,8 @@ def _checkpoint_errors(directory: Path) -> Iterator[None]:
 
 class StateWriter:
     """Writes states in the background, one after another, from copies in host memory; on CUDA later saves reuse them.
-    All ranks create one together and call it in the same order. Its collectives use a separate group, since those of
-    training continue meanwhile."""
+    All ranks create one together and call it in the same order. Its collectives use a separate group, since training
+    runs collectives at the same time."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -116,13 +116,13 @@ class StateWriter:
 
     def start(self, states: Mapping[Path, State]) -> int:
         """Copy states, which may change afterwards, and write each to its directory. Returns the bytes copied. First
-        waits for the previous save, which still uses the copies. Raises RuntimeError on every rank if one of them could
-        not copy, and writes nothing: the other ranks' collectives would wait for it in vain."""
+        waits for the previous save, which still uses the copies. Raises RuntimeError on every rank, and writes nothing,
+        if one of them could not copy: the other ranks' collectives would wait for it in vain."""
         wait(self.writing)
         every_rank = torch.zeros(())
         try:
             devices.synchronize(self.device)  # offloaded moments may still be on their way to the host
-            if self.device == "cpu":  # the copies fit only in a part of what an update has freed
+            if self.device == "cpu":  # the copies take the place of memory that an update has freed
                 devices.release_cached_memory(self.device)
             copied = {}
             for directory, state in states.items():
@@ -131,7 +131,7 @@ class StateWriter:
                 flat, nesting = flatten_state_dict(state)
                 present = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
                 if self.copies.get(directory.name, {}).keys() != present.keys():
-                    # Page-locked in one allocation for all; elsewhere torch copies what shares one again to write it.
+                    # Page-locked in one allocation; elsewhere torch would copy tensors of one allocation to write them.
                     groups = [[*present.values()]] if self.device == "cuda" else [[one] for one in present.values()]
                     copies = [copy for group in groups for copy in host_copies(group, self.device)]
                     self.copies[directory.name] = dict(zip(present, copies, strict=True))
@@ -164,11 +164,11 @@ class StateWriter:
 
 
 class Sender:
-    """One rank's side of weight sync: gathers weights bucket by bucket in memory that a rollout engine on the same
-    device opens by handle, or that is sent to engines on others.
+    """One rank's side of weight sync: gathers weights bucket by bucket in memory, for a rollout engine on the same
+    device to open by handle, or to be sent to engines on other devices.
 
     It sends a sharded model in one type: a model with an adapter as base and adapter, or with `merge` merged. All ranks
-    create one and make the same calls; `plan` holds what is sent, with two buckets of `limit` bytes together."""
+    create one and make the same calls. `plan` has the buckets; two of them take at most `limit` bytes."""
 
     def __init__(self, model: LanguageModel, device: torch.device, dtype: torch.dtype, limit: int, merge: bool) -> None:
         self.model, self.device, self.dtype = model, device, dtype
@@ -205,12 +205,12 @@ class Sender:
         return self.buffer.handle if shared else None, digest(target)
 
     def bytes_of(self, bucket: Bucket) -> torch.Tensor:
-        """Return a bucket that was filled."""
+        """Return the bytes of a filled bucket."""
         assert self.buffer is not None
         return bucket.view(self.buffer.tensor)
 
     def release(self, *, reader_died: bool = False) -> None:
-        """Free device memory; host memory is kept, as touching new pages costs more than it saves."""
+        """Free device memory; host memory is kept, as allocating new pages costs more than it saves."""
         if self.device.type == "cuda":
             self._free(reader_died=reader_died)
 

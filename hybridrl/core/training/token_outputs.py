@@ -1,17 +1,16 @@
 """Log-probs and other token outputs from hidden states and a head, without materialising more logits than a chunk's.
 
-Gradients are computed here and not by autograd, so that a chunk's logits and their gradient share their memory. The
-arithmetic of a chunk is `LogitTables`, with torch's own operations on float32 tables; on CUDA that of
-`logit_kernels.LogitKernels`. Knows neither models nor losses, but a loss can pass in a function that computes its
-gradient early.
+Gradients are computed here and not by autograd, so that a chunk's logits and their gradient share their memory.
+`LogitTables` computes a chunk with torch's own operations on float32 tables; on CUDA, `logit_kernels.LogitKernels` uses
+kernels. Knows neither models nor losses, but a loss can pass in a function that computes its gradient early.
 
-Logits become probabilities, and these the gradient with respect to the logits, in place. For a token y, with p the
-softmax of the logits, entropy H, and KL = KL(p || q), the gradients with respect to the logit of a token v are
+Logits become probabilities, and these become the gradient with respect to the logits, in place. p is the softmax of the
+logits, H its entropy, and KL = KL(p || q). For a token y, the gradients with respect to the logit of a token v are
 
     log p_y:  1[v = y] - p_v        H:  -p_v (log p_v + H)        KL:  p_v (log p_v - log q_v - KL)
 
-A token of probability 0, such as one whose logit is masked with -inf, contributes 0 to H and KL. One that only q masks
-makes the KL infinite. If the two heads have not as many rows, the KL is that of the tokens that both have, with p and q
+A token of probability 0, such as one whose logit is masked with -inf, contributes 0 to H and KL. A token that only q
+masks makes the KL infinite. If one head has fewer rows than the other, the KL is over the tokens of both, with p and q
 normalised over them.
 """
 
@@ -25,14 +24,14 @@ from torch import Tensor
 from hybridrl.required import required
 
 
-# Named tuples: FSDP2 searches what a model takes and returns for tensors, but not in every torch inside dataclasses.
+# Named tuples: FSDP2 finds tensors in a model's arguments and results, but not with every torch inside dataclasses.
 class TokenOutputs(NamedTuple):
     """Outputs for each response token, in float32; None where not requested."""
 
     log_probs: Tensor  # [response tokens]
     entropies: Tensor | None = None  # [response tokens]
-    sum_pi_squared: Tensor | None = None  # [response tokens] of all tokens' squared probabilities; without a gradient
-    reference_kl: Tensor | None = None  # [response tokens] KL(policy || reference), exact, over the rows that both have
+    sum_pi_squared: Tensor | None = None  # [response tokens] sum of squared probabilities; without a gradient
+    reference_kl: Tensor | None = None  # [response tokens] exact KL(policy || reference), over the rows of both heads
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TokenOutputs":
         """Apply a function to the fields that are not None."""
@@ -115,26 +114,26 @@ class OutputSpec(NamedTuple):
 
 
 class LogitTables:
-    """The memory for one chunk after another, at most `tokens` each, and what is computed in it. The tables [tokens,
-    vocabulary] are allocated once for all chunks: on CPU fresh memory costs time."""
+    """Computes one chunk after another, of at most `tokens` each, in the same memory. The tables [tokens, vocabulary]
+    are allocated once for all chunks: on CPU new memory costs time."""
 
     def __init__(self, head: Head, spec: OutputSpec, tokens: int) -> None:
         self._allocate(head, spec, tokens, 1 + spec.entropies, torch.float32)
 
     def _allocate(self, head: Head, spec: OutputSpec, tokens: int, tables: int, dtype: torch.dtype) -> None:
-        """Make so many tables for the head, and one for the reference's logits of the tokens that both heads have."""
+        """Allocate `tables` for the head, and one for the reference's logits of the tokens that both heads have."""
         self.head, self.spec = head, spec
         rows = len(head.weight)
         self.other = None if spec.against is None else spec.against.head.first(rows)
         self.tables = list(head.weight.new_empty((tables + (self.other is not None), tokens, rows), dtype=dtype))
         common = len(self.other.weight) if self.other else rows
         self.other_has_fewer = common < rows
-        if self.other_has_fewer:  # its rows lie one after another
+        if self.other_has_fewer:  # its rows are contiguous
             self.tables[-1] = self.tables[-1].flatten()[: tokens * common].view(tokens, common)
 
     def fill(self, hidden: Tensor, targets: Tensor, against: Tensor | None, *, keep: bool) -> TokenOutputs:
-        """Return the outputs of a chunk's hidden states [tokens, width], the reference's too, and targets [tokens].
-        With `keep`, what `gradient` needs is kept until the next chunk."""
+        """Return a chunk's outputs from its hidden states, the reference's (`against`), both [tokens, width], and its
+        targets [tokens]. With `keep`, `gradient` can be called until the next chunk."""
         self.targets, spec = targets[:, None], self.spec
         # Where nothing else needs the logits, the probabilities overwrite them.
         others = others_normaliser = gaps = None
@@ -149,7 +148,7 @@ class LogitTables:
             gaps = torch.sub(logits[:, : last.shape[1]], required(others), out=last)
         probabilities = torch.exp(logits, out=second)
         sums = probabilities.sum(-1, keepdim=True)
-        self.normaliser = sums.log()  # of logits less each token's largest
+        self.normaliser = sums.log()  # log of the sum, of logits less each token's largest
         log_probs = (own - self.normaliser).squeeze(-1)
         if not keep and not any(spec.outputs[1:]):
             return TokenOutputs(log_probs)
@@ -168,7 +167,7 @@ class LogitTables:
 
     def _kl(self, common: Tensor) -> Tensor:
         """Return the KL [tokens] over the tokens that both heads have, given the policy's probabilities of them. The
-        gaps log p - log q become their summands, and if the policy has more tokens, their gradients."""
+        gaps log p - log q become the KL's summands or, if the policy has more tokens, its gradients."""
         kl = _expected(self.gaps, common)
         if self.other_has_fewer:
             share = common.sum(-1)
@@ -184,8 +183,8 @@ class LogitTables:
         return logits.sub_(logits.amax(-1, keepdim=True))
 
     def gradient(self, by: TokenOutputs) -> Tensor:
-        """Return the gradient with respect to a chunk's logits [tokens, vocabulary], in the head's type, given that
-        with respect to its outputs; can be called once."""
+        """Return the gradient with respect to a chunk's logits [tokens, vocabulary], in the head's type, given the
+        gradient with respect to its outputs; can be called once per chunk."""
         _, entropies, _, kl = self.spec.differentiable
         outputs, by = (of.map(lambda value: value[:, None]) for of in (self.outputs, by))
         factor = -by.log_probs
@@ -206,8 +205,8 @@ class LogitTables:
 
 
 def _expected(values: Tensor, probabilities: Tensor) -> Tensor:
-    """Multiply values [tokens, vocabulary] by probabilities in place and return each token's sum, in which a
-    probability of 0 counts 0 also where the value is infinite."""
+    """Multiply values [tokens, vocabulary] by probabilities in place and return each token's sum. A
+    probability of 0 contributes 0 even where the value is infinite."""
     sums = values.mul_(probabilities).sum(-1)
     if sums.isnan().any():  # rare, and one more pass over the table
         sums = values.masked_fill_(probabilities == 0, 0).sum(-1)
@@ -216,9 +215,9 @@ def _expected(values: Tensor, probabilities: Tensor) -> Tensor:
 
 # -- chunk by chunk ----------------------------------------------------------------------------------------------------
 
-# Of float32 logits. Large chunks on CUDA, as each one adds its share to the head's gradient in the gradient's type.
+# Size of a chunk's float32 logits. Large on CUDA, as each chunk adds to the head's gradient in the gradient's type.
 CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 1 << 30}
-# Per chunk, however large the vocabulary: each one reads the entire head, and reads and writes its entire gradient.
+# Per chunk, for any vocabulary: each chunk reads the entire head, and reads and writes its entire gradient.
 FEWEST_TOKENS = 256
 SAME = 1e-5  # gradients that differ by less, relative to their largest number, differ by rounding
 
@@ -229,7 +228,7 @@ def tokens_at_once(device: str, vocabulary: int) -> int:
 
 
 def token_outputs(hidden: Tensor, head: Head, targets: Tensor, spec: OutputSpec) -> TokenOutputs:
-    """Return the outputs for these targets [N], given what the head sees, `hidden` [N, width]. The backward pass
+    """Return the outputs for these targets [N], given the head's inputs `hidden` [N, width]. The backward pass
     computes the logits again, with two exceptions: if one chunk holds them all, they are kept; if the arriving gradient
     is a multiple of the early one, the gradients that were computed with the outputs are scaled."""
     chunks = Chunks(hidden, head, targets, spec)
@@ -239,7 +238,7 @@ def token_outputs(hidden: Tensor, head: Head, targets: Tensor, spec: OutputSpec)
     return chunks.outputs
 
 
-_Gradients = list[Tensor | None]  # of hidden states, weight and bias; None where none is needed
+_Gradients = list[Tensor | None]  # gradients of hidden states, weight and bias; None where not needed
 
 
 class Chunks:
@@ -258,7 +257,7 @@ class Chunks:
         return TokenOutputs._make(row if want else None for row, want in zip(zeros, wanted, strict=True))
 
     def arithmetic(self) -> LogitTables:
-        """Return what computes chunks: torch's operations, or on CUDA kernels that read each logit once."""
+        """Return the computation of chunks: by torch's operations, or on CUDA by kernels that read each logit once."""
         if self.hidden.device.type != "cuda":
             return LogitTables(self.head, self.spec, self.size)
         from hybridrl.core.training.logit_kernels import LogitKernels  # needs Triton
@@ -279,7 +278,7 @@ class Chunks:
                 column[span] = required(part)
 
     def gradients(self, needed: tuple[bool, ...], by: TokenOutputs, filled: LogitTables | None) -> _Gradients:
-        """Return the gradients given that of the outputs; `filled` is the memory of the only chunk, if it was kept."""
+        """Return the gradients given those of the outputs; `filled` is the memory of the only chunk, if it was kept."""
         memory, into = filled or self.arithmetic(), self._memory(needed)
         for span in self.spans:
             if filled is None:
@@ -305,7 +304,7 @@ class Chunks:
         return [make(required(v)) if need else None for v, need in zip(values, needed, strict=True)]
 
     def _add(self, into: _Gradients, span: slice, filled: LogitTables, by: TokenOutputs) -> None:
-        """Add a chunk's share to those before it, which uses up the contents of `filled`."""
+        """Add a chunk's share to the gradients. This uses up the contents of `filled`."""
         by_logits = filled.gradient(by.map(lambda value: value[span]))
         hidden, weight, bias = into
         if hidden is not None:
@@ -330,7 +329,7 @@ class _Differentiable(torch.autograd.Function):
             chunks.fill_all()
         else:
             ctx.early, ctx.gradients = chunks.fill_with_gradients(ctx.needs_input_grad[:3])
-        # Detached copies: what is returned references this context, so returning `chunks.outputs` would leak it.
+        # Detached copies: a returned tensor references this context, so returning `chunks.outputs` would leak it.
         outputs = tuple(chunks.outputs.map(torch.detach))
         fixed = [v for v, learns in zip(outputs, chunks.spec.differentiable, strict=True) if not learns]
         ctx.mark_non_differentiable(*(value for value in fixed if value is not None))
@@ -349,7 +348,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _factor(arrived: TokenOutputs, early: TokenOutputs) -> Tensor | None:
-    """Return the factor of the arriving gradient to the early one; None if it is no multiple, e.g. contains a NaN."""
+    """Return the ratio of the arriving gradient to the early one; None if it is not a multiple, e.g. has a NaN."""
     pairs = [(late, soon) for late, soon in zip(arrived, early, strict=True) if soon is not None]
     late, soon = (torch.cat(values) for values in zip(*pairs, strict=True))
     largest = soon.abs().argmax()

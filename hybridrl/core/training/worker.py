@@ -1,6 +1,6 @@
 """One training rank: a Ray actor that holds a shard of the policy, and of reference and critic if they are configured.
 
-Executes what the driver planned on the rows that it receives. Knows neither text, rewards nor the rollout engine.
+Executes the driver's plans on its share of the rows. Knows neither text, rewards nor the rollout engine.
 """
 
 import os
@@ -67,10 +67,10 @@ class WorkerConfig:
 
 
 def training_seed(*keys: int) -> int:
-    """Return the seed of the random numbers at a place of a run: of its seed and, for example, a step and a rank.
+    """Return a seed for random numbers, derived from the run's seed and, for example, a step and a rank.
 
     Python hashes a tuple of integers to the same number in every process and, since 3.8, in every version of CPython
-    on 64 bits. No document promises that, so a test holds three values: others would change how resumed runs shuffle.
+    on 64 bits. No document promises this, so a test checks three values: others would change how resumed runs shuffle.
     """
     return hash(keys) & 0x7FFFFFFF
 
@@ -81,7 +81,7 @@ class TrainWorker:
         begin_actor(log_file)
 
     def location(self) -> dict[str, Any]:
-        """Return the node's address, the port on which the first rank listens, and the GPU that Ray assigned."""
+        """Return the node's address, the listening port (0 except on the first rank), and the GPU assigned by Ray."""
         address, port = ray.util.get_node_ip_address(), 0
         if self.rank == 0:
             self.listener = devices.listen(address)
@@ -142,7 +142,7 @@ class TrainWorker:
         return layout(self.config.device, self.ranks, *sizes)
 
     def _frozen(self, config: ReferenceConfig) -> LanguageModel:
-        """Build the reference. It is stored in the type that it computes in, as it is never trained."""
+        """Build the reference. It is never trained, so it is stored in its type of computation."""
         policy, path = self.config.policy, config.model.path
         blank = models.blank_language_model(self.config.reference_model, policy.compute_dtype)
         ours, theirs = ([(n, p.shape) for n, p in m.named_parameters()] for m in (blank, self.policy.model))
@@ -175,7 +175,7 @@ class TrainWorker:
         self, batch: Batch, micro_batches: MicroBatches, temperature: float, rounding: str = "", **more: bool
     ) -> Columns:
         """Return the policy's log-probs, entropies and `more` (`OutputSpec`, `reference_kl`) for these rows, as
-        TokenOutputs; with `rounding` those of another right computation in this type."""
+        TokenOutputs; with `rounding` (a type), from an equally valid computation that rounds differently in it."""
         model = on_device(self.policy, self.critic).model.eval()
         reference_kl = more.pop("reference_kl", False)
 
@@ -245,7 +245,7 @@ class TrainWorker:
 
     def _seed(self, step: int, learner: Learner) -> None:
         """Derive dropout's random numbers from seed, step and rank, so that a resumed run repeats them; the ranks of a
-        tensor group have the same."""
+        tensor group have the same numbers."""
         torch.manual_seed(training_seed(self.config.seed, step, self.rank // learner.tensor_ranks))
 
     def gradient_norms(self, batch: Batch, mini_batches: list[MiniBatch], loss: LossConfig) -> list[float]:
@@ -265,7 +265,7 @@ class TrainWorker:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def plan_weights(self, dtype: str, limit: int) -> SyncPlan:
-        """Plan the weight sync in this type, with buffers for buckets of `limit` bytes together."""
+        """Plan the weight sync in this type; two buckets together take at most `limit` bytes."""
         merge = self.config.policy.model.lora.merge
         self.sender = Sender(self._language_model, self.device, getattr(torch, dtype), limit, merge)
         return self.sender.plan
@@ -289,12 +289,12 @@ class TrainWorker:
         self.engines = devices.BroadcastGroup(self.config.device, address, self.listener, 0, size, seconds)
 
     def send_bucket(self, bucket: Bucket) -> None:
-        """Send a bucket that was filled to all engines of the group."""
+        """Send a filled bucket to all engines of the group."""
         self.engines.broadcast(self.sender.bytes_of(bucket))
 
     def offload(self, *, to_host: bool, policy: bool = True, critic: bool = True) -> dict[str, float]:
-        """Move to host memory what may leave the device, or only the policy back: the critic returns when it is used.
-        Returns memory in GiB."""
+        """Move the models that may leave the device to host memory, or only the policy back: the critic returns when it
+        is used. Returns memory in GiB."""
         if not to_host:
             on_device(self.policy, self.critic)
         for learner, moves in ((self.policy, policy), (self.critic, critic)):
@@ -307,8 +307,8 @@ class TrainWorker:
 
     @torch.no_grad()
     def export(self, directory: str, dtype: str, name: str) -> None:
-        """Write a model (actor, critic or reference) as a Hugging Face directory, or its adapter as peft's, in the type
-        that it is trained in; collective, rank 0 writes."""
+        """Write a model (actor, critic or reference) as a Hugging Face directory of this type, or its adapter in peft's
+        format and in the type in which it is trained; collective, rank 0 writes."""
         model, _ = self._trained(name)
         reshard(model)
         if models.pairs(model.model):
@@ -318,9 +318,9 @@ class TrainWorker:
         export_model(tensors, model.model, Path(directory), kept, writes=self.rank == 0)
 
     def start_save(self, directory: str, contents: dict[str, list[str]]) -> int:
-        """Start writing parts of the state (model, optimizer, extra) of actor, critic or reference to a folder of that
-        name, in the background, with the model's configuration in huggingface/; collective. Then poll `finished_save`.
-        Returns the bytes of state that were copied to host memory."""
+        """Start writing parts of the state (model, optimizer, extra) of actor, critic or reference in the background to
+        a folder of that name, with the model's configuration in huggingface/; collective. Poll `finished_save` for the
+        end. Returns the bytes of state copied to host memory."""
         folders = {Path(directory, name): self._trained(name) for name in contents}
         states = {folder: state_of(*folders[folder], contents[folder.name]) for folder in folders}
         copied = self.writer.start({folder: state for folder, state in states.items() if state})
@@ -337,12 +337,12 @@ class TrainWorker:
         return copied
 
     def finished_save(self) -> bool:
-        """As `StateWriter.finished`."""
+        """See `StateWriter.finished`."""
         return self.writer.finished()
 
     def load(self, directory: str, contents: dict[str, list[str]]) -> dict[str, int]:
-        """Read parts of the state of actor, critic or reference from the folder of that name; collective. Returns the
-        number of updates that each learner has had."""
+        """Read parts of the state of actor, critic or reference from the folder of that name; collective. Returns each
+        learner's number of updates."""
         updates = {}
         for name, kept in contents.items():
             model, optimizers = self._trained(name)

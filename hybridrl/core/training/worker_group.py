@@ -40,10 +40,10 @@ POLICY_FIELDS = (
     *("response_mask", "old_log_probs", "reference_log_probs", "rollout_log_probs"),
     *("advantages", "importance_weights", "chosen", "episode_tokens", *POLICY_READS),
 )
-SKIPPED_UPDATES = "skipped_updates"  # where training ranks write the rows of updates that were not finite
+SKIPPED_UPDATES = "skipped_updates"  # directory in which training ranks write the rows of skipped updates
 CRITIC_FIELDS = ("response_mask", "values", "returns", "episode_tokens")
 
-Outputs = list[Tensor | None]  # of a model, by kind, for all rows
+Outputs = list[Tensor | None]  # a model's outputs for all rows, by kind
 Metrics = dict[str, float]
 
 
@@ -59,7 +59,7 @@ class UpdatePlan:
 
     @classmethod
     def of(cls, section: ActorRolloutRefConfig | CriticConfig) -> Self:
-        """The updates of the policy, or of the critic."""
+        """Return the plan of the policy's updates, or of the critic's."""
         is_critic = isinstance(section, CriticConfig)
         trained, fsdp = (section, section.fsdp) if is_critic else (section.actor, section.actor.fsdp_config)
         rows, by_tokens = trained.ppo_micro_batch_size_per_gpu, trained.use_dynamic_bsz
@@ -75,7 +75,7 @@ class UpdatePlan:
         return -(-prompts // self.prompts_per_update) * self.epochs
 
     def mini_batches(self, group: Tensor, step: int) -> list[list[int]]:
-        """Rows of each update: complete groups, in order or shuffled once per epoch."""
+        """Return the rows of each update: complete groups, in order or shuffled once per epoch."""
         groups = group.unique().tolist()
         members = {number: (group == number).nonzero().flatten().tolist() for number in groups}
         size, updates = self.prompts_per_update, []
@@ -97,10 +97,10 @@ class PolicyPlan:
     log_prob_budget: MicroBatchBudget
     reference_budget: MicroBatchBudget
     with_sum_pi_squared: bool = False
-    stochastic: bool = False  # the forward pass of an update drops activations at random
+    stochastic: bool = False  # dropout is active in updates
     first_update: int = 1  # before this step only the critic is trained
-    correction: RolloutCorrection | None = None  # weights tokens in an update whose own log-probs are the old ones
-    agreement: Agreement | None = None  # of engine and trainer about sampled tokens; None: their settings differ
+    correction: RolloutCorrection | None = None  # weights tokens if an update's own log-probs are the old ones
+    agreement: Agreement | None = None  # checks that engine and trainer agree about tokens; None: their settings differ
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class TrainWorkers:
         self.watch = Stopwatch()
         self.skipped_in_a_row = {"actor": 0, "critic": 0}
         self.most_skipped_in_a_row = 0
-        self.updates_begun = 0  # of any model: as long as it stays the same, so do the weights
+        self.updates_begun = 0  # over all models; while this is constant, so are the weights
 
     # -- forward passes --------------------------------------------------------------------------------------------
 
@@ -155,9 +155,9 @@ class TrainWorkers:
         return replace(batch, old_log_probs=batch.rollout_log_probs) if algorithm.bypass else batch
 
     def needs_old_log_probs(self, batch: Batch) -> bool:
-        """With a single update per step its own log-probs are the old ones: another forward pass would repeat them,
-        unless the update drops activations, its loss selects tokens by them, or an episode's weights are computed from
-        several rows, which may be in different micro-batches."""
+        """Return whether old log-probs need a separate forward pass. The log-probs of a single update per step are the
+        old ones, with three exceptions: dropout is active; the loss selects tokens by them; an episode's weights are
+        computed from several rows, which may be in different micro-batches."""
         updates, correction = self.policy.updates.updates(len(batch.group.unique())), self.policy.correction
         split = batch.episode is not None and correction is not None and not correction.by_token
         return updates > 1 or self.policy.stochastic or self._token_selector is not None or split
@@ -188,7 +188,7 @@ class TrainWorkers:
     def _forward(
         self, method: Callable[..., Any], batch: Batch, budget: MicroBatchBudget, *arguments: Any, **options: Any
     ) -> Outputs:
-        """Call a forward method on every rank's share of these rows; its outputs in the batch's row order."""
+        """Call a forward method on every rank's share of these rows; return outputs in the batch's row order."""
         shares = plan(Pieces.single(batch.lengths.numpy()), len(self.group), budget)
         rows = self.group.share(batch)
         parts = [(rows, micro_batches, *arguments) for micro_batches in shares]
@@ -209,8 +209,8 @@ class TrainWorkers:
     # -- updates ---------------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        """The step's updates of the critic, if there is one, and of the policy, from its first step on. Returns the
-        batch with old log-probs, and metrics; raises Disagreement if the update's log-probs show that engine and
+        """Run the step's updates of the critic, if there is one, and of the policy, from its first step on. Returns the
+        batch with old log-probs, and metrics. Raises Disagreement if the update's log-probs show that engine and
         trainer differ."""
         metrics = {} if self.critic is None else self.update_critic(batch, step)
         if step < self.policy.first_update:
@@ -221,7 +221,7 @@ class TrainWorkers:
         return batch, metrics | policy_metrics
 
     def update_policy(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
-        """The step's updates of the policy. Returns the batch with old log-probs, and the updates' mean metrics."""
+        """Run the step's updates of the policy. Returns the batch with old log-probs, and the updates' mean metrics."""
         entry, correction = find_policy_loss(self.policy.loss.policy_loss)[0], self.policy.loss.correction
         in_loss = correction is not None and not correction.by_token
         if batch.episode is not None and (in_loss or not entry.by_token):
@@ -264,7 +264,7 @@ class TrainWorkers:
     def update_mini_batches(
         self, batch: Batch, mini_batches: Sequence[Sequence[int]], loss: LossConfig, step: int
     ) -> tuple[Metrics, Outputs]:
-        """One update of the policy per mini-batch. Returns mean metrics, and the outputs if they are the old ones."""
+        """Run one policy update per mini-batch. Returns mean metrics, and the outputs if they are the old policy's."""
         budget = self.policy.updates.budget
         self.updates_begun += 1
         fields = (*POLICY_FIELDS, *find_policy_loss(loss.policy_loss)[0].reads)
@@ -278,7 +278,7 @@ class TrainWorkers:
         return metrics, _in_row_order(columns, shares, batch.response_lengths, budget)
 
     def update_critic(self, batch: Batch, step: int) -> Metrics:
-        """The step's updates of the critic. Returns the updates' mean metrics."""
+        """Run the step's updates of the critic. Returns the updates' mean metrics."""
         assert self.critic is not None
         self.updates_begun += 1
         with self.watch("update_critic"):
@@ -291,15 +291,15 @@ class TrainWorkers:
     def _mini_batches(
         self, batch: Batch, fields: Sequence[str], mini_batches: Sequence[Sequence[int]], budget: MicroBatchBudget
     ) -> tuple[list[MicroBatches], list[tuple[Pending, list[MiniBatch]]]]:
-        """Each rank's micro-batches over all mini-batches, flat; and the shared rows with them per mini-batch."""
+        """Return each rank's micro-batches of all mini-batches, flat; and the shared rows with its mini-batches."""
         of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget)
         shared = self.group.share(batch.with_episode_tokens().only(*fields))
         flat = [[rows for part in of_rank for rows in part.micro_batches] for of_rank in of_ranks]
         return flat, [(shared, of_rank) for of_rank in of_ranks]
 
     def _mean_metrics(self, shares: Sequence[list[Metrics]], model: str) -> Metrics:
-        """The mean of each metric over the updates that have it, all shares added up; the learning rate of the last
-        update; and how many updates were skipped, which have no losses. Counts those skipped in a row."""
+        """Return the mean of each metric over the updates that have it, all shares added up; the learning rate of the
+        last update; and the number of skipped updates, which have no losses. Counts the skipped ones in a row."""
         values: dict[str, list[float]] = {}
         for of_update in zip(*shares, strict=True):
             for name in {name for of_rank in of_update for name in of_rank}:
@@ -313,8 +313,8 @@ class TrainWorkers:
         return means | last | {f"{model}/skipped_updates": sum(skipped)}
 
     def stop_if_broken(self, most: int, directory: Path, last_checkpoint: Callable[[], object]) -> None:
-        """Raise BrokenUpdates if at least `most` updates of one model were skipped in a row; it names what to resume
-        from in the run's directory, if there is anything."""
+        """Raise BrokenUpdates if at least `most` updates of one model were skipped in a row. The message names the
+        checkpoint to resume from, if there is one, and the run's directory of skipped updates."""
         if self.most_skipped_in_a_row >= most:
             last = last_checkpoint()
             start = (
@@ -328,7 +328,7 @@ class TrainWorkers:
             )
 
     def problem(self) -> str:
-        """Why the models are not healthy after the step, or an empty string."""
+        """Return the reason why the models are not healthy after the step, or an empty string."""
         skipped = [name for name, count in self.skipped_in_a_row.items() if count]
         return f"the last update of {' and '.join(skipped)} was not finite" if skipped else ""
 
@@ -339,11 +339,11 @@ class TrainWorkers:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The driver's part of the state; that of the models is written by `start_save`."""
+        """Return the driver's part of the state; `start_save` writes the models' part."""
         return {"skipped_in_a_row": dict(self.skipped_in_a_row)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Checkpoints of supervised runs did not always have it.
+        # Older checkpoints of supervised runs may lack it.
         self.skipped_in_a_row |= state.get("skipped_in_a_row", {})
 
     def start_save(self, directory: Path, contents: dict[str, list[str]]) -> None:
@@ -356,7 +356,7 @@ class TrainWorkers:
         return all(self.group.broadcast(TrainWorker.finished_save, timeout=control_limit(self.timeout)))
 
     def load(self, directory: Path, contents: dict[str, list[str]]) -> dict[str, int]:
-        """Read parts of each model's state, on any number of ranks. Returns how many updates each model has had."""
+        """Read parts of each model's state, on any number of ranks. Returns each model's number of updates."""
         return self.group.broadcast(TrainWorker.load, str(directory), contents, timeout=self.timeout)[0]
 
     def export(self, directory: Path, name: str = "actor") -> None:
@@ -367,7 +367,7 @@ class TrainWorkers:
 def _in_row_order(
     columns: Sequence[Columns], shares: Sequence[MicroBatches], lengths: Tensor, budget: MicroBatchBudget
 ) -> Outputs:
-    """Every rank's outputs, one tensor per kind, in the batch's row order. A rank may have no rows; ranks that computed
+    """Return all outputs, one tensor per kind, in the batch's row order. A rank may have no rows; ranks that computed
     their micro-batches together have the same outputs."""
     columns = columns[:: budget.devices]
     rows = [[row for micro_batch in share for row in micro_batch] for share in shares[:: budget.devices]]
@@ -378,7 +378,7 @@ def _in_row_order(
 
 
 def _with_outputs(batch: Batch, columns: Outputs) -> Batch:
-    """The rows with the policy's outputs for them."""
+    """Return the rows with the policy's outputs for them."""
     outputs = TokenOutputs._make(columns)
     batch = replace(batch, old_log_probs=outputs.log_probs, entropies=outputs.entropies)
     return replace(batch, sum_pi_squared=outputs.sum_pi_squared, reference_kl=outputs.reference_kl)

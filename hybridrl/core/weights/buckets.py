@@ -1,7 +1,7 @@
 """Buckets of weights: the layout of a model's tensors in them, and the memory that one process fills and another on the
 same device reads without a copy.
 
-That memory's handle is a CUDA IPC handle, or on CPU the file descriptor of an anonymous file in memory. Both are plain
+The memory's handle is a CUDA IPC handle, or on CPU the file descriptor of an anonymous file in memory. Both are plain
 data that needs no pickle, and both vanish with their processes: nothing stays behind in /dev/shm.
 """
 
@@ -21,9 +21,9 @@ from hybridrl.core import device as devices
 from hybridrl.required import required
 
 ALIGNMENT = 64
-LAYER = re.compile(r"(.*?\.)??\d+(?=\.|$)")  # the name of a layer: that of its tensors up to the first number
+LAYER = re.compile(r"(.*?\.)??\d+(?=\.|$)")  # a layer's name: its tensors' names up to the first number
 Handle = dict[str, Any]
-# What torch.multiprocessing would pickle for a storage after its device, by name.
+# Names of the values that torch.multiprocessing would pickle for a storage, after its device.
 CUDA_STORAGE = ("memory", "storage_bytes", "offset", "counter", "counter_offset", "event", "synchronise")
 
 
@@ -73,11 +73,11 @@ class SyncPlan:
 
 
 def plan_buckets(parameters: Sequence[tuple[str, torch.Size, torch.dtype]], limit: int) -> list[Bucket]:
-    """Partition a model's parameters into buckets, two of which take at most `limit` bytes, without splitting layers.
+    """Partition a model's parameters into buckets without splitting layers; two buckets take at most `limit` bytes.
 
-    An engine fuses tensors of one layer (q, k, v into one matrix) and reads them when the last one has arrived; a
+    An engine fuses tensors of one layer (q, k, v into one matrix) and reads them when the last one has arrived. A
     bucket is overwritten by the second one after it, so a layer may not straddle two: a layer above half of
-    it gets a separate bucket. Parameters outside the layers (embedding, last norm, head) come last and together,
+    `limit` gets a separate bucket. Parameters outside the layers (embedding, last norm, head) come last and together,
     whatever their size, as an engine that pads the vocabulary reads them only at the end.
     """
     layers: dict[str, list[Tensor]] = {}
@@ -107,7 +107,7 @@ def plan_buckets(parameters: Sequence[tuple[str, torch.Size, torch.dtype]], limi
 
 
 def buffer_bytes(buckets: Sequence[Bucket]) -> int:
-    """Return the size of a buffer that holds any of these buckets at its place."""
+    """Return the bytes of a buffer large enough for every bucket at its `start`."""
     return max((bucket.start + bucket.bytes for bucket in buckets), default=0)
 
 
@@ -129,7 +129,7 @@ class SharedBuffer:
 
     @cached_property
     def handle(self) -> Handle:
-        """The key that opens the memory. On CUDA torch frees memory only once it was opened, if it has a handle."""
+        """The key that opens the memory. On CUDA torch frees memory with a handle only once it was opened."""
         size = len(self.tensor)
         if self.descriptor is not None:
             return {"pid": os.getpid(), "descriptor": self.descriptor, "size": size}
@@ -137,7 +137,7 @@ class SharedBuffer:
         return dict(zip(CUDA_STORAGE, shared, strict=True)) | {"size": size}
 
     def close(self, *, reader_died: bool = False) -> None:
-        """Free the memory. On CUDA torch keeps it until its reader has closed it, which one that died cannot do."""
+        """Free the memory. On CUDA torch keeps it until its reader has closed it, and a dead reader cannot."""
         if self.descriptor is not None:
             return os.close(self.descriptor)
         held = devices.allocated_bytes()
@@ -168,20 +168,20 @@ def open_buffer(handle: Handle, device: torch.device) -> torch.Tensor:
 
 
 def describe(bucket: Bucket, handles: list[Handle | None], digests: list[int]) -> dict[str, Any]:
-    """Return what a BucketReader reads a bucket by, as plain data; a handle and a digest for each device."""
+    """Return the description of a bucket for BucketReader, as plain data; a handle and a digest for each device."""
     tensors = [asdict(tensor) for tensor in bucket.tensors]
     return {"tensors": tensors, "start": bucket.start, "size": bucket.bytes, "handles": handles, "digests": digests}
 
 
 class BucketReader:
-    """The buckets in a process of an engine, next to the model: those in the memory of trainers on the same device, and
-    those that the first training rank sends from another device."""
+    """Reads buckets in a process of an engine, next to the model: from the memory of trainers on the same device, or as
+    the first training rank sends them from another device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.received = torch.empty(0, dtype=torch.uint8, device=device)
         self.opened: tuple[Handle, torch.Tensor] | None = None
-        self.group: devices.BroadcastGroup | None = None  # with the rank that sends
+        self.group: devices.BroadcastGroup | None = None  # with the training rank that sends weights
 
     def join(self, address: str, rank: int, size: int, seconds: float) -> None:
         """Form a group with the training rank that sends weights, and with all other engines."""
@@ -189,9 +189,9 @@ class BucketReader:
         self.group = devices.BroadcastGroup(self.device.type, address, None, rank, size, seconds)
 
     def read(self, place: int, info: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors of a bucket, for the engine's device in this place, as views of memory that is the
-        trainer's, to be read before the next bucket but one is filled, or was received. RuntimeError if the bytes are
-        not those that were sent."""
+        """Return the tensors of a bucket for the engine's device number `place`: views of the trainer's memory,
+        valid until the next bucket but one is filled, or of received memory, valid until the next bucket is received.
+        RuntimeError if the bytes differ from those sent."""
         handle, start, size = info["handles"][place], info["start"], info["size"]
         buffer = self._receive(size) if handle is None else self._open(handle)[start : start + size]
         if digest(buffer) != info["digests"][place]:

@@ -1,9 +1,9 @@
-"""Weight sync: weights are gathered bucket by bucket, whose digests are compared, and a probe proves that the engines
-compute with them; and what it calls of training ranks and rollout servers.
+"""Weight sync: weights are gathered and sent bucket by bucket, digests are compared, and a probe proves that engines
+compute with the new weights. Also the protocols of the training ranks and rollout engines that it calls.
 
 `ColocatedSync` is for rollout servers on the devices of the training ranks: they open the ranks' memory by handle and
-read it in place. `BroadcastSync` is for servers on devices of their own: the first training rank sends each bucket to
-all at once, by NCCL on CUDA and by Gloo on CPU, in a process group that has only it and the engines.
+read it in place. `BroadcastSync` is for servers on other devices: the first training rank sends each bucket to all at
+once, by NCCL on CUDA and by Gloo on CPU, in a process group of this rank and the engines only.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ class StaleWeights(RuntimeError):
 
 
 class WeightSource(Protocol):
-    """A training rank, as it is called here; the calls are collective."""
+    """The methods of a training rank that a weight sync calls; the calls are collective."""
 
     def plan_weights(self, dtype: str, limit: int) -> SyncPlan: ...
     def fill_bucket(self, bucket: Bucket, shared: bool) -> Filled: ...
@@ -45,11 +45,11 @@ class WeightSource(Protocol):
 
 
 class WeightTarget(Protocol):
-    """A rollout engine, as far as weights are concerned; its server passes the calls on."""
+    """The methods of a rollout engine that a weight sync calls; its server forwards the calls."""
 
     async def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
-        """Form a group with the training rank that will send buckets, which listens at the address; `first_rank` is
-        that of this engine's first device."""
+        """Form a group with the training rank that listens at `address` and will send buckets; `first_rank` is the rank
+        of this engine's first device."""
 
     async def begin_weights(self) -> None:
         """Prepare for the buckets of the whole model."""
@@ -57,9 +57,9 @@ class WeightTarget(Protocol):
     async def load_bucket(
         self, bucket: Bucket, handles: list[Handle | None], digests: list[int], adapter: bool
     ) -> None:
-        """Load one bucket of the model, or of its adapter, from the trainers' memory, or as it is sent to the group if
-        there is no handle; one handle and one digest per device of this engine. RuntimeError if the bytes differ from
-        those that were sent."""
+        """Load one bucket of the model, or of its adapter, from the trainers' memory, or receive it from the group if
+        there is no handle. There is one handle and one digest per device of this engine. RuntimeError if the bytes
+        differ from those that were sent."""
 
     async def finish_weights(self) -> None:
         """Finish loading the whole model, also if buckets are missing."""
@@ -95,13 +95,13 @@ class WeightSync(ABC):
         self.tp_size = rollout.tensor_model_parallel_size
         self.rounded = coarser(train_dtype, rollout.dtype or train_dtype)  # the type that explains differences
         self.probe = probe
-        self.rounding = torch.empty(0)  # of this model in that type, measured with the first weights
+        self.rounding = torch.empty(0)  # effect of `rounded` on the probe's log-probs, with the first weights
         self.sync_id = 0  # counts syncs: a version that is published again gets a new one
         self.version = -1
-        self.servers_with_base: set[Any] = set()  # that have the model which an adapter is added to
+        self.servers_with_base: set[Any] = set()  # servers that hold the base model of the adapter
         self.gaps: list[float] = []
         self.sent = 0  # bytes published since `take_metrics`
-        self.digests: dict[bool, list[int]] = {}  # of the buckets last sent: of the model, and of an adapter
+        self.digests: dict[bool, list[int]] = {}  # digests of the buckets sent last; True: of an adapter
         limit = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
         self.plan = trainers.broadcast(WeightSource.plan_weights, rollout.dtype, limit, timeout=timeout)[0]
 
@@ -129,7 +129,7 @@ class WeightSync(ABC):
         self.sent = sent
 
     def send_all(self, indices: Sequence[int]) -> None:
-        """Send what these servers need: the model, or only the adapter to those that have its base already."""
+        """Send the model to these servers, and the adapter; servers that have the base already get only the adapter."""
         adapter, actors = self.plan.adapter, self.servers.actors
         if lacking := [index for index in indices if not (adapter and actors[index] in self.servers_with_base)]:
             without_base = self.servers.only(lacking)
@@ -163,21 +163,21 @@ class WeightSync(ABC):
 
     @abstractmethod
     def _read_by(self, index: int, filled: Sequence[Filled]) -> Sequence[Filled]:
-        """Return what each device of a server reads of a bucket that all ranks have filled."""
+        """Return the handle and digest of a filled bucket for each device of a server."""
 
     def _start_load(self, servers: Group, parts: Sequence[tuple]) -> list[Any]:
         return servers.start_each(WeightTarget.load_bucket, parts)
 
     def abort(self, dead: Sequence[int]) -> None:
-        """Leave a `publish` that failed because these servers died, which have been killed, so that the others can
-        sleep."""
+        """Clean up after the failure of a `publish` by the death of these servers, so that the others can sleep. The
+        dead servers have been killed already."""
         self.servers.failures(WeightTarget.finish_weights, timeout=self.timeout)  # the others wait for more buckets
         read_by_dead = [(self.shared and rank // self.tp_size in dead,) for rank in range(len(self.trainers))]
         self.trainers.scatter(WeightSource.release_buckets, read_by_dead, timeout=self.timeout)
 
     def verify(self, index: int | None = None) -> None:
-        """Raise StaleWeights unless all servers, or this one, compute with the weights of the last `publish`:
-        by log-probs of the probe, and by the id of the sync, as a small update moves those by less than rounding."""
+        """Raise StaleWeights unless all servers, or this one, compute with the weights of the last `publish`. Checks
+        log-probs of the probe, and the sync's id, as a small update changes log-probs by less than rounding."""
         indices = list(range(len(self.servers))) if index is None else [index]
         servers = self.servers.only(indices)
         held = servers.broadcast(WeightTarget.held_sync, timeout=self.timeout)
@@ -215,11 +215,11 @@ class ColocatedSync(WeightSync):
 
 
 class BroadcastSync(WeightSync):
-    """The process group is formed at the first sync, and again for other servers than those of the last one: after a
-    server was replaced."""
+    """Sends buckets in a process group. The group is formed at the first sync, and again when the servers are not those
+    of the last sync, such as after a server was replaced."""
 
     members: Sequence[Any] = ()  # the servers of the process group
-    address = ""  # of the process group
+    address = ""  # where the sender listened for the process group
     sending: Sequence[Any] = ()  # calls in flight
 
     @property
@@ -236,7 +236,7 @@ class BroadcastSync(WeightSync):
 
     def _cancel(self) -> None:
         self.members = ()
-        if self.address:  # the members that live wait for the one that failed
+        if self.address:  # the living members wait for the failed one
             devices.cancel_broadcasts(self.address)
 
     def _form_group(self, indices: Sequence[int]) -> None:
@@ -257,7 +257,7 @@ class BroadcastSync(WeightSync):
         return [filled[0]] * self.tp_size
 
     def _start_load(self, servers: Group, parts: Sequence[tuple]) -> list[Any]:
-        self._finish_sending()  # of the bucket before
+        self._finish_sending()  # the previous bucket must have been sent
         loading, bucket = super()._start_load(servers, parts), parts[0][0]
         self.sending = self.sender.start_each(WeightSource.send_bucket, [(bucket,)])
         return loading
