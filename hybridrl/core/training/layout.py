@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def tensor_ranks(self) -> int:
-        """Return how many ranks have the same rows."""
+        """Return the number of ranks with the same rows."""
         return self.tensor.size() if self.tensor else 1
 
 

@@ -33,7 +33,7 @@ class LossConfig:
     scale: float
     temperature: float
     grad_clip: float
-    parameters: dict[str, Any] = field(default_factory=dict)  # by configuration key; a policy loss takes those it names
+    parameters: dict[str, Any] = field(default_factory=dict)  # by configuration key; a policy loss gets those it names
     entropy_coeff: float = 0.0
     kl_coef: float = 0.0
     kl_form: str | None = None  # form of the KL to the reference; None: no KL in the loss
@@ -41,7 +41,7 @@ class LossConfig:
     # ones. In bypass mode tokens are rejected before each update.
     correction: RolloutCorrection | None = None
     old_from_update: bool = False  # the micro-batch's own log-probs are the old ones: nothing has been updated since
-    log_entropy: bool = False  # if no forward pass before the update computed it
+    log_entropy: bool = False  # set if no forward pass before the update computed it
 
 
 def policy_loss(
@@ -52,7 +52,7 @@ def policy_loss(
         part = replace(part, old_log_probs=outputs.log_probs.detach())
     entry, function = find_policy_loss(loss.policy_loss)
     policy_weights = token_weights(part, entry.aggregation or loss.aggregation, totals, loss.scale)
-    importance = part.importance_weights  # for the difference to the rollout engine
+    importance = part.importance_weights  # they correct for the difference to the rollout engine
     if loss.correction is not None:
         importance = loss.correction.weights(outputs.log_probs.detach() - required(part.rollout_log_probs), part)
 

@@ -298,7 +298,7 @@ class Chunks:
         return early, into
 
     def _memory(self, needed: tuple[bool, ...]) -> _Gradients:
-        """Allocate the gradients. A chunk overwrites or adds to them, so they are zero only if there is none."""
+        """Allocate the gradients. Chunks overwrite or add to them; without chunks they are zeros."""
         values = (self.hidden, self.head.weight, self.head.bias)
         make = torch.empty_like if self.spans else torch.zeros_like
         return [make(required(v)) if need else None for v, need in zip(values, needed, strict=True)]

@@ -62,7 +62,7 @@ class WorkerConfig:
 
     @property
     def reference_model(self) -> ModelConfig:
-        """Return the reference's section: the policy's without an adapter, with another path."""
+        """Return the reference's section: the policy's without an adapter, with the reference's path."""
         return replace(self.policy.model, path=required(self.reference).model.path, lora_rank=0)
 
 
@@ -202,7 +202,7 @@ class TrainWorker:
     def _reference_outputs(self, inputs: ModelInputs) -> ReferenceOutputs:
         """Return the reference's hidden states and head; collective."""
         with torch.no_grad(), self._as_reference() as model:
-            hidden = model.hidden_states(replace(inputs, carried={}))  # not the policy's experts
+            hidden = model.hidden_states(replace(inputs, carried={}))  # without the policy's experts
             weight, bias, rule = model.head  # unsharded until the model is resharded
             return ReferenceOutputs(hidden, Head(weight.clone(), None if bias is None else bias.clone(), rule))
 

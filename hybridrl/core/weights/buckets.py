@@ -57,7 +57,7 @@ class Bucket:
         return buffer[self.start : self.start + self.bytes]
 
     def clear_gaps(self, buffer: torch.Tensor) -> None:
-        """Zero the bytes between tensors: the digest covers them, and another bucket's are left there."""
+        """Zero the bytes between tensors: the digest covers them, and they still have another bucket's contents."""
         ends = [tensor.offset for tensor in self.tensors[1:]] + [self.bytes]
         for tensor, end in zip(self.tensors, ends, strict=True):
             self.view(buffer)[tensor.offset + tensor.bytes : end] = 0

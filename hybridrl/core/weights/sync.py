@@ -93,7 +93,7 @@ class WeightSync(ABC):
     ) -> None:
         self.trainers, self.servers, self.timeout = trainers, servers, timeout
         self.tp_size = rollout.tensor_model_parallel_size
-        self.rounded = coarser(train_dtype, rollout.dtype or train_dtype)  # the type that explains differences
+        self.rounded = coarser(train_dtype, rollout.dtype or train_dtype)  # its rounding explains differences
         self.probe = probe
         self.rounding = torch.empty(0)  # effect of `rounded` on the probe's log-probs, with the first weights
         self.sync_id = 0  # counts syncs: a version that is published again gets a new one
