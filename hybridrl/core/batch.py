@@ -3,12 +3,12 @@
 A row is one sampled response to one prompt, of one turn or several; an episode whose context was replaced has several
 rows. A field has one of four axes:
 
-    row        one value per row                                     [B]
-    prompt     one value per prompt token, rows concatenated         [sum of prompt_lengths]
-    response   one value per response token, rows concatenated       [sum of response_lengths]
-    token      one value per token of prompt and response            [sum of lengths]
+    row: one value per row                                       [B]
+    prompt: one value per prompt token, rows concatenated        [sum of prompt_lengths]
+    response: one value per response token, rows concatenated    [sum of response_lengths]
+    token: one value per token of prompt and response            [sum of lengths]
 
-and a carried field may have items, whose number per row is another field.
+A carried field may also have items; another field holds their number per row.
 
 Example: two rows with responses of 3 and 1 tokens: `response_ids = [5, 9, 2, 7]`, `response_lengths = [3, 1]`.
 A field that no station of the step has filled yet is None.
@@ -35,9 +35,9 @@ ROW, PROMPT, RESPONSE = ({"axis": axis} for axis in ("row", "prompt", "response"
 @dataclass
 class Batch:
     """Packed rows. `position` is the prompt's index in the run's seeded order, `sample` the number within its group.
-    Rows of the same prompt have the same `group`, and are neighbours; so are those of one `episode`, which has several
-    rows where its context was replaced; None: one per episode. `rewards` is the scorer's scalar (a response without one
-    is not in the batch), and `token_rewards` the estimator's input: the score on the last token, less any KL penalty.
+    Rows of the same prompt have the same `group`, and are neighbours. So are the rows of one `episode`, which has
+    several if its context was replaced; None: one row per episode. `rewards` is the scorer's scalar (a response without
+    a score is not in the batch), `token_rewards` the estimator's input: the score on the last token, less any KL.
     """
 
     prompt_lengths: Tensor = field(metadata=ROW)  # [B] int64
@@ -58,7 +58,7 @@ class Batch:
     # bool: the policy wrote this token, trained on or not; None: that is the response mask
     sampled: Tensor | None = field(default=None, metadata=RESPONSE)
     rollout_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
-    # int32: steps between the weights that sampled a token and those that the step starts with; None: the same weights.
+    # int32: age, in steps, of the weights that sampled a token, at the start of the step; None: the step's own weights.
     staleness: Tensor | None = field(default=None, metadata=RESPONSE)
     old_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
     reference_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
@@ -100,7 +100,7 @@ class Batch:
 
     @property
     def written(self) -> Tensor:
-        """Return the mask of the response tokens that the policy wrote; those of an environment are not."""
+        """Return the mask of the response tokens that the policy wrote; tokens of an environment are excluded."""
         return required(self.response_mask) if self.sampled is None else self.sampled
 
     @property
@@ -185,7 +185,7 @@ class Batch:
 
     @classmethod
     def from_tensordict(cls, content: "TensorDict") -> "Batch":
-        """Return the rows of a TensorDict as `to_tensordict` makes it; entries that are no field are left out."""
+        """Return the rows of a TensorDict as `to_tensordict` makes it; entries that are not fields are left out."""
         values = ((name, content.get(name, None)) for name in (*AXES, *declared_names()))
         present = {name: value for name, value in values if value is not None}
         present |= {name: value.contiguous().values() for name, value in present.items() if value.is_nested}

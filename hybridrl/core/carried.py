@@ -1,8 +1,8 @@
 """Fields that travel with a response: a table of declarations by name, which other distributions extend.
 
-What makes or holds responses (completions, turns, rows, batches, inputs of a model, the spool and checkpoints) has one
-mapping `carried` from names to arrays and asks the table. So a further field is a declaration, what fills it and what
-reads it, for example `rows.carried["doubt"]` in a custom loss with the attribute `reads = ("doubt",)`:
+Everything that holds responses (completions, turns, rows, batches, model inputs, the spool and checkpoints) has one
+mapping `carried` from names to arrays and looks the names up in the table. A further field needs a declaration, code
+that fills it and code that reads it, such as `rows.carried["doubt"]` in a custom loss with `reads = ("doubt",)`:
 
     [project.entry-points."hybridrl.plugins"]
     "carried.doubt" = "my_package:DOUBT"
@@ -28,32 +28,32 @@ Fields = Mapping[str, np.ndarray]
 class Carried:
     """A field: an array per response, whose first dimension has the elements of its axis.
 
-    Turns whose context only grows are one row. With the join "last" it has the value of the last turn with one, which
-    is of the whole row. Other values are concatenated: a turn has those of the tokens that it added to the context, or
-    for the axis "response" of those that the policy wrote. "places" also adds the tokens before the turn: a place that
-    a turn counts from its own first token is counted from the row's.
+    Turns whose context only grows are one row. With the join "last" the row has the value of the last turn that has the
+    field; this value covers the whole row. Other values are concatenated: a turn has values for the tokens that it
+    added to the context (axis "response": for the tokens that the policy wrote). "places" also adds the number of
+    tokens before the turn: a turn counts places from its own first token, a row from the row's first token.
     """
 
     axis: Literal["row", "prompt", "response", "token", "items"]  # one value per row or token; any number of items
-    lengths: str = ""  # of items: the name of their number per row, which is a field of a batch
+    lengths: str = ""  # for items: the batch field that holds their number per row
     join: Literal["last", "concatenate", "places"] = "last"
-    absent: float = 0  # where other rows, or other tokens, have a value
+    absent: float = 0  # the value of rows or tokens without the field, where others have it
     stored: bool = True  # in spool and checkpoint
     enters: bool = False  # the hidden state of a token depends on it: it is an input of the model
-    identity: bool = False  # prompts that differ in it are different
-    filled_by: Literal["prompt", "engine", "episode", "batch"] = "engine"  # the last: once the scores are known
+    identity: bool = False  # prompts with different values are different prompts
+    filled_by: Literal["prompt", "engine", "episode", "batch"] = "engine"  # "batch": once the scores are known
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt, or what a conversation adds to one: token ids, and the fields that belong to them."""
+    """A prompt, or an addition to it in a conversation: token ids, and the fields that belong to them."""
 
     ids: list[int]
     carried: Fields = field(default_factory=dict)
 
 
-# The experts that a mixture's routers chose [tokens, layers, experts of a token] int16, of all tokens of prompt and
-# response but the last, which the engine does not compute; layers without experts have any numbers.
+# Routes: the experts that a mixture's routers chose [tokens, layers, experts of a token] int16, for all tokens of
+# prompt and response but the last, which the engine does not compute. Layers without experts have arbitrary numbers.
 FIELDS = {"routes": Carried("token", absent=UNROUTED, enters=True)}
 
 
@@ -83,7 +83,7 @@ def brought(row: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def identity(fields: Fields) -> bytes:
-    """Return what makes prompts with the same ids different; empty for most."""
+    """Return the bytes that distinguish prompts with the same ids; empty for most prompts."""
     parts = [(name, value) for name, value in sorted(fields.items()) if declared(name).identity]
     return b"".join(f"{name} {value.dtype.str} {value.shape} ".encode() + value.tobytes() for name, value in parts)
 
@@ -94,14 +94,14 @@ def superseded(earlier: Fields, later: Fields) -> dict[str, np.ndarray]:
 
 
 def continued(first: Fields, second: Fields, sizes: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return the fields of a response whose two parts have so many tokens."""
+    """Return the fields of a response from its two parts; `sizes` are the tokens of each part."""
     parts = [{name: part[name] for name in part if declared(name).join != "last"} for part in (first, second)]
     return {**first, **second, **joined(parts, (0, 0), sizes)}
 
 
 def joined(parts: Sequence[Fields], read: Sequence[int], wrote: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return the fields of turns as those of their row, one value per element of an axis. Each turn added the tokens
-    that were `read`, of which the first ones are the prompt, and those that the policy `wrote`."""
+    """Return the fields of a row from its turns, one value per element of an axis. Each turn added `read` tokens to the
+    context (the first turn: the prompt), then the tokens that the policy `wrote`."""
     return {name: _joined(name, parts, read, wrote) for name in dict.fromkeys(chain.from_iterable(parts))}
 
 

@@ -21,13 +21,13 @@ from hybridrl.required import required
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 RAY_MONITOR, RAY_THRESHOLD = "RAY_memory_monitor_refresh_ms", "RAY_memory_usage_threshold"  # 0: there is none
-# By version 2 and 1: the limit, what is used, the quota of time and its period, and what is used by kind.
+# File names of control groups, version 2 then 1: memory limit, memory use, CPU quota and period, memory use by kind.
 MEMORY_FILES = "memory.max memory.limit_in_bytes", "memory.current memory.usage_in_bytes"
 CGROUP_FILES = *MEMORY_FILES, "cpu.max cpu.cfs_quota_us cpu.cfs_period_us", "memory.stat"
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # a variable of the environment
 ALL_ARENAS = b"arena.4096.purge"  # MALLCTL_ARENAS_ALL of jemalloc
-KEPT_BYTES = 2**29  # of an allocator on CPU, without use
+KEPT_BYTES = 2**29  # unused bytes that an allocator on CPU may keep
 CANCELLED, CANCEL_SECONDS = "cancelled", 1.0  # a key of a group's store, and how often it is looked for
 
 T = TypeVar("T")
@@ -84,8 +84,8 @@ class BroadcastGroup:
     """Processes of several programs, the first of which sends tensors to all others; apart from the group of all
     training ranks. The first one passes a socket that listens at the address.
 
-    NCCL does not notice that a process has died: the others wait until whoever knows of it calls `cancel_broadcasts`,
-    and fail within CANCEL_SECONDS. A group that has failed cannot be used again.
+    NCCL does not notice the death of a process: the others wait until a process that knows of it calls
+    `cancel_broadcasts`, and then fail within CANCEL_SECONDS. A group that has failed cannot be used again.
     """
 
     def __init__(
@@ -233,9 +233,9 @@ def allocated_bytes() -> int:
 
 
 class _PageLocked(mmap.mmap):
-    """Host memory that CUDA has registered. It has pages of its own, as registrations must not share one, and gives the
-    registration back before the pages are freed: else CUDA rejects whatever the system puts there next, and from then
-    on every call of the process."""
+    """Host memory that is registered with CUDA. It has its own pages, as registrations must not share a page, and is
+    unregistered before these are freed: otherwise CUDA rejects whatever the system maps there next, and from then on
+    every call of the process."""
 
     address: int | None = None
 
@@ -270,13 +270,13 @@ def cgroup_limits(own: Path = OWN_CGROUP, mount: Path = CGROUPS, share: float = 
     of their limits, and its cores; None: no limit."""
     memory, cores = [], []
     for _, kinds, path in (line.split(":", 2) for line in own.read_text().splitlines()) if own.is_file() else ():
-        group = Path(path.strip("/"))  # in a container, where it is not below the mount, that is its own group
+        group = Path(path.strip("/"))  # in a container it may not be below the mount, which is its own group
         tops = (mount / kinds, *(mount / kind for kind in kinds.split(","))) if kinds else (mount, mount / "unified")
         for directory in (top / part for top in tops for part in (group, *group.parents)):
             most, used, quota, stat = (_words(directory, *names.split()) for names in CGROUP_FILES)
-            if most and used and most[0] != "max" and int(most[0]) < 1 << 60:  # more is none, of version 1
+            if most and used and most[0] != "max" and int(most[0]) < 1 << 60:  # version 1: above this, no limit
                 sizes = dict(zip(stat[::2], map(int, stat[1::2]), strict=True))
-                # Counted as used, and reclaimable; of version 1 "total_" includes the groups below, as the others do.
+                # Counted as used, but reclaimable. In version 1 "total_" includes the groups below, as the rest does.
                 cached = (sizes.get(f"total_{kind}", sizes.get(kind, 0)) for kind in ("active_file", "inactive_file"))
                 memory.append(int(share * int(most[0])) - int(used[0]) + sum(cached))
             if quota and quota[0] not in ("max", "-1"):
@@ -285,12 +285,12 @@ def cgroup_limits(own: Path = OWN_CGROUP, mount: Path = CGROUPS, share: float = 
 
 
 def _words(directory: Path, *names: str) -> list[str]:
-    """The words of those of these files that there are."""
+    """Return the words of the files that exist among `names`."""
     return [word for name in names if (directory / name).is_file() for word in (directory / name).read_text().split()]
 
 
 def memory(device: str) -> dict[str, float]:
-    """Return the memory used by this process, and on CUDA by its device, and what is free, in GiB."""
+    """Return the memory used by this process, and on CUDA by its device, and the free memory, in GiB."""
     used = {
         "cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30,
         "host_memory_free_gb": memory_left() / 2**30,

@@ -1,13 +1,13 @@
 """Gives the devices to rollout or to training, and brings the trainers' weights to the engines.
 
-`HybridEngine` time-shares the devices: every one is in one of two modes.
+`HybridEngine` time-shares the devices: each device is in one of two modes.
 
-    to_rollout     critic to the host, wake the engines' weights, publish, policy to the host, wake the cache, verify
-    to_training    engines sleep, policy to the devices (the critic when it is used, moments while the optimizer steps)
+    to_rollout: critic to the host, wake the engines' weights, publish, policy to the host, wake the cache, verify
+    to_training: engines sleep, policy to the devices (the critic when it is used, moments while the optimizer steps).
 
-Weights before cache, so that the trainer's parameters and the cache never have to fit together, except while a server
-that died is built again in the middle of a rollout. On CPU the same calls are made in the same order; there they free
-nothing. `SeparateEngine` has other devices for each.
+Weights come before the cache, so that the trainer's parameters and the cache never have to fit together. The exception
+is the rebuild of a dead server during a rollout. On CPU the same calls are made in the same order; there they free
+nothing. `SeparateEngine` has separate devices for rollout and training.
 """
 
 import logging
@@ -33,9 +33,9 @@ class Mode(Enum):
 
 
 class HybridEngine:
-    """Training ranks and rollout servers on the same devices; all are built, and the servers asleep.
+    """Training ranks and rollout servers on the same devices. At the start all are built, and the servers sleep.
 
-    Others call the ranks through `trainers` and the servers through `client`: ModeError if it is not their turn.
+    Callers use the ranks through `trainers` and the servers through `client`; both raise ModeError in the wrong mode.
     """
 
     shared = True  # whether ranks and servers take turns on the devices
@@ -107,7 +107,7 @@ class HybridEngine:
         self.mode, self.client.available = mode, mode is Mode.ROLLOUT or not self.shared
 
     def _move_trainers(self, *, to_host: bool, policy: bool = True, critic: bool = True) -> None:
-        """Move what may leave the devices, and record the memory of the rank with most in use or least free, in GiB."""
+        """Move the models, and record the memory of the rank with the most in use or the least free, in GiB."""
         if to_host and not self.shared:
             return
         moves = {"to_host": to_host, "policy": policy, "critic": critic}
@@ -163,7 +163,7 @@ class SeparateEngine(HybridEngine):
 
     In training mode they continue with the weights of the last sync. In rollout mode the trainers do nothing, and still
     have the weights of the engines: a server that dies then gets them again at once, otherwise with the next sync.
-    `pause` interrupts what is generated before the weights change.
+    `pause` interrupts generation before the weights change.
     """
 
     shared = False

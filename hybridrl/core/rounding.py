@@ -1,4 +1,4 @@
-"""Agreement of two computations of the same log-probs, as far as the rounding of their type explains differences."""
+"""Agreement of two computations of the same log-probs, up to the rounding error of their type."""
 
 import math
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-# Differences between two right computations of log-probs that are allowed for every model: on average, and of one
-# token. In small models 1e-6 to 1e-5 were measured in float32, and 0.04 to 0.07 on average in bfloat16, in which only
-# gross faults are detected. A model that was measured to round more is allowed MULTIPLES of that, which is one sample.
+# Allowed differences between two correct computations of log-probs, for every model: on average, and for a single
+# token. In small models 1e-6 to 1e-5 were measured in float32, and 0.04 to 0.07 on average in bfloat16, where only
+# gross faults are detected. A model with more rounding error is allowed MULTIPLES of its measured error (one sample).
 LIMITS = {"float32": (1e-4, 1e-4), "float16": (0.02, 0.5), "bfloat16": (0.1, 2.0)}
 # The limits hold down to a mean log-prob of -TYPICAL and grow with it, as rounding is relative to the logits, which
 # are large where a policy has collapsed.
@@ -26,8 +26,8 @@ def coarser(*dtypes: str) -> str:
 
 @contextmanager
 def rounded_otherwise(dtype: str) -> Iterator[None]:
-    """Compute with the last bit of the type flipped in the outputs of all modules with weights: as right a computation
-    as another order of its sums, and as different. Needs no memory and no random numbers, on any device and shard."""
+    """Compute with the last bit of the type flipped in the outputs of all modules with weights: as correct, and as
+    different, as with another order of the sums. Needs no memory and no random numbers, on any device and shard."""
 
     def flip(module: nn.Module, _inputs: Any, output: Any) -> Any:
         weight = next(module.parameters(recurse=False), None)
@@ -42,8 +42,8 @@ def rounded_otherwise(dtype: str) -> Iterator[None]:
 
 
 def beyond_rounding(computed: Tensor, expected: Tensor, dtype: str, again: Tensor) -> str:
-    """Describe by how much these log-probs [tokens], of which one side was computed in `dtype`, differ from what is
-    expected; empty if rounding explains it: `again` was computed in this model `rounded_otherwise`."""
+    """Describe the difference between `computed` and `expected` log-probs [tokens]; empty if rounding explains it. One
+    of the two was computed in `dtype`; `again` is a computation of this model within `rounded_otherwise`."""
     sides = [(side - expected).abs().masked_fill(side == expected, 0.0) for side in (computed, again)]  # -inf if masked
     (mean, largest), measured = ((float(gaps.mean()), float(gaps.max())) for gaps in sides)
     level = float(expected[expected > -math.inf].mean())

@@ -1,14 +1,14 @@
-"""The waiting of a parallel operation's threads for each other on a CPU: they spin, and sleep early while others use
-the cores.
+"""Spinning of OpenMP threads on a CPU: the threads of a parallel operation wait for each other by spinning, and sleep
+early while other processes use the cores.
 
 Spinning saves waking a thread for each of the many small products of a token. Next to a busy program it takes the core
-from the very thread that is waited for: small products then take 2.7 times as long as without spinning
+from the very thread that the others wait for: small products then take 2.7 times as long as without spinning
 (scripts/benchmark/threads.py).
 
-libgomp reads the length of the wait when it is loaded and has no function to change it, but two lengths:
+libgomp reads the length of the wait when it is loaded and has no function to change it. But it has two lengths:
 `GOMP_SPINCOUNT`, and a hundred spins (`OMP_WAIT_POLICY=PASSIVE`) as long as its pools have more threads than there are
-cores. So while others use the cores, a second pool is kept, whose threads sleep. Only the waiting depends on the load:
-the number of threads that compute, and with it the rounding of every sum, is fixed.
+cores. So a second pool with sleeping threads is kept while other processes use the cores. Only the waiting depends on
+the load: the number of computing threads, and with it the rounding of every sum, is fixed.
 """
 
 import os
@@ -20,7 +20,7 @@ import psutil
 import torch
 
 INTERVAL = 0.1  # seconds between two looks at the load: workers take turns within a step
-SHARE = 0.3  # of a core: others that use more than what this process leaves free, plus this, are in the way
+SHARE = 0.3  # share of a core that other processes may use beyond the free cores before they count as in the way
 PARALLEL = 1 << 16  # elements of a sum that torch divides among its threads
 
 Load = tuple[float, float, float]  # a time, and the seconds that all cores and this process have worked by then
@@ -36,7 +36,7 @@ def give_way() -> None:
 
 
 def second_pool() -> Callable[[], None]:
-    """Create a pool of OpenMP threads that does nothing, which libgomp counts; return what ends it."""
+    """Create an idle pool of OpenMP threads, which libgomp counts; return a function that ends it."""
     ended = threading.Event()
 
     def hold() -> None:
@@ -63,13 +63,13 @@ def watch_load() -> None:
 
 
 def is_crowded(before: Load, now: Load, free: int) -> bool:
-    """Return whether others used more than what this process leaves free: `free` cores, and a share of one."""
+    """Return whether other processes used more than the `free` cores of this one, plus SHARE of a core."""
     seconds, machine, own = (later - earlier for earlier, later in zip(before, now, strict=True))
     return machine - own > (free + SHARE) * seconds
 
 
 def used(cores: list[int]) -> Load:
-    """Return the time, the seconds that these cores have worked since the start of the machine, and this process's."""
+    """Return the time, the busy seconds of these cores since the machine started, and those of this process."""
     every = psutil.cpu_times(percpu=True)
     times = [every[core] for core in cores if core < len(every)]
     return (

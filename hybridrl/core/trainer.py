@@ -1,7 +1,7 @@
 """The training loop, and the step of reinforcement learning that it runs.
 
-Knows no configuration, no Ray and no rollout engine. Asynchronous training is another `Experience`, and where
-rollout has its own, other `Devices`; supervised fine-tuning another `Task`; neither edits this file.
+Does not depend on the configuration, Ray or a rollout engine. Asynchronous training is another `Experience` (with other
+`Devices` if rollout has its own), supervised fine-tuning another `Task`; neither edits this file.
 """
 
 from abc import abstractmethod
@@ -23,7 +23,7 @@ from hybridrl.tracking.sink import Sink, Stopwatch
 
 
 class Task(Protocol):
-    """The model that the loop trains; a task that shares its devices with nothing else inherits the answers below."""
+    """The thing that the training loop trains. The defaults suit a task that has its devices to itself."""
 
     @property
     @abstractmethod
@@ -32,7 +32,7 @@ class Task(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether the data of the run is used up before its steps."""
+        """Whether the run's data is used up before its last step."""
         return False
 
     @abstractmethod
@@ -41,7 +41,7 @@ class Task(Protocol):
 
     @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
-        """Validate the model as it is after `step` steps; returns metrics, none without validation data."""
+        """Validate the model after `step` steps; returns metrics, empty without validation data."""
 
     def before_save(self) -> None:
         """Bring the devices into the state in which workers can save."""
@@ -52,24 +52,24 @@ class Task(Protocol):
         return {}
 
     def rebuild(self) -> None:
-        """Replace the processes that have grown before the next weight sync."""
+        """Before the next weight sync, replace processes whose memory has grown."""
         return
 
     def problem(self) -> str:
-        """Why a run should not resume from the last step if it can help it; empty: no reason."""
+        """Return the reason to avoid the last step when resuming; empty if there is none."""
         return ""
 
     def record_diagnosis(self, step: int, *, show: bool) -> None:
-        """Keep what the step trained on, and print a few of its samples if `show`."""
+        """Store the rows that the step trained on, and print a few of its samples if `show`."""
         return
 
 
 class Checkpoints(Protocol):
-    """The saving of a run; `failed` is the error of the last save. `due` returns how long a step is to be kept,
-    None if it need not be saved; with None `start` saves it to resume from."""
+    """Checkpointing; `failed` is the error of the last save. `due` returns the save that this step needs, or None.
+    `start(None)` writes a checkpoint for resuming only."""
 
     failed: Exception | None
-    store: Any  # the checkpoints in its `directory`, of which `last` returns what to resume from, or None
+    store: Any  # the checkpoints in its `directory`; `last` returns the one to resume from, or None
     watch: Stopwatch
 
     @property
@@ -85,7 +85,7 @@ class Checkpoints(Protocol):
 
 
 class Health(Protocol):
-    """The judgement of a step's metrics; `new` and `shows` are of the last one that was judged."""
+    """Health rules for a step's metrics; `new` and `shows` refer to the step judged last."""
 
     new: Sequence[object]
 
@@ -137,7 +137,7 @@ class Trainer:
     watch: Stopwatch = field(default_factory=Stopwatch, init=False)
 
     def fit(self, done: int, start_up: dict[str, float]) -> None:
-        """Train to the last step, of which `done` are; a resumed run logs `start_up` with its first step."""
+        """Train the remaining steps; `done` steps are complete. A resumed run logs `start_up` with its first step."""
         if done == 0 and self.schedule.validate_first:
             self.tracker.log(0, self.task.validate(0) | self.task.take_metrics())
         if self.schedule.validate_only:
@@ -219,8 +219,8 @@ class RLTask(Task):
         return self.experience.finished
 
     def train_step(self, step: int) -> dict[str, float]:
-        """One step of the algorithm; every line fills fields of the batch. Only `advantages` changes what another
-        filled: it masks rejected tokens, and subtracts a KL penalty from rewards."""
+        """Run one step of the algorithm; every line fills fields of the batch. Only `advantages` changes fields that
+        are filled already: it masks rejected tokens, and subtracts a KL penalty from rewards."""
         algorithm, workers = self.algorithm, self.workers
         collected = self.experience.collect(step)
         batch = workers.old_log_probs(collected.batch, algorithm, step)  # skipped where the update computes the same
@@ -230,7 +230,7 @@ class RLTask(Task):
             batch = workers.values(batch)
         with self.watch("adv"):
             batch, metrics = algorithm.advantages(batch)
-        batch, update_metrics = workers.update(batch, step)  # critic and policy, each when it is due
+        batch, update_metrics = workers.update(batch, step)  # critic and policy, each in the steps that update it
         if algorithm.uses_reference and _due(step, self.refresh_reference_every):
             workers.refresh_reference()
         self.sample_log.training_samples(step, collected.samples, batch)

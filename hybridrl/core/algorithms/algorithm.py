@@ -1,4 +1,4 @@
-"""The needs of a step of the algorithm, the way from scored responses to advantages, and the functions of names."""
+"""The algorithm of a step: what it needs, how rewards become advantages, and how functions are found by name."""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -28,9 +28,9 @@ from hybridrl.required import required
 class Algorithm:
     """The part of a step between the rewards and the update.
 
-    `estimator` is a function of the step's rows, its parameters bound, and `entry` its facts. `kl_in_reward` and
-    `kl_in_loss` are forms of a KL penalty, or None. `bypass` uses the rollout engine's log-probs as the old ones;
-    otherwise `correction` weights and masks tokens by the difference of the two.
+    `estimator` is a function of the step's rows, with its parameters bound, and `entry` its catalog entry.
+    `kl_in_reward` and `kl_in_loss` are forms of a KL penalty, or None. `bypass` uses the rollout log-probs as old
+    log-probs; otherwise `correction` weights and masks tokens by the difference of the two.
     """
 
     estimator: Callable[[Batch], tuple[Tensor, Tensor]]
@@ -57,7 +57,7 @@ class Algorithm:
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Return whether advantages depend on a forward pass of the policy, then computed before the update."""
+        """Return whether advantages depend on a forward pass of the policy, which then precedes the update."""
         if self.needs_reference_kl:
             return True
         corrects = self.correction is not None and not self.correction.fits_update
@@ -90,7 +90,7 @@ class Algorithm:
         # A rejected token is not trained on; its reward and its value still belong to the tokens before it.
         written = replace(corrected, response_mask=batch.response_mask)
         rows = written.by_episode()
-        if ":" in self.entry.name:  # custom code may change what it gets, and carried fields may be large
+        if ":" in self.entry.name:  # custom code may change its input, and carried fields may be large
             carried = {name: value for name, value in rows.carried.items() if name in self.entry.reads}
             rows = deepcopy(replace(rows, carried=carried))
         advantages, returns, *logged = self.estimator(rows)
@@ -111,7 +111,7 @@ class Algorithm:
 # A name is one of the catalog's, or path/to/file.py:function: a custom function, whose attributes are the facts of its
 # entry. Functions are imported when they are looked up.
 
-# What a custom function finds in the namespace `settings` besides the configuration keys: name there, and key.
+# Further names in the namespace `settings` of custom functions, with the configuration keys that they stand for.
 SETTINGS = {
     "normalise": "norm_adv_by_std_in_grpo",
     "part_weights": "gdpo_reward_weights",
@@ -166,9 +166,9 @@ def imported(function: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 def bind(function: Callable[..., Any], values: Mapping[str, Any], rows: int = 1) -> Callable[..., Any]:
-    """The function with its parameters bound; its first `rows` arguments are left to the caller. A parameter is bound
-    to the value of its name. Custom functions may have one further positional parameter, of any other name: it is bound
-    to a namespace of all values."""
+    """Return the function with its parameters bound to the values of their names; the first `rows` arguments are left
+    to the caller. Custom functions may have one further positional parameter with any other name: it is bound to a
+    namespace of all values."""
     parameters = list(signature(function).parameters.values())
     further = [item.name for item in parameters[rows:] if item.kind is Parameter.POSITIONAL_OR_KEYWORD]
     if further and further[0] not in values:

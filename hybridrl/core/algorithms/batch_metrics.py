@@ -1,5 +1,5 @@
-"""Metrics of a step's rows, under verl's names, and a check that engine and trainer agree about the sampled tokens:
-both compute the same log-probs from the same weights."""
+"""Metrics of a step's rows, under verl's names, and a check that engine and trainer compute the same log-probs of the
+sampled tokens from the same weights."""
 
 from dataclasses import dataclass, replace
 from math import inf
@@ -16,8 +16,8 @@ LIMITS = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}
 
 def batch_metrics(batch: Batch, scored: Tensor | None = None) -> dict[str, float]:
     """Scores, rewards, advantages, values, lengths and groups of a step's episodes; metrics of empty fields are left
-    out. Lengths and repetition are of what the policy wrote; the entropy is of the tokens in `scored`, the response
-    mask before a rejection narrowed it; all other metrics are of those in the present one."""
+    out. Lengths and repetition count the tokens that the policy wrote. The entropy is over the tokens in `scored`, the
+    response mask before rejections; all other metrics are over the present response mask."""
     tokens, repeated, batch = int(batch.lengths.sum()), repeated_ngrams(batch), batch.by_episode()
     trained, lengths = required(batch.response_mask), batch.written_lengths
     scored = trained if scored is None else scored
@@ -53,9 +53,9 @@ def value_metrics(batch: Batch) -> dict[str, float]:
 
 
 def mismatch_metrics(batch: Batch) -> dict[str, float]:
-    """Difference between rollout log-probs and training log-probs of the sampled tokens, given the same weights. Over
-    the tokens in the response mask, so before a rejection narrows it. Rows without one are ignored, and so are tokens
-    that were sampled with older weights."""
+    """Difference between rollout log-probs and training log-probs of the sampled tokens, given the same weights.
+    Covers the tokens in the response mask: pass the mask before rejections. Rows without such tokens are ignored, and
+    so are tokens that were sampled with older weights."""
     batch = fresh_only(batch)
     if batch.old_log_probs is None or batch.rollout_log_probs is None or not required(batch.response_mask).any():
         return {}
@@ -88,23 +88,23 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
         "rollout_corr/log_ppl_diff_max": gap.max(),
         "rollout_corr/log_ppl_diff_min": gap.min(),
         "rollout_corr/ppl_ratio": gap.exp().mean(),
-        "rollout_corr/chi2_token": _mean_square_ratio(log_ratio[tokens]) - 1,  # of the trainer from the engine
+        "rollout_corr/chi2_token": _mean_square_ratio(log_ratio[tokens]) - 1,  # chi-squared(trainer || engine)
         "rollout_corr/chi2_seq": _mean_square_ratio(batch.per_row(log_ratio)[rows]) - 1,
     }
     return {name: float(value) for name, value in metrics.items()}
 
 
 def fresh_only(batch: Batch) -> Batch:
-    """Return the rows with a response mask of the tokens only that the step's own weights have sampled."""
+    """Return the rows with a response mask of only the tokens that the step's own weights have sampled."""
     if batch.staleness is None:
         return batch
     return replace(batch, response_mask=required(batch.response_mask) & (batch.staleness == 0))
 
 
 def off_policy_metrics(batch: Batch) -> dict[str, float]:
-    """Staleness of the episodes, in steps, under verl's names: of their newest and oldest tokens, and how many steps
-    their tokens span; and the mean of all tokens that the policy wrote. Empty if all are of the step's own weights by
-    construction."""
+    """Staleness of the episodes in steps, under verl's names: of their newest and oldest tokens, and the number of
+    steps that their tokens span; also the mean over all tokens that the policy wrote. Empty if all tokens are sampled
+    with the step's own weights by construction."""
     if batch.staleness is None or not required(batch.response_mask).any():
         return {}
     tokens, row = batch.staleness[batch.response_mask], batch.response_row[batch.response_mask]
@@ -135,16 +135,17 @@ def throughput_metrics(metrics: dict[str, float], devices: int) -> dict[str, flo
 
 
 def repeated_ngrams(batch: Batch, size: int = 4, rows: int = 256) -> float:
-    """Share of a response's n-grams of `size` tokens that it contains before, over the first `rows` rows. Each turn of
-    the policy is a response: the form of a call, which every turn repeats, is no repetition, nor is what it reads."""
+    """Share of n-grams of `size` tokens that repeat an earlier one of the same response, over the first `rows` rows.
+    Each turn counts as a response: the format of a call, which every turn repeats, does not count, nor do tokens of
+    the environment."""
     lengths = batch.response_lengths[:rows]
     row, written = torch.arange(len(lengths)).repeat_interleave(lengths), batch.written[: int(lengths.sum())]
-    begins = torch.ones_like(written)  # of what is written without a break
+    begins = torch.ones_like(written)  # starts of stretches that the policy wrote without a break
     begins[1:] = (row[1:] != row[:-1]) | ~written[:-1]
     turn = begins.cumsum(0)[written]
     ids = batch.response_ids[: len(row)].long()[written]
     count = max(len(turn) - size + 1, 0)
-    code = turn[:count].clone()  # of turn and tokens; two of 2**64 are hardly ever the same
+    code = turn[:count].clone()  # hash of turn and tokens; collisions in 2**64 are very unlikely
     for shift in range(size):
         code = code * 6364136223846793005 + ids[shift : shift + count] + 1
     code = code[turn[:count] == turn[size - 1 :]] if count else code
@@ -152,8 +153,8 @@ def repeated_ngrams(batch: Batch, size: int = 4, rows: int = 256) -> float:
 
 
 def zero_signal(batch: Batch) -> dict[str, float]:
-    """Number and share of groups whose responses all have the same score, so that they carry no signal; an empty dict
-    if each prompt has a single response, which is compared with none."""
+    """Number and share of groups without signal: all their responses have the same score. Empty if each prompt has a
+    single response, which has no others to be compared with."""
     groups, index = batch.group.unique(return_inverse=True)
     if len(groups) == len(batch):
         return {}
@@ -190,7 +191,7 @@ def _quantiles(name: str, values: Tensor) -> dict[str, float]:
 
 
 class Disagreement(RuntimeError):
-    """The training log-probs of the sampled tokens are not those that they were sampled with."""
+    """The training log-probs of the sampled tokens differ from their rollout log-probs."""
 
     code = "disagreement"
 
@@ -203,8 +204,8 @@ class Agreement:
     dtype: str
 
     def check(self, batch: Batch) -> None:
-        """Raise Disagreement if rows differ by more. A log-prob that is not finite is left to the updates, which skip
-        it."""
+        """Raise Disagreement if rows differ by more. Log-probs that are not finite are ignored here: updates skip
+        them."""
         trainer, engine, written = batch.old_log_probs, batch.rollout_log_probs, fresh_only(batch).response_mask
         if trainer is None or engine is None or not required(written).any():
             return

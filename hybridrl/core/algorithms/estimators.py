@@ -21,8 +21,8 @@ PART = 1 << 18  # elements at a time, or one longer row: re-using the intermedia
 # -- comparing a response with the other responses to the same prompt, its group ---------------------------------------
 
 # Group statistics are one value per row [B], in float64: there the mean of equal scores is exactly that score, while a
-# rounding error would be normalized to a signal. A group of one has no baseline: its advantage is 0 (before whitening,
-# for the estimators that whiten), where verl uses the bare score. Returns are the same as advantages.
+# rounding error would be normalized to a signal. A group of one has no baseline: its advantage is 0 (in estimators with
+# whitening: before it). verl uses the bare score instead. Returns are the same as advantages.
 
 
 def grpo(batch: Batch, *, norm_adv_by_std_in_grpo: bool) -> Advantages:
@@ -78,8 +78,8 @@ def opo(batch: Batch) -> Advantages:
 
 def gpg(batch: Batch) -> Advantages:
     """Score less the group's mean, times alpha, on every written token (group policy gradient, Chu et al. 2025). As in
-    verl alpha is the number of the step's rows over that of its rows with a score other than 0; in the paper it counts
-    the rows of groups whose scores differ."""
+    verl alpha is the number of all rows of the step over the number of rows with a score other than 0; the paper
+    divides by the rows of groups with differing scores."""
     score = scores(batch)
     alpha = len(batch) / score.count_nonzero().clamp(min=1)
     advantages = spread(batch, alpha * centred(score, batch.group))
@@ -141,8 +141,8 @@ def gae(batch: Batch, *, gamma: float, lam: float) -> Advantages:
     """Generalized advantage estimation (Schulman et al. 2016): the critic's values are the baseline.
 
     Sums of the residuals r + gamma * V(next) - V, each discounted by gamma * lam per token; then whitened. As in verl,
-    "next" is the next token that the policy wrote, a reward on a token that it did not write is ignored, and whitening
-    is over all written tokens of the step. Returns are the advantages before whitening plus the values.
+    "next" is the next written token, rewards on tokens that the policy did not write are ignored, and whitening is
+    over all written tokens of the step. Returns are the advantages before whitening plus the values.
     """
     written, lengths = written_tokens(batch)
     values = required(batch.values)[written]
@@ -173,8 +173,8 @@ def optimal_token_baseline(batch: Batch) -> Advantages:
 
     Li et al. 2026. The weight of a token is the sum of 1 - 2 pi + (sum of pi^2) over its row's tokens up to it, which
     approximates the squared norm of their gradients; each term times `importance_weights` squared if these are filled.
-    Only written tokens are summed. A position that a single row of a group has written has no baseline: it keeps its
-    return. In verl that holds for the longest row's tail only; the two agree for rows without holes.
+    Only written tokens are summed. A position written by a single row of a group has no baseline: it keeps its return.
+    In verl this holds for the longest row's tail only; both agree for rows without holes.
     """
     return _less_baseline(batch, _positions(batch.response_lengths)[batch.response_mask])
 
@@ -212,8 +212,8 @@ def _positions(lengths: Tensor) -> Tensor:
 
 
 def written_tokens(batch: Batch) -> tuple[Tensor | slice, Tensor]:
-    """An index that picks the written tokens out of response-axis values, and their number in each row [B]. Without
-    tools the policy writes every token: then nothing is picked out, and large steps take half the time."""
+    """Return an index of the written tokens in response-axis values, and their number in each row [B]. Without tools
+    the policy writes every token: then the index is a full slice, and large steps take half the time."""
     mask = required(batch.response_mask)
     if mask.all():
         return slice(None), batch.response_lengths
@@ -229,7 +229,7 @@ def placed(batch: Batch, values: Tensor) -> Tensor:
 
 
 def spread(batch: Batch, per_row: Tensor) -> Tensor:
-    """The value of its row on each written token, 0 on the others, as float32."""
+    """Return each row's value on its written tokens, 0 on the others, as float32."""
     return per_row.float().repeat_interleave(batch.response_lengths) * required(batch.response_mask)
 
 
@@ -245,7 +245,7 @@ def whitened(values: Tensor) -> Tensor:
 
 def discounted_sums(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
     """For each element, the sum of it and the later ones of its row, each times factor ** its distance. Rows are
-    packed; `lengths` are theirs [B]. `factor` is in [0, 1]."""
+    packed, with these `lengths` [B]. `factor` is in [0, 1]."""
     lengths = lengths[lengths > 0]
     parts = (lengths.cumsum(0) - 1) // PART  # the part that each row ends in
     rows = lengths.split(parts.unique_consecutive(return_counts=True)[1].tolist())
@@ -257,7 +257,7 @@ def discounted_sums(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
 
 
 def _sums_of_part(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
-    # Rows are cut into blocks. A matrix of powers sums within all blocks at once, and what follows a block is the
+    # Rows are cut into blocks. A matrix of powers sums within all blocks at once. The rest, after a block, is the
     # discounted sum over the first elements of the row's later blocks: the same problem again, BLOCK times smaller.
     blocks = (lengths + BLOCK - 1) // BLOCK
     index = places((blocks.cumsum(0) - blocks) * BLOCK, lengths)

@@ -34,13 +34,13 @@ class Divisors:
 def token_weights(batch: Batch, mode: str, totals: Divisors, scale: float = 1.0) -> Tensor:
     """The weight of each response token in the loss [response tokens]; 0 if it is not trained, such as a tool's.
 
-    token-mean                every token of the mini-batch counts the same (DAPO, Yu et al. 2025)
-    token-sum                 every token counts 1
-    seq-mean-token-sum        a row counts by the sum of its tokens
-    seq-mean-token-mean       every row counts the same (GRPO's paper)
-    seq-mean-token-sum-norm   a row counts by the sum of its tokens over a constant `scale` (Dr. GRPO, Liu et al. 2025)
+    token-mean: every token of the mini-batch counts the same (DAPO, Yu et al. 2025)
+    token-sum: every token counts 1
+    seq-mean-token-sum: a row counts by the sum of its tokens
+    seq-mean-token-mean: every row counts the same (GRPO's paper)
+    seq-mean-token-sum-norm: a row counts by the sum of its tokens over a constant `scale` (Dr. GRPO, Liu et al. 2025)
 
-    These are verl's (August 2026), except that a row in which the policy wrote nothing counts in no mean, and that the
+    These are verl's (August 2026), with two exceptions: rows without written tokens do not count in any mean, and the
     rows of an episode count together as one.
     """
     mask = required(batch.response_mask).float()
@@ -74,9 +74,10 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, form: str) -> Tensor:
 
     One of Schulman's estimators (Approximating KL divergence, 2020); FORMS has its names and verl's.
 
-    k1 is unbiased, k2 = d^2/2 has little variance, k3 = exp(d) - d - 1 has both and is clamped to [-10, 10] as in verl,
-    where d = reference - log_probs. If clamped it has no gradient, else in expectation that of KL(reference || policy).
-    A trailing "+" keeps the value and takes k2's gradient, whose expectation is the gradient of the KL.
+    With d = reference - log_probs: k1 = -d is unbiased, k2 = d^2/2 has little variance, k3 = exp(d) - d - 1 has both
+    properties and is clamped to [-10, 10] as in verl. Where k3 is clamped it has no gradient; elsewhere its expected
+    gradient is the one of KL(reference || policy). A trailing "+" keeps the value and takes k2's gradient, whose
+    expectation is the gradient of the KL.
     """
     if form.endswith("+"):
         value, through = kl_estimate(log_probs, reference, form[:-1]), kl_estimate(log_probs, reference, "k2")

@@ -1,9 +1,9 @@
 """Policy losses: from the log-probs of sampled tokens to a loss per token.
 
-Called with the log-probs of the response tokens and their rows, each of them complete, a policy loss returns the loss
-per token and statistics per token without gradient, which are averaged over the tokens that the policy wrote. It knows
-neither how tokens are averaged nor importance weights: the caller multiplies by both and sums. In the docstrings A, p
-and r are a token's advantage, its probability and the ratio of that to the old probability.
+A policy loss gets the log-probs of the response tokens and their complete rows. It returns the loss per token, and
+statistics per token without gradient, which are averaged over the tokens that the policy wrote. Aggregation and
+importance weights are not its part: the caller multiplies by both and sums. In the docstrings A, p and r are a token's
+advantage, its probability, and the ratio of its probability to the old one.
 """
 
 import torch
@@ -107,7 +107,7 @@ def cispo(log_probs: Tensor, batch: Batch, *, clip_ratio_low: float, clip_ratio_
 def sapo(log_probs: Tensor, batch: Batch, *, tau_pos: float, tau_neg: float) -> Loss:
     """Soft Adaptive Policy Optimization (Gao et al. 2025): -A (4 / tau) sigmoid(tau (r - 1)).
 
-    tau is `tau_pos` if A > 0, else `tau_neg`; the higher, the sooner the gradient fades away from r = 1.
+    tau is `tau_pos` if A > 0, else `tau_neg`; the higher tau is, the faster the gradient decays away from r = 1.
     """
     change = log_ratio(log_probs, batch)
     tau = torch.full_like(change, tau_neg).masked_fill(required(batch.advantages) > 0, tau_pos)

@@ -1,8 +1,8 @@
-"""Tokens weighted or rejected by how far the trainer's probabilities are from those of the engine that sampled them.
+"""Weights and rejections of tokens, from the difference between training and rollout probabilities.
 
-A log-ratio is the trainer's log-prob less the engine's, of a sampled token. Where the log-probs come from, and which
-loss uses the weights, is not known here. Options, bounds and metrics are verl's (August 2026), except that metrics
-ignore rows in which the policy wrote nothing.
+A log-ratio is the training log-prob less the rollout log-prob of a sampled token. This module depends neither on the
+source of the log-probs nor on the loss that uses the weights. Options, bounds and metrics are verl's (August 2026),
+except that metrics ignore rows without written tokens.
 """
 
 import math
@@ -22,8 +22,8 @@ SAFE = 20.0  # log-ratios are clamped to [-20, 20] before they are exponentiated
 @dataclass(frozen=True)
 class Rejection:
     """Tokens (token_*) or complete rows (seq_*) are rejected if an estimate of the divergence is out of bounds. k1, k2
-    and k3 estimate KL(engine || trainer) (Schulman, Approximating KL divergence, 2020). The bounds of k1 are those of
-    exp(k1), as in verl: of the engine's probability over the trainer's. k2 and k3 have no `lower`."""
+    and k3 estimate KL(engine || trainer) (Schulman, Approximating KL divergence, 2020). For k1 the bounds apply to
+    exp(k1), as in verl: the engine's probability over the trainer's. k2 and k3 have no `lower`."""
 
     option: str
     lower: float | None
@@ -31,7 +31,7 @@ class Rejection:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The least and the largest estimate that is accepted."""
+        """The least and the largest accepted estimate."""
         return (-math.inf, self.upper) if self.lower is None else (math.log(self.lower), math.log(self.upper))
 
     def divergence(self, log_ratio: Tensor, batch: Batch) -> Tensor:
@@ -57,12 +57,12 @@ class Rejection:
         return rows[batch.response_row]
 
     def passes(self, divergence: Tensor) -> Tensor:
-        """Return whether estimates are within the bounds, which NaN never is."""
+        """Return whether estimates are within the bounds; NaN never is."""
         low, high = self.bounds
         return (divergence >= low) & (divergence <= high)
 
     def metrics(self, log_ratio: Tensor, batch: Batch) -> dict[str, float]:
-        """Metrics of the estimates, and of what this rejection alone would reject."""
+        """Metrics of the estimates, and of the tokens that this rejection alone would reject."""
         divergence, (low, high) = self.divergence(log_ratio, batch), self.bounds
         tokens, rows = of_written(divergence, batch, by_row=False), of_written(divergence, batch, by_row=True)
         estimates = tokens if self.option.startswith("token") else rows
@@ -91,7 +91,7 @@ class RolloutCorrection:
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig) -> Self | None:
-        """The correction that a run requests; None if it requests neither weights nor rejections."""
+        """Return the correction of a configuration; None if it has neither weights nor rejections."""
         section = algorithm.rollout_correction
         if section.rollout_is is None and not section.rollout_rs:
             return None
@@ -141,8 +141,8 @@ class RolloutCorrection:
 
     @property
     def fits_update(self) -> bool:
-        """Return whether an update can correct by its own log-probs: what is rejected must be known before tokens are
-        counted, and the mean of all weights before the first one is used."""
+        """Return whether an update can correct by its own log-probs: rejections must be known before tokens are
+        counted, and the mean of all weights before the first weight is used."""
         return not self.rejections and not self.batch_normalize
 
     @property
@@ -184,14 +184,14 @@ def written_only(log_ratio: Tensor, batch: Batch) -> Tensor:
 
 
 def of_written(values: Tensor, batch: Batch, by_row: bool) -> Tensor:
-    """The values of all tokens that the policy wrote, or their mean per row, for rows in which it wrote any."""
+    """Return the values of all written tokens, or their mean per row, for rows with written tokens."""
     if by_row:
         return batch.trained_mean(values)[batch.per_row(required(batch.response_mask).long()) > 0]
     return values[batch.response_mask]
 
 
 def masked_fractions(kept: Tensor, batch: Batch) -> dict[str, float]:
-    """The share of written tokens that are not kept, and of rows that lose any."""
+    """Return the share of written tokens that are rejected, and the share of rows with rejected tokens."""
     masked = (~kept).float()
     return {
         "masked_fraction": float(of_written(masked, batch, by_row=False).mean()),
@@ -204,7 +204,8 @@ def _fractions(name: str, values: Tensor, low: float, high: float) -> dict[str, 
 
 
 def _summary(tokens: Tensor, extremes: Tensor, varied: Tensor, rows: Tensor, ideal: float) -> dict[str, float]:
-    """The mean of tokens, the extremes and the deviation of what verl takes for them, and the same of rows."""
+    """Return the mean over tokens, their extremes and deviation (from the values that verl uses), and the same over
+    rows."""
     return {
         "mean": float(tokens.mean()),
         "max": float(extremes.max()),

@@ -1,8 +1,8 @@
-"""Ray: joining or starting it, placing actors on devices, calling them with deadlines. Does not know models.
+"""Ray: joining or starting it, placing actors on devices, calling them with deadlines. Independent of models.
 
-Every call has a limit, and what is silent is named with its place long before. On a single machine Ray requires its
-token and listens on the loopback only; a cluster that is joined keeps its setup. On CPU actors are forked from a
-process that has imported torch and vLLM already.
+Every call has a time limit, and silent processes are reported, with what they are doing, long before it. On a single
+machine Ray requires its token and listens on the loopback only; a joined cluster keeps its setup. On CPU actors are
+forked from a process that has already imported torch and vLLM.
 """
 
 from hybridrl.core.cluster.failures import OutOfMemory, RemoteFailure, WorkerDied, cause

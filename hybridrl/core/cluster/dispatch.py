@@ -1,8 +1,8 @@
-"""Jobs in flight on actors: given, fetched as they finish, and retried on another actor if theirs is lost.
+"""Jobs in flight on actors: sent, fetched as they finish, and retried on another actor if theirs is lost.
 
-Each actor has a lane. What its jobs need is sent in one call per turn of the event loop, and a pump fetches their
-results as long as it has any. A subclass of `Dispatcher` decides what a job is, which lane gets it, and what becomes of
-an actor that is lost.
+Each actor has a lane. New jobs are sent in one call per turn of the event loop, and a pump fetches results as long as
+the actor has jobs. A subclass of `Dispatcher` defines the jobs, assigns them to lanes, and handles the loss of an
+actor.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ J = TypeVar("J", bound=ActorJob)
 
 @dataclass(eq=False)
 class Lane(Generic[J]):
-    """One actor, its unfinished jobs by ticket, and those of them that it is sent next."""
+    """One actor, its unfinished `jobs` by ticket, and the `new` ones among them, which are sent next."""
 
     index: int
     actor: Any
@@ -48,7 +48,7 @@ class Lane(Generic[J]):
 
     @property
     def due(self) -> bool:
-        """Whether there is something to send."""
+        """Whether there are jobs to send."""
         return bool(self.new)
 
 
@@ -56,7 +56,7 @@ L = TypeVar("L", bound=Lane)
 
 
 class Dispatcher(ABC, Generic[J, L]):
-    """Jobs of one event loop at a time on the actors of `lanes`. `look_seconds` are those between two looks at them."""
+    """Jobs of one event loop at a time on the actors of `lanes`, which are checked every `look_seconds`."""
 
     look_seconds = 2.0
 
@@ -64,7 +64,7 @@ class Dispatcher(ABC, Generic[J, L]):
         self.lanes = list(lanes)
         self.waiting: deque[J] = deque()  # jobs without a lane
         self.tickets = count()
-        self.error: Exception | None = None  # the last that ended all jobs in flight
+        self.error: Exception | None = None  # the last error that ended all jobs in flight
         self._loop: asyncio.AbstractEventLoop | None = None
         self._flush_due = False
         self._watch_task: asyncio.Task | None = None
@@ -87,21 +87,21 @@ class Dispatcher(ABC, Generic[J, L]):
 
     @abstractmethod
     async def lost(self, lane: L, failure: ActorLost) -> None:
-        """Replace the actor of a lane, and decide which of its jobs are retried. Raises what ends all jobs."""
+        """Replace the actor of a lane, and decide which of its jobs are retried. An error raised here ends all jobs."""
 
     @abstractmethod
     async def look(self) -> None:
-        """Report what takes long, every `look_seconds` while jobs are in flight. Raises what ends all jobs."""
+        """Report slow actors; called every `look_seconds` while jobs are in flight. Its errors end all jobs."""
 
     @property
     def load(self) -> int:
-        """The unfinished jobs."""
+        """The number of unfinished jobs."""
         return len(self.waiting) + sum(len(lane.jobs) for lane in self.lanes)
 
     def submit(self, jobs: Iterable[J]) -> None:
         """Start jobs, in the event loop of those in flight."""
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # what an earlier loop left unfinished has no callers any more
+        if loop is not self._loop:  # unfinished jobs of an earlier loop have no callers any more
             self._loop, self._flush_due, self._watch_task = loop, False, None
             self.waiting.clear()
             for lane in self.lanes:
@@ -110,12 +110,12 @@ class Dispatcher(ABC, Generic[J, L]):
         self.flush_soon()
 
     def flush_soon(self) -> None:
-        if not self._flush_due:  # once for all that comes in this turn of the loop
+        if not self._flush_due:  # once for all jobs submitted in this turn of the loop
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
-        """Assign waiting jobs, and send each actor what is due."""
+        """Assign waiting jobs, and send each actor its new ones."""
         self._flush_due = False
         self.assign()
         for lane in self.lanes:
@@ -132,7 +132,7 @@ class Dispatcher(ABC, Generic[J, L]):
         lane.new.append(job)
 
     async def drained(self) -> None:
-        """Wait until no actor has a job. Raises what ended the jobs in flight, if they are ended by then."""
+        """Wait until no actor has a job. Raises the error that ended the jobs in flight, if one did."""
         pumps = (lane.pump for lane in self.lanes if lane.pump is not None)
         for ended in await asyncio.gather(*pumps, return_exceptions=True):
             if isinstance(ended, asyncio.CancelledError):  # by `fail`
@@ -178,7 +178,7 @@ class Dispatcher(ABC, Generic[J, L]):
 
     @contextmanager
     def _ending_all(self) -> Iterator[None]:
-        """An error in here, whatever it is, ends the jobs of all callers."""
+        """Any error in the block ends the jobs of all callers."""
         try:
             yield
         except Exception as error:
@@ -186,7 +186,7 @@ class Dispatcher(ABC, Generic[J, L]):
 
 
 async def in_lists(futures: Iterable[asyncio.Future]) -> AsyncIterator[list[tuple[int, asyncio.Future]]]:
-    """Yield futures with their indices as they finish; those that finish together come in one list."""
+    """Yield futures with their indices as they finish; futures that finish together come in one list."""
     finished: asyncio.Queue[tuple[int, asyncio.Future]] = asyncio.Queue()
     missing = 0
     for missing, future in enumerate(futures, start=1):

@@ -1,4 +1,4 @@
-"""Why a remote call has no result: Ray's errors, of whatever class, as one failure with a typed cause."""
+"""Failures of remote calls: Ray's errors, of any class, as one exception with a typed cause."""
 
 import re
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ from hybridrl.runtime.guard import kill_cause
 from hybridrl.tracking.faults import MEMORY, out_of_memory
 
 DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError, NodeDiedError, LocalRayletDiedError)
-UNEXPLAINED = "connection error code 2"  # in Ray's message about a process that ended without one
+UNEXPLAINED = "connection error code 2"  # part of Ray's message if a process ended without an error of its own
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a call of an actor has no result: `kind` is the class of the `error` that it raised, else of Ray's error, and
-    `text` the reason in one line. `lost`: it has raised nothing, so that a new one may succeed; `killed`: it ended
+    """Cause of a failed actor call: `kind` is the class of the `error` that the actor raised, else of Ray's error, and
+    `text` the reason in one line. `lost`: the actor raised nothing, so a new one may succeed; `killed`: it ended
     without a message. `failure` is Ray's error."""
 
     actor: str
@@ -45,7 +45,7 @@ class Cause:
 
     @property
     def headline(self) -> str:
-        """The end of an actor whose call has no result, in one line."""
+        """The death of the actor, or the failure of its call, in one line."""
         if isinstance(self.failure, DEATHS):
             return f"the process of {self.actor} died: {self.text}"
         return f"{self.actor} gave no result: {self.kind}: {self.text}"
@@ -53,7 +53,7 @@ class Cause:
 
 class RemoteFailure(RuntimeError):
     """A remote call failed; the message names the actor, the call and the first failure with its own traceback.
-    `silent` are the logs of the actors that did not respond in time."""
+    `silent`: logs of the actors that did not respond in time."""
 
     cause: Cause | None = None
     silent: tuple[str, ...] = ()
@@ -68,9 +68,9 @@ class WorkerDied(RemoteFailure):
 
 
 class OutOfMemory(WorkerDied):
-    """An actor had not enough memory for a call, in which others may wait for it: all must be started again.
+    """An actor ran out of memory in a call. Other actors may wait for it in this call: all must be started again.
 
-    `call` names role and method; `tokens` are those of its largest micro-batch, if that has several rows.
+    `call` names role and method; `tokens` is the size of its largest micro-batch, if that has several rows.
     """
 
     code = "device-memory"
@@ -82,7 +82,7 @@ class OutOfMemory(WorkerDied):
 
 
 def root(error: RayError) -> RayError:
-    """Return the error of Ray that a call failed with, such as an argument that was lost; else the call's own error."""
+    """Return Ray's own error behind a failed call, such as the loss of an argument; else the error of the call."""
     # Ray puts a RayError in place of an exception that cannot be pickled.
     while isinstance(error, RayTaskError) and isinstance(error.cause, RayError) and type(error.cause) is not RayError:
         error = error.cause
@@ -101,7 +101,7 @@ def cause_of(error: RayError, actor: str) -> Cause:
 
 @contextmanager
 def typed(what: str) -> Iterator[None]:
-    """Raise WorkerDied for an error of Ray itself, in which no actor has a part."""
+    """Raise WorkerDied for an error of Ray itself, without a failing actor."""
     try:
         yield
     except RayError as error:
@@ -115,14 +115,14 @@ def describe(error: RayError) -> str:
     """Return the worker's own exception in a line, and its traceback without Ray's frame around it."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()
     frames = [index for index, line in enumerate(lines) if line.startswith('  File "')]
-    # The message of an exception may have several lines, of which the first one says what it is.
+    # The message of an exception may have several lines; the first one names the error.
     after = (line for line in lines[frames[-1] :] if line[:1].strip()) if frames else iter(())
     trace = "\n".join(line for line in lines if not line.startswith("ray::") and line.strip(" ^"))
     return f"{next(after, lines[-1])}\n{trace}"
 
 
 def cause(error: RayError) -> str:
-    """Return Ray's reason of a death or a failure in a line."""
+    """Return Ray's reason for a death or a failure, in one line."""
     message = str(error)
     if isinstance(error, RayTaskError):
         return describe(error).splitlines()[0][:500]

@@ -1,5 +1,5 @@
-"""Groups of actors: one call to all or to each with its own arguments, with a deadline and one clear failure; ranks
-that are silent meanwhile are named, with what they are doing."""
+"""Groups of actors: one call to all, or to each with its own arguments, with a deadline and one clear failure. Silent
+ranks are reported while the call waits, with their current activity."""
 
 import re
 import time
@@ -33,18 +33,18 @@ from hybridrl.tracking.console import info, warn
 from hybridrl.tracking.faults import of_last_process, out_of_memory
 
 POLL_SECONDS = 2.0  # between checks that Ray is still running
-SEARCHED_LINES = 300  # of a log, for its first error
+SEARCHED_LINES = 300  # lines of a log that are searched for its first error
 LOGGED_ERROR = re.compile(r"\b[\w.]*(Error|Exception): .+")
 TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
 # A process whose device or connection to another is lost cannot continue; a new one may.
 LOST = re.compile(r"CUDA error|NCCL error|connection (reset|closed)", re.IGNORECASE)
-LOG_LINES = 8  # shown of a dead actor
-SILENT_SECONDS = 45.0  # without a response or a token, after which it is reported: explained within a minute
-TIMES_USUAL = 5  # of the median duration of the call, if that is longer
-REPLY_SECONDS = 15.0  # of the other machines
+LOG_LINES = 8  # log lines shown for a dead actor
+SILENT_SECONDS = 45.0  # seconds without a response or a token before silence is reported: explained within a minute
+TIMES_USUAL = 5  # silence is not reported before this multiple of the call's median duration, if that is longer
+REPLY_SECONDS = 15.0  # limit for replies of the other machines
 STEP_LIMIT, START_LIMIT = "trainer.step_timeout", "trainer.startup_timeout"  # keys of the limits of calls
 
-durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=100))  # of the calls of this run, by name
+durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=100))  # seconds of this run's calls, by name
 
 Actor = ActorHandle
 Pending = ray.ObjectRef  # the result of a call that may still run
@@ -87,7 +87,7 @@ class Group:
     def finish(
         self, refs: Sequence[Pending], method: Callable[..., Any], *, timeout: float, about: str = ""
     ) -> list[Any]:
-        """Return the results of started calls in rank order; an error names what they are `about`."""
+        """Return the results of started calls in rank order; an error message includes `about`."""
         return gather(refs, f"{self.role}.{method.__name__}", timeout, self.logs, about=about)
 
     def failures(self, method: Callable[..., Any], *args: Any, timeout: float) -> dict[int, Cause]:
@@ -99,7 +99,7 @@ class Group:
         return silent | _causes(refs, ready, self.logs)
 
     def only(self, ranks: Sequence[int]) -> Self:
-        """Some of the actors as a group of the same kind."""
+        """Return some of the actors as a group of the same kind."""
         group = copy(self)
         group.actors, group.logs = [self.actors[rank] for rank in ranks], [self.logs[rank] for rank in ranks]
         return group
@@ -134,8 +134,8 @@ def kill(actor: Actor) -> None:
 
 
 def control_limit(step_timeout: float) -> float:
-    """Return the limit of a call that moves weights or controls an engine, which takes seconds: five minutes, more only
-    if the limit of a step is above its default of two hours."""
+    """Return the limit of calls that move weights or control an engine; they take seconds. It is five minutes, more
+    only if the limit of a step is above its default of two hours."""
     return min(step_timeout, max(300.0, step_timeout / 24))
 
 
@@ -149,8 +149,8 @@ def gather(
     about: str = "",
 ) -> list[Any]:
     """Return the results of remote calls. Raises the first failure as soon as it is known, or its root failure.
-    `timeout` is the time without any result, not the total, from the key `key`. `what` names role and method, `logs`
-    the log files."""
+    `timeout` limits the time without any further result, not the total; it is set by the key `key`. `what` names role
+    and method, `logs` the log files."""
     results = {}
     for ref in _finished(refs, what, timeout, logs):
         try:
@@ -166,7 +166,7 @@ def gather(
 
 def _finished(refs: Sequence[Pending], what: str, timeout: float, logs: Sequence[str]) -> Iterator[Pending]:
     """Yield each call once it has finished, until none does for `timeout` seconds. Ranks that are silent for longer
-    than usual are reported meanwhile, each time after twice as long."""
+    than usual are reported, at doubling intervals."""
     waiting, began, past = list(refs), time.monotonic(), durations[what]
     usual = median(past) if past else None
     due = max(SILENT_SECONDS, TIMES_USUAL * (usual or 0))
@@ -190,7 +190,7 @@ def _finished(refs: Sequence[Pending], what: str, timeout: float, logs: Sequence
 def wait(
     refs: Sequence[Pending], timeout: float, look: Callable[[Sequence[Pending]], None] = lambda refs: None
 ) -> tuple[list[Pending], list[Pending]]:
-    """Return one finished call, if any finishes in time, and the others; `look` is called with those that have not
+    """Return one finished call, if any finishes in time, and the others. `look` is called with the unfinished calls
     every POLL_SECONDS. Raises WorkerDied if Ray is lost, which `ray.wait` itself notices late."""
     deadline = time.monotonic() + timeout
     while True:
@@ -204,7 +204,7 @@ def wait(
 
 
 def _late(what: str, ranks: Sequence[int], responded: int, timeout: float, logs: Sequence[str], key: str) -> WorkerDied:
-    """Return the failure of a call that these ranks did not respond to in time."""
+    """Return the failure of a call to which these ranks did not respond in time."""
     late = ", ".join(name(rank, logs) for rank in ranks)
     limit = f"; the limit follows from {key}" * bool(key)
     message = f"{what}: no response from {late} within {timeout:g} s ({responded} responded{limit})"
@@ -223,7 +223,7 @@ def check_ray() -> None:
 
 
 def _causes(refs: Sequence[Pending], ready: Sequence[Pending], logs: Sequence[str]) -> dict[int, Cause]:
-    """Return why calls failed among those that are ready, by rank."""
+    """Return the causes of failed calls among the `ready` ones, by rank."""
     causes = {}
     for rank, ref in enumerate(refs):
         if ref in ready:
@@ -235,7 +235,7 @@ def _causes(refs: Sequence[Pending], ready: Sequence[Pending], logs: Sequence[st
 
 
 def _head(reason: Cause, lines: list[str], log: str) -> str:
-    """Return the sentence that says what became of an actor whose log has these last lines."""
+    """Return the sentence about an actor's failure; `lines` are the last ones of its log."""
     if reason.lost:
         return reason.headline + (death_note(log) if log else "")
     if reason.out_of_memory:
@@ -244,8 +244,8 @@ def _head(reason: Cause, lines: list[str], log: str) -> str:
 
 
 def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[str]) -> RemoteFailure:
-    """Return the failure that caused the others: a rank that is lost comes before a rank that lost its peer. A rank
-    that others waited for in a collective until it timed out counts as dead."""
+    """Return the failure that caused the others: a lost rank comes before a rank that lost its peer. If a collective
+    timed out, the rank for which the others waited counts as dead."""
     with typed(what):
         ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=2.0)
     causes = _causes(refs, ready, logs)
@@ -279,8 +279,8 @@ def _log_end(log: str) -> list[str]:
 
 
 def _with_logged(description: str, lines: Sequence[str], log: str) -> str:
-    """Return the description of an error with the first one in the log of its process: an engine's own processes log
-    what went wrong, and their parent raises that something did."""
+    """Return the description of an error with the first error in the log of its process: an engine's own processes log
+    the cause, and their parent only raises that they failed."""
     logged = next((line[match.start() :] for line in lines if (match := LOGGED_ERROR.search(line))), "")
     if logged and logged not in description:
         return f"{description}\nthe first error in {log}: {logged[:500]}"
@@ -291,18 +291,18 @@ def _with_logged(description: str, lines: Sequence[str], log: str) -> str:
 
 
 def table(ranks: Sequence[int], logs: Sequence[str]) -> list[str]:
-    """Return a line for each rank that has a log, with what it is doing; its stacks are then in the log."""
+    """Return a line for each rank with a log: its current activity. Its stacks are written to the log."""
     found = explain([logs[rank] for rank in ranks if rank < len(logs)])
     return [f"  {name(rank, logs)}: {found[logs[rank]]}; its log: {logs[rank]}" for rank in ranks if rank < len(logs)]
 
 
 def name(rank: int, logs: Sequence[str]) -> str:
-    """Return the name of an actor, which its log file has as well, such as rollout-1."""
+    """Return the name of an actor, such as rollout-1: the name of its log file."""
     return Path(logs[rank]).stem if rank < len(logs) else f"rank {rank}"
 
 
 def explain(logs: Sequence[str]) -> dict[str, str]:
-    """Return what the processes that write to each log are doing, on whatever machine of the run they are."""
+    """Return the activity of the processes that write to each log, on any machine of the run."""
     found = activities(logs)
     if missing := [log for log in logs if log not in found]:
         with suppress(RayError):  # Ray is lost
@@ -313,7 +313,7 @@ def explain(logs: Sequence[str]) -> dict[str, str]:
 
 
 def _ask_others(missing: Sequence[str]) -> list[ray.ObjectRef]:
-    """Ask all other machines for the activities of the processes that write to these logs; return those that reply."""
+    """Ask all other machines for the activities of the processes that write to these logs; return the replies."""
     here = ray.get_runtime_context().get_node_id()
     others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
     asking = ray.remote(num_cpus=0)(activities)

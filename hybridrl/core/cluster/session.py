@@ -1,5 +1,5 @@
-"""The Ray of a run: an existing one is joined and left running, otherwise one is started that only this user can reach,
-and stopped at the end."""
+"""The Ray of a run: an existing Ray is joined and left running. Otherwise a Ray that only this user can reach is
+started, and stopped at the end."""
 
 import logging
 import math
@@ -32,15 +32,15 @@ from hybridrl.runtime.keeper import PrivateDirectory
 from hybridrl.tracking.console import info
 from hybridrl.tracking.sink import Sink
 
-OWN_RAY_SECONDS = 60.0  # for a Ray that was started here to reserve its devices
+OWN_RAY_SECONDS = 60.0  # limit for a Ray that was started here to reserve its devices
 POLL_SECONDS = 2.0
-REPORT_SECONDS = 60.0  # between reports of what is missing
+REPORT_SECONDS = 60.0  # between reports of missing devices
 COMPONENTS = ("raylet", "gcs_server")
 CPU_DEVICE = 0.01  # CPUs that a virtual CPU device requests from Ray: they share cores, which Ray must not ration
 
 CONNECT_SECONDS = 10.0
-# What a client of gRPC begins with, and the kind of the frame that a server answers first. Ray itself would wait for
-# minutes for any other program, such as its dashboard.
+# First bytes of a gRPC client, and the type of the first frame of a server's response. For any other program at the
+# address, such as its dashboard, Ray itself would wait for minutes.
 HTTP2_PREFACE, HTTP2_SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", b"\4"
 METRIC, TAGS = "hybridrl_metric", ("metric", "project", "experiment")
 
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RayMachine:
-    """A machine of a Ray cluster: host and address, Ray's number of it, and its resources, all and unreserved."""
+    """A machine of a Ray cluster: host and address, Ray's id for it, its total and its unreserved resources."""
 
     name: str
     node_id: str
@@ -74,7 +74,7 @@ def start_ray(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> N
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         Config.initialize("")  # Ray reads its environment again
     else:
-        # From 2.60 on `ray start` requires the token it made, and ray.init does not send it by itself.
+        # From 2.60 on `ray start` requires the token that it made, and ray.init does not send it by itself.
         send_token = vars(ray._private.worker).get("maybe_enable_token_auth_if_token_available")
         if send_token:
             send_token(warn_if_disabled=False)
@@ -105,7 +105,7 @@ def start_ray(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> N
 
 @contextmanager
 def _isolated(directory: PrivateDirectory) -> Iterator[None]:
-    """Have a Ray that is started here use its private directory and listen on this machine's loopback only."""
+    """Make a Ray that is started in the block use its private directory and listen on the loopback only."""
     tempfile.gettempdir()  # cached before TMPDIR changes: this process keeps its directory
     environment = directory.environment | ray_token(directory.path)
     constants, before = ray._private.ray_constants, {name: os.environ.get(name) for name in environment}
@@ -123,7 +123,7 @@ def _isolated(directory: PrivateDirectory) -> Iterator[None]:
 
 @contextmanager
 def joined(ray_init: dict[str, Any]) -> Iterator[None]:
-    """Join the existing Ray for the time of the block. Raises ConfigError if it does not respond."""
+    """Join the existing Ray within the block. Raises ConfigError if it does not respond."""
     start_ray(ray_init, None)
     try:
         yield
@@ -147,18 +147,18 @@ def read_machines() -> list[RayMachine]:
 
 
 def join_command() -> str:
-    """Return the command by which a further machine joins the Ray that this process is connected to."""
+    """Return the command with which a further machine joins the Ray of this process."""
     return f"ray start --address={ray.get_runtime_context().gcs_address}"
 
 
 def missing_machines(machines: Sequence[RayMachine], request: Mapping[str, float], wanted: int) -> list[str]:
-    """Return the machines that a run lacks; `request` is what it reserves on each of `wanted` machines."""
+    """Return the machines that a run lacks; it reserves the resources of `request` on each of `wanted` machines."""
     fitting = sum(machine.has(request) for machine in machines)
     return [f"machine {number} of {wanted} is missing" for number in range(fitting + 1, wanted + 1)]
 
 
 def describe_room(machines: Sequence[RayMachine], request: Mapping[str, float]) -> list[str]:
-    """Return for each machine what is requested of it, what it has, and what of that is free."""
+    """Return a line for each machine: its requested, total and free resources."""
     lines = []
     width = max((len(machine.name) for machine in machines), default=0)
     for machine in machines:
@@ -172,7 +172,7 @@ def describe_room(machines: Sequence[RayMachine], request: Mapping[str, float]) 
 
 
 def lost_component() -> str | None:
-    """Return the essential component that has ended of a Ray started by this process, or None."""
+    """Return an essential component that has ended, of the Ray started by this process, or None."""
     node = ray._private.worker._global_node
     ended = {kind for kind, _ in node.dead_processes()} if node else set()
     return next((component for component in COMPONENTS if component in ended), None)
@@ -180,8 +180,8 @@ def lost_component() -> str | None:
 
 @dataclass(frozen=True)
 class Pool:
-    """Devices that are used alike, as many on each of its machines; `first` is the number of the first one among all
-    devices of the run."""
+    """Devices with the same use, equally many on each machine; `first` is the index of the first one among all devices
+    of the run."""
 
     machines: int
     per_machine: int
@@ -214,11 +214,11 @@ class RaySession:
         self.pools = [self.training, self.rollout] if rollout else [self.training]
         self.timeout = timeout if self.joined else min(timeout, OWN_RAY_SECONDS)
         self.directory = None if self.joined else PrivateDirectory()
-        # Of the groups, in devices:
+        # Devices of each group:
         self.sizes = [pool.per_machine for pool in self.pools for _ in range(pool.machines)]
         self.places = [(group, bundle) for group, size in enumerate(self.sizes) for bundle in range(size)]  # by device
         self.groups: dict[int, PlacementGroup] = {}  # one for each machine of a pool, in their order
-        self.nodes: list[str] = []  # of the groups
+        self.nodes: list[str] = []  # Ray's id of each group's machine
         with ExitStack() as undo:
             undo.callback(self.close)
             start_ray(ray_init, self.directory)
@@ -226,7 +226,7 @@ class RaySession:
             undo.pop_all()
 
     def renew(self) -> None:
-        """End all actors on the devices, and reserve these again for another run."""
+        """End all actors on the devices, and reserve the devices again for another run."""
         self._release()
         self._reserve()
 
@@ -236,7 +236,7 @@ class RaySession:
 
     @typed("reserving the devices")
     def _reserve(self) -> None:
-        """Reserve one group of devices per machine; says at once, and from time to time, what it waits for."""
+        """Reserve one group of devices per machine; logs at once, and from time to time, what is missing."""
         sizes = self.sizes
         began, reported, ready, timeout = time.monotonic(), float("-inf"), [], self.timeout
         while True:
@@ -274,7 +274,7 @@ class RaySession:
 
     @property
     def _request(self) -> str:
-        """What is reserved, by keys and values."""
+        """The requested devices, as configuration keys and values."""
         keys = ("trainer", "actor_rollout_ref.rollout")
         parts = [
             f"{key}.nnodes={pool.machines} x {key}.n_gpus_per_node={pool.per_machine}"
@@ -283,7 +283,7 @@ class RaySession:
         return f"{' and '.join(parts)} on {self.device}"
 
     def _room(self, done: int) -> str:
-        """Return what is reserved and what is missing, in lines."""
+        """Return the reserved and the missing resources, as lines."""
         here, lines = read_machines(), []
         for pool in self.pools:
             request = request_of(self.device, pool.per_machine)
@@ -299,12 +299,12 @@ class RaySession:
         return self.groups[group], bundle
 
     def node(self, device: int) -> str:
-        """Return Ray's number of the machine of a device."""
+        """Return Ray's id of the machine of a device."""
         return self.nodes[self.places[device][0]]
 
     @property
     def first_devices(self) -> list[int]:
-        """The first device of each machine, of which several groups may be on one."""
+        """The first device of each machine; several groups may be on one machine."""
         firsts: dict[str, int] = {}
         for device in range(len(self.places)):
             firsts.setdefault(self.node(device), device)
@@ -315,9 +315,9 @@ class RaySession:
         return [self.node(other) for other in range(len(self.places))].count(self.node(device))
 
     def close(self) -> None:
-        """Release the devices, ending all actors on them, and stop the Ray that was started here."""
+        """Release the devices and end all actors on them; stop Ray if it was started here."""
         if self.joined:
-            with suppress(RayError):  # it is lost, and the devices are free
+            with suppress(RayError):  # Ray is lost, and the devices are free
                 self._release()
         ray.shutdown()
         if self.directory:
@@ -335,8 +335,8 @@ def request_of(device: str, devices: int) -> dict[str, float]:
 
 
 class RayMetricsSink(Sink):
-    """A run's metrics among Ray's own, which Prometheus reads where `ray start` was given a `--metrics-export-port`:
-    the gauge `ray_hybridrl_metric{metric="actor/entropy", ...}` has the last value of each."""
+    """Exports a run's metrics with Ray's own; Prometheus reads them if `ray start` had a `--metrics-export-port`. The
+    gauge `ray_hybridrl_metric{metric="actor/entropy", ...}` has the last value of each metric."""
 
     def __init__(self, project: str, experiment: str) -> None:
         self._gauge = Gauge(METRIC, "the last value of each metric of a run", TAGS)

@@ -1,8 +1,8 @@
-"""Experience whose episodes outlive a step: those in flight when a step has enough are continued in the next one.
+"""Experience with episodes that outlive a step: episodes in flight when a step has enough continue in the next one.
 
-The episodes run in an event loop of a thread of their own, one task for each group, and environments continue while the
-devices train. Only requests to the engines wait: the client holds them between `interrupt` and `resume`. Where rollout
-has devices of its own, that is only during a weight sync and after a restart, unless batches are fixed.
+The episodes run in an event loop in a separate thread, one task for each group. Environments continue while the devices
+train; only requests to the engines wait: the client holds them between `interrupt` and `resume`. If rollout has its own
+devices, they wait only during a weight sync and after a restart, unless batches are fixed.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from hybridrl.tracking.sink import Activity
 T = TypeVar("T")
 
 
-QUEUED = 0.25  # requests that wait in the engines, as a share of those that run, and replace one that ends at once
+QUEUED = 0.25  # requests queued in the engines to replace finished ones at once, as a share of the running requests
 
 
-# Which groups are in flight, which a step trains on, and how many may be started, so that no token is trained on that
-# is older than a bound. Nothing is dropped for its age: that would remove long responses more often than short ones,
-# and a policy that is rewarded for length would not learn it. What is bounded is how much is started (as in AReaL, Fu
-# et al. 2025), and a step waits for what could not be trained in time otherwise.
+# Admission control: the groups in flight, the groups of each step, and the number of groups to start. No trained token
+# is older than a bound. Nothing is dropped for its age: this would remove long responses more often than short ones,
+# and a policy that is rewarded for length would not learn it. Instead the number of started groups is bounded (as in
+# AReaL, Fu et al. 2025), and a step waits for groups that could not be trained in time otherwise.
 @dataclass
 class Admission:
     """Groups by their positions in the run's order; each step with the weights `version` trains `batch` of them.
@@ -46,8 +46,8 @@ class Admission:
     def capacity(self, *, training: bool = False) -> int:
         """Return how many groups may be started now; `training`: while a step trains on the groups that it has.
 
-        With the bound n a step finds at most (n + 1) * batch groups in flight, which the n + 1 steps until the newest
-        of them is due can train. One that has chosen its groups leaves n steps.
+        With the bound n a step finds at most (n + 1) * batch groups in flight. The newest of them is due after n + 1
+        steps, which can train them all. After a step has chosen its groups, n steps are left.
         """
         steps = self.bound if training else self.bound + 1
         return min(steps * self.batch, self.most - training * self.batch) - len(self.started)
@@ -61,10 +61,10 @@ class Admission:
             del self.started[position]
 
     def choose(self, version: int, complete: Collection[int]) -> list[int] | None:
-        """Return the groups to train now, in their order; None while it must wait for further ones to be complete.
+        """Return the groups to train now, in their order; None if the step must wait for further complete groups.
 
-        Those that are due first are chosen first. It waits until there are enough, and what is left over can be trained
-        in time: of the groups due at version u, those that do not fit into the steps after this one up to u.
+        Groups that are due first are chosen first. The step waits until it has enough groups, and until the others can
+        be trained in time: it must train the groups due at version u that do not fit into the later steps up to u.
         """
         if not Goal(self._needs(version)).reached(complete):
             return None
@@ -73,7 +73,7 @@ class Admission:
         return sorted(by_due[:wanted])
 
     def goal(self, version: int, complete: Collection[int]) -> Goal:
-        """Return what has to be sampled until groups can be chosen, given those that are complete already."""
+        """Return the goal of sampling until groups can be chosen, given the `complete` groups."""
         return Goal(
             [
                 (some - set(complete), count - sum(one in some for one in complete))
@@ -90,7 +90,7 @@ class Admission:
 
 
 class LoopThread:
-    """An event loop that runs in a thread, where coroutines outlive the calls that started them."""
+    """An event loop in a thread: its coroutines outlive the calls that started them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -102,8 +102,8 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def close(self) -> None:
-        """Cancel everything and end the thread; what it runs in further threads, such as a server that is being
-        rebuilt, is not waited for."""
+        """Cancel everything and end the thread. Does not wait for work in further threads, such as the rebuild of a
+        server."""
         if self.thread.is_alive():
             self.run(self._cancel())
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -119,13 +119,13 @@ class LoopThread:
 
 @dataclass(eq=False, kw_only=True)
 class AsynchronousExperience(Experience):
-    """Keeps groups of episodes running over the steps, none of which is trained on with tokens that are more than
-    `bound` steps old. A step takes the groups that are complete, and does not wait for the slowest responses.
+    """Keeps groups of episodes running over the steps, and trains on no token older than `bound` steps. A step takes
+    complete groups, and does not wait for the slowest responses.
 
-    At most `most` groups are in flight, and as many as keep the engines as full as a synchronous step would: they work
-    on `slots` responses at a time. With `fixed` the groups are divided among so many servers, each of which interrupts
-    itself, so that the same happens every time. Otherwise `overlaps` has the engines continue while a step trains. The
-    `store` carries the responses from step to step.
+    At most `most` groups are in flight, enough to keep the engines as full as a synchronous step would: they work on
+    `slots` responses at a time. With `fixed`, groups are assigned to this many servers by number and each server stops
+    by itself, which is deterministic. Otherwise, with `overlaps`, the engines continue while a step trains. The `store`
+    carries the responses from step to step.
     """
 
     bound: int
@@ -139,7 +139,7 @@ class AsynchronousExperience(Experience):
         self.full = min(self.slots, batch * self.plan.samples_per_prompt) * (1 + QUEUED)
         self.shares = [Admission(self.bound, batch // count, self.most // count) for _ in range(count)]
         self.complete: dict[int, list[Episode]] = {}  # groups that wait to be trained on, by position
-        self.dropped: list[Episode] = []  # of groups without signal, since the last step
+        self.dropped: list[Episode] = []  # episodes of groups without signal, since the last step
         self.tasks: dict[int, asyncio.Task[list[Episode]]] = {}
         self.thread: LoopThread | None = None
         self.continuing: asyncio.Task[None] | None = None  # starts groups while a step trains
@@ -155,7 +155,7 @@ class AsynchronousExperience(Experience):
 
     @property
     def in_flight(self) -> dict[int, int]:
-        """The groups that are started and not trained on, with the version of the weights then."""
+        """The groups that are started and not yet trained, each with the weight version at its start."""
         started = [dict(share.started) for share in self.shares]  # copied at once: the thread may start more
         return {position: version for some in started for position, version in some.items()}
 
@@ -211,7 +211,7 @@ class AsynchronousExperience(Experience):
             metrics["timing_s/rollout_paused"] = time.monotonic() - self.paused_at
         metrics["partial/open_at_switch"] = len(client.held())
         for position in self.in_flight:
-            if position not in self.tasks and position not in self.complete:  # of an earlier process
+            if position not in self.tasks and position not in self.complete:  # started by an earlier process
                 self._run(position)
         positions = await (self._sample_fixed if self.fixed else self._sample_freely)(version)
         if not self.overlaps:
@@ -253,7 +253,7 @@ class AsynchronousExperience(Experience):
             await self.changed.wait()
 
     async def _pause(self) -> None:
-        """Interrupt all requests, and raise what went wrong while the step trained."""
+        """Interrupt all requests, and raise any error of the time in which the step trained."""
         continuing, self.continuing, self.paused_at = self.continuing, None, time.monotonic()
         assert continuing is not None
         continuing.cancel()
@@ -262,7 +262,7 @@ class AsynchronousExperience(Experience):
         await self.runner.client.interrupt()
 
     async def _sample_fixed(self, version: int) -> list[int]:
-        """As above, but each server gets all its requests at once, and stops by itself."""
+        """Like `_sample_freely`, but each server gets all its requests at once, and stops by itself."""
         client = self.runner.client
         await client.interrupt()
         self._admit(version)
@@ -280,7 +280,7 @@ class AsynchronousExperience(Experience):
         return [position for position in share.started if position in self.complete]
 
     async def _settle(self) -> None:
-        """Wait until all groups are complete of which the client holds no request."""
+        """Wait until all groups are complete, except those with requests that the client holds."""
         await asyncio.sleep(0)  # new groups request their responses
         unfinished = {key[0] for key in self.runner.client.held()}
         await asyncio.gather(*(task for position, task in self.tasks.items() if position not in unfinished))
@@ -328,7 +328,7 @@ class AsynchronousExperience(Experience):
                 self._drop(position, episodes, signal)
 
     def _drop(self, position: int, episodes: list[Episode], group_filter: GroupFilter) -> None:
-        """Leave out a group without signal; NoSignal after as many of them as a step may draw."""
+        """Leave out a group without signal; NoSignal once their number reaches the limit of a step."""
         self.dropped += episodes
         self.store.drop([position])
         self._share_of(position).end([position])

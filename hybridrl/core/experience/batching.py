@@ -1,7 +1,7 @@
 """Groups: the scored episodes of one prompt, how they become rows of a batch, and which of them a step trains on.
 
-Dynamic sampling (DAPO, Yu et al. 2025) drops groups without signal and replaces them by those of further prompts. Knows
-neither engines nor data; the collector runs the episodes.
+Dynamic sampling (DAPO, Yu et al. 2025) drops groups without signal and replaces them by groups of further prompts. This
+module does not depend on engines or data; the collector runs the episodes.
 """
 
 import logging
@@ -28,14 +28,14 @@ SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
 
 
 def group_by_prompt(episodes: Sequence[Episode]) -> list[list[Episode]]:
-    """Return sorted episodes by prompt, without those that have no score; a prompt that has none left is no group."""
+    """Return sorted episodes by prompt, without episodes that have no score; a prompt without any has no group."""
     scored = [episode for episode in episodes if episode.score.value is not None]
     return [list(group) for _, group in groupby(scored, key=lambda episode: episode.position)]
 
 
 def reward_component(score: Score, name: str, key: str) -> float:
-    """Return the number that the reward gave under `name`, which the configuration's `key` asks for; ConfigError if it
-    gave none.
+    """Return the reward component `name`, which the configuration's `key` requests; ConfigError if the reward did not
+    return a number.
 
     A fault of the grader that counts as a score of 0 has no components: each counts as 0 as well.
     """
@@ -62,9 +62,9 @@ def to_batch(
     """Return the groups as packed rows, numbered in their order, with the reward components named by `reward_keys`, and
     the score of each prompt's `greedy` response, if it was sampled.
 
-    An episode is one row, or several next to each other where its context was replaced. With `mask_truncated` no token
-    of an episode cut by a length limit is trained on. `version` is that of the weights that the step starts with, if
-    tokens may have been sampled with others.
+    An episode is one row, or several neighbouring rows if its context was replaced. With `mask_truncated` no token of
+    an episode cut by a length limit is trained on. `version` is the weight version at the start of the step, if
+    tokens may have been sampled with other weights.
     """
     episodes = [episode for group in groups for episode in group]
     rows_of = [episode.trajectory.rows() for episode in episodes]
@@ -107,7 +107,7 @@ def to_batch(
 
 
 def _carried(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Return the fields that any row has, of all rows."""
+    """Return, for all rows, each field that at least one row has."""
     none = {name: value[:0] for row in rows for name, value in row.carried.items()}
     if not none:
         return {}
@@ -135,7 +135,7 @@ def _token_rewards(scores: Sequence[Score], rows_of: Sequence[Sequence[Row]]) ->
 
 
 class NoSignal(RuntimeError):
-    """A step drew as many prompts as it may, and the responses to too few of them differ."""
+    """A step has drawn its maximum number of prompts, and the responses differ for too few of them."""
 
     code = "no-signal"
 
@@ -145,8 +145,8 @@ class GroupFilter:
     """The choice of groups with a signal; a step may draw `max_batches` times; 0: up to one pass over the data.
 
     `metric` is "score" (verl's seq_reward and seq_final_reward mean the same here) or a key of the reward's dict.
-    `draw_size` prompts are drawn at a time; None: first as many as are wanted, then as many as are probably missing.
-    A step that may draw no more is trained on what it has kept, if that is at least `least` groups.
+    `draw_size` prompts are drawn at a time; None: first the wanted number, then the number that is probably missing.
+    At the end of its draws a step trains on the groups kept, if there are at least `least`.
     """
 
     metric: str
@@ -168,7 +168,7 @@ class GroupFilter:
 class Draws:
     """The groups that a step has drawn so far, and in `kept` those to train on.
 
-    `wanted` groups are to be kept. The run has `left` prompts from here on, and a pass over the data has `data_size`.
+    The step needs `wanted` groups. The run has `left` prompts from here on, and a pass over the data has `data_size`.
     """
 
     group_filter: GroupFilter | None
@@ -205,7 +205,7 @@ class Draws:
                 raise NoSignal(self._diagnosis(self.group_filter))
             logger.warning("%s. This step is trained on the groups found", self._diagnosis(self.group_filter))
             return 0
-        # As many as will probably fill the step, given the share kept so far.
+        # The number that will probably fill the step, given the share kept so far.
         missing = self.wanted - len(self.kept)
         likely = min(math.ceil(missing * self.prompts / len(self.kept)), self.wanted) if self.kept else self.wanted
         size = min(self.group_filter.draw_size or likely, allowed)

@@ -1,4 +1,4 @@
-"""The experience of a step: prompts in the run's order, their episodes and rewards, and the batch made of them."""
+"""The experience of a step: prompts in the run's order, their episodes and rewards, and the resulting batch."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -22,14 +22,14 @@ IN_FLIGHT = "under_way"  # in a checkpoint: the groups that were started and not
 
 
 class NothingToLearnFrom(RuntimeError):
-    """A step in which no response at all is left to train on."""
+    """No response of the step is left to train on."""
 
     code = "nothing-to-learn-from"
 
 
 @dataclass(frozen=True)
 class Collected:
-    """The experience of a step: the rows to train on, the sampled episodes that were run for them, and metrics."""
+    """The experience of a step: the rows to train on, the episodes sampled for them, and metrics."""
 
     batch: Batch
     samples: list[Episode]
@@ -37,7 +37,7 @@ class Collected:
 
 
 class Devices(Protocol):
-    """The devices of the run, which the engines use with the weights of a version, or the trainers."""
+    """Gives the devices to the engines, with the weights of a version, or to the trainers."""
 
     @property
     def weights(self) -> str: ...
@@ -53,8 +53,8 @@ class SamplingPlan:
 
     `group_filter` drops groups without signal and draws further prompts (DAPO); `reward_keys` name the reward
     components (GDPO); `mask_truncated` excludes truncated responses from training; with `greedy_baseline` one more
-    response per prompt is sampled greedily (ReMax, Li et al. 2023). Tokens from `vocabulary` on are counted, which a
-    padded embedding has and no tokenizer. The run has `prompts_in_all` prompts.
+    response per prompt is sampled greedily (ReMax, Li et al. 2023). Sampled ids >= `vocabulary` are counted: rows of a
+    padded embedding that the tokenizer does not have. The run has `prompts_in_all` prompts.
     """
 
     prompts_per_step: int
@@ -70,8 +70,8 @@ class SamplingPlan:
 
 @dataclass(eq=False)
 class Experience(ABC):
-    """The source of the run's batches, whose prompts come in the run's seeded order; owns rollout, weight versions and
-    the mode of the devices. `store` has the responses that an earlier process has sampled. The state is a plain
+    """The source of the run's batches. Prompts come in the run's seeded order. Owns rollout, weight versions and the
+    mode of the devices. `store` has the responses that an earlier process has sampled. The state is a plain
     dictionary, and part of every checkpoint.
     """
 
@@ -86,7 +86,7 @@ class Experience(ABC):
 
     @abstractmethod
     def collect(self, step: int) -> Collected:
-        """Return what a step trains on, sampled with the policy after `step - 1` steps or a few before; the trainers
+        """Return the experience of a step, sampled with the policy after `step - 1` steps or a few before. The trainers
         have the devices when it returns. Metrics have verl's names."""
 
     @property
@@ -100,7 +100,7 @@ class Experience(ABC):
         return self.position / self.order.size
 
     def problem(self) -> str:
-        """Return why the last step should not be trusted; empty if it can be."""
+        """Return the reason not to trust the last step; empty if there is none."""
         return "the reward function failed on too many of the step's responses" if self.guard.steps_above else ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class SynchronousExperience(Experience):
         return Collected(batch, episodes, dict(metrics) | draws.metrics() | reported | epoch)
 
     def _draw(self, metrics: defaultdict[str, float]) -> tuple[Draws, list[Episode]]:
-        """Draw prompts until the step has its groups. Returns every episode that was run as well."""
+        """Draw prompts until the step has its groups. Also returns all episodes that were run."""
         plan, left = self.plan, self.plan.prompts_in_all - self.position
         draws = Draws(plan.group_filter, min(plan.prompts_per_step, left), left, self.order.size)
         episodes: list[Episode] = []
@@ -179,7 +179,7 @@ class SynchronousExperience(Experience):
     def _with_greedy(
         self, groups: Sequence[list[Episode]], scores: list[Score], metrics: defaultdict[str, float]
     ) -> tuple[list[list[Episode]], list[float]]:
-        """Return the groups whose greedy response has a score, and these; all scores are added to `scores`."""
+        """Return the groups whose greedy response has a score, and these scores. Adds all scores to `scores`."""
         prompts, positions = [group[0].prompt for group in groups], [group[0].position for group in groups]
         sampling = replace(self.plan.sampling, temperature=0.0, top_p=1.0, top_k=-1)
         episodes, seconds = self.runner.run(prompts, 1, sampling, positions, self.store)
@@ -194,6 +194,6 @@ class SynchronousExperience(Experience):
 
 
 def none_scored(episodes: Sequence[Episode]) -> str:
-    """Return why there is nothing to learn from these episodes: their faults."""
+    """Return the message that none of these episodes has a score, with their faults."""
     faults = Counter(episode.score.fault for episode in episodes)
     return f"none of the {len(episodes)} responses could be scored ({dict(faults)}): {episodes[0].score.detail}"

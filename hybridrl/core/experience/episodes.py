@@ -1,8 +1,8 @@
-"""Episodes: conversations from prompts, with their scores. Knows neither the order of prompts nor what is trained on.
+"""Episodes: conversations from prompts, with their scores. Independent of the order of prompts and of training.
 
-A single response is an episode of one turn, which the engines sample directly; with environments the episodes run in
-processes of their own. They are scored while others are in flight, and returned in the order of (prompt, sample),
-so that the order in which they happened to finish changes nothing.
+A single response is an episode of one turn, sampled by the engines directly; with environments the episodes run in
+separate processes. Episodes are scored while others are in flight, and returned in the order of (prompt, sample),
+so that the order in which they finish changes nothing.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from hybridrl.required import required
 from hybridrl.rewards.score import WRITTEN_IDS, Score, ScoringRequest, Shaping
 from hybridrl.tracking.sink import Activity
 
-OnFinished = Callable[[Episode], None]  # called with an episode that has its score
+OnFinished = Callable[[Episode], None]  # called with each scored episode
 
 
 @dataclass
 class SingleResponses:
-    """Episodes of one turn, which the engines sample directly. Responses and scores in the store are used again, and
-    the others are added to it."""
+    """Episodes of one turn, sampled by the engines directly. Responses and scores in the store are used again; new ones
+    are added to it."""
 
     client: RolloutClient
     requests: Sequence[Request]
@@ -67,10 +67,10 @@ class SingleResponses:
 
 @dataclass
 class EpisodeRunner:
-    """Runs episodes and has them scored: single responses, or `conversations`.
+    """Runs episodes and submits them for scoring: single responses, or `conversations`.
 
-    What an environment scored is scored by the reward function only with `function_scores`, and with
-    `add_environment_reward` the two are added.
+    The reward function scores episodes that already have an environment's reward only with `function_scores`; with
+    `add_environment_reward` both rewards are added.
     """
 
     client: RolloutClient
@@ -94,7 +94,7 @@ class EpisodeRunner:
         """Return `count` scored episodes per prompt, in order, and the seconds it took.
 
         Each seed derives from the prompt's position in its stream of prompts, the number of the sample and the turn.
-        What the store has is not sampled again, and the rest is added to it.
+        Responses in the store are not sampled again; new ones are added to it.
         """
         places = [
             EpisodeRequest(prompt, at, position, sample, f"{stream} {position}" if stream else position, sampling)
@@ -106,8 +106,8 @@ class EpisodeRunner:
     def run_requests(
         self, places: Sequence[EpisodeRequest], store: ResponseStore | None = None, finished: OnFinished | None = None
     ) -> tuple[list[Episode], dict[str, float]]:
-        """Return the episodes of these places, in order, and the seconds it took. `finished` is called with each of
-        them as soon as it has its score, in the thread of the caller."""
+        """Return the episodes of these requests, in order, and the seconds it took. `finished` is called with each
+        episode as soon as it has its score, in the thread of the caller."""
         return asyncio.run(self.score_finished(self._source(places, store or ResponseStore()), places, finished))
 
     async def group(
@@ -124,7 +124,7 @@ class EpisodeRunner:
             self.conversations.close()
 
     def metrics(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Return what is measured of conversations; empty for single responses."""
+        """Return the metrics of conversations; empty for single responses."""
         return self.conversations.metrics(episodes) if self.conversations else {}
 
     def _source(self, places: Sequence[EpisodeRequest], store: ResponseStore, *, grouped: bool = False) -> Source:
@@ -148,7 +148,7 @@ class EpisodeRunner:
         *,
         shown: bool = True,
     ) -> tuple[list[Episode], dict[str, float]]:
-        """Score the episodes of a source as they end. Returns them in the order of their places, and metrics."""
+        """Score the episodes of a source as they end. Returns them in the order of their requests, and metrics."""
         began = generated = time.monotonic()
         units = _Units(self.scorers.per, places)
         episodes: dict[int, Episode] = {}
@@ -162,7 +162,7 @@ class EpisodeRunner:
 
         show(f"responses 0/{len(places)}")
         try:
-            async with asyncio.TaskGroup() as group:  # in which the first failure ends the sampling too
+            async with asyncio.TaskGroup() as group:  # the first failure ends the sampling too
                 async for ended in source.finished():
                     whole = units.add(ended)
                     show(f"responses {units.ended}/{len(places)}" if units.waiting else "reward")
@@ -179,7 +179,7 @@ class EpisodeRunner:
     def _submit(
         self, source: Source, places: Sequence[EpisodeRequest], ended: Sequence[Finished]
     ) -> list[tuple[int, Trajectory, Score | Future[Score]]]:
-        """Have episodes scored that have no score yet; return all with their scores, known or to come."""
+        """Submit unscored episodes for scoring; return all episodes, each with a score or a future."""
         scores: dict[int, Score | Future[Score] | None] = {
             index: score or self._known_score(trajectory) for index, trajectory, score in ended
         }
@@ -192,7 +192,7 @@ class EpisodeRunner:
         return [(index, trajectory, required(scores[index])) for index, trajectory, _ in ended]
 
     def _known_score(self, trajectory: Trajectory) -> Score | None:
-        """Return the score of an episode that the reward function does not score."""
+        """Return the score of an episode that needs no reward function; None if it needs one."""
         if trajectory.fault is not None:
             return Score(None, fault=trajectory.fault, detail=trajectory.detail, text=trajectory.text)
         if trajectory.reward is None or self.function_scores:
@@ -200,8 +200,8 @@ class EpisodeRunner:
         return Score(trajectory.reward, {"score": trajectory.reward}, text=trajectory.text)
 
     def _episode(self, place: EpisodeRequest, trajectory: Trajectory, score: Score) -> Episode:
-        """Return the episode with the shaped score and the rewards of its turns; a number of token rewards other than
-        that of tokens is a fault of the grader."""
+        """Return the episode with the shaped score and the rewards of its turns. A wrong number of token rewards is a
+        fault of the grader."""
         text = trajectory.text if trajectory.text is not None else score.text or ""
         if trajectory.reward is not None and score.value is not None:
             score = self._with_turn_rewards(score, trajectory)
@@ -214,7 +214,7 @@ class EpisodeRunner:
         return Episode(place.prompt, place.position, place.sample, trajectory, text, score)
 
     def _with_turn_rewards(self, score: Score, trajectory: Trajectory) -> Score:
-        """Return the score with what the environment gave to single turns on their last tokens."""
+        """Return the score with the environment's rewards for single turns, each on the last token of its turn."""
         if self.function_scores and not self.add_environment_reward:
             return score
         total = required(trajectory.reward) + (required(score.value) if self.function_scores else 0.0)
@@ -225,7 +225,7 @@ class EpisodeRunner:
 
 
 class _Units:
-    """Episodes that have ended, until all of their unit have: the response, group or step that one call scores."""
+    """Collects finished episodes into units. A unit is scored in one call: a response, a group or a step."""
 
     def __init__(self, per: Literal["response", "group", "step"], places: Sequence[EpisodeRequest]) -> None:
         numbers = {"response": range(len(places)), "group": [place.number for place in places]}
@@ -234,7 +234,7 @@ class _Units:
         self.waiting = defaultdict[int, list[Finished]](list)
 
     def add(self, ended: Sequence[Finished]) -> list[Finished]:
-        """Return the episodes of the units that are now whole; a unit that was scored in part is scored again."""
+        """Return the episodes of the units that are complete now; a partly scored unit is scored again."""
         whole: list[Finished] = []
         for episode in ended:
             self.waiting[unit := self.unit_of[episode[0]]].append(episode)
@@ -254,9 +254,9 @@ def _single(request: Request, completion: Completion | RequestFault) -> Trajecto
 
 
 def _scoring_request(prompt: Prompt, trajectory: Trajectory) -> ScoringRequest:
-    """Return what the reward function gets: the response of the last row, and the conversation in `extra_info`."""
+    """Return the input of the reward function: the response of the last row, and the conversation in `extra_info`."""
     source, truth, extra = prompt.data_source, prompt.ground_truth, prompt.extra_info
-    if trajectory.text is None:  # a single response, which is decoded where it is scored
+    if trajectory.text is None:  # a single response: its scorer decodes it
         return ScoringRequest(source, None, truth, extra, trajectory.turns[0].sampled)
     turns = trajectory.turns
     last = max(index for index, turn in enumerate(turns) if turn.fresh or not index)

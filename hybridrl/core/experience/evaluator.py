@@ -33,7 +33,7 @@ class Evaluator:
     def evaluate(self, step: int) -> tuple[list[Episode], dict[str, float]]:
         """Return every sample of the policy after `step` steps, and the metrics. The engines keep the devices.
 
-        What becomes of a fault of the grader is as in training; faults are counted separately.
+        Faults of the grader are treated as in training, and counted separately.
         """
         self.engine.to_rollout(version=step)
         prompts = list(self.prompts)
@@ -57,8 +57,8 @@ def validation_metrics(samples: Sequence[Episode], count: int) -> dict[str, floa
 
     `val-core` holds the main variable (`acc` if the reward gives it for every response, else `reward`) at the largest
     n, as in verl; the rest is `val-aux`. maj@k, the score of the most frequent prediction among k responses, needs the
-    reward to give `pred`. A number that only some responses have has its mean over those, and nothing else. A response
-    without a score is left out: all figures are means over the prompts that have one, of those that each of them has.
+    reward to give `pred`. A variable that only some responses have gets only a mean, over these responses. Responses
+    without a score are left out: all figures are means over the prompts with scored responses, and over these.
     """
     metrics: dict[str, float] = {}
     sources: dict[str, list[list[Episode]]] = defaultdict(list)
@@ -81,9 +81,9 @@ def validation_metrics(samples: Sequence[Episode], count: int) -> dict[str, floa
 
 
 def _variables(groups: list[list[Episode]]) -> dict[str, list[np.ndarray]]:
-    """Return each numeric value of the scores by prompt; NaN where a response has no such number, and 0 where the
-    grader failed and that counts as 0. `reward` is the score, also if the reward gives another number of that name,
-    which is left to training's metrics and the samples."""
+    """Return each numeric value of the scores by prompt; NaN if a response does not have it, 0 if the grader failed and
+    a failure counts as 0. `reward` is always the score: another number of that name, given by the reward, appears only
+    in the metrics of training and in the samples."""
     tables = {"reward": [np.array([s.score.value for s in group], dtype=float) for group in groups]}
     names = sorted({name for group in groups for s in group for name in s.score.extras} - {"score", *tables})
     for name in names:

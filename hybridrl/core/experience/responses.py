@@ -1,14 +1,13 @@
-"""Responses that were sampled before, so that a crash costs no rollout: a resumed run finds them instead of sampling
-them again.
+"""Store of sampled responses, so that a crash costs no rollout: a resumed run uses them instead of sampling again.
 
 The finished responses of the step in progress are in the spool on disk: one append-only file per step. A record is a
 response, with its score, under a hash of everything that determines it: the bits of the weights, the settings of the
-engine, the prompt, the sampling parameters and the seed. So what is found is what would be sampled again. A record that
-a kill cut off ends the file. Records are JSON and arrays: reading them runs no code.
+engine, the prompt, the sampling parameters and the seed. So a stored response equals the one that would be sampled
+again. A record that a kill cut off ends the file. Records are JSON and arrays: reading them runs no code.
 
 Responses of groups that outlive a step are in every checkpoint as well, interrupted ones too. Such a response is found
 by its place in the run (prompt, sample, turn), provided that its prompt is the same: the environment of a conversation
-may respond otherwise after a restart.
+may respond differently after a restart.
 """
 
 import contextlib
@@ -35,11 +34,11 @@ from hybridrl.required import required
 from hybridrl.rewards.score import Score
 from hybridrl.tracking.console import info, warn
 
-HEADER = struct.Struct("<II")  # of a record: its bytes, and their CRC-32
+HEADER = struct.Struct("<II")  # header of a record: its size in bytes, and their CRC-32
 KEPT = 2  # steps: the current one, and the one before it while its checkpoint is being written
-# In a checkpoint: of each response its place, the check of its prompt, its tokens, and two booleans.
+# Columns of responses in a checkpoint: place in the run, checksum of the prompt, number of tokens, and two booleans.
 COLUMNS = ("prompt", "sample", "turn", "check", "tokens", "truncated", "interrupted")
-Description = tuple[str, str, Sequence[int]]  # of an array: its name, type and shape
+Description = tuple[str, str, Sequence[int]]  # name, type and shape of an array
 TOKENS = {"token_ids": np.int32, "log_probs": np.float32, "versions": np.int32}
 
 
@@ -49,16 +48,16 @@ class StoredResponse:
 
     completion: Completion
     score: Score | None = None
-    check: int = 0  # of its prompt, if it is carried
+    check: int = 0  # checksum of its prompt, if it is carried
 
 
 class ResponseStore:
-    """The responses of a run: in memory those of groups that outlive a step, if it `carries` them, until `drop`; with a
-    `directory`, which is deleted when the run ends well, in a spool there.
+    """The responses of a run. If it `carries` responses, those of groups that outlive a step are in memory until
+    `drop`. With a `directory`, responses are also spooled there; it is deleted when the run succeeds.
 
-    `engine` and `reward` are fingerprints of what determines responses and scores besides a request and the weights.
-    With `whole_steps` only a step whose rollout was complete is used again, as its responses depend on what is sampled
-    with them. A disk that is full costs the spool, not the run.
+    `engine` and `reward` are fingerprints of everything but request and weights that determines responses and scores.
+    With `whole_steps` only a step with a complete rollout is used again, as its responses depend on each other. A full
+    disk costs the spool, not the run.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class ResponseStore:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def open(self, step: int, weights: str) -> None:
-        """Start a step that samples with these weights: read what an earlier process has left of it."""
+        """Start a step that samples with these weights: read the responses that an earlier process has spooled."""
         self._close()
         self.step, self.used, self.origin = step, 0, _hash(f"{self.engine} {weights}")
         if self.directory is None:
@@ -110,7 +109,7 @@ class ResponseStore:
             self._fail(error)
 
     def find(self, request: Request) -> StoredResponse | None:
-        """Return what there is of a request: an interrupted response only if its group outlives the step."""
+        """Return the stored response to a request, or None; an interrupted one only if its group outlives the step."""
         spooled = self.spooled.get(self._key(request)) if self.spooled else None
         if spooled is not None and len(spooled.completion.token_ids) <= request.sampling.max_tokens:
             self.used += 1
@@ -120,8 +119,8 @@ class ResponseStore:
         return carried if carried is not None and carried.check == _check_of(request) else None
 
     def add(self, request: Request, completion: Completion, score: Future[Score] | None = None) -> None:
-        """Keep a response, on disk once it has its score, if it is to be scored; there without a fault of the
-        grader."""
+        """Keep a response. It is spooled to disk at once, or, if it is being scored, once it has its score. Faults of
+        the grader are not spooled."""
         response = StoredResponse(completion)
         key = self._key(request) if self.file else ""  # with these weights: the score may come in a later step
         self._carry(request, response)
@@ -142,7 +141,7 @@ class ResponseStore:
             self.carried[request.key] = response
 
     def finish(self, count: int) -> None:
-        """End the rollout of the step, which had this many responses."""
+        """End the rollout of the step, which had `count` responses."""
         if self.spooled:
             used = f"{self.used} responses of the {len(self.spooled)} that were spooled are used again"
             info(f"step {self.step}: {used if self.used else 'the spool is of other weights or settings: not used'}")
@@ -157,7 +156,7 @@ class ResponseStore:
     # -- in checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self, interrupted: Sequence[tuple[Request, Completion]]) -> dict[str, Any]:
-        """Return all that is carried, with the responses that are interrupted now, as arrays and plain values."""
+        """Return all carried responses, and the `interrupted` ones, as arrays and plain values."""
         carried = dict(self.carried)  # episodes that continue in their thread may add to it
         kept = carried | {request.key: StoredResponse(part, None, _check_of(request)) for request, part in interrupted}
         rows, tokens = [], {name: [np.empty(0)] for name in TOKENS}
@@ -224,7 +223,7 @@ class ResponseStore:
                     self._fail(error)
 
     def _read(self, data: bytes) -> tuple[dict[str, StoredResponse], int]:
-        """Return the responses of a file and the bytes that are used of it: less than all after a kill."""
+        """Return the responses of a file and its number of valid bytes, which is less than its size after a kill."""
         responses, offset, complete, foreign = {}, 0, not self.whole_steps, 0
         while offset + HEADER.size <= len(data):
             size, checksum = HEADER.unpack_from(data, offset)
@@ -311,7 +310,7 @@ def _fields_of(state: Mapping[str, Any], count: int) -> list[dict[str, np.ndarra
 
 
 def _is_sound(score: Score, tokens: int) -> bool:
-    """Whether a score that was read is what a reward gives for a response of so many tokens."""
+    """Return whether a stored score is valid for a response with this number of tokens."""
     texts = isinstance(score.detail, str) and isinstance(score.text, str | None)
     rewards = [0.0] * tokens if score.token_rewards is None else score.token_rewards
     if score.fault is not None or not texts or not isinstance(score.extras, dict) or len(rewards) != tokens:

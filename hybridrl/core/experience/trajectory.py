@@ -1,7 +1,7 @@
-"""Episodes as data: turns of the policy as token ids, the rows of a batch that they become, and what runs and scores
+"""Episodes as data: turns of the policy as token ids, their rows in a batch, and the interfaces that run and score
 them.
 
-Token ids that the engine sampled are never encoded again: what was sampled is what is trained on.
+Token ids from the engine are never encoded again: training uses exactly the sampled ids.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -18,13 +18,13 @@ from hybridrl.core.rollout import Completion, Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import Score, ScoringRequest
 
-# Why an episode ended. Of the first one on, its text is cut off: the policy did not finish what it wrote.
+# Stop reasons of an episode. After one of TRUNCATED the response is incomplete.
 TRUNCATED = ("max_tokens", "max_turn_tokens", "context_overflow")
 STOPS = ("completed", "max_turns", *TRUNCATED, "invalid_calls", "timeout", "fault")
 
 
 class ScoredCall(Protocol):
-    """The outcome of a tool call, as far as it is read here (see agents.environments)."""
+    """The outcome of a tool call: the part that this package reads (see agents.environments)."""
 
     @property
     def reward(self) -> float | None: ...
@@ -34,15 +34,15 @@ class ScoredCall(Protocol):
 class Turn:
     """One call of the policy.
 
-    `observed` are the tokens that the context grew by before the call: in the first turn the prompt. In a `fresh` turn
-    they are the whole context, which replaced the one before. `stop` is "stop" or, if the response was truncated,
-    "length". `reward` is the environment's for this turn.
+    `observed` are the tokens added to the context before the call (in the first turn the prompt). In a `fresh` turn
+    they are a whole new context, which replaced the previous one. `stop` is "stop" or, if the response was truncated,
+    "length". `reward` is the environment's reward for this turn.
     """
 
     observed: Sequence[int]
     sampled: np.ndarray  # [T] int64, the end token included
     log_probs: np.ndarray  # [T] float32, as sampled
-    versions: np.ndarray | int  # the weight version of each token [T], or of all
+    versions: np.ndarray | int  # the weight version of each token [T], or one for all
     stop: str
     fresh: bool = False
     calls: Sequence[ScoredCall] = ()
@@ -73,7 +73,7 @@ class Turn:
 
 
 def continued_prompt(ids: list[int], turns: Sequence[Turn], observed: Encoded) -> Encoded:
-    """Return the ids of a context with the fields of its prompts: of turns of one row, and of what follows them."""
+    """Return the ids of a context with its prompt fields: those of the turns of one row, then those of `observed`."""
     given = [{name: one.carried[name] for name in one.carried if declared(name).filled_by == "prompt"} for one in turns]
     read, wrote = [len(turn.observed) for turn in turns], [len(turn.sampled) for turn in turns]
     return Encoded(ids, joined([*given, observed.carried], [*read, len(observed.ids)], [*wrote, 0]))
@@ -81,9 +81,9 @@ def continued_prompt(ids: list[int], turns: Sequence[Turn], observed: Encoded) -
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a batch. `mask` is true for the tokens that the policy sampled; others have log-prob 0 and the version
-    of the turn before them. `rewards` are those of the turns, on the last sampled token of each. `carried` has a value
-    for each element of an axis, as in a batch."""
+    """One row of a batch. `mask` is true for the tokens that the policy sampled; other tokens have log-prob 0 and the
+    version of the turn before them. `rewards` has the reward of each turn on its last sampled token. `carried` has a
+    value for each element of an axis, as in a batch."""
 
     prompt_ids: Sequence[int]
     response_ids: np.ndarray  # [T] int64
@@ -95,7 +95,7 @@ class Row:
 
     @staticmethod
     def of(turns: Sequence[Turn]) -> "Row":
-        """Return turns whose context only grows as a row: the first prompt, then all that was sampled and observed."""
+        """Return turns with a growing context as one row: the first prompt, then all sampled and observed tokens."""
         ids, log_probs, mask, rewards, versions = [], [], [], [], [turns[0].token_versions[:1]]
         for number, turn in enumerate(turns):
             observed = np.asarray(turn.observed if number else (), dtype=np.int64)
@@ -113,11 +113,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """An episode before it is scored: its turns, why it ended (one of STOPS), and the conversation as messages.
+    """An episode before it is scored: its turns, its stop reason (one of STOPS), and the conversation as messages.
 
-    `text` is what the policy wrote and read after the last row's prompt; None: not decoded yet. `reward` is the
-    environment's; None: the reward function scores the episode. `fault` names what ended it if that was not the policy,
-    with `detail`: it is excluded. `metrics` are the environment's.
+    `text` is the decoded text after the last row's prompt, observed tokens included; None: not decoded yet. `reward` is
+    the environment's; None: the reward function scores the episode. `fault` (with `detail`) names the cause if the
+    policy did not end the episode; such an episode is excluded. `metrics` are the environment's.
     """
 
     turns: Sequence[Turn]
@@ -138,7 +138,7 @@ class Trajectory:
         return sum(len(turn.sampled) for turn in self.turns)
 
     def rows(self) -> list[Row]:
-        """Return one row while the context only grows, and a further one from each turn with a fresh context."""
+        """Return the rows: one as long as the context only grows, and a further one from each fresh turn on."""
         starts = [index for index, turn in enumerate(self.turns) if turn.fresh or not index]
         return [Row.of(self.turns[start:end]) for start, end in pairwise([*starts, len(self.turns)])]
 
@@ -147,8 +147,8 @@ class Trajectory:
 class Episode:
     """One episode of a prompt with its score.
 
-    `position` is the place of the prompt in the run's order, or its row in the validation data, `sample` numbers the
-    episodes of a prompt; `text` is the decoded response.
+    `position` is the prompt's index in the run's order, or its row in the validation data. `sample` numbers the
+    episodes of a prompt. `text` is the decoded response.
     """
 
     prompt: Prompt
@@ -169,8 +169,8 @@ class Episode:
 
 @dataclass(frozen=True)
 class EpisodeRequest:
-    """An episode to run: the `sample`-th of a prompt, which has a `number` in its call, and a `position` in its
-    stream. Its seed derives from the prompt's seed key and the number of the sample."""
+    """One episode to run. `number`: index of the prompt in this call; `position`: its index in the stream; `sample`:
+    index among the prompt's episodes. Its seed derives from `seed_key` and `sample`."""
 
     prompt: Prompt
     number: int
@@ -180,25 +180,25 @@ class EpisodeRequest:
     sampling: Sampling
 
 
-Finished = tuple[int, Trajectory, Score | None]  # an episode by its index, with its score if that is known
+Finished = tuple[int, Trajectory, Score | None]  # index of the episode, the episode, and its score if known
 
 
 class Source(Protocol):
     """The episodes of one call, as they end."""
 
     def finished(self) -> AsyncIterator[list[Finished]]:
-        """Yield episodes as they end; those that end together come in one list."""
+        """Yield episodes as they end; episodes that end together come in one list."""
 
     def scoring_started(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None:
-        """Take note that an episode is being scored."""
+        """Called when an episode is sent to the scorers."""
 
 
 class ConversationSource(Protocol):
-    """The maker of episodes of several turns; a run that has environments hands it in."""
+    """Runs episodes of several turns; passed in by a run with environments."""
 
     def source(self, requests: Sequence[EpisodeRequest], store: ResponseStore, *, grouped: bool = False) -> Source:
-        """Return the episodes of one call. Turns that the store has are used again, and the others are
-        added to it. Those of a group run among those of other groups in one event loop, until `close`."""
+        """Return the episodes of one call. Turns in the store are used again; new ones are added to it. If `grouped`,
+        the episodes of several groups run in one event loop, until `close`."""
 
     def close(self) -> None:
         """Abandon the groups that have not ended, in their event loop."""
@@ -208,19 +208,19 @@ class ConversationSource(Protocol):
 
 
 class Scorers(Protocol):
-    """The reward of a run. `per` is what it wants together, once all of it has ended: nothing but a response, the
-    responses to a prompt, or those of a step."""
+    """The reward of a run. `per` is the unit that it scores in one call, once all of it has ended: a response, the
+    responses to a prompt, or the responses of a step."""
 
     @property
     def per(self) -> Literal["response", "group", "step"]: ...
 
     def submit(self, requests: Sequence[ScoringRequest]) -> list[Future[Score]]:
-        """Have responses scored; return the scores to come, in order."""
+        """Submit responses for scoring; return the futures of their scores, in order."""
 
 
 class Policy(Protocol):
-    """The policy as one episode sees it. Turns of an episode go to the same server, which has their prefix cached."""
+    """The policy as one episode uses it. Turns of an episode go to the same server, where their prefix is cached."""
 
     async def generate(self, prompt: Encoded, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
-        """Sample one turn. `max_tokens` lowers the limit that the run has; a response that contains one of the texts
-        in `stop` ends with the token that completes it."""
+        """Sample one turn. `max_tokens` lowers the limit of the run. A response ends with the token that completes one
+        of the texts in `stop`."""

@@ -20,13 +20,13 @@ def cache_bytes_per_token(model: ModelConfig, rollout: RolloutConfig) -> int:
 
 
 def cpu_cache_bytes(token_bytes: int, rollout: RolloutConfig, engines_per_machine: int, block_tokens: int) -> int:
-    """Return the cache size per device on CPU, which an engine must be given there, for blocks of so many tokens: room
-    for `max_num_seqs` responses of full length, at most a share of the free memory."""
+    """Return the cache size in bytes per device on CPU, where engines need it as a setting; a block of the cache has
+    `block_tokens` tokens. It fits `max_num_seqs` responses of full length, but at most a share of the free memory."""
     block = block_tokens * token_bytes
     blocks = math.ceil((rollout.max_model_len or 0) / block_tokens)
     free = memory_left() * rollout.gpu_memory_utilization / engines_per_machine
     wanted = block * (blocks * rollout.max_num_seqs + 1)
-    if rollout.full_determinism and wanted > free:  # the free memory of the moment must not decide how batches form
+    if rollout.full_determinism and wanted > free:  # batches must not depend on the free memory at the moment
         raise ValueError(
             f"rollout.full_determinism: the cache of max_num_seqs={rollout.max_num_seqs} responses needs "
             f"{wanted / 2**30:.1f} GiB, but only {free / 2**30:.1f} may be used; lower max_num_seqs or max_model_len"

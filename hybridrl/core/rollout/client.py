@@ -2,16 +2,16 @@
 
 A request goes to the least loaded server, samples of one prompt together, as they share the prefix cache. Responses are
 streamed back in coalesced calls, dead servers are rebuilt, retries are bounded. Each request has its own seed, so
-neither the server nor the order in which responses finish changes what is drawn; rounding depends on an engine's
-batches, unless the assignment is `fixed`.
+neither the server nor the order of completion changes the sampled tokens. Rounding depends on an engine's batches,
+unless the assignment is `fixed`.
 
-A server that died raises; one that is slow merely takes longer: it counts as hung once it has sampled no token for
-`timeout` seconds while it had requests. Either way it is rebuilt by `revive` and its unfinished requests are retried;
-if that returns None, the other servers do all the work until `replace`. A request that is rejected, or of which servers
-die, raises a RequestFault and costs no other request.
+A dead server raises; a slow server only takes longer, and counts as hung once it has requests and has sampled no token
+for `timeout` seconds. Either way `revive` rebuilds it and its unfinished requests are retried; if `revive` returns
+None, the other servers do all the work until `replace`. A rejected request raises a RequestFault and costs no other
+request; so does a request that kills servers.
 
-Between `interrupt` and `resume` the devices can be used otherwise: whoever awaits a response waits longer, and gets it
-with the version of the weights that sampled each of its tokens.
+Between `interrupt` and `resume` the devices can be used otherwise: callers wait longer for their responses, and get
+them with the weight version of each token.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from hybridrl.tracking.console import warn
 logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 10.0
-CHECKS = 9  # of a server's progress before its silence is reported
+CHECKS = 9  # checks of a server's progress before its silence is reported
 
 
 class RolloutFailure(RuntimeError):
@@ -48,7 +48,7 @@ class ModeError(RuntimeError):
 
 
 class ServerState(Enum):
-    """A rollout server as its client knows it; one that has no weights yet gets them with the next weight sync."""
+    """State of a rollout server in its client. A server that waits for weights gets them with the next weight sync."""
 
     LIVE = "live"
     REBUILDING = "rebuilding"
@@ -62,17 +62,17 @@ class ServerHandle(Protocol):
     def interrupt(self) -> None: ...
     async def take(self) -> list[tuple[int, Completion | RequestFault]]: ...
     async def check(self) -> int: ...  # the tokens that its engine has sampled so far
-    async def activity(self) -> str: ...  # where its processes are
+    async def activity(self) -> str: ...  # what its processes are doing
     def kill(self) -> None: ...
 
 
 @dataclass(eq=False)
 class ServerLane(Lane[PendingRequest]):
-    """One server and its requests; `given` is everything that it was sent since it last had none.
+    """One server and its requests; `given`: all requests sent to it since it was last idle.
 
-    `tokens` were sampled when it was last checked, at the loop time `checked`; they last changed at `moved`.
-    Its silence is not reported before the loop time `due_report`; `hung` says that it was killed for it. `deaths`
-    counts those without a response in between.
+    `tokens`: number of sampled tokens at the last check, at the loop time `checked`; it last changed at `moved`.
+    Silence is not reported before the loop time `due_report`; `hung` is the reason if it was killed for silence.
+    `deaths` counts consecutive deaths without a response in between.
     """
 
     actor: ServerHandle
@@ -90,8 +90,8 @@ class ServerLane(Lane[PendingRequest]):
 class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
     """Servers with equal weights. `capacity` limits the requests that a server works on at a time.
 
-    With `fixed`, prompts are assigned to servers by number, each server gets its share at once, and the whole share
-    again after a first loss, so that engines form the same batches every time. `check_cluster` raises if the servers
+    With `fixed`, prompts are assigned to servers by number, and each server gets its whole share at once, also when it
+    is retried after a first death: engines then form the same batches every time. `check_cluster` raises if the servers
     can never respond again. `available` is set by the owner of the devices: false while the engines sleep.
     """
 
@@ -114,16 +114,16 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
         self.look_seconds = min(self.look_seconds, timeout / 4)
         self.available = True
         self.restarts = 0
-        self.retried = dict.fromkeys(("died", "memory", "silent"), 0)  # requests, by what became of their server
+        self.retried = dict.fromkeys(("died", "memory", "silent"), 0)  # requests, by the fate of their server
         self.reprefilled = 0  # tokens of interrupted requests that were computed again
         self.on_finished: Callable[[], None] = lambda: None  # called after responses have arrived
-        self._interrupted: asyncio.AbstractEventLoop | None = None  # in which requests are held
+        self._interrupted: asyncio.AbstractEventLoop | None = None  # the event loop whose requests are held
         self._held: list[PendingRequest] = []
         self._suspects = Suspects()
         self._homes: dict[int, ServerLane] = {}  # by prompt: the server that has it cached
 
     def generate(self, request: Request, begun: Completion | None = None) -> asyncio.Future[Completion]:
-        """Sample one response, or the rest of one that is `begun`; `await` the result, in the event loop of the other
+        """Sample one response, or the rest of a `begun` one; `await` the result, in the event loop of the other
         requests in flight."""
         loop = asyncio.get_running_loop()
         held = self._interrupted is loop
@@ -153,8 +153,8 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
             lane.goal = None
 
     def resume(self, goals: Sequence[Goal | None] = ()) -> None:
-        """Continue the requests that are held, with the weights that the engines have now. With `fixed`, each server
-        stops by itself once its goal is reached, so that it does so after the same iteration every time."""
+        """Continue the held requests with the current weights of the engines. With `fixed`, each server stops by itself
+        once its goal is reached, always after the same iteration."""
         self._interrupted = None
         for lane, goal in zip(self.lanes, goals or [None] * len(self.lanes), strict=True):
             lane.goal = goal
@@ -169,8 +169,8 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
     async def stream(
         self, requests: Sequence[Request], begun: Mapping[int, Completion] = MappingProxyType({})
     ) -> AsyncIterator[list[tuple[int, Completion | RequestFault]]]:
-        """Sample a response to every request and yield them as they finish, with the indices of the requests; those
-        that arrive together come in one list. Of some, by index, the beginning is known."""
+        """Sample a response to every request and yield them as they finish, with the indices of the requests. Responses
+        that arrive together come in one list. `begun`: by index, the known beginnings of responses."""
         futures = [self.generate(request, begun.get(index)) for index, request in enumerate(requests)]
         async for arrived in in_lists(futures):
             yield [(index, _outcome(future)) for index, future in arrived]
@@ -184,7 +184,7 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
         return asyncio.run(gather())
 
     def replace(self, index: int, server: ServerHandle) -> None:
-        """Replace a server that died while nothing was generated, or that `revive` did not return."""
+        """Replace a server after a death outside of generation, or after `revive` returned None."""
         self.restarts += 1
         self.lanes[index] = ServerLane(index, server)
 
@@ -196,7 +196,7 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
         while self.waiting:
             first = self.waiting[0].request
             lane = self._lane_of(first)
-            # What continues an episode is queued by the engine: waiting here, it would hold up what others can start.
+            # Later turns of an episode are queued by the engine: waiting here, they would delay requests of others.
             full = len(lane.jobs) >= self.capacity and not (self.fixed or first.turn)
             if lane.state is not ServerState.LIVE or full:
                 break
@@ -208,8 +208,8 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
             self._suspects.exclude_fatal()
 
     def _lane_of(self, request: Request) -> ServerLane:
-        """Return the server with the fewest requests, one that is not live only if none is; for a later turn, the one
-        that had the turn before."""
+        """Return the live server with the fewest requests (another one only if none is live). For a later turn, return
+        the server of the turn before."""
         if self.fixed:
             return self.lanes[request.prompt % len(self.lanes)]
         home = self._homes.get(request.prompt)
@@ -239,7 +239,7 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
 
     def _arrived(self, job: PendingRequest, part: Completion | RequestFault) -> None:
         self._suspects.responded(job)
-        if job.suspect:  # the search for a fatal request makes progress, on whichever server
+        if job.suspect:  # the search for a fatal request makes progress, on any server
             for lane in self.lanes:
                 lane.deaths = 0
         if job.future.done():  # the caller gave up, or a whole share is retried
@@ -255,8 +255,8 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
             job.future.set_result(whole)
 
     async def lost(self, lane: ServerLane, failure: ActorLost) -> None:
-        """Rebuild a server that died and retry what it had not finished."""
-        if self._interrupted is asyncio.get_running_loop():  # it is rebuilt when the engines are needed next
+        """Rebuild a dead server and retry its unfinished requests."""
+        if self._interrupted is asyncio.get_running_loop():  # the server is rebuilt when the engines are needed next
             self._held += lane.jobs.values()
             lane.jobs = {}
             return
@@ -283,7 +283,7 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
         self.flush()
 
     def _revive(self, lane: ServerLane) -> None:
-        """Rebuild a server; completes also if all requests finish elsewhere first, and nobody waits for it."""
+        """Rebuild a server. Completes even if all requests finish elsewhere first, and no caller waits."""
         state = ServerState.LIVE
         try:
             if (server := self.revive(lane.index)) is None:
@@ -294,7 +294,7 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
             lane.state = state
 
     async def check(self) -> str:
-        """Return why no server can be sampled from; "" if one can."""
+        """Return the reason if no server can sample; "" if at least one can."""
         ailments = await asyncio.gather(*map(self._problem, self.lanes))
         return "" if "" in ailments else "; ".join(ailments)
 
@@ -315,13 +315,13 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
             return None
 
     async def look(self) -> None:
-        """Kill servers that have requests and have sampled nothing for `timeout` seconds; `take` then raises."""
+        """Kill servers with requests that have sampled nothing for `timeout` seconds; `take` then raises."""
         self.check_cluster()
         if not any(lane.state is ServerState.REBUILDING for lane in self.lanes):
             await asyncio.gather(*(self._check(lane) for lane in self.lanes if lane.jobs))
 
     async def _check(self, lane: ServerLane) -> None:
-        """Report a silent server, each time after twice as long; kill it at the limit."""
+        """Report a silent server, at doubling intervals; kill it at the limit."""
         loop, silent = asyncio.get_running_loop(), self.silent_seconds
         if loop.time() - lane.checked >= min(self.timeout / 4, silent / CHECKS):
             lane.checked, tokens = loop.time(), await self._tokens(lane)

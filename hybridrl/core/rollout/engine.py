@@ -1,4 +1,4 @@
-"""Rollout engines: their interface, the requests, responses and statistics that pass it, and where a class is found.
+"""Rollout engines: their interface, its requests, responses and statistics, and the entry that names an engine's class.
 
 To add an engine, write a package whose class has the methods of RolloutEngine, and name its EngineEntry `engine.NAME`
 in plugins.py, or by an entry point of another distribution.
@@ -19,18 +19,18 @@ from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.carried import Fields, continued
 from hybridrl.core.weights.sync import WeightTarget
 
-Key = tuple[int, int, int]  # of a request: prompt, sample, turn
-LARGEST = 2**63 - 1  # of torch's integers
-STOP_CHARACTERS = 10_000  # of all texts that end a response: each is searched for after every token
-REAL = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")  # of a Sampling
+Key = tuple[int, int, int]  # a request: prompt, sample, turn
+LARGEST = 2**63 - 1  # torch's largest integer
+STOP_CHARACTERS = 10_000  # limit for all stop texts of a request together: each is searched for after every token
+REAL = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")  # in Sampling
 WHOLE = ("top_k", "min_tokens")
-ITERATION = ("fixed", "running_request", "prefilled_token")  # what takes an iteration's time
+ITERATION = ("fixed", "running_request", "prefilled_token")  # contributions to an iteration's time
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of sampling; temperature 0 is greedy. Any of `stop_ids` ends a response, and so does a text of
-    `stop`, with the token that completes it. One with a `json_schema` is constrained to match it."""
+    """Parameters of sampling; temperature 0 is greedy. Any of `stop_ids` ends a response, and so does the token that
+    completes a text of `stop`. A response with a `json_schema` is constrained to match it."""
 
     max_tokens: int
     stop_ids: tuple[int, ...]
@@ -71,10 +71,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response wanted to one prompt. Requests with the same `prompt` number share a prefix, and `sample` counts
-    them; a later `turn` of an episode continues what a server has cached. The last `begun` tokens of the prompt are the
-    beginning of the response, which was interrupted. `hear`, of a request in the engine's process, may be called with
-    tokens as they are sampled, in whatever thread. `carried` are the fields of the prompt."""
+    """A request for one response to one prompt. Requests with the same `prompt` number share a prefix, and `sample`
+    counts them. A later `turn` of an episode continues a context that a server has cached. The last `begun` tokens of
+    the prompt are the beginning of an interrupted response. `hear` (only in the engine's process) may be called with
+    tokens as they are sampled, in any thread. `carried` are the fields of the prompt."""
 
     prompt: int
     sample: int
@@ -91,11 +91,11 @@ class Request:
         return self.prompt, self.sample, self.turn
 
     def new_name(self) -> str:
-        """Return a name for an engine, which may get the request several times."""
+        """Return a new name for the engine, as the same request may be sent several times."""
         return f"{self.prompt}-{self.sample}-{os.urandom(4).hex()}"
 
     def check(self, vocabulary: int, context: int) -> None:
-        """RejectedRequest if an engine with so many token ids, and contexts of so many tokens, cannot sample it."""
+        """Raise RejectedRequest if the request is invalid for this vocabulary and context length, in tokens."""
         try:
             self._check(vocabulary, context)
         except (ValueError, TypeError) as error:
@@ -127,9 +127,9 @@ class Request:
 class Completion:
     """One response: its tokens [T] int64, the end token included, and their log-probs [T] float32 as sampled.
 
-    `versions` is the weight version that each token was sampled with: [T] int64, or one number for all of them. One
-    that was `interrupted` is to be continued, and may have no token yet. `carried` are fields that the engine fills,
-    declared in core/carried.py.
+    `versions` is the weight version of each token: [T] int64, or one number for all tokens. An `interrupted` response
+    is continued later, and may have no token yet. `carried` are fields that the engine fills, declared in
+    core/carried.py.
     """
 
     token_ids: np.ndarray
@@ -140,8 +140,8 @@ class Completion:
     carried: Fields = field(default_factory=dict)
 
     def then(self, later: "Completion") -> "Completion":
-        """Return both parts of a response as one. The engine has computed the first part again, with the weights that
-        sampled the second: a carried field with the join "last" is the second's."""
+        """Return both parts of a response as one. The engine has recomputed the first part with the weights of the
+        second: a carried field with the join "last" has the second part's value."""
         if not len(self.token_ids):
             return later
         parts, sizes = (self, later), [len(part.token_ids) for part in (self, later)]
@@ -167,14 +167,14 @@ class RejectedRequest(RequestFault):
 
 
 class FatalRequest(RequestFault):
-    """A request during which engines died."""
+    """A request during which engines died repeatedly."""
 
     kind = "engine died"
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Condition of having sampled enough: of each of these sets of prompts, so many have all their responses."""
+    """Stop condition of sampling: for each (prompts, count), at least `count` of the prompts have all responses."""
 
     needs: Sequence[tuple[Collection[int], int]]
 
@@ -207,8 +207,7 @@ def request_seed(run_seed: int, *keys: int | str) -> int:
 
 
 def continuation(request: Request, part: Completion) -> Request:
-    """Return the request for the rest of a response of which a part is sampled. Its seed derives from the number of
-    tokens that there are."""
+    """Return the request for the rest of a partly sampled response; its seed derives from the tokens so far."""
     begun, sampling = len(part.token_ids), request.sampling
     if not begun:
         return request
@@ -224,10 +223,10 @@ def continuation(request: Request, part: Completion) -> Request:
 
 @dataclass
 class EngineStats:
-    """Counts of one engine. Seconds are those in which it had requests: `seconds` by the number of running requests.
+    """Counts of one engine, over the time in which it had requests. `seconds`: time by number of running requests.
 
-    `products` and `moments` are of the normal equations of ITERATION: sums over iterations of what they had, multiplied
-    with each other and with their seconds.
+    `products` = X^T X and `moments` = X^T y of a least-squares fit: X has the columns of ITERATION and one row per
+    iteration, y the iterations' seconds.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
@@ -242,7 +241,7 @@ class EngineStats:
     tokens: int = 0  # sampled
 
     def observe(self, seconds: float, running: int, waiting: int, cache: float, prefilled: int) -> None:
-        """Add an iteration until now, which prefilled so many tokens; the other figures are those of its end."""
+        """Add an iteration of `seconds` that prefilled `prefilled` tokens; the other values are those at its end."""
         self.seconds[running] = self.seconds.get(running, 0.0) + seconds
         had = np.array([1, running, prefilled])
         self.products += np.outer(had, had)
@@ -272,8 +271,8 @@ class RolloutEngine(WeightTarget, Protocol):
         """Prepare to receive weights."""
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one response; called for many requests at a time. RequestFault if the engine rejects this one. It is
-        queued before this first waits, which `hold` and `release` need."""
+        """Sample one response; many calls run concurrently. Raises RequestFault if the engine rejects the request. Must
+        queue the request before its first await: `hold` and `release` rely on it."""
 
     async def hold(self) -> None:
         """Queue requests without starting them, with an empty prefix cache."""
@@ -282,7 +281,7 @@ class RolloutEngine(WeightTarget, Protocol):
         """Start all queued requests, and interrupt them by itself once the goal is reached."""
 
     async def interrupt(self) -> None:
-        """End all requests now: `generate` returns their responses so far, which may be continued later."""
+        """End all requests now: `generate` returns the partial responses, which may be continued later."""
 
     async def sleep(self) -> None:
         """Drop the cache and free device memory until `wake`."""
@@ -291,17 +290,17 @@ class RolloutEngine(WeightTarget, Protocol):
         """Allocate memory for `weights` or `kv_cache`; the engine can generate once it has both."""
 
     async def check(self) -> int:
-        """Return the tokens that it has sampled so far, which grow while it works; RuntimeError if it is dead."""
+        """Return the number of tokens sampled so far, which grows while it works; RuntimeError if it is dead."""
 
     async def take_stats(self) -> EngineStats:
-        """Return what it did since the last call."""
+        """Return the statistics since the last call."""
 
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """The place of an engine's class, which is imported in the server's process only, and the environment it needs.
-    `cache_bytes` is the key, below the rollout's section, by which a user may set the size of its cache; on CPU a block
-    of the cache has `cpu_block` tokens."""
+    """Module and name of an engine's class, imported in the server's process only, and the environment it needs.
+    `cache_bytes` is the key, below the rollout's section, for the size of its cache. On CPU a block of the cache has
+    `cpu_block` tokens."""
 
     module: str
     name: str
@@ -314,8 +313,8 @@ class EngineEntry:
 
 
 def engine_metrics(engines: Sequence[EngineStats], slots: int) -> dict[str, float]:
-    """Return the metrics of all engines, of which each may run `slots` requests: preemptions, queue and tokens per
-    second added up, means by time, the tail of the engine with the longest. Empty if none had requests."""
+    """Return the metrics of all engines; each may run `slots` requests at a time. Preemptions and tokens per second are
+    sums, means are weighted by time, maxima and tail are of the worst engine. Empty if no engine had requests."""
     busy = [one for one in engines if one.busy > 0]
     if not busy:
         return {}
@@ -341,8 +340,8 @@ def _alone(engine: EngineStats) -> float:
 
 
 def _speed(engines: Sequence[EngineStats]) -> dict[str, float]:
-    """Return the seconds of an iteration as a linear function of its running requests and of the tokens it prefills,
-    fitted by least squares without negative seconds: of all choices of parts, the best one that has none."""
+    """Return the seconds of an iteration as a linear function of its running requests and prefilled tokens, fitted by
+    non-negative least squares: all subsets of coefficients are tried, and the best non-negative fit is returned."""
     zero = np.zeros(())
     products, moments = sum((one.products for one in engines), zero), sum((one.moments for one in engines), zero)
     best, least = np.zeros(len(ITERATION)), 0.0

@@ -1,4 +1,4 @@
-"""All rollout servers of a run: spawned, started, checked, killed and rebuilt. Knows neither trainers nor weights."""
+"""All rollout servers of a run: spawned, started, checked, killed, rebuilt. Independent of trainers and weights."""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,7 +44,7 @@ class EngineGroup(Group):
 
 
 class RemoteServer:
-    """A server actor as the client uses it; `failure` makes of a remote error what the client gets."""
+    """A server actor as the client uses it; `failure` converts a remote error to the client's ActorLost."""
 
     def __init__(self, actor: Actor, log: str, failure: Callable[[RayError], ActorLost]) -> None:
         self.actor, self.log, self.failure = actor, log, failure
@@ -65,7 +65,7 @@ class RemoteServer:
         return (await asyncio.to_thread(explain, [self.log]))[self.log]
 
     def kill(self) -> None:
-        """End the server's processes, which must not keep memory that the next ones need."""
+        """End all processes of the server, so that their memory is free for the next server."""
         kill(self.actor)
         kill_writers(self.log)  # a stopped one ends only so: Ray waits for it
 
@@ -96,11 +96,11 @@ class RolloutFleet:
         self.tp_size = rollout.tensor_model_parallel_size
         self.ladder = MemoryLadder(rollout, session.device, engine.cache_bytes)
         self.built_with: dict[int, Settings] = {}
-        self.oom_kills: dict[int, int | None] = {}  # of this machine, when a server was spawned
-        self.log_starts: dict[int, int] = {}  # the sizes of the logs then
+        self.oom_kills: dict[int, int | None] = {}  # this machine's count when a server was spawned
+        self.log_starts: dict[int, int] = {}  # the size of its log at that time
         count = session.rollout.devices // self.tp_size
         names = [str(logs / f"rollout-{index}.log") for index in range(count)]
-        self.holders: list[Actor] = []  # of devices for rollout alone
+        self.holders: list[Actor] = []  # they hold devices that only rollout uses
         self.dead: dict[int, Cause] = {}  # servers that have to be rebuilt
         self.servers = EngineGroup(
             [self._spawn(index, log) for index, log in enumerate(names)], "rollout server", names
@@ -125,8 +125,8 @@ class RolloutFleet:
         return RemoteServer(self.servers.actors[index], self.servers.logs[index], partial(self._failure, index))
 
     def start(self, gpus: list[list[str]] | None = None) -> list[Pending]:
-        """Start building every server's engine; `gpus` are those of each device, if trainers have them as well. Returns
-        the pending calls."""
+        """Start building every server's engine; returns the pending calls. `gpus`: GPUs of each device, if the trainers
+        use them as well."""
         if gpus is None:
             self.holders, gpus = hold_devices(self.session, self.startup_timeout)
         self.gpus = gpus
@@ -135,8 +135,8 @@ class RolloutFleet:
     def finish_start(
         self, starting: Sequence[Pending], others: Sequence[Pending] = (), logs: Sequence[str] = ()
     ) -> None:
-        """Wait for the engines, and for `others` that start at the same time and have these logs. Engines that cannot
-        start as they run out of memory are built again with less."""
+        """Wait for the engines, and for `others`, which start at the same time and have these logs. Engines that run
+        out of memory are built again with less."""
         try:
             every_log = [*self.servers.logs[: len(starting)], *logs]
             gather([*starting, *others], "start-up", self.startup_timeout, every_log, key=START_LIMIT)
@@ -148,15 +148,15 @@ class RolloutFleet:
             gather(others, "start-up", self.startup_timeout, logs, key=START_LIMIT)
 
     def note_death(self, index: int, cause: Cause) -> bool:
-        """Note why a server died. Returns whether it ran out of memory: every engine built from now on then gets less,
-        if this one had what the present settings give; EngineOutOfMemory at the floor."""
+        """Note why a server died. Returns whether it ran out of memory. In that case, if it was built with the current
+        settings, they are lowered for every engine built from now on; EngineOutOfMemory at the floor."""
         if reason := self._shortage(index, cause):
             self.ladder.lower(self.built_with[index], f"rollout server {index}: {reason}", self.servers.logs)
             self.rollout = with_settings(self.rollout, self.ladder.settings)
         return bool(reason)
 
     def _shortage(self, index: int, cause: Cause) -> str:
-        """Return in a line how a server ran out of memory; empty: it died of something else."""
+        """Return in one line how a server ran out of memory; empty if it died of another cause."""
         if isinstance(cause.error, EngineOutOfMemory):
             return cause.error.reason
         if not cause.killed:  # but possibly by Ray's memory monitor
@@ -167,7 +167,7 @@ class RolloutFleet:
         return shortage(logged(Path(self.servers.logs[index]), self.log_starts[index]))
 
     def _failure(self, index: int, error: RayError) -> ActorLost:
-        """Return a dead server's failure for the client, with all that was tried to save memory."""
+        """Return a dead server's failure for the client, with all memory settings that were tried."""
         reason = cause_of(error, f"rollout server {index}")
         kind = "memory" if self.note_death(index, reason) else "died"
         note = death_note(self.servers.logs[index])
@@ -187,8 +187,8 @@ class RolloutFleet:
             info(f"engines start with what had enough memory before: {self.ladder.overrides()}")
 
     def sleep(self, *, kill_failed: bool = False) -> None:
-        """Put all engines to sleep. With `kill_failed` a server that does not is killed, which frees its device, and is
-        rebuilt when it is needed."""
+        """Put all engines to sleep. With `kill_failed`, servers with engines that fail to do so are killed to free
+        their devices, and rebuilt when needed."""
         if kill_failed:
             self.dead = self.servers.failures(RolloutEngine.sleep, timeout=self.timeout) | self.dead
             self.kill(list(self.dead))
@@ -199,7 +199,7 @@ class RolloutFleet:
         self.servers.broadcast(RolloutEngine.wake, part, timeout=self.timeout)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return what the engines did since the last call; nothing if one of them is dead, which is rebuilt later."""
+        """Return the engines' metrics since the last call; empty if an engine is dead (it is rebuilt later)."""
         try:
             stats = self.servers.broadcast(RolloutEngine.take_stats, timeout=CHECK_SECONDS)
             return engine_metrics(stats, self.rollout.max_num_seqs)
@@ -207,8 +207,8 @@ class RolloutFleet:
             return {}
 
     def find_dead(self, silent: Collection[str] = ()) -> dict[int, Cause]:
-        """Return the servers that are dead or do not respond, with the reason; those with these logs did not respond to
-        another call."""
+        """Return the servers that are dead or do not respond, with the reason. `silent`: logs of servers that did not
+        respond to another call."""
         late = {
             index: Cause(f"rollout server {index}", "TimeoutError", "it did not respond")
             for index, log in enumerate(self.servers.logs)
@@ -218,7 +218,7 @@ class RolloutFleet:
         return self.dead
 
     def replace_all(self, reason: str) -> None:
-        """Have all servers replaced before the next weight sync."""
+        """Mark all servers as dead, so that they are replaced before the next weight sync."""
         self.dead |= {index: Cause(f"rollout server {index}", "", reason) for index in range(len(self))}
 
     def kill(self, indices: Sequence[int]) -> None:
@@ -264,15 +264,15 @@ class RolloutFleet:
 
 
 class DeviceHolder:
-    """What Ray counts as the user of a device, whose GPU an engine gets by its number."""
+    """Reserves a device: Ray counts this actor as its user, and an engine uses its GPU by number."""
 
     def gpus(self) -> list[str]:
         return [str(number) for number in ray.get_gpu_ids()]
 
 
 def hold_devices(session: RaySession, timeout: float) -> tuple[list[Actor], list[list[str]]]:
-    """Return the actors that hold the devices for rollout as long as they are referenced, and the GPUs of each device:
-    none on CPU, where nothing is held."""
+    """Return actors that hold the devices for rollout as long as they are referenced, and the GPUs of each device. On
+    CPU nothing is held, and no device has GPUs."""
     pool = session.rollout
     if session.device != "cuda":
         return [], [[] for _ in range(pool.devices)]

@@ -1,4 +1,4 @@
-"""Out of memory: such an engine is built again with less, until one works or the attempts are used up."""
+"""Out of memory: the engine is built again with less memory, until it works or the attempts are used up."""
 
 import logging
 import re
@@ -15,8 +15,8 @@ from hybridrl.tracking.faults import KILLED, out_of_memory
 
 logger = logging.getLogger(__name__)
 
-ILLEGAL_ACCESS = "an illegal memory access"  # how a kernel fails that had not enough memory
-# The share of the device that an engine may use is too small for it: a smaller share would not help.
+ILLEGAL_ACCESS = "an illegal memory access"  # the error of a kernel without enough memory
+# SHARE_TOO_SMALL: the engine does not fit into its share of the device, and a smaller share would not help.
 SHARE_TOO_LARGE = re.compile(r"less than desired \w+ memory", re.IGNORECASE)  # others use the device
 SHARE_TOO_SMALL = re.compile(r"no available memory for the cache|larger than the available KV cache", re.IGNORECASE)
 ERROR = re.compile(r"[\w.]*(Error|Exception): .*")  # in a line of a log, which begins with process and time
@@ -27,8 +27,8 @@ Settings = dict[str, float]  # by key below `actor_rollout_ref.rollout`
 
 
 class EngineOutOfMemory(RuntimeError):
-    """An engine ran out of memory as it started or later, for a `reason` in one line; `hint` has what was tried, and
-    what to change."""
+    """An engine ran out of memory as it started or later. `reason`: the cause in one line; `hint`: the settings tried,
+    and which ones to change."""
 
     code = "device-memory"
 
@@ -41,8 +41,8 @@ class EngineOutOfMemory(RuntimeError):
 
 
 def shortage(texts: Iterable[str]) -> str:
-    """Return the first error in these texts, an exception's or a log's, that reports too little memory, in one line;
-    empty: none does."""
+    """Return the first error in these texts (of exceptions or logs) that reports too little memory, in one line; empty
+    if there is none."""
     for line in (line for text in texts for line in text.splitlines()):
         if " raise " not in line and (out_of_memory(line) or ILLEGAL_ACCESS in line):
             return (ERROR.search(line) or [line])[0].strip()[:300]
@@ -50,7 +50,7 @@ def shortage(texts: Iterable[str]) -> str:
 
 
 def logged(log: Path, start: int) -> list[str]:
-    """Return what a server has logged from this place on, without warnings; nothing if it is on another machine."""
+    """Return a server's log from the offset `start` on, as lines without warnings; none if on another machine."""
     with suppress(OSError), log.open(errors="replace") as file:
         file.seek(start)
         return [line for line in file if " WARNING " not in line]
@@ -58,8 +58,8 @@ def logged(log: Path, start: int) -> list[str]:
 
 
 def memory_settings(rollout: RolloutConfig, cache_bytes: str = "") -> Settings:
-    """Return what an engine's memory depends on and the ladder may lower. The size of the cache, an argument of the
-    engine by the key `cache_bytes`, replaces the share where the user has set it."""
+    """Return the memory settings of an engine that the ladder may lower. If the user has set the size of the cache, an
+    argument of the engine with the key `cache_bytes`, it is lowered instead of the share."""
     settings: Settings = {SEQUENCES: rollout.max_num_seqs, SHARE: rollout.gpu_memory_utilization}
     arguments, _, name = cache_bytes.rpartition(".")
     size = attrgetter(arguments)(rollout).get(name) if arguments else None
@@ -72,7 +72,7 @@ def with_settings(rollout: RolloutConfig, settings: Settings) -> RolloutConfig:
     for key, value in settings.items():
         name, *argument = key.split(".")
         changed[name] = value
-        if argument:  # of an engine
+        if argument:  # an engine's argument
             engine, kwargs = argument[0], getattr(rollout, name)
             changed[name] = replace(kwargs, **{engine: getattr(kwargs, engine) | {argument[1]: value}})
     return replace(rollout, **changed)
@@ -102,7 +102,7 @@ def _less_memory(settings: Settings, device: str) -> Settings:
 class MemoryLadder:
     """The memory settings of a run's engines: as configured, until one of them runs out of memory.
 
-    What worked is kept for every engine built later, and in the checkpoints of the run.
+    Lowered settings are kept for every engine built later, and in the checkpoints of the run.
     """
 
     def __init__(self, rollout: RolloutConfig, device: str, cache_bytes: str = "") -> None:
@@ -112,8 +112,8 @@ class MemoryLadder:
         self.tried: list[tuple[Settings, str]] = []  # settings that were not enough, with the reason
 
     def lower(self, used: Settings, reason: str, logs: Sequence[str] = ()) -> None:
-        """Lower the settings after an engine with the settings `used` ran out of memory. EngineOutOfMemory with all
-        that was tried at the floor, after `request_retries` times, or once a second one was killed for it."""
+        """Lower the settings after an engine with the settings `used` ran out of memory. Raises EngineOutOfMemory, with
+        all tried settings, at the floor, after `request_retries` times, or once a second engine was killed for it."""
         if used != self.settings:  # another engine has lowered them since this one was built
             return
         lower = one_notch_lower(used, len(self.tried), self.device, reason)
@@ -140,7 +140,7 @@ class MemoryLadder:
         return " ".join(f"{KEY}.{name}={self.settings[name]}" for name in changed)
 
     def table(self) -> str:
-        """Return what was tried, a line each; empty: nothing."""
+        """Return the tried settings, one per line; empty if there are none."""
         if not self.tried:
             return ""
         lines = (
@@ -153,7 +153,7 @@ class MemoryLadder:
         return {"engine_memory": {"configured": self.configured, "lowered": self.settings}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Use what worked before, unless the configuration has changed since."""
+        """Use the settings that worked before, unless the configuration has changed since."""
         saved = state.get("engine_memory")
         if saved and saved["configured"] == self.configured:
             self.settings = dict(saved["lowered"])

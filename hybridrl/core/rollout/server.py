@@ -28,11 +28,11 @@ from hybridrl.runtime.keeper import work_in_private
 COALESCE_SECONDS = 0.02
 
 Ticket = int  # names a request between client and server
-CONTROL: Ticket = -1  # of no request
+CONTROL: Ticket = -1  # for control calls, which have no request
 
 
 class RolloutServer:
-    """The process of one engine; `start` builds it, `submit` and `take` generate, `call` reaches all else."""
+    """The process of one engine; `start` builds it, `submit` and `take` generate, `call` reaches all other methods."""
 
     def __init__(self, log_file: str) -> None:
         begin_actor(log_file)
@@ -40,9 +40,9 @@ class RolloutServer:
         self.begin(Path(log_file))
 
     def begin(self, log: Path) -> None:
-        """Begin without an engine, which `start` builds; the log has lines of earlier servers."""
+        """Initialise without an engine, which `start` builds; the log has lines of earlier servers."""
         self.log, self.log_start, self.oom_kills = log, log.stat().st_size, oom_kills()
-        self.shortage = ""  # why the engine has too little memory: it is to be rebuilt, though it may live
+        self.shortage = ""  # the out-of-memory error of the engine, if any: it must be rebuilt, even if it lives
         self.engine: RolloutEngine | None = None
         self.finished: asyncio.Queue[tuple[Ticket, Completion | Exception]] = asyncio.Queue()
         self.running: set[asyncio.Task] = set()
@@ -84,7 +84,7 @@ class RolloutServer:
             raise
 
     def _out_of_memory(self, error: Exception) -> EngineOutOfMemory | None:
-        """Return the failure of an engine that ran out of memory, if it did. Its processes write that to the log."""
+        """Return the failure of the engine if it ran out of memory, else None. Its processes log such errors."""
         self.shortage = shortage([f"{type(error).__name__}: {error}", *logged(self.log, self.log_start)])
         if not self.shortage and oom_kills() != self.oom_kills:
             self.shortage = "the kernel killed a process of its machine for lack of memory"
@@ -103,7 +103,7 @@ class RolloutServer:
             await required(self.engine).release(goal)
 
     async def interrupt(self) -> None:
-        """End all requests: `take` returns what they have so far."""
+        """End all requests: `take` returns their partial responses."""
         async with self._raised_by_take():
             await required(self.engine).interrupt()
 
@@ -133,7 +133,7 @@ class RolloutServer:
 
     @asynccontextmanager
     async def _raised_by_take(self, ticket: Ticket = CONTROL) -> AsyncIterator[None]:
-        """Have `take` raise what the engine raises, or return the request's fault if the engine lives."""
+        """Pass an error of the engine to `take`: it returns the request's fault if the engine lives, else raises."""
         try:
             yield
         except RequestFault as fault:

@@ -1,7 +1,7 @@
-"""Requests in flight, and those at fault: rejected by an engine, or servers die of them.
+"""Requests in flight, and requests at fault: rejected by an engine, or fatal to servers.
 
-Requests that were running when two servers died are run again a few at a time, to find one of which servers die. One
-runs first, and with each response one more. A server that dies again with only one of them has died of that.
+Requests that were running when two servers died are run again a few at a time, to find the fatal request: one at
+first, and one more with each response. If a server dies again with only one of them, this request is fatal.
 """
 
 import logging
@@ -19,30 +19,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class PendingRequest(ActorJob):
-    """A request in flight, and what was sampled before an interruption. One that is `suspect` may have caused the death
-    of a server."""
+    """A request in flight; `begun` was sampled before an interruption. A `suspect` may have caused the death of a
+    server."""
 
     request: Request
     begun: Completion | None = None
     suspect: bool = field(default=False, init=False)
 
     def rest(self) -> Request:
-        """Return the request for what is missing."""
+        """Return the request for the missing rest of the response."""
         return self.request if self.begun is None else continuation(self.request, self.begun)
 
 
 class Suspects:
-    """The requests at fault. The `window` is how many suspects may run at a time; None: there are none. Those that are
-    `fatal` fail once a response shows that other requests can be sampled."""
+    """The requests at fault. `window`: the number of suspects that may run at a time; None if there are no suspects.
+    The `fatal` ones fail once another response shows that servers can sample."""
 
     def __init__(self) -> None:
         self.window: int | None = None
         self.fatal: list[tuple[PendingRequest, str]] = []  # with the reason of the last death
-        self.rejected = False  # a request, which was reported
+        self.rejected = False  # whether a rejected request was reported
 
     def lost(self, jobs: Sequence[PendingRequest], reason: str) -> list[PendingRequest]:
-        """Count the death of a server with these requests, and return those to run again. They are suspects after their
-        second one: most servers die for other reasons, and to run a few requests at a time takes long."""
+        """Count the death of a server with these requests, and return the ones to run again. A request is a suspect
+        from its second death on: most servers die for other reasons, and running a few requests at a time is slow."""
         for job in jobs:
             job.attempts += 1
             job.suspect = job.attempts > 1
@@ -50,14 +50,15 @@ class Suspects:
             return list(jobs)
         self.window = 1
         running = [job for job in jobs if not job.future.done()]
-        # Next to requests that never saw a death, one of which may be as fatal, a third death decides.
+        # If some of them saw no earlier death, one of these may be the fatal one: then a third death decides.
         twice = [job for job in running if job.attempts > (1 if all(one.attempts > 1 for one in running) else 2)]
         fatal = twice if len(twice) == 1 else []
         self.fatal += [(job, reason) for job in fatal]
         return [job for job in running if job not in fatal]
 
     def withhold(self, waiting: deque[PendingRequest], running: Iterable[PendingRequest]) -> list[PendingRequest]:
-        """Take the suspects out of `waiting` that must not run yet, and those with the prompt of a fatal request."""
+        """Remove suspects from `waiting`: those that must not run yet are returned, and those with the prompt of a
+        fatal request become fatal."""
         if self.window is None:
             return []
         room = self.window - sum(job.suspect for job in running)
@@ -88,7 +89,7 @@ class Suspects:
         self.exclude_fatal()
 
     def exclude_fatal(self) -> None:
-        """Fail the requests of which servers died."""
+        """Fail the fatal requests."""
         fatal, self.fatal = self.fatal, []
         for job, reason in fatal:
             size = len(job.request.prompt_ids)
@@ -98,7 +99,7 @@ class Suspects:
                 job.future.set_exception(FatalRequest(message))
 
     def reject(self, job: PendingRequest, fault: RequestFault) -> None:
-        """Fail a request that its engine rejected; the first is reported, the others are counted as their episodes'."""
+        """Fail a request that its engine rejected. Only the first is reported; all count as faults of episodes."""
         if not self.rejected:
             logger.warning("%s; its episode is excluded", fault, extra={"code": "request-excluded"})
         self.rejected = True

@@ -69,7 +69,7 @@ class SglangEngine:
             raise RuntimeError(f"SGLang did not start: {self._reason() or error}") from error
         self.front = self.engine.tokenizer_manager
         self.processes = [process for process in multiprocessing.active_children() if process not in others]
-        self.front._subprocess_watchdog.stop()  # which would end this process as well
+        self.front._subprocess_watchdog.stop()  # it would end this process as well
         if self.front.max_req_input_len < self.context:
             raise RuntimeError(f"rollout.max_model_len={self.context} is larger than the available KV cache of SGLang")
         self.death: asyncio.Future = asyncio.get_running_loop().create_future()
@@ -77,18 +77,18 @@ class SglangEngine:
         self.front.auto_create_handle_loop()
 
     def _reason(self) -> str:
-        """Return why the first process of SGLang's has ended that said so."""
+        """Return the reason of the first SGLang process that ended with one; empty if there is none."""
         file = Path(os.environ[FAILURE])
         return file.read_text(encoding="utf-8").partition("\n")[0] if file.exists() else ""
 
     async def _watch(self) -> None:
-        """Note the death of a process: nothing else ends what waits for it."""
+        """Note the death of a process: nothing else ends the calls that wait for it."""
         while all(process.is_alive() for process in self.processes):
             await asyncio.sleep(CHECK_SECONDS)
         self.death.set_result(f"the engine is dead: {self._reason() or 'a process of its devices ended'}")
 
     async def _alive(self, call: Awaitable[Any]) -> Any:
-        """Return what a call returns; RuntimeError if a process of SGLang's ends before."""
+        """Return the result of a call; RuntimeError if an SGLang process ends before."""
         task = asyncio.ensure_future(call)
         try:
             await asyncio.wait({task, self.death}, return_when=asyncio.FIRST_COMPLETED)
@@ -107,7 +107,7 @@ class SglangEngine:
                 raise RuntimeError(str(error)) from error
 
     async def _flush(self) -> None:
-        """Drop all cached prefixes, once what has ended has left the cache."""
+        """Drop all cached prefixes, once ended requests have left the cache."""
         result = await self._alive(self.front.flush_cache(timeout_s=60))
         if not result.success:
             raise RuntimeError(f"SGLang has not emptied its prefix cache: {result.message}")
@@ -162,7 +162,7 @@ class SglangEngine:
         await self.holding.acquire()
         with ExitStack() as if_it_fails:
             if_it_fails.callback(self.holding.release)
-            if not self.running:  # an episode's later turn comes while others run, and continues what is cached
+            if not self.running:  # an episode's later turn comes while others run, and continues a cached prefix
                 await self._flush()
             await self._alive(
                 self.front._async_dispatch_to_scheduler(io_struct.PauseGenerationReqInput(mode="in_place"))
@@ -174,14 +174,14 @@ class SglangEngine:
         with ExitStack() as at_the_end:
             at_the_end.callback(self.holding.release)
             while (await self._observe())["queued"] < self.queued + len(self.running.keys() - self.before):
-                await asyncio.sleep(0)  # until all that were held are there
+                await asyncio.sleep(0)  # until all held requests are queued
             needs = [(list(prompts), count) for prompts, count in goal.needs] if goal else []
             await self._call_processes("release", needs=needs, names=list(self.running))
 
     async def interrupt(self) -> None:
         async with self.holding:  # not between `hold` and `release`
             pending = set(self.running.values())
-            while pending:  # one that is on its way to SGLang's process is not ended yet
+            while pending:  # an abort misses requests on their way to SGLang's process
                 self.front.abort_request(abort_all=True)
                 _, pending = await asyncio.wait(pending, timeout=ABORT_SECONDS)
 
@@ -194,7 +194,7 @@ class SglangEngine:
         return taken
 
     async def sleep(self) -> None:
-        """On CUDA memory is freed; weights come back from the trainer, and the base of an adapter from host memory."""
+        """On CUDA free memory; weights come back from the trainer, and the base of an adapter from host memory."""
         await self.interrupt()  # requests whose callers have given up
         await self._flush()
         if awake := sorted(self.parts - self.asleep):
@@ -222,7 +222,7 @@ class SglangEngine:
     async def load_bucket(self, bucket: Bucket, handles: list, digests: list[int], adapter: bool) -> None:
         if adapter and not self.updating:
             await self.begin_weights()
-        # A tensor, which SGLang moves to the device, and in its name where the bucket is.
+        # SGLang moves this dummy tensor to the device; the tensor's name carries the location of the bucket.
         info = describe(bucket, handles, digests) | {"adapter": adapter}
         payload = pickle.dumps([(json.dumps(info), torch.zeros(1))])
         each = {"serialized_named_tensors": [payload] * self.tp_size, "load_format": LOADER, "flush_cache": False}
@@ -305,7 +305,7 @@ def engine_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, en
             "attention_backend": "torch_native",
             "disable_overlap_schedule": True,
             "max_total_tokens": cache // token_bytes + SPARE,
-            "mem_fraction_static": 0.05,  # of which SGLang only checks that it is enough
+            "mem_fraction_static": 0.05,  # SGLang only checks that it is large enough
         }
     if model.lora_rank and not model.lora.merge:  # one adapter at a time
         arguments |= {
@@ -313,14 +313,14 @@ def engine_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, en
             "max_lora_rank": model.lora_rank,
             "lora_target_modules": ["all"],
             "max_loras_per_batch": 1,
-            "enable_weights_cpu_backup": device == "cuda",  # of the base, which is sent once
+            "enable_weights_cpu_backup": device == "cuda",  # the base is sent only once
             "lora_backend": "torch_native" if device == "cpu" else "csgmv",
         }
     return arguments | {name: value for name, value in rollout.engine_kwargs.sglang.items() if value is not None}
 
 
 def sampling_params(request: Request, vocabulary: int, context: int) -> dict[str, Any]:
-    """Return SGLang's sampling parameters; RejectedRequest for what it cannot sample with."""
+    """Return SGLang's sampling parameters; RejectedRequest for parameters that it does not support."""
     sampling = request.sampling
     if sampling.min_p:
         raise RejectedRequest(f"min_p={sampling.min_p}: SGLang does not sample with it where requests have seeds")

@@ -11,7 +11,7 @@ def sglang_environment(rollout: RolloutConfig) -> dict[str, str]:
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         # Log-probs of the distribution that was sampled from, before it is truncated: the trainer's.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-        # It wants cores for each process on a CPU, or as many memory nodes; its own kernels alone are bound to them.
+        # SGLang requires cores, or a memory node, for each process on a CPU; only its own kernels are bound to them.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * rollout.tensor_model_parallel_size),
     }
 

@@ -1,7 +1,7 @@
 """The part of the SGLang engine that runs in SGLang's scheduler processes, next to the model.
 
-`run_scheduler` is the target of these processes. `load_bucket` is SGLang's custom loader of weights, which it finds by
-name; it gets the place of a bucket in the trainer's memory instead of tensors.
+`run_scheduler` is the target of these processes. `load_bucket` is the custom weight loader, which SGLang finds by name;
+it gets the location of a bucket in the trainer's memory instead of tensors.
 """
 
 from hybridrl.core.rollout.sglang import stand_ins  # noqa: F401  before SGLang
@@ -38,8 +38,8 @@ from hybridrl.runtime.stacks import write_stacks_on_request
 
 LOADER = f"{__name__}.load_bucket"
 LIBRARIES, FAILURE = "HYBRIDRL_EXTERNAL_LIB", "HYBRIDRL_ENGINE_FAILURE"
-BEGUN = "begun"  # of a request's own parameters: the tokens of its response in its prompt
-PROBE = "probe"  # how the names of requests begin that prove a sync
+BEGUN = "begun"  # custom parameter of a request: the number of response tokens in its prompt
+PROBE = "probe"  # prefix of the names of requests that verify a sync
 
 LOAD_FROM_TENSORS = LoRAManager.load_lora_adapter_from_tensors
 BATCH_INFO, UPDATE_FINISH_STATE = SamplingBatchInfo.from_schedule_batch, Req.update_finish_state
@@ -56,13 +56,13 @@ def load_bucket(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> No
         else:
             model.load_weights(tensors)
         devices.synchronize(reader.device.type)  # copies may still read this bucket, which the trainer overwrites next
-    except Exception as error:  # of a model's own loader
+    except Exception as error:  # a model's own loader may raise anything
         failure = f"{type(error).__name__}: {error}"
     raise_in_all(failure)
 
 
 def raise_in_all(failure: str) -> None:
-    """RuntimeError in every process of an engine if one has a failure: SGLang hears of the first one's only."""
+    """Raise RuntimeError in all processes of an engine if one has a failure: SGLang checks only the first process."""
     group = get_parallel().tp_group.cpu_group
     failures = [failure] * dist.get_world_size(group)
     dist.all_gather_object(failures, failure, group)
@@ -71,7 +71,7 @@ def raise_in_all(failure: str) -> None:
 
 
 def load_adapter(manager: LoRAManager, lora_ref: Any, tensors: dict, config_dict: dict, *more: Any) -> Any:
-    """SGLang's loader of an adapter from tensors, with those that have arrived here, for the layers that they name."""
+    """Replace SGLang's adapter loader: it loads the tensors that have arrived here, for the layers in their names."""
     tensors, Scheduler.adapter = Scheduler.adapter, {}
     layers = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
     result = LOAD_FROM_TENSORS(manager, lora_ref, tensors, config_dict | {"target_modules": sorted(layers)}, *more)
@@ -80,7 +80,7 @@ def load_adapter(manager: LoRAManager, lora_ref: Any, tensors: dict, config_dict
 
 
 def returned(update: Callable) -> Callable:
-    """Have an update of weights that raises return its failure instead, which would end SGLang's process."""
+    """Wrap a weight update: it returns its error, as raising it would end SGLang's process."""
 
     def wrapped(self: WeightUpdater, *arguments: Any, **options: Any) -> tuple[bool, str]:
         try:
@@ -92,7 +92,7 @@ def returned(update: Callable) -> Callable:
 
 
 def seeded(batch: Any, vocab_size: int) -> SamplingBatchInfo:
-    """Return what a batch is sampled with, with seeds, which SGLang otherwise has in its deterministic mode only."""
+    """Return the sampling info of a batch, with seeds; SGLang itself sets seeds only in its deterministic mode."""
     info = BATCH_INFO(batch, vocab_size)
     seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
     info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=info.device)
@@ -109,8 +109,8 @@ def draw(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) 
 
 
 def finish(request: Req, new_tokens: int = 1) -> None:
-    """Note how a response has ended, if it has, as `Req.update_finish_state`. An interruption ends it only if the token
-    that was sampled meanwhile does not: SGLang would not look at that one."""
+    """Set the finish reason of a response that has ended, like `Req.update_finish_state`. If it is interrupted, the
+    last sampled token is checked first: SGLang would skip this check."""
     interrupted, request.to_finish = request.to_finish, None
     if not (interrupted and interrupted.status_code):
         UPDATE_FINISH_STATE(request, new_tokens)
@@ -119,8 +119,8 @@ def finish(request: Req, new_tokens: int = 1) -> None:
 
 
 def ends(request: Req, new_tokens: int = 1) -> bool:
-    """Return whether a stop token of the request, and not one of the model's, or a text ends a response, with the token
-    that completes it; as `Req._check_str_based_finish`. One that was interrupted has begun in the prompt."""
+    """Return whether a stop token (of the request, not the model) or a stop text ends a response, with the token that
+    completes it; like `Req._check_str_based_finish`. The prompt has the beginning of an interrupted response."""
     params, sampled = request.sampling_params, request.output_ids
     stops, texts = () if params.ignore_eos else params.stop_token_ids or (), params.stop_strs or ()
     longest = 4 * max(map(len, texts), default=0) + 4  # tokens of a text: a character has up to four bytes
@@ -138,13 +138,13 @@ def ends(request: Req, new_tokens: int = 1) -> bool:
 
 
 def unpinned(make: Callable) -> Callable:
-    """Return a function of torch that makes tensors, without pinned memory, of which there is none without CUDA."""
+    """Wrap a tensor factory of torch so that it ignores `pin_memory`: pinned memory needs CUDA."""
     return lambda *arguments, pin_memory=False, **options: make(*arguments, **options)
 
 
 class Scheduler(scheduling.Scheduler):
-    """SGLang's scheduler, which also reports what its iterations had, and gives token ids to the server directly,
-    although it has a tokenizer: texts that end a response and JSON schemas need one."""
+    """SGLang's scheduler, which also reports statistics of its iterations. It gives token ids to the server directly,
+    although it has a tokenizer, which stop texts and JSON schemas need."""
 
     reader: ClassVar[BucketReader]
     adapter: ClassVar[dict[str, torch.Tensor]] = {}  # tensors of the next adapter that have arrived
@@ -196,13 +196,13 @@ class Scheduler(scheduling.Scheduler):
         super()._add_request_to_queue(request, is_retracted)
 
     def get_internal_state(self, recv_req: Any) -> GetInternalStateReqOutput:
-        """Return what this process has done since the last call, in place of SGLang's own report."""
+        """Return the statistics of this process since the last call, in place of SGLang's own report."""
         iterations, self.iterations, retracted, self.retracted = self.iterations, [], self.retracted, 0
         queued = len(self.waiting_queue) + len(self.grammar_manager)
         state = {"iterations": iterations, "retracted": retracted, "sampled": self.sampled, "sync_id": self.sync_id}
         return GetInternalStateReqOutput(internal_state=state | {"queued": queued})
 
-    # The engine calls what follows by name, in each of its processes.
+    # The engine calls the following methods by name, in each of its processes.
 
     def join_trainer(self, address: str, first_rank: int, size: int, seconds: float) -> None:
         self.reader.join(address, first_rank + get_parallel().tp_rank, size, seconds)
@@ -212,14 +212,14 @@ class Scheduler(scheduling.Scheduler):
         self.sync_id = sync_id
 
     def release(self, needs: list[tuple[list[int], int]], names: list[str]) -> None:
-        """Start what was held, and interrupt it once the goal is reached, after the same iteration every time."""
+        """Start the held requests, and interrupt them once the goal is reached, always after the same iteration."""
         self.enough = Progress(Goal(needs), names) if needs else None
         self.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
 
 @contextmanager
 def ended_by_failure() -> Iterator[None]:
-    """End the process if the block fails, with the reason in a file of the server, which SGLang would end as well."""
+    """End only this process if the block fails, with the reason in a file; SGLang would end the server as well."""
     try:
         yield
     except Exception as error:
@@ -230,7 +230,7 @@ def ended_by_failure() -> Iterator[None]:
 
 
 def run_scheduler(*arguments: Any) -> None:
-    """Be a process of an engine."""
+    """Run a scheduler process of an engine."""
     end_with_parent(os.getppid(), signal.SIGKILL)
     write_stacks_on_request()
     import_libraries(json.loads(os.environ[LIBRARIES]))

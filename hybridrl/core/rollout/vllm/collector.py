@@ -1,7 +1,7 @@
-"""vLLM's engine in a thread, and its responses as they grow, in place of vLLM's output processor.
+"""vLLM's engine in a thread, and its growing responses, in place of vLLM's output processor.
 
-vLLM's makes for every token what a client that streams texts may want: a text, ranks, a table of log-probs, latencies.
-A rollout wants ids and log-probs, once per response; of a small model's iteration that work would be a fifth.
+vLLM's own processor produces text, ranks, a table of log-probs and latencies for every token, for streaming clients.
+Rollout needs ids and log-probs, once per response; for a small model that work would take a fifth of an iteration.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ from hybridrl.core.rollout.engine import EngineStats
 
 T = TypeVar("T")
 
-FAILED = (FinishReason.ABORT, FinishReason.ERROR)  # ends that neither the policy nor a limit has chosen
+FAILED = (FinishReason.ABORT, FinishReason.ERROR)  # responses ended neither by the policy nor by a limit
 
 
 # Engine statistics, from what vLLM's scheduler reports after every iteration.
 class Observer(StatLoggerBase):
-    """One of vLLM's stat loggers, which only adds up."""
+    """A stat logger for vLLM that only accumulates."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.stats, self.clock = EngineStats(), clock
@@ -50,7 +50,7 @@ class Observer(StatLoggerBase):
         self.running, self.since = 0, None
 
     def take(self) -> EngineStats:
-        """Return what was added up since the last call."""
+        """Return the statistics since the last call."""
         taken, self.stats = self.stats, EngineStats()
         return taken
 
@@ -66,9 +66,9 @@ class Observer(StatLoggerBase):
         self.stats.prefix_queries += scheduler_stats.prefix_cache_stats.queries
         self.stats.prefix_hits += hits
         if self.since is not None:  # otherwise it is the probe of a weight sync
-            # Requests that finished in this iteration ran in it, and so did those that were admitted.
+            # Requests that finished or were admitted in this iteration also ran in it.
             in_iteration, computed = max(running, self.running), max(prefilled - self.hits, 0)
-            self.hits = max(self.hits - prefilled, 0)  # of prompts that are not complete yet
+            self.hits = max(self.hits - prefilled, 0)  # hits of prompts that are not complete yet
             self.stats.observe(now - self.since, in_iteration, waiting, scheduler_stats.kv_cache_usage, computed)
             self.stats.tokens += sampled
         self.running, self.since = running, now
@@ -81,16 +81,16 @@ class Observer(StatLoggerBase):
 
 @dataclass(eq=False)
 class EngineResponse:
-    """What the engine has sampled for a request, or the log-probs of a prompt that is scored."""
+    """Sampled tokens of a request, or the log-probs of a scored prompt."""
 
     name: str
-    texts: IncrementalDetokenizer | None  # of a request that texts end
+    texts: IncrementalDetokenizer | None  # only for requests with stop texts
     hear: Callable[[list[int]], object] | None = None  # called with its tokens
     token_ids: list[int] = field(default_factory=list)
     parts: list[np.ndarray] = field(default_factory=list)  # log-probs of the tokens, by iteration
     prompt_tokens: int = 0
     prompt_log_probs: list[float] = field(default_factory=list)
-    route_parts: list[np.ndarray] = field(default_factory=list)  # of all tokens that were computed, by iteration
+    route_parts: list[np.ndarray] = field(default_factory=list)  # routes of all computed tokens, by iteration
     truncated: bool = False
     interrupted: bool = False
     failure: str = ""  # why the engine ended a request that is not complete
@@ -101,15 +101,15 @@ class EngineResponse:
 
     @property
     def carried(self) -> dict[str, np.ndarray]:
-        """The routes of each token of prompt and response but the last, if the engine returns them and has computed
-        anything."""
+        """The routes of each token of prompt and response but the last, if the engine returns routes and has computed
+        any tokens."""
         computed = self.prompt_tokens + len(self.token_ids) - 1  # a text may end a response before its last token
         parts = self.route_parts
         return {"routes": np.concatenate(parts)[:computed].astype(np.int16)} if parts else {}
 
     def add(self, output: EngineCoreOutput) -> bool:
-        """Add what an iteration has sampled; returns whether a text ends the response, with the token that completes
-        it."""
+        """Add the tokens of an iteration. Returns whether a stop text ends the response: its last token is then the one
+        that completes the text."""
         token_ids, ended = output.new_token_ids, False
         if self.texts is not None:
             count = next((n for n, token in enumerate(token_ids, start=1) if self.texts.update([token], False)), None)
@@ -135,8 +135,8 @@ class Collector:
         self.observer = observer
         self.tokenizer: PreTrainedTokenizerBase | None = None  # needed where texts end responses
         self.responses: dict[str, EngineResponse] = {}
-        self.begun: dict[str, int] = {}  # by name, of requests that continue a response: its tokens in their prompt
-        self.hear: dict[str, Callable[[list[int]], object]] = {}  # by name, of requests whose tokens are heard
+        self.begun: dict[str, int] = {}  # by name of a continued request: tokens of its response in the prompt
+        self.hear: dict[str, Callable[[list[int]], object]] = {}  # by name: listeners for tokens
         self.sampled = 0  # tokens of finished responses
 
     def add_request(self, request: EngineCoreRequest, *_: Any) -> None:
@@ -146,7 +146,7 @@ class Collector:
         self.responses[request.request_id] = EngineResponse(request.external_req_id, texts, hear, prompt_tokens=tokens)
 
     def _texts(self, request: EngineCoreRequest, begun: int) -> IncrementalDetokenizer:
-        """Return what looks for the texts that end a response, also for one that begins before an interruption."""
+        """Return a detokenizer for stop texts; it also finds a text that begins before an interruption."""
         split = len(request.prompt_token_ids) - begun
         prompt, response = request.prompt_token_ids[:split], request.prompt_token_ids[split:]
         texts = IncrementalDetokenizer.from_new_request(
@@ -172,7 +172,8 @@ class Collector:
         return interrupted
 
     def process_outputs(self, outputs: Sequence[EngineCoreOutput], **_: Any) -> OutputProcessorOutput:
-        """Add the outputs of an iteration; returns the responses that are finished, and what the engine must end."""
+        """Add the outputs of an iteration; returns finished responses, and the ids of requests that the engine must
+        end."""
         finished, ended = [], []
         for output in outputs:
             response = self.responses[output.request_id]
@@ -199,20 +200,20 @@ class Collector:
         return len(self.responses)
 
     def update_scheduler_stats(self, _: Any) -> None:
-        """vLLM counts its adapters' requests here."""
+        """Does nothing; vLLM counts the requests of its adapters here."""
 
 
 class EngineLoop:
     """An engine that coroutines use: requests, and calls of its methods, enter between two iterations.
 
-    `build` makes the engine in the thread in which it computes: OpenMP's threads belong to the one that starts them.
+    `build` makes the engine in the thread where it computes: OpenMP's threads belong to the thread that starts them.
     """
 
     def __init__(self, build: Callable[[], LLMEngine]) -> None:
         self.build = build
         self.engine: LLMEngine | None = None
         self.calls: SimpleQueue[tuple[Callable[[LLMEngine], Any], Future]] = SimpleQueue()
-        self.responses: dict[str, Future[EngineResponse]] = {}  # of unfinished requests, by name
+        self.responses: dict[str, Future[EngineResponse]] = {}  # unfinished requests by name
         self.held: list[Callable[[LLMEngine], Any]] | None = None  # requests that wait for `release`
         # Called with the name of each response that finished: whether to interrupt the others.
         self.enough: Callable[[str], bool] | None = None
@@ -220,7 +221,7 @@ class EngineLoop:
         self.thread = Thread(target=self._run, name="engine", daemon=True)
 
     async def start(self) -> None:
-        """Build the engine; raises what it raises."""
+        """Build the engine; raises its error if that fails."""
         self.thread.start()
         await self.call(lambda engine: None)
 
@@ -285,7 +286,7 @@ class EngineLoop:
                     self.responses[response.name].set_result(response)
                 if self.enough is not None and any([self.enough(response.name) for response in finished]):
                     self._interrupt(engine)
-        except BaseException as error:  # whatever ends the thread, all that waits for it must end
+        except BaseException as error:  # any end of the thread must end everything that waits for it
             self.failure = _as_exception(error)
             self._fail(self.failure)
 
@@ -308,13 +309,13 @@ class EngineLoop:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """Return what ended a thread, such as the panic of a library in Rust, as an error that coroutines catch."""
+    """Return the error of a thread, such as the panic of a Rust library, as an Exception that coroutines can catch."""
     return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 @contextmanager
 def _raised_by(result: Future) -> Iterator[None]:
-    """Have a future raise what the block raises; what is no Exception ends the thread as well."""
+    """Pass an error of the block to a future; an error that is not an Exception also ends the thread."""
     try:
         yield
     except BaseException as error:  # vLLM may raise anything, and a library in Rust may panic
@@ -324,7 +325,7 @@ def _raised_by(result: Future) -> Iterator[None]:
 
 
 def _future() -> Future:
-    """A future that a caller who no longer waits cannot cancel: the thread will set it."""
+    """Return a future that callers cannot cancel when they stop waiting: the thread will set it."""
     future: Future = Future()
     future.set_running_or_notify_cancel()
     return future

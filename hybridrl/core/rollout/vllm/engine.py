@@ -1,7 +1,7 @@
 """vLLM as a rollout engine (see RolloutEngine); versions 0.26 to 0.32.
 
-It computes in the process of its rollout server: vLLM is imported once and in memory once, and no message is packed for
-a token. An engine over several devices has a further process for each, which imports `worker.py`.
+It computes in the process of its rollout server: vLLM is imported once and is in memory once, and no messages are
+packed per token. An engine over several devices has a further process for each device, which imports `worker.py`.
 """
 
 import json
@@ -35,11 +35,11 @@ from hybridrl.data.tokenizer import read_tokenizer
 from hybridrl.required import required
 
 SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_", "/dev/shm/-tp")  # Python's, vLLM 0.32's and 0.26's
-PARTS = frozenset({"weights", "kv_cache"})  # what sleeps and wakes
+PARTS = frozenset({"weights", "kv_cache"})  # the parts that sleep and wake
 
 
 class Engine(LLMEngine):
-    """vLLM's engine, which forgets a request that it cannot add."""
+    """vLLM's engine, with clean-up after a request that it cannot add."""
 
     def add_request(self, request_id: str, *args: Any, **options: Any) -> str:
         with ExitStack() as undo:
@@ -118,7 +118,7 @@ class VllmEngine:
         return (await self._respond(f"probe-{os.urandom(4).hex()}", token_ids, parameters)).prompt_log_probs
 
     async def hold(self) -> None:
-        if not self.loop.responses:  # an episode's later turn comes while others run, and continues what is cached
+        if not self.loop.responses:  # an episode's later turn comes while others run, and continues a cached prefix
             await self._empty_cache()
         self.loop.hold()
 
@@ -137,8 +137,8 @@ class VllmEngine:
         return self.observer.take()
 
     async def sleep(self) -> None:
-        """On CUDA memory is freed: the cache's, and that of the weights, which come back from the trainer; the base of
-        an adapter waits in host memory. On CPU that of sampling is freed."""
+        """On CUDA free the memory of the cache and of the weights. Weights come back from the trainer; the base model
+        of an adapter waits in host memory. On CPU free the memory of sampling."""
         if self.device == "cpu":
             devices.release_cached_memory(self.device)
         if not self.sleeps:
@@ -181,7 +181,7 @@ class VllmEngine:
         return self.sync_id
 
     async def _empty_cache(self) -> None:
-        """Drop all cached prefixes, which belong to earlier weights. vLLM keeps them while a request has blocks."""
+        """Drop all cached prefixes: they belong to earlier weights. vLLM keeps them while a request has blocks."""
         await self.loop.call(finish_iterations)
         if not await self.loop.call(lambda engine: engine.reset_prefix_cache()):
             raise RuntimeError("vLLM has not emptied its prefix cache: a request still has blocks of it")
@@ -242,16 +242,16 @@ def engine_arguments(
 
 
 def finish_iterations(engine: LLMEngine) -> None:
-    """Finish what the asynchronous scheduler has begun for responses that have ended since: the experts of an iteration
-    in flight would be counted to the next cache."""
+    """Finish iterations that the asynchronous scheduler has begun, although their responses have ended: the routes of
+    an iteration in flight would be counted to the next cache."""
     while engine.engine_core.engine_core.batch_queue:
         engine.step()
 
 
 def unlink_segments() -> None:
-    """Unlink the shared memory that the engine's processes have open, so that it is freed when they end."""
+    """Unlink the open shared memory of the engine's processes, so that it is freed when they end."""
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it has ended, as a compiler's may have
+        with suppress(psutil.NoSuchProcess):  # it has ended, for example a compiler
             for mapping in process.memory_maps():
                 if mapping.path.startswith(SEGMENTS):
                     Path(mapping.path).unlink(missing_ok=True)

@@ -32,13 +32,13 @@ STAND_INS = (
 )
 
 
-# Arguments of an engine on CPU. Where the processor has AMX, vLLM selects kernels for latent attention that know only
-# bfloat16 and keep a packed copy of the weights in place of the weights, which a weight sync then does not find.
+# Arguments of an engine on CPU. On a processor with AMX, vLLM selects kernels for latent attention that support only
+# bfloat16. They replace the weights by a packed copy, so that a weight sync does not find them.
 CPU_ATTENTION = {"attention_backend": "CPU_MLA"} if "CPU_MLA" in AttentionBackendEnum.__members__ else {}
 
 
 class Repaired:
-    """As vLLM's `worker_extension_cls` this class makes an engine's processes import this module."""
+    """vLLM's `worker_extension_cls`: it makes an engine's processes import this module."""
 
 
 def prepare_for(directory: Path) -> None:
@@ -82,8 +82,8 @@ def _rotate_by_heads(rotary: type) -> None:
 
 
 def _route_in_one_group(router: type) -> None:
-    """Make vLLM's router on CPU select experts by sigmoids without groups (MiniMax-M2) as in a single group, the only
-    way in which it computes sigmoids."""
+    """Make vLLM's router on CPU select experts by sigmoids without groups (MiniMax-M2) as in a single group: it
+    computes sigmoids only with groups."""
     compute = router._compute_routing
 
     def route(self: Any, *arguments: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,9 +105,9 @@ def _keep_parameters_in_the_models_type(activation: Any) -> None:
 
 
 def _log_softmax(self: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return what torch's own returns, without its bias: on CPU that one adds probabilities one after another in
-    float32, and small ones are lost next to a large sum. Log-probs of 262,144 tokens are up to 6e-5 too high. A sum
-    over some at a time, then in float64, is the same for a row alone and among others; that of logsumexp is not."""
+    """Compute log-softmax without the bias of torch's own: on CPU that adds probabilities one after another in float32,
+    and small ones are lost next to a large sum. Log-probs of 262,144 tokens are up to 6e-5 too high. Partial sums that
+    are added in float64 give a row the same result alone and among others; logsumexp does not."""
     logits, dim = self.to(dtype or self.dtype), dim if dim < 0 else dim - self.ndim
     highest = logits.amax(dim, keepdim=True)
     parts = (logits - highest).exp_().unflatten(dim, (-1, 64 if logits.shape[dim] % 64 == 0 else 1)).sum(dim)
@@ -115,7 +115,7 @@ def _log_softmax(self: torch.Tensor, dim: int, dtype: torch.dtype | None = None)
 
 
 def name_weight_loaders(model: torch.nn.Module) -> None:
-    """Call before a reload of weights, which reads the name of every weight's loader: a partial function has none
+    """Call before a reload of weights: it reads the name of every weight's loader, and a partial function has none
     (MiniMax-M2)."""
     for tensor in (*model.parameters(), *model.buffers()):
         loader = getattr(tensor, "weight_loader", None)
@@ -125,7 +125,7 @@ def name_weight_loaders(model: torch.nn.Module) -> None:
 
 _keep_parameters_in_the_models_type(XIELU)
 if current_platform.is_cpu():
-    torch.Tensor.log_softmax = _log_softmax  # by which every sampler of vLLM computes log-probs
+    torch.Tensor.log_softmax = _log_softmax  # every sampler of vLLM computes log-probs with it
     _rotate_by_heads(RotaryEmbedding)
     with suppress(ImportError):  # older versions have no such router
         _route_in_one_group(importlib.import_module("vllm.model_executor.layers.fused_moe.router.cpu_router").CPURouter)

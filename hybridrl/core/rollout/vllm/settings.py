@@ -11,8 +11,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Engines that pin themselves to the first cores would compete for them.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # On CPU oneDNN keeps what it compiled for each number of tokens of an iteration, by default 1024 products of
-    # 0.3 to 0.7 MB. Prompts that continue have ever new lengths; this many are the batch sizes of fifty responses.
+    # On CPU oneDNN caches a compiled product per number of tokens in an iteration, by default 1024 of 0.3 to 0.7 MB.
+    # Continued prompts always have new lengths; 256 entries are enough for the batch sizes of fifty responses.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
 }
 CPU_BLOCK = 128  # tokens per cache block of vLLM's CPU build

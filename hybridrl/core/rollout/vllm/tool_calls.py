@@ -13,14 +13,13 @@ Parse = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[tuple[str, 
 
 
 def names() -> list[str]:
-    """The formats that vLLM reads."""
+    """Return the names of the formats that vLLM reads."""
     return ToolParserManager.list_registered()
 
 
 def load(name: str, tokenizer: PreTrainedTokenizerBase) -> Parse:
-    """Return a function of a text and the schemas of tools: the content, and the calls as names with JSON arguments.
-
-    Raises RuntimeError or ValueError where the tokenizer lacks what the format needs.
+    """Return a parser. From a text and the schemas of tools it returns the content, and calls as names with JSON
+    arguments. Raises RuntimeError or ValueError if the tokenizer lacks tokens that the format needs.
     """
     parser_class = ToolParserManager.get_tool_parser(name)
 

@@ -1,10 +1,10 @@
-"""The part of the vLLM engine that runs in vLLM's processes, next to the model: weights and adapters are loaded out of
-memory that a trainer on the same device shares, or received from the first training rank if that is on another device,
-by one path for CUDA and CPU.
+"""The part of the vLLM engine that runs in vLLM's processes, next to the model. Weights and adapters are loaded from
+memory shared by a trainer on the same device, or received from the first training rank if that is on another device.
+CUDA and CPU use the same path.
 
 vLLM imports this module in each engine process before the model is built, and calls it through its weight-transfer
-interface. An adapter's id in the engine is that of the weight sync and part of every request: an engine that has not
-loaded that adapter fails, whereas with a fixed id it would respond with the adapter it has.
+interface. An adapter's id in the engine is the id of the weight sync, and part of every request: an engine without this
+adapter fails, whereas with a fixed id it would respond with its old adapter.
 """
 
 import json
@@ -37,14 +37,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import ADAPTER_CONFIG
 from hybridrl.core import device as devices
-from hybridrl.core.rollout.vllm import repairs  # which also repairs vLLM when it is imported
+from hybridrl.core.rollout.vllm import repairs  # its import also repairs vLLM
 from hybridrl.core.weights.buckets import BucketReader, Handle
 from hybridrl.runtime.guard import end_with_parent
 from hybridrl.runtime.stacks import write_stacks_on_request
 
 BACKEND = "hybridrl"
 LIBRARIES = "HYBRIDRL_EXTERNAL_LIB"
-MISSING_PATH = "/an/adapter/comes/from/memory"  # where an engine looks that has not loaded the adapter
+MISSING_PATH = "/an/adapter/comes/from/memory"  # an engine without the adapter looks here
 
 # A layer with LoRA: its parent, its name there, and itself.
 AdaptedLayer = tuple[torch.nn.Module, str, BaseLayerWithLoRA]
@@ -76,8 +76,8 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         end_with_parent(os.getppid(), signal.SIGKILL)
         self.reader = BucketReader(self.device)
-        self.begun = False  # an update, whose layers are not those of the model until it is finished
-        self.adapted: list[AdaptedLayer] = []  # out of the model while its base is loaded
+        self.begun = False  # whether an update is in progress: until its end the layers are not the model's
+        self.adapted: list[AdaptedLayer] = []  # layers taken out of the model while its base is loaded
 
     def start_weight_update(self) -> None:
         self.begun = True
@@ -122,8 +122,8 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
 
 
 class EngineProcess:
-    """vLLM's `worker_extension_cls`: these become methods of its worker, which has `weight_transfer_engine` and
-    `model_runner`."""
+    """vLLM's `worker_extension_cls`: its methods become methods of vLLM's worker, which has `weight_transfer_engine`
+    and `model_runner`."""
 
     weight_transfer_engine: Any
     model_runner: Any
@@ -132,8 +132,8 @@ class EngineProcess:
 
     def finish_weights(self) -> None:
         """Finish a weight update: all weights have arrived, or a process has died and the next update sends all of
-        them. After a bucket that failed vLLM considers the update ended, and leaves its layers as they are: weights of
-        the next one would be counted to it. RuntimeError if none has begun."""
+        them. After a failed bucket vLLM considers the update ended, but leaves its layers as they are: weights of the
+        next update would be counted to this one. RuntimeError if no update has begun."""
         if not self.weight_transfer_engine.begun:
             raise RuntimeError("no weight update has begun")
         self._weight_update_active = True
@@ -153,8 +153,8 @@ class EngineProcess:
         load_adapter(self.model_runner.lora_manager, tensors, sync_id, settings)
 
     def deliver_routes(self) -> None:
-        """Have every iteration deliver the experts of its tokens. On CUDA vLLM does so by itself; its older model
-        runner, which computes on CPU, does not use what collects them."""
+        """Make every iteration deliver the experts of its tokens. On CUDA vLLM does so by itself. On CPU it uses its
+        older model runner, which does not use vLLM's connector for them."""
         RouteDelivery(self.model_runner)
 
 
@@ -209,7 +209,7 @@ class AdapterFromMemory(LoRAModel):
         expected_lora_modules: set[str],
         *,
         moe_ep_spec: object = None,
-        tensorizer_config_dict: object = None,  # of vLLM 0.26
+        tensorizer_config_dict: object = None,  # vLLM 0.26 passes it
         **options: Any,
     ) -> LoRAModel:
         return cls.from_lora_tensors(tensors=cls.tensors, **options)
@@ -242,9 +242,9 @@ def wrap_adapted_layers(layers: list[AdaptedLayer]) -> None:
 
 
 def load_adapter(manager: WorkerLoRAManager, tensors: dict[str, torch.Tensor], sync_id: int, settings: dict) -> None:
-    """Replace the present adapter. RuntimeError if the engine has no place for a part of it.
+    """Replace the present adapter. RuntimeError if the engine has no layer for a part of it.
 
-    `settings` are those of peft's adapter_config.json, which vLLM reads from a directory only.
+    `settings` are the contents of peft's adapter_config.json, which vLLM reads from a directory only.
     """
     if not tensors:
         raise RuntimeError(f"the adapter of weight sync {sync_id} has not arrived")
