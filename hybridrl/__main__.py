@@ -29,7 +29,7 @@ USAGE += "{further}\nhybridrl COMMAND --help says more; hybridrl --version print
 
 
 def main() -> int:
-    """Run the command that the first argument names, with the others as its own."""
+    """Run the command that the first argument names, with the other arguments."""
     further = pkgutil.resolve_name("hybridrl.plugins:further_commands")(COMMANDS)
     if "_ARGCOMPLETE" in os.environ:
         pkgutil.resolve_name("hybridrl.runtime.completion:answer_shell")([*COMMANDS, *further])

@@ -18,8 +18,8 @@ from hybridrl.tracking.console import stage, warn
 
 @contextmanager
 def opened(first: EvaluationConfig) -> Iterator[Callable[[EvaluationConfig], int]]:
-    """Yield what runs evaluations, one after another on the Ray of the `first`, which starts only if responses are
-    missing. Invalid input is rejected before Ray starts."""
+    """Yield a function that runs evaluations one after another, in the Ray session of the `first`. Ray starts only if
+    responses are missing, and after invalid input is rejected."""
     samples = not first.eval.responses and not all(name.startswith("http") for name in first.eval.models)
     devices = first.trainer.device, first.ray_kwargs.ray_init, first.devices_per_machine
     server = fork_server(*devices, engine=first.actor_rollout_ref.rollout.name) if samples else nullcontext()

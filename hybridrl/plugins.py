@@ -1,5 +1,5 @@
-"""Functions that are called by name, since what has them is built on top of the caller, or is another
-distribution's: that fills a name, or adds one, by an entry point of the group `hybridrl.plugins`.
+"""Plug-ins: functions looked up by name. Used if the caller must not import the callee (a higher layer), and by other
+distributions, which replace a name or add one by an entry point of the group `hybridrl.plugins`.
 
     [project.entry-points."hybridrl.plugins"]
     "page" = "my_package.page:write_report"
@@ -9,7 +9,7 @@ distribution's: that fills a name, or adds one, by an entry point of the group `
     "rows.mine" = "my_package.rows:files"                 # data.train_files=mine:TEXT: files("TEXT"), its paths
     "carried.mine" = "my_package.fields:MINE"             # reads=("mine",): a core.carried.Carried
 
-This module imports nothing of hybridrl, and what a name stands for is imported by `load`.
+This module imports nothing of hybridrl; `load` imports the object of a name.
 """
 
 import pkgutil
@@ -20,22 +20,22 @@ from typing import Any
 
 GROUP = "hybridrl.plugins"
 PLUGINS = {
-    "algorithm": "hybridrl.runs.trials:main",  # of the doctor
+    "algorithm": "hybridrl.runs.trials:main",  # a command of the doctor
     "dialogue": "hybridrl.agents.environments.dialogue:Dialogue",
-    "episodes": "hybridrl.agents.endpoint.episodes",  # of rows or keys that name environments, tools or agents
+    "episodes": "hybridrl.agents.endpoint.episodes",  # for rows or keys that name environments, tools or agents
     "imports": "hybridrl.compat.verl.names:provide_verl_imports",  # for files that import verl
     "machines": "hybridrl.doctor.cluster:probe_run",  # before a run on several machines
     "migrate": "hybridrl.compat.migrate:main",
     "page": "hybridrl.report:write_report",  # at the end of a run
     "preflight": "hybridrl.doctor.start:check_run_start",  # checks before a run
-    "room": "hybridrl.doctor.start:Room",  # whether the memory is enough for what a run does next
+    "room": "hybridrl.doctor.start:Room",  # whether the memory is enough for the next part of a run
     "skyrl": "hybridrl.compat.skyrl",
     "verl.agents": "hybridrl.compat.verl.agents",
     "verl.checkpoint": "hybridrl.compat.verl.checkpoint",
     "engine.sglang": "hybridrl.core.rollout.sglang.settings:SGLANG",
     "engine.vllm": "hybridrl.core.rollout.vllm.settings:VLLM",
     "trial.episodes": "hybridrl.agents.endpoint.episodes:TRIAL",  # a runs.trials.Trial of a run's rows
-    "translation": "hybridrl.compat.translation:VERL",  # of arguments and keys that are not hybridrl's
+    "translation": "hybridrl.compat.translation:VERL",  # for arguments and keys that are not hybridrl's
 }
 
 
@@ -46,23 +46,23 @@ def installed() -> dict[str, str]:
 
 
 def load(name: str) -> Any:
-    """Return what a name stands for: another distribution's, or hybridrl's own."""
+    """Return the object of a name: another distribution's if there is one, else hybridrl's."""
     return pkgutil.resolve_name(installed().get(name) or PLUGINS[name])
 
 
 def names(kind: str) -> list[str]:
-    """Return what there is of a kind: carried, engine, reward_manager, rows, command or trial."""
+    """Return the names of a kind: carried, engine, reward_manager, rows, command or trial."""
     every = {**PLUGINS, **installed()}
     return [name.removeprefix(f"{kind}.") for name in every if name.startswith(f"{kind}.")]
 
 
 def row_source(entry: str) -> str:
-    """Return the plug-in that an entry `scheme:rest` of a list of row files asks for; empty: it asks for none."""
+    """Return the plug-in for an entry `scheme:rest` of a list of row files; empty if it needs none."""
     scheme, _, rest = entry.partition(":")
     return f"rows.{scheme}" if rest and scheme in names("rows") else ""
 
 
 def further_commands(known: Collection[str]) -> dict[str, str]:
-    """Return the modules of the commands that other distributions add to these, by name."""
+    """Return the modules of the commands that other distributions add to the `known` ones, by name."""
     commands = {name: installed()[f"command.{name}"] for name in names("command")}
     return {name: module for name, module in commands.items() if name not in known}

@@ -1,4 +1,4 @@
-"""Values that may be absent in general, but not where they are used."""
+"""Values that may be None in general, but not at the place of use."""
 
 from typing import TypeVar
 
@@ -6,6 +6,6 @@ T = TypeVar("T")
 
 
 def required(value: T | None) -> T:
-    """Return a value that has to be there."""
+    """Return a value that must not be None."""
     assert value is not None
     return value

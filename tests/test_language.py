@@ -77,21 +77,21 @@ KINDS = {
 # How many there are, by package. A change may lower a number, and none may be raised.
 MOST = {
     # clause, fragment, negation, number, causative, long, name
-    ".": (0, 3, 0, 0, 0, 3, 1),
+    ".": (0, 0, 0, 0, 0, 0, 1),
     "agents": (2, 12, 0, 1, 1, 20, 36),
     "checkpoint": (0, 0, 0, 0, 0, 0, 0),
     "compat": (0, 3, 0, 0, 0, 3, 11),
     "config": (0, 0, 0, 0, 0, 0, 0),
     "core": (0, 0, 4, 0, 0, 0, 103),
-    "data": (0, 4, 2, 1, 0, 14, 14),
+    "data": (0, 0, 1, 0, 0, 0, 14),
     "doctor": (0, 0, 0, 0, 0, 0, 0),
-    "environments": (0, 2, 1, 0, 0, 0, 3),
+    "environments": (0, 0, 1, 0, 0, 0, 3),
     "evaluation": (0, 0, 0, 0, 0, 0, 0),
     "health": (0, 0, 0, 0, 0, 0, 0),
     "model_merger": (0, 0, 0, 0, 0, 0, 0),
     "report": (0, 0, 0, 0, 0, 0, 0),
     "rewards": (0, 0, 0, 0, 0, 0, 0),
-    "runs": (14, 9, 2, 2, 1, 28, 46),
+    "runs": (0, 0, 1, 0, 0, 0, 46),
     "runtime": (0, 0, 0, 0, 0, 0, 0),
     "tracking": (0, 0, 0, 0, 0, 0, 0),
 }

@@ -24,7 +24,7 @@ LINES = {
     "model_merger": 736,
     "report": 2491,
     "rewards": 3100,
-    "runs": 3033,
+    "runs": 3032,
     "runtime": 1561,
     "tracking": 1865,
 }

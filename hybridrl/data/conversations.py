@@ -1,6 +1,6 @@
 """Conversations for supervised fine-tuning: rows -> token ids, and the tokens on which the loss is computed.
 
-Knows neither models nor batches; the order of the conversations is in order.py.
+Independent of models; the order of the conversations is in order.py.
 """
 
 import logging
@@ -37,8 +37,8 @@ from hybridrl.data.tokenizer import (
     truncate,
 )
 
-# Maps the fields of a Chat to token ids and mask, as its responses would have been sampled turn by turn; raises
-# ConfigError for a template that cannot do that.
+# Maps the fields of a Chat to token ids and mask, as if its responses were sampled turn by turn; raises ConfigError if
+# the template does not support this.
 Replay = Callable[[Sequence[Message], Sequence[dict[str, Any]], Mapping[str, Any]], tuple[list[int], list[int]]]
 REPLAYED = (
     "%s: the chat template renders earlier turns of %d conversations differently once others follow; they are trained "
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Conversation:
-    """`loss_mask` is 1 on each token of the assistant, including the one that ends its turn, and 0 elsewhere."""
+    """`loss_mask` is 1 on each token of the assistant, including its end-of-turn token, and 0 elsewhere."""
 
     ids: list[int]
     loss_mask: list[int]
@@ -92,8 +92,8 @@ def load_conversations(
     """Read, check and tokenize the rows of `files`.
 
     A row has chat messages that end with the assistant's, or a prompt and a response. `max_samples`, `shuffle` and
-    `key` are as in `load_rows`. `replay` is for conversations whose beginning is rendered differently alone; without it
-    they are bad rows. Raises ConfigError that lists all bad rows together.
+    `key` are as in `load_rows`. `replay` is for conversations whose beginning is rendered differently alone; without
+    it, these are bad rows. Raises ConfigError that lists all bad rows together.
     """
     faults, read = Faults(key), arguments_read(tokenizer)
     check_template_arguments(tokenizer, config.apply_chat_template_kwargs)
@@ -239,7 +239,7 @@ def _texts(row: DataRow, config: SFTDataConfig, faults: Faults) -> tuple[str, st
 
 
 def to_batch(conversations: Sequence[Conversation]) -> Batch:
-    """Conversations as rows: what precedes the first token with loss is the prompt."""
+    """Return conversations as rows: the tokens before the first token with loss are the prompt."""
     starts = [max(conversation.loss_mask.index(1), 1) for conversation in conversations]
     pairs = list(zip(conversations, starts, strict=True))
     prompt_ids, prompt_lengths = pack([item.ids[:start] for item, start in pairs], torch.int32)

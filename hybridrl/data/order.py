@@ -1,4 +1,4 @@
-"""The order in which prompts are drawn: shuffled, weighted, or by a custom sampler. Has no state to save or restore."""
+"""The order of prompts: shuffled, weighted, or by a custom sampler. Has no state to save or restore."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -77,7 +77,7 @@ def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:  # [size]
 
 
 class RowValues(Sequence[dict[str, Any]]):
-    """Rows as a custom sampler sees them: each a mapping of its columns."""
+    """Rows for a custom sampler: each is a mapping of its columns."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows

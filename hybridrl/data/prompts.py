@@ -1,7 +1,7 @@
 """Prompts for reinforcement learning: rows of files or of a custom dataset class (data.custom_cls, constructed as in
 verl) -> token ids, and the columns that the reward needs.
 
-Knows neither models nor scorers; the order of the prompts is in order.py.
+Independent of models and scorers; the order of the prompts is in order.py.
 """
 
 import difflib
@@ -50,9 +50,9 @@ CUSTOM = "data.custom_cls.path"
 UNKNOWN_SOURCE = "unknown"
 PROMPT_NAMES = ("question", "problem", "query", "instruction", "input", "messages", "text")  # in other datasets
 TRUTH_NAMES = ("ground_truth", "answer", "label", "target", "solution")  # likewise
-TRUTHS = ("reward_model", "reward_spec")  # verl's and SkyRL's columns of it
+TRUTHS = ("reward_model", "reward_spec")  # verl's and SkyRL's columns of the ground truth
 VERL, SKYRL, AREAL = "verl", "SkyRL", "AReaL"
-ENVIRONMENTS = ("agent_name", "env_class")  # verl's and SkyRL's columns that name what a row runs in
+ENVIRONMENTS = ("agent_name", "env_class")  # verl's and SkyRL's columns for a row's environment
 EPISODE_FIELDS = ("tools_kwargs", "interaction_kwargs", "tool_selection")  # columns, or fields of extra_info
 ROLES = {"system", "user", "assistant", "tool", "developer", "function"}  # usual ones
 SYSTEM_FIX = "; put the system message into the user's, or set actor_rollout_ref.model.custom_chat_template"
@@ -63,8 +63,8 @@ TURNS = re.compile(r"<[|\uff5c]User[|\uff5c]>(.*)<[|\uff5c]Assistant[|\uff5c]>(?
 
 @dataclass(frozen=True)
 class Prompt:
-    """`row` counts the rows of all files from 0; `messages` is the prompt of the row, which may be a plain text, and
-    `columns` are all of the row's, for environments. `tools` are the schemas that the row shows to the model."""
+    """`row` counts the rows of all files from 0; `messages` is the prompt of the row, which may be a plain text;
+    `columns` are all columns of the row, for environments. `tools` are the schemas that the row gives to the model."""
 
     row: int
     ids: list[int]
@@ -74,7 +74,7 @@ class Prompt:
     extra_info: dict[str, Any]
     columns: dict[str, Any] = field(default_factory=dict, compare=False)
     tools: list[dict[str, Any]] = field(default_factory=list, compare=False)
-    carried: Fields = field(default_factory=dict, compare=False)  # of its columns carried.NAME
+    carried: Fields = field(default_factory=dict, compare=False)  # from its columns carried.NAME
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class PromptDataset(Sequence[Prompt]):
     """The tokenized prompts of a run, in the order of their files.
 
     `over` counts the rows longer than data.max_prompt_length, which were dropped or truncated. `environments` are the
-    names in the columns agent_name and env_class, and `fields` are those of EPISODE_FIELDS that rows have.
+    names in the columns agent_name and env_class; `fields` are the EPISODE_FIELDS that occur in rows.
     """
 
     rows: Rows
@@ -179,7 +179,7 @@ class Prompts(list[Prompt]):
 def read_prompts(
     files: list[str], config: DataConfig, *, max_samples: int, shuffle: bool, key: str, needs_truth: bool = True
 ) -> Prompts:
-    """Read and check the rows of `files` for what needs no token ids, such as an endpoint. The options are those of
+    """Read and check the rows of `files` without token ids, for callers such as an endpoint. The options are those of
     `load_prompts`. Raises ConfigError that lists all bad rows together."""
     faults = Faults(key)
     rows = load_rows(files, faults, key=key, max_samples=max_samples, shuffle=shuffle, seed=config.seed or 0)
@@ -255,7 +255,7 @@ def _check(
 
 
 def _holds(prompt: Prompt, name: str) -> bool:
-    """Return whether a row has this field of episodes; a columnar file has every tool in every row, as null."""
+    """Return whether a row has this field of episodes; columnar files have unused tools in every row, as null."""
     value = prompt.columns.get(name) or prompt.extra_info.get(name)
     return any(item is not None for item in value.values()) if isinstance(value, Mapping) else bool(value)
 
@@ -274,8 +274,8 @@ def _parse(row: DataRow, config: DataConfig, *, needs_truth: bool = False) -> Pr
         faults.append(_no_prompt(columns, config.prompt_key))
     if key := config.ground_truth_key:
         has_truth, ground_truth = key in columns, columns.get(key)
-        ground_truth = (as_object(ground_truth) or {}).get("ground_truth", ground_truth)  # of an object with one
-        # Environments find it where they find that of other rows.
+        ground_truth = (as_object(ground_truth) or {}).get("ground_truth", ground_truth)  # from an object that has it
+        # Put it into the columns in which environments look for it.
         columns |= {name: (as_object(columns.get(name)) or {}) | {"ground_truth": ground_truth} for name in TRUTHS}
     else:
         reward = as_object(values.get("reward_model")) or {}
@@ -303,7 +303,7 @@ def _parse(row: DataRow, config: DataConfig, *, needs_truth: bool = False) -> Pr
 
 
 def with_objects(columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns with what JSON texts hold in their place, where rewards and environments look for it."""
+    """Return the columns with JSON texts decoded, in the columns in which rewards and environments look."""
     columns = _decoded(columns, (*TRUTHS, "extra_info", *EPISODE_FIELDS))
     extra = columns.get("extra_info")
     return columns | {"extra_info": _decoded(extra, EPISODE_FIELDS)} if isinstance(extra, dict) else columns

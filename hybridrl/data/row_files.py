@@ -1,7 +1,7 @@
 """Entries of data.train_files -> files on this machine.
 
 Directories and Hugging Face datasets are resolved by the library `datasets`: splits by file names or by the README, the
-files that `save_to_disk` wrote, the hub's cache. It is slow to import and therefore imported only for these.
+files of `save_to_disk`, the hub's cache. It is slow to import and therefore imported only in these cases.
 """
 
 import difflib
@@ -29,7 +29,7 @@ def row_files(entries: Iterable[str], key: str = TRAINING) -> list[list[Path]]:
 
 
 def fingerprinted_files(data: DataConfig) -> list[Path]:
-    """Return the files that determine which rows a run draws: row files and the files of custom classes."""
+    """Return the files that determine a run's rows: row files and the files of custom classes."""
     custom = [path.removeprefix("file://") for path in (data.custom_cls.path, data.sampler.class_path) if path]
     if data.custom_cls.path:
         files = [Path(entry) for entry in data.train_files]
@@ -57,9 +57,9 @@ def _files_of(entry: str, key: str) -> list[Path]:
     raise ConfigError(f"{key}={entry}: there is no such file", fix=f"did you mean {near[0]}?" if near else "")
 
 
-@functools.cache  # rows are read, counted and fingerprinted one after another: of the same files
+@functools.cache  # the same files are then read, counted and fingerprinted
 def _files_of_plugin(name: str, entry: str, key: str) -> list[Path]:
-    """Return the files of an entry `scheme:rest`, as the plug-in of the scheme names or writes them."""
+    """Return the files of an entry `scheme:rest`, which the plug-in of the scheme names or writes."""
     files = attempt(lambda: [Path(file) for file in load(name)(entry.partition(":")[2])])
     if isinstance(files, Exception):
         cause = f"{key}={entry}: the plug-in {name} failed ({type(files).__name__}: {files})"

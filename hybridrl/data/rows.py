@@ -1,10 +1,10 @@
-"""Files on this machine -> rows as plain Python values, whatever the meaning of their columns.
+"""Files on this machine -> rows as plain Python values, independent of the meaning of their columns.
 
-JSON is read by the standard library on purpose: a reader that builds columns gives every row the fields of
-all others, and turns the text "1" into the number 1 if another row of the column holds a list. So does Arrow, with null
-where a row had none: such a null would be rendered into prompts, trained on in the arguments of calls, and passed to
-tools, so fields that are null are left out. Only a structure that is itself a column keeps all its fields, such as
-`extra_info`: reward functions read them by name. A null inside a list, a map or a JSON text was written and stays.
+JSON is read by the standard library on purpose: a reader that builds columns gives every row the fields of all others,
+and turns the text "1" into the number 1 if another row of the column holds a list. Arrow does the same, and adds null
+for a missing field. Such a null would be rendered into prompts, trained on in the arguments of calls, and passed to
+tools, so null fields are left out. Only a structure that is itself a column, such as `extra_info`, keeps all its
+fields: reward functions read them by name. A null inside a list, a map or a JSON text was in the data and stays.
 """
 
 import functools
@@ -59,7 +59,7 @@ class DataRow:
 
 
 class Rows(Sequence[DataRow]):
-    """Rows, each serialized until it is read: as Python values they take several times the memory."""
+    """Rows, each serialized until it is read: Python values take several times the memory."""
 
     def __init__(self, packed: Iterable[bytes] = ()) -> None:
         self._packed = list(packed)
@@ -229,7 +229,7 @@ def _parse(text: bytes) -> Any:
 
 
 def read_columns(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file, which is memory-mapped instead of read at once. Raises what pyarrow does."""
+    """Yield the rows of a file, which is memory-mapped instead of read at once. Raises pyarrow's errors."""
     with ExitStack() as stack:
         if path.suffix.lower() == ".arrow":
             batches = stack.enter_context(pyarrow.ipc.open_stream(stack.enter_context(pyarrow.memory_map(str(path)))))

@@ -1,4 +1,4 @@
-"""Contents of a chat template, and its arguments besides messages and tools: those it reads, and those a row has."""
+"""Contents of a chat template, and its further arguments, apart from messages and tools: from the run or from a row."""
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
@@ -20,7 +20,7 @@ FIXES = {
     "chat_template": "set actor_rollout_ref.model.custom_chat_template (model.custom_chat_template for SFT)",
     "tools": "give each row its tools (data.tools_key), or episodes tools of their own",
 }
-# What the library gives every template, and what it calls these itself.
+# Variables that the library gives every template, and names of its own parameters.
 GIVEN = {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
 FIXED = {"messages", "conversations", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
     "documents"
@@ -28,7 +28,7 @@ FIXED = {"messages", "conversations", *signature(PreTrainedTokenizerBase.apply_c
 
 
 class _Generation(Extension):
-    """The tag of transformers that marks what the assistant wrote."""
+    """Support for the tag of transformers that marks the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
@@ -38,9 +38,9 @@ class _Generation(Extension):
 
 
 def arguments_read(tokenizer: PreTrainedTokenizerBase, *, surely: bool = False) -> set[str] | None:
-    """Return the names of the arguments that the chat template reads, in any of its forms; None if that is unknown: it
-    is code of the tokenizer, or no valid template. `surely`: without its own variables that may be unassigned in some
-    branch, which an argument would set there."""
+    """Return the names of the arguments that the chat template reads, in any of its forms; None if they are unknown, as
+    it is code of the tokenizer or not a valid template. `surely`: without the template's own variables, even if they
+    are unassigned in some branch, where an argument would set them."""
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         return None
     template, environment = tokenizer.chat_template or "", Environment(extensions=[loopcontrols, _Generation])
@@ -68,7 +68,7 @@ def _names(node: nodes.Node) -> Iterator[nodes.Name]:
 
 
 def check_template_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Collection[str]) -> None:
-    """Raise ConfigError for arguments of the configuration that the template does not read, or that the run sets."""
+    """Raise ConfigError for configured arguments that the run sets itself or the template does not read."""
     read, findings = arguments_read(tokenizer), Findings()
     named = arguments_read(tokenizer, surely=True) or set()
     known = sorted(named - tokenizer.special_tokens_map.keys())
@@ -85,28 +85,28 @@ def check_template_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Coll
 
 
 def row_arguments(row: Mapping[str, Any], read: Collection[str] | None) -> dict[str, Any]:
-    """Return the arguments that a row has for the template, of those that it reads; None: any."""
+    """Return the arguments of a row for the template, if the template reads them; `read` None: it may read any."""
     value = row.get(COLUMN)
     return {} if value is None or (read is not None and COLUMN not in read) else {COLUMN: bool(value)}
 
 
 def row_fault(row: Mapping[str, Any]) -> str:
-    """Describe an argument of a row that no template reads as it is meant, or return ""."""
+    """Describe an argument of a row with an invalid value, or return ""."""
     value = row.get(COLUMN)
     fits = value is None or isinstance(value, bool | np.bool_)
     return "" if fits else f"the column {COLUMN} holds {value!r:.40}, not true or false"
 
 
 def unread_column(rows: int, read: Collection[str] | None) -> str:
-    """Describe the column of so many rows if the template does not read it; else return ""."""
+    """Describe the column, which `rows` rows have, if the template does not read it; else return ""."""
     if not rows or read is None or COLUMN in read:
         return ""
     return f"{rows} rows have a column {COLUMN}, which the chat template does not read: it has no effect"
 
 
 def turn_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Return the special tokens that the chat template writes for every message. Those of a pair, such as <think> and
-    </think>, are tags that it may mention or leave empty there, unless the text of a user is between them."""
+    """Return the special tokens that the chat template writes for every message. Pairs such as <think> and </think> are
+    excluded, as tags that it may mention or leave empty, unless the text of a user is between them."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     chat = [{"role": role, "content": f"qz{n}zq"} for n, role in enumerate(["user", "assistant"] * 2)]
     short, long = (str(tokenizer.apply_chat_template(part, tokenize=False)) for part in (chat[:2], chat))

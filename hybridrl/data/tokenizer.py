@@ -1,4 +1,4 @@
-"""The tokenizer: loading it, chat messages and texts -> token ids, and compact storage of these. Knows no rows."""
+"""The tokenizer: loading it, chat messages and texts -> token ids, and compact storage of these ids."""
 
 import gc
 import json
@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 
 
 def _is_needed(record: logging.LogRecord) -> bool:
-    """Whether a warning of transformers has a reason: one is right for mistral, pixtral and voxtral only, and given for
-    every model whose config.json names no version; another is about an option that it ignores."""
+    """Return whether a warning of transformers is justified. One is right for mistral, pixtral and voxtral only, but is
+    given for every model without a version in config.json; another is about an option that it ignores."""
     text = record.getMessage()
     if "with an incorrect regex pattern" in text:
         settings = attempt(partial(GenerationConfig.from_pretrained, text.split("'")[1], "config.json"))
@@ -110,15 +110,15 @@ def load_tokenizer(
 
 def read_tokenizer(place: str, *, trusted: bool, local: bool = False) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a directory or hub name as its tokenizer.json describes it: the class that transformers
-    chooses, unless tokenizer.json alone keeps text and gives it other tokens. That class may be one that the file was
-    not written for: a tokenizer of bytes that is read as Llama's first one drops every space, and read as Qwen's it
-    splits every number into digits. `local`: do not ask the hub."""
+    chooses, unless tokenizer.json alone keeps text and gives it other tokens. The chosen class may not fit the file: a
+    tokenizer of bytes drops every space if it is read as Llama's first one, and splits every number into digits if it
+    is read as Qwen's. `local`: do not ask the hub."""
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trusted, local_files_only=local)
     change = changed_text(tokenizer)
     other = None if change else _other_tokens(tokenizer, place, local)
     if change is None and other is None:
         return tokenizer
-    special = tokenizer.special_tokens_map  # some are the class's own, which no file has
+    special = tokenizer.special_tokens_map  # some come from the class and are in no file
     described = attempt(partial(PreTrainedTokenizerFast.from_pretrained, place, local_files_only=local, **special))
     if isinstance(described, Exception) or changed_text(described):  # such as without a tokenizer.json
         return tokenizer
@@ -129,8 +129,8 @@ def read_tokenizer(place: str, *, trusted: bool, local: bool = False) -> PreTrai
 
 
 def _other_tokens(tokenizer: PreTrainedTokenizerBase, place: str, local: bool) -> str | None:
-    """Return the first of some ordinary texts to which tokenizer.json gives other tokens; None without that file, if
-    the class follows it, and if the class is the model's own or its settings add a space."""
+    """Return the first of PROBES to which tokenizer.json gives other tokens; None if there is none or no such file, and
+    if the class is the model's own or its settings add a space."""
     own = not type(tokenizer).__module__.startswith("transformers.")
     if type(tokenizer) is PreTrainedTokenizerFast or own or tokenizer.init_kwargs.get("add_prefix_space"):
         return None
@@ -146,8 +146,8 @@ def _other_tokens(tokenizer: PreTrainedTokenizerBase, place: str, local: bool) -
 
 
 def _without_vocabulary(file: str, other: Tokenizer) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json with the vocabulary and merges of another that was made from that file:
-    to read these takes a second. Raises any error where that cannot be done."""
+    """Return the tokenizer of a tokenizer.json with the vocabulary and merges of `other`, which was made from the same
+    file: reading these takes a second. Raises any error if this fails."""
     with open(file, encoding="utf-8") as opened:
         head = json.loads(opened.read(2**23).partition('"vocab"')[0] + '"vocab": {}, "merges": []}}')
     added = [AddedToken(**{name: token[name] for name in token.keys() - {"id"}}) for token in head["added_tokens"]]
@@ -160,8 +160,8 @@ def _without_vocabulary(file: str, other: Tokenizer) -> Tokenizer:
 
 
 def changed_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """Return the first of some ordinary texts that is another one after encoding and decoding, and what it becomes. The
-    space that sentencepiece writes before the first word is no change."""
+    """Return the first of PROBES that changes by encoding and decoding, and the changed text. The space that
+    sentencepiece writes before the first word does not count as a change."""
     decoded = ((text, _decoded(tokenizer, text)) for text in PROBES)
     return next(((text, other) for text, other in decoded if other.removeprefix(" ") != text), None)
 
@@ -189,7 +189,7 @@ def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerB
         raise ConfigError(f"{key}={path}: holds no tokenizer", fix=fix)
     if change := changed_text(tokenizer):
         kind = type(tokenizer).__name__
-        # Words run together. Text that is normalised, or has unknown characters, is the tokenizer's own.
+        # Only words that run together are an error: normalisation and unknown characters are the tokenizer's choice.
         if _decoded(tokenizer, PROBES[0]).lower() == PROBES[0].replace(" ", "").lower():
             raise ConfigError(f"{key}={path}: {kind} drops spaces ({change[0]!r} becomes {change[1]!r})", fix=fix)
         logger.warning("the tokenizer changes text: %r becomes %r, in prompts and in what rewards read", *change)
@@ -197,7 +197,7 @@ def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerB
 
 
 def end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
-    """Every token that ends a response: those in the model's files, and the tokenizer's end token if one is given."""
+    """Every token that ends a response: end tokens in the model's files, and the one of `tokenizer` if it is given."""
     read = partial(GenerationConfig.from_pretrained, str(resolve_model(model_path)))
     files = [attempt(partial(read, name)) for name in ("config.json", "generation_config.json")]
     values = [*(getattr(file, "eos_token_id", None) for file in files), tokenizer and tokenizer.eos_token_id]
@@ -206,8 +206,8 @@ def end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase | None = None
 
 
 class ResponseDecoder:
-    """Decodes responses as rewards, environments and clients read them: without the tokens `left_out`, which end a
-    response, pad it, or mark turns. Any other special token is text, as a policy may have to write it: <answer>."""
+    """Decodes responses for rewards, environments and clients, without the tokens `left_out`: they end a response, pad
+    it, or mark turns. Other special tokens stay in the text: a policy may have to write them, such as <answer>."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Iterable[int]) -> None:
         named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
@@ -218,7 +218,7 @@ class ResponseDecoder:
         self._kept[self.left_out] = False
 
     def __call__(self, ids: Sequence[int] | np.ndarray) -> str:
-        ids = np.asarray(ids, np.int64)  # which the library turns into a list faster than it looks at one
+        ids = np.asarray(ids, np.int64)  # faster for the library than a list
         ids = ids[self._kept.take(ids, mode="clip")]
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
@@ -243,7 +243,7 @@ def _as_message(item: Any) -> Message | None:
         texts = [part.get("text") for part in parts if part.get("type", "text") == "text"]
         if not all(isinstance(text, str) for text in texts):
             return None
-        content = "".join(texts) if len(texts) == len(parts) else content  # of others `multimodal_fault` speaks
+        content = "".join(texts) if len(texts) == len(parts) else content  # other parts: see `multimodal_fault`
     if not isinstance(content, str | list):
         return None
     return {name: field for name, field in (item | {"content": content}).items() if field is not None}

@@ -1,4 +1,4 @@
-"""The names that environments and tools of a user are written with (see `hybridrl.agents.environments`)."""
+"""The public names for custom environments and tools (see `hybridrl.agents.environments`)."""
 
 from hybridrl.agents.environments import (
     CallRecord,

@@ -21,8 +21,8 @@ import numpy as np
 
 WORD = re.compile(r"\w+")
 SATURATION, LENGTH_SHARE = 1.2, 0.75  # BM25's k1 and b
-MAX_TOPK, MAX_QUERIES, MAX_BYTES = 100, 1000, 4 << 20  # of a request
-MAX_WORDS = 1000  # of a query
+MAX_TOPK, MAX_QUERIES, MAX_BYTES = 100, 1000, 4 << 20  # limits of a request
+MAX_WORDS = 1000  # limit of a query
 
 
 class Index:
@@ -50,7 +50,7 @@ class Index:
         self._weights = (rarity[word] * count * (SATURATION + 1) / (count + norm[passage])).astype(np.float32)
 
     def search(self, query: str, topk: int) -> list[tuple[int, float]]:
-        """Return the best passages and their scores; of equal scores the earlier passage comes first."""
+        """Return the best passages and their scores; for equal scores the earlier passage comes first."""
         scores = np.zeros(self._size, np.float32)
         for word in WORD.findall(query.lower())[:MAX_WORDS]:
             if word in self._words:
@@ -64,7 +64,7 @@ class Index:
 
 
 def read_passages(path: str) -> list[dict[str, Any]]:
-    """Read a file of passages; ValueError names the first line that is none."""
+    """Read a file of passages; ValueError names the first invalid line."""
     passages = []
     with gzip.open(path, "rt") if path.endswith(".gz") else open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
@@ -79,7 +79,7 @@ def read_passages(path: str) -> list[dict[str, Any]]:
 
 
 def answer(index: Index, passages: Sequence[dict[str, Any]], request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request of the protocol."""
+    """Return the response to a request of the protocol."""
     topk = min(max(int(request.get("topk") or 3), 1), MAX_TOPK)
     queries = request["queries"] if "queries" in request else [request["query"]]  # SkyRL's client sends one
     if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
@@ -91,7 +91,7 @@ def answer(index: Index, passages: Sequence[dict[str, Any]], request: dict[str, 
 
 
 def serve(index: Index, passages: Sequence[dict[str, Any]], host: str, port: int) -> ThreadingHTTPServer:
-    """A server for POST /retrieve, not yet running; port 0: any that is free."""
+    """Return a server for POST /retrieve, not yet running; port 0: any free port."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -101,7 +101,7 @@ def serve(index: Index, passages: Sequence[dict[str, Any]], host: str, port: int
             try:
                 length = int(self.headers["Content-Length"])
                 if not 0 <= length <= MAX_BYTES:
-                    self.close_connection = True  # what is not read would count as the next request
+                    self.close_connection = True  # the unread rest would count as the next request
                     raise ValueError(f"the request has {length} bytes, more than {MAX_BYTES}")
                 request = json.loads(self.rfile.read(length))
                 body = json.dumps(answer(index, passages, request)).encode()

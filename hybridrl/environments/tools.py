@@ -1,4 +1,4 @@
-"""Tools as a user writes them: see `hybridrl.agents.environments.tools`."""
+"""The base class of custom tools: see `hybridrl.agents.environments.tools`."""
 
 from hybridrl.agents.environments.tools import Tool
 

@@ -1,6 +1,6 @@
-"""Putting a run together: what each entry point prepares, starts and restores.
+"""Putting a run together: each entry point's preparation, start and restore.
 
-`prepare` does what needs no device, with all rejections at once, for a run and for the doctor; `setup` runs from start
-to end, whatever is trained; `resume` continues a run, also after a worker died, or with smaller micro-batches after
-an out-of-memory error. `plugins` names what a run calls without importing it.
+`prepare` makes the inputs that need no device, for a run and for the doctor, and reports all rejections together.
+`setup` runs any kind of training from start to end. `resume` continues a run, also after the death of a worker, or with
+smaller micro-batches after an out-of-memory error.
 """

@@ -1,4 +1,4 @@
-"""Training as a command: what `main_ppo` and `main_sft` open. Imports nothing heavy."""
+"""Training as a command, for `main_ppo` and `main_sft`. Imports nothing heavy."""
 
 import pkgutil
 from collections.abc import Callable, Iterator
@@ -13,8 +13,8 @@ Run = Callable[[Any], None]
 
 
 def training(job: str) -> Callable[[Any], AbstractContextManager[Run]]:
-    """Return what opens a kind of training: a context with what runs trainings, from data to saved model, one after
-    another on the Ray of the first. Invalid input is rejected before Ray starts.
+    """Return a context manager that yields a function to run trainings, from data to saved model; they share one Ray
+    session. Invalid input is rejected before Ray starts.
 
     `job` names the kind's `Job`, as "module:class".
     """

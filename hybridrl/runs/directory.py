@@ -1,7 +1,7 @@
-"""The directory of a run, read: the one place that derives from its files how the run ended, which step was its last,
-which of its checkpoints are good, and the command that continues it.
+"""Reader of a run's directory: from its files it derives how the run ended, its last step, its good checkpoints, and
+the command that continues it. No other module does so.
 
-Reads whatever is there, however the run ended and whatever is damaged, and writes nothing.
+Reads all files that exist, even after a failed run and with damaged files; writes nothing.
 """
 
 import os
@@ -44,8 +44,8 @@ SHOWN = 3  # damaged files of a checkpoint
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A `global_step_N`, by its files. `kind` is kept, recovery, verl or unreadable; `damaged` has a line per file that
-    is not as it was saved, `lacks` is what no run resumes without, `misses` what one that resumes starts without."""
+    """A `global_step_N`, by its files. `kind` is kept, recovery, verl or unreadable. `damaged` has a line per file that
+    differs from its saved state. `lacks`: missing parts that prevent resuming; `misses`: missing optional parts."""
 
     step: int
     path: Path
@@ -54,16 +54,16 @@ class SavedCheckpoint:
     state: dict[str, Any]
     lacks: str = ""
     misses: str = ""
-    current: bool = False  # it led to the newest one: no run has gone back to before it
+    current: bool = False  # whether it led to the newest one, so that no run went back to a step before it
 
     @property
     def unhealthy(self) -> str:
-        """Why it was not healthy when it was saved; empty: it was."""
+        """The reason why it was unhealthy when it was saved; empty if it was healthy."""
         return "" if self.state.get("healthy", True) else str(self.state.get("reason", "no reason was recorded"))
 
     @property
     def problem(self) -> str:
-        """What is wrong with it, as far as its files were compared; empty: nothing."""
+        """Its damage, as far as its files were compared, or else its health problem; empty if there is none."""
         more = " ..." * (len(self.damaged) > SHOWN)
         return f"{', '.join(self.damaged[:SHOWN])}{more}" if self.damaged else self.unhealthy
 
@@ -77,11 +77,11 @@ class SavedCheckpoint:
 
     @property
     def written(self) -> float:
-        """When its last file was written; 0 without files."""
+        """The time of its last written file; 0 without files."""
         return max((file.st_mtime for file in self._files()), default=0.0)
 
     def _files(self) -> Iterator[os.stat_result]:
-        """Yield what is known of each file; a living run may delete some meanwhile."""
+        """Yield the status of each file; a running run may delete files at the same time."""
         for place, _, names in os.walk(self.path):
             for name in names:
                 with suppress(OSError):
@@ -89,15 +89,14 @@ class SavedCheckpoint:
 
 
 class RunDirectory:
-    """What a run has left in its directory, or a living one has written so far; each file is read when it is first
-    needed. `note` is called with what cannot be read. With `checksums` all bytes of checkpoints are read, else their
-    sizes are compared."""
+    """The files of a finished or running run; each file is read when it is first needed. `note` is called with a
+    message per unreadable file. With `checksums` all bytes of checkpoints are read, else their sizes are compared."""
 
     def __init__(self, path: Path, note: Callable[[str, str], object] = warn, *, checksums: bool = False) -> None:
         self.path, self.note, self._checksums = path, note, checksums
 
     def attempt(self, what: str, read: Callable[[], T], otherwise: T) -> T:
-        """Return what `read` returns; where it raises for what is in a file, note that and return `otherwise`."""
+        """Return the result of `read`; if it raises because of a file's contents, note that and return `otherwise`."""
         try:
             return read()
         except UNREADABLE as error:
@@ -112,7 +111,7 @@ class RunDirectory:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The run's configuration; empty if it has none that can be read."""
+        """The run's configuration; empty if there is no readable one."""
         file = self.path / CONFIG
         return self.attempt(CONFIG, lambda: read_mapping(file) if file.exists() else {}, {})
 
@@ -123,7 +122,7 @@ class RunDirectory:
 
     @property
     def supervised(self) -> bool:
-        """Whether it is a supervised run, by its configuration, or without one by what it logged."""
+        """Whether it is a supervised run, by its configuration, or without one by its logged metrics."""
         return ACTORS not in self.config if self.config else any("train/loss" in line for line in self.steps.values())
 
     @cached_property
@@ -152,12 +151,12 @@ class RunDirectory:
 
     @property
     def last_run(self) -> list[Fault]:
-        """The records of the last run: an earlier one in the same directory is another."""
+        """The records of the last run, without those of earlier runs in the same directory."""
         return last_run(self.faults) or self.faults
 
     @property
     def end(self) -> Fault | None:
-        """How the last run ended; None: it runs, or it was killed."""
+        """The record of the last run's end; None: it is running, or it was killed."""
         last = self.last_run
         return last[-1] if last and last[-1].end else None
 
@@ -176,14 +175,14 @@ class RunDirectory:
 
     @property
     def logged(self) -> float:
-        """When the last run last logged metrics; 0: it did not, and those that are there are of an earlier one."""
+        """The time at which the last run last logged metrics; 0 if all metrics are from earlier runs."""
         metrics = self.path / "metrics.jsonl"
         logged = metrics.stat().st_mtime if metrics.is_file() else 0.0
         return logged if logged > self.began - 1 else 0.0  # a file's clock is coarse
 
     @property
     def place(self) -> str:
-        """Where the last run is or ended, as a part of a sentence."""
+        """The step at which the last run is or ended, as a part of a sentence."""
         if self.end is None:
             return f"after step {self.last_step}" if self.logged and self.last_step else "before its first step"
         return f"in step {self.end.step}" if self.end.step else "before its first step"
@@ -196,7 +195,7 @@ class RunDirectory:
 
     @property
     def ending(self) -> str:
-        """How the run ended, or that it has not, as a part of a sentence."""
+        """The end of the run, or that it is running, as a part of a sentence."""
         if self.end is None:
             left = f"killed {self.place}" if self.faults else "no record of how it ended"
             return "running" if self.user else left
@@ -230,19 +229,19 @@ class RunDirectory:
 
     @property
     def saved(self) -> SavedCheckpoint | None:
-        """The checkpoint that was published last of those that were healthy then."""
+        """The last published checkpoint, among those that were saved as healthy."""
         healthy = (one for one in self.checkpoints if one.state and not one.unhealthy)
         return max(healthy, key=lambda one: one.state["published"], default=None)
 
     @property
     def newest(self) -> SavedCheckpoint | None:
-        """The checkpoint that a run with resume_mode=auto takes: verl's only if there is no good one of its own."""
+        """The checkpoint for resume_mode=auto: one of verl's only if there is no good one of hybridrl's."""
         good = [one for one in self.checkpoints if one.current and one.resumable]
         return next(reversed(good or [one for one in self.checkpoints if one.kind == "verl" and not one.problem]), None)
 
     def scores(self) -> tuple[str, int, dict[int, float]]:
-        """Return by what checkpoints are compared, -1 if less of it is better, and its values by step: the metric of
-        keep_best_ckpt, or else of what was logged validation, reward or loss. The name is empty if there is none."""
+        """Return the metric that compares checkpoints, -1 if less of it is better, and its values by step. It is the
+        metric of keep_best_ckpt, else a logged validation score, loss or reward; its name is empty if there is none."""
         metrics = {one.step: one.state["metrics"] for one in self.checkpoints if one.state}
         names = sorted({name for values in metrics.values() for name in values})
         kept = str(self.trainer.get("keep_best_ckpt") or "")

@@ -1,4 +1,4 @@
-"""The models of a run: one list, made of the configuration, and whether each knows the tokens of the policy's ids."""
+"""The models of a run: one list, from the configuration, and a check that they all use the policy's token ids."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,16 +32,16 @@ def run_models(config: PPOConfig, algorithm: Algorithm) -> dict[str, ModelConfig
 
 
 def text_settings(model: ModelConfig) -> Any:
-    """The settings of a local or hub model that reads text, with `override_config`."""
+    """The text settings of a local or hub model, with `override_config`."""
     options = {"trust_remote_code": model.trust_remote_code, **model.override_config}
     return AutoConfig.from_pretrained(str(resolve_model(model.path)), **options).get_text_config()
 
 
 def check_readers(models: Mapping[str, ModelConfig], tokenizer: PreTrainedTokenizerBase, rejections: Findings) -> None:
-    """Reject models, the policy first, and bases of adapters that know other tokens by the ids of the policy's
-    `tokenizer`, or fewer. How many positions they take is checked with the configuration."""
+    """Reject models (the policy comes first) and bases of adapters with fewer tokens than the policy's `tokenizer`, or
+    with other tokens at the same ids. Their numbers of positions are checked with the configuration."""
     policy = next(iter(models.values()))
-    # Data and responses have no other ids with a meaning.
+    # Data and responses have no ids beyond these with a meaning.
     known = min(text_settings(policy).vocab_size, 1 + max(tokenizer.get_vocab().values()))
     for key, model in models.items():
         name, adapter = f"{key}.path={model.path}", model.lora_adapter_path or ""
@@ -61,8 +61,8 @@ def check_readers(models: Mapping[str, ModelConfig], tokenizer: PreTrainedTokeni
 
 
 def _other_tokens(tokenizer: PreTrainedTokenizerBase, place: str, known: int, *, trusted: bool) -> str:
-    """Describe how the tokenizer of a directory or hub name differs in tokens of ids below `known`; empty if it does
-    not, or if there is none."""
+    """Describe how the tokenizer of a directory or hub name differs in the tokens of ids below `known`; empty if it
+    does not differ, or if there is no tokenizer."""
     path = resolve_model(place)
     other = attempt(partial(read_tokenizer, str(path), trusted=trusted, local=path.is_dir()))
     if isinstance(other, Exception) or set(other.get_vocab()) <= set(other.all_special_tokens):

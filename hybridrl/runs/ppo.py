@@ -75,7 +75,7 @@ class PPOJob:
 
     def plan(self, directory: Path) -> ResumePlan:
         self.resume = plan_resume(self.config, self.algorithm, len(self.prompts), self.order.size, directory)
-        # Here, as Ray has not started yet and the directory, where the reward logs, is locked for this run.
+        # At this point Ray has not started yet, and the directory, to which the reward logs, is locked for this run.
         if scored := self.inputs.scored:
             with stage("trying the reward on a few rows"):
                 subject = Subject(self.config, self.tokenizer, scored)
@@ -99,7 +99,7 @@ class PPOJob:
         self.scorers.wait_until_loaded()
         if self.episodes is not None:
             self.episodes.wait_until_ready(trainer.startup_timeout)
-        # With full determinism a response depends on those sampled with it, also on those that a step interrupts.
+        # With full determinism a response depends on all responses sampled with it, even interrupted ones.
         whole, carries = section.rollout.full_determinism, continues_rollouts(trainer.v1, section.rollout)
         spool: tuple = ()
         if trainer.spool_samples and not (whole and carries):
@@ -233,7 +233,7 @@ def start_devices(
         fleet.load_state_dict(saved)
         Activity.is_now("engines")
         starting = fleet.start(None if config.separate else [place["gpus"] for place in places])
-        # An engine measures how much memory is free, so nothing else may use the device meanwhile.
+        # An engine measures the free memory as it starts: nothing else may use the device at the same time.
         first = session.device == "cuda" and not config.separate
         if first:
             fleet.finish_start(starting)
@@ -253,8 +253,8 @@ def start_devices(
 
 
 def probe_ids(prompt_ids: list[int], context: int = PROBE_LENGTH + 1) -> list[int]:
-    """The fixed sequence that verifies a weight sync: the end of the first prompt, repeated if it is short. The engine
-    samples one more token, for which its `context` has room."""
+    """The fixed sequence that verifies a weight sync: the end of the first prompt, repeated if it is short. It leaves
+    room in the `context` for the one token that the engine samples."""
     length = min(PROBE_LENGTH, context - 1)
     repeated = prompt_ids * (length // len(prompt_ids) + 1)
     return repeated[-length:]

@@ -1,6 +1,6 @@
-"""What a run has before it has devices: algorithm, plans, tokenizer and data, each checked against the others.
+"""Run inputs: algorithm, plans, tokenizer and data, checked against each other before devices are used.
 
-`main_ppo` and the doctor call the same function, so that neither accepts what the other rejects.
+`main_ppo` and the doctor call the same function, so both accept and reject the same configurations.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +44,7 @@ from hybridrl.tracking.console import info
 
 @dataclass
 class RunInputs:
-    """The parts of a run that need no device; what is rejected, or depends on something rejected, is None."""
+    """The parts of a run that need no device; rejected parts, and parts that depend on them, are None."""
 
     rejections: Findings = field(default_factory=Findings)
     messages: list[str] = field(default_factory=list)
@@ -55,8 +55,8 @@ class RunInputs:
     prompts: PromptDataset | None = None
     order: Order | None = None
     validation: PromptDataset | None = None
-    runs_episodes: bool = False  # of several turns, in processes of their own
-    function_scores: bool = True  # false where environments give the rewards
+    runs_episodes: bool = False  # whether episodes of several turns run, in separate processes
+    function_scores: bool = True  # false if environments give the rewards
 
     @property
     def datasets(self) -> dict[str, PromptDataset]:
@@ -80,14 +80,14 @@ class RunInputs:
 
 
 def prepare(config: PPOConfig, *, in_full: bool = False) -> RunInputs:
-    """Make everything that needs no device. Rejections are collected: close `rejections` to raise them together. Only
-    `in_full` are models and rows, which may take minutes, read after the user's files are rejected."""
+    """Make all inputs that need no device. Rejections are collected: close `rejections` to raise them together. If the
+    user's files are rejected, models and rows, which may take minutes, are read only with `in_full`."""
     inputs = RunInputs()
     publish_own_keys(config.own)
     with inputs.rejections.gathered():
         import_libraries(config.actor_rollout_ref.model.external_lib)
     if inputs.rejections.errors:
-        return inputs  # a model or a tokenizer may be what the library registers
+        return inputs  # the library may register the model or the tokenizer
     load("episodes").load_files(config, inputs.rejections)
     with inputs.rejections.gathered():
         inputs.algorithm = build_algorithm(config)
@@ -120,7 +120,7 @@ def model_tokenizer(
         custom_chat_template=model.custom_chat_template,
         model_key=key,
     )
-    release_host_memory()  # of 262,144 entries reading and probing leaves twice as much as they take
+    release_host_memory()  # reading and probing 262,144 entries leaves twice their size unused
     return tokenizer
 
 
@@ -160,7 +160,7 @@ def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
 
 
 def check_plans(config: ModelConfig, fsdp: FSDPConfig) -> None:
-    """Raise ConfigError if layers or experts are to be divided and the model's family has no plan for it."""
+    """Raise ConfigError if layers or experts are to be sharded and the model's family has no plan for it."""
     if fsdp.tensor_parallel_size == fsdp.expert_parallel_size == 1:
         return
     with torch.device("meta"):
@@ -172,8 +172,8 @@ def check_plans(config: ModelConfig, fsdp: FSDPConfig) -> None:
 
 
 def check_adapter(config: ModelConfig, key: str) -> str:
-    """Return a description of what is trained, from the configuration alone: no weights are read. Raises ConfigError if
-    the model lacks the layers, or if the configured adapter belongs to another model."""
+    """Describe the trained parameters, from the configuration alone: no weights are read. Raises ConfigError if the
+    model lacks the layers, or if the configured adapter belongs to another model."""
     settings = load_settings(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
@@ -188,7 +188,7 @@ def check_adapter(config: ModelConfig, key: str) -> str:
 
 
 def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: RunInputs) -> None:
-    """Load prompts; reject rows with tokens that the model does not have, or that no scorer can score."""
+    """Load prompts; reject rows with tokens that the model does not have, and data sources without a scorer."""
     data, rejections, user_keys = config.data, inputs.rejections, config.own.get("data")
     rollout, built_in = config.actor_rollout_ref.rollout, uses_built_in(config.reward)
     read = partial(load_prompts, config=data, tokenizer=tokenizer, custom_keys=user_keys, needs_truth=built_in)
@@ -243,7 +243,8 @@ def load_sft_inputs(
 
 
 def _replay(model: str, data: RowsConfig, tokenizer: PreTrainedTokenizerBase) -> Replay:
-    """Return what renders a conversation turn by turn; made when a row needs it, whose fault then names why not."""
+    """Return a function that renders a conversation turn by turn. It is built when a row first needs it; if that fails,
+    the fault of the row names the reason."""
 
     @cache
     def dialogue() -> Any:
@@ -278,7 +279,7 @@ def reject_unknown_tokens(model: ModelConfig, key: str, *datasets: PromptDataset
 
 ROPE = "rope_parameters"
 ROPE_TYPES = ["default", *ROPE_INIT_FUNCTIONS]
-# What the types of rotary embeddings read.
+# Settings that the types of rotary embeddings read.
 ROPE_SETTINGS = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
@@ -287,8 +288,8 @@ ROPE_SETTINGS = {
 
 
 def reject_hub_model(model: ModelConfig, key: str, served: RolloutConfig | None = None, device: str = "") -> None:
-    """Reject a hub model that is missing or cannot be trained, or served as `served` says; a local one was checked with
-    the configuration."""
+    """Reject a hub model if it is missing, or cannot be trained, or cannot be served with the settings `served`. Local
+    models were checked with the configuration."""
     if resolve_model(model.path).is_dir():
         return
     try:
@@ -307,8 +308,8 @@ def reject_hub_model(model: ModelConfig, key: str, served: RolloutConfig | None 
 
 
 def reject_unusable_overrides(model: ModelConfig, key: str) -> None:
-    """Reject names in `override_config` that neither the model's family nor its config.json has, and values that the
-    family cannot take."""
+    """Reject names in `override_config` that are settings of neither the model's family nor its config.json, and
+    invalid values."""
     path, changes = str(resolve_model(model.path)), model.override_config
     if not changes:
         return
@@ -330,8 +331,8 @@ def reject_unusable_overrides(model: ModelConfig, key: str) -> None:
 def _unknown(
     changes: Mapping[str, Any], plain: PreTrainedConfig, written: Mapping[str, Any], key: str
 ) -> Iterator[str]:
-    """Describe the names that are not known, also nested ones. `plain` has the family's settings, `written` are those
-    of config.json."""
+    """Describe unknown names, also nested ones. `plain` has the settings of the family, `written` those of
+    config.json."""
     implied = IMPLIED.get(plain.model_type, {})
     for name, value in changes.items():
         own = getattr(plain, name, None)
@@ -339,7 +340,7 @@ def _unknown(
             yield from _unknown_rope(value, written.get(ROPE) or written.get("rope_scaling") or {}, f"{key}.{name}")
         elif isinstance(own, PreTrainedConfig) and isinstance(value, Mapping):
             yield from _unknown(value, own, written.get(name) or {}, f"{key}.{name}")
-        # Dropout is turned off, of whatever kind, also of one that the family does not have.
+        # Any kind of dropout may be turned off, even one that the family does not have.
         elif not (hasattr(plain, name) or name in written or name in implied or (RANDOM.search(name) and not value)):
             known = {*plain.to_dict(), *written, "rope_scaling", "rope_theta"}
             cause = f"{key}.{name}: neither models of type {plain.model_type} nor its config.json have such a setting"
@@ -348,7 +349,7 @@ def _unknown(
 
 def _unknown_rope(values: Mapping[str, Any], written: Mapping[str, Any], key: str) -> Iterator[str]:
     for name, value in values.items():
-        if isinstance(value, Mapping) and name not in ROPE_SETTINGS:  # those of one type of layers
+        if isinstance(value, Mapping) and name not in ROPE_SETTINGS:  # settings of one type of layers
             yield from _unknown_rope(value, written.get(name) or {}, f"{key}.{name}")
         elif name not in ROPE_SETTINGS and name not in written:
             yield f"{key}.{name}: no type of rotary embeddings has such a setting; {_nearest(name, ROPE_SETTINGS)}"
@@ -362,11 +363,11 @@ def _nearest(name: str, known: set[str]) -> str:
 
 
 def _fault(read: Callable[..., PreTrainedConfig], changes: Mapping[str, Any]) -> Exception | None:
-    """Return what is raised where the changed settings are read, written and read again, and rotate positions."""
+    """Return the error of reading, writing and re-reading the changed settings, and of rotating positions; or None."""
 
     def used() -> None:
         settings = read(**changes)
-        settings = type(settings).from_dict(settings.to_dict())  # which validates them
+        settings = type(settings).from_dict(settings.to_dict())  # this validates them
         rope = getattr(settings, ROPE, None) or {}
         if rotary := ROPE_INIT_FUNCTIONS.get(str(rope.get("rope_type"))):
             rotary(settings, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Training ranks of a run: their processes, their models, and plans that fit these. Knows no rollout server."""
+"""Training ranks of a run: their processes, their models, and plans that fit these. Independent of rollout."""
 
 import gc
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ Plan = TypeVar("Plan", PolicyPlan, CriticPlan)
 
 @contextmanager
 def training_ranks(config: PPOConfig, directory: Path, logs: Path) -> Iterator[TrainWorkers]:
-    """Yield the training ranks of a run, whose directory this is, in a Ray of their own and without rollout servers."""
+    """Yield training ranks for the run in `directory`, in a separate Ray and without rollout servers."""
     trainer, algorithm = config.trainer, build_algorithm(config)
     with closing(start_session(trainer, config.ray_kwargs.ray_init)) as session:
         group = start_train_workers(session, logs)
@@ -34,7 +34,7 @@ def training_ranks(config: PPOConfig, directory: Path, logs: Path) -> Iterator[T
 
 
 def start_train_workers(session: RaySession, logs: Path) -> Group:
-    """One training rank per device, whose models are yet to be built."""
+    """Start one training rank per device, without its models."""
     ranks = session.training.devices
     environments = [worker_environment(session.device, session.sharing(rank)) for rank in range(ranks)]
     files = [str(logs / f"train-{rank}.log") for rank in range(ranks)]
@@ -56,7 +56,7 @@ def build_models(group: Group, worker: WorkerConfig, limit: float) -> None:
 def padded_plans(
     group: Group, policy: PolicyPlan, critic: CriticPlan | None, timeout: float
 ) -> tuple[PolicyPlan, CriticPlan | None]:
-    """The plans for models that are built: rows are padded for a family whose layers mix packed rows."""
+    """Return the plans for the built models: rows are padded for a family whose layers mix packed rows."""
     padded = group.broadcast(TrainWorker.padded, timeout=timeout)[0]
     if padded["actor"] and not policy.updates.budget.padded:
         policy = _padded(policy, "actor")

@@ -1,9 +1,9 @@
-"""Resuming: which checkpoint a run starts from, what is read of it, and where that goes. And attempts of a run: again
-after a worker's death, with smaller micro-batches after an out-of-memory error, and with half the learning rate after a
-diagnosis whose configured action is a rollback.
+"""Resuming: selection of the checkpoint, and loading of its parts. And repeated attempts of a run: after a worker's
+death, with smaller micro-batches after an out-of-memory error, and with half the learning rate after a diagnosis with
+the configured action rollback.
 
-An attempt is a complete run, which resumes from the last checkpoint. Out of memory needs one, too: the rank that has
-too little raises in the middle of a collective, where the other ranks wait for it and cannot be called back.
+An attempt is a complete run, which resumes from the last checkpoint. Out of memory needs a new attempt, too: the rank
+without memory raises in the middle of a collective, in which the other ranks wait for it and cannot be interrupted.
 """
 
 from collections.abc import Callable, Mapping
@@ -62,16 +62,16 @@ class Identity:
     bases: dict[str, str]
 
     def state(self) -> dict[str, Any]:
-        """What every checkpoint of the run says of it."""
+        """The identity as stored in every checkpoint of the run."""
         return {"fingerprint": self.run, "data": self.data, "bases": self.bases, "code": code_fingerprint()}
 
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """What a run resumes from, if anything, and how many steps it has.
+    """The checkpoint from which a run resumes, if any, and its number of steps.
 
-    `contents` are the parts read of each model in the checkpoint. `total_prompts` ends a run that has no fixed number
-    of steps, in which dynamic sampling may use up the prompts earlier.
+    `contents` are the parts read of each model in the checkpoint. `total_prompts` ends a run without a fixed number of
+    steps: dynamic sampling may use up the prompts earlier.
     """
 
     identity: Identity
@@ -92,7 +92,7 @@ class ResumePlan:
 def plan_resume(
     config: PPOConfig, algorithm: Algorithm, rows: int, epoch: int, directory: Path, say: Say = info
 ) -> ResumePlan:
-    """Plan a reinforcement learning run over data with `rows` rows, of which an epoch has `epoch` prompts.
+    """Plan a reinforcement learning run over data with `rows` rows and `epoch` prompts per epoch.
 
     Writes nothing. Raises ConfigError if a checkpoint and the configuration do not go together.
     """
@@ -118,7 +118,7 @@ def plan_resume(
     plan = ResumePlan(identity, saved, contents, trainer.total_training_steps or 0)
     if plan.steps:
         return plan
-    # Without a fixed number of steps, the last one takes what prompts are left, however few.
+    # Without a fixed number of steps, the last step takes all prompts that are left, however few.
     total, size = trainer.total_epochs * epoch, data.train_batch_size
     counted = not config.algorithm.filter_groups.enable  # its steps use up as many prompts as they need
     rest = (total - plan.prompts_used) % size if counted else 0
@@ -131,9 +131,9 @@ def plan_resume(
 
 
 def check_complete(config: PPOConfig | SFTConfig, plan: ResumePlan, directory: Path) -> Checkpoint | None:
-    """Return the run's last checkpoint, even if no run resumes from it, if all steps of it are done.
+    """Return the run's last checkpoint if all steps of the plan are done, even if no run could resume from it.
 
-    Raises ConfigError if they are and the configuration is another one: nothing would be trained with it.
+    Raises ConfigError if they are done and the configuration has changed: nothing would be trained with it.
     """
     known = list_checkpoints(directory) if config.trainer.resume_mode == "auto" else []
     if (last := plan.checkpoint or next(reversed(known), None)) is None or last.step < plan.steps:
@@ -150,7 +150,7 @@ def check_complete(config: PPOConfig | SFTConfig, plan: ResumePlan, directory: P
 
 
 def _changed_values(config: PPOConfig | SFTConfig, file: Path) -> list[str]:
-    """What differs from the configuration in a file; of the section `trainer` only what changes what is learned."""
+    """Describe the differences from the configuration in a file; from `trainer` only keys that affect learning."""
     if not file.exists():
         return []
     try:
@@ -170,9 +170,9 @@ def find_checkpoint(
     from_verl: Callable[[Checkpoint], Checkpoint] | None = None,
     say: Say = info,
 ) -> Checkpoint | None:
-    """The checkpoint to resume from, if any; `from_verl` gives one of verl's the state that it lacks (None: rejected).
+    """The checkpoint to resume from, if any; `from_verl` adds the missing state to one of verl's (None: rejected).
 
-    Raises ConfigError if it and the run's `settings`, its configuration, do not go together.
+    Raises ConfigError if it is not compatible with the run's `settings`, which are its configuration.
     """
     saved = select_checkpoint(trainer.resume_mode, trainer.resume_from_path, directory, identity.run, say)
     if saved is None:
@@ -190,8 +190,8 @@ def find_checkpoint(
 def contents_to_load(
     trainer: SFTTrainerConfig, wanted: dict[str, list[str]], checkpoint: Path, say: Say = info
 ) -> dict[str, list[str]]:
-    """The parts read of each model in a checkpoint, always its weights. Raises ConfigError if one is missing or cannot
-    be read; moments and schedule may be missing in a checkpoint that was not named."""
+    """The parts read of each model in a checkpoint, always its weights. Raises ConfigError if a part is missing or
+    unreadable; moments and schedule may be missing unless the checkpoint was named."""
     kept, optional = set() if resets_optimizer(trainer) else {"optimizer", "extra"}, trainer.resume_mode == "auto"
     contents = {}
     for name, parts in wanted.items():
@@ -242,7 +242,7 @@ def restore(
 
 
 def resets_optimizer(trainer: SFTTrainerConfig) -> bool:
-    """Whether moments are left behind: those of another type of optimizer are of no use, even if it was allowed."""
+    """Whether moments are not restored: moments of another type of optimizer are useless, even if it was allowed."""
     return trainer.reset_optimizer or any(key.endswith("optim.optimizer") for key in trainer.resume_allow)
 
 
@@ -258,8 +258,8 @@ ROLLBACKS = 3  # at most
 
 
 class Sizes(NamedTuple):
-    """The keys that size the micro-batches of a call (`rows` where `by_tokens` is false, else `tokens`), and switches
-    that free memory once each has a single row. None of them changes what is learned."""
+    """The keys for the size of a call's micro-batches (`rows` if `by_tokens` is false, else `tokens`), and switches
+    that free memory once each micro-batch has a single row. None of them affects learning."""
 
     tokens: str
     rows: str | None
@@ -310,8 +310,8 @@ class Adjustments:
         return f"{key}={now} instead of {before}"
 
     def resume(self) -> None:
-        """Set what was adjusted in an earlier run, as the checkpoint to resume from has it, unless it is configured
-        otherwise since."""
+        """Apply the adjustments in the checkpoint to resume from, except for keys that were configured differently
+        since."""
         trainer, checkpoint = self.config.trainer, None
         if trainer.resume_mode == "resume_path":
             checkpoint = read_checkpoint(Path(trainer.resume_from_path).expanduser())
@@ -323,7 +323,7 @@ class Adjustments:
                 warn(f"as adjusted earlier in this run, it continues with {self.described(key)}")
 
     def lower(self, error: OutOfMemory) -> str | None:
-        """Change the one setting with which the call takes less memory; returns its key, None if there is none."""
+        """Change one setting so that the call takes less memory; returns its key, None if no setting is left."""
         sizes = self.sizes.get(error.call.rpartition(".")[2])
         for key, value in (self.smaller(sizes, error.tokens) if sizes else {}).items():
             self.set(key, value)
@@ -331,8 +331,8 @@ class Adjustments:
         return None
 
     def smaller(self, sizes: Sizes, tokens: int | None) -> dict[str, Any]:
-        """Return settings that take less memory, by key, in the order in which to try them; `tokens` are those of the
-        largest micro-batch, None if it is one row."""
+        """Return settings with a smaller memory use, by key, in the order of trial; `tokens` is the size of the largest
+        micro-batch, None if it is one row."""
         values: dict[str, Any] = {}
         rows = self.value(sizes.rows) if sizes.rows and not self.value(sizes.by_tokens) else None
         if rows and rows > 1:
@@ -344,7 +344,8 @@ class Adjustments:
         return values | {key: True for key in switches if not self.value(key)}
 
     def exhausted(self, error: Exception) -> OutOfMemory:
-        """Return the error of a run for which nothing is left to lower, or which is killed though its plan fits."""
+        """Return the error of a run without a further setting to lower, or of one that is killed though its plan
+        fits."""
         tried = "".join(f"\ntried: {self.described(key)}" for key in self.made if key != self.lr)
         lacks = (load("room")(self.config).lack(saving=False, share=tenths / 10) for tenths in range(10, 4, -1))
         fix = "take more devices, a smaller model or an adapter (lora_rank=32); python -m hybridrl.doctor plans it"
@@ -353,16 +354,14 @@ class Adjustments:
 
 
 def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
-    """Make the attempt; again from its last checkpoint if a worker dies, `trainer.max_restarts` times, after an
-    out-of-memory error as often as there is a smaller setting, after a few rollbacks; not after two kills for memory.
-
-    An attempt that ends before its first checkpoint from which a run can resume is repeated as it began, for example
-    from an explicit path, which `resume_mode=auto` need not find.
-    """
+    """Make the attempt, and repeat it from its last checkpoint: after a worker's death `trainer.max_restarts` times,
+    after an out-of-memory error while there is a smaller setting, and after a few rollbacks. Two kills for memory end
+    it. An attempt that ends before its first resumable checkpoint is repeated as it began, for example from an explicit
+    path that `resume_mode=auto` would not find."""
     trainer, directory = config.trainer, Path(config.trainer.default_local_dir).expanduser()
     adjustments, restarts_left, rollbacks_left = Adjustments(config), trainer.max_restarts, ROLLBACKS
     adjustments.resume()
-    resumes, kills = trainer.resume_mode == "auto", 0  # as a driver does that is started again
+    resumes, kills = trainer.resume_mode == "auto", 0  # a driver that is started again then resumes
     if guard.before:
         restarts_left = guard.before.restarts_left
         record(RESTART, f"{guard.before.ended}\n(restarts left: {restarts_left})")

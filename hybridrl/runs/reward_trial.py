@@ -1,6 +1,6 @@
-"""Tries a reward on a few rows of every data source: responses that it should accept, and some that it should not.
+"""Tries a reward on a few rows of every data source, with correct and with wrong responses.
 
-A run does so before it starts Ray, for a few seconds at most; the doctor has more time.
+A run does so before it starts Ray, for a few seconds at most; the doctor allows more time.
 """
 
 import time
@@ -27,8 +27,8 @@ from hybridrl.tracking.console import warn
 
 ROWS, MOST_ROWS = 8, 64  # rows of each data source, and of a dataset with many of them
 SEARCHED = 2000  # rows among which they are chosen
-SECONDS = 3.0  # that a run spends on it
-# How a response states its result, by the built-in scorer that reads it.
+SECONDS = 3.0  # limit for the trial before a run
+# Formats of a response's result, by the built-in scorer that reads it.
 FORMS = {
     "gsm8k": "#### {}",
     "math": r"\boxed{{{}}}",
@@ -36,7 +36,7 @@ FORMS = {
     "multiple_choice": r"\boxed{{{}}}",
     "search_qa": "<answer>{}</answer>",
 }
-# Scorers whose ground truth is a task or tests, from which no response can be made.
+# Scorers with a task or tests as ground truth: no response can be made from it.
 UNANSWERED = ("code", "countdown")
 # A custom function may read any of these.
 USUAL = ("{}", FORMS["gsm8k"], FORMS["math_dapo"], FORMS["search_qa"])
@@ -49,14 +49,14 @@ WRONG = {
     GUESSES: "every digit in the format",
     WORD: "one word 500 times",
 }
-_TRIED: dict[str, Findings] = {}  # what this process has tried without an error, and what was found
+_TRIED: dict[str, Findings] = {}  # findings of this process's trials without an error, by identity
 Datasets = Mapping[str, PromptDataset | Prompts]
 FAILED = ("raised", "type", "none", "nan")  # faults of the function, not of the machine
 
 
 @dataclass
 class TrialResponse:
-    """A text of one of the kinds above, and its score once there is one."""
+    """A text of one of the kinds above, and its score once it is known."""
 
     kind: int
     text: str
@@ -78,7 +78,7 @@ class TrialRow:
 
     @property
     def group(self) -> tuple[str, str]:
-        """The dataset and data source, of which the findings are."""
+        """The dataset and data source, by which findings are reported."""
         return self.key, self.prompt.data_source
 
     def best(self, kind: int) -> float | None:
@@ -91,8 +91,8 @@ class TrialRow:
 
 def try_reward(subject: Subject, findings: Findings, log: Path, seconds: float) -> int:
     """Load the reward in its own process and report how it scores a few rows of the datasets, for `seconds` at most; 0:
-    it is only loaded. Texts are encoded and decoded as a run's responses; without a tokenizer a reward gets texts only.
-    Returns how many responses had no score by then; raises ConfigError if it does not load."""
+    it is only loaded. Texts are encoded and decoded like a run's responses; without a tokenizer a reward gets texts
+    only. Returns the number of responses without a score at the end; raises ConfigError if it does not load."""
     reward, datasets = subject.config.reward, subject.datasets
     sources = {source for data in datasets.values() for source in data.data_sources}
     _report_left_out(subject, findings)
@@ -128,7 +128,7 @@ def _rows(datasets: Datasets, built_in: bool) -> list[TrialRow]:
 def _score_rows(
     rescorer: Rescorer, rows: list[TrialRow], decoder: ResponseDecoder | None, seconds: float
 ) -> list[TrialRow]:
-    """Score one row after another, for `seconds` at most; return those that were begun."""
+    """Score one row after another, for `seconds` at most; return the rows that were started."""
     begun, end = [], time.monotonic() + seconds
     for row in rows:
         begun.append(row)
@@ -138,7 +138,7 @@ def _score_rows(
             done, late = wait(futures, max(end - time.monotonic(), 0))
             for response, future in zip(row.responses, futures, strict=True):
                 response.score = future.result() if future in done else None
-        except Exception:  # the pool has ended, and the run raises why where it waits for it
+        except Exception:  # the pool has ended, and the run raises the reason when it waits for the pool
             break
         if late or time.monotonic() > end:
             break
@@ -146,7 +146,7 @@ def _score_rows(
 
 
 def _request(prompt: Prompt, response: TrialResponse, decoder: ResponseDecoder | None) -> ScoringRequest:
-    """Return the request to score a response, which gets the text that a run would decode."""
+    """Return the scoring request of a response, and set its text to the one that a run would decode."""
     ids = None
     if decoder is not None:
         ids = encode(response.text, decoder.tokenizer)
@@ -156,8 +156,8 @@ def _request(prompt: Prompt, response: TrialResponse, decoder: ResponseDecoder |
 
 def reject_failing_reward(subject: Subject, log: Path) -> None:
     """Try the reward before anything heavy starts. Prints warnings; raises ConfigError if it does not load, or scores
-    no row of a data source. One with a limited rate of calls is only loaded; one that is called in the driver, where
-    nothing ends a call, is not called. What an earlier run has tried is not tried again."""
+    no row of a data source. A reward with a limited rate of calls is only loaded. A reward that runs in the driver is
+    not called, as nothing could end a call there. The trial of an earlier run in this process is not repeated."""
     reward, tried = subject.config.reward, _identity(subject)
     findings = _TRIED.get(tried)
     if findings is None:
@@ -175,7 +175,7 @@ def reject_failing_reward(subject: Subject, log: Path) -> None:
 
 
 def _identity(subject: Subject) -> str:
-    """Return a hash of what decides the findings: the reward with its files, the rows, the longest response."""
+    """Return a hash of all inputs of the findings: the reward with its files, the rows, the longest response."""
     reward, longest, decoder = subject.config.reward, subject.config.data.max_response_length, subject.decoder
     rows = {key: (sorted(prompts.data_sources), spread_rows(prompts)) for key, prompts in subject.datasets.items()}
     left_out = decoder and (decoder.tokenizer.name_or_path, decoder.left_out)
@@ -197,7 +197,7 @@ def spread_rows(prompts: PromptDataset | Prompts) -> list[Prompt]:
 
 
 def make_responses(prompt: Prompt, rows: Sequence[Prompt], built_in: bool) -> list[TrialResponse]:
-    """Make responses that state the ground truth as the scorer reads it, and wrong ones; `rows` have other truths."""
+    """Make responses with the ground truth in the scorer's format, and wrong ones; `rows` have other truths."""
     scorer, echo = scorer_of(prompt.data_source) if built_in else None, as_chat(prompt.messages)[-1]["content"]
     made = [TrialResponse(EMPTY, ""), TrialResponse(ECHO, echo if isinstance(echo, str) else str(echo))]
     made.append(TrialResponse(WORD, " ".join(["the"] * 500)))
@@ -225,11 +225,11 @@ def _as_text(truth: Any, scorer: str | None) -> str:
     return str(truth[0] if isinstance(truth, list) and truth else truth)
 
 
-# -- what the scores say -----------------------------------------------------------------------------------------------
+# -- findings from the scores ------------------------------------------------------------------------------------------
 
 
 def _report_left_out(subject: Subject, findings: Findings) -> None:
-    """Warn of tokens that are left out of every response, and that a file of the reward or a ground truth names."""
+    """Warn of tokens in a file of the reward or in a ground truth that are left out of every response."""
     decode = subject.decoder
     texts = [(str(file), file.read_text(errors="replace")) for file in reward_files(subject.config.reward)]
     for key, prompts in subject.datasets.items():
@@ -311,7 +311,7 @@ def _report_wrong(place: str, trials: list[TrialRow], findings: Findings) -> Non
     fooled = []
     for kind, name in WRONG.items():
         rows = [trial for trial in trials if (value := trial.best(kind)) is not None and value >= trial.best(TRUTH)]
-        # One guess is right where all rows have the same result.
+        # One guess is right if all rows have the same result.
         different = kind != GUESSES or len({str(trial.prompt.ground_truth) for trial in rows}) > 1
         if 2 * len(rows) > len(trials) and different:
             fooled.append(f"{name} ({len(rows)} of {len(trials)} rows, first row {rows[0].prompt.row})")

@@ -1,4 +1,4 @@
-"""Sampled episodes in files, a few of them as tables, and the batches of steps that are worth another look."""
+"""Sampled episodes in files, a few of them as tables, and the batches of steps with a diagnosis."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +18,9 @@ from hybridrl.tracking.sink import SampleRow
 from hybridrl.tracking.tracker import Tracker
 
 EXAMPLES, REPLAYS = 3, 3  # samples shown with a diagnosis, and batches that are retained
-TAKEN = {*VERL_KEYS, OWN_KEY} - {"score"}  # what every sample has itself
-WEIGHT_DIGITS = 4  # of importance weights, after the point: float32 log-probs of engine and trainer differ by 1e-5
-TOKEN_VALUES = {  # in a record, by name of the field of a batch
+TAKEN = {*VERL_KEYS, OWN_KEY} - {"score"}  # keys that every sample has itself
+WEIGHT_DIGITS = 4  # decimals of importance weights: float32 log-probs of engine and trainer differ by 1e-5
+TOKEN_VALUES = {  # name in a record -> field of a batch
     "log_probs": "rollout_log_probs",
     "train_log_probs": "old_log_probs",
     "entropies": "entropies",
@@ -28,16 +28,16 @@ TOKEN_VALUES = {  # in a record, by name of the field of a batch
 }
 
 Decode = Callable[[Sequence[int]], list[str]]  # token ids -> the text of each
-Transcript = Callable[[Trajectory], dict[str, Any]]  # a conversation, as its record has it
+Transcript = Callable[[Trajectory], dict[str, Any]]  # a conversation as fields of its record
 
 
 class SampleLog:
     """Writes all samples of a step to a file in `training_dir` and `validation_dir`, if set (see tracking/records.py),
-    and the first `shown` of a validation to the tracker; batches to `replay_dir`. Of each of the two directories the
-    files of the oldest steps are deleted that exceed `most` bytes; None: no limit.
+    and the first `shown` of a validation to the tracker; batches to `replay_dir`. In each of the two directories the
+    files of the oldest steps are deleted once it exceeds `most` bytes; None: no limit.
 
-    Of `with_tokens` training samples per step, from the least to the largest advantage, every token is written, with
-    its text by `decode`.
+    For `with_tokens` training samples per step, from the least to the largest advantage, every token is written, with
+    its text from `decode`.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class SampleLog:
         self.replay_dir, self.shown, self.with_tokens, self.decode = replay_dir, shown, with_tokens, decode
         self.most, self.transcript = most, transcript
         self.named = False
-        self.last: tuple[Batch, Sequence[Episode]] | None = None  # what the last step trained on
+        self.last: tuple[Batch, Sequence[Episode]] | None = None  # batch and episodes of the last step
 
     def training_samples(self, step: int, episodes: Sequence[Episode], batch: Batch) -> None:
-        """Write the samples of a step with what `batch`, the rows that it trained on, says of them."""
+        """Write the samples of a step, with fields from `batch`: the trained rows."""
         self.last = batch, episodes
         if self.training_dir:
             trained = trained_fields(batch, step - 1, self.with_tokens, self.decode)
@@ -73,7 +73,7 @@ class SampleLog:
             self.tracker.samples(step, _rows(episodes[: self.shown]))
 
     def record_diagnosis(self, step: int, *, show: bool) -> None:
-        """Keep the batch of the step that was just trained, and print a few of its samples if `show`."""
+        """Store the batch of the step that was just trained, and print a few of its samples if `show`."""
         batch, episodes = required(self.last)
         self.keep(step, batch)
         if show:
@@ -86,7 +86,7 @@ class SampleLog:
         console.print(sample_table(f"samples of step {step}", _rows(some)))
 
     def keep(self, step: int, batch: Batch) -> None:
-        """Write the batch that a step trained on, for `doctor replay`; the last few are retained."""
+        """Write the batch of a step, for `doctor replay`; the last few are retained."""
         try:
             self.replay_dir.mkdir(exist_ok=True)
             np.savez(self.replay_dir / f"{step}.npz", allow_pickle=False, **batch.__getstate__())
@@ -107,7 +107,7 @@ class SampleLog:
             warn(f"{path} could not be written: {error.strerror or error}; training continues", "samples-lost")
 
     def _name_taken(self, episodes: Sequence[Episode]) -> None:
-        """Warn once of keys of the reward that samples have under another name."""
+        """Warn once of keys of the reward that are renamed in samples."""
         taken = sorted({name for one in episodes for name in one.score.extras if name in TAKEN})
         if taken and not self.named:
             self.named = True
@@ -115,7 +115,7 @@ class SampleLog:
             warn(f"the reward returns keys that every sample has itself; samples have {names}", "reward-keys")
 
     def delete_after(self, step: int) -> None:
-        """Delete the samples of later steps, which a run that resumes after this one samples again."""
+        """Delete the samples of later steps: a run that resumes after this step samples them again."""
         for directory in filter(None, (self.training_dir, self.validation_dir)):
             for later, path in record_files(Path(directory)).items():
                 if later > step:
@@ -123,7 +123,7 @@ class SampleLog:
 
 
 def delete_oldest(directory: Path, most: float) -> None:
-    """Delete the samples of the oldest steps until those that are left take `most` bytes; the newest stay."""
+    """Delete the samples of the oldest steps until the rest takes at most `most` bytes; the newest step stays."""
     sizes = [(path, path.stat().st_size) for path in record_files(directory).values()]
     total = sum(size for _, size in sizes)
     for path, size in sizes[:-1]:
@@ -133,14 +133,13 @@ def delete_oldest(directory: Path, most: float) -> None:
         total -= size
 
 
-Trained = Mapping[tuple[int, int], dict[str, Any]]  # by position and sample: what a step's batch says of an episode
+Trained = Mapping[tuple[int, int], dict[str, Any]]  # by position and sample: fields of an episode from a step's batch
 
 
 def trained_fields(batch: Batch, version: int, with_tokens: int, decode: Decode) -> Trained:
-    """Return the advantage of each episode of a batch, the mean over the tokens that it was trained on, the version of
-    the weights that sampled each token and what its loss was multiplied by, and of some `with_tokens` of the episodes,
-    evenly from the least to the largest advantage, what is known of each token of the response. `version` is that of
-    the weights that the step began with."""
+    """Return the fields of each episode of a batch: its advantage (the mean over its trained tokens), and per token the
+    weight version and the importance weight. `with_tokens` of the episodes, evenly from the least to the largest
+    advantage, also get the values of each response token. `version` is the weight version at the start of the step."""
     rows = batch.by_episode()
     advantages = rows.trained_mean(required(rows.advantages))
     places = zip(rows.position.tolist(), rows.sample.tolist(), strict=True)
@@ -154,8 +153,8 @@ def trained_fields(batch: Batch, version: int, with_tokens: int, decode: Decode)
 
 
 def _audits(rows: Batch, version: int) -> Iterator[dict[str, Any]]:
-    """Yield what each row's tokens were sampled and trained with: pairs of a weight version and the number of tokens in
-    turn, and the importance weight of each token, 0 where it was not trained on, if the step has such weights."""
+    """Yield the weight versions of each row's tokens, as pairs of a version and its number of consecutive tokens. If
+    the step has importance weights, also yield that of each token: 0 if it was not trained on."""
     weights = None
     if rows.importance_weights is not None:
         trained = torch.where(required(rows.response_mask), rows.importance_weights, 0.0)
@@ -172,7 +171,7 @@ def _audits(rows: Batch, version: int) -> Iterator[dict[str, Any]]:
 
 
 def _tokens(row: Batch, decode: Decode) -> dict[str, list[Any]]:
-    """Return the tokens of one row by name; what the step did not compute is left out."""
+    """Return the token values of one row by name, without values that the step did not compute."""
     ids = row.response_ids.tolist()
     tokens: dict[str, list[Any]] = {"ids": ids, "texts": decode(ids), "sampled": row.written.int().tolist()}
     for name, field in TOKEN_VALUES.items():
@@ -182,7 +181,7 @@ def _tokens(row: Batch, decode: Decode) -> dict[str, list[Any]]:
 
 
 def _short(value: float) -> float:
-    """Return six digits of a number: the rounding of float32, in which engine and trainer differ."""
+    """Return a number with six digits, as precise as float32: engine and trainer differ by its rounding."""
     return float(f"{value:.6g}")
 
 
@@ -192,8 +191,8 @@ def sample_record(
     trained: Trained | None = None,
     conversation: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return an episode as its file has it; `trained` is given for the samples of a training step, `conversation` for
-    an episode of several turns."""
+    """Return an episode as a record of its file. `trained`: fields of the samples of a training step; `conversation`:
+    fields of an episode of several turns."""
     prompt, trajectory, score = episode.prompt, episode.trajectory, episode.score
     observed = [len(turn.observed) for turn in trajectory.turns] or [0]
     known = {
@@ -222,7 +221,7 @@ def sample_record(
 
 
 def _free(name: str) -> str:
-    """Return the key under which a sample has a value of its reward: the sample's own keys stay its own."""
+    """Return the key of a reward's value in a sample; it is renamed if the sample has this key itself."""
     return f"reward/{name}" if name in TAKEN else name
 
 

@@ -1,5 +1,5 @@
-"""Values that depend on several sections of a configuration: a run's algorithm, models and plan of the policy; and the
-fingerprints of what determines responses and scores."""
+"""Values from several sections of a configuration: a run's algorithm, models and plan of the policy; and fingerprints
+of the inputs of responses and scores."""
 
 import hashlib
 import re
@@ -60,7 +60,7 @@ def sft_worker_config(config: SFTConfig, directory: Path, steps: int) -> WorkerC
 
 
 def located(config: OptimizerConfig) -> OptimizerConfig:
-    """Return the configuration with the absolute path of a custom schedule, which workers find from any directory."""
+    """Return the configuration with the absolute path of a custom schedule, so that workers find it anywhere."""
     name = config.lr_scheduler_type
     return replace(config, lr_scheduler_type=str(Path(name).expanduser().absolute())) if ":" in name else config
 
@@ -127,8 +127,8 @@ def sft_policy_plan(config: SFTConfig) -> PolicyPlan:
 
 
 def build_agreement(section: ActorRolloutRefConfig) -> Agreement | None:
-    """How far engine and trainer may differ; None if they compute different things: the engine returns the log-probs of
-    the distribution that it samples from, which these settings truncate or modify."""
+    """The allowed difference between engine and trainer; None if sampling settings truncate or modify the distribution:
+    the engine returns log-probs of the modified one, which the trainer does not compute."""
     rollout, limit = section.rollout, section.rollout.max_log_prob_gap
     types = (section.actor.fsdp_config.dtype or "float32", rollout.dtype or "float32")
     plain = (rollout.top_p, rollout.top_k, rollout.repetition_penalty, rollout.min_tokens) == (1.0, -1, 1.0, 0)
@@ -167,25 +167,25 @@ def policy_loss_config(
 
 
 def engine_fingerprint(model: ModelConfig, rollout: RolloutConfig) -> str:
-    """The fingerprint of what determines a response besides its request and the weights."""
-    routes = ["routes"] if rollout.enable_rollout_routing_replay else []  # without them a response is no longer enough
+    """Fingerprint of everything but request and weights that determines a response."""
+    routes = ["routes"] if rollout.enable_rollout_routing_replay else []  # stored responses must then have them
     return fingerprint(rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha, *routes)
 
 
 def score_fingerprint(reward: RewardConfig, data: str) -> str:
-    """The fingerprint of what determines a score besides the response. Of custom reward functions the files count, not
-    what these import or read."""
+    """Fingerprint of everything but the response that determines a score. Files of custom reward functions count, but
+    not the files that these import or read."""
     return fingerprint(asdict(reward), reward_code(reward), data, code_fingerprint())
 
 
 def reward_files(reward: RewardConfig) -> list[Path]:
-    """The files that custom reward functions are in."""
+    """The files of custom reward functions."""
     scripts = (SCRIPT.fullmatch(str(value)) for value in flatten(asdict(reward)).values())
     return [file for script in scripts if script and (file := script_path(script[1])).is_file()]
 
 
 def reward_code(reward: RewardConfig) -> list[str]:
-    """The hashes of the files that custom reward functions are in."""
+    """The hashes of the files of custom reward functions."""
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in reward_files(reward)]
 
 

@@ -1,4 +1,4 @@
-"""A run from start to end, whatever is trained: directory, checkpoints, session, workers, tracker, loop."""
+"""A run from start to end, for any kind of training: directory, checkpoints, session, workers, tracker, loop."""
 
 import gc
 import logging
@@ -46,11 +46,11 @@ C = TypeVar("C", PPOConfig, SFTConfig)
 
 
 class Job(Protocol):
-    """One kind of training, as `run` needs it; its constructor loads and checks all that needs no device."""
+    """One kind of training, for `run`. Its constructor loads and checks all inputs that need no device."""
 
     tokenizer: PreTrainedTokenizerBase
     rows: int  # prompts or conversations per epoch
-    description: str  # what a step consists of
+    description: str  # contents of a step
     contents: dict[str, list[str]]  # parts saved of each model
     asynchronous_saves: bool
     user_keys: dict[str, Any]  # for custom code
@@ -58,11 +58,11 @@ class Job(Protocol):
     kl_in_reward: bool
 
     def plan(self, directory: Path) -> ResumePlan:
-        """What to resume from and how many steps there are; raises ConfigError."""
+        """Return the checkpoint to resume from and the number of steps; raises ConfigError."""
 
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
-        """Start every process of the run; `stack` closes those that are not the session's. Collects garbage while it
-        waits for them."""
+        """Start every process of the run; `stack` closes the ones that do not belong to the session. Collects garbage
+        while it waits for them."""
 
     def build(self, workers: TrainWorkers, tracker: Tracker) -> tuple[Task, dict[str, Stateful]]:
         """The task to train, and the parts whose state a checkpoint holds, by name."""
@@ -71,8 +71,8 @@ class Job(Protocol):
 
 
 class Sessions:
-    """The Ray of one run after another, which is reused if the next run requests the same and the last one did not
-    fail. `forks` is where workers come from on CPU."""
+    """Reuses a Ray session if the next run requests the same and the last one did not fail. `forks` starts the workers
+    on CPU."""
 
     def __init__(self, forks: ForkServer | None = None) -> None:
         self.forks = forks
@@ -87,9 +87,9 @@ class Sessions:
         user_keys: dict[str, Any],
         rollout: tuple[int, int] | None = None,
     ) -> Iterator[RaySession]:
-        """Yield Ray with the devices of a run, on which no actor of an earlier one is left; `rollout`: machines for
-        rollout alone, and devices on each."""
-        # Processes get the keys of custom code from Ray, which has them from its start.
+        """Yield Ray with the devices of a run, without actors of earlier runs; `rollout`: machines for rollout alone,
+        and devices on each."""
+        # Processes get the keys of custom code from Ray, which gets them at its start.
         request = (trainer.device, trainer.nnodes, trainer.n_gpus_per_node, ray_init, user_keys, rollout)
         with stage("starting Ray"):
             if self._session is None or self._request != request:
@@ -107,13 +107,13 @@ class Sessions:
         if self._session is not None:
             self._session.close()
         self._session = None
-        gc.unfreeze()  # at the end of the process, libraries report what is left as leaks
+        gc.unfreeze()  # at the end of the process, libraries report remaining objects as leaks
 
 
 def train(config: C, job_class: Callable[[C], Job], sessions: Sessions) -> None:
     """Run training, as often as `with_restarts` allows."""
     directory = open_directory(config.trainer.default_local_dir, "trainer.default_local_dir")
-    other = holder(directory)  # whose record and page this run, which will be rejected, leaves alone
+    other = holder(directory)  # if there is one, this run will be rejected, and must not change the record and page
     recorder = nullcontext() if other else recording(directory, host_memory)
     began, metrics = time.time(), directory / "metrics.jsonl"
 
@@ -148,15 +148,15 @@ def write_page(directory: Path) -> None:
 
 
 def host_memory() -> dict[str, int | None]:
-    """Bytes that the driver holds and that processes may still allocate, and the kernel's count of kills."""
+    """Bytes used by the driver, bytes that processes may still allocate, and the kernel's count of kills."""
     return {"rss": psutil.Process().memory_info().rss, "left": devices.memory_left(), "oom_kills": oom_kills()}
 
 
-@typed("the run")  # whatever call of Ray fails once it is lost
+@typed("the run")  # any call of Ray may fail once Ray is lost
 def run(
     config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adjusted, sessions: Sessions, *, again: bool
 ) -> None:
-    """One attempt, which leaves nothing running but Ray; checkpoints record which settings were `adjusted`. `again`: an
+    """Run one attempt; afterwards only Ray is still running. Checkpoints record the `adjusted` settings. `again`: an
     attempt of this run has begun before."""
     began = time.monotonic()
     job = job_class(config)
@@ -175,7 +175,7 @@ def run(
             plugins.load("machines")(session, directory, asdict(config))
         workers = job.start(session, stack, plan, directory)
         resume = Resume(plan.done, saved.state["sinks"] if saved.path.parent == directory else {}) if saved else None
-        (directory / "report.html").unlink(missing_ok=True)  # of an earlier run: it says what is not so any more
+        (directory / "report.html").unlink(missing_ok=True)  # the page of an earlier run is outdated
         tracker = stack.enter_context(open_tracker(config, directory, plan.steps, resume, exported=session.joined))
         task, parts = job.build(workers, tracker)
         start_up = {"timing_s/start_up": time.monotonic() - began}
@@ -196,9 +196,9 @@ def run(
         earlier = read_metrics(directory) if resume else {}
         rules = [*RULES, *custom_rules(config.trainer.health_rules)]
         health = HealthMonitor(earlier, rules, actions=config.trainer.on_diagnosis)
-        gc.freeze()  # modules and data stay for the run: a collection would look through them all, for 0.3 s
+        gc.freeze()  # modules and data stay for the whole run: each collection would scan them for 0.3 s
         Trainer(task, workers, tracker, saver, schedule, health).fit(plan.done, start_up)
-        if "wandb" in config.trainer.logger:  # which uploads it as it closes
+        if "wandb" in config.trainer.logger:  # it uploads the page as it closes
             write_page(directory)
     draw_curves(directory)
     info(summary(directory))
@@ -207,7 +207,7 @@ def run(
 
 
 def open_directory(path: str | Path, key: str) -> Path:
-    """Make a directory with a place for the logs, and print what is logged. Raises ConfigError if it cannot be made or
+    """Make a directory with a place for the logs, and print logged messages. Raises ConfigError if it cannot be made or
     written; `key` is the setting that names it."""
     directory = Path(path).expanduser()
     try:
@@ -223,7 +223,7 @@ def open_directory(path: str | Path, key: str) -> Path:
 
 
 def open_store(trainer: SFTTrainerConfig, directory: Path, *, again: bool = False) -> Store:
-    """The checkpoints of a run, which holds the directory's lock from here on."""
+    """Open the checkpoints of a run; it holds the directory's lock from here on."""
     leave = again or trainer.resume_mode != "disable"
     return Store(directory, keep=trainer.max_actor_ckpt_to_keep, keep_best=trainer.keep_best_ckpt, leave=leave)
 
@@ -235,7 +235,7 @@ def save_times(trainer: SFTTrainerConfig) -> SaveTimes:
 def open_tracker(
     config: Config, directory: Path, steps: int, resume: Resume | None, *, exported: bool = False
 ) -> Tracker:
-    """All sinks of a run; `exported`: Ray's metrics too, as a cluster that is joined may show them to Prometheus."""
+    """All sinks of a run; `exported`: also Ray's metrics, which a joined cluster may export to Prometheus."""
     trainer = config.trainer
     names = (trainer.project_name, trainer.experiment_name)
     more = {"ray": RayMetricsSink(*names)} if exported else {}
@@ -249,7 +249,8 @@ def start_session(
     forks: ForkServer | None = None,
     rollout: tuple[int, int] | None = None,
 ) -> RaySession:
-    """Start or join Ray, and reserve the devices; `rollout` is its machines and devices on each, if it has its own."""
+    """Start or join Ray, and reserve the devices. `rollout`: machines for rollout alone, if any, and devices on
+    each."""
     assert trainer.n_gpus_per_node is not None
     if trainer.device == "cuda":
         for name in without_expandable_segments():

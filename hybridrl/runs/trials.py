@@ -41,8 +41,8 @@ from hybridrl.tracking.sink import SampleRow, Sink
 ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
 SINKS, RUN = "trainer.logger", ("project_name", "experiment_name")
 PAGE, EXTENSIONS = "docs/algorithms.md", "docs/extensions.md"
-UPDATES, STEPS = 10, 20  # of the made-up runs with which custom schedules and health rules are tried
-# A custom sink's constructor gets those of these parameters that it has.
+UPDATES, STEPS = 10, 20  # length of the synthetic runs for trials of custom schedules and health rules
+# Parameters that a custom sink's constructor may have; it gets the ones that it has.
 PARAMETERS = ("run_dir", "project", "name", "config", "saved", "offline")
 # The calls of a custom sink in its trial.
 CALLS: dict[str, tuple[Any, ...]] = {
@@ -51,7 +51,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "state_dict": (),
     "close": (),
 }
-# Metrics of a step in which all is well, but for the score, which rises.
+# Metrics of a healthy step, without the score, which rises.
 WELL = {
     "critic/score/max": 1.0,
     "critic/score/min": 0.0,
@@ -79,7 +79,7 @@ class Subject(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A trial of what `key` names, if it `applies`; `run` adds findings, or raises ConfigError."""
+    """A trial of the function that `key` names, if it `applies`; `run` adds findings, or raises ConfigError."""
 
     key: str
     applies: Callable[[Subject], bool]
@@ -87,7 +87,7 @@ class Trial(NamedTuple):
 
 
 def run_trials(subject: Subject, findings: Findings) -> None:
-    """Run the trials of custom functions, or if the subject has a tokenizer those of the plug-ins `trial.NAME`."""
+    """Run the trials of custom functions, or, if the subject has a tokenizer, the plug-ins `trial.NAME`."""
     for trial in TRIALS if subject.tokenizer is None else [load(f"trial.{name}") for name in names("trial")]:
         if trial.applies(subject):
             with findings.gathered():
@@ -116,7 +116,7 @@ def toy_batch(samples: int) -> Batch:
 
 
 def with_absent(batch: Batch, names: Iterable[str]) -> Batch:
-    """Return the batch with these carried fields, as of rows without them."""
+    """Return the batch with these carried fields, filled as for rows without them."""
     prompt, response = len(batch.prompt_ids), len(batch.response_ids)
     sizes = {"row": len(batch), "prompt": prompt, "response": response, "token": prompt + response, "items": 0}
     fields = {name: declared(name) for name in names}
@@ -128,9 +128,9 @@ def with_absent(batch: Batch, names: Iterable[str]) -> Batch:
 def try_estimator(
     name: str, function: Callable[[Batch], Any], samples: int, parts: int
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Return the advantages, returns and metrics that an estimator, with its parameters bound, gives to toy groups of
-    so many responses, with so many parts of a reward. Raises ConfigError if it fails, or returns what no step could
-    use."""
+    """Return the advantages, returns and metrics of an estimator, with its parameters bound, on toy groups of `samples`
+    responses with `parts` reward components. Raises ConfigError if it fails, or if a step could not use its
+    result."""
     batch = toy_batch(samples)
     per_token = torch.zeros_like(required(batch.token_rewards))
     filled: dict[str, Any] = {
@@ -165,8 +165,8 @@ def toy_update() -> tuple[Batch, Tensor]:
 
 
 def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the loss per token, and its gradient by the log-probs, that a policy loss gives to the toy groups. Raises
-    ConfigError if it fails, or returns what no update could use."""
+    """Return the loss per token of a policy loss on the toy groups, and its gradient by the log-probs. Raises
+    ConfigError if it fails, or if an update could not use its result."""
     batch, log_probs = toy_update()
     entry, function = find_policy_loss(name)
     batch = with_absent(batch, entry.reads)
@@ -188,8 +188,8 @@ def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tens
 
 
 def try_schedule(key: str, config: OptimizerConfig) -> None:
-    """Call a custom schedule with each update of a made-up run, and the one after; raises ConfigError if it fails, or
-    returns what no update could use."""
+    """Call a custom schedule with each update of a synthetic run, and the next one. Raises ConfigError if it fails, or
+    if an update could not use its result."""
     name, function = config.lr_scheduler_type, custom_schedule(config, key)
     for update in range(UPDATES + 1):
         trial = f"at update {update} of {UPDATES}"
@@ -210,8 +210,8 @@ def _sink_maker(name: str, *values: Any) -> Callable[[], Sink]:
 
 
 def try_sink(name: str, project: str, run: str) -> None:
-    """Make a custom sink with `offline=True` in a directory that is deleted, have it log one made-up step, and close
-    it; raises ConfigError if it cannot be used."""
+    """Make a custom sink with `offline=True` in a temporary directory, log one synthetic step, and close the sink;
+    raises ConfigError if it cannot be used."""
     with tempfile.TemporaryDirectory() as directory:
         make = _sink_maker(name, Path(directory), project, run, {}, {}, True)
         sink = call_custom(SINKS, name, make, trial="when it is created", page=EXTENSIONS)
@@ -224,8 +224,8 @@ def try_sink(name: str, project: str, run: str) -> None:
 
 
 def try_rule(name: str) -> None:
-    """Have a custom health rule judge a made-up run in which all is well, before its first step and after each; raises
-    ConfigError if it fails, or returns what is not a diagnosis."""
+    """Apply a custom health rule to a healthy synthetic run, before its first step and after each. Raises ConfigError
+    if it fails, or returns anything else than a diagnosis or None."""
     function, history = load_function(name, RULES), History()
     for step in range(STEPS + 1):
         if step:
@@ -238,7 +238,7 @@ def try_rule(name: str) -> None:
 
 
 def custom_names(config: Any, key: str) -> list[str]:
-    """Return the custom functions that a key names; none if a section is not there, or not enabled."""
+    """Return the custom functions that a key names; none if a section is missing or not enabled."""
     value = config
     for part in key.split("."):
         value = getattr(value, part, None)
@@ -297,7 +297,7 @@ def _kind(value: Any) -> str:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-# What a configuration must have, and groups to compare; the command's own keys come after these.
+# Required keys of a configuration, and groups to compare; the command's own keys come after these.
 SUPPOSED = ("data.train_files=rows.jsonl", "actor_rollout_ref.model.path=some/model", "actor_rollout_ref.rollout.n=4")
 
 
