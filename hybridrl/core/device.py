@@ -63,7 +63,7 @@ def listen(address: str) -> socket.socket:
 
 def open_store(address: str, listener: socket.socket | None, world_size: int | None, seconds: float) -> dist.TCPStore:
     """Return the store in which the ranks of a group meet; the first rank passes a socket that listens at the address.
-    A socket created by torch would listen on every interface. Without `world_size` it is not waited for the others."""
+    A socket created by torch would listen on every interface. Without `world_size` it does not wait for the others."""
     host, _, port = address.rpartition(":")
     options: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
     options |= {"timeout": timedelta(seconds=seconds), "wait_for_workers": world_size is not None}
@@ -81,8 +81,8 @@ def join_group(
 
 
 class BroadcastGroup:
-    """Processes of several programs, the first of which sends tensors to all others; apart from the group of all
-    training ranks. The first one passes a socket that listens at the address.
+    """A group of processes of several programs; the first process sends tensors to all others. Separate from the group
+    of all training ranks. The first process passes a socket that listens at the address.
 
     NCCL does not notice the death of a process: the others wait until a process that knows of it calls
     `cancel_broadcasts`, and then fail within CANCEL_SECONDS. A group that has failed cannot be used again.
@@ -103,7 +103,7 @@ class BroadcastGroup:
         synchronize(tensor.device.type)
 
     def _unless_cancelled(self, call: Callable[[], T]) -> T:
-        """Return what a call returns, made in a thread: NCCL also waits where it has no time limit."""
+        """Make a call in a thread and return its result: some waits of NCCL have no time limit."""
         result: Future[T] = Future()
         Thread(target=_resolve, args=(result, call), daemon=True).start()
         with ExitStack() as if_it_fails:
@@ -157,7 +157,7 @@ def _form_group(device: str, store: dist.TCPStore, address: str, rank: int, size
 
 
 def cancel_broadcasts(address: str) -> None:
-    """End what the processes of the BroadcastGroup at an address wait for; any process may call it."""
+    """End all waits of the processes of the BroadcastGroup at an address; any process may call it."""
     host, _, port = address.rpartition(":")
     with suppress(OSError, RuntimeError):  # the first process has died, as the others notice
         socket.create_connection((host, int(port)), 10.0).close()  # torch would keep trying
@@ -174,7 +174,7 @@ def _own_address(address: str) -> str:
 
 
 def own_group(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
-    """Return a new group of which this rank is a member: for others torch returns a number."""
+    """Return a new group that this rank is a member of: torch returns a number to other ranks."""
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -327,7 +327,7 @@ def _no_truth(columns: dict[str, Any], reward: Any, key: str | None) -> str:
     near = difflib.get_close_matches(key or "", columns, n=1) or [name for name in TRUTH_NAMES if name in columns]
     hint = f"; set data.ground_truth_key={near[0]}?" if near and key not in near[:1] else ""
     if key:
-        return f"no ground truth: data.ground_truth_key={key} is no column: the row has {', '.join(columns)}{hint}"
+        return f"no ground truth: data.ground_truth_key={key} is not a column: the row has {', '.join(columns)}{hint}"
     if isinstance(reward, str | list):
         kind = "a text" if isinstance(reward, str) else "a list"
         return (

@@ -301,8 +301,8 @@ def multimodal_fault(values: dict[str, Any], messages: Any) -> str:
 
 
 class Chat(NamedTuple):
-    """A conversation with what its chat template gets besides the messages: the schemas of its tools, and arguments of
-    its own."""
+    """A conversation with the inputs of its chat template: its messages, the schemas of its tools, and further
+    arguments."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
@@ -316,7 +316,7 @@ def render(
     *,
     add_generation_prompt: bool,
 ) -> Iterator[list[int] | TemplateError]:
-    """Yield the token ids of each conversation, or the template's error for it; `arguments` are those of all."""
+    """Yield the token ids of each conversation, or the template's error for it; `arguments` apply to all of them."""
 
     def apply(messages: Any, chat: Chat) -> Any:
         options = {"add_generation_prompt": add_generation_prompt, "tokenize": True, "return_dict": False}
@@ -331,7 +331,7 @@ def render(
             return error
 
     def lacks_calls(ids: list[int] | TemplateError, chat: Chat) -> bool:
-        """Whether the template writes the same without the calls of tools."""
+        """Return whether the template ignores tool calls: its output is the same without them."""
         messages = [{name: value for name, value in m.items() if name != "tool_calls"} for m in chat.messages]
         return messages != chat.messages and ids == apply_alone(chat._replace(messages=messages))
 

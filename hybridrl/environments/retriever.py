@@ -83,7 +83,7 @@ def answer(index: Index, passages: Sequence[dict[str, Any]], request: dict[str, 
     topk = min(max(int(request.get("topk") or 3), 1), MAX_TOPK)
     queries = request["queries"] if "queries" in request else [request["query"]]  # SkyRL's client sends one
     if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
-        raise ValueError(f"queries is no list of at most {MAX_QUERIES}")
+        raise ValueError(f"queries is not a list of at most {MAX_QUERIES}")
     found = [index.search(str(query), topk) for query in queries]
     if not request.get("return_scores"):
         return {"result": [[passages[number] for number, _ in best] for best in found]}

@@ -192,7 +192,7 @@ def reward_code(reward: RewardConfig) -> list[str]:
 def contents_to_save(
     section: ActorRolloutRefConfig, critic: CriticConfig, algorithm: Algorithm
 ) -> dict[str, list[str]]:
-    """The parts saved of each model: a reference has a state of its own only if it is refreshed."""
+    """The parts saved of each model: a reference has its own state only if it is refreshed."""
     contents = {"actor": section.actor.checkpoint.save_contents}
     if algorithm.uses_critic:
         contents["critic"] = critic.checkpoint.save_contents

@@ -216,7 +216,7 @@ def try_sink(name: str, project: str, run: str) -> None:
         make = _sink_maker(name, Path(directory), project, run, {}, {}, True)
         sink = call_custom(SINKS, name, make, trial="when it is created", page=EXTENSIONS)
         if not isinstance(sink, Sink):
-            cause = f"{SINKS}={name} is no subclass of hybridrl.tracking.Sink"
+            cause = f"{SINKS}={name} is not a subclass of hybridrl.tracking.Sink"
             raise ConfigError(cause, fix="derive the class from it", keys=SINKS)
         for method, arguments in CALLS.items():
             function = getattr(sink, method)

@@ -1,4 +1,4 @@
-"""The algorithm of a step: what it needs, how rewards become advantages, and how functions are found by name."""
+"""The algorithm of a step: its needs, the computation of advantages from rewards, and the lookup of functions."""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -108,8 +108,8 @@ class Algorithm:
 
 # -- from the name of an estimator or a policy loss to its catalog entry and its function ------------------------------
 #
-# A name is one of the catalog's, or path/to/file.py:function: a custom function, whose attributes are the facts of its
-# entry. Functions are imported when they are looked up.
+# A name is in the catalog, or is path/to/file.py:function: a custom function. The attributes of a custom function are
+# the facts of its entry. Functions are imported when they are looked up.
 
 # Further names in the namespace `settings` of custom functions, with the configuration keys that they stand for.
 SETTINGS = {

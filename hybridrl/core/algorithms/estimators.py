@@ -192,7 +192,7 @@ def _less_baseline(batch: Batch, positions: Tensor) -> Advantages:
     if batch.importance_weights is not None:
         sizes = sizes * batch.importance_weights.square()
     sizes = sizes.clamp(min=0)  # 0 for a token of probability 1, which rounding makes negative
-    # The sum up to a token is the sum of what is to come, read backwards.
+    # The sum up to a token is a discounted sum of later values in reversed order.
     weights = discounted_sums(sizes[written].flip(0), lengths.flip(0), 1.0).flip(0)
 
     cells = batch.group.unique(return_inverse=True)[1][rows] * int(batch.response_lengths.max()) + positions

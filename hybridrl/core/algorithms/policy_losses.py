@@ -187,8 +187,8 @@ def _masked_loss(log_probs: Tensor, batch: Batch, clip_ratio_c: float, kept: Ten
 
 # -- separate treatment for the tokens that lower the entropy most: Clip-Cov and KL-Cov (Cui et al. 2025) --------------
 
-# A token lowers the entropy by what it adds to the covariance of log-prob and advantage. The tokens are selected once
-# per mini-batch, before its first gradient: verl selects in each micro-batch, from the current log-probs (and Clip-Cov
+# A token lowers the entropy by its part of the covariance of log-prob and advantage. The tokens are selected once per
+# mini-batch, before its first gradient: verl selects in each micro-batch, from the current log-probs (and Clip-Cov
 # among tokens that PPO has not clipped), but the gradient must not depend on how a mini-batch is cut.
 
 

@@ -36,7 +36,7 @@ POLL_SECONDS = 2.0  # between checks that Ray is still running
 SEARCHED_LINES = 300  # lines of a log that are searched for its first error
 LOGGED_ERROR = re.compile(r"\b[\w.]*(Error|Exception): .+")
 TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
-# A process whose device or connection to another is lost cannot continue; a new one may.
+# After the loss of its device or of a connection a process cannot continue; a new one can.
 LOST = re.compile(r"CUDA error|NCCL error|connection (reset|closed)", re.IGNORECASE)
 LOG_LINES = 8  # log lines shown for a dead actor
 SILENT_SECONDS = 45.0  # seconds without a response or a token before silence is reported: explained within a minute

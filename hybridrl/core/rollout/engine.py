@@ -107,18 +107,18 @@ class Request:
             longest = f"{context - 1} (rollout.max_model_len)"
             raise ValueError(f"the prompt has {len(prompt)} tokens; one may have 1 to {longest}")
         if prompt.ndim != 1 or prompt.dtype.kind != "i":
-            raise TypeError("the prompt is no list of token ids")
+            raise TypeError("the prompt is not a list of token ids")
         if prompt.min() < 0 or prompt.max() >= vocabulary:
             wrong = int(prompt[(prompt < 0) | (prompt >= vocabulary)][0])
             raise ValueError(f"the prompt has the token id {wrong}; the model has 0 to {vocabulary - 1}")
         for name, value, least in (("seed", self.seed, 0), ("max_tokens", sampling.max_tokens, 1)):
             if type(value) is not int or not least <= value <= LARGEST:
-                raise ValueError(f"{name}={value!r:.80} is no integer from {least} to 2**63 - 1")
+                raise ValueError(f"{name}={value!r:.80} is not an integer from {least} to 2**63 - 1")
         for name, value in ((name, getattr(sampling, name)) for name in (*REAL, *WHOLE)):
             if type(value) is not int and not (name in REAL and type(value) is float):
-                raise TypeError(f"{name}={value!r:.80} ({type(value).__name__}) is no number of its kind")
+                raise TypeError(f"{name}={value!r:.80} ({type(value).__name__}) must be a number")
         if wrong := [text for text in sampling.stop if not (text and isinstance(text, str))]:
-            raise TypeError(f"stop={wrong[0]!r:.80} ({type(wrong[0]).__name__}) is no text, or an empty string")
+            raise TypeError(f"stop={wrong[0]!r:.80} ({type(wrong[0]).__name__}) is not text, or is empty")
         if (size := sum(map(len, sampling.stop))) > STOP_CHARACTERS:
             raise ValueError(f"the texts of stop have {size} characters together, more than {STOP_CHARACTERS}")
 

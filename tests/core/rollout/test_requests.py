@@ -19,13 +19,13 @@ SOUND = Request(0, 0, [1, 2, 3], 7, Sampling(4, (0,)))
         ([1] * 16, "the prompt has 16 tokens"),
         ([1, 100], "the prompt has the token id 100; the model has 0 to 99"),
         ([-1, 1], "the prompt has the token id -1"),
-        ([1, 2**70], "the prompt is no list of token ids"),
-        ([1, 2**63], "the prompt is no list of token ids"),
-        ([1.0, 2.0], "the prompt is no list of token ids"),
-        (["a"], "the prompt is no list of token ids"),
-        ([True], "the prompt is no list of token ids"),
-        ([None], "the prompt is no list of token ids"),
-        ([[1, 2]], "the prompt is no list of token ids"),
+        ([1, 2**70], "the prompt is not a list of token ids"),
+        ([1, 2**63], "the prompt is not a list of token ids"),
+        ([1.0, 2.0], "the prompt is not a list of token ids"),
+        (["a"], "the prompt is not a list of token ids"),
+        ([True], "the prompt is not a list of token ids"),
+        ([None], "the prompt is not a list of token ids"),
+        ([[1, 2]], "the prompt is not a list of token ids"),
         ([1, [2]], "inhomogeneous"),
         (None, "unsized"),
     ],
@@ -43,10 +43,10 @@ def test_a_prompt_that_the_model_cannot_have_is_rejected(ids, reason):
         ({"stop": ("a" * 5001, "b" * 5000)}, "the texts of stop have 10001 characters together, more than 10000"),
         ({"stop": (1,)}, "int"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens=-1 is no integer"),
-        ({"max_tokens": 2.5}, "max_tokens=2.5 is no integer"),
-        ({"max_tokens": 2**70}, "max_tokens=1180591620717411303424 is no integer"),
-        ({"max_tokens": None}, "max_tokens=None is no integer"),
+        ({"max_tokens": -1}, "max_tokens=-1 is not an integer"),
+        ({"max_tokens": 2.5}, "max_tokens=2.5 is not an integer"),
+        ({"max_tokens": 2**70}, "max_tokens=1180591620717411303424 is not an integer"),
+        ({"max_tokens": None}, "max_tokens=None is not an integer"),
         ({"temperature": 1e9}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": -1.0}, "temperature"),
@@ -66,7 +66,7 @@ def test_sampling_that_the_engine_does_not_have_is_rejected(sampling, reason):
 
 @pytest.mark.parametrize("seed", [2**70, 2**63, -1, 1.5, "a", None, True])
 def test_a_seed_that_torch_does_not_take_is_rejected(seed):
-    with pytest.raises(RejectedRequest, match=r"seed=.* is no integer from 0 to 2\*\*63 - 1"):
+    with pytest.raises(RejectedRequest, match=r"seed=.* is not an integer from 0 to 2\*\*63 - 1"):
         checked_params(replace(SOUND, seed=seed), 100, 16)
 
 

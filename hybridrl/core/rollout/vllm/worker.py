@@ -220,7 +220,7 @@ def adapter_request(sync_id: int, path: str = MISSING_PATH) -> LoRARequest:
 
 
 def unwrap_adapted_layers(model: torch.nn.Module) -> list[AdaptedLayer]:
-    """Replace every layer with LoRA by its base layer, and return what `wrap_adapted_layers` needs to undo it.
+    """Replace every layer with LoRA by its base layer; return the layers, with which `wrap_adapted_layers` undoes it.
 
     The base's weights are then loaded under the names of a model without LoRA; vLLM 0.26 wants other names.
     """
