@@ -23,7 +23,7 @@ LINES = {
     "health": 1016,
     "model_merger": 736,
     "report": 2491,
-    "rewards": 3100,
+    "rewards": 3098,
     "runs": 3032,
     "runtime": 1561,
     "tracking": 1865,

@@ -49,8 +49,7 @@ class Scorer(Protocol):
     """Scores requests one list at a time: in this process, in one that it supervises, or on another machine."""
 
     def start(self) -> bool:
-        """Load the reward; return whether it reads token ids. ConfigError: it could not be loaded. ScorerDied: it was
-        killed meanwhile, and another attempt may succeed."""
+        """Load the reward; return whether it reads token ids. Raises ConfigError, or ScorerDied: try again then."""
 
     def score(self, requests: Sequence[ScoringRequest]) -> Iterator[Score]:
         """Yield one Score per request, in order."""
@@ -73,8 +72,7 @@ class ScorerPool:
     """Scores requests with `scorers`, by default `config.num_workers` processes of this machine; 0: in the caller.
 
     Opening it waits until every scorer has loaded the reward, unless `wait` is false. `data_sources` are those of the
-    rows. What a reward function prints goes to `log_path`, or to the driver's output. With `per` "step" the function
-    is called once for all requests of a `submit`.
+    rows; `log_path`, or the output, gets what a reward prints. With `per` "step" one call has all of a `submit`.
     """
 
     def __init__(

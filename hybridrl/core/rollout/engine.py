@@ -116,9 +116,9 @@ class Request:
                 raise ValueError(f"{name}={value!r:.80} is not an integer from {least} to 2**63 - 1")
         for name, value in ((name, getattr(sampling, name)) for name in (*REAL, *WHOLE)):
             if type(value) is not int and not (name in REAL and type(value) is float):
-                raise TypeError(f"{name}={value!r:.80} ({type(value).__name__}) must be a number")
+                raise TypeError(f"{name}={value!r:.80} ({type(value).__name__}): it must be a number")
         if wrong := [text for text in sampling.stop if not (text and isinstance(text, str))]:
-            raise TypeError(f"stop={wrong[0]!r:.80} ({type(wrong[0]).__name__}) is not text, or is empty")
+            raise TypeError(f"stop={wrong[0]!r:.80} ({type(wrong[0]).__name__}) is not text, or an empty string")
         if (size := sum(map(len, sampling.stop))) > STOP_CHARACTERS:
             raise ValueError(f"the texts of stop have {size} characters together, more than {STOP_CHARACTERS}")
 
