@@ -70,7 +70,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 def test_metadata_of_shards_that_names_a_function_is_rejected(shards, touch, read):
     (shards / ".metadata").write_bytes(pickle.dumps(metadata.Metadata({"model.a": touch})))
-    with pytest.raises(Unreadable, match=r"\.metadata cannot be read: it names pathlib\.Path\.touch, which is no part"):
+    with pytest.raises(Unreadable, match=r"\.metadata cannot be read: it names pathlib\.Path\.touch, which is not"):
         read(shards)
 
 

@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1986,
     "compat": 3222,
     "config": 4325,
-    "core": 12894,
+    "core": 12897,
     "data": 1740,
     "doctor": 4543,
     "environments": 180,
@@ -25,7 +25,7 @@ LINES = {
     "report": 2491,
     "rewards": 3098,
     "runs": 3032,
-    "runtime": 1561,
+    "runtime": 1560,
     "tracking": 1865,
 }
 FILES = {"core": 70, "hybridrl": 249}

@@ -209,13 +209,14 @@ def release_cached_memory(device: str) -> None:
         release_host_memory(KEPT_BYTES)
 
 
-def release_host_memory(least: int = 0) -> None:
+def release_host_memory(least: int = 0, times_used: float = 0) -> None:
     """Give the pages that this process's allocator keeps without use back to the system, if they are known to be more
-    than `least` bytes: of jemalloc, which workers preload, otherwise of glibc."""
+    than `least` bytes and this many times the bytes in use: of jemalloc, which workers preload, otherwise of glibc."""
     library = ctypes.CDLL(None)
     if hasattr(library, "mallctl"):
         library.mallctl(b"epoch", None, None, ctypes.byref(ctypes.c_uint64(1)), ctypes.c_size_t(8))  # update statistics
-        if _statistic(library, b"resident") - _statistic(library, b"active") > least:
+        used = _statistic(library, b"active")
+        if _statistic(library, b"resident") - used > max(least, times_used * used):
             library.mallctl(ALL_ARENAS, None, None, None, ctypes.c_size_t(0))
     elif hasattr(library, "malloc_trim"):
         library.malloc_trim(ctypes.c_size_t(0))

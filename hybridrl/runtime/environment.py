@@ -134,9 +134,8 @@ def _allocator() -> dict[str, str]:
     library = Path(package.origin).parent / "core" / "libjemalloc.so" if package and package.origin else None
     if "malloc" in preloaded or library is None or not library.exists() or set(" :") & set(str(library)):
         return {}  # a path with a space or colon would be split
-    # Freed memory is kept, also large blocks, until unused for 20 s: rows of changing sizes would otherwise
-    # fill the machine in a supervised run, in which no weight sync gives pages back. jemalloc uses a key's last value.
-    options = ["oversize_threshold:0", "dirty_decay_ms:20000", *filter(None, [os.environ.get("MALLOC_CONF")])]
+    # Freed memory is kept, also large blocks, for the lifetime of the process. jemalloc uses the last value of a key.
+    options = ["oversize_threshold:0", "dirty_decay_ms:-1", *filter(None, [os.environ.get("MALLOC_CONF")])]
     return {"LD_PRELOAD": f"{library} {preloaded}".strip(), "MALLOC_CONF": ",".join(options)}
 
 

@@ -285,7 +285,7 @@ REJECTED = {
     "no such sink": (["trainer.logger=[extensions.py:Loud]"], ["trainer.logger=extensions.py:Loud", "Quiet"]),
     "a sink's signature": (["trainer.logger=[extensions.py:Deaf]"], ["Deaf.log has other parameters", "extensions.md"]),
     "a sink that raises": (["trainer.logger=[extensions.py:Broken]"], ["Broken fails when", "extensions.py:8"]),
-    "a class that is no sink": (["trainer.logger=[extensions.py:NoSink]"], ["no subclass of hybridrl.tracking.Sink"]),
+    "a class that is no sink": (["trainer.logger=[extensions.py:NoSink]"], ["is not a subclass of hybridrl.tracking"]),
     "a schedule": ([f"{ACTOR}.optim.lr_scheduler_type=cosin"], ["mean cosine?", "path/to/file.py:function"]),
     "no schedule file": ([f"{ACTOR}.optim.lr_scheduler_type=nowhere.py:half"], ["there is no file nowhere.py"]),
     "a schedule's signature": (

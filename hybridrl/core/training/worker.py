@@ -233,6 +233,8 @@ class TrainWorker:
         # The outputs are used only if there is a single mini-batch: a retry repeats all of them.
         options = {"on_retry": outputs.clear, "prepare": reject}
         shares = self.policy.update(batch, mini_batches, compute, loss.grad_clip, step, **options)
+        if self.config.device == "cpu":  # supervised runs have no weight sync, before which ranks give memory back
+            devices.release_host_memory(devices.KEPT_BYTES, times_used=1)
         return shares, concatenated(outputs, [rows for part in mini_batches for rows in part.micro_batches])
 
     def update_critic(
