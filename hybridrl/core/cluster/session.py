@@ -231,8 +231,8 @@ class RaySession:
         self._reserve()
 
     def _release(self) -> None:
-        while self.groups:
-            remove_placement_group(self.groups.popitem()[1])
+        for index in list(self.groups):
+            remove_placement_group(self.groups.pop(index))
 
     @typed("reserving the devices")
     def _reserve(self) -> None:
