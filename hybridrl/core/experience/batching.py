@@ -115,7 +115,7 @@ def _carried(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     def absent(row: Row) -> dict[str, np.ndarray]:
         return joined([none], [len(row.prompt_ids)], [len(row.response_ids)])
 
-    filled = [row.carried if row.carried.keys() == none.keys() else absent(row) | row.carried for row in rows]
+    filled = [row.carried if row.carried.keys() == none.keys() else {**absent(row), **row.carried} for row in rows]
     counts = {declared(name).lengths: torch.tensor([len(row[name]) for row in filled]) for name in none}
     counts.pop("", None)
     return {name: torch.from_numpy(np.concatenate([row[name] for row in filled])) for name in none} | counts

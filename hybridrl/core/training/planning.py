@@ -63,8 +63,8 @@ class Pieces:
     def single(cls, lengths: np.ndarray | Sequence[int], rows: Sequence[int] | None = None) -> "Pieces":
         """Return each of these rows (default: all) as a piece; its work and memory are its number of tokens."""
         lengths = np.asarray(lengths, dtype=np.int64)
-        rows = np.arange(len(lengths)) if rows is None else np.asarray(rows, dtype=np.int64)
-        return cls(rows, np.arange(1, len(rows) + 1), lengths[rows], lengths[rows])
+        planned = np.arange(len(lengths)) if rows is None else np.asarray(rows, dtype=np.int64)
+        return cls(planned, np.arange(1, len(planned) + 1), lengths[planned], lengths[planned])
 
     @property
     def sizes(self) -> np.ndarray:
