@@ -11,7 +11,7 @@ import pytest
 def run_script(script: Path, *words: object) -> int | str | None:
     """Run a script with these arguments; return the status or the message with which it exits.
 
-    Modules beside it that it imports are forgotten afterwards, as those of another script have the same names.
+    Modules that it imports from its own directory are unloaded afterwards: those of another script have the same names.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(script.parent))
