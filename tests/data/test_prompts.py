@@ -151,9 +151,9 @@ def test_a_column_of_the_ground_truth_that_is_absent_is_rejected_with_those_that
     rows = [{"prompt": "2+2?", "answer": "4"}, {"prompt": "2+2?", "answr": None}, {"prompt": "2+2?"}]
     text = rejection(write(*rows), config, tokenizer)
     fault = "no ground truth: data.ground_truth_key=answr is"
-    assert f"line 1: {fault} no column: the row has prompt, answer; set data.ground_truth_key=answer?" in text
+    assert f"line 1: {fault} not a column: the row has prompt, answer; set data.ground_truth_key=answer?" in text
     assert "line 2: the ground truth is null" in text
-    assert f"line 3: {fault} no column: the row has prompt" in text
+    assert f"line 3: {fault} not a column: the row has prompt" in text
 
 
 def test_a_row_without_reward_model_names_the_key_of_its_other_column(write, config, tokenizer):
