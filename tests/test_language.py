@@ -78,11 +78,11 @@ KINDS = {
 MOST = {
     # clause, fragment, negation, number, causative, long, name
     ".": (0, 0, 0, 0, 0, 0, 1),
-    "agents": (2, 12, 0, 1, 1, 20, 36),
+    "agents": (2, 12, 0, 1, 1, 20, 34),
     "checkpoint": (0, 0, 0, 0, 0, 0, 0),
     "compat": (0, 3, 0, 0, 0, 3, 11),
     "config": (0, 0, 0, 0, 0, 0, 0),
-    "core": (0, 0, 0, 0, 0, 0, 103),
+    "core": (0, 0, 0, 0, 0, 0, 100),
     "data": (0, 0, 0, 0, 0, 0, 14),
     "doctor": (0, 0, 0, 0, 0, 0, 0),
     "environments": (0, 0, 0, 0, 0, 0, 3),

@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from hybridrl.core.experience.collector import Experience, SamplingPlan, Synchro
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.evaluator import Evaluator
 from hybridrl.core.experience.responses import ResponseStore
+from hybridrl.core.experience.trajectory import Sampler
 from hybridrl.core.hybrid_engine import HybridEngine, SeparateEngine
 from hybridrl.core.rollout import Sampling
 from hybridrl.core.rollout.fleet import RolloutFleet
@@ -54,9 +55,9 @@ PROBE_LENGTH = 24
 
 
 class PPOJob:
-    """The parts of a reinforcement learning run (see `Job`)."""
+    """The parts of a reinforcement learning run (see `Job`). `wrap_client` returns the sampler of all episodes."""
 
-    def __init__(self, config: PPOConfig) -> None:
+    def __init__(self, config: PPOConfig, wrap_client: Callable[[Sampler], Sampler] = lambda client: client) -> None:
         with stage("reading data and models"):
             inputs = prepare(config)
             inputs.rejections.close()
@@ -64,7 +65,7 @@ class PPOJob:
             info(message)
         algorithm, prompts, order, tokenizer = inputs.algorithm, inputs.prompts, inputs.order, inputs.tokenizer
         assert algorithm is not None and prompts is not None and order is not None and tokenizer is not None
-        self.config, self.inputs, self.user_keys = config, inputs, config.own
+        self.config, self.inputs, self.user_keys, self.wrap_client = config, inputs, config.own, wrap_client
         self.engine_pool = config.rollout_pool if config.separate else None
         self.kl_in_reward = config.algorithm.use_kl_in_reward
         self.algorithm, self.prompts, self.order, self.tokenizer = algorithm, prompts, order, tokenizer
@@ -112,11 +113,10 @@ class PPOJob:
     def build(self, workers: TrainWorkers, tracker: Tracker) -> tuple[Task, dict[str, Stateful]]:
         config, rollout, trainer = self.config, self.config.actor_rollout_ref.rollout, self.config.trainer
         stop_ids = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)
-        conversations = self.episodes and plugin("episodes").Conversations(
-            self.episodes, self.engine.client, rollout.seed
-        )
+        client = self.wrap_client(self.engine.client)
+        conversations = self.episodes and plugin("episodes").Conversations(self.episodes, client, rollout.seed)
         runner = EpisodeRunner(
-            self.engine.client,
+            client,
             self.scorers,
             rollout.seed,
             Shaping.of(config.reward),

@@ -22,7 +22,7 @@ from warm_start import make_data
 
 from hybridrl.agents.environments import EnvironmentSettings
 from hybridrl.agents.environments.episode_loop import Limits
-from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers, Sampler
+from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers, SampleTurn
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec
 from hybridrl.config import load_ppo_config
 from hybridrl.config.compose import shipped
@@ -53,7 +53,7 @@ def open_workers(
     return workers
 
 
-async def run(workers: EpisodeWorkers, specs: Sequence[EpisodeSpec], sample: Sampler) -> list[Trajectory]:
+async def run(workers: EpisodeWorkers, specs: Sequence[EpisodeSpec], sample: SampleTurn) -> list[Trajectory]:
     found = {}
     with closing(EpisodeDispatch(workers)) as dispatch:
         async for some in dispatch.run(specs, sample):

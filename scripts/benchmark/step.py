@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from hybridrl.core.batch import Batch, pack
 from hybridrl.core.experience.collector import SynchronousExperience
 from hybridrl.core.hybrid_engine import HybridEngine
 from hybridrl.core.rollout import Completion, Request
+from hybridrl.core.rollout.engine import Key
 from hybridrl.core.trainer import RLTask, Trainer
 from hybridrl.core.training.planning import rank_mini_batches
 from hybridrl.core.training.worker_group import POLICY_FIELDS
@@ -126,7 +126,7 @@ class Sides:
         self.task, self.case, self.directory, self.others = task, case, directory, others
         assert isinstance(task.devices, HybridEngine) and isinstance(task.experience, SynchronousExperience)
         self.engine, self.prompts = task.devices, task.experience.prompts
-        self.last_requests: list[Request] = []
+        self.last_requests: dict[Key, Request] = {}
         self.last_batch: Batch | None = None
         self.steps = 0
         self.seconds: dict[str, Seconds] = defaultdict(lambda: Seconds([], []))
@@ -214,7 +214,7 @@ class Sides:
     def rollout(self) -> None:
         """Repeat the last step's requests, after a weight sync."""
         self.engine.to_rollout(version=-self.steps)
-        self.timed("rollout", lambda: self.engine.client.generate_all(self.last_requests))
+        self.timed("rollout", lambda: self.engine.client.generate_all([*self.last_requests.values()]))
         self.engine.to_training()
 
     def update(self, batch: Batch) -> None:
@@ -236,17 +236,17 @@ class Sides:
     def watch(self) -> None:
         """Keep a step's requests and its update's rows, to repeat them separately from the step."""
         client, workers = self.engine.client, self.task.workers
-        stream, update_policy = client.stream, workers.update_policy
+        generate, update_policy = client.generate, workers.update_policy
 
-        def recording_stream(requests: Sequence[Request], *begun: Mapping[int, Completion]) -> Any:
-            self.last_requests = list(requests)
-            return stream(requests, *begun)
+        def recording_generate(request: Request, begun: Completion | None = None) -> Any:
+            self.last_requests[request.key] = request
+            return generate(request, begun)
 
         def recording_update(batch: Batch, step: int) -> Any:
             self.last_batch = batch
             return update_policy(batch, step)
 
-        client.stream, workers.update_policy = recording_stream, recording_update
+        client.generate, workers.update_policy = recording_generate, recording_update
 
     def round(self) -> None:
         self.step()
@@ -257,7 +257,7 @@ class Sides:
             lengths = self.last_batch.response_lengths.tolist()
             plain = [
                 {"prompt": request.prompt_ids, "seed": request.seed, "max_tokens": length}
-                for request, length in zip(self.last_requests, lengths, strict=True)
+                for request, length in zip(self.last_requests.values(), lengths, strict=True)
             ]
             (self.directory / "requests.json").write_text(json.dumps(plain))
             self.save_update(self.last_batch)

@@ -17,7 +17,7 @@ import pytest
 from hybridrl import main_eval
 from hybridrl.config import ConfigError
 from hybridrl.core.experience.episodes import EpisodeRunner
-from hybridrl.core.rollout import Completion
+from hybridrl.core.rollout import Completion, Request
 from hybridrl.evaluation.command import earlier
 from hybridrl.evaluation.config import load_eval_config
 from hybridrl.evaluation.model import ModelEvaluation
@@ -69,18 +69,21 @@ class Engine:
     """Stands in for the rollout client: responds with a digit of the prompt's text, wrong in every second sample."""
 
     def __init__(self, evaluation: "Faked") -> None:
-        self.evaluation, self.fixed = evaluation, False
+        self.evaluation, self.fixed, self.count = evaluation, False, 0
 
-    async def stream(self, requests, begun=None):
-        tokenizer = required(self.evaluation.tokenizer)
-        for index, request in enumerate(requests):
-            if self.evaluation.breaks_after == index:
-                raise RuntimeError("the engine is gone")
-            self.evaluation.asked.append((request.prompt, request.sample, request.sampling.temperature))
-            digit = request.prompt if request.sample % 2 == 0 or request.sampling.temperature == 0 else 9
-            ids = tokenizer(str(digit), add_special_tokens=False)["input_ids"]
-            yield [(index, Completion(np.array(ids), np.zeros(len(ids), np.float32), False, 0))]
+    def generate(self, request, begun=None):
+        self.count += 1
+        return asyncio.ensure_future(self._generate(request, self.count))
+
+    async def _generate(self, request: Request, count: int) -> Completion:
+        for _ in range(5 * count):  # one after another
             await asyncio.sleep(0)
+        if self.evaluation.breaks_after == count - 1:
+            raise RuntimeError("the engine is gone")
+        self.evaluation.asked.append((request.prompt, request.sample, request.sampling.temperature))
+        digit = request.prompt if request.sample % 2 == 0 or request.sampling.temperature == 0 else 9
+        ids = required(self.evaluation.tokenizer)(str(digit), add_special_tokens=False)["input_ids"]
+        return Completion(np.array(ids), np.zeros(len(ids), np.float32), False, 0)
 
 
 class Faked(ModelEvaluation):

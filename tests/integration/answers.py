@@ -10,6 +10,7 @@ import pytest
 from hybridrl.config import PPOConfig
 from hybridrl.core.batch import Batch
 from hybridrl.core.carried import Encoded
+from hybridrl.core.cluster.dispatch import in_lists
 from hybridrl.core.experience.batching import group_by_prompt, to_batch
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.core.hybrid_engine import HybridEngine
@@ -87,10 +88,10 @@ def generate_disturbed(
     responses: dict[tuple[int, int], Completion] = {}
 
     async def collect() -> None:
-        async for finished in engine.client.stream(wanted):
+        async for arrived in in_lists(map(engine.client.generate, wanted)):
             if not responses:
                 disturb()
-            responses.update({(wanted[index].prompt, wanted[index].sample): response for index, response in finished})
+            responses.update({(wanted[index].prompt, wanted[index].sample): one.result() for index, one in arrived})
 
     asyncio.run(collect())
     return responses

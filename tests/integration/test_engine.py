@@ -401,12 +401,16 @@ def test_each_part_of_a_response_that_is_continued_over_two_syncs_has_the_log_pr
         lengths[:] = [len(part.token_ids) for part in parts]
         update(workers, batch)
 
+    def begun() -> list[Completion]:
+        parts = {request.sample: required(part) for request, part in engine.client.paused()}
+        return [parts[sample] for sample in range(3)]
+
     engine.to_rollout(first)
     futures = loop.run_until_complete(sample_some(lambda: [engine.client.generate(request) for request in wanted]))
-    compare([engine.client.held()[0, sample, 0].begun for sample in range(3)])
+    compare(begun())
     engine.to_rollout(first + 1)
     loop.run_until_complete(sample_some(engine.client.resume))
-    compare([engine.client.held()[0, sample, 0].begun for sample in range(3)])
+    compare(begun())
     engine.to_rollout(first + 2)
 
     async def end() -> list[Completion]:

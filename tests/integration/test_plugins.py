@@ -54,6 +54,34 @@ REWARDS = """
 def doubled(solution_str, compute_score):
     return 2 * compute_score(solution_str)
 """
+SCRIPT = """
+import asyncio
+import sys
+from functools import partial
+
+import numpy as np
+
+from hybridrl.config import load_ppo_config
+from hybridrl.core.rollout import Completion
+from hybridrl.runs.ppo import PPOJob
+from hybridrl.runs.setup import Sessions, train
+
+class Scripted:
+    def __init__(self, client):
+        self.client = client
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+    def generate(self, request, begun=None):
+        future = asyncio.get_running_loop().create_future()
+        tokens = np.full(2 + request.sample, 5)
+        future.set_result(Completion(tokens, np.full(len(tokens), -0.5, np.float32), False, 0))
+        return future
+
+if __name__ == "__main__":
+    train(load_ppo_config(sys.argv[1:]), partial(PPOJob, wrap_client=Scripted), Sessions())
+"""
 GREET = """
 import sys
 
@@ -82,7 +110,15 @@ def run(tmp_path: Path) -> Run:
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(ENTRIES)
-    files = {"__init__": "", "engine": ENGINE, "losses": LOSSES, "rewards": REWARDS, "greet": GREET, "rows": ROWS}
+    files = {
+        "__init__": "",
+        "engine": ENGINE,
+        "losses": LOSSES,
+        "rewards": REWARDS,
+        "greet": GREET,
+        "rows": ROWS,
+        "script": SCRIPT,
+    }
     for name, code in files.items():
         (package / f"{name}.py").write_text(code)
 
@@ -152,6 +188,16 @@ def test_a_run_has_the_engine_and_the_reward_manager(run: Run, overrides, tmp_pa
     assert second["actor/doubt"] == pytest.approx(0.25) and "actor/doubt" not in first
     unknown = run("-m", "hybridrl.main_ppo", *overrides(tmp_path / "unknown", {"actor_rollout_ref.rollout.name": "me"}))
     assert "actor_rollout_ref.rollout.name=me: choose sglang | vllm | mine" in unknown
+
+
+@pytest.mark.drill
+def test_a_run_samples_from_a_wrapper_of_its_client(run: Run, overrides, tmp_path: Path) -> None:
+    steps = {"trainer.total_training_steps": 1, "trainer.n_gpus_per_node": 1}
+    steps["actor_rollout_ref.rollout.max_log_prob_gap"] = 100  # the script's log-probs are not the policy's
+    output = run("-m", "mine.script", *overrides(tmp_path / "scripted", steps))
+    first = metrics(tmp_path / "scripted")
+    assert (first["response_length/min"], first["response_length/max"]) == (2, 5), output
+    assert "rollout/generated_tokens" not in first
 
 
 def metrics(directory: Path) -> dict[str, float]:

@@ -16,8 +16,8 @@ from hybridrl.agents.environments import CallRecord
 from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers
 from hybridrl.agents.environments.worker import EpisodeSpec
 from hybridrl.core.experience.responses import ResponseStore
-from hybridrl.core.experience.trajectory import STOPS, Episode, EpisodeRequest, Finished, Source, Trajectory
-from hybridrl.core.rollout import Completion, Request, RolloutClient
+from hybridrl.core.experience.trajectory import STOPS, Episode, EpisodeRequest, Finished, Sampler, Source, Trajectory
+from hybridrl.core.rollout import Completion, Request
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.tokenizer import as_chat
 from hybridrl.rewards.score import Score
@@ -124,26 +124,24 @@ class Conversations:
 
     metrics, transcript = staticmethod(conversation_metrics), staticmethod(transcript)
 
-    def __init__(self, workers: EpisodeWorkers, client: RolloutClient, seed: int) -> None:
+    def __init__(self, workers: EpisodeWorkers, client: Sampler, seed: int) -> None:
         self.workers, self.client, self.seed = workers, client, seed
         self.groups: EpisodeDispatch | None = None  # they outlive one another
 
     def source(self, requests: Sequence[EpisodeRequest], store: ResponseStore, *, grouped: bool = False) -> Source:
-        prompts = {one.number: one.prompt for one in requests}
+        prompts = {request.number: request.prompt for request in requests}
         chats = {number: as_chat(prompt.messages) for number, prompt in prompts.items()}
         rows = {number: _row(prompt) for number, prompt in prompts.items()}
         specs = [
-            EpisodeSpec(
-                one.number, one.sample, chats[one.number], rows[one.number], one.sampling, self.seed, one.seed_key
-            )
-            for one in requests
+            EpisodeSpec(number, one.sample, chats[number], rows[number], one.sampling, self.seed, one.seed_key)
+            for number, one in ((request.number, request) for request in requests)
         ]
         client = self.client
         if not grouped:
             own = EpisodeDispatch(self.workers, together=client.fixed, check=client.check)
             return SampledTurns(client, closing(own), specs, store)
         if self.groups is None:
-            self.groups = EpisodeDispatch(self.workers, held=lambda: bool(client.held()), check=client.check)
+            self.groups = EpisodeDispatch(self.workers, paused=lambda: bool(client.paused()), check=client.check)
         return SampledTurns(client, nullcontext(self.groups), specs, store)
 
     def close(self) -> None:
@@ -156,7 +154,7 @@ class Conversations:
 class SampledTurns:
     """The episodes of one call, with every turn sampled by the engines."""
 
-    client: RolloutClient
+    client: Sampler
     dispatch: AbstractContextManager[EpisodeDispatch]
     specs: Sequence[EpisodeSpec]
     store: ResponseStore

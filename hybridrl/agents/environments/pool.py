@@ -37,7 +37,7 @@ TRIES = 2  # per episode, if its process dies in its environment
 SILENT_SECONDS = 60.0  # without the end of an episode, until a report of what they wait for
 GRACE_SECONDS = 60.0  # without a heartbeat, in addition to the time limit of an environment: one starts in less
 
-Sampler = Callable[[Request], "asyncio.Future[Completion]"]
+SampleTurn = Callable[[Request], "asyncio.Future[Completion]"]
 
 
 class EpisodeWorkers:
@@ -92,7 +92,7 @@ class RunningEpisode(ActorJob):
     """An episode in flight, which waits for its environment unless it has `asked` for a turn."""
 
     spec: EpisodeSpec
-    sample: Sampler
+    sample: SampleTurn
     asked: Request | None = field(default=None, init=False)
     turn: asyncio.Future[Completion] | None = field(default=None, init=False)  # once it is requested
 
@@ -111,7 +111,7 @@ class WorkerLane(Lane[RunningEpisode]):
 
     @property
     def due(self) -> bool:
-        return bool(self.new or self.turns)
+        return bool(self.queued or self.turns)
 
     def thinking(self) -> list[RunningEpisode]:
         """The episodes that wait for their environment."""
@@ -126,8 +126,8 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
     """Runs episodes in the processes, which may be started at any time, all in one event loop, until it is closed.
 
     With `together` turns are requested once every running episode wants one: then engines form the same batches every
-    time. `held` returns whether turns wait for the devices, in which case no episode may end for long; `check` returns
-    why none can be sampled, or "".
+    time. `paused` returns whether turns wait for the devices, in which case no episode may end for long; `check`
+    returns why none can be sampled, or "".
     """
 
     def __init__(
@@ -135,16 +135,16 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
         workers: EpisodeWorkers,
         *,
         together: bool = False,
-        held: Callable[[], bool] = lambda: False,
+        paused: Callable[[], bool] = lambda: False,
         check: Callable[[], Awaitable[str]] = _no_ailment,
     ) -> None:
         super().__init__(WorkerLane(index, actor) for index, actor in enumerate(workers.actors))
-        self.workers, self.together, self.held, self.check = workers, together, held, check
+        self.workers, self.together, self.paused, self.check = workers, together, paused, check
         self.call = os.urandom(8).hex()  # names it, as the processes have episodes of others too
         self.tasks: set[asyncio.Task] = set()
         self.moved = 0.0  # when an episode ended last, or the silence was reported
 
-    def start(self, specs: Sequence[EpisodeSpec], sample: Sampler) -> list[asyncio.Future[Trajectory]]:
+    def start(self, specs: Sequence[EpisodeSpec], sample: SampleTurn) -> list[asyncio.Future[Trajectory]]:
         """Start episodes, whose turns `sample` has sampled; return their ends, in order."""
         if self.error is not None:
             raise self.error
@@ -154,7 +154,9 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
         self.submit(episodes)
         return [episode.future for episode in episodes]
 
-    async def run(self, specs: Sequence[EpisodeSpec], sample: Sampler) -> AsyncIterator[list[tuple[int, Trajectory]]]:
+    async def run(
+        self, specs: Sequence[EpisodeSpec], sample: SampleTurn
+    ) -> AsyncIterator[list[tuple[int, Trajectory]]]:
         """Yield episodes with their indices as they end; those that end together come in one list."""
         async for ended in in_lists(self.start(specs, sample)):
             yield [(index, future.result()) for index, future in ended]
@@ -177,7 +179,7 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
             self.give(lane, self.waiting.popleft())
 
     def send(self, lane: WorkerLane) -> None:
-        content: Given = [(episode.ticket, episode.spec) for episode in lane.new], lane.turns
+        content: Given = [(episode.ticket, episode.spec) for episode in lane.queued], lane.turns
         lane.turns = []
         self._keep(self._give(lane.actor, pickle.dumps(content, pickle.HIGHEST_PROTOCOL)))
 
@@ -257,7 +259,7 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
         lane.actor = self.workers.replacement(lane.index, lane.actor)
         for episode in lane.jobs.values():
             episode.drop_turn()
-        lane.new, lane.turns = [lane.jobs[ticket] for ticket in sorted(lane.jobs)], []
+        lane.queued, lane.turns = [lane.jobs[ticket] for ticket in sorted(lane.jobs)], []
         self.flush_soon()
 
     async def look(self) -> None:
@@ -265,7 +267,7 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
         now = asyncio.get_running_loop().time()
         if now >= self.moved + SILENT_SECONDS:
             self.moved = now
-            if not self.held():
+            if not self.paused():
                 thinking = sum(len(lane.thinking()) for lane in self.lanes)
                 head = f"no episode has ended for {SILENT_SECONDS:g} s: of {self.load}, {thinking} wait for"
                 info(f"{head} an environment or agent, the others for the policy")

@@ -38,18 +38,18 @@ J = TypeVar("J", bound=ActorJob)
 
 @dataclass(eq=False)
 class Lane(Generic[J]):
-    """One actor, its unfinished `jobs` by ticket, and the `new` ones among them, which are sent next."""
+    """One actor, its unfinished `jobs` by ticket, and the `queued` ones among them, which are sent next."""
 
     index: int
     actor: Any
     jobs: dict[int, J] = field(default_factory=dict, init=False)
-    new: list[J] = field(default_factory=list, init=False)
+    queued: list[J] = field(default_factory=list, init=False)
     pump: asyncio.Task | None = field(default=None, init=False)
 
     @property
     def due(self) -> bool:
         """Whether there are jobs to send."""
-        return bool(self.new)
+        return bool(self.queued)
 
 
 L = TypeVar("L", bound=Lane)
@@ -105,7 +105,7 @@ class Dispatcher(ABC, Generic[J, L]):
             self._loop, self._flush_due, self._watch_task = loop, False, None
             self.waiting.clear()
             for lane in self.lanes:
-                lane.jobs, lane.new, lane.pump = {}, [], None
+                lane.jobs, lane.queued, lane.pump = {}, [], None
         self.waiting.extend(jobs)
         self.flush_soon()
 
@@ -121,7 +121,7 @@ class Dispatcher(ABC, Generic[J, L]):
         for lane in self.lanes:
             if lane.due:
                 self.send(lane)
-                lane.new = []
+                lane.queued = []
                 if lane.pump is None:
                     lane.pump = asyncio.create_task(self._pump(lane))
         if (self._watch_task is None or self._watch_task.done()) and any(lane.pump for lane in self.lanes):
@@ -129,7 +129,7 @@ class Dispatcher(ABC, Generic[J, L]):
 
     def give(self, lane: L, job: J) -> None:
         lane.jobs[job.ticket] = job
-        lane.new.append(job)
+        lane.queued.append(job)
 
     async def drained(self) -> None:
         """Wait until no actor has a job. Raises the error that ended the jobs in flight, if one did."""
@@ -144,7 +144,7 @@ class Dispatcher(ABC, Generic[J, L]):
         jobs = [*self.waiting, *(job for lane in self.lanes for job in lane.jobs.values())]
         self.waiting.clear()
         for lane in self.lanes:
-            lane.jobs, lane.new = {}, []
+            lane.jobs, lane.queued = {}, []
         self.stop({asyncio.current_task()})
         for job in jobs:
             if not job.future.done():

@@ -1,8 +1,8 @@
 """Experience with episodes that outlive a step: episodes in flight when a step has enough continue in the next one.
 
 The episodes run in an event loop in a separate thread, one task for each group. Environments continue while the devices
-train; only requests to the engines wait: the client holds them between `interrupt` and `resume`. If rollout has its own
-devices, they wait only during a weight sync and after a restart, unless batches are fixed.
+train; only requests to the engines wait: the client pauses them between `interrupt` and `resume`. If rollout has its
+own devices, they wait only during a weight sync and after a restart, unless batches are fixed.
 """
 
 import asyncio
@@ -188,8 +188,8 @@ class AsynchronousExperience(Experience):
 
     def state_dict(self) -> dict[str, Any]:
         self.pause()  # a weight sync follows: nothing is lost but the time until then
-        started, held = self.in_flight, self.runner.client.held().values()
-        interrupted = [(job.request, job.begun) for job in held if job.begun is not None]
+        started, paused = self.in_flight, self.runner.client.paused()
+        interrupted = [(request, begun) for request, begun in paused if begun is not None]
         state = {"prompts": self.position - len(started), "fault_steps": self.guard.steps_above}
         return state | {IN_FLIGHT: [list(item) for item in started.items()]} | self.store.state_dict(interrupted)
 
@@ -205,17 +205,16 @@ class AsynchronousExperience(Experience):
         """Sample until the step has its groups. Returns their episodes, those of groups without signal, and metrics."""
         client, metrics = self.runner.client, {}
         self.changed = asyncio.Event()
-        client.on_finished = self.changed.set
         reprefilled = client.reprefilled
         if self.paused_at:
             metrics["timing_s/rollout_paused"] = time.monotonic() - self.paused_at
-        metrics["partial/open_at_switch"] = len(client.held())
+        metrics["partial/open_at_switch"] = len(client.paused())
         for position in self.in_flight:
             if position not in self.tasks and position not in self.complete:  # started by an earlier process
                 self._run(position)
         positions = await (self._sample_fixed if self.fixed else self._sample_freely)(version)
         if not self.overlaps:
-            metrics["partial/open_at_switch"] = len(client.held())
+            metrics["partial/open_at_switch"] = len(client.paused())
         metrics["partial/reprefill_tokens"] = client.reprefilled - reprefilled
         metrics["off_policy/capacity"] = sum(share.capacity() for share in self.shares)
         episodes = [episode for position in positions for episode in self.complete.pop(position)]
@@ -230,7 +229,7 @@ class AsynchronousExperience(Experience):
 
     async def _sample_freely(self, version: int) -> list[int]:
         client, (share,) = self.runner.client, self.shares
-        client.resume()
+        client.resume(self.changed.set)
         await asyncio.sleep(0)  # groups of an earlier process request their responses, which count as load
         while True:
             self.changed.clear()
@@ -268,11 +267,7 @@ class AsynchronousExperience(Experience):
         self._admit(version)
         await self._settle()
         while None in (chosen := [share.choose(version, self._complete_of(share)) for share in self.shares]):
-            goals: list[Goal | None] = [share.goal(version, self._complete_of(share)) for share in self.shares]
-            client.resume(goals)
-            await asyncio.sleep(0)
-            await client.drained()
-            await client.interrupt()
+            await client.reach([share.goal(version, self._complete_of(share)) for share in self.shares])
             await self._settle()
         return sorted(position for some in chosen for position in some or ())
 
@@ -280,9 +275,9 @@ class AsynchronousExperience(Experience):
         return [position for position in share.started if position in self.complete]
 
     async def _settle(self) -> None:
-        """Wait until all groups are complete, except those with requests that the client holds."""
+        """Wait until all groups are complete, except those with paused requests."""
         await asyncio.sleep(0)  # new groups request their responses
-        unfinished = {key[0] for key in self.runner.client.held()}
+        unfinished = {request.prompt for request, _ in self.runner.client.paused()}
         await asyncio.gather(*(task for position, task in self.tasks.items() if position not in unfinished))
         self._gather()
 

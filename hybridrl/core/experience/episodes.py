@@ -16,18 +16,20 @@ from operator import itemgetter
 from typing import Literal
 
 from hybridrl.core.carried import Encoded, declared
+from hybridrl.core.cluster.dispatch import in_lists
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.experience.trajectory import (
     ConversationSource,
     Episode,
     EpisodeRequest,
     Finished,
+    Sampler,
     Scorers,
     Source,
     Trajectory,
     Turn,
 )
-from hybridrl.core.rollout import Completion, Request, RequestFault, RolloutClient, Sampling, request_seed
+from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling, request_seed
 from hybridrl.data.prompts import Prompt
 from hybridrl.required import required
 from hybridrl.rewards.score import WRITTEN_IDS, Score, ScoringRequest, Shaping
@@ -41,7 +43,7 @@ class SingleResponses:
     """Episodes of one turn, sampled by the engines directly. Responses and scores in the store are used again; new ones
     are added to it."""
 
-    client: RolloutClient
+    client: Sampler
     requests: Sequence[Request]
     store: ResponseStore
 
@@ -50,12 +52,12 @@ class SingleResponses:
         whole = {index: one for index, one in known.items() if not one.completion.interrupted}
         if whole:
             yield [(index, _single(self.requests[index], one.completion), one.score) for index, one in whole.items()]
-        if missing := [index for index in range(len(self.requests)) if index not in whole]:
-            begun = {place: known[index].completion for place, index in enumerate(missing) if index in known}
-            async for finished in self.client.stream([self.requests[index] for index in missing], begun):
-                yield [
-                    (missing[place], _single(self.requests[missing[place]], result), None) for place, result in finished
-                ]
+        begun = {index: one.completion for index, one in known.items()}
+        missing = [index for index in range(len(self.requests)) if index not in whole]
+        futures = [self.client.generate(self.requests[index], begun.get(index)) for index in missing]
+        async for arrived in in_lists(futures):
+            outcomes = [(missing[place], future.exception() or future.result()) for place, future in arrived]
+            yield [(index, _single(self.requests[index], outcome), None) for index, outcome in outcomes]
 
     def scoring_started(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None:
         (turn,) = trajectory.turns
@@ -73,7 +75,7 @@ class EpisodeRunner:
     `add_environment_reward` both rewards are added.
     """
 
-    client: RolloutClient
+    client: Sampler
     scorers: Scorers
     seed: int
     shaping: Shaping = field(default_factory=Shaping)
@@ -246,9 +248,11 @@ class _Units:
         return whole
 
 
-def _single(request: Request, completion: Completion | RequestFault) -> Trajectory:
+def _single(request: Request, completion: Completion | BaseException) -> Trajectory:
     if isinstance(completion, RequestFault):
         return Trajectory([], "fault", fault=completion.kind, detail=str(completion))
+    if isinstance(completion, BaseException):
+        raise completion
     stop = "max_tokens" if completion.truncated else "completed"
     return Trajectory([Turn.of(Encoded(request.prompt_ids, request.carried), completion)], stop)
 

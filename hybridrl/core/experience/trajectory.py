@@ -4,7 +4,8 @@ them.
 Token ids from the engine are never encoded again: training uses exactly the sampled ids.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -14,7 +15,7 @@ import numpy as np
 
 from hybridrl.core.carried import Encoded, Fields, declared, joined
 from hybridrl.core.experience.responses import ResponseStore
-from hybridrl.core.rollout import Completion, Sampling
+from hybridrl.core.rollout import Completion, Goal, Request, Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import Score, ScoringRequest
 
@@ -216,6 +217,24 @@ class Scorers(Protocol):
 
     def submit(self, requests: Sequence[ScoringRequest]) -> list[Future[Score]]:
         """Submit responses for scoring; return the futures of their scores, in order."""
+
+
+class Sampler(Protocol):
+    """The rollout client as episodes and experience use it, or a wrapper of it (`wrap_client` of PPOJob). RolloutClient
+    describes the methods."""
+
+    @property
+    def fixed(self) -> bool: ...  # whether the same requests must be sampled together every time
+    @property
+    def load(self) -> int: ...  # unfinished requests, without the paused ones
+    @property
+    def reprefilled(self) -> int: ...  # tokens of interrupted requests that were computed again
+    def generate(self, request: Request, begun: Completion | None = None) -> asyncio.Future[Completion]: ...
+    async def check(self) -> str: ...
+    def paused(self) -> list[tuple[Request, Completion | None]]: ...
+    async def interrupt(self) -> None: ...
+    def resume(self, on_finished: Callable[[], None]) -> None: ...
+    async def reach(self, goals: Sequence[Goal]) -> None: ...
 
 
 class Policy(Protocol):

@@ -1,6 +1,6 @@
 """Rollout: token ids in, sampled token ids out. Independent of text, rewards and the trainer.
 
-The client in the driver gives requests to the least loaded server, and holds them between `interrupt` and `resume`.
+The client in the driver gives requests to the least loaded server, and pauses them between `interrupt` and `resume`.
 While a dead server is rebuilt, its requests are retried on the others. A server is an actor around one engine
 (`engine.RolloutEngine`); only `vllm` imports vLLM. An engine that runs out of memory is built again with less
 (`ladder`).

@@ -16,16 +16,15 @@ them with the weight version of each token.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from types import MappingProxyType
 from typing import Protocol
 
-from hybridrl.core.cluster.dispatch import ActorLost, Dispatcher, Lane, in_lists
+from hybridrl.core.cluster.dispatch import ActorLost, Dispatcher, Lane
 from hybridrl.core.cluster.group import SILENT_SECONDS
-from hybridrl.core.rollout.engine import Completion, Goal, Key, Request, RequestFault
+from hybridrl.core.rollout.engine import Completion, Goal, Request, RequestFault
 from hybridrl.core.rollout.suspects import PendingRequest, Suspects
 from hybridrl.tracking.console import warn
 
@@ -68,7 +67,7 @@ class ServerHandle(Protocol):
 
 @dataclass(eq=False)
 class ServerLane(Lane[PendingRequest]):
-    """One server and its requests; `given`: all requests sent to it since it was last idle.
+    """One server and its requests; `sent`: all requests sent to it since it was last idle.
 
     `tokens`: number of sampled tokens at the last check, at the loop time `checked`; it last changed at `moved`.
     Silence is not reported before the loop time `due_report`; `hung` is the reason if it was killed for silence.
@@ -77,7 +76,7 @@ class ServerLane(Lane[PendingRequest]):
 
     actor: ServerHandle
     state: ServerState = ServerState.LIVE
-    given: list[PendingRequest] = field(default_factory=list)
+    sent: list[PendingRequest] = field(default_factory=list)
     goal: Goal | None = None
     deaths: int = 0
     tokens: int = 0
@@ -116,9 +115,9 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
         self.restarts = 0
         self.retried = dict.fromkeys(("died", "memory", "silent"), 0)  # requests, by the fate of their server
         self.reprefilled = 0  # tokens of interrupted requests that were computed again
-        self.on_finished: Callable[[], None] = lambda: None  # called after responses have arrived
-        self._interrupted: asyncio.AbstractEventLoop | None = None  # the event loop whose requests are held
-        self._held: list[PendingRequest] = []
+        self._interrupted: asyncio.AbstractEventLoop | None = None  # the event loop whose requests are paused
+        self._on_finished: Callable[[], None] = lambda: None
+        self._paused: list[PendingRequest] = []
         self._suspects = Suspects()
         self._homes: dict[int, ServerLane] = {}  # by prompt: the server that has it cached
 
@@ -126,18 +125,18 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
         """Sample one response, or the rest of a `begun` one; `await` the result, in the event loop of the other
         requests in flight."""
         loop = asyncio.get_running_loop()
-        held = self._interrupted is loop
-        if not held and not self.available:
+        paused = self._interrupted is loop
+        if not paused and not self.available:
             raise ModeError("generate was called while the devices are in training mode; call to_rollout first")
         job = PendingRequest(next(self.tickets), loop.create_future(), request, begun)
-        if held:
-            self._held.append(job)
+        if paused:
+            self._paused.append(job)
         else:
             self.submit([job])
         return job.future
 
     async def interrupt(self) -> None:
-        """Stop sampling, and hold all unfinished requests of this event loop until `resume`."""
+        """Stop sampling, and pause all unfinished requests of this event loop until `resume`."""
         loop = asyncio.get_running_loop()
         self._interrupted = loop
         for lane in self.lanes:
@@ -146,34 +145,33 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
         await self.drained()
         if self._loop is loop:
             self.stop()
-        self._held += self.waiting
+        self._paused += self.waiting
         self.waiting.clear()
         self._homes.clear()
         for lane in self.lanes:
             lane.goal = None
 
-    def resume(self, goals: Sequence[Goal | None] = ()) -> None:
-        """Continue the held requests with the current weights of the engines. With `fixed`, each server stops by itself
-        once its goal is reached, always after the same iteration."""
-        self._interrupted = None
-        for lane, goal in zip(self.lanes, goals or [None] * len(self.lanes), strict=True):
-            lane.goal = goal
-        held, self._held = [job for job in self._held if not job.future.done()], []
-        self.submit(sorted(held, key=lambda job: job.request.key))
+    def resume(self, on_finished: Callable[[], None] = lambda: None) -> None:
+        """Continue the paused requests with the current weights of the engines. `on_finished` is called whenever
+        responses have arrived, until the next call of `resume`."""
+        self._interrupted, self._on_finished = None, on_finished
+        unfinished, self._paused = [job for job in self._paused if not job.future.done()], []
+        self.submit(sorted(unfinished, key=lambda job: job.request.key))
         self.reprefilled += sum(len(rest.prompt_ids) for rest in (job.rest() for job in self.waiting) if rest.begun)
 
-    def held(self) -> dict[Key, PendingRequest]:
-        """Return the requests that wait for `resume`."""
-        return {job.request.key: job for job in self._held if not job.future.done()}
+    async def reach(self, goals: Sequence[Goal]) -> None:
+        """Continue the paused requests until each server has stopped by itself, as its goal is reached: with `fixed`
+        always after the same iteration. The unfinished ones are paused again."""
+        for lane, goal in zip(self.lanes, goals, strict=True):
+            lane.goal = goal
+        self.resume()
+        await asyncio.sleep(0)
+        await self.drained()
+        await self.interrupt()
 
-    async def stream(
-        self, requests: Sequence[Request], begun: Mapping[int, Completion] = MappingProxyType({})
-    ) -> AsyncIterator[list[tuple[int, Completion | RequestFault]]]:
-        """Sample a response to every request and yield them as they finish, with the indices of the requests. Responses
-        that arrive together come in one list. `begun`: by index, the known beginnings of responses."""
-        futures = [self.generate(request, begun.get(index)) for index, request in enumerate(requests)]
-        async for arrived in in_lists(futures):
-            yield [(index, _outcome(future)) for index, future in arrived]
+    def paused(self) -> list[tuple[Request, Completion | None]]:
+        """Return the requests that wait for `resume`, each with the response so far."""
+        return [(job.request, job.begun) for job in self._paused if not job.future.done()]
 
     def generate_all(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample a response to every request, for a caller without an event loop."""
@@ -219,10 +217,10 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
 
     def send(self, lane: ServerLane) -> None:
         if lane.pump is None:
-            lane.given = []
+            lane.sent = []
             lane.checked = lane.moved = asyncio.get_running_loop().time()
-        lane.given += lane.new
-        lane.actor.submit([(job.ticket, job.rest()) for job in lane.new], lane.goal)
+        lane.sent += lane.queued
+        lane.actor.submit([(job.ticket, job.rest()) for job in lane.queued], lane.goal)
 
     async def take(self, lane: ServerLane) -> list[tuple[int, Completion | RequestFault]]:
         return await lane.actor.take()
@@ -234,8 +232,8 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
                 self._arrived(job, result)
         self.flush()
         if not lane.jobs:
-            lane.given = []
-        self.on_finished()
+            lane.sent = []
+        self._on_finished()
 
     def _arrived(self, job: PendingRequest, part: Completion | RequestFault) -> None:
         self._suspects.responded(job)
@@ -250,14 +248,14 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
         whole = part if job.begun is None else job.begun.then(part)
         if part.interrupted:
             job.begun = whole
-            self._held.append(job)
+            self._paused.append(job)
         else:
             job.future.set_result(whole)
 
     async def lost(self, lane: ServerLane, failure: ActorLost) -> None:
         """Rebuild a dead server and retry its unfinished requests."""
         if self._interrupted is asyncio.get_running_loop():  # the server is rebuilt when the engines are needed next
-            self._held += lane.jobs.values()
+            self._paused += lane.jobs.values()
             lane.jobs = {}
             return
         lane.deaths += 1
@@ -268,13 +266,13 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
                 f"missing responses of the step; the last reason:\n{failure}"
             )
         cause, kind = (lane.hung, "silent") if lane.hung else (failure.cause, failure.kind)
-        jobs = lane.given if self.fixed and self._suspects.window is None else list(lane.jobs.values())
+        jobs = lane.sent if self.fixed and self._suspects.window is None else list(lane.jobs.values())
         retried = self._suspects.lost(jobs, cause)
         message = "rollout server %d was lost (%s); rebuilding it and retrying %d requests"
         logger.warning(message, lane.index, cause, len(retried), extra={"code": "server-lost"})
         self.retried[kind] += len(retried)
-        lane.hung, lane.jobs, lane.given, lane.state = "", {}, [], ServerState.REBUILDING
-        self._held = [job for job in self._held if job not in retried]  # interrupted before its server died
+        lane.hung, lane.jobs, lane.sent, lane.state = "", {}, [], ServerState.REBUILDING
+        self._paused = [job for job in self._paused if job not in retried]  # interrupted before its server died
         self.waiting.extendleft(reversed(retried))
         self.flush()  # the other servers may have capacity
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._revive, lane))
@@ -346,8 +344,3 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
         self.waiting.extend(job for job, _ in self._suspects.fatal)
         self._suspects.fatal.clear()
         super().fail(error)
-
-
-def _outcome(future: asyncio.Future[Completion]) -> Completion | RequestFault:
-    error = future.exception()
-    return error if isinstance(error, RequestFault) else future.result()

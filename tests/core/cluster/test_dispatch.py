@@ -52,7 +52,7 @@ class Doubling(Dispatcher[Number, Lane[Number]]):
             self.give(self.lanes[self.waiting[0].ticket % len(self.lanes)], self.waiting.popleft())
 
     def send(self, lane: Lane) -> None:
-        lane.actor.send([(job.ticket, job.value) for job in lane.new])
+        lane.actor.send([(job.ticket, job.value) for job in lane.queued])
 
     async def take(self, lane: Lane) -> list[tuple[int, int]]:
         return await lane.actor.take()
@@ -63,8 +63,8 @@ class Doubling(Dispatcher[Number, Lane[Number]]):
                 job.future.set_result(value)
 
     async def lost(self, lane: Lane, failure: ActorLost) -> None:
-        lane.actor, lane.new = Doubler(), list(lane.jobs.values())
-        for job in lane.new:
+        lane.actor, lane.queued = Doubler(), list(lane.jobs.values())
+        for job in lane.queued:
             job.attempts += 1
             if job.attempts > 1:
                 raise failure

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from hybridrl.core.experience.asynchronous import QUEUED, AsynchronousExperience
 from hybridrl.core.experience.batching import GroupFilter, NoSignal
 from hybridrl.core.experience.collector import Collected, NothingToLearnFrom
 from hybridrl.core.experience.responses import ResponseStore
+from hybridrl.core.experience.trajectory import Sampler
+from hybridrl.core.rollout import Completion, Request, RolloutClient
 from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard, Score
 from tests.core.experience.virtual import PER_TOKEN, Lengths, build, train
@@ -30,6 +33,34 @@ def positions(collected: Collected) -> list[int]:
 
 def now(experience: AsynchronousExperience) -> float:
     return required(experience.thread).loop.time()
+
+
+class Scripted:
+    """A wrapper of the client that answers the first sample of each group with four tokens."""
+
+    def __init__(self, client: Sampler) -> None:
+        self.client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def generate(self, request: Request, begun: Completion | None = None) -> asyncio.Future[Completion]:
+        if request.sample:
+            return self.client.generate(request, begun)
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(Completion(np.full(4, 7), np.zeros(4, np.float32), False, 0))
+        return future
+
+
+@pytest.mark.parametrize("fixed", [0, 1])
+def test_a_sampler_from_outside_answers_some_requests_and_the_engines_the_others(fixed):
+    experience = build(Lengths({(0, 1): 9}), samples=2, most=4, fixed=fixed)
+    experience.runner.client = Scripted(experience.runner.client)
+    steps = collect(experience, 2)
+    experience.close()
+    for episode in (sample for step in steps for sample in step.samples):
+        expected = 4 if episode.sample == 0 else 9 if episode.position == 0 else 2
+        assert episode.sampled_tokens == expected
 
 
 def test_a_step_does_not_wait_for_a_slow_response_which_the_next_ones_continue_and_says_how_old_it_is():
@@ -109,6 +140,7 @@ def test_a_cluster_that_is_lost_while_responses_are_interrupted_is_what_a_step_r
     """Not the cancellation of what waits for the engines, at the end of a step or before the next one."""
     experience = build(Lengths({(0, 0): 100}), most=4, overlaps=overlaps)
     client = experience.runner.client
+    assert isinstance(client, RolloutClient)
     engine = client.lanes[0].actor
     if overlaps:
         experience.collect(1)

@@ -1,3 +1,4 @@
+import asyncio
 import logging
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,7 +13,7 @@ from hybridrl.core.experience.batching import GroupFilter, NoSignal
 from hybridrl.core.experience.collector import Collected, NothingToLearnFrom, SamplingPlan, SynchronousExperience
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.responses import ResponseStore
-from hybridrl.core.rollout import Completion, Sampling, request_seed
+from hybridrl.core.rollout import Completion, Request, Sampling, request_seed
 from hybridrl.core.rollout.engine import RejectedRequest
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.prompts import Prompt
@@ -33,25 +34,34 @@ def plain(value: float) -> Score:
 
 
 class Client:
-    """Yields one response at a time, to the last request first; its first tokens are the prompt and the sample."""
+    """Responds to one request at a time, the last one first; the first tokens are the prompt and the sample."""
 
     def __init__(self, lengths: dict[tuple[int, int], int] | None = None) -> None:
         self.lengths, self.calls = lengths or {}, []
+        self.asked: list[tuple[Request, asyncio.Future[Completion]]] = []
 
-    async def stream(self, requests, begun=None):
-        self.calls.append((list(requests), requests[0].sampling))
-        for index, request in reversed(list(enumerate(requests))):
-            row, number = request.prompt_ids[0], GREEDY if request.sampling.temperature == 0 else request.sample
-            length = self.lengths.get((row, number), 3)
-            tokens = np.array([row, number, *[5] * (length - 2)], dtype=np.int64)
-            log_probs = np.full(length, -0.5, dtype=np.float32)
-            routes = np.full((len(request.prompt_ids) + length - 1, 1, 2), 10 * row + number, dtype=np.int16)
-            yield [
-                (
-                    index,
-                    Completion(tokens, log_probs, length == request.sampling.max_tokens, 0, carried={"routes": routes}),
-                )
-            ]
+    def generate(self, request, begun=None):
+        if not self.asked:
+            self.task = asyncio.create_task(self._respond())
+        self.asked.append((request, future := asyncio.get_running_loop().create_future()))
+        return future
+
+    async def _respond(self) -> None:
+        asked, self.asked = self.asked, []
+        self.calls.append(([request for request, _ in asked], asked[0][0].sampling))
+        for request, future in reversed(asked):
+            response = self.response(request)
+            future.set_result(response) if isinstance(response, Completion) else future.set_exception(response)
+            for _ in range(5):  # the caller takes it
+                await asyncio.sleep(0)
+
+    def response(self, request: Request) -> Completion | BaseException:
+        row, number = request.prompt_ids[0], GREEDY if request.sampling.temperature == 0 else request.sample
+        length = self.lengths.get((row, number), 3)
+        tokens = np.array([row, number, *[5] * (length - 2)], dtype=np.int64)
+        log_probs = np.full(length, -0.5, dtype=np.float32)
+        routes = np.full((len(request.prompt_ids) + length - 1, 1, 2), 10 * row + number, dtype=np.int16)
+        return Completion(tokens, log_probs, length == request.sampling.max_tokens, 0, carried={"routes": routes})
 
 
 class Switch:
@@ -105,9 +115,8 @@ def build(table, *, greedy=None, guard=None, overlong=None, shuffle=False, step=
 class Rejecting(Client):
     """Rejects the first response to each prompt."""
 
-    async def stream(self, requests, begun=None):
-        async for finished in super().stream(requests, begun):
-            yield [(n, one if requests[n].sample else RejectedRequest("no such token id")) for n, one in finished]
+    def response(self, request):
+        return super().response(request) if request.sample else RejectedRequest("no such token id")
 
 
 def collect(experience: SynchronousExperience, client: Client | None = None) -> Collected:

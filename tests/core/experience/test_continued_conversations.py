@@ -90,8 +90,8 @@ class Process:
     async def interrupted(self) -> dict[str, Any]:
         """Interrupt all, and return what a checkpoint has then."""
         await self.client.interrupt()
-        held = self.client.held().values()
-        return self.carried.state_dict([(job.request, job.begun) for job in held if job.begun is not None])
+        paused = self.client.paused()
+        return self.carried.state_dict([(request, begun) for request, begun in paused if begun is not None])
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -170,7 +170,7 @@ async def test_groups_share_a_dispatch_and_are_abandoned_when_it_is_closed(token
     assert len(process.workers.worker.calls) == 1
     await process.runner.close()
     await until(lambda: not process.workers.worker.calls)
-    assert process.client.held() == {} and not tasks[1].done()
+    assert process.client.paused() == [] and not tasks[1].done()
     tasks[1].cancel()
 
 

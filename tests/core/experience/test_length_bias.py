@@ -5,6 +5,7 @@ The policy has one parameter, the log-odds that a token is followed by another, 
 The experience is real, its engine needs virtual time.
 """
 
+import asyncio
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import ceil, exp, log, log1p
@@ -20,7 +21,7 @@ from hybridrl.core.algorithms.estimators import grpo
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.asynchronous import Admission, AsynchronousExperience
-from hybridrl.core.rollout import Request
+from hybridrl.core.rollout import Completion, Request
 from hybridrl.required import required
 from tests.core.experience.virtual import Scorers, build
 
@@ -90,6 +91,13 @@ class Dropping(AsynchronousExperience):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.shares = [FirstComplete(share.bound, share.batch, share.most) for share in self.shares]
+        self.requested, generate = [], self.runner.client.generate
+
+        def remembered(request: Request, begun: Completion | None = None) -> asyncio.Future[Completion]:
+            self.requested.append((request, future := generate(request, begun)))
+            return future
+
+        self.runner.client.generate = remembered
 
     async def _sample(self, version: int):
         (share,) = self.shares
@@ -98,9 +106,9 @@ class Dropping(AsynchronousExperience):
             self.complete.pop(position, None)
             if position in self.tasks:
                 self.tasks.pop(position).cancel()
-        for key, job in self.runner.client.held().items():
-            if key[0] in old:
-                job.future.cancel()
+        for request, future in self.requested:
+            if request.prompt in old:
+                future.cancel()
         share.end(old)
         return await super()._sample(version)
 

@@ -28,18 +28,17 @@ class Killed(BaseException):
 
 
 class Dying(Client):
-    """Yields `count` responses and ends."""
+    """Responds to `count` requests and ends."""
 
     def __init__(self, count: int, error: BaseException | None = None) -> None:
         super().__init__()
         self.count, self.error = count, error or Killed()
 
-    async def stream(self, requests, begun=None):
-        async for finished in super().stream(requests):
-            if not self.count:
-                raise self.error
-            self.count -= 1
-            yield finished
+    def response(self, request):
+        if not self.count:
+            return self.error
+        self.count -= 1
+        return super().response(request)
 
 
 def experience(

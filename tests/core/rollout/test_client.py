@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 import pytest
 
-from hybridrl.core.cluster.dispatch import ActorLost
+from hybridrl.core.cluster.dispatch import ActorLost, in_lists
 from hybridrl.core.rollout import (
     Completion,
     Goal,
@@ -166,11 +166,12 @@ def test_a_caller_that_gives_up_disturbs_nobody():
     assert tokens(made.generate_all(requests(1))) == expected(requests(1))
 
 
-async def test_a_stream_yields_what_finished_together():
+async def test_responses_that_arrive_together_come_in_one_list():
     server = FakeServer()
     server.per_take = 3
 
-    found = [[index for index, _ in finished] async for finished in client([server]).stream(requests(4))]
+    futures = map(client([server]).generate, requests(4))
+    found = [[index for index, _ in arrived] async for arrived in in_lists(futures)]
     assert found == [[7, 6, 5], [4, 3, 2], [1, 0]]
 
 
@@ -180,7 +181,7 @@ def test_a_round_that_was_abandoned_leaves_nothing_behind():
     made, wanted = client([server], capacity=2), requests(4)
 
     async def abandon() -> None:
-        async for _ in made.stream(wanted):
+        async for _ in in_lists(map(made.generate, wanted)):
             raise ValueError("the scorers are closed")
 
     with pytest.raises(ValueError, match="the scorers are closed"):
@@ -378,11 +379,11 @@ def test_after_one_death_all_requests_run_again_and_after_two_more_and_more_of_t
     assert made.restarts == 2
 
 
-async def test_a_stream_yields_the_fault_of_a_request_in_place_of_its_response():
+async def test_the_fault_of_a_request_costs_no_other_response():
     made = client([Particular(rejected=[(0, 1)])])
-    found = {index: one async for some in made.stream(requests(2)) for index, one in some}
-    assert isinstance(found.pop(1), RejectedRequest)
-    assert tokens([found[index] for index in (0, 2, 3)]) == [[0, 0, 0], [1, 0, 10], [1, 1, 11]]
+    first, rejected, *others = await asyncio.gather(*map(made.generate, requests(2)), return_exceptions=True)
+    assert isinstance(rejected, RejectedRequest)
+    assert tokens([first, *others]) == [[0, 0, 0], [1, 0, 10], [1, 1, 11]]
 
 
 # Silence.
@@ -691,9 +692,10 @@ def test_a_goal_holds_for_one_step_only():
     async def run() -> None:
         await made.interrupt()
         made.generate(Request(0, 0, [7], 42, SAMPLING))
-        made.resume([goal])
+        reached = asyncio.create_task(made.reach([goal]))
         await settled()
-        await made.interrupt()
+        server.interrupt()  # it stops by itself
+        await reached
 
     asyncio.run(run())
 
