@@ -294,8 +294,8 @@ def relabel(planned: Sequence[PlannedResponse], file: SampleFile) -> None:
 
 def sample_here(runner: EpisodeRunner, missing: Sequence[PlannedResponse], keep: Callable[[Sample], None]) -> None:
     """Sample and score responses with the engines of a runner; call `keep` with each sample that has its score."""
-    by_place = {(item.question.number, item.sample): item for item in missing}
-    places = [
+    planned = {("", item.question.number, item.sample): item for item in missing}
+    requests = [
         EpisodeRequest(question.prompt, question.number, question.number, item.sample, question.seed_key, item.sampling)
         for item in missing
         for question in [item.question]
@@ -303,9 +303,9 @@ def sample_here(runner: EpisodeRunner, missing: Sequence[PlannedResponse], keep:
     began = time.monotonic()
 
     def finished(episode: Episode) -> None:
-        keep(episode_sample(by_place[episode.position, episode.sample], episode, time.monotonic() - began))
+        keep(episode_sample(planned[episode.key], episode, time.monotonic() - began))
 
-    runner.run_requests(places, finished=finished)
+    runner.run_requests(requests, finished=finished)
 
 
 @contextmanager

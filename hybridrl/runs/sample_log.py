@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hybridrl.core.batch import Batch
-from hybridrl.core.experience.trajectory import Episode, Trajectory
+from hybridrl.core.experience.trajectory import Episode, EpisodeKey, Trajectory
 from hybridrl.required import required
 from hybridrl.tracking.console import console, sample_table, warn
 from hybridrl.tracking.records import OWN_KEY, VERL_KEYS, record_files, write_records
@@ -133,7 +133,7 @@ def delete_oldest(directory: Path, most: float) -> None:
         total -= size
 
 
-Trained = Mapping[tuple[int, int], dict[str, Any]]  # by position and sample: fields of an episode from a step's batch
+Trained = Mapping[EpisodeKey, dict[str, Any]]  # fields of an episode from a step's batch
 
 
 def trained_fields(batch: Batch, version: int, with_tokens: int, decode: Decode) -> Trained:
@@ -142,14 +142,14 @@ def trained_fields(batch: Batch, version: int, with_tokens: int, decode: Decode)
     advantage, also get the values of each response token. `version` is the weight version at the start of the step."""
     rows = batch.by_episode()
     advantages = rows.trained_mean(required(rows.advantages))
-    places = zip(rows.position.tolist(), rows.sample.tolist(), strict=True)
+    keys = [("", *place) for place in zip(rows.position.tolist(), rows.sample.tolist(), strict=True)]
     fields = [{"trained": True, "advantage": _short(value)} for value in advantages.tolist()]
     for of_row, audit in zip(fields, _audits(rows, version), strict=True):
         of_row |= audit
     evenly = np.linspace(0, len(rows) - 1, min(with_tokens, len(rows))).round()
     for index in advantages.argsort(stable=True)[evenly].tolist():
         fields[index]["tokens"] = _tokens(rows.select([index]), decode)
-    return dict(zip(places, fields, strict=True))
+    return dict(zip(keys, fields, strict=True))
 
 
 def _audits(rows: Batch, version: int) -> Iterator[dict[str, Any]]:
@@ -206,7 +206,7 @@ def sample_record(
         "observed_tokens": sum(observed[1:]),
     }
     if trained is not None:
-        known |= trained.get((episode.position, episode.sample), {"trained": False})
+        known |= trained.get(episode.key, {"trained": False})
     if score.fault:
         known |= {"fault": score.fault, "detail": score.detail}
     return {

@@ -79,7 +79,7 @@ def test_a_training_record_has_the_mean_advantage_of_the_tokens_trained_on(batch
     batch.response_mask = torch.tensor([True, False, True])
     batch.advantages = torch.tensor([0.5, 9.0, -0.25])
     trained = trained_fields(batch, 6, 0, lambda ids: [])
-    assert [trained[0, 0], trained[1, 0]] == [
+    assert [trained["", 0, 0], trained["", 1, 0]] == [
         {"trained": True, "advantage": 0.5, "versions": [[6, 2]]},
         {"trained": True, "advantage": -0.25, "versions": [[6, 1]]},
     ]
@@ -92,7 +92,7 @@ def test_a_training_record_has_the_weight_version_and_the_weight_of_each_token(m
     batch.importance_weights = torch.tensor([0.5, 2.0, 1.00004, 1.00006, 0.9, 1.0])
     batch.response_mask = torch.tensor([True, True, True, True, False, True])
     trained = trained_fields(batch, 6, 0, lambda ids: [])
-    first, second = trained[0, 0], trained[1, 0]
+    first, second = trained["", 0, 0], trained["", 1, 0]
     assert (first["versions"], first["weights"]) == ([[4, 2], [6, 2]], [0.5, 2.0, 1.0, 1.0001])
     assert (second["versions"], second["weights"]) == ([[6, 2]], [0.0, 1.0]), "0: a token that was not trained on"
 
@@ -114,7 +114,7 @@ def test_the_tokens_of_the_least_and_the_largest_advantage_are_written(make_batc
     batch.rollout_log_probs = torch.linspace(-1, 0, 6)
     batch.old_log_probs = batch.entropies = None
     trained = trained_fields(batch, 6, 2, lambda ids: [f"<{one}>" for one in ids])
-    written = {place[0]: fields["tokens"] for place, fields in trained.items() if "tokens" in fields}
+    written = {position: fields["tokens"] for (_, position, _), fields in trained.items() if "tokens" in fields}
     assert sorted(written) == [1, 2], "with advantages of -0.2 and 0.3"
     assert written[2] == {
         "ids": [batch.response_ids[3].item()],
@@ -129,7 +129,7 @@ def test_an_episode_of_two_rows_is_one_record_with_all_of_its_tokens(make_batch)
     batch = make_batch([2, 1], rewards=[1.0, 1.0], advantages=[0.5, 0.5, 0.5])
     batch.sample, batch.episode = torch.tensor([0, 0]), torch.tensor([0, 0])
     ((place, fields),) = trained_fields(batch, 6, 4, lambda ids: ["?"] * len(ids)).items()
-    assert place == (0, 0) and len(fields["tokens"]["ids"]) == 3
+    assert place == ("", 0, 0) and len(fields["tokens"]["ids"]) == 3
 
 
 def test_a_ground_truth_that_json_cannot_represent_is_written_as_text(tracker, tmp_path):

@@ -98,26 +98,27 @@ class EpisodeRunner:
         Each seed derives from the prompt's position in its stream of prompts, the number of the sample and the turn.
         Responses in the store are not sampled again; new ones are added to it.
         """
-        places = [
-            EpisodeRequest(prompt, at, position, sample, f"{stream} {position}" if stream else position, sampling)
+        requests = [
+            EpisodeRequest(prompt, at, position, sample, seed_key, sampling, stream)
             for at, (prompt, position) in enumerate(zip(prompts, positions, strict=True))
+            for seed_key in [f"{stream} {position}" if stream else position]
             for sample in range(count)
         ]
-        return self.run_requests(places, store)
+        return self.run_requests(requests, store)
 
     def run_requests(
-        self, places: Sequence[EpisodeRequest], store: ResponseStore | None = None, finished: OnFinished | None = None
+        self, requests: Sequence[EpisodeRequest], store: ResponseStore | None = None, finished: OnFinished | None = None
     ) -> tuple[list[Episode], dict[str, float]]:
         """Return the episodes of these requests, in order, and the seconds it took. `finished` is called with each
         episode as soon as it has its score, in the thread of the caller."""
-        return asyncio.run(self.score_finished(self._source(places, store or ResponseStore()), places, finished))
+        return asyncio.run(self.score_finished(self._source(requests, store or ResponseStore()), requests, finished))
 
     async def group(
         self, prompt: Prompt, position: int, count: int, sampling: Sampling, store: ResponseStore
     ) -> list[Episode]:
         """Return `count` scored episodes of one prompt, while others run in the same event loop."""
-        places = [EpisodeRequest(prompt, position, position, sample, position, sampling) for sample in range(count)]
-        episodes, _ = await self.score_finished(self._source(places, store, grouped=True), places, shown=False)
+        requests = [EpisodeRequest(prompt, position, position, sample, position, sampling) for sample in range(count)]
+        episodes, _ = await self.score_finished(self._source(requests, store, grouped=True), requests, shown=False)
         return episodes
 
     async def close(self) -> None:
@@ -129,46 +130,46 @@ class EpisodeRunner:
         """Return the metrics of conversations; empty for single responses."""
         return self.conversations.metrics(episodes) if self.conversations else {}
 
-    def _source(self, places: Sequence[EpisodeRequest], store: ResponseStore, *, grouped: bool = False) -> Source:
+    def _source(self, requests: Sequence[EpisodeRequest], store: ResponseStore, *, grouped: bool = False) -> Source:
         if self.conversations is not None:
-            return self.conversations.source(places, store, grouped=grouped)
-        requests = [
+            return self.conversations.source(requests, store, grouped=grouped)
+        responses = [
             Request(
-                *(one.number, one.sample, one.prompt.ids, request_seed(self.seed, one.seed_key, one.sample)),
-                sampling=one.sampling,
-                carried=one.prompt.carried,
+                *(asked.number, asked.sample, asked.prompt.ids, request_seed(self.seed, asked.seed_key, asked.sample)),
+                sampling=asked.sampling,
+                carried=asked.prompt.carried,
             )
-            for one in places
+            for asked in requests
         ]
-        return SingleResponses(self.client, requests, store)
+        return SingleResponses(self.client, responses, store)
 
     async def score_finished(
         self,
         source: Source,
-        places: Sequence[EpisodeRequest],
+        requests: Sequence[EpisodeRequest],
         finished: OnFinished | None = None,
         *,
         shown: bool = True,
     ) -> tuple[list[Episode], dict[str, float]]:
         """Score the episodes of a source as they end. Returns them in the order of their requests, and metrics."""
         began = generated = time.monotonic()
-        units = _Units(self.scorers.per, places)
+        units = _Units(self.scorers.per, requests)
         episodes: dict[int, Episode] = {}
         show = Activity.is_now if shown else lambda text: None
 
         async def scored(index: int, trajectory: Trajectory, score: Score | Future[Score]) -> None:
             score = await asyncio.wrap_future(score) if isinstance(score, Future) else score
-            episodes[index] = self._episode(places[index], trajectory, score)
+            episodes[index] = self._episode(requests[index], trajectory, score)
             if finished:
                 finished(episodes[index])
 
-        show(f"responses 0/{len(places)}")
+        show(f"responses 0/{len(requests)}")
         try:
             async with asyncio.TaskGroup() as group:  # the first failure ends the sampling too
                 async for ended in source.finished():
                     whole = units.add(ended)
-                    show(f"responses {units.ended}/{len(places)}" if units.waiting else "reward")
-                    for index, trajectory, score in self._submit(source, places, whole):
+                    show(f"responses {units.ended}/{len(requests)}" if units.waiting else "reward")
+                    for index, trajectory, score in self._submit(source, requests, whole):
                         group.create_task(scored(index, trajectory, score))
                 generated = time.monotonic()
                 show("reward")
@@ -179,15 +180,15 @@ class EpisodeRunner:
         return [episodes[index] for index in sorted(episodes)], seconds
 
     def _submit(
-        self, source: Source, places: Sequence[EpisodeRequest], ended: Sequence[Finished]
+        self, source: Source, requests: Sequence[EpisodeRequest], ended: Sequence[Finished]
     ) -> list[tuple[int, Trajectory, Score | Future[Score]]]:
         """Submit unscored episodes for scoring; return all episodes, each with a score or a future."""
         scores: dict[int, Score | Future[Score] | None] = {
             index: score or self._known_score(trajectory) for index, trajectory, score in ended
         }
         unscored = [(index, trajectory) for index, trajectory, _ in ended if scores[index] is None]
-        requests = [_scoring_request(places[index].prompt, trajectory) for index, trajectory in unscored]
-        futures = self.scorers.submit(requests) if requests else []
+        to_score = [_scoring_request(requests[index].prompt, trajectory) for index, trajectory in unscored]
+        futures = self.scorers.submit(to_score) if to_score else []
         for (index, trajectory), future in zip(unscored, futures, strict=True):
             source.scoring_started(index, trajectory, future)
             scores[index] = future
@@ -201,7 +202,7 @@ class EpisodeRunner:
             return None
         return Score(trajectory.reward, {"score": trajectory.reward}, text=trajectory.text)
 
-    def _episode(self, place: EpisodeRequest, trajectory: Trajectory, score: Score) -> Episode:
+    def _episode(self, request: EpisodeRequest, trajectory: Trajectory, score: Score) -> Episode:
         """Return the episode with the shaped score and the rewards of its turns. A wrong number of token rewards is a
         fault of the grader."""
         text = trajectory.text if trajectory.text is not None else score.text or ""
@@ -213,7 +214,7 @@ class EpisodeRunner:
                 detail = f"returned {len(score.token_rewards)} token_rewards for a response of {length} tokens"
                 score = Score(None, fault="type", detail=detail)
         score = self.shaping.shaped(score, trajectory.sampled_tokens)
-        return Episode(place.prompt, place.position, place.sample, trajectory, text, score)
+        return Episode(request.prompt, request.position, request.sample, trajectory, text, score, request.stream)
 
     def _with_turn_rewards(self, score: Score, trajectory: Trajectory) -> Score:
         """Return the score with the environment's rewards for single turns, each on the last token of its turn."""
@@ -229,9 +230,9 @@ class EpisodeRunner:
 class _Units:
     """Collects finished episodes into units. A unit is scored in one call: a response, a group or a step."""
 
-    def __init__(self, per: Literal["response", "group", "step"], places: Sequence[EpisodeRequest]) -> None:
-        numbers = {"response": range(len(places)), "group": [place.number for place in places]}
-        self.unit_of: Sequence[int] = numbers.get(per, [0] * len(places))
+    def __init__(self, per: Literal["response", "group", "step"], requests: Sequence[EpisodeRequest]) -> None:
+        numbers = {"response": range(len(requests)), "group": [request.number for request in requests]}
+        self.unit_of: Sequence[int] = numbers.get(per, [0] * len(requests))
         self.sizes, self.ended = Counter(self.unit_of), 0
         self.waiting = defaultdict[int, list[Finished]](list)
 

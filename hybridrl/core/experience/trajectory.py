@@ -24,6 +24,9 @@ TRUNCATED = ("max_tokens", "max_turn_tokens", "context_overflow")
 STOPS = ("completed", "max_turns", *TRUNCATED, "invalid_calls", "timeout", "fault")
 
 
+EpisodeKey = tuple[str, int, int]  # stream, position and sample: every episode of a run has another one
+
+
 class ScoredCall(Protocol):
     """The outcome of a tool call: the part that this package reads (see agents.environments)."""
 
@@ -148,8 +151,8 @@ class Trajectory:
 class Episode:
     """One episode of a prompt with its score.
 
-    `position` is the prompt's index in the run's order, or its row in the validation data. `sample` numbers the
-    episodes of a prompt. `text` is the decoded response.
+    `position` is the prompt's index in its `stream` of prompts: in the run's order (""), or the row in the validation
+    data ("validation"). `sample` numbers the episodes of a prompt. `text` is the decoded response.
     """
 
     prompt: Prompt
@@ -158,6 +161,11 @@ class Episode:
     trajectory: Trajectory
     text: str
     score: Score
+    stream: str = ""
+
+    @property
+    def key(self) -> EpisodeKey:
+        return self.stream, self.position, self.sample
 
     @property
     def truncated(self) -> bool:
@@ -170,7 +178,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class EpisodeRequest:
-    """One episode to run. `number`: index of the prompt in this call; `position`: its index in the stream; `sample`:
+    """One episode to run. `number`: index of the prompt in this call; `position`: its index in the `stream`; `sample`:
     index among the prompt's episodes. Its seed derives from `seed_key` and `sample`."""
 
     prompt: Prompt
@@ -179,6 +187,7 @@ class EpisodeRequest:
     sample: int
     seed_key: int | str
     sampling: Sampling
+    stream: str = ""
 
 
 Finished = tuple[int, Trajectory, Score | None]  # index of the episode, the episode, and its score if known

@@ -584,3 +584,13 @@ def test_a_response_whose_request_is_rejected_is_excluded_and_counted():
     assert collected.metrics["reward/faults/rejected"] == collected.metrics["reward/faults"] == 2
     assert positions(collected) == [0, 0, 1, 1]
     assert required(collected.batch.rewards).tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_the_key_of_an_episode_is_its_stream_position_and_sample():
+    prompts = [Prompt(row, [row, 1], "?", "maths", "42", {}) for row in range(2)]
+    runner = EpisodeRunner(Client(), Scorers([[1, 0], [0, 1]]), SEED)
+    for stream, positions in (("", [7, 9]), ("validation", [0, 1])):
+        episodes, _ = runner.run(prompts, 2, SAMPLING, positions, stream=stream)
+        assert [one.key for one in episodes] == [
+            (stream, position, sample) for position in positions for sample in (0, 1)
+        ]
