@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1986,
     "compat": 3222,
     "config": 4325,
-    "core": 12918,
+    "core": 12938,
     "data": 1740,
     "doctor": 4543,
     "environments": 180,

@@ -3,6 +3,11 @@
 The episodes run in an event loop in a separate thread, one task for each group. Environments continue while the devices
 train; only requests to the engines wait: the client pauses them between `interrupt` and `resume`. If rollout has its
 own devices, they wait only during a weight sync and after a restart, unless batches are fixed.
+
+    weights    0           1           2         = samples; T: the step that trains on the group.
+    group 0    |===========|=======T   |         With bound=1 this step is the last that may;
+    group 1    |=======T   |           |         it waits for group 0.
+    group 2    |   ========|===========|===T     A group that is started as others end.
 """
 
 import asyncio
@@ -26,16 +31,25 @@ T = TypeVar("T")
 QUEUED = 0.25  # requests queued in the engines to replace finished ones at once, as a share of the running requests
 
 
-# Admission control: the groups in flight, the groups of each step, and the number of groups to start. No trained token
-# is older than a bound. Nothing is dropped for its age: this would remove long responses more often than short ones,
-# and a policy that is rewarded for length would not learn it. Instead the number of started groups is bounded (as in
-# AReaL, Fu et al. 2025), and a step waits for groups that could not be trained in time otherwise.
+# Nothing is dropped for its age: this would remove long responses more often than short ones, and a policy that is
+# rewarded for length would not learn it. Instead the number of started groups is bounded (as in AReaL, Fu et al. 2025),
+# and a step waits for groups that could not be trained in time otherwise.
 @dataclass
 class Admission:
     """Groups by their positions in the run's order; each step with the weights `version` trains `batch` of them.
 
     A group that is started with version u is trained at version u + `bound` at the latest. At most `most` groups are
     in flight. A `bound` of 0 is the synchronous loop: all groups of a step are started with its weights.
+
+    >>> groups = Admission(bound=1, batch=2, most=4)
+    >>> groups.start(range(groups.capacity()), version=0)
+    >>> groups.choose(0, complete={1, 3})
+    [1, 3]
+    >>> groups.end([1, 3])
+    >>> groups.start([4, 5], version=1)
+    >>> groups.choose(1, complete={4, 5})  # None: groups 0 and 2 are due.
+    >>> groups.choose(1, complete={0, 2, 5})
+    [0, 2]
     """
 
     bound: int

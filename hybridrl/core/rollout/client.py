@@ -12,6 +12,12 @@ request; so does a request that kills servers.
 
 Between `interrupt` and `resume` the devices can be used otherwise: callers wait longer for their responses, and get
 them with the weight version of each token.
+
+    generate --> waiting --assign--> queued --send--> sent --take--> response, or fault
+                  |  ^  ^                              |  |
+        interrupt |  |  +--------- server lost --------+  | interrupt
+                  v  | resume                             |
+                 paused <---------------------------------+
 """
 
 import asyncio

@@ -1,5 +1,6 @@
 """Which groups are under way and which a step takes: the bound holds, and no step waits indefinitely."""
 
+import doctest
 import random
 
 import pytest
@@ -53,6 +54,11 @@ def test_the_goal_of_an_engine_is_what_is_missing_for_the_choice():
     goal = admission.goal(1, {0})
     assert not goal.reached({1}), "groups 1 and 2 are due as well"
     assert goal.reached({1, 2})
+
+
+def test_the_example_in_its_docstring_is_true():
+    (example,) = doctest.DocTestFinder(recurse=False).find(Admission, globs={"Admission": Admission})
+    assert doctest.DocTestRunner().run(example) == (0, 7)
 
 
 @given(bound=st.integers(0, 4), batch=st.integers(1, 5), share=st.floats(1.0, 4.0), seed=st.integers(0, 2**32 - 1))
