@@ -9,7 +9,7 @@ from pathlib import Path
 from hybridrl.config import ConfigError, EvaluationConfig
 from hybridrl.evaluation.config import load_eval_config
 from hybridrl.runtime import EXIT_FAULTS
-from hybridrl.runtime.cli import Command, run_command
+from hybridrl.runtime.cli import RunCommand, run_command
 from hybridrl.runtime.environment import fork_server
 from hybridrl.runtime.guard import guarded
 from hybridrl.runtime.keeper import PrivateDirectory
@@ -51,7 +51,7 @@ def opened(first: EvaluationConfig) -> Iterator[Callable[[EvaluationConfig], int
             yield run
 
 
-COMMAND = Command(
+COMMAND = RunCommand(
     module="hybridrl.main_eval",
     purpose="Evaluate models on questions: accuracy with intervals, pass@k, maj@k, and paired comparisons.",
     example=(

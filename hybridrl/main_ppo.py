@@ -4,10 +4,10 @@ import sys
 
 from hybridrl.config import load_ppo_config
 from hybridrl.runs.command import training
-from hybridrl.runtime.cli import Command, run_command
+from hybridrl.runtime.cli import RunCommand, run_command
 from hybridrl.runtime.guard import guarded
 
-COMMAND = Command(
+COMMAND = RunCommand(
     module="hybridrl.main_ppo",
     purpose="Train a language model by reinforcement learning, with FSDP2 and vLLM on the same devices.",
     example=(

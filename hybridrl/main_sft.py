@@ -4,10 +4,10 @@ import sys
 
 from hybridrl.config import load_sft_config
 from hybridrl.runs.command import training
-from hybridrl.runtime.cli import Command, run_command
+from hybridrl.runtime.cli import RunCommand, run_command
 from hybridrl.runtime.guard import guarded
 
-COMMAND = Command(
+COMMAND = RunCommand(
     module="hybridrl.main_sft",
     purpose="Fine-tune a language model on conversations, with the loss on the assistant's messages.",
     example=("data.train_files=train.jsonl", "model.path=Qwen/Qwen2.5-0.5B"),

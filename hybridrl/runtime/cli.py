@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Command(Generic[T]):
-    """An entry point: its help text, `load` for its configuration, and `open`: a context with everything that
+class RunCommand(Generic[T]):
+    """An entry point for runs: its help text, `load` for its configuration, and `open`: a context with everything that
     successive runs share. It yields a function that runs one and may return an exit status."""
 
     module: str
@@ -56,7 +56,7 @@ class Command(Generic[T]):
         return " \\\n      ".join((f"python -m {self.module}", *self.example))
 
 
-def run_command(command: Command[T], argv: list[str] | None = None) -> int:
+def run_command(command: RunCommand[T], argv: list[str] | None = None) -> int:
     """Parse, load and run; return the exit status: 0, 1 (the run failed), 2 (invalid input), 130 (interrupted), or the
     run's own."""
     words, parser = sys.argv[1:] if argv is None else argv, _parser(command)
@@ -99,13 +99,13 @@ def _show(text: str, end: str = "\n") -> int:
     return 0
 
 
-def _help(command: Command[T], parser: argparse.ArgumentParser, section: str) -> str:
+def _help(command: RunCommand[T], parser: argparse.ArgumentParser, section: str) -> str:
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     keys = explain_keys(command.config_name, section, command.first_keys, width)
     return keys if section else f"{parser.format_help()}\n{keys}"
 
 
-def _run(command: Command[T], argv: list[str], arguments: argparse.Namespace) -> int:
+def _run(command: RunCommand[T], argv: list[str], arguments: argparse.Namespace) -> int:
     """Run once or as a sweep, or print the configurations of what would run."""
     place = {"config_name": arguments.config_name, "config_dir": arguments.config_path}
     if arguments.multirun and arguments.cfg:
@@ -124,7 +124,7 @@ def _run(command: Command[T], argv: list[str], arguments: argparse.Namespace) ->
         return run(config) or 0
 
 
-def _parser(command: Command[T]) -> argparse.ArgumentParser:
+def _parser(command: RunCommand[T]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         usage=f"python -m {command.module} [key=value ...]",
         description=f"{command.purpose}\n\nfor example:\n  {command.example_line}",
@@ -221,7 +221,7 @@ class Point:
 
 
 def run_sweep(
-    command: Command, argv: Sequence[str], overrides: list[str], place: dict[str, Any], at_once: int, only: list[str]
+    command: RunCommand, argv: Sequence[str], overrides: list[str], place: dict[str, Any], at_once: int, only: list[str]
 ) -> int:
     """Run every combination (of those in `only`, if any), and print what came of them. Returns the exit status: 1 if a
     run failed. Raises ConfigError before the first run if any of them is invalid."""
@@ -240,7 +240,7 @@ def run_sweep(
             info(f"\nthe curves of all runs: {draw_runs(base, directories)}")
 
 
-def load_points(command: Command, overrides: list[str], place: dict[str, Any]) -> tuple[Path, list[Point]]:
+def load_points(command: RunCommand, overrides: list[str], place: dict[str, Any]) -> tuple[Path, list[Point]]:
     """Load the configuration of every combination."""
     fixed, swept = split_sweep(overrides)
     if DIRECTORY in swept:
@@ -290,7 +290,7 @@ def name_of(combination: dict[str, str]) -> str:
     return re.sub(r"[^\w.+-]+", "_", name)[:LONGEST_NAME]
 
 
-def run_points(command: Command, points: Sequence[Point]) -> int:
+def run_points(command: RunCommand, points: Sequence[Point]) -> int:
     """Run one after another on the same Ray; one that fails does not stop the others."""
     failed = []
     with command.open(points[0].config) as run:
@@ -313,7 +313,7 @@ def run_points(command: Command, points: Sequence[Point]) -> int:
     return 1 if failed else 0
 
 
-def run_at_once(command: Command, argv: Sequence[str], points: Sequence[Point], at_once: int, base: Path) -> int:
+def run_at_once(command: RunCommand, argv: Sequence[str], points: Sequence[Point], at_once: int, base: Path) -> int:
     """Share the runs among `at_once` processes, each with its part of the machine's cores or GPUs."""
     shares = [share for share in (points[number::at_once] for number in range(at_once)) if share]
     base.mkdir(parents=True, exist_ok=True)

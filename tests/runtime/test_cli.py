@@ -13,7 +13,7 @@ import yaml
 from hybridrl import main_ppo, main_sft
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.core.cluster import WorkerDied
-from hybridrl.runtime.cli import Command, run_command
+from hybridrl.runtime.cli import RunCommand, run_command
 from hybridrl.runtime.guard import NAMES
 
 NEEDED = ["data.train_files=train.jsonl", "actor_rollout_ref.model.path=some/model", "actor_rollout_ref.rollout.n=8"]
@@ -44,8 +44,8 @@ class Work:
             raise self.error
 
     @property
-    def command(self) -> Command:
-        return Command(**{**vars(main_ppo.COMMAND), "open": lambda first: nullcontext(self)})
+    def command(self) -> RunCommand:
+        return RunCommand(**{**vars(main_ppo.COMMAND), "open": lambda first: nullcontext(self)})
 
 
 def test_a_run_gets_the_resolved_configuration(capsys):

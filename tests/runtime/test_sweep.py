@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl import main_ppo
 from hybridrl.config import ConfigError
-from hybridrl.runtime.cli import Command, name_of, parts_of_machine, run_command
+from hybridrl.runtime.cli import RunCommand, name_of, parts_of_machine, run_command
 
 
 class Runs:
@@ -18,8 +18,8 @@ class Runs:
         self.failing, self.done, self.opened = failing, [], 0
 
     @property
-    def command(self) -> Command:
-        return Command(**{**vars(main_ppo.COMMAND), "open": self.open})
+    def command(self) -> RunCommand:
+        return RunCommand(**{**vars(main_ppo.COMMAND), "open": self.open})
 
     @contextmanager
     def open(self, first: object):
