@@ -8,14 +8,15 @@ distributions, which replace a name or add one by an entry point of the group `h
     "command.mine" = "my_package.command"                 # hybridrl mine: as python -m my_package.command
     "rows.mine" = "my_package.rows:files"                 # data.train_files=mine:TEXT: files("TEXT"), its paths
     "carried.mine" = "my_package.fields:MINE"             # reads=("mine",): a core.carried.Carried
+    "trial.mine" = "my_package.trial:TRIAL"               # a runs.trials.Trial, if another of these names is used
 
 This module imports nothing of hybridrl; `load` imports the object of a name.
 """
 
 import pkgutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 GROUP = "hybridrl.plugins"
@@ -37,23 +38,29 @@ PLUGINS = {
     "trial.episodes": "hybridrl.agents.endpoint.episodes:TRIAL",  # a runs.trials.Trial of a run's rows
     "translation": "hybridrl.compat.translation:VERL",  # for arguments and keys that are not hybridrl's
 }
+_loaded: set[str] = set()  # names that this process has used
 
 
 @cache
-def installed() -> dict[str, str]:
+def installed() -> dict[str, EntryPoint]:
     """Return the plug-ins of other distributions, by name."""
-    return {entry.name: entry.value for entry in entry_points(group=GROUP)}
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def places_by_name() -> dict[str, str]:
+    """Return the place of each name's object: another distribution's if there is one, else hybridrl's."""
+    return PLUGINS | {name: entry.value for name, entry in installed().items()}
 
 
 def load(name: str) -> Any:
-    """Return the object of a name: another distribution's if there is one, else hybridrl's."""
-    return pkgutil.resolve_name(installed().get(name) or PLUGINS[name])
+    """Return the object of a name."""
+    _loaded.add(name)
+    return pkgutil.resolve_name(places_by_name()[name])
 
 
 def names(kind: str) -> list[str]:
-    """Return the names of a kind: carried, engine, reward_manager, rows, command or trial."""
-    every = {**PLUGINS, **installed()}
-    return [name.removeprefix(f"{kind}.") for name in every if name.startswith(f"{kind}.")]
+    """Return the names of a kind: carried, command, engine, reward_manager, rows or trial."""
+    return [name.removeprefix(f"{kind}.") for name in places_by_name() if name.startswith(f"{kind}.")]
 
 
 def row_source(entry: str) -> str:
@@ -64,5 +71,14 @@ def row_source(entry: str) -> str:
 
 def further_commands(known: Collection[str]) -> dict[str, str]:
     """Return the modules of the commands that other distributions add to the `known` ones, by name."""
-    commands = {name: installed()[f"command.{name}"] for name in names("command")}
+    commands = {name: places_by_name()[f"command.{name}"] for name in names("command")}
     return {name: module for name, module in commands.items() if name not in known}
+
+
+def trials(asked: Iterable[str]) -> list[str]:
+    """Return the names of the trials of hybridrl, and of distributions with another name that was `asked` for, or
+    loaded by this process. An entry that replaces a name of hybridrl's is not asked for."""
+    of_others = {name: entry.dist for name, entry in installed().items() if name not in PLUGINS}
+    trials_of = {name: of_others.pop(f"trial.{name}", None) for name in names("trial")}
+    using = {None, *map(of_others.get, (*asked, *_loaded))}
+    return [name for name, distribution in trials_of.items() if distribution in using]

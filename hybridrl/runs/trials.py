@@ -32,7 +32,7 @@ from hybridrl.core.training.optimizer import custom_schedule
 from hybridrl.data.tokenizer import ResponseDecoder, end_tokens
 from hybridrl.health import Diagnosis, History
 from hybridrl.health.rules import KEY as RULES
-from hybridrl.plugins import load, names
+from hybridrl.plugins import load, trials
 from hybridrl.required import required
 from hybridrl.runs.settings import build_algorithm, build_policy_plan
 from hybridrl.tracking.console import Terminal
@@ -40,6 +40,8 @@ from hybridrl.tracking.sink import SampleRow, Sink
 
 ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
 SINKS, RUN = "trainer.logger", ("project_name", "experiment_name")
+# Keys with names of plug-ins that are loaded after the trials.
+ASKING = {"engine": "actor_rollout_ref.rollout.name", "reward_manager": "reward.reward_manager.name"}
 PAGE, EXTENSIONS = "docs/algorithms.md", "docs/extensions.md"
 UPDATES, STEPS = 10, 20  # length of the synthetic runs for trials of custom schedules and health rules
 # Parameters that a custom sink's constructor may have; it gets the ones that it has.
@@ -87,8 +89,13 @@ class Trial(NamedTuple):
 
 
 def run_trials(subject: Subject, findings: Findings) -> None:
-    """Run the trials of custom functions, or, if the subject has a tokenizer, the plug-ins `trial.NAME`."""
-    for trial in TRIALS if subject.tokenizer is None else [load(f"trial.{name}") for name in names("trial")]:
+    """Run the trials of custom functions, or, if the subject has a tokenizer, the plug-ins `trial.NAME`: hybridrl's
+    and those of distributions with another name that is used."""
+    chosen = TRIALS
+    if subject.tokenizer is not None:
+        asked = [f"{kind}.{attrgetter(key)(subject.config)}" for kind, key in ASKING.items()]
+        chosen = [load(f"trial.{name}") for name in trials(asked)]
+    for trial in chosen:
         if trial.applies(subject):
             with findings.gathered():
                 trial.run(subject, findings)

@@ -1,4 +1,5 @@
-"""Plug-ins of another distribution: an engine with a field that a loss reads, a reward manager, rows and commands."""
+"""Plug-ins of another distribution: an engine with a field that a loss reads, a reward manager, rows, a trial and
+commands."""
 
 import json
 import os
@@ -17,6 +18,7 @@ reward_manager.doubled = mine.rewards:doubled
 carried.doubt = mine.losses:DOUBT
 command.greet = mine.greet
 rows.counted = mine.rows:files
+trial.mine = mine.trial:TRIAL
 page = mine.greet:page
 """
 ENGINE = """
@@ -99,6 +101,11 @@ def files(rest):
     file.write_text("".join(json.dumps(row) + chr(10) for row in prompts))
     return [file]
 """
+TRIAL = """
+from hybridrl.runs.trials import Trial
+
+TRIAL = Trial("a key", lambda subject: True, lambda subject, findings: findings.warn("mine", "tried"))
+"""
 Run = Callable[..., str]
 
 
@@ -110,15 +117,8 @@ def run(tmp_path: Path) -> Run:
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(ENTRIES)
-    files = {
-        "__init__": "",
-        "engine": ENGINE,
-        "losses": LOSSES,
-        "rewards": REWARDS,
-        "greet": GREET,
-        "rows": ROWS,
-        "script": SCRIPT,
-    }
+    codes = {"engine": ENGINE, "losses": LOSSES, "rewards": REWARDS, "greet": GREET, "rows": ROWS}
+    files = {"__init__": "", **codes, "script": SCRIPT, "trial": TRIAL}
     for name, code in files.items():
         (package / f"{name}.py").write_text(code)
 
@@ -146,6 +146,29 @@ def test_a_command_is_run_by_its_name(run: Run) -> None:
 def test_a_plug_in_takes_the_place_of_no_command(run: Run) -> None:
     code = "from hybridrl.plugins import further_commands as of; print(of(['train', 'eval']), of(['greet']))"
     assert run("-c", code) == "{'greet': 'mine.greet'} {}\n" and further_commands([]) == {}
+
+
+def test_a_trial_is_run_if_another_name_of_its_distribution_is_asked_for(run: Run) -> None:
+    code = """
+import sys
+from hybridrl.config import PPOConfig
+from hybridrl.config.compose import SHIPPED
+from hybridrl.config.findings import Findings
+from hybridrl.config.load import resolve_config
+from hybridrl.plugins import load
+from hybridrl.runs.trials import Subject, run_trials
+
+def tried(*keys):
+    keys = ["data.train_files=rows.jsonl", "actor_rollout_ref.model.path=some/model", *keys]
+    config = resolve_config(PPOConfig, keys, SHIPPED[PPOConfig], offline=True).accept()
+    run_trials(Subject(config, object()), findings := Findings())
+    return [finding.code for finding in findings.items]
+
+load("page")  # replaces hybridrl's
+print(tried(), "mine.trial" in sys.modules, tried("actor_rollout_ref.rollout.name=mine"), tried())
+print(tried("reward.reward_manager.name=doubled"), tried(), load("carried.doubt").axis, tried())
+"""
+    assert run("-c", code) == "[] False ['mine'] []\n['mine'] [] response ['mine']\n"
 
 
 def test_an_entry_with_a_scheme_is_read_by_the_plug_in_of_its_name(run: Run, tmp_path: Path) -> None:
