@@ -30,9 +30,10 @@ USAGE += "{further}\nhybridrl COMMAND --help says more; hybridrl --version print
 
 def main() -> int:
     """Run the command that the first argument names, with the other arguments."""
-    further = pkgutil.resolve_name("hybridrl.plugins:further_commands")(COMMANDS)
+    further = pkgutil.resolve_name("hybridrl.plugins:additions")("command", COMMANDS)
     if "_ARGCOMPLETE" in os.environ:
-        pkgutil.resolve_name("hybridrl.runtime.completion:answer_shell")([*COMMANDS, *further])
+        uses = pkgutil.resolve_name("hybridrl.doctor.__main__:uses")()
+        pkgutil.resolve_name("hybridrl.runtime.completion:answer_shell")([*COMMANDS, *further], uses)
     arguments = sys.argv[1:]
     first = arguments.pop(0) if arguments else ""
     usage = USAGE.format(further="".join(f"  {name:8}{module}\n" for name, module in further.items()))
@@ -45,7 +46,7 @@ def main() -> int:
         return 0
     if first not in (*COMMANDS, *further):
         near = "".join(f"; {name}?" for name in difflib.get_close_matches(first, [*COMMANDS, *further], n=1))
-        if first in pkgutil.resolve_name("hybridrl.doctor.__main__:COMMANDS"):
+        if first in pkgutil.resolve_name("hybridrl.doctor.__main__:uses")():
             near = f"; hybridrl doctor {first}?"
         print(f"error: there is no command {first}{near} (hybridrl --help lists them)" if first else usage)
         return EXIT_REJECTED

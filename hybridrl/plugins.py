@@ -9,6 +9,7 @@ distributions, which replace a name or add one by an entry point of the group `h
     "rows.mine" = "my_package.rows:files"                 # data.train_files=mine:TEXT: files("TEXT"), its paths
     "carried.mine" = "my_package.fields:MINE"             # reads=("mine",): a core.carried.Carried
     "trial.mine" = "my_package.trial:TRIAL"               # a runs.trials.Trial, if another of these names is used
+    "doctor.mine" = "my_package.checks:MINE"              # hybridrl doctor mine: a doctor.Command
 
 This module imports nothing of hybridrl; `load` imports the object of a name.
 """
@@ -21,18 +22,17 @@ from typing import Any
 
 GROUP = "hybridrl.plugins"
 PLUGINS = {
-    "algorithm": "hybridrl.runs.trials:main",  # a command of the doctor
     "dialogue": "hybridrl.agents.environments.dialogue:Dialogue",
     "episodes": "hybridrl.agents.endpoint.episodes",  # for rows or keys that name environments, tools or agents
     "imports": "hybridrl.compat.verl.names:provide_verl_imports",  # for files that import verl
     "machines": "hybridrl.doctor.cluster:probe_run",  # before a run on several machines
-    "migrate": "hybridrl.compat.migrate:main",
     "page": "hybridrl.report:write_report",  # at the end of a run
     "preflight": "hybridrl.doctor.start:check_run_start",  # checks before a run
     "room": "hybridrl.doctor.start:Room",  # whether the memory is enough for the next part of a run
     "skyrl": "hybridrl.compat.skyrl",
     "verl.agents": "hybridrl.compat.verl.agents",
     "verl.checkpoint": "hybridrl.compat.verl.checkpoint",
+    "doctor.migrate": "hybridrl.compat.migrate:MIGRATE",
     "engine.sglang": "hybridrl.core.rollout.sglang.settings:SGLANG",
     "engine.vllm": "hybridrl.core.rollout.vllm.settings:VLLM",
     "trial.episodes": "hybridrl.agents.endpoint.episodes:TRIAL",  # a runs.trials.Trial of a run's rows
@@ -59,7 +59,7 @@ def load(name: str) -> Any:
 
 
 def names(kind: str) -> list[str]:
-    """Return the names of a kind: carried, command, engine, reward_manager, rows or trial."""
+    """Return the names of a kind: carried, command, doctor, engine, reward_manager, rows or trial."""
     return [name.removeprefix(f"{kind}.") for name in places_by_name() if name.startswith(f"{kind}.")]
 
 
@@ -69,10 +69,9 @@ def row_source(entry: str) -> str:
     return f"rows.{scheme}" if rest and scheme in names("rows") else ""
 
 
-def further_commands(known: Collection[str]) -> dict[str, str]:
-    """Return the modules of the commands that other distributions add to the `known` ones, by name."""
-    commands = {name: places_by_name()[f"command.{name}"] for name in names("command")}
-    return {name: module for name, module in commands.items() if name not in known}
+def additions(kind: str, table: Collection[str]) -> dict[str, str]:
+    """Return the places of the names of a kind that are not in a table."""
+    return {name: places_by_name()[f"{kind}.{name}"] for name in names(kind) if name not in table}
 
 
 def trials(asked: Iterable[str]) -> list[str]:

@@ -241,6 +241,7 @@ def test_imports_stand_at_the_top() -> None:
         "hybridrl.main_sft",
         "hybridrl.report",
         "hybridrl.rewards.process",
+        "hybridrl.runtime.completion",
     ],
 )
 def test_what_starts_quickly_imports_nothing_heavy(module: str) -> None:

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from hybridrl.__main__ import COMMANDS
+from hybridrl.compat.migrate import MIGRATE
 from hybridrl.compat.translation import VERL
 from hybridrl.config.compose import CONF, SHIPPED
 from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig, SFTConfig
 from hybridrl.config.values import holds, tree
-from hybridrl.doctor.__main__ import COMMANDS as DOCTOR
+from hybridrl.doctor.__main__ import COMMANDS as OWN_COMMANDS
+from hybridrl.doctor.__main__ import RUN
 from hybridrl.evaluation.config import VERL_NAMES
-from hybridrl.plugins import PLUGINS
 from hybridrl.serve import OWN
 
 TOP = Path(__file__).parent.parent
@@ -29,6 +30,7 @@ PAGES = [
     *sorted(TOP.glob("recipes/**/*.md")),
 ]
 NAMES = {module: name for name, (module, _) in COMMANDS.items() if name != "sweep"}
+DOCTOR = OWN_COMMANDS | {"migrate": MIGRATE}
 PLACEHOLDERS = ("...", "…", "key=value", "key=a,b", "KEY", "NAME")
 # What a run must have and an example may leave out.
 SUPPOSED = {
@@ -94,13 +96,12 @@ def faults(command: str) -> list[str]:
 
 def command_faults(name: str, words: list[str]) -> list[str]:
     module = COMMANDS[name][0] if name in COMMANDS else "hybridrl.__main__"
-    if name == "doctor" and words and words[0] in DOCTOR:
-        file = DOCTOR[words[0]][0]
-        file = "__main__" if callable(file) else file
-        module = PLUGINS.get(file, f"hybridrl.doctor.{file}").partition(":")[0]
-        words = words[1:]
-    elif name == "doctor" and words and "=" not in words[0] and not words[0].startswith("-"):
-        return [f"doctor has no command {words[0]}"]
+    if name == "doctor":
+        if words and words[0] not in DOCTOR and "=" not in words[0] and not words[0].startswith("-"):
+            return [f"doctor has no command {words[0]}"]
+        arguments = DOCTOR[words[0]].arguments if words and words[0] in DOCTOR else RUN
+        options = " ".join(option for names, _ in arguments for option in names)
+        return unknown_options(words, f"{options} --json --help") + unknown_keys(words)
     if name in ("train", "sft", "sweep"):
         return configuration_faults(SFTConfig if name == "sft" else PPOConfig, words)
     found = unknown_options(words, text_of(module.replace(".", "/")))

@@ -77,7 +77,7 @@ KINDS = {
 # How many there are, by package. A change may lower a number, and none may be raised.
 MOST = {
     # clause, fragment, negation, number, causative, long, name
-    ".": (0, 0, 0, 0, 0, 0, 1),
+    ".": (0, 0, 0, 0, 0, 0, 0),
     "agents": (2, 12, 0, 1, 1, 20, 34),
     "checkpoint": (0, 0, 0, 0, 0, 0, 0),
     "compat": (0, 3, 0, 0, 0, 3, 11),

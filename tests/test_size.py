@@ -17,15 +17,15 @@ LINES = {
     "config": 4325,
     "core": 12938,
     "data": 1740,
-    "doctor": 4543,
+    "doctor": 4538,
     "environments": 180,
     "evaluation": 2230,
     "health": 1016,
     "model_merger": 736,
     "report": 2491,
     "rewards": 3098,
-    "runs": 3039,
-    "runtime": 1560,
+    "runs": 3013,
+    "runtime": 1565,
     "tracking": 1865,
 }
 FILES = {"core": 70, "hybridrl": 249}

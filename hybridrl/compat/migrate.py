@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from hybridrl.compat.translation import SYSTEMS, VERL
@@ -16,8 +17,8 @@ from hybridrl.config.compose import SHIPPED, Overrides, as_override, key_of, par
 from hybridrl.config.findings import ConfigError, Finding, Findings, show
 from hybridrl.config.load import resolve_config
 from hybridrl.config.values import holds, tree, value_of
+from hybridrl.doctor import Command, Result, argument
 from hybridrl.doctor.launches import MARK, TrainingLaunch, launches_of, quoted, readable
-from hybridrl.tracking.console import print_text
 
 # Values for keys that a command does not set in a usable way.
 PLACEHOLDERS = {"data.train_files": "path/to/train.parquet", "actor_rollout_ref.model.path": "path/to/model"}
@@ -28,29 +29,31 @@ MINOR = (".dtype", ".async_save", "_megabytes", ".num_workers", "_name", "_dir",
 GROUPED = ("ignored-key", "unsupported")  # findings that name the first few of their keys
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m hybridrl.doctor migrate",
-        description="Read a launch script or YAML file of verl, SkyRL or AReaL, report what differs here, and print "
-        "the command.",
-    )
-    parser.add_argument("script", type=Path)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-    arguments = parser.parse_args(argv)
-    script: Path = arguments.script
+def run(options: argparse.Namespace) -> Result:
+    """Read a launch script or YAML file of verl, SkyRL or AReaL, report what differs here, and return the command."""
+    script: Path = options.script
     if not script.is_file():
-        parser.error(f"there is no script {script}")
+        raise ConfigError(f"there is no script {script}")
     try:
-        try:
-            launches = launches_of(script, arguments.arguments)
-        except ValueError as error:
-            parser.error(str(error))
-        return max([_migrate(launch) for launch in launches])
+        migrated = [_migrate(launch) for launch in launches_of(script, options.arguments)]
     except RecursionError:
-        parser.error(f"{script} has parentheses, brackets or quotes nested too deeply to be read")
+        raise ConfigError(f"{script} has parentheses, brackets or quotes nested too deeply to be read") from None
+    data = [{"findings": list(map(asdict, findings.items)), "command": command} for findings, command in migrated]
+    texts = [text for findings, command in migrated for text in (*map(_line, findings.items), command)]
+    return Result(data, texts, failed=any(findings.errors for findings, _ in migrated))
 
 
-def _migrate(launch: TrainingLaunch) -> int:
+MIGRATE = Command(
+    "run.sh: reads a launch script for verl, reports every difference and prints the command for hybridrl",
+    [
+        argument("script", type=Path, help="or a YAML file; also of SkyRL or AReaL"),
+        argument("arguments", nargs=argparse.REMAINDER, help="of the script"),
+    ],
+    run,
+)
+
+
+def _migrate(launch: TrainingLaunch) -> tuple[Findings, str]:
     schema, findings = launch.schema, launch.findings
     written = launch.overrides = _quoted_values(launch)
     if launch.system != "verl":
@@ -67,12 +70,9 @@ def _migrate(launch: TrainingLaunch) -> int:
     settings = [text.lstrip("+").partition("=") for text in _parsed([*overrides, *launch.computed], launch).arguments]
     last = {key: value for key, _, value in settings if holds(tree(schema), key.lstrip("~"))}
     _report_left_out(written, last, launch)
-    for finding in findings.items:
-        print_text(_line(finding))
     words = [quoted(key if key.startswith("~") else f"{key}={value}") for key, value in last.items()]
     program = "main_ppo" if schema is PPOConfig else "main_sft"
-    print_text(" \\\n    ".join([f"python -m hybridrl.{program}", *words]) + "\n")
-    return int(bool(findings.errors))
+    return findings, " \\\n    ".join([f"python -m hybridrl.{program}", *words]) + "\n"
 
 
 def _accept(launch: TrainingLaunch) -> None:

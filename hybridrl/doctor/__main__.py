@@ -1,5 +1,5 @@
 """`python -m hybridrl.doctor [--config-only] [--json] key=value ...`: reports what main_ppo would report at its start;
-`explain KEY` and `keys PATTERN`: what a key is set to and means, and a search for keys; and the commands of COMMANDS.
+`explain KEY` and `keys PATTERN`: what a key is set to and means, and a search for keys; and the table of all commands.
 
 Imports nothing heavy: the checks that need torch are in full.py, and other modules are imported by their commands.
 """
@@ -11,26 +11,24 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from hybridrl.config import PPOConfig
+from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import CONF, PRESET, SHIPPED, nearest_keys, shipped
+from hybridrl.config.findings import Findings
 from hybridrl.config.findings import show as as_text
-from hybridrl.config.load import WHOLE_WORDS, ResolvedConfig, batch_arithmetic, key_meanings, resolve_config
+from hybridrl.config.load import WHOLE_WORDS, ResolvedConfig, batch_arithmetic, key_meanings
 from hybridrl.config.values import EXPECTED, MISSING, Range, tree, value_keys, value_of
-from hybridrl.doctor import add_run_arguments, show
-from hybridrl.plugins import load
-from hybridrl.runtime.guard import ended_by_closed_pipe, guarded
+from hybridrl.doctor import DIRECTORY, KEYS, Command, Result, argument, directory, resolve
+from hybridrl.plugins import PLUGINS, additions, load, names
+from hybridrl.runtime import EXIT_REJECTED
+from hybridrl.runtime.guard import guarded
 from hybridrl.tracking.secrets import remember
 from hybridrl.tracking.sink import entry_of as metric_entry
 from hybridrl.tracking.sink import nearest_metrics
 
-INTERRUPTED = 130
-FULL = "hybridrl.doctor.full:examine"
-STATUS = "exit status: 0 no errors, 1 errors, 2 the command cannot be parsed"
 NAME = SHIPPED[PPOConfig]
 # Ends of names -> the unit of their values.
 UNITS = {
@@ -44,45 +42,22 @@ UNITS = {
 }
 
 
-def check(argv: list[str]) -> int:
-    """Check a command without starting it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hybridrl.doctor",
-        usage="python -m hybridrl.doctor [--config-only] [--no-reward] [--json] key=value ...",
-        description="Check a run of hybridrl.main_ppo without starting it.",
-        epilog="\n  ".join(["commands, instead of key=value:", *USES]) + f"\n\n{STATUS}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config-only", action="store_true", help="check the keys only, as if for another machine")
-    parser.add_argument("--no-reward", action="store_true", help="do not call the reward on a few rows")
-    parser.add_argument("--json", action="store_true", help="print findings as JSON")
-    add_run_arguments(parser)
-    options, further = parser.parse_known_args(argv)
-    if unknown := [item for item in further if item.startswith("-")]:
-        parser.error(f"unknown option {unknown[0]}; configuration keys are given as key=value")
-    options.overrides += further
-    resolved = _resolve(options, offline=options.config_only)
+def check(options: argparse.Namespace) -> Findings:
+    """Check the command of a run without starting it."""
+    resolved = resolve(options, offline=options.config_only)
     findings = resolved.findings
     if resolved.config is not None and not findings.errors:
         remember(asdict(resolved.config))
         findings.info("batch", batch_arithmetic(resolved.config))
         if not options.config_only:
-            pkgutil.resolve_name(FULL)(resolved.config, findings, with_reward=not options.no_reward)
-    return show(findings, as_json=options.json, verdict=True)
+            examine = pkgutil.resolve_name("hybridrl.doctor.full:examine")
+            examine(resolved.config, findings, with_reward=not options.no_reward)
+    return findings
 
 
-def _resolve(options: argparse.Namespace, *, offline: bool) -> ResolvedConfig[PPOConfig]:
-    return resolve_config(PPOConfig, options.overrides, options.config_name, options.config_path, offline=offline)
-
-
-def search(argv: list[str]) -> int:
-    """Print the keys with a pattern in their name or meaning, and verl's other keys; matches of the name come first."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hybridrl.doctor keys", description="Search the keys by a part of their name or meaning."
-    )
-    parser.add_argument("pattern")
-    pattern, values = parser.parse_args(argv).pattern.lower(), shipped(NAME).values
+def search(options: argparse.Namespace) -> Result:
+    """Search the keys, and verl's other keys, by name and meaning; matches of the name come first."""
+    pattern, values = options.pattern.lower(), shipped(NAME).values
     keys = [
         (f"{key} = {'(must be set)' if (value := value_of(values, key)) == MISSING else as_text(value)}", meaning)
         for key, meaning in key_meanings(CONF / f"{NAME}.yaml").items()
@@ -91,40 +66,29 @@ def search(argv: list[str]) -> int:
     matches = [item for item in keys if pattern in item[0].lower()]
     matches += [item for item in keys if pattern in item[1].lower() and item not in matches]
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    for head, meaning in matches:
-        print(head)
-        print(textwrap.fill(meaning, width, initial_indent="    ", subsequent_indent="    ", **WHOLE_WORDS))
-    if not matches:
-        print("nothing found")
-    return 0 if matches else 1
+    indented = {"initial_indent": "    ", "subsequent_indent": "    ", **WHOLE_WORDS}
+    texts = [f"{head}\n{textwrap.fill(meaning, width, **indented)}" for head, meaning in matches]
+    data = [{"key": head, "meaning": meaning} for head, meaning in matches]
+    return Result(data, texts or ["nothing found"], failed=not matches)
 
 
-def explain(argv: list[str]) -> int:
-    """Print a key's value, its origin, its default and its meaning, or the meaning of a metric."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hybridrl.doctor explain",
-        description="A key's value, what set it, its default and its meaning; or a metric's meaning, how it looks in a "
-        "run that learns, and what to do if it does not.",
-    )
-    parser.add_argument("key", metavar="KEY|METRIC")
-    add_run_arguments(parser, "a command, whose value of it is shown")
-    options = parser.parse_args(argv)
+def explain(options: argparse.Namespace) -> Result | dict[str, str] | str:
+    """Return a key's value, its origin, its default and its meaning, or the meaning of a metric."""
     if "/" in options.key:
         return explain_metric(options.key)
-    key = options.key.lstrip("+~")
+    key, renamed = options.key.lstrip("+~"), []
     if key not in (keys := value_keys(PPOConfig)):
         key, effect = load("translation").described(key, PPOConfig)
-        if key != options.key:
-            print(f"{options.key} is now {key}")
+        renamed = [f"{options.key} is now {key}"] if key != options.key else []
         if effect:
-            print(f"{key} {effect}")
-            return 0
+            return "\n".join([*renamed, f"{key} {effect}"])
         if key not in keys:
-            parser.error(f"unknown key {key}; {nearest_keys(key, PPOConfig)}")
-    return _explain_key(key, _resolve(options, offline=True), f"the file {options.config_name}.yaml")
+            raise ConfigError(f"unknown key {key}; {nearest_keys(key, PPOConfig)}")
+    result = _explained(key, resolve(options, offline=True), f"the file {options.config_name}.yaml")
+    return result._replace(shown=[*renamed, *result.shown])
 
 
-def _explain_key(key: str, resolved: ResolvedConfig, file: str) -> int:
+def _explained(key: str, resolved: ResolvedConfig, file: str) -> Result:
     usual = shipped(NAME)
     values, default, follows = resolved.values, value_of(usual.values, key), usual.follows.get(key)
     value = value_of(values.values, key) if values else default
@@ -136,37 +100,33 @@ def _explain_key(key: str, resolved: ResolvedConfig, file: str) -> int:
         source = "default"
     elif values and (followed := values.follows.get(key)):
         source = f"{followed}, which it follows"
-    lines = [
-        ("key", key),
-        ("value", "must be set" if value == MISSING else as_text(value)),
-        ("set by", source),
-        ("default", f"follows {follows}" if follows else "none" if default == MISSING else as_text(default)),
-        ("takes", _accepted(tree(PPOConfig)[key])),
-        ("unit", next((unit for ends, unit in UNITS.items() if key.endswith(ends)), "")),
-        ("meaning", key_meanings(CONF / f"{NAME}.yaml")[key]),
-    ]
+    fields = {
+        "key": key,
+        "value": "must be set" if value == MISSING else as_text(value),
+        "set by": source,
+        "default": f"follows {follows}" if follows else "none" if default == MISSING else as_text(default),
+        "takes": _accepted(tree(PPOConfig)[key]),
+        "unit": next((unit for ends, unit in UNITS.items() if key.endswith(ends)), ""),
+        "meaning": key_meanings(CONF / f"{NAME}.yaml")[key],
+    }
     findings = [finding for finding in resolved.findings.items if key in finding.keys or key in finding.text]
-    lines += [(finding.severity, f"[{finding.code}] {finding.text}") for finding in findings]
-    print("\n".join(f"{title:<9}{text}" for title, text in lines if text))
-    return 0
+    lines = (f"{finding.severity:<9}[{finding.code}] {finding.text}" for finding in findings)
+    return Result({**fields, "findings": list(map(asdict, findings))}, [fields, *lines])
 
 
-def explain_metric(name: str) -> int:
-    """Print the meaning of a metric, its healthy values, and what to do otherwise."""
+def explain_metric(name: str) -> dict[str, str]:
+    """Return the meaning of a metric, its healthy values, and what to do otherwise."""
     entry = metric_entry(name)
     if entry is None:
         near = "; nearest: ".join(["", ", ".join(nearest_metrics(name))]) if nearest_metrics(name) else ""
-        print(f"unknown metric {name}{near}; docs/metrics.md lists all", file=sys.stderr)
-        return 2
-    lines = [
-        ("metric", name if name == entry.name else f"{name} (of {entry.name})" if "<" in entry.name else name),
-        ("meaning", entry.meaning),
-        ("healthy", entry.healthy),
-        ("otherwise", entry.otherwise),
-        ("diagnoses", ", ".join(f"health/{code}" for code in entry.diagnoses)),
-    ]
-    print("\n".join(f"{title:<11}{text}" for title, text in lines if text))
-    return 0
+        raise ConfigError(f"unknown metric {name}{near}; docs/metrics.md lists all")
+    return {
+        "metric": name if name == entry.name else f"{name} (of {entry.name})" if "<" in entry.name else name,
+        "meaning": entry.meaning,
+        "healthy": entry.healthy,
+        "otherwise": entry.otherwise,
+        "diagnoses": ", ".join(f"health/{code}" for code in entry.diagnoses),
+    }
 
 
 def _accepted(hint: Any) -> str:
@@ -184,68 +144,154 @@ def _accepted(hint: Any) -> str:
     return "names and values" if origin is dict else EXPECTED[hint]
 
 
-# A function that takes argv: here, in a module of this package, or a plug-in by its name; and its use.
-COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
-    "explain": (
-        explain,
+RUN = [
+    argument("--config-only", action="store_true", help="check the keys only, as if for another machine"),
+    argument("--no-reward", action="store_true", help="do not call the reward on a few rows"),
+    *KEYS,
+]
+REWARD_KEYS = argument("overrides", nargs="*", metavar="reward.key=value")
+# Modules that are named by a text are imported when the command runs: some import torch.
+COMMANDS = {
+    "explain": Command(
         "KEY|METRIC [key=value ...]: a key's value, who set it and what it means; what a metric means",
+        [argument("key", metavar="KEY|METRIC"), *KEYS],
+        explain,
     ),
-    "keys": (search, "PATTERN: the keys with the pattern in their name or meaning"),
-    "reward": (
-        "reward:main",
+    "keys": Command("PATTERN: the keys with the pattern in their name or meaning", [argument("pattern")], search),
+    "reward": Command(
         "--rows FILE [--reward FILE.py] [--against OTHER.py]: scores stored responses and compares two rewards",
+        [
+            argument("--rows", required=True, metavar="FILE", help=".jsonl, .json or .parquet"),
+            argument("--reward", metavar="FILE.py[:NAME]", help="the reward; default: built in, by data_source"),
+            argument("--against", metavar="FILE.py[:NAME]", help="a second reward, for the same responses"),
+            argument("--data-source", metavar="NAME", default="", help="for rows that name none"),
+            REWARD_KEYS,
+        ],
+        "hybridrl.doctor.reward:compare",
+        "Rows hold a response (output, solution_str, response or prediction), its ground truth (gts, ground_truth or "
+        "reward_model) and may hold data_source, extra_info and score: the samples that trainer.rollout_data_dir keeps "
+        "are such rows.",
+        rejection="reward.refused",
     ),
-    "rescore": (
-        "reward:rescore_main",
+    "rescore": Command(
         "DIR --reward FILE.py: a run's stored samples under another reward, and their advantages",
+        [
+            DIRECTORY,
+            argument("--reward", required=True, metavar="FILE.py[:NAME]", help="the other reward function"),
+            argument("--steps", metavar="N,N", help="steps to score; default: up to 10, evenly"),
+            REWARD_KEYS,
+        ],
+        "hybridrl.doctor.reward:rescore",
+        "Weights learned from the old reward, so this shows what the new one would have rewarded there, and not where "
+        "it would have led.",
+        rejection="rescore.rejected",
     ),
-    "algorithm": (
-        "algorithm",
+    "algorithm": Command(
         "FILE.py:NAME [key=value ...]: calls a custom estimator or loss with made-up groups, next to grpo or ppo",
+        [
+            argument("name", metavar="FILE.py:NAME", help="an estimator, or a loss: its first parameter is log_probs"),
+            argument("overrides", nargs="*", metavar="key=value", help="keys of the run: parameters, rollout.n, own"),
+        ],
+        "hybridrl.runs.trials:show_function",
+        rejection="algorithm.rejected",
     ),
-    "template": (
-        "rows:show_template",
+    "template": Command(
         "MODEL [--format FORMAT]: checks a model's chat template for several turns, and shows a conversation's mask",
+        [
+            argument("model", metavar="MODEL", help="a directory, or a name on the Hugging Face hub"),
+            argument("--format", default="auto", help="of tool calls, as actor_rollout_ref.rollout.multi_turn.format"),
+            argument("--template", metavar="FILE", help="another template, as model.custom_chat_template"),
+        ],
+        "hybridrl.doctor.rows:show_template",
+        rejection="template.rejected",
     ),
-    "cluster": ("cluster:main", "[key=value ...]: tries the machines of a Ray cluster together, without a run"),
-    "migrate": (
-        "migrate",
-        "run.sh: reads a launch script for verl, reports every difference and prints the command for hybridrl",
+    "cluster": Command(
+        "[key=value ...]: tries the machines of a Ray cluster together, without a run",
+        KEYS,
+        "hybridrl.doctor.cluster:run",
+        "The cluster of RAY_ADDRESS or ray_kwargs.ray_init.address: versions, the files of a run, and the network.",
     ),
-    "why": ("why:main", "DIR: how the run of a directory is, or why it ended, and the command to continue with"),
-    "checkpoints": ("leftovers:checkpoints", "DIR: every checkpoint of a run with age, size, health and score"),
-    "bundle": ("leftovers:bundle", "DIR [--samples]: packs what a bug report needs of a run, secrets masked"),
-    "replay": (
-        "replay:main",
+    "why": Command(
+        "DIR: how the run of a directory is, or why it ended, and the command to continue with",
+        [DIRECTORY],
+        "hybridrl.doctor.why:run",
+        status="0 it runs or has finished, 1 otherwise",
+    ),
+    "checkpoints": Command(
+        "DIR: every checkpoint of a run with age, size, health and score",
+        [DIRECTORY],
+        "hybridrl.doctor.leftovers:checkpoints",
+        "All files are compared with their checksums.",
+        status="0 a run could resume, 1 there is no checkpoint to resume from",
+    ),
+    "bundle": Command(
+        "DIR [--samples]: packs what a bug report needs of a run, secrets masked",
+        [
+            DIRECTORY,
+            argument("--samples", action="store_true", help="also the newest samples and the reward's log"),
+            argument("--out", type=Path, metavar="FILE", help="default: bundle-<time>.tar.gz in this directory"),
+        ],
+        "hybridrl.doctor.leftovers:bundle",
+        "There are no weights and no data in it. Look through it before you send it.",
+    ),
+    "replay": Command(
         "DIR [--step N]: computes a step of a run again, and names the rows that moved the gradient",
+        [
+            DIRECTORY,
+            argument("--step", type=int, help="one of which the batch was kept; default: the last"),
+            argument("--rows", type=int, default=10, help="how many rows to show"),
+        ],
+        "hybridrl.doctor.replay:run",
+        "A run keeps the batch of a step with which a diagnosis begins, in DIR/replay. It must have ended, as its "
+        "devices are used again. Weights are those before the step if that checkpoint was retained.",
     ),
-    "clean": ("leftovers:clean", "[DIR ...] [--yes]: lists, or removes, what dead runs have left on this machine"),
-    "selftest-resume": (
-        "selftest_resume:main",
+    "clean": Command(
+        "[DIR ...] [--yes]: lists, or removes, what dead runs have left on this machine",
+        [
+            argument("directories", nargs="*", type=directory, metavar="DIR", help="of a run"),
+            argument("--shared-memory", action="store_true", help="also shared memory that no process has mapped"),
+            argument("--yes", action="store_true", help="remove what is listed"),
+        ],
+        "hybridrl.doctor.leftovers:clean",
+        "These are private directories with their processes, and unfinished checkpoints in the directories that are "
+        "named. Shared memory is not for a container that shares /dev/shm with another.",
+        status="0 nothing is left (any more), 1 something is left",
+    ),
+    "selftest-resume": Command(
         "key=value ...: kills a short run repeatedly and compares it with one that was not killed",
+        [
+            *KEYS,
+            argument("--steps", type=int, default=4, help="length of the run"),
+            argument("--kills", type=int, default=3, help="number of kills"),
+            argument("--seed", type=int, default=0, help="of the moments and processes of the kills"),
+            argument("--dir", help="of both runs, kept; default: a temporary directory, deleted if the test passes"),
+        ],
+        "hybridrl.doctor.selftest_resume:run",
+        "They are compared bit for bit. Reports how many complete steps each kill cost.",
     ),
 }
 FORMER = {"report": "bundle"}
-USES = [f"{name} {use}" for name, (_, use) in COMMANDS.items()]
+
+
+def uses() -> dict[str, str]:
+    """Return the use of each command; for one of another distribution, which is not imported, its place."""
+    others = additions("doctor", COMMANDS)
+    own = {name: load(f"doctor.{name}").use for name in others if f"doctor.{name}" in PLUGINS}
+    return {**{name: command.use for name, command in COMMANDS.items()}, **others, **own}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status: 0, 1 (an error, or a failed test), 2 (usage), 130 (Ctrl-C)."""
-    arguments = sys.argv[1:] if argv is None else argv
-    first = FORMER.get(arguments[0], arguments[0]) if arguments else ""
-    if first not in COMMANDS and "=" not in first and not first.startswith(("-", "~")):
-        print("expected key=value, or one of the commands:")
-        print("\n".join(f"  python -m hybridrl.doctor {use}" for use in USES))
-        return 2
-    command, _ = COMMANDS.get(first, (check, ""))
-    if isinstance(command, str):  # some import torch, most do not
-        command = pkgutil.resolve_name(f"hybridrl.doctor.{command}") if ":" in command else load(command)
-    try:
-        with ended_by_closed_pipe() if command in (explain, search) else nullcontext():
-            return command(arguments[1:] if first in COMMANDS else arguments)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return INTERRUPTED
+    words = sys.argv[1:] if argv is None else argv
+    first = FORMER.get(words[0], words[0]) if words else ""
+    if first in COMMANDS or first in names("doctor"):
+        return (COMMANDS.get(first) or load(f"doctor.{first}")).main(first, words[1:])
+    listing = "\n".join(f"  {name} {use}" for name, use in uses().items())
+    if "=" not in first and not first.startswith(("-", "~")):
+        print(f"expected key=value, or one of the commands:\n{listing}")
+        return EXIT_REJECTED
+    use = "key=value ...: Check a run of hybridrl.main_ppo without starting it"
+    return Command(use, RUN, check, f"\n\ncommands, instead of key=value:\n{listing}").main("", words)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,8 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hybridrl.config import PPOConfig
 from hybridrl.config.files import holds_adapter, resolve_model
 from hybridrl.config.findings import Finding, Findings, Severity
-from hybridrl.config.load import resolve_config
 from hybridrl.core import device as devices
 from hybridrl.core.cluster.failures import cause
 from hybridrl.core.cluster.group import Group, kill, spawn
@@ -39,7 +37,7 @@ from hybridrl.core.cluster.session import (
     read_machines,
     request_of,
 )
-from hybridrl.doctor import add_run_arguments, show
+from hybridrl.doctor import resolve
 from hybridrl.doctor.machine import (
     SHARED_MEMORY,
     SHOWN,
@@ -372,16 +370,9 @@ def _shown(value: Any) -> str:
     return {None: "missing", "": "-"}.get(value) or f"{value}"
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m hybridrl.doctor cluster",
-        description="Try the machines of a Ray cluster (RAY_ADDRESS or ray_kwargs.ray_init.address) together: "
-        "versions, the files that a run names, its directory, and the network.",
-    )
-    parser.add_argument("--json", action="store_true", help="print findings as JSON")
-    add_run_arguments(parser)
-    options = parser.parse_args(argv)
-    resolved = resolve_config(PPOConfig, options.overrides, options.config_name, options.config_path)
+def run(options: argparse.Namespace) -> Findings:
+    """Try the machines of the cluster that a configuration or RAY_ADDRESS names."""
+    resolved = resolve(options)
     findings = Findings()
     if resolved.config is None or "ray_kwargs.ray_init" in resolved.rejected:
         findings.add(*resolved.findings.errors)
@@ -397,4 +388,4 @@ def main(argv: list[str]) -> int:
             directory = next(parent for parent in (path, *path.parents) if parent.is_dir())
             paths = shared_paths(asdict(config))
             findings.add(*probe_machines(read_machines(), config.trainer.device, directory, paths).items)
-    return show(findings, as_json=options.json, verdict=True)
+    return findings

@@ -2,7 +2,6 @@
 still apply if it would reject the configuration. This module checks `trainer.default_local_dir`: whether a run can
 write there, its contents, the checkpoint to resume from, and the disk space for checkpoints."""
 
-import contextlib
 import importlib.util
 import logging
 import shutil
@@ -35,14 +34,13 @@ RUN_FILES = {LOCK, "config.yaml", "metrics.jsonl", FILE, "logs", "latest_checkpo
 
 
 def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None:
-    """Add the findings about a configuration that has no errors by itself. Prints of other code stay off standard
-    output, and the package's log warnings become findings."""
+    """Add the findings about a configuration that has no errors by itself; log warnings of the package become some."""
     log, handler = logging.getLogger("hybridrl"), _LogFindings(logging.WARNING)
     handler.findings = findings
     log.addHandler(handler)
     log.propagate = False
     try:
-        with contextlib.redirect_stdout(sys.stderr), Terminal(stderr=True).status("") as status:
+        with Terminal(stderr=True).status("") as status:
             status.update("checking models, versions, machine, memory, devices ...")
             if not check_start(config, findings):
                 return

@@ -26,7 +26,7 @@ from typing import Any
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import as_override, file_values
-from hybridrl.config.findings import Findings
+from hybridrl.config.findings import ConfigError, Findings
 from hybridrl.config.load import verl_file
 from hybridrl.config.schema import SFTConfig
 from hybridrl.config.values import MISSING, leaves, tree
@@ -86,7 +86,7 @@ class TrainingLaunch:
 def launches_of(script: Path, arguments: Sequence[str]) -> list[TrainingLaunch]:
     """Return the runs that a script starts with these arguments, or the run of a YAML file.
 
-    Raises ValueError if there is none, or the script cannot be read.
+    Raises ConfigError if there is none, or the script cannot be read.
     """
     stopped = failed = ""
     if script.suffix in (".yaml", ".yml"):  # settings by themselves; the sections show which system they belong to
@@ -101,7 +101,7 @@ def launches_of(script: Path, arguments: Sequence[str]) -> list[TrainingLaunch]:
             runs = ", ".join(dict.fromkeys(filter(None, map(_program, commands))))
             last = f"; bash stopped: {stopped}" if stopped else failed and f"; bash's last error: {failed}"
             reasons = (runs and f"; it runs {runs}") + last
-            raise ValueError(f"no command of {script} runs a training program of verl, SkyRL or AReaL{reasons}")
+            raise ConfigError(f"no command of {script} runs a training program of verl, SkyRL or AReaL{reasons}")
         if not arguments and ADDED.search(script.read_text(encoding="utf-8", errors="replace")):
             cause = f"{script} adds its own arguments ($@), of which there are none here: write them after its name"
             launches[0].findings.info("arguments", cause)
@@ -229,10 +229,10 @@ DEEPEST = 3  # texts in texts that are commands
 def commands_of(script: Path, arguments: Sequence[str] = ()) -> tuple[list[list[str]], str, str]:
     """Return the words of each command that bash reaches, why it stopped before the end, if it did, and its last error.
 
-    Raises ValueError if the script cannot be read, or does not finish and runs nothing.
+    Raises ConfigError if the script cannot be read, or does not finish and runs nothing.
     """
     if not supported():
-        raise ValueError("a script is read behind Linux's filter for system calls, on x86_64 and aarch64")
+        raise ConfigError("a script is read behind Linux's filter for system calls, on x86_64 and aarch64")
     changed: dict[str, str] = {}  # texts that the script evaluates, without their redirections
     for _ in range(DEEPEST):
         commands, stopped, failed = _run(script, arguments, changed)
@@ -280,7 +280,7 @@ def _run(script: Path, arguments: Sequence[str], changed: Mapping[str, str]) -> 
         commands = _recorded(record.read().decode(errors="replace"))
         printed = readable(errors.read().decode(errors="replace"))
     if stopped and not commands:
-        raise ValueError(stopped)
+        raise ConfigError(stopped)
     failed = _last_error(printed, script, before.count("\n"))
     if [LAST] in commands:
         commands.remove([LAST])
@@ -298,8 +298,8 @@ def _last_error(printed: str, script: Path, before: int) -> str:
     return re.sub(line, lambda match: f"line {int(match[1]) - before}: ", last)
 
 
-def _too_large(script: Path) -> ValueError:
-    return ValueError(
+def _too_large(script: Path) -> ConfigError:
+    return ConfigError(
         f"{script} or a text it evaluates is larger than {LARGEST} bytes or binary, unlike launch scripts"
     )
 

@@ -20,7 +20,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Iterable, Iterator
@@ -36,12 +35,11 @@ import yaml
 from rich.table import Table
 
 from hybridrl.checkpoint.store import Store, holder
-from hybridrl.doctor import directory_parser
+from hybridrl.doctor import Result
 from hybridrl.doctor.why import diagnose
 from hybridrl.runs.directory import CONFIG, SHOWN, RunDirectory
 from hybridrl.runtime import keeper
 from hybridrl.runtime.guard import oom_kills
-from hybridrl.tracking.console import Terminal, print_text
 from hybridrl.tracking.faults import FILE, last_lines
 from hybridrl.tracking.records import CONFIGURED, open_records
 from hybridrl.tracking.secrets import mask_text, mask_values, remember
@@ -136,20 +134,11 @@ def pack(directory: Path, target: Path, *, samples: bool = False) -> list[str]:
     return names
 
 
-def bundle(argv: list[str]) -> int:
-    parser = directory_parser(
-        "bundle",
-        "Pack configuration, faults, metrics, ends of logs, versions and machine for a bug report: no weights, no "
-        "data, secrets masked. Look through it before you send it.",
-    )
-    parser.add_argument("--samples", action="store_true", help="also the newest samples and the reward's log")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: bundle-<time>.tar.gz in this directory")
-    arguments = parser.parse_args(argv)
-    directory = arguments.directory
-    target = arguments.out or Path(f"bundle-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
-    names = pack(directory, target, samples=arguments.samples)
-    print(f"{target} ({target.stat().st_size / 1e3:.0f} kB): {', '.join(names)}")
-    return 0
+def bundle(options: argparse.Namespace) -> Result:
+    target = options.out or Path(f"bundle-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
+    names = pack(options.directory, target, samples=options.samples)
+    data = {"file": str(target), "size": target.stat().st_size, "contents": names}
+    return Result(data, [f"{target} ({data['size'] / 1e3:.0f} kB): {', '.join(names)}"])
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -220,23 +209,12 @@ def _style(row: CheckpointRow) -> str:
     return "red" if row.damaged else "yellow" if row.problem else "bold" if row.resumes else ""
 
 
-def checkpoints(argv: list[str]) -> int:
-    parser = directory_parser(
-        "checkpoints",
-        "Every checkpoint of a run; all files are compared with their checksums.",
-        epilog="exit status: 0 a run could resume, 1 there is no checkpoint to resume from, 2 it cannot be parsed",
-        as_json="the list, with age in seconds and size in bytes,",
-    )
-    arguments = parser.parse_args(argv)
-    with contextlib.redirect_stdout(sys.stderr):  # standard output has the table only
-        rows, name = list_rows(arguments.directory)
-    if arguments.json:
-        print(json.dumps({"score": name, "checkpoints": list(map(asdict, rows))}, indent=2))
-    elif rows:
-        Terminal().print(_checkpoint_table(rows, name))
-    else:
-        print(f"{arguments.directory} has no checkpoints", file=sys.stderr)
-    return int(not any(row.resumes for row in rows))
+def checkpoints(options: argparse.Namespace) -> Result:
+    rows, name = list_rows(options.directory)
+    if not rows:
+        print(f"{options.directory} has no checkpoints")
+    data = {"score": name, "checkpoints": list(map(asdict, rows))}
+    return Result(data, [_checkpoint_table(rows, name)] if rows else [], failed=not any(row.resumes for row in rows))
 
 
 # -- clean -------------------------------------------------------------------------------------------------------------
@@ -291,27 +269,9 @@ def _unused_segments(shared: Path) -> list[Path]:
     return sorted(unused.values())
 
 
-def clean(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m hybridrl.doctor clean",
-        description="What dead runs have left on this machine: private directories with their processes; and in the "
-        "runs' directories that are named, unfinished checkpoints.",
-        epilog="exit status: 0 nothing is left (any more), 1 something is left, 2 the command cannot be parsed",
-        allow_abbrev=False,
-    )
-    parser.add_argument("directories", nargs="*", type=Path, metavar="DIR", help="a run's trainer.default_local_dir")
-    unmapped = "also shared memory that no process has mapped; not in a container that shares /dev/shm with another"
-    parser.add_argument("--shared-memory", action="store_true", help=unmapped)
-    parser.add_argument("--yes", action="store_true", help="remove what is listed")
-    arguments = parser.parse_args(argv)
-    if missing := [directory for directory in arguments.directories if not directory.is_dir()]:
-        parser.error(f"there is no directory {missing[0]}")
-    shared, lines = SHARED if arguments.shared_memory else None, []
-    for line in leftovers(arguments.directories, shared, remove=arguments.yes):
-        print_text(f"{'removed' if arguments.yes else 'left'}: {line}")
-        lines.append(line)
-    if not lines:
-        print("nothing is left of dead runs")
-    elif not arguments.yes:
-        print("to remove it: add --yes")
-    return int(bool(lines) and not arguments.yes)
+def clean(options: argparse.Namespace) -> Result:
+    shared, state = SHARED if options.shared_memory else None, "removed" if options.yes else "left"
+    lines = [*leftovers(options.directories, shared, remove=options.yes)]
+    shown = [f"{state}: {line}" for line in lines] or ["nothing is left of dead runs"]
+    left = bool(lines) and not options.yes
+    return Result({state: lines}, [*shown, *["to remove it: add --yes"] * left], failed=left)

@@ -5,9 +5,7 @@ A run keeps the batch of a step with which a diagnosis begins, in DIR/replay. Th
 are used again. Weights are those before the step if the checkpoint of the step before it was retained.
 """
 
-import contextlib
-import json
-import sys
+import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,34 +19,20 @@ from hybridrl.core.batch import Batch, spans
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import POLICY_FIELDS, TrainWorkers
-from hybridrl.doctor import directory_parser, load_config
+from hybridrl.doctor import Result, load_config
 from hybridrl.runs.prepare import decoder_elsewhere
 from hybridrl.runs.ranks import training_ranks
 from hybridrl.runs.sample_log import read_batch, replays
-from hybridrl.runtime import EXIT_REJECTED
-from hybridrl.tracking.console import info, print_text
+from hybridrl.tracking.console import info
 from hybridrl.tracking.report import read_metrics
 
 SHOWN_CHARACTERS = 160
 NOISY = 4.0  # times more responses needed than an update has
 
 
-def main(argv: list[str]) -> int:
-    parser = directory_parser("replay", __doc__, as_json="all rows")
-    parser.add_argument("--step", type=int, help="one of which the batch was kept; default: the last")
-    parser.add_argument("--rows", type=int, default=10, help="how many rows to show")
-    options = parser.parse_args(argv)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output has the rows only
-            rows = replay(options.directory, options.step)
-    except ConfigError as error:
-        info(f"error: {error}")
-        return EXIT_REJECTED
-    if options.json:
-        print(json.dumps(rows))
-    else:
-        print_text("\n".join(line for row in rows[: options.rows] for line in lines(row)))
-    return 0
+def run(options: argparse.Namespace) -> Result:
+    rows = replay(options.directory, options.step)
+    return Result(rows, [line for row in rows[: options.rows] for line in lines(row)])
 
 
 def replay(directory: Path, step: int | None) -> list[dict[str, object]]:

@@ -31,7 +31,7 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.experience.trajectory import TRUNCATED
 from hybridrl.data.rows import DataRow, Faults, Rows, load_rows
 from hybridrl.data.tokenizer import as_object
-from hybridrl.doctor import directory_parser, load_config, show
+from hybridrl.doctor import load_config
 from hybridrl.required import required
 from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.rewards.process import ScorerDied
@@ -64,40 +64,20 @@ class Stored(NamedTuple):
     length: int
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m hybridrl.doctor reward",
-        description="Rows hold a response (output, solution_str, response or prediction), its ground truth (gts, "
-        "ground_truth or reward_model) and may hold data_source, extra_info and score: the samples that "
-        "trainer.rollout_data_dir keeps are such rows.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--rows", required=True, metavar="FILE", help=".jsonl, .json or .parquet")
-    parser.add_argument("--reward", metavar="FILE.py[:NAME]", help="the reward; default: built in, by data_source")
-    parser.add_argument("--against", metavar="FILE.py[:NAME]", help="a second reward, for the same responses")
-    parser.add_argument("--data-source", metavar="NAME", default="", help="for rows that name none")
-    parser.add_argument("--json", action="store_true", help="print findings as JSON")
-    parser.add_argument("overrides", nargs="*", metavar="reward.key=value")
-    arguments = parser.parse_intermixed_args(argv)
-    findings = Findings()
-    with findings.gathered("reward.refused"):
-        examine(arguments, findings)
-    return show(findings, as_json=arguments.json)
-
-
-def examine(arguments: argparse.Namespace, findings: Findings) -> None:
-    """Score the rows and compare. Raises ConfigError if they cannot be scored at all."""
-    bad_rows = Faults(KEY)
-    rows = load_rows([arguments.rows], bad_rows, key=KEY, max_samples=-1, shuffle=False, seed=0)
-    needs_truth = uses_built_in(reward_config(arguments.reward, arguments.overrides))
-    parsed = [_parse(row, arguments.data_source, bad_rows, needs_truth) for row in rows]
+def compare(options: argparse.Namespace) -> Findings:
+    """Score the rows of a file, and compare with their scores and those of another reward. Raises ConfigError if they
+    cannot be scored at all."""
+    findings, bad_rows = Findings(), Faults(KEY)
+    rows = load_rows([options.rows], bad_rows, key=KEY, max_samples=-1, shuffle=False, seed=0)
+    needs_truth = uses_built_in(reward_config(options.reward, options.overrides))
+    parsed = [_parse(row, options.data_source, bad_rows, needs_truth) for row in rows]
     bad_rows.close()
     stored = [row for row in parsed if row is not None]
-    scores, seconds = score_all(reward_config(arguments.reward, arguments.overrides), stored)
+    scores, seconds = score_all(reward_config(options.reward, options.overrides), stored)
     compared = [("the reward", "stored", scores, [row.score for row in stored])]
-    if arguments.against:
-        others, _ = score_all(reward_config(arguments.against, arguments.overrides), stored)
-        compared.append((arguments.against, arguments.against, others, [score.value for score in others]))
+    if options.against:
+        others, _ = score_all(reward_config(options.against, options.overrides), stored)
+        compared.append((options.against, options.against, others, [score.value for score in others]))
     _summarize(scores, seconds, findings)
     for reward, other, its_scores, values in compared:
         for fault, count, first in faults(its_scores):
@@ -110,6 +90,7 @@ def examine(arguments: argparse.Namespace, findings: Findings) -> None:
             findings.info("reward.agreement", f"{agreeing} of {both} scores agree with {other}")
         for difference in _differences(stored, pairs, other):
             findings.info("reward.differs", difference)
+    return findings
 
 
 def reward_config(file: str | None, overrides: Sequence[str]) -> RewardConfig:
@@ -216,25 +197,10 @@ MOVED = 0.1  # a larger difference is another advantage
 DATA = "data.train_files"
 
 
-def rescore_main(argv: list[str]) -> int:
-    """`python -m hybridrl.doctor rescore RUN --reward NEW.py`: the stored samples of a run under another reward.
-
-    Shows the samples that change, and their new advantages. Weights learned from the old reward, so this shows what the
-    new one would have rewarded there, and not where it would have led.
-    """
-    parser = directory_parser("rescore", rescore_main.__doc__, as_json="findings")
-    parser.add_argument("--reward", required=True, metavar="FILE.py[:NAME]", help="the other reward function")
-    parser.add_argument("--steps", metavar="N,N", help=f"steps to score; default: up to {STEPS}, evenly")
-    parser.add_argument("overrides", nargs="*", metavar="reward.key=value")
-    options = parser.parse_intermixed_args(argv)
+def rescore(options: argparse.Namespace) -> Findings:
+    """Score the stored samples of a run with another reward, and compare scores and advantages. Raises ConfigError if
+    there is nothing to score, or the reward cannot be loaded."""
     findings = Findings()
-    with findings.gathered("rescore.rejected"):
-        rescore(options, findings)
-    return show(findings, as_json=options.json)
-
-
-def rescore(options: argparse.Namespace, findings: Findings) -> None:
-    """Score and compare. Raises ConfigError if there is nothing to score, or the reward cannot be loaded."""
     run: Path = options.directory
     records = [record for path in chosen_files(run, options.steps) for record in read_records(path)]
     config = run_config(run, findings)
@@ -261,6 +227,7 @@ def rescore(options: argparse.Namespace, findings: Findings) -> None:
     _report_advantages(records, pairs, config, findings)
     for difference in _differences(stored, pairs, "stored"):
         findings.info("rescore.sample", difference)
+    return findings
 
 
 def chosen_files(run: Path, steps: str | None) -> list[Path]:

@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybridrl.agents.environments import Message
-from hybridrl.agents.environments.calls import KEY as FORMAT
 from hybridrl.agents.environments.calls import call_parser
 from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.agents.environments.template import TOOL
@@ -31,7 +30,7 @@ from hybridrl.config.findings import ConfigError, Findings
 from hybridrl.data.prompts import Prompt, PromptDataset
 from hybridrl.data.template_arguments import arguments_read, row_arguments
 from hybridrl.data.tokenizer import as_chat, end_tokens, load_tokenizer
-from hybridrl.tracking.console import Terminal
+from hybridrl.doctor import Result
 
 SAMPLE = 50_000  # prompts that are checked one by one; of a larger set as many, evenly spaced
 PERCENTILES = (50, 90, 99, 100)
@@ -221,40 +220,22 @@ TALK: list[Message] = [
 SAMPLED = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"
 
 
-def show_template(argv: list[str]) -> int:
-    """Return 1 if rows of several turns would differ from the template's text, else 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hybridrl.doctor template",
-        description="Check a model's chat template for episodes of several turns.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("model", metavar="MODEL", help="a directory, or a name on the Hugging Face hub")
-    parser.add_argument("--format", default="auto", help=f"of tool calls, as {FORMAT}")
-    parser.add_argument("--template", metavar="FILE", help="another template, as model.custom_chat_template")
-    options = parser.parse_args(argv)
-    console = Terminal(highlight=False)
-    try:
-        tokenizer = load_tokenizer(options.model, custom_chat_template=options.template, model_key="MODEL")
-        dialogue = Dialogue(tokenizer, ends := end_tokens(options.model, tokenizer))
-    except ConfigError as error:
-        console.print(Text(str(error)), style="bold red", soft_wrap=True)
-        return 1
+def show_template(options: argparse.Namespace) -> Result:
+    """Check a model's chat template for episodes of several turns. Fails if rows would differ from its text."""
+    tokenizer = load_tokenizer(options.model, custom_chat_template=options.template, model_key="MODEL")
+    dialogue = Dialogue(tokenizer, ends := end_tokens(options.model, tokenizer))
     differences = dialogue.check()
     written = {name: text for name, _, text in (item.partition(": ") for item in differences)}
-    table = Table.grid(padding=(0, 2))
-    for name, text in [
-        ("user turns", written.get("users", "exact")),
-        ("tools", written.get("tools", "exact")),
-        ("reasoning", "dropped after a new user message" if dialogue.strips_reasoning else "kept"),
-        ("tool calls", _calls(options.model, options.format, dialogue)),
-        ("arguments", _arguments(tokenizer)),
-        ("stop tokens", _names(tokenizer, ends)),
-        ("for tools", _names(tokenizer, dialogue.stop_ids) or "no further stop tokens"),
-    ]:
-        table.add_row(Text(name, "bold"), Text(text, overflow="fold"))
-    console.print(table)
-    console.print(_conversation(console, tokenizer, dialogue), soft_wrap=True)
-    return int(bool(differences))
+    facts = {
+        "user turns": written.get("users", "exact"),
+        "tools": written.get("tools", "exact"),
+        "reasoning": "dropped after a new user message" if dialogue.strips_reasoning else "kept",
+        "tool calls": _calls(options.model, options.format, dialogue),
+        "arguments": _arguments(tokenizer),
+        "stop tokens": _names(tokenizer, ends),
+        "for tools": _names(tokenizer, dialogue.stop_ids) or "no further stop tokens",
+    }
+    return Result(facts, [facts, partial(_conversation, tokenizer, dialogue)], failed=bool(differences))
 
 
 def _arguments(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -281,7 +262,7 @@ def _calls(model: str, format: str, dialogue: Dialogue) -> str:
     return f"{parser.format}, which {does} the template's {written!r}"
 
 
-def _conversation(console: Terminal, tokenizer: PreTrainedTokenizerBase, dialogue: Dialogue) -> Text:
+def _conversation(tokenizer: PreTrainedTokenizerBase, dialogue: Dialogue, console: Console) -> Text:
     """Return a conversation with its sampled tokens in colour, or in brackets where there are no colours."""
     for talk, tools in ((TALK, [TOOL]), ([*TALK[:1], *TALK[3:]], [])):
         try:

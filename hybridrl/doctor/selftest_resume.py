@@ -22,10 +22,8 @@ import psutil
 import torch
 
 from hybridrl.checkpoint.read import read_shards
-from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.files import SHARDS
-from hybridrl.doctor import add_run_arguments
-from hybridrl.runtime.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REJECTED
+from hybridrl.doctor import Result, resolve
 from hybridrl.tracking.console import info
 from hybridrl.tracking.records import open_records, record_files
 
@@ -52,45 +50,33 @@ VICTIMS = {
 MACHINE_METRICS = re.compile(r"^(timing|perf/|rollout/)|\bagent_loop/|\btools/[^/]+/seconds_p\d+$")
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hybridrl.doctor selftest-resume", description=__doc__)
-    add_run_arguments(parser, "the run's keys, as for hybridrl.main_ppo")
-    parser.add_argument("--steps", type=int, default=4, help="length of the run")
-    parser.add_argument("--kills", type=int, default=3, help="number of kills")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and processes of the kills")
-    place = "where both runs are kept; default: a temporary directory, deleted if the test passes"
-    parser.add_argument("--dir", help=place)
-    arguments = parser.parse_intermixed_args(argv)
-    path, name = arguments.config_path, arguments.config_name
-    try:
-        config = load_ppo_config(arguments.overrides, config_name=name, config_dir=path, report=info)
-    except ConfigError as error:
-        info(f"error: {error}")
-        return EXIT_REJECTED
-    directory = Path(arguments.dir or tempfile.mkdtemp(prefix="selftest-resume-")).absolute()
-    info(f"a run of {arguments.steps} steps, and the same with {arguments.kills} kills, in {directory}")
-    words = ["--config-path", str(path), "--config-name", name, *arguments.overrides]
-    test = Selftest(words, config.critic.enable, arguments.steps, directory)
+def run(options: argparse.Namespace) -> Result:
+    config, count = resolve(options).accept(report=info), options.kills
+    directory = Path(options.dir or tempfile.mkdtemp(prefix="selftest-resume-")).absolute()
+    info(f"a run of {options.steps} steps, and the same with {count} kills, in {directory}")
+    words = ["--config-path", str(options.config_path), "--config-name", options.config_name, *options.overrides]
+    test = Selftest(words, config.critic.enable, options.steps, directory)
     try:
         test.run_unbroken()
-        kills = draw_kills(random.Random(arguments.seed), arguments.kills, arguments.steps, test.step_seconds)
+        kills = draw_kills(random.Random(options.seed), count, options.steps, test.step_seconds)
         problems = test.run_killed(directory / "killed", kills)
     except RunFailed as failure:
-        info(f"failed: {failure}")
-        return EXIT_FAILED
+        return Result({"failed": str(failure)}, [f"failed: {failure}"], failed=True)
     except KeyboardInterrupt:
-        info(f"stopped; the runs so far are in {directory}")
-        return EXIT_INTERRUPTED
-    info(f"complete steps that were trained again after a kill: {', '.join(map(str, test.lost)) or 'none'}")
+        info(f"the runs so far are in {directory}")
+        raise
+    lines = [f"complete steps that were trained again after a kill: {', '.join(map(str, test.lost)) or 'none'}"]
     if problems:
-        info("\n".join(problems[:SHOWN] + [f"... {len(problems) - SHOWN} more"] * (len(problems) > SHOWN)))
+        lines += problems[:SHOWN] + [f"... {len(problems) - SHOWN} more"] * (len(problems) > SHOWN)
         fix = "" if config.trainer.deterministic else "; try trainer.deterministic=true"
-        info(f"failed: the killed run differs from the unbroken one or lost steps, both are in {directory}{fix}")
-        return EXIT_FAILED
-    info(f"{arguments.kills} kills, and the run ended as the unbroken one, bit for bit; no process was left running")
-    if not arguments.dir:
-        shutil.rmtree(directory)
-    return 0
+        lines.append(
+            f"failed: the killed run differs from the unbroken one or lost steps, both are in {directory}{fix}"
+        )
+    else:
+        lines.append(f"{count} kills, and the run ended as the unbroken one, bit for bit; no process was left running")
+        if not options.dir:
+            shutil.rmtree(directory)
+    return Result({"kills": test.kills, "lost": test.lost, "problems": problems}, lines, failed=bool(problems))
 
 
 class RunFailed(RuntimeError):

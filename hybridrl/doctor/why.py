@@ -4,12 +4,10 @@ Reads what a run leaves in its directory, however it ended, and writes nothing. 
 docs/errors.md.
 """
 
-import contextlib
-import json
+import argparse
 import re
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -19,10 +17,9 @@ from statistics import median
 import psutil
 
 from hybridrl.config.values import value_of
-from hybridrl.doctor import directory_parser
+from hybridrl.doctor import Result
 from hybridrl.runs.directory import ACTORS, RunDirectory
 from hybridrl.runtime.guard import oom_kills
-from hybridrl.tracking.console import print_text
 from hybridrl.tracking.faults import ACTOR, FILE, FINISHED, PAGE, REQUESTED, STOPPED
 from hybridrl.tracking.secrets import mask_text, remember
 from hybridrl.tracking.sink import STEP_SECONDS
@@ -188,20 +185,9 @@ def _shown(text: str) -> str:
     return line if len(line) <= SHOWN else f"{line[:SHOWN]} ..."
 
 
-def main(argv: list[str]) -> int:
-    parser = directory_parser(
-        "why",
-        "How a run is, or why it ended, and the command to continue with.",
-        epilog="exit status: 0 it runs or has finished, 1 otherwise, 2 the command cannot be parsed",
-        as_json="code, cause and command",
-    )
-    arguments = parser.parse_args(argv)
-    with contextlib.redirect_stdout(sys.stderr):  # standard output has the verdict only
-        remember(RunDirectory(arguments.directory, lambda *_: None).config)
-        verdict = diagnose(arguments.directory)
+def run(options: argparse.Namespace) -> Result:
+    remember(RunDirectory(options.directory, lambda *_: None).config)
+    verdict = diagnose(options.directory)
     verdict = replace(verdict, cause=mask_text(verdict.cause), command=mask_text(verdict.command))
-    if arguments.json:
-        print(json.dumps(asdict(verdict), indent=2))
-    else:
-        print_text(f"why:  {verdict.cause} [{verdict.code}]\nnext: {verdict.command}\n      ({PAGE}#{verdict.code})")
-    return int(verdict.code not in WELL)
+    text = f"why:  {verdict.cause} [{verdict.code}]\nnext: {verdict.command}\n      ({PAGE}#{verdict.code})"
+    return Result(asdict(verdict), [text], failed=verdict.code not in WELL)

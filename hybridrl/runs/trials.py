@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -35,7 +34,6 @@ from hybridrl.health.rules import KEY as RULES
 from hybridrl.plugins import load, trials
 from hybridrl.required import required
 from hybridrl.runs.settings import build_algorithm, build_policy_plan
-from hybridrl.tracking.console import Terminal
 from hybridrl.tracking.sink import SampleRow, Sink
 
 ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -308,40 +306,16 @@ def _kind(value: Any) -> str:
 SUPPOSED = ("data.train_files=rows.jsonl", "actor_rollout_ref.model.path=some/model", "actor_rollout_ref.rollout.n=4")
 
 
-def main(argv: list[str]) -> int:
-    """Return 1 if a run would reject the function, else 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hybridrl.doctor algorithm",
-        description="Call a custom estimator or loss with made-up groups; shows what it returns, next to grpo or ppo.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "name", metavar="FILE.py:NAME", help="an estimator, or a loss: its first parameter is log_probs"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the run: parameters, rollout.n, own")
-    options = parser.parse_args(argv)
-    console = Terminal(highlight=False)
-    try:
-        first = next(iter(signature(load_function(options.name, "algorithm")).parameters), "")
-        is_loss = first == "log_probs"
-        config = _configuration([*SUPPOSED, f"{LOSS if is_loss else ESTIMATOR}={options.name}", *options.overrides])
-        if is_loss:
-            table = _losses(options.name, build_policy_plan(config).loss.parameters)
-        else:
-            estimator = build_algorithm(config).estimator
-            table = _advantages(options.name, estimator, config.algorithm, config.actor_rollout_ref.rollout.n)
-    except ConfigError as error:
-        console.print(Text(str(error)), style="bold red", soft_wrap=True)
-        return 1
-    console.print(table)
-    return 0
-
-
-def _configuration(overrides: list[str]) -> PPOConfig:
-    resolved = resolve_config(PPOConfig, overrides, SHIPPED[PPOConfig], CONF, offline=True)
-    resolved.findings.close()
-    assert resolved.config is not None
-    return resolved.config
+def show_function(options: argparse.Namespace) -> Table:
+    """Return a table of what a custom estimator or loss returns. Raises ConfigError if a run would reject it."""
+    first = next(iter(signature(load_function(options.name, "algorithm")).parameters), "")
+    is_loss = first == "log_probs"
+    overrides = [*SUPPOSED, f"{LOSS if is_loss else ESTIMATOR}={options.name}", *options.overrides]
+    config = resolve_config(PPOConfig, overrides, SHIPPED[PPOConfig], CONF, offline=True).accept()
+    if is_loss:
+        return _losses(options.name, build_policy_plan(config).loss.parameters)
+    estimator = build_algorithm(config).estimator
+    return _advantages(options.name, estimator, config.algorithm, config.actor_rollout_ref.rollout.n)
 
 
 def _advantages(name: str, estimator: Callable[[Batch], Any], algorithm: AlgorithmConfig, samples: int) -> Table:

@@ -5,7 +5,7 @@ The shell runs `hybridrl` with a variable set, and prints what it writes: here, 
 
 import argparse
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import argcomplete
@@ -32,12 +32,17 @@ NAMES = {
 }
 
 
-def answer_shell(commands: Iterable[str]) -> None:
-    """Write the completions of the line that the shell has; ends the process."""
+def answer_shell(commands: Iterable[str], of_doctor: Mapping[str, str]) -> None:
+    """Write the completions of the line that the shell has; ends the process. `of_doctor`: its commands' uses."""
+
+    def completer(prefix: str, parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
+        uses = of_doctor if parsed_args.command == "doctor" and not parsed_args.words else {}
+        return {**uses, **completions(parsed_args.command, prefix)}
+
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("command", choices=list(commands))
     words: Any = parser.add_argument("words", nargs="*")
-    words.completer = lambda prefix, parsed_args, **_: completions(parsed_args.command, prefix)
+    words.completer = completer
     argcomplete.autocomplete(parser, always_complete_options=False)
 
 

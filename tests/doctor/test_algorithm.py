@@ -55,9 +55,9 @@ def test_a_loss_is_shown_with_its_gradient(doctor: Doctor, file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
-        ("broken", [], "advantages is a tensor [8]; return advantages and returns"),
-        ("nothing", [], "mine.py has no function nothing; it has centered, plain, broken"),
-        ("centered", ["algorithm.gama=1"], "unknown key algorithm.gama; nearest: algorithm.gamma"),
+        ("broken", [], "advantages is a tensor [8] -> return advantages and returns"),
+        ("nothing", [], "mine.py has no function nothing -> it has centered, plain, broken"),
+        ("centered", ["algorithm.gama=1"], "unknown key algorithm.gama -> nearest: algorithm.gamma"),
     ],
 )
 def test_what_a_run_would_reject_is_rejected(doctor: Doctor, file: Path, name: str, words: list[str], message: str):

@@ -122,4 +122,4 @@ def test_a_process_may_end_while_those_that_use_something_are_searched(own_root,
 def test_a_directory_that_is_not_there_is_a_usage_error(own_root, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         doctor.main(["clean", str(tmp_path / "none")])
-    assert "there is no directory" in capsys.readouterr().err
+    assert "there is no such directory" in capsys.readouterr().err

@@ -4,6 +4,8 @@ import re
 import runpy
 from pathlib import Path
 
+from hybridrl.doctor.__main__ import COMMANDS
+
 TOP = Path(__file__).parents[2]
 CODES = r'\b(?:error|warn|info|report|gathered)\(\s*f?"([a-z]+\.[\w.-]+)'
 
@@ -14,7 +16,8 @@ def test_the_page_lists_every_code() -> None:
     modules = re.findall(r"from hybridrl\.doctor\.(\w+) import", imports)
     files = [full, *(full.with_name(f"{name}.py") for name in modules), TOP / "hybridrl" / "runs" / "reward_trial.py"]
     text = "".join(file.read_text(encoding="utf-8") for file in [*files, full.with_name("reward.py")])
-    codes = {code.rstrip(".") for code in re.findall(CODES, text) if not code.startswith("rescore.")}
+    codes = {code.rstrip(".") for code in re.findall(CODES, text)} | {item.rejection for item in COMMANDS.values()}
+    codes = {code for code in codes if code and not code.startswith("rescore.")}
     table = (TOP / "docs" / "doctor.md").read_text(encoding="utf-8").split("## Codes")[1]
     listed = {code for row in re.findall(r"^\| (`.+?`) \|", table, re.M) for code in re.findall(r"`([^`]+)`", row)}
     assert codes == {code.removesuffix(".*") for code in listed}

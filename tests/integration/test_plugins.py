@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.plugins import PLUGINS, further_commands, load, names
+from hybridrl.plugins import PLUGINS, additions, load, names
 
 ENTRIES = """[hybridrl.plugins]
 engine.mine = mine.engine:ENTRY
@@ -18,6 +18,7 @@ reward_manager.doubled = mine.rewards:doubled
 carried.doubt = mine.losses:DOUBT
 command.greet = mine.greet
 rows.counted = mine.rows:files
+doctor.count = mine.checks:COUNT
 trial.mine = mine.trial:TRIAL
 page = mine.greet:page
 """
@@ -101,6 +102,18 @@ def files(rest):
     file.write_text("".join(json.dumps(row) + chr(10) for row in prompts))
     return [file]
 """
+CHECKS = """
+from hybridrl.config import ConfigError
+from hybridrl.doctor import Command, argument
+
+def run(options):
+    if options.number > 9:
+        raise ConfigError(f"{options.number} is too large", fix="name a digit")
+    print("counting")
+    return {"counted": options.number}
+
+COUNT = Command("N: counts to N", [argument("number", type=int)], run)
+"""
 TRIAL = """
 from hybridrl.runs.trials import Trial
 
@@ -117,7 +130,7 @@ def run(tmp_path: Path) -> Run:
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(ENTRIES)
-    codes = {"engine": ENGINE, "losses": LOSSES, "rewards": REWARDS, "greet": GREET, "rows": ROWS}
+    codes = {"engine": ENGINE, "losses": LOSSES, "rewards": REWARDS, "greet": GREET, "rows": ROWS, "checks": CHECKS}
     files = {"__init__": "", **codes, "script": SCRIPT, "trial": TRIAL}
     for name, code in files.items():
         (package / f"{name}.py").write_text(code)
@@ -144,8 +157,17 @@ def test_a_command_is_run_by_its_name(run: Run) -> None:
 
 
 def test_a_plug_in_takes_the_place_of_no_command(run: Run) -> None:
-    code = "from hybridrl.plugins import further_commands as of; print(of(['train', 'eval']), of(['greet']))"
-    assert run("-c", code) == "{'greet': 'mine.greet'} {}\n" and further_commands([]) == {}
+    code = "from hybridrl.plugins import additions as of; print(of('command', ['train']), of('command', ['greet']))"
+    assert run("-c", code) == "{'greet': 'mine.greet'} {}\n" and additions("command", []) == {}
+
+
+def test_a_command_of_the_doctor_is_listed_and_imported_only_if_it_is_named(run: Run) -> None:
+    assert run("-m", "hybridrl.doctor", "count", "3") == "counted  3\ncounting\n"
+    assert json.loads(run("-m", "hybridrl.doctor", "count", "3", "--json").removesuffix("counting\n")) == {"counted": 3}
+    assert run("-m", "hybridrl", "doctor", "count", "12") == "error: 12 is too large; name a digit\n"
+    assert "count mine.checks:COUNT" in run("-m", "hybridrl", "doctor", "--help")
+    code = "import sys; from hybridrl.doctor.__main__ import main; main(['keys', 'temperature']); print(*sys.modules)"
+    assert "mine" not in run("-c", code).split()
 
 
 def test_a_trial_is_run_if_another_name_of_its_distribution_is_asked_for(run: Run) -> None:
