@@ -5,8 +5,8 @@ python scripts/benchmark/pretrained.py --model DIR [--only NAME ...] [--out DIR]
 Each case is what a user does, by its commands, on the questions of recipes/pretrained: a causal language model without
 a chat template is enough. The cases run one after another, and memory is the largest sum of the proportional set sizes
 of their processes. A case that is complete in --out is not repeated. Exits with status 1 if a case failed: a command
-did, engine and trainer differ by more than rounding, or a result is not what it must be. Gemma 3 270M takes 25 minutes
-on two cores, and 19 GiB (with a critic).
+did, engine and trainer differ by more than rounding, or a result is not what it must be. Gemma 3 270M takes an hour on
+two cores, and 17 GiB (with a critic).
 """
 
 import json
@@ -102,7 +102,7 @@ def sft(bench: Bench) -> str:
     losses = [values["train/loss"] for values in metrics.values() if "train/loss" in values]
     held_out = [values["val/loss"] for values in metrics.values() if "val/loss" in values]
     after = evaluation(bench, "sft", directory / "run" / f"global_step_{steps}")
-    return f"loss {losses[0]:.3f} to {losses[-1]:.3f}, held out {held_out[0]:.3f} to {held_out[-1]:.3f}; {after}"
+    return f"loss {losses[0]:.3f} to {losses[-1]:.3f}, held out {held_out[-1]:.3f} afterwards; {after}"
 
 
 def grpo(bench: Bench) -> str:
