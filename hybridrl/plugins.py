@@ -10,6 +10,9 @@ distributions, which replace a name or add one by an entry point of the group `h
     "carried.mine" = "my_package.fields:MINE"             # reads=("mine",): a core.carried.Carried
     "trial.mine" = "my_package.trial:TRIAL"               # a runs.trials.Trial, if another of these names is used
     "doctor.mine" = "my_package.checks:MINE"              # hybridrl doctor mine: a doctor.Command
+    "signal.mine" = "my_package.fields:SIGNAL"            # fills it before the advantages: a core.algorithms Signal
+    "model.other" = "my_package.models:other"             # other(configuration): a frozen RankModel that a signal names
+    "term.mine" = "my_package.losses:TERM"                # terms=("mine",) of a custom loss: a config.catalog.LossTerm
 
 This module imports nothing of hybridrl; `load` imports the object of a name.
 """
@@ -59,7 +62,7 @@ def load(name: str) -> Any:
 
 
 def names(kind: str) -> list[str]:
-    """Return the names of a kind: carried, command, doctor, engine, reward_manager, rows or trial."""
+    """Return the names of a kind: carried, command, doctor, engine, reward_manager, rows, signal, term or trial."""
     return [name.removeprefix(f"{kind}.") for name in places_by_name() if name.startswith(f"{kind}.")]
 
 

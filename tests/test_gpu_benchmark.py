@@ -12,7 +12,7 @@ import pytest
 from hybridrl.config import PPOConfig
 from hybridrl.core.cluster import Group, RemoteFailure
 from hybridrl.core.rollout.engine import RolloutEngine
-from hybridrl.core.training.worker_group import UpdatePlan
+from hybridrl.core.training.planning import UpdatePlan
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "benchmark"
 

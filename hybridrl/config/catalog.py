@@ -77,7 +77,32 @@ class PolicyLoss:
     token_selector: str | Callable[..., Any] | None = None
     selectable: bool = True
     reads: tuple[str, ...] = ()  # names of carried fields
+    terms: tuple[str, ...] = ()  # names of plug-ins `term.NAME`: further terms of the loss
     paper: str = ""
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A term of the policy's loss: `weight` times the weighted sum of its tokens' losses, logged as `NAME_loss`.
+
+    `function` ("module:function") maps a model's outputs (`TokenOutputs`) and the rows of a micro-batch to the loss per
+    response token and to statistics per token; the policy's term, POLICY_TERM, names a policy loss instead. Keyword
+    arguments are `parameters` and the values of the policy loss. Outputs and fields of the batch are 0 on tokens that
+    the policy did not write. `by_token`: the loss of a token does not depend on other tokens' outputs.
+    """
+
+    name: str
+    function: str
+    weight: float = 1.0
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()  # fields of the batch, and names of carried fields, that are sent to the ranks
+    outputs: tuple[
+        Literal["entropies", "entropy_gradient", "sum_pi_squared"], ...
+    ] = ()  # beside log-probs (OutputSpec)
+    against: str = ""  # the model with which the policy is compared over the whole vocabulary
+    mask: str = ""  # a bool field per row or response token: only its tokens count, with divisors of their own
+    aggregation: Aggregation | None = None  # None: that of the run
+    by_token: bool = True
 
 
 _PLACE = "hybridrl.core.algorithms.estimators"
@@ -136,6 +161,21 @@ _POLICY_LOSSES = (
     PolicyLoss("reinforce", f"{_LOSSES}:reinforce", (), {}, True, selectable=False),
     PolicyLoss("likelihood", f"{_LOSSES}:likelihood", (), {}, True, selectable=False)
 )  # fmt: skip
+
+POLICY_TERM = "pg"
+# Fields that every policy loss may read, as well as `response_mask` and its `reads`.
+POLICY_READS = (
+    "old_log_probs",
+    "reference_log_probs",
+    "rollout_log_probs",
+    "advantages",
+    "importance_weights",
+    "chosen",
+)
+_TERMS = "hybridrl.core.training.losses"
+ENTROPY = LossTerm("entropy", f"{_TERMS}:entropy", outputs=("entropies", "entropy_gradient"))
+SAMPLED_KL = LossTerm("kl", f"{_TERMS}:sampled_kl", reads=("reference_log_probs",))
+FULL_KL = LossTerm("kl", f"{_TERMS}:full_kl", against="reference")
 
 ESTIMATORS = {entry.name: entry for entry in _ESTIMATORS}
 POLICY_LOSSES = {entry.name: entry for entry in _POLICY_LOSSES}

@@ -17,7 +17,7 @@ A field that no station of the step has filled yet is None.
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ class Batch:
     sample: Tensor = field(metadata=ROW)  # [B] int64
     episode: Tensor | None = field(default=None, metadata=ROW)  # [B] int64
     episode_tokens: Tensor | None = field(default=None, metadata=ROW)  # [B] float32: written in all of its rows
+    masked_tokens: Tensor | None = field(default=None, metadata=ROW)  # [B, masks] the same within masks of the loss
     rewards: Tensor | None = field(default=None, metadata=ROW)  # [B] float32
     reward_parts: Tensor | None = field(default=None, metadata=ROW)  # [B, K] components of `rewards`
     greedy_rewards: Tensor | None = field(default=None, metadata=ROW)  # [B] of the prompt's greedy response
@@ -127,13 +128,45 @@ class Batch:
         lengths = torch.zeros_like(counts).index_add_(0, number, self.response_lengths)
         return whole._with({"response_lengths": lengths, **of_tokens})
 
-    def with_episode_tokens(self) -> "Batch":
-        """Return the same rows with the number of tokens that the policy wrote in all rows of each row's episode."""
+    def with_episode_tokens(self, masks: Sequence[str] = ()) -> "Batch":
+        """Return the same rows with the number of tokens that the policy wrote in all rows of each row's episode, and
+        how many of them are in each of these masks."""
         if self.episode is None:
             return self
-        written = self.per_row(required(self.response_mask).float())
-        of_episode = torch.zeros(int(self.episode.max()) + 1).index_add_(0, self.episode, written)
-        return replace(self, episode_tokens=of_episode[self.episode])
+        narrowed = [self, *(self.masked(name) for name in masks)]
+        written = torch.stack([rows.per_row(required(rows.response_mask).float()) for rows in narrowed], -1)
+        of_episode = written.new_zeros(int(self.episode.max()) + 1, len(narrowed)).index_add_(0, self.episode, written)
+        tokens, *masked = of_episode[self.episode].unbind(-1)
+        return replace(self, episode_tokens=tokens, masked_tokens=torch.stack(masked, -1) if masked else None)
+
+    def masked(self, name: str, number: int = 0) -> "Batch":
+        """Return the same rows; their response mask has only the tokens in the bool field `name`, which has this number
+        among the masks of the loss."""
+        inside, axis = self.value(name), AXES.get(name) or declared(name).axis
+        if inside is None:
+            inside = torch.zeros_like(required(self.response_mask))
+        elif axis == "row":
+            inside = inside[self.response_row]
+        tokens = self.masked_tokens if self.masked_tokens is None else self.masked_tokens[:, number]
+        return replace(self, response_mask=required(self.response_mask) & inside, episode_tokens=tokens)
+
+    def value(self, name: str) -> Tensor | None:
+        """Return the values of a field or of a carried field; None if it is not filled."""
+        return vars(self)[name] if name in AXES else self.carried.get(name)
+
+    def put(self, name: str, values: Tensor | None, rows: Tensor | None = None) -> "Batch":
+        """Return the same rows with these values of a field, of all rows or only of some: the others keep their values,
+        or get the field's absent value. None empties the field."""
+        if rows is not None and values is not None:
+            axis = AXES.get(name) or declared(name).axis
+            lengths, before = self._lengths.get(axis, torch.ones_like(self.group)), self.value(name)
+            if before is None:
+                absent = 0 if name in AXES else declared(name).absent
+                before = values.new_full((int(lengths.sum()), *values.shape[1:]), absent)
+            values = before.index_copy(0, spans(lengths, rows), values)
+        if name in AXES:
+            return self._with({name: values})
+        return replace(self, carried=self.carried if values is None else {**self.carried, name: values})
 
     def select(self, rows: Tensor | Sequence[int]) -> "Batch":
         """Return these rows, in this order."""
@@ -209,7 +242,7 @@ class Batch:
         for name, value in self.carried.items():
             yield name, declared(name).lengths or declared(name).axis, value
 
-    def _with(self, values: dict[str, Tensor]) -> "Batch":
+    def _with(self, values: dict[str, Any]) -> "Batch":
         """Return the same rows with other values of fields, carried ones among them."""
         carried = {name: values.pop(name, value) for name, value in self.carried.items()}
         return replace(self, **values, carried=carried)

@@ -83,11 +83,11 @@ class HybridEngine:
 
     def _switch(self, version: int) -> None:
         with self.watch("update_weights"):
-            self._move_trainers(to_host=True, policy=False)  # the critic has nothing to publish
+            self._move_trainers(to_host=True, actor=False)  # other models have nothing to publish
             self.fleet.wake("weights")
             self.sync.publish(version)
         with self.watch("switch"):
-            self._move_trainers(to_host=True, critic=False)
+            self._move_trainers(to_host=True, others=False)
             self.fleet.wake("kv_cache")
             self.sync.verify()
 
@@ -106,11 +106,11 @@ class HybridEngine:
     def _enter(self, mode: Mode) -> None:
         self.mode, self.client.available = mode, mode is Mode.ROLLOUT or not self.shared
 
-    def _move_trainers(self, *, to_host: bool, policy: bool = True, critic: bool = True) -> None:
+    def _move_trainers(self, *, to_host: bool, actor: bool = True, others: bool = True) -> None:
         """Move the models, and record the memory of the rank with the most in use or the least free, in GiB."""
         if to_host and not self.shared:
             return
-        moves = {"to_host": to_host, "policy": policy, "critic": critic}
+        moves = {"to_host": to_host, "actor": actor, "others": others}
         memory = self.ranks.broadcast(TrainWorker.offload, timeout=self.timeout, **moves)
         for name in memory[0]:
             worst = min if name.endswith("free_gb") else max
@@ -140,9 +140,9 @@ class HybridEngine:
         """Rebuild a server that died while generating, with the same weights. The others keep generating."""
         with self.rebuilding:
             self._rebuild(index)
-            self._move_trainers(to_host=False, critic=False)
+            self._move_trainers(to_host=False, others=False)
             self.sync.restore(index)
-            self._move_trainers(to_host=True, critic=False)
+            self._move_trainers(to_host=True, others=False)
             self.sync.verify(index)
         return self.fleet.handle(index)
 

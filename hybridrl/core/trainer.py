@@ -224,15 +224,13 @@ class RLTask(Task):
         algorithm, workers = self.algorithm, self.workers
         collected = self.experience.collect(step)
         batch = workers.old_log_probs(collected.batch, algorithm, step)  # skipped where the update computes the same
-        if algorithm.needs_reference_log_probs:
-            batch = workers.reference_log_probs(batch)
-        if algorithm.uses_critic:
-            batch = workers.values(batch)
+        for signal in algorithm.signals:
+            batch = workers.fill(batch, signal)
         with self.watch("adv"):
             batch, metrics = algorithm.advantages(batch)
         batch, update_metrics = workers.update(batch, step)  # critic and policy, each in the steps that update it
-        if algorithm.uses_reference and _due(step, self.refresh_reference_every):
-            workers.refresh_reference()
+        if _due(step, self.refresh_reference_every):
+            workers.refresh("reference")
         self.sample_log.training_samples(step, collected.samples, batch)
         return metrics | update_metrics | self.watch.take() | self._step_metrics(collected, batch)
 

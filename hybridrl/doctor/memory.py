@@ -4,7 +4,7 @@ It is of a run from its second step on, when every buffer has been allocated. Si
 """
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -16,14 +16,13 @@ from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ActorConfig, CriticConfig
 from hybridrl.core.device import KEPT_BYTES
 from hybridrl.core.rollout.cache import cpu_cache_bytes
-from hybridrl.core.training.planning import MicroBatchBudget
-from hybridrl.core.training.worker import LearnerConfig
-from hybridrl.core.training.worker_group import CriticPlan
+from hybridrl.core.training.learner import RankModel
+from hybridrl.core.training.planning import MicroBatchBudget, UpdatePlan
 from hybridrl.doctor.machine import GIB, UTILIZATION
 from hybridrl.doctor.memory_sizes import ENTRY_BYTES, FULL, ITEMSIZE, Models, ModelSizes, Shard, read_models
 from hybridrl.plugins import load
 from hybridrl.runs.resume import ACTOR, PPO_SIZES, REF, ROLLOUT
-from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
+from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 from hybridrl.runs.setup import save_times
 
 # What follows from the numbers of parameters, or was measured: the rest is estimated, with errors up to 20%.
@@ -71,7 +70,7 @@ class PlannedModel(NamedTuple):
 
     name: str
     shard: Shard
-    config: LearnerConfig
+    config: RankModel
     section: ActorConfig | CriticConfig
     budget: MicroBatchBudget
 
@@ -89,21 +88,22 @@ class PlannedRun:
         config, models, section = self.config, self.models, self.config.actor_rollout_ref
         worker = ppo_worker_config(config, build_algorithm(config), Path(), steps=1)
         self.devices, self.device = config.trainer.n_gpus_per_node or 1, config.trainer.device
-        self.on_cpu, plan = self.device == "cpu", build_policy_plan(config)
-        self.learners, self.reference, self.reference_offloaded = [], None, False
-        policy = Shard(models.policy, worker.policy.fsdp, muon=worker.policy.optimizer.optimizer == "Muon")
-        self.learners = [PlannedModel("policy", policy, worker.policy, section.actor, plan.updates.budget)]
+        self.on_cpu = self.device == "cpu"
+        self.learners = list[PlannedModel]()
+        self.frozen = dict[str, tuple[Shard, bool]]()  # with whether it is offloaded
         # Forward passes without gradients by phase: the model, its budget, and whether it has a head of logits.
-        self.forwards = {"log-probs": [(policy, plan.log_prob_budget, True)]}
-        if worker.reference and models.reference:  # sharded as the policy is
-            self.reference = Shard(models.reference, worker.policy.fsdp, frozen=True)
-            self.reference_offloaded = worker.reference.fsdp_config.param_offload and not self.on_cpu
-            self.forwards["log-probs"].append((self.reference, plan.reference_budget, True))
-        if (learner := worker.critic) and models.critic:
-            values = CriticPlan.of(config.critic)
-            critic = Shard(models.critic, learner.fsdp, muon=learner.optimizer.optimizer == "Muon")
-            self.learners.append(PlannedModel("critic", critic, learner, config.critic, values.updates.budget))
-            self.forwards["critic update"] = [(critic, values.value_budget, False)]
+        self.forwards = defaultdict[str, list[tuple[Shard, MicroBatchBudget, bool]]](list)
+        trained = {"actor": (section.actor, section), "critic": (config.critic, config.critic)}
+        for name, sizes in models.sizes.items():
+            entry, language = worker.models[name], worker.models[name].head == "language"
+            muon = entry.trained is not None and entry.trained.optimizer.optimizer == "Muon"
+            shard = Shard(sizes, entry.fsdp, muon=muon, frozen=entry.trained is None)
+            if entry.trained is None:
+                self.frozen[name] = shard, entry.fsdp.offload_policy and not self.on_cpu
+            else:
+                (part, planned), label = trained[name], "policy" if name == "actor" else name
+                self.learners.append(PlannedModel(label, shard, entry, part, UpdatePlan.of(planned).budget))
+            self.forwards["log-probs" if language else "critic update"].append((shard, entry.budget, language))
         self._plan_engine(models.policy)
 
     def _plan_engine(self, sizes: ModelSizes) -> None:
@@ -149,8 +149,8 @@ def trainer_memory(run: PlannedRun, phase: str) -> Bytes:
         memory[parameters] += shard.parameters * (starting if everything else not leaves)
         memory[moments] += shard.moments * (not everything and not fsdp.optimizer_offload)
         memory["gradients"] += shard.gradients * (phase == f"{name} update" and not everything)
-    if run.reference and (starting or not run.reference_offloaded):
-        memory["reference"] += run.reference.parameters
+    for name, (shard, offloaded) in run.frozen.items():
+        memory[name] += shard.parameters * (starting or not offloaded)
     memory.update(_working(run, phase))
     if phase == "weight sync" or (run.on_cpu and not starting):  # on CPU they are kept
         memory["sync buckets"] += run.models.bucket
@@ -189,8 +189,8 @@ def host_memory(run: PlannedRun, phase: str = HOST) -> Bytes:
         memory["gradients"] = max(memory["gradients"], shard.gradients * everything)  # one update at a time
         staged = shard.gradients * ("model" in saved) + shard.moments * ("optimizer" in saved)
         memory["checkpoint staging"] += staged * (saves and (not run.on_cpu or phase in STAGED))
-    if run.reference and run.reference_offloaded:
-        memory["reference"] += run.reference.parameters
+    for name, (shard, offloaded) in run.frozen.items():
+        memory[name] += shard.parameters * offloaded
     memory["sleeping base"] += run.base  # torch keeps page-locked memory for the next sleep
     memory = Bytes({kind: run.devices * size for kind, size in memory.items()})
     devices = (run.devices + run.engine_devices) / 2  # assumed, if apart: each has half of a device's processes

@@ -5,6 +5,7 @@ docs/memory.md has the measurements.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from hybridrl.core.training.lora import add_adapter
 from hybridrl.core.training.model import blank_language_model, blank_value_model, without_pairs
 from hybridrl.core.training.token_outputs import tokens_at_once
 from hybridrl.core.weights.buckets import buffer_bytes, plan_buckets
+from hybridrl.runs.models import SECTIONS
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -100,30 +102,32 @@ def _fused(model: PreTrainedModel) -> list[int]:
 
 
 class Models(NamedTuple):
-    """The models of a run; `bucket` is the size of the weight sync buffers in bytes."""
+    """The models that take memory on a rank, by name; `bucket` is the size of the weight sync buffers in bytes."""
 
-    policy: ModelSizes
+    sizes: Mapping[str, ModelSizes]
     bucket: int
-    reference: ModelSizes | None
-    critic: ModelSizes | None
+
+    @property
+    def policy(self) -> ModelSizes:
+        return self.sizes["actor"]
 
 
 def read_models(config: PPOConfig) -> Models:
     """Read all models' sizes. Raises OSError, ValueError or ConfigError if one cannot be read or trained."""
     section, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     worker = ppo_worker_config(config, build_algorithm(config), Path(), steps=1)
-    policy, fsdp = blank(section.model, "actor_rollout_ref.model"), section.actor.fsdp_config
+    models = {
+        name: blank(entry.model, SECTIONS.get(name, name), values=entry.head == "value")
+        for name, entry in worker.models.items()
+        if entry.weights != "base"
+    }
     try:
-        layer_classes(policy, fsdp.wrap_policy.transformer_layer_cls_to_wrap)
+        layer_classes(models["actor"], section.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap)
     except ValueError as error:
         raise ValueError(f"actor_rollout_ref.actor.{error}") from error
-    reference = critic = None
-    if worker.reference:
-        reference = ModelSizes(blank(worker.reference_model, "actor_rollout_ref.ref.model"), fsdp)
-    if worker.critic:
-        critic = ModelSizes(blank(config.critic.model, "critic.model", values=True), config.critic.fsdp)
     limit = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-    return Models(ModelSizes(policy, fsdp), sync_buffer(policy, rollout.dtype or "float32", limit), reference, critic)
+    buffer = sync_buffer(models["actor"], rollout.dtype or "float32", limit)
+    return Models({name: ModelSizes(model, worker.models[name].fsdp) for name, model in models.items()}, buffer)
 
 
 def blank(config: ModelConfig, key: str, *, values: bool = False) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch, spans
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.worker import TrainWorker
-from hybridrl.core.training.worker_group import POLICY_FIELDS, TrainWorkers
+from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.doctor import Result, load_config
 from hybridrl.runs.prepare import decoder_elsewhere
 from hybridrl.runs.ranks import training_ranks
@@ -69,11 +69,12 @@ def response_norms(workers: TrainWorkers, batch: Batch, step: int) -> tuple[list
     episode = torch.arange(len(batch)) if batch.episode is None else batch.episode
     response = episode.unique_consecutive(return_inverse=True)[1]
     group, plan = workers.group, workers.policy
-    shared, devices = group.share(batch.with_episode_tokens().only(*POLICY_FIELDS)), plan.updates.budget.devices
+    masks, devices = plan.loss.masks, plan.updates.budget.devices
+    shared = group.share(batch.with_episode_tokens(masks).only(*plan.loss.reads, *workers.models["actor"].reads))
     mini_batches = plan.updates.mini_batches(batch.group, step)
     norms, whole = [0.0] * (int(response.max()) + 1), []
     for rows in map(list, mini_batches[: len(mini_batches) // plan.updates.epochs]):
-        totals, of_response = Divisors.of(batch.select(rows)), dict[int, list[int]]()
+        totals, of_response = Divisors.of(batch.select(rows), masks), dict[int, list[int]]()
         for row, number in zip(rows, response[rows].tolist(), strict=True):
             of_response.setdefault(number, []).append(row)
         numbers, parts = [*of_response], [*of_response.values(), rows]

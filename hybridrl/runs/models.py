@@ -1,7 +1,6 @@
 """The models of a run: one list, from the configuration, and a check that they all use the policy's token ids."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,15 @@ from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.data.tokenizer import read_tokenizer
+from hybridrl.runs.settings import rank_model
 
 POLICY, CRITIC = "actor_rollout_ref.model", "critic.model"
+SECTIONS = {"actor": POLICY, "reference": "actor_rollout_ref.ref.model", "critic": CRITIC}
 
 
 def run_models(config: PPOConfig, algorithm: Algorithm) -> dict[str, ModelConfig]:
-    """The models that a run computes with, by the keys of their sections; the policy is the first."""
-    section = config.actor_rollout_ref
-    models = {POLICY: section.model}
-    if algorithm.uses_reference:
-        reference = replace(section.model, path=section.ref.model.path, lora_rank=0, lora_adapter_path=None)
-        models["actor_rollout_ref.ref.model"] = reference
-    if algorithm.uses_critic:
-        models[CRITIC] = config.critic.model
-    return models
+    """The models that a run computes with, by the keys of their sections or their plug-ins; the policy is the first."""
+    return {SECTIONS.get(name, f"model.{name}"): rank_model(name, config).model for name in algorithm.models}
 
 
 def text_settings(model: ModelConfig) -> Any:

@@ -26,8 +26,9 @@ from hybridrl.core.hybrid_engine import HybridEngine, SeparateEngine
 from hybridrl.core.rollout import Sampling
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.trainer import RLTask, Schedule, Task
-from hybridrl.core.training.worker import TrainWorker, WorkerConfig
-from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.core.training.building import WorkerConfig
+from hybridrl.core.training.worker import TrainWorker
+from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
 from hybridrl.core.weights.sync import BroadcastSync, ColocatedSync
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.plugins import load as plugin
@@ -36,7 +37,7 @@ from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.rewards.score import FaultGuard, Shaping
 from hybridrl.runs.prepare import decoder_elsewhere, prepare, tokenizer_elsewhere
-from hybridrl.runs.ranks import padded_plans, start_train_workers
+from hybridrl.runs.ranks import padded_plan, start_train_workers
 from hybridrl.runs.resume import ResumePlan, plan_resume
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.sample_log import SampleLog
@@ -107,8 +108,9 @@ class PPOJob:
             engine = engine_fingerprint(section.model, section.rollout)
             spool = (directory / "spool", engine, score_fingerprint(config.reward, plan.identity.data))
         self.store = stack.enter_context(ResponseStore(*spool, whole_steps=whole, carries=carries))
-        plans = padded_plans(group, inputs.policy, inputs.critic, trainer.step_timeout)
-        return TrainWorkers(group, *plans, section.rollout.dtype, trainer.step_timeout)
+        rank_plan = RankPlan(worker.models, required(inputs.policy), inputs.critic)
+        rank_plan = padded_plan(group, rank_plan, trainer.step_timeout)
+        return TrainWorkers(group, rank_plan, section.rollout.dtype, trainer.step_timeout)
 
     def build(self, workers: TrainWorkers, tracker: Tracker) -> tuple[Task, dict[str, Stateful]]:
         config, rollout, trainer = self.config, self.config.actor_rollout_ref.rollout, self.config.trainer
@@ -150,7 +152,7 @@ class PPOJob:
             workers,
             evaluator,
             sample_log,
-            config.actor_rollout_ref.ref.refresh_freq,
+            config.actor_rollout_ref.ref.refresh_freq if "reference" in self.algorithm.models else -1,
         )
         parts = {
             "experience": experience,

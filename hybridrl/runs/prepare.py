@@ -28,6 +28,7 @@ from hybridrl.core.training.layout import expert_plan, tensor_plan
 from hybridrl.core.training.loading import load_settings
 from hybridrl.core.training.lora import add_adapter
 from hybridrl.core.training.model import pairs
+from hybridrl.core.training.planning import UpdatePlan
 from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan
 from hybridrl.data.conversations import ConversationDataset, Replay, load_conversations
 from hybridrl.data.order import Order, build_order
@@ -95,7 +96,7 @@ def prepare(config: PPOConfig, *, in_full: bool = False) -> RunInputs:
         inputs.policy = build_policy_plan(config)
     if config.critic.enable:
         with inputs.rejections.gathered():
-            inputs.critic = CriticPlan.of(config.critic)
+            inputs.critic = CriticPlan(config.critic, UpdatePlan.of(config.critic))
     run_trials(Subject(config), inputs.rejections)
     if inputs.rejections.errors and not in_full:
         return inputs

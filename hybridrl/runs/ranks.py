@@ -5,32 +5,30 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from hybridrl.config import PPOConfig
 from hybridrl.core.cluster import Group, RaySession, gather, spawn
 from hybridrl.core.cluster.group import START_LIMIT
-from hybridrl.core.training.planning import MicroBatchBudget
-from hybridrl.core.training.worker import TrainWorker, WorkerConfig
-from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan, TrainWorkers
+from hybridrl.core.training.building import WorkerConfig
+from hybridrl.core.training.planning import UpdatePlan
+from hybridrl.core.training.worker import TrainWorker
+from hybridrl.core.training.worker_group import CriticPlan, RankPlan, TrainWorkers
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import start_session
 from hybridrl.runtime.environment import worker_environment
 from hybridrl.tracking.console import info
 
-Plan = TypeVar("Plan", PolicyPlan, CriticPlan)
-
 
 @contextmanager
 def training_ranks(config: PPOConfig, directory: Path, logs: Path) -> Iterator[TrainWorkers]:
     """Yield training ranks for the run in `directory`, in a separate Ray and without rollout servers."""
-    trainer, algorithm = config.trainer, build_algorithm(config)
+    trainer, worker = config.trainer, ppo_worker_config(config, build_algorithm(config), directory, 1)
     with closing(start_session(trainer, config.ray_kwargs.ray_init)) as session:
         group = start_train_workers(session, logs)
-        build_models(group, ppo_worker_config(config, algorithm, directory, 1), trainer.startup_timeout)
-        critic = CriticPlan.of(config.critic) if algorithm.uses_critic else None
-        plans = padded_plans(group, build_policy_plan(config), critic, trainer.step_timeout)
-        yield TrainWorkers(group, *plans, config.actor_rollout_ref.rollout.dtype, trainer.step_timeout)
+        build_models(group, worker, trainer.startup_timeout)
+        critic = CriticPlan(config.critic, UpdatePlan.of(config.critic)) if "critic" in worker.models else None
+        plan = padded_plan(group, RankPlan(worker.models, build_policy_plan(config), critic), trainer.step_timeout)
+        yield TrainWorkers(group, plan, config.actor_rollout_ref.rollout.dtype, trainer.step_timeout)
 
 
 def start_train_workers(session: RaySession, logs: Path) -> Group:
@@ -53,19 +51,18 @@ def build_models(group: Group, worker: WorkerConfig, limit: float) -> None:
     gather(building, "start-up", limit, group.logs, key=START_LIMIT)
 
 
-def padded_plans(
-    group: Group, policy: PolicyPlan, critic: CriticPlan | None, timeout: float
-) -> tuple[PolicyPlan, CriticPlan | None]:
-    """Return the plans for the built models: rows are padded for a family whose layers mix packed rows."""
+def padded_plan(group: Group, plan: RankPlan, timeout: float) -> RankPlan:
+    """Return the plan for the built models: rows are padded for a family whose layers mix packed rows."""
     padded = group.broadcast(TrainWorker.padded, timeout=timeout)[0]
-    if padded["actor"] and not policy.updates.budget.padded:
-        policy = _padded(policy, "actor")
-    if critic is not None and padded["critic"] and not critic.updates.budget.padded:
-        critic = _padded(critic, "critic")
-    return policy, critic
-
-
-def _padded(plan: Plan, name: str) -> Plan:
-    info(f"{name}: its layers mix rows that are packed together, so rows are padded to the longest of a micro-batch")
-    budgets = {name: replace(old, padded=True) for name, old in vars(plan).items() if isinstance(old, MicroBatchBudget)}
-    return replace(plan, updates=replace(plan.updates, budget=replace(plan.updates.budget, padded=True)), **budgets)
+    for name, model in plan.models.items():
+        if padded[name] and not model.budget.padded:
+            info(f"{name}: its layers mix packed rows, so rows are padded to the longest of a micro-batch")
+            plan = replace(
+                plan, models={**plan.models, name: replace(model, budget=replace(model.budget, padded=True))}
+            )
+    policy, critic = plan.policy, plan.critic
+    if padded["actor"]:
+        policy = replace(policy, updates=policy.updates.padded())
+    if critic is not None and padded.get("critic"):
+        critic = replace(critic, updates=critic.updates.padded())
+    return replace(plan, policy=policy, critic=critic)

@@ -279,10 +279,10 @@ CHECKPOINTING = "model.enable_gradient_checkpointing"
 DYNAMIC = "log_prob_use_dynamic_bsz"
 PPO_SIZES = {
     "update_policy": _sizes(ACTOR, "ppo", "use_dynamic_bsz", f"actor_rollout_ref.{CHECKPOINTING}", *POLICY),
-    "log_probs": _sizes(ROLLOUT, "log_prob", DYNAMIC, *POLICY),
-    "reference_log_probs": _sizes(REF, "log_prob", DYNAMIC, f"{REF}.fsdp_config.param_offload", *POLICY),
+    "forward actor": _sizes(ROLLOUT, "log_prob", DYNAMIC, *POLICY),
+    "forward reference": _sizes(REF, "log_prob", DYNAMIC, f"{REF}.fsdp_config.param_offload", *POLICY),
     "update_critic": _sizes("critic", "ppo", "use_dynamic_bsz", f"critic.{CHECKPOINTING}", *CRITIC),
-    "values": _sizes("critic", "forward", "use_dynamic_bsz", *CRITIC),
+    "forward critic": _sizes("critic", "forward", "use_dynamic_bsz", *CRITIC),
 }
 SFT_SWITCHES = (CHECKPOINTING, "engine.fsdp_config.optimizer_offload")
 SFT_SIZES = {"update_policy": Sizes("data.max_token_len_per_gpu", None, None, SFT_SWITCHES)}
@@ -324,7 +324,8 @@ class Adjustments:
 
     def lower(self, error: OutOfMemory) -> str | None:
         """Change one setting so that the call takes less memory; returns its key, None if no setting is left."""
-        sizes = self.sizes.get(error.call.rpartition(".")[2])
+        method = error.call.rpartition(".")[2]
+        sizes = self.sizes.get(f"forward {error.model}" if method == "forward" else method)
         for key, value in (self.smaller(sizes, error.tokens) if sizes else {}).items():
             self.set(key, value)
             return key

@@ -3,60 +3,118 @@ of the inputs of responses and scores."""
 
 import hashlib
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
+from hybridrl import plugins
 from hybridrl.checkpoint.resume import code_fingerprint, fingerprint, flatten
 from hybridrl.config import ConfigError, SFTConfig
-from hybridrl.config.catalog import ACTOR_KEYS, BYPASS_LOSSES, ESTIMATOR_KEYS, PARAMETERS, SFT_POLICY_LOSS, disturbances
+from hybridrl.config.catalog import (
+    ACTOR_KEYS,
+    BYPASS_LOSSES,
+    ESTIMATOR_KEYS,
+    PARAMETERS,
+    SAMPLED_KL,
+    SFT_POLICY_LOSS,
+    Estimator,
+    LossTerm,
+    disturbances,
+)
 from hybridrl.config.compose import OWN
 from hybridrl.config.custom_code import script_path
-from hybridrl.config.schema import ActorRolloutRefConfig, CriticConfig, ModelConfig, OptimizerConfig, PPOConfig
-from hybridrl.config.schema_parts import AlgorithmConfig, RewardConfig, RolloutConfig
+from hybridrl.config.schema import (
+    ActorRolloutRefConfig,
+    CriticConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PPOConfig,
+    ReferenceConfig,
+)
+from hybridrl.config.schema_parts import RewardConfig, RolloutConfig
 from hybridrl.core.algorithms import Algorithm
-from hybridrl.core.algorithms.algorithm import bind, find_estimator, find_policy_loss
+from hybridrl.core.algorithms.algorithm import (
+    ForwardSpec,
+    Signal,
+    bind,
+    find_estimator,
+    find_policy_loss,
+    loss_terms,
+)
 from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement
 from hybridrl.core.algorithms.objective import KLWeight
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.rounding import coarser
+from hybridrl.core.training.building import WorkerConfig
+from hybridrl.core.training.learner import LearnerConfig, RankModel
 from hybridrl.core.training.losses import LossConfig
-from hybridrl.core.training.planning import MicroBatchBudget
-from hybridrl.core.training.worker import LearnerConfig, WorkerConfig
-from hybridrl.core.training.worker_group import SKIPPED_UPDATES, PolicyPlan, UpdatePlan
+from hybridrl.core.training.planning import MicroBatchBudget, UpdatePlan
+from hybridrl.core.training.worker_group import OLD_FIELDS, SKIPPED_UPDATES, PolicyPlan
 
 SCRIPT = re.compile(r"(.+\.py)(?::\w+)?")  # with the name of a function or without
 
 
 def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, steps: int) -> WorkerConfig:
-    section, critic, prompts = config.actor_rollout_ref, config.critic, config.data.train_batch_size
-    actor, ref = section.actor, section.ref
-    # With LoRA the policy without its adapter is the reference, unless another model is named.
-    separate = not section.model.lora_rank or ref.model.path != section.model.path
-    policy_steps = steps - max(config.trainer.critic_warmup - 1, 0)
-    per_step, critic_per_step = UpdatePlan.of(section).updates(prompts), UpdatePlan.of(critic).updates(prompts)
-    policy = LearnerConfig(section.model, actor.fsdp_config, located(actor.optim), policy_steps * per_step, per_step)
-    values = LearnerConfig(critic.model, critic.fsdp, located(critic.optim), steps * critic_per_step, critic_per_step)
+    section = config.actor_rollout_ref
     return WorkerConfig(
         device=config.trainer.device,
-        policy=policy,
+        models={name: rank_model(name, config, steps) for name in algorithm.models},
         collective_timeout=section.nccl_timeout,
         seed=config.trainer.seed,
         skipped_updates=str(directory.absolute() / SKIPPED_UPDATES),
-        reference=ref if algorithm.uses_reference and separate else None,
-        critic=values if algorithm.uses_critic else None,
-        replays_routes=actor.router_replay.mode == "R3",
+        replays_routes=section.actor.router_replay.mode == "R3",
     )
 
 
+def rank_model(name: str, config: PPOConfig, steps: int = 1) -> RankModel:
+    """A model of the training ranks for a run of `steps`: the one of a section, or a plug-in's."""
+    section, critic, prompts = config.actor_rollout_ref, config.critic, config.data.train_batch_size
+    model, actor, ref, rollout = section.model, section.actor, section.ref, section.rollout
+    match name:
+        case "actor":
+            per_step = UpdatePlan.of(section).updates(prompts)
+            policy_steps = steps - max(config.trainer.critic_warmup - 1, 0)
+            trained = LearnerConfig(located(actor.optim), policy_steps * per_step, per_step)
+            budget = log_prob_budget(section, rollout)
+            return RankModel(model, actor.fsdp_config, budget, trained=trained, reads=("routes",))
+        case "reference":
+            budget, fsdp = log_prob_budget(section, ref), actor.fsdp_config
+            plain = replace(model, path=ref.model.path, lora_rank=0, lora_adapter_path=None)
+            # With LoRA the policy without its adapter is the reference, unless another model is named.
+            if model.lora_rank and ref.model.path == model.path:
+                return RankModel(plain, fsdp, budget, weights="base")
+            own, offloads = ref.fsdp_config.wrap_policy, ref.fsdp_config.param_offload
+            fsdp = replace(fsdp, wrap_policy=own, offload_policy=offloads)
+            return RankModel(plain, fsdp, budget, weights="copy" if ref.refresh_freq > 0 else "own")
+        case "critic":
+            per_step = UpdatePlan.of(critic).updates(prompts)
+            trained = LearnerConfig(located(critic.optim), steps * per_step, per_step)
+            sizes = critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu
+            budget = MicroBatchBudget.of(critic.model, critic.fsdp, *sizes, critic.use_dynamic_bsz)
+            return RankModel(critic.model, critic.fsdp, budget, "value", trained)
+        case _:
+            return plugins.load(f"model.{name}")(config)
+
+
+def log_prob_budget(section: ActorRolloutRefConfig, forward: RolloutConfig | ReferenceConfig) -> MicroBatchBudget:
+    sizes = forward.log_prob_max_token_len_per_gpu, forward.log_prob_micro_batch_size_per_gpu
+    return MicroBatchBudget.of(section.model, section.actor.fsdp_config, *sizes, forward.log_prob_use_dynamic_bsz)
+
+
 def sft_worker_config(config: SFTConfig, directory: Path, steps: int) -> WorkerConfig:
+    fsdp, trained = config.engine.fsdp_config, LearnerConfig(located(config.optim), steps)
     return WorkerConfig(
         device=config.trainer.device,
-        policy=LearnerConfig(config.model, config.engine.fsdp_config, located(config.optim), steps),
+        models={"actor": RankModel(config.model, fsdp, sft_budget(config), trained=trained)},
         collective_timeout=config.engine.nccl_timeout,
         seed=config.trainer.seed,
         skipped_updates=str(directory / SKIPPED_UPDATES),
     )
+
+
+def sft_budget(config: SFTConfig) -> MicroBatchBudget:
+    tokens = config.data.max_token_len_per_gpu
+    return MicroBatchBudget.of(config.model, config.engine.fsdp_config, tokens, None, by_tokens=True)
 
 
 def located(config: OptimizerConfig) -> OptimizerConfig:
@@ -66,7 +124,7 @@ def located(config: OptimizerConfig) -> OptimizerConfig:
 
 
 def build_algorithm(config: PPOConfig) -> Algorithm:
-    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    algorithm = config.algorithm
     control, correction = algorithm.kl_ctrl, algorithm.rollout_correction
     entry, function = find_estimator(algorithm.adv_estimator)
     # Only here are the facts of a custom function known; the checks of the configuration do not import it.
@@ -79,51 +137,59 @@ def build_algorithm(config: PPOConfig) -> Algorithm:
     if "sum_pi_squared" in entry.reads and correction.bypass_mode:
         cause = f"{name} reads sum_pi_squared, which is not computed in bypass mode"
         raise ConfigError(cause, fix="set algorithm.rollout_correction.bypass_mode=false")
+    terms, kl = policy_terms(config), algorithm.kl_penalty if algorithm.use_kl_in_reward else None
     return Algorithm(
         estimator=bind(function, {key: vars(algorithm)[key] for key in ESTIMATOR_KEYS} | {OWN: config.own}),
         entry=entry,
-        uses_critic=bool(config.critic.enable),
-        kl_in_reward=algorithm.kl_penalty if algorithm.use_kl_in_reward else None,
+        kl_in_reward=kl,
         kl_weight=KLWeight(control.kl_coef, control.target_kl if control.type == "adaptive" else None, control.horizon),
-        kl_in_loss=actor.kl_loss_type if actor.use_kl_loss else None,
         correction=RolloutCorrection.of(algorithm),
         bypass=correction.bypass_mode,
+        signals=tuple(_signals(config, entry, terms, sampled_kl=kl not in (None, "full"))),
+        terms=terms,
     )
 
 
+def _signals(config: PPOConfig, entry: Estimator, terms: Sequence[LossTerm], *, sampled_kl: bool) -> Iterator[Signal]:
+    """Yield log-probs of the reference for a KL, values of the critic, and plug-ins for fields that the estimator or a
+    loss term reads."""
+    temperature, named = training_temperature(config.actor_rollout_ref.rollout), plugins.names("signal")
+    if sampled_kl or any(term.function == SAMPLED_KL.function for term in terms):
+        yield Signal(("reference_log_probs",), "reference", ForwardSpec(temperature), timing="ref")
+    if config.critic.enable:
+        yield Signal(("values",), "critic")
+    for name in dict.fromkeys([*entry.reads, *(name for term in terms for name in term.reads)]):
+        if name in named:
+            yield plugins.load(f"signal.{name}")
+
+
 def build_policy_plan(config: PPOConfig) -> PolicyPlan:
-    section = config.actor_rollout_ref
-    model, fsdp = section.model, section.actor.fsdp_config
-    budgets = [
-        MicroBatchBudget.of(
-            model,
-            fsdp,
-            forward.log_prob_max_token_len_per_gpu,
-            forward.log_prob_micro_batch_size_per_gpu,
-            forward.log_prob_use_dynamic_bsz,
-        )
-        for forward in (section.rollout, section.ref)
-    ]
+    section, algorithm = config.actor_rollout_ref, config.algorithm
+    model, exact = section.model, algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
+    spec = ForwardSpec(
+        training_temperature(section.rollout),
+        entropies=True,
+        sum_pi_squared="sum_pi_squared" in find_estimator(algorithm.adv_estimator)[0].reads,
+        against="reference" if exact else "",
+    )
     return PolicyPlan(
-        policy_loss_config(section, config.algorithm, config.own),
+        policy_loss_config(config),
         UpdatePlan.of(section),
-        *budgets,
-        with_sum_pi_squared="sum_pi_squared" in find_estimator(config.algorithm.adv_estimator)[0].reads,
+        Signal(OLD_FIELDS, "actor", spec, timing="old_log_prob"),
         # Activations are dropped at random only if the user configured it.
         stochastic=bool(model.lora_rank and model.lora.dropout) or bool(disturbances(model.override_config)),
         first_update=config.trainer.critic_warmup,
-        correction=RolloutCorrection.of(config.algorithm),
+        correction=RolloutCorrection.of(algorithm),
         agreement=build_agreement(section),
     )
 
 
 def sft_policy_plan(config: SFTConfig) -> PolicyPlan:
     """One update per step with the negative log-likelihood as its loss."""
-    fsdp, tokens = config.engine.fsdp_config, config.data.max_token_len_per_gpu
-    size = MicroBatchBudget.of(config.model, fsdp, tokens, None, by_tokens=True)
-    loss = LossConfig(SFT_POLICY_LOSS, "token-mean", scale=1.0, temperature=1.0, grad_clip=config.engine.grad_clip)
-    updates = UpdatePlan(config.data.train_batch_size, epochs=1, shuffle=False, seed=0, budget=size)
-    return PolicyPlan(loss, updates, log_prob_budget=size, reference_budget=size)
+    clip, terms = config.engine.grad_clip, loss_terms(SFT_POLICY_LOSS)
+    loss = LossConfig(terms, "token-mean", scale=1.0, temperature=1.0, grad_clip=clip)
+    updates = UpdatePlan(config.data.train_batch_size, epochs=1, shuffle=False, seed=0, budget=sft_budget(config))
+    return PolicyPlan(loss, updates)
 
 
 def build_agreement(section: ActorRolloutRefConfig) -> Agreement | None:
@@ -138,30 +204,36 @@ def build_agreement(section: ActorRolloutRefConfig) -> Agreement | None:
     return Agreement(LIMITS[rounded] if limit is None else limit, rounded)
 
 
-def policy_loss_config(
-    section: ActorRolloutRefConfig, algorithm: AlgorithmConfig, user_keys: dict[str, Any]
-) -> LossConfig:
-    actor, rollout, name = section.actor, section.rollout, section.actor.policy_loss.loss_mode
-    correction = algorithm.rollout_correction
-    bypass = RolloutCorrection.of(algorithm) if correction.bypass_mode else None
-    if correction.bypass_mode and BYPASS_LOSSES[correction.loss_type]:
-        name = BYPASS_LOSSES[correction.loss_type]
-    elif bypass is not None:
+def training_temperature(rollout: RolloutConfig) -> float:
+    """The temperature of all log-probs: that of sampling; 1 if responses are greedy."""
+    return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
+
+
+def policy_terms(config: PPOConfig) -> tuple[LossTerm, ...]:
+    """The terms of the policy's loss."""
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    name = (BYPASS_LOSSES[correction.loss_type] if correction.bypass_mode else None) or actor.policy_loss.loss_mode
+    if ":" in name:  # workers find a custom file from any directory
+        find_policy_loss(name)  # rejected with the name that the user wrote
+        name = str(Path(name).expanduser().absolute())
+    kl_form = actor.kl_loss_type if actor.use_kl_loss else None
+    return loss_terms(name, actor.entropy_coeff, kl_form, actor.kl_loss_coef)
+
+
+def policy_loss_config(config: PPOConfig) -> LossConfig:
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    bypass = RolloutCorrection.of(config.algorithm) if correction.bypass_mode else None
+    if bypass is not None and not BYPASS_LOSSES[correction.loss_type]:
         bypass = replace(bypass, level=None)  # the ratio to the rollout's log-probs is in the policy loss already
-    find_policy_loss(name)  # rejected here rather than in the workers
     return LossConfig(
-        # Workers find a custom file from any directory.
-        policy_loss=str(Path(name).expanduser().absolute()) if ":" in name else name,
+        policy_terms(config),
         parameters={key: vars(actor)[key] for key in ACTOR_KEYS}
         | {key: vars(actor.policy_loss)[key] for key in PARAMETERS}
-        | {OWN: user_keys},
+        | {OWN: config.own},
         aggregation=actor.loss_agg_mode,
         scale=actor.loss_scale_factor or 1.0,
-        temperature=rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0,
+        temperature=training_temperature(config.actor_rollout_ref.rollout),
         grad_clip=actor.grad_clip,
-        entropy_coeff=actor.entropy_coeff,
-        kl_coef=actor.kl_loss_coef,
-        kl_form=actor.kl_loss_type if actor.use_kl_loss else None,
         correction=bypass,
     )
 
@@ -192,10 +264,8 @@ def reward_code(reward: RewardConfig) -> list[str]:
 def contents_to_save(
     section: ActorRolloutRefConfig, critic: CriticConfig, algorithm: Algorithm
 ) -> dict[str, list[str]]:
-    """The parts saved of each model: a reference has its own state only if it is refreshed."""
-    contents = {"actor": section.actor.checkpoint.save_contents}
-    if algorithm.uses_critic:
-        contents["critic"] = critic.checkpoint.save_contents
-    if algorithm.uses_reference and section.ref.refresh_freq > 0:
+    """The parts saved of each model that changes: a reference has its own state only if it is refreshed."""
+    contents = {"actor": section.actor.checkpoint.save_contents, "critic": critic.checkpoint.save_contents}
+    if section.ref.refresh_freq > 0:
         contents["reference"] = ["model"]
-    return contents
+    return {name: parts for name, parts in contents.items() if name in algorithm.models}

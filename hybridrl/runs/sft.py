@@ -11,12 +11,12 @@ from hybridrl.checkpoint.saver import Stateful
 from hybridrl.config import SFTConfig
 from hybridrl.core.cluster import RaySession
 from hybridrl.core.trainer import Schedule, Task
-from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
 from hybridrl.data.conversations import ConversationDataset, to_batch
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.row_files import row_files
 from hybridrl.runs.prepare import load_sft_inputs
-from hybridrl.runs.ranks import build_models, padded_plans, start_train_workers
+from hybridrl.runs.ranks import build_models, padded_plan, start_train_workers
 from hybridrl.runs.resume import Identity, ResumePlan, contents_to_load, find_checkpoint
 from hybridrl.runs.settings import sft_policy_plan, sft_worker_config
 from hybridrl.tracking import Stopwatch, Tracker
@@ -53,11 +53,11 @@ class SFTJob:
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
         config = self.config
         group = start_train_workers(session, directory / "logs")
+        worker, timeout = sft_worker_config(config, directory, plan.steps), config.trainer.step_timeout
         with stage(f"starting {len(group)} training rank{'s' * (len(group) > 1)}"):
-            build_models(group, sft_worker_config(config, directory, plan.steps), config.trainer.startup_timeout)
-        timeout = config.trainer.step_timeout
-        plans = padded_plans(group, sft_policy_plan(config), None, timeout)
-        return TrainWorkers(group, *plans, config.engine.fsdp_config.dtype, timeout)
+            build_models(group, worker, config.trainer.startup_timeout)
+        rank_plan = padded_plan(group, RankPlan(worker.models, sft_policy_plan(config)), timeout)
+        return TrainWorkers(group, rank_plan, config.engine.fsdp_config.dtype, timeout)
 
     def build(self, workers: TrainWorkers, tracker: Tracker) -> tuple[Task, dict[str, Stateful]]:
         data = self.config.data

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,17 +22,20 @@ from side_by_side import Row, arguments, formatted, in_turn, report
 from tensordict import TensorDict
 from torch import Tensor
 
+from hybridrl.core.algorithms.algorithm import ForwardSpec
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Group
+from hybridrl.core.training.learner import RankModel
 from hybridrl.core.training.planning import MicroBatchBudget
 from hybridrl.core.training.worker import Columns
-from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
 from hybridrl.required import required
 from hybridrl.runtime.environment import worker_environment
 
 FILLED, WORKERS = 0.3, 2
 DRIVER = ((2, 512), (2, 2048), (16, 2048), (64, 8192), (256, 32768), (1024, 131072))  # ranks, and rows for them
-BUDGET = MicroBatchBudget(16384)
+NOTHING: Any = None  # stand-ins read neither a model nor a plan
+MODEL = RankModel(NOTHING, NOTHING, MicroBatchBudget(16384))
 
 
 def column_of(batch: Batch, micro_batches: list[list[int]]) -> Columns:
@@ -45,7 +47,7 @@ def column_of(batch: Batch, micro_batches: list[list[int]]) -> Columns:
 class StandIn:
     """A rank without a model."""
 
-    def log_probs(self, batch: Batch, micro_batches: list[list[int]], temperature: float, **_: Any) -> Columns:
+    def forward(self, name: str, batch: Batch, micro_batches: list[list[int]], spec: ForwardSpec) -> Columns:
         return column_of(batch, micro_batches)
 
     def padded(self, rows: dict[str, Tensor]) -> Tensor:
@@ -77,8 +79,8 @@ class Recorded(Group):
 
     def scatter(self, method: Callable[..., Any], parts: Sequence[tuple], *, timeout: float, **_: Any) -> list[Any]:
         began = time.perf_counter()
-        self.messages += sum(len(pickle.dumps(part[1:], protocol=5)) for part in parts)
-        columns = [column_of(batch, micro_batches) for batch, micro_batches, *_ in parts]
+        self.messages += sum(len(pickle.dumps(part[2:], protocol=5)) for part in parts)
+        columns = [column_of(batch, micro_batches) for _, batch, micro_batches, *_ in parts]
         self.rank_seconds += time.perf_counter() - began
         return columns
 
@@ -105,16 +107,15 @@ def rows(count: int, width: int) -> Batch:
 
 
 class AllFields(TrainWorkers):
-    """Forward passes that call the stand-in's method."""
+    """Forward passes for which all fields are sent."""
 
-    def forward_log_probs(self, batch: Batch, *, reference_kl: bool = False) -> Batch:
-        options = {"reference_kl": reference_kl, "sum_pi_squared": False}
-        (column, *_) = self._forward(StandIn.log_probs, batch, BUDGET, 1.0, **options)
+    def forward_log_probs(self, batch: Batch) -> Batch:
+        (column, *_) = self._forward("actor", batch, ForwardSpec())
         return replace(batch, old_log_probs=column)
 
 
 def stand_in_workers(group: Group) -> AllFields:
-    return AllFields(group, SimpleNamespace(), None, "float32", 60.0)
+    return AllFields(group, RankPlan({"actor": MODEL}, NOTHING), "float32", 60.0)
 
 
 def as_tensordict(batch: Batch, actors: list[Any]) -> dict[str, Callable[[], Tensor]]:

@@ -57,10 +57,10 @@ class GradientRank(TrainWorker):
     """A training rank that writes the gradient of a mini-batch to a file."""
 
     def gradient(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig, file: Path) -> None:
-        objective = losses.policy_objective(self.policy, loss, self._reference_outputs, [])
-        self.policy.model.train()
-        self.policy.gradient(batch, mini_batch, objective, float("inf"))
-        named = self.policy.model.named_parameters()
+        objective = losses.policy_objective(self.actor, loss, self.hidden_of, [])
+        self.actor.model.train()
+        self.actor.gradient(batch, mini_batch, objective, float("inf"))
+        named = self.actor.model.named_parameters()
         torch.save({name.removeprefix("model."): full_tensor(p.grad) for name, p in named if p.grad is not None}, file)
 
 

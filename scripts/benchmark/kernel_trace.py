@@ -24,7 +24,7 @@ OTHER = "elementwise operations and reductions"
 
 def record_next_update(worker: TrainWorker, file: str) -> None:
     """Write a trace of the rank's next update of the policy to a file; runs in the rank."""
-    learner, plain = worker.policy, worker.policy.update
+    learner, plain = worker.actor, worker.actor.update
 
     def recorded(*arguments: Any, **options: Any) -> Any:
         learner.update = plain

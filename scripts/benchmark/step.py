@@ -36,7 +36,6 @@ from hybridrl.core.rollout import Completion, Request
 from hybridrl.core.rollout.engine import Key
 from hybridrl.core.trainer import RLTask, Trainer
 from hybridrl.core.training.planning import rank_mini_batches
-from hybridrl.core.training.worker_group import POLICY_FIELDS
 from hybridrl.runs import ppo, setup
 
 HERE = Path(__file__).absolute().parent
@@ -179,7 +178,7 @@ class Sides:
         updates = policy.updates.mini_batches(batch.group, 1)
         (mini_batches,) = rank_mini_batches(batch, 1, updates, policy.updates.budget)
         loss = replace(policy.loss, old_from_update=batch.old_log_probs is None)
-        torch.save((batch.only(*POLICY_FIELDS), mini_batches, loss), self.directory / "update.pt")
+        torch.save((batch.only(*loss.reads), mini_batches, loss), self.directory / "update.pt")
 
     # -- measurements of one side --------------------------------------------------------------------------------
 

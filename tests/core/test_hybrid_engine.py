@@ -19,7 +19,7 @@ class Ranks(Group):
         self.calls = calls
 
     def broadcast(self, method: Any, *args: Any, timeout: float, **kwargs: Any) -> list[dict[str, float]]:
-        moved = " and ".join(name for name in ("policy", "critic") if kwargs[name])
+        moved = " and ".join(name for key, name in (("actor", "policy"), ("others", "critic")) if kwargs.get(key, True))
         self.calls.append(f"{moved} to the {'host' if kwargs['to_host'] else 'devices'}")
         return [{"max_memory": 1.0}, {"max_memory": 2.0}]
 
@@ -146,14 +146,14 @@ def test_ranks_are_not_called_in_rollout_mode_but_for_what_needs_no_device(engin
             return SimpleNamespace(remote=lambda: started.append(name))
 
     engine.trainers.actors = [Rank()]
-    engine.trainers.start(TrainWorker.log_probs)
+    engine.trainers.start(TrainWorker.forward)
     engine.to_rollout(0)
-    with pytest.raises(ModeError, match="log_probs was called while the devices are in rollout mode; call to_training"):
-        engine.trainers.start(TrainWorker.log_probs)
+    with pytest.raises(ModeError, match="forward was called while the devices are in rollout mode; call to_training"):
+        engine.trainers.start(TrainWorker.forward)
     with pytest.raises(ModeError, match="update_policy was called"):
         engine.trainers.start_each(TrainWorker.update_policy, [()])
     engine.trainers.start(TrainWorker.finished_save)
-    assert started == ["log_probs", "finished_save"]
+    assert started == ["forward", "finished_save"]
 
 
 def test_a_server_that_died_asleep_is_rebuilt_before_the_weights_are_published(engine, calls):

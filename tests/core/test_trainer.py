@@ -297,9 +297,9 @@ def test_a_diagnosis_of_memory_sees_what_the_devices_measured_and_starts_new_ser
 class RecordingStep:
     """Experience, algorithm and workers of a step in one; every call fills its field and is appended to `calls`."""
 
-    needs_reference_log_probs = uses_reference = uses_critic = bypass = False
+    bypass, signals = False, ()
 
-    def __init__(self, batch, **facts: bool) -> None:
+    def __init__(self, batch, **facts: Any) -> None:
         self.batch, self.calls = batch, []
         vars(self).update(facts)
 
@@ -312,13 +312,9 @@ class RecordingStep:
         self.calls.append("old_log_probs")
         return replace(batch, old_log_probs=batch.rollout_log_probs)
 
-    def reference_log_probs(self, batch):
-        self.calls.append("reference_log_probs")
+    def fill(self, batch, signal: str):
+        self.calls.append(signal)
         return batch
-
-    def values(self, batch):
-        self.calls.append("values")
-        return replace(batch, values=torch.zeros(4))
 
     def advantages(self, batch):
         self.calls.append("advantages")
@@ -329,8 +325,8 @@ class RecordingStep:
         self.calls.append(("update", step))
         return batch, {"actor/grad_norm": 1.0}
 
-    def refresh_reference(self) -> None:
-        self.calls.append("refresh_reference")
+    def refresh(self, name: str) -> None:
+        self.calls.append(f"refresh {name}")
 
 
 @pytest.fixture
@@ -356,17 +352,17 @@ def test_a_step_collects_computes_log_probs_advantages_and_updates(rows):
     assert metrics["training/rollout_probs_diff_max"] == 0.0
 
 
-def test_reference_and_critic_are_asked_where_the_algorithm_uses_them(rows):
-    parts = RecordingStep(rows, uses_critic=True, uses_reference=True, needs_reference_log_probs=True)
+def test_the_signals_of_the_algorithm_are_filled_in_their_order_before_the_advantages(rows):
+    parts = RecordingStep(rows, signals=("reference", "values"))
     run_step(parts)
-    assert parts.calls[1:-1] == ["old_log_probs", "reference_log_probs", "values", "advantages"]
+    assert parts.calls[1:-1] == ["old_log_probs", "reference", "values", "advantages"]
 
 
-def test_the_reference_is_refreshed_at_its_frequency_and_only_if_it_is_used(rows):
-    for step, used, expected in ((4, True, True), (3, True, False), (4, False, False)):
-        parts = RecordingStep(rows, uses_reference=used)
-        run_step(parts, step, refresh_reference_every=2)
-        assert ("refresh_reference" in parts.calls) is expected
+def test_the_reference_is_refreshed_at_its_frequency(rows):
+    for step, every, expected in ((4, 2, True), (3, 2, False), (4, -1, False)):
+        parts = RecordingStep(rows)
+        run_step(parts, step, refresh_reference_every=every)
+        assert ("refresh reference" in parts.calls) is expected
 
 
 def test_in_bypass_mode_nothing_is_reported_of_a_difference_that_cannot_be(rows):

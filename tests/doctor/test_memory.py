@@ -184,7 +184,7 @@ def test_only_the_adapter_of_a_model_is_trained(load):
 
 
 def test_a_critic_has_a_head_of_one_number_in_place_of_the_vocabulary(load):
-    sizes = read_models(load("algorithm.adv_estimator=gae")).critic
+    sizes = read_models(load("algorithm.adv_estimator=gae")).sizes["critic"]
     assert sizes is not None
     assert sizes.parameters == PARAMETERS + 8 + 1  # the head's weight and bias
 

@@ -15,7 +15,7 @@ from hybridrl.core.experience.batching import group_by_prompt, to_batch
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.core.hybrid_engine import HybridEngine
 from hybridrl.core.rollout import Completion, Request, Sampling, request_seed
-from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import Score
 from hybridrl.runs.ppo import probe_ids, start_devices
@@ -68,7 +68,7 @@ def started(config: PPOConfig, place: Path) -> Iterator[tuple[TrainWorkers, Hybr
     try:
         worker = ppo_worker_config(config, build_algorithm(config), place, steps=1)
         workers, engine = start_devices(config, session, worker, place / "logs", probe_ids(PROMPT))
-        yield TrainWorkers(workers, build_policy_plan(config), None, "float32", 120), engine
+        yield TrainWorkers(workers, RankPlan(worker.models, build_policy_plan(config)), "float32", 120), engine
     finally:
         session.close()
 

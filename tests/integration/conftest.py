@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from hybridrl.config import load_ppo_config
-from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
 from hybridrl.runs.ppo import probe_ids, start_devices
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import start_session
@@ -98,7 +98,7 @@ def parts(config, session, tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
     worker = ppo_worker_config(config, build_algorithm(config), logs, steps=10)
     workers, engine = start_devices(config, session, worker, logs, probe_ids(PROMPT))
-    return engine, TrainWorkers(workers, build_policy_plan(config), None, "float32", 120)
+    return engine, TrainWorkers(workers, RankPlan(worker.models, build_policy_plan(config)), "float32", 120)
 
 
 @pytest.fixture(scope="session")

@@ -11,16 +11,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.checkpoint.store import Store
 from hybridrl.config.catalog import POLICY_LOSSES
+from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, loss_terms
 from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch, as_tensor
 from hybridrl.core.cluster import Group, spawn
 from hybridrl.core.training import losses
-from hybridrl.core.training.learner import on_device
+from hybridrl.core.training.learner import RankModel
 from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, Pieces, plan
 from hybridrl.core.training.worker import TrainWorker
-from hybridrl.core.training.worker_group import BrokenUpdates, CriticPlan, TrainWorkers
+from hybridrl.core.training.worker_group import BrokenUpdates, CriticPlan, PolicyPlan, RankPlan, TrainWorkers
 from hybridrl.doctor.replay import response_norms
 from hybridrl.required import required
 from hybridrl.runs.ranks import build_models
@@ -29,18 +30,16 @@ from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.on_ranks import whole_gradient
 
 LOSS = LossConfig(
-    policy_loss="vanilla",
+    loss_terms("vanilla", 0.01, "k3", 0.05),
     aggregation="token-mean",
     scale=1.0,
     temperature=0.9,
     grad_clip=1.0,
     parameters=LOSS_PARAMETERS,
-    entropy_coeff=0.01,
-    kl_coef=0.05,
-    kl_form="k3",
 )
 
 
+REFERENCE = Signal(("reference_log_probs",), "reference")
 # What a critic's loss reads of its section.
 VALUE_LOSS = SimpleNamespace(cliprange_value=0.5, loss_agg_mode="token-mean", loss_scale_factor=None, grad_clip=1.0)
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -53,11 +52,11 @@ class GradientRank(TrainWorker):
         self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig | SimpleNamespace, padded: bool
     ) -> dict[str, torch.Tensor]:
         if isinstance(loss, LossConfig):
-            learner = on_device(self.policy, self.critic)
+            learner = self.actor
             reject, loss = losses.prepare_rejection(learner, loss)
-            objective = losses.policy_objective(learner, loss, self._reference_outputs, [])
+            objective = losses.policy_objective(learner, loss, self.hidden_of, [])
         else:
-            learner, reject = on_device(self.critic, self.policy), None
+            learner, reject = self.models["critic"], None
             objective = losses.critic_objective(learner, loss)
         learner.padded = padded
         return whole_gradient(learner, batch, mini_batch, objective, reject)
@@ -124,13 +123,29 @@ def groups(config, sharing, session, other_model, logs):
         actors = [spawn(GradientRank, session, r, environment, r, ranks, files[r]) for r in range(ranks)]
         group = Group(actors, "train worker", files)
         worker = ppo_worker_config(settings, build_algorithm(config), logs, steps=1)
-        learner = replace(worker.policy, fsdp=replace(worker.policy.fsdp, fsdp_size=ranks))
-        ref = settings.actor_rollout_ref.ref
-        reference = replace(ref, model=replace(ref.model, path=other_model))
-        worker = replace(worker, policy=learner, critic=learner, reference=reference)
+        worker = replace(worker, models=three_models(worker.models["actor"], ranks, other_model))
         build_models(group, worker, 120)
         built[key] = group
     return built
+
+
+def three_models(actor: RankModel, ranks: int, reference: str) -> dict[str, RankModel]:
+    actor = replace(actor, fsdp=replace(actor.fsdp, fsdp_size=ranks))
+    frozen = replace(actor, model=replace(actor.model, path=reference), trained=None, weights="copy", reads=())
+    return {"actor": actor, "reference": frozen, "critic": replace(actor, head="value", reads=())}
+
+
+def workers_of(groups: dict, key: object, policy: PolicyPlan, critic: CriticPlan | None = None) -> TrainWorkers:
+    """Return the models of a group with these plans."""
+    budgets, spec = replace(policy.updates.budget, tokens=40), policy.old.spec
+    policy = replace(policy, old=replace(policy.old, spec=replace(spec, temperature=policy.loss.temperature)))
+    frozen = RankModel(None, None, policy.updates.budget)
+    models = {
+        "actor": replace(frozen, reads=("routes",)),
+        "reference": frozen,
+        "critic": replace(frozen, budget=budgets),
+    }
+    return TrainWorkers(groups[key], RankPlan(models, policy, critic), "float32", 120)
 
 
 def gradient(
@@ -176,30 +191,29 @@ def test_nor_do_they_for_the_critic(groups, mode):
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_nor_in_any_policy_loss(groups, name):
-    gradients_agree(groups, replace(LOSS, policy_loss=name, entropy_coeff=0.0, kl_form=None), every=3)
+    gradients_agree(groups, replace(LOSS, terms=loss_terms(name)), every=3)
 
 
 def test_nor_with_the_exact_kl_to_the_reference(groups):
-    exact = replace(LOSS, kl_form="full", kl_coef=1.0)
+    exact = replace(LOSS, terms=loss_terms("vanilla", 0.01, "full", 1.0))
     gradients_agree(groups, exact, every=2)
-    with_it, without = (
-        gradient(groups[1], MicroBatchBudget(30), loss) for loss in (exact, replace(exact, kl_form=None))
-    )
+    losses_ = exact, replace(LOSS, terms=loss_terms("vanilla", 0.01))
+    with_it, without = (gradient(groups[1], MicroBatchBudget(30), loss) for loss in losses_)
     assert any((with_it[name] - without[name]).abs().max() > 1e-3 for name in without)
 
 
 @pytest.mark.parametrize("rejections", [(), (Rejection("token_k2", None, 0.5),)])
 def test_nor_if_the_loss_itself_corrects_for_the_rollout(groups, rejections):
     correction = RolloutCorrection("sequence", None, 2.0, False, rejections)
-    gradients_agree(groups, replace(LOSS, policy_loss="reinforce", correction=correction), every=3)
+    gradients_agree(
+        groups, replace(LOSS, terms=loss_terms("reinforce", 0.01, "k3", 0.05), correction=correction), every=3
+    )
 
 
 def test_a_custom_policy_loss_is_loaded_by_the_workers(groups, tmp_path):
     (tmp_path / "own.py").write_text("def twice(log_probs, batch, clip): return -2 * log_probs, {}\n")
     actual = {
-        name: gradient(
-            groups[1], MicroBatchBudget(10_000), replace(LOSS, policy_loss=name, entropy_coeff=0.0, kl_form=None)
-        )
+        name: gradient(groups[1], MicroBatchBudget(10_000), replace(LOSS, terms=loss_terms(name)))
         for name in (f"{tmp_path}/own.py:twice", "likelihood")
     }
     for twice, once in zip(*(gradients.values() for gradients in actual.values()), strict=True):
@@ -226,7 +240,7 @@ def test_the_norm_of_each_row_is_that_of_its_gradient_alone(groups, config, shar
     assert min(expected) > 1e-3
     for key, group in groups.items():
         plan_ = replace(build_policy_plan(sharing if key == "sharing" else config), loss=LOSS)
-        workers = TrainWorkers(group, plan_, None, "float32", 120)
+        workers = workers_of(groups, key, plan_)
         norms, [(rows, total)] = response_norms(workers, batch, step=1)
         assert norms == pytest.approx(expected, rel=1e-4) and sorted(rows) == [0, 1, 2]
         whole = gradient(group, plan_.updates.budget, batch=batch)
@@ -246,16 +260,16 @@ def test_the_norm_of_an_episode_is_that_of_all_its_rows_and_it_counts_as_one_res
         gradients = groups[1].scatter(GradientRank.gradient, part, timeout=120)[0]
         expected.append(math.sqrt(sum(float(value.square().sum()) for value in gradients.values())))
     plan_ = replace(build_policy_plan(config), loss=loss)
-    norms, [(responses, _)] = response_norms(TrainWorkers(groups[1], plan_, None, "float32", 120), batch, step=1)
+    norms, [(responses, _)] = response_norms(workers_of(groups, 1, plan_), batch, step=1)
     assert norms == pytest.approx(expected, rel=1e-4) and responses == [0, 1]
 
 
 def test_without_advantages_the_gradient_is_exactly_zero(groups, config):
     """Which `optim.skip_zero_gradient` relies on; where neither entropy nor a KL is in the loss."""
-    plan_ = replace(build_policy_plan(config), loss=replace(LOSS, entropy_coeff=0.0, kl_form=None))
+    plan_ = replace(build_policy_plan(config), loss=replace(LOSS, terms=loss_terms("vanilla")))
     batch = ragged_batch(3)
     batch.advantages = torch.zeros_like(batch.advantages)
-    workers = TrainWorkers(groups[2], plan_, None, "float32", 120)
+    workers = workers_of(groups, 2, plan_)
     assert response_norms(workers, batch, step=1) == ([0.0] * 3, [([0, 1, 2], 0.0)])
 
 
@@ -287,11 +301,11 @@ def test_values_of_tokens_that_are_not_trained_on_cannot_spoil_an_update(groups)
 def test_every_forward_pass_fills_its_fields_even_if_a_rank_has_no_rows(groups, config, sharing, rows):
     """One row on two ranks, or shared by them, gives the same as on one rank."""
     batch, results = ragged_batch(rows), {}
-    for key, group in groups.items():
-        plan_ = replace(build_policy_plan(sharing if key == "sharing" else config), with_sum_pi_squared=True)
-        critic = CriticPlan(VALUE_LOSS, plan_.updates, replace(plan_.updates.budget, tokens=40))
-        workers = TrainWorkers(group, plan_, critic, "float32", 120)
-        filled = workers.values(workers.reference_log_probs(workers.forward_log_probs(batch, reference_kl=True)))
+    for key in groups:
+        plan_ = build_policy_plan(sharing if key == "sharing" else config)
+        everything = ForwardSpec(entropies=True, sum_pi_squared=True, against="reference")
+        workers = workers_of(groups, key, replace(plan_, old=replace(plan_.old, spec=everything)))
+        filled = workers.fill(workers.fill(workers.forward_log_probs(batch), REFERENCE), Signal(("values",), "critic"))
         results[key] = filled
         kl = required(filled.reference_kl)
         assert (kl > -1e-5).all() and kl.mean() > 1e-4
@@ -303,9 +317,9 @@ def test_every_forward_pass_fills_its_fields_even_if_a_rank_has_no_rows(groups, 
 
 def test_a_refreshed_reference_is_the_policy(groups, config):
     """Changes the reference for the tests that follow."""
-    workers = TrainWorkers(groups[2], build_policy_plan(config), None, "float32", 120)
-    workers.refresh_reference()
-    filled = workers.reference_log_probs(workers.forward_log_probs(ragged_batch()))
+    workers = workers_of(groups, 2, build_policy_plan(config))
+    workers.refresh("reference")
+    filled = workers.fill(workers.forward_log_probs(ragged_batch()), REFERENCE)
     torch.testing.assert_close(filled.reference_log_probs, filled.old_log_probs, rtol=1e-5, atol=1e-6)
 
 
@@ -315,9 +329,10 @@ def test_log_probs_are_the_same_on_one_and_two_ranks(groups):
     actual = {}
     for ranks in (1, 2):
         group = groups[ranks]
-        parts = [(batch, share, 0.9) for share in plan(Pieces.single(lengths), ranks, MicroBatchBudget(40))]
-        by_rank = group.scatter(TrainWorker.log_probs, parts, timeout=120)
-        rows = [row for _, share, _ in parts for rows_ in share for row in rows_]
+        shares = plan(Pieces.single(lengths), ranks, MicroBatchBudget(40))
+        parts = [("actor", batch, share, ForwardSpec(0.9)) for share in shares]
+        by_rank = group.scatter(TrainWorker.forward, parts, timeout=120)
+        rows = [row for share in shares for rows_ in share for row in rows_]
         values = torch.cat([as_tensor(columns[0]) for columns in by_rank])
         order = batch.select(rows)
         by_row = dict(zip(rows, values.split(order.response_lengths.tolist()), strict=True))
@@ -328,10 +343,9 @@ def test_log_probs_are_the_same_on_one_and_two_ranks(groups):
 def test_an_update_gives_the_same_on_one_two_and_two_ranks_that_share_rows(groups, config, sharing):
     """Its metrics, and the old log-probs that it fills."""
     actual = {}
-    for key, group in groups.items():
+    for key in groups:
         plan_ = replace(build_policy_plan(sharing if key == "sharing" else config), loss=LOSS)
-        critic = CriticPlan(VALUE_LOSS, plan_.updates, plan_.updates.budget)
-        workers = TrainWorkers(group, plan_, critic, "float32", 120)
+        workers = workers_of(groups, key, plan_, CriticPlan(VALUE_LOSS, plan_.updates))
         filled, metrics = workers.update_policy(replace(ragged_batch(), old_log_probs=None), step=1)
         metrics |= workers.update_critic(filled, step=1)
         actual[key] = {name: value for name, value in metrics.items() if not name.startswith("timing_s")}
@@ -347,7 +361,7 @@ def test_an_update_that_is_not_finite_is_skipped_counted_and_its_rows_written(
 ):
     plan_ = build_policy_plan(sharing if ranks == "sharing" else config)
     plan_ = replace(plan_, updates=replace(plan_.updates, prompts_per_update=2), loss=LOSS)
-    workers = TrainWorkers(groups[ranks], plan_, None, "float32", 120)
+    workers = workers_of(groups, ranks, plan_)
     store = Store(tmp_path)
     batch = ragged_batch()
     batch.advantages[0] = torch.nan  # in the first of the two updates
@@ -377,9 +391,7 @@ def test_an_update_that_is_not_finite_is_skipped_counted_and_its_rows_written(
 @pytest.mark.parametrize("level", ["token", "geometric"])
 def test_an_update_weights_its_tokens_by_itself_as_after_a_forward_pass(groups, config, level):
     correction = RolloutCorrection(level, None, 2.0, False, ())
-    workers = TrainWorkers(
-        groups[1], replace(build_policy_plan(config), loss=LOSS, correction=correction), None, "float32", 120
-    )
+    workers = workers_of(groups, 1, replace(build_policy_plan(config), loss=LOSS, correction=correction))
     batch = replace(ragged_batch(), old_log_probs=None, importance_weights=None)
     expected, metrics = correction.apply(workers.forward_log_probs(batch))
     assert required(expected.importance_weights).std() > 0.1, "otherwise there would be nothing to weight"

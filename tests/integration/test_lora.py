@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.checkpoint.read import open_tensors
 from hybridrl.config import load_ppo_config
+from hybridrl.core.algorithms.algorithm import Signal
 from hybridrl.core.hybrid_engine import HybridEngine
-from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
 from hybridrl.core.weights.sync import StaleWeights
 from hybridrl.model_merger.__main__ import main
 from hybridrl.runs.ppo import probe_ids, start_devices
-from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config, rank_model
 from tests.integration.answers import PROMPT, generate, largest_gap, requests, rows, sending, tokens, update
 from tests.integration.test_run import finish, metrics, start
 
@@ -30,8 +32,9 @@ def parts(request, overrides, session, tmp_path_factory) -> tuple[HybridEngine, 
     model = "actor_rollout_ref.model"
     config = load_ppo_config(overrides(logs, {f"{model}.lora_rank": 8, f"{model}.lora.merge": request.param}))
     worker = ppo_worker_config(config, build_algorithm(config), logs, steps=10)
+    worker = replace(worker, models={**worker.models, "reference": rank_model("reference", config)})
     workers, engine = start_devices(config, session, worker, logs, probe_ids(PROMPT))
-    return engine, TrainWorkers(workers, build_policy_plan(config), None, "float32", 120)
+    return engine, TrainWorkers(workers, RankPlan(worker.models, build_policy_plan(config)), "float32", 120)
 
 
 def test_rollout_and_training_agree_before_and_after_updates(parts):
@@ -59,7 +62,7 @@ def test_the_reference_is_the_model_without_its_adapter(parts, config):
     engine.to_rollout(2)
     batch = rows(wanted, generate(engine, wanted))
     engine.to_training()
-    actual = workers.reference_log_probs(batch).reference_log_probs
+    actual = workers.fill(batch, Signal(("reference_log_probs",), "reference")).reference_log_probs
     base = AutoModelForCausalLM.from_pretrained(config.actor_rollout_ref.model.path, dtype=torch.float32)
     torch.testing.assert_close(actual, log_probs(base, batch), atol=1e-4, rtol=0)
     assert float((actual - workers.forward_log_probs(batch).old_log_probs).abs().max()) > 0.1

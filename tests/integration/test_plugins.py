@@ -1,5 +1,5 @@
-"""Plug-ins of another distribution: an engine with a field that a loss reads, a reward manager, rows, a trial and
-commands."""
+"""Plug-ins of another distribution: an engine with a field that a loss reads, a frozen model that a loss term compares
+with the policy, a reward manager, rows, a trial and commands."""
 
 import json
 import os
@@ -16,6 +16,10 @@ ENTRIES = """[hybridrl.plugins]
 engine.mine = mine.engine:ENTRY
 reward_manager.doubled = mine.rewards:doubled
 carried.doubt = mine.losses:DOUBT
+carried.first_log_probs = mine.models:FIELD
+model.first = mine.models:first
+signal.first_log_probs = mine.models:SIGNAL
+term.pull = mine.models:PULL
 command.greet = mine.greet
 rows.counted = mine.rows:files
 doctor.count = mine.checks:COUNT
@@ -52,6 +56,24 @@ def doubted(log_probs, rows):
     return -log_probs * rows.advantages, {"doubt": doubt - doubt.floor()}
 
 doubted.reads = ("doubt",)
+doubted.terms = ("pull",)
+"""
+MODELS = """
+from hybridrl.config.catalog import LossTerm
+from hybridrl.core.algorithms.algorithm import Signal
+from hybridrl.core.carried import Carried
+from hybridrl.runs.settings import rank_model
+
+FIELD = Carried("response", stored=False, filled_by="batch")
+SIGNAL = Signal(("first_log_probs",), "first")
+PULL = LossTerm("pull", "mine.models:pull", 0.5, reads=("first_log_probs",), against="first")
+
+def first(config):
+    return rank_model("reference", config)
+
+def pull(outputs, rows):
+    gap = outputs.log_probs.detach() - rows.carried["first_log_probs"]
+    return outputs.reference_kl, {"gap_to_first": gap.abs()}
 """
 REWARDS = """
 def doubled(solution_str, compute_score):
@@ -130,8 +152,8 @@ def run(tmp_path: Path) -> Run:
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(ENTRIES)
-    codes = {"engine": ENGINE, "losses": LOSSES, "rewards": REWARDS, "greet": GREET, "rows": ROWS, "checks": CHECKS}
-    files = {"__init__": "", **codes, "script": SCRIPT, "trial": TRIAL}
+    codes = {"engine": ENGINE, "losses": LOSSES, "models": MODELS, "rewards": REWARDS, "greet": GREET, "rows": ROWS}
+    files = {"__init__": "", **codes, "script": SCRIPT, "trial": TRIAL, "checks": CHECKS}
     for name, code in files.items():
         (package / f"{name}.py").write_text(code)
 
@@ -217,20 +239,21 @@ def test_every_name_of_the_table_stands_for_something(name: str) -> None:
 
 
 @pytest.mark.drill
-def test_a_run_has_the_engine_and_the_reward_manager(run: Run, overrides, tmp_path: Path) -> None:
+def test_a_run_has_the_engine_the_reward_manager_and_the_frozen_model(run: Run, overrides, tmp_path: Path) -> None:
     keys = {"actor_rollout_ref.rollout.name": "mine", "reward.reward_manager.name": "doubled"}
     keys["actor_rollout_ref.actor.policy_loss.loss_mode"] = f"{tmp_path}/site/mine/losses.py:doubted"
-    steps = {"trainer.total_training_steps": 1, "trainer.n_gpus_per_node": 1}
+    steps = {"trainer.total_training_steps": 2, "trainer.n_gpus_per_node": 1}
     plain = run("-m", "hybridrl.main_ppo", *overrides(tmp_path / "plain", steps))
     other = run("-m", "hybridrl.main_ppo", *overrides(tmp_path / "other", steps | keys))
     engine = "an engine of another distribution"
     assert "reward" in plain and (tmp_path / "other" / "logs" / "rollout-0.log").is_file(), plain + other
     assert engine in (tmp_path / "other" / "logs" / "rollout-0.log").read_text()
-    first, second = (metrics(tmp_path / name) for name in ("plain", "other"))
-    assert (
-        second["critic/score/mean"] == pytest.approx(2 * first["critic/score/mean"]) and first["critic/score/mean"] > 0
-    )
-    assert second["actor/doubt"] == pytest.approx(0.25) and "actor/doubt" not in first
+    (ours, _), (theirs, after) = (metrics(tmp_path / name) for name in ("plain", "other"))
+    assert theirs["critic/score/mean"] == pytest.approx(2 * ours["critic/score/mean"]) and ours["critic/score/mean"] > 0
+    assert theirs["actor/doubt"] == pytest.approx(0.25) and "actor/doubt" not in ours
+    assert theirs["actor/pull_loss"] == pytest.approx(0.0, abs=1e-6) and "actor/pull_loss" not in ours
+    assert theirs["actor/gap_to_first"] < 1e-5 and theirs["timing_s/first_log_probs"] > 0
+    assert after["actor/pull_loss"] > 1e-4 and after["actor/gap_to_first"] > 1e-3
     unknown = run("-m", "hybridrl.main_ppo", *overrides(tmp_path / "unknown", {"actor_rollout_ref.rollout.name": "me"}))
     assert "actor_rollout_ref.rollout.name=me: choose sglang | vllm | mine" in unknown
 
@@ -240,12 +263,12 @@ def test_a_run_samples_from_a_wrapper_of_its_client(run: Run, overrides, tmp_pat
     steps = {"trainer.total_training_steps": 1, "trainer.n_gpus_per_node": 1}
     steps["actor_rollout_ref.rollout.max_log_prob_gap"] = 100  # the script's log-probs are not the policy's
     output = run("-m", "mine.script", *overrides(tmp_path / "scripted", steps))
-    first = metrics(tmp_path / "scripted")
+    (first,) = metrics(tmp_path / "scripted")
     assert (first["response_length/min"], first["response_length/max"]) == (2, 5), output
     assert "rollout/generated_tokens" not in first
 
 
-def metrics(directory: Path) -> dict[str, float]:
-    """The metrics of the first step."""
+def metrics(directory: Path) -> list[dict[str, float]]:
+    """The metrics of the steps."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return next(one for one in map(json.loads, lines) if "critic/score/mean" in one)
+    return [step for step in map(json.loads, lines) if "critic/score/mean" in step]

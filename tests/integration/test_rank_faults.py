@@ -12,26 +12,33 @@ pytestmark = pytest.mark.drill
 
 KEYS = {
     "update_policy": "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-    "log_probs": "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
-    "reference_log_probs": "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
-    "values": "critic.forward_max_token_len_per_gpu",
+    "forward actor": "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+    "forward reference": "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    "forward critic": "critic.forward_max_token_len_per_gpu",
     "update_critic": "critic.ppo_max_token_len_per_gpu",
 }
 
-# Loaded by every worker: within CALL, rank 1 has no memory for a micro-batch of more than 300 tokens, and ends by
+# Loaded by every worker: in CALL, of MODEL if it is a forward pass, rank 1 has no memory for a micro-batch of more than
+# 300 tokens, and ends by
 # itself, once, when the first step has been logged.
 FAULTS = """
-import os, signal, sys, traceback
+import os, signal, sys
 from pathlib import Path
 
 import torch
 
 learner = sys.modules.get("hybridrl.core.training.learner")
 if learner is not None:
-    inputs = learner.Learner.inputs
+    inputs = learner.ModelShard.inputs
+
+    def in_call():
+        frame = sys._getframe()
+        while frame and not (frame.f_code.co_name == CALL and frame.f_locals.get("name", MODEL) == MODEL):
+            frame = frame.f_back
+        return frame is not None
 
     def disturbed(self, rows):
-        if torch.distributed.get_rank() == 1 and CALL in [frame.name for frame in traceback.extract_stack()]:
+        if torch.distributed.get_rank() == 1 and in_call():
             if int(rows.lengths.sum()) > 300:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             log, mark = Path(RUN, "metrics.jsonl"), Path(RUN + ".killed")
@@ -40,7 +47,7 @@ if learner is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
         return inputs(self, rows)
 
-    learner.Learner.inputs = disturbed
+    learner.ModelShard.inputs = disturbed
 """
 
 
@@ -73,7 +80,8 @@ def undisturbed(run, tmp_path_factory):
 @pytest.mark.parametrize("call", KEYS)
 def test_a_rank_without_memory_and_then_killed_in_one_call_costs_nothing(run, undisturbed, tmp_path, call):
     faults = tmp_path / "faults.py"
-    faults.write_text(f"CALL, RUN = {call!r}, {str(tmp_path / 'run')!r}\n{FAULTS}")
+    method, _, model = call.partition(" ")
+    faults.write_text(f"CALL, MODEL, RUN = {method!r}, {model!r}, {str(tmp_path / 'run')!r}\n{FAULTS}")
     output = run(tmp_path / "run", f"actor_rollout_ref.model.external_lib={faults}")
     assert f"starting again from the last checkpoint with {KEYS[call]}=" in output
     assert f"train worker.{call}: the process of train-1 died" in output and "(restarts left: 0)" in output

@@ -14,9 +14,10 @@ from hybridrl.core.cluster import Group, spawn
 from hybridrl.core.cluster.group import kill
 from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, Pieces, plan
 from hybridrl.core.training.worker import TrainWorker
+from hybridrl.required import required
 from hybridrl.runs.ranks import build_models
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
-from tests.integration.test_gradient import LOSS, VALUE_LOSS, ragged_batch
+from tests.integration.test_gradient import LOSS, VALUE_LOSS, ragged_batch, three_models
 
 LIMIT = 120
 ALL = ["model", "optimizer", "extra"]
@@ -44,16 +45,17 @@ def start(config, session, model, tmp_path_factory):
         actors = [spawn(TrainWorker, session, r, environment, r, count, files[r]) for r in range(count)]
         group = Group(actors, "train worker", files)
         worker = ppo_worker_config(config, build_algorithm(config), logs, steps=8)
-        policy = replace(
-            worker.policy,
-            model=replace(worker.policy.model, path=path, override_config={"resid_pdrop": 0.1}),
-            fsdp=replace(worker.policy.fsdp, fsdp_size=count),
-            optimizer=replace(worker.policy.optimizer, lr_scheduler_type="linear"),
+        actor = worker.models["actor"]
+        learner = required(actor.trained)
+        actor = replace(
+            actor,
+            model=replace(actor.model, path=path, override_config={"resid_pdrop": 0.1}),
+            trained=replace(learner, optimizer=replace(learner.optimizer, lr_scheduler_type="linear")),
         )
-        critic = replace(policy, fsdp=replace(policy.fsdp, dtype="bfloat16"))
-        ref = config.actor_rollout_ref.ref
-        reference = replace(ref, model=replace(ref.model, path=path))
-        worker = replace(worker, policy=policy, critic=critic, reference=reference)
+        models = three_models(actor, count, path)
+        critic = models["critic"]
+        models["critic"] = replace(critic, fsdp=replace(critic.fsdp, dtype="bfloat16"))
+        worker = replace(worker, models=models)
         build_models(group, worker, LIMIT)
         return group
 
@@ -113,7 +115,7 @@ def weights(group: Group, directory: Path, name: str = "actor") -> dict[str, Ten
 def test_another_group_resumes_exactly(two, tmp_path):
     uninterrupted, other = two
     update(uninterrupted, 1)
-    uninterrupted.broadcast(TrainWorker.refresh_reference, timeout=LIMIT)
+    uninterrupted.broadcast(TrainWorker.refresh, "reference", timeout=LIMIT)
     expected_metrics = write(uninterrupted, tmp_path / "saved", then=2) + update(uninterrupted, 3)
     load(other, tmp_path / "saved")
     assert update(other, 2) + update(other, 3) == expected_metrics

@@ -3,8 +3,8 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +12,13 @@ from tokenizers import Tokenizer
 from transformers import GraniteConfig
 
 from hybridrl.config.findings import Findings
+from hybridrl.config.load import load_ppo_config
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.runs.models import check_readers, run_models
+from hybridrl.runs.settings import build_algorithm
 from tests.core.training.families import model_config
 from tests.data import stand_ins
+from tests.sections import keys_of_run
 
 
 def made(digits: int = 3) -> Tokenizer:
@@ -128,11 +131,19 @@ def test_tokens_that_the_policy_itself_has_no_row_for_are_not_missed(policy, ano
     assert findings.errors == []
 
 
-@pytest.mark.parametrize("uses", [False, True])
-def test_the_models_of_a_run_are_those_that_it_uses(uses):
-    policy, critic = model_config("policy", lora_rank=8), model_config("critic")
-    section = SimpleNamespace(model=policy, ref=SimpleNamespace(model=SimpleNamespace(path="reference")))
-    settings: Any = SimpleNamespace(actor_rollout_ref=section, critic=SimpleNamespace(model=critic))
-    algorithm: Any = SimpleNamespace(uses_reference=uses, uses_critic=uses)
-    others = {"actor_rollout_ref.ref.model": model_config("reference", lora_rank=0), "critic.model": critic}
-    assert run_models(settings, algorithm) == {"actor_rollout_ref.model": policy} | (others if uses else {})
+@pytest.mark.parametrize("keys", [[], ["algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true"]])
+def test_the_models_of_a_run_are_those_that_it_uses(keys, policy, tmp_path):
+    other = str(shutil.copytree(policy, tmp_path / "other"))
+    for directory in (policy, tmp_path / "other"):
+        (directory / "model.safetensors").touch()
+    paths = [f"actor_rollout_ref.ref.model.path={other}", f"critic.model.path={other}"]
+    run = [*keys_of_run(tmp_path), f"actor_rollout_ref.model.path={policy}", "actor_rollout_ref.rollout.n=2"]
+    run += ["data.max_prompt_length=16", "data.max_response_length=16"]
+    run.append("actor_rollout_ref.model.lora_rank=8")
+    settings = load_ppo_config([*run, *(paths if keys else ()), *(keys or ["algorithm.adv_estimator=grpo"])])
+    section = settings.actor_rollout_ref
+    expected = {"actor_rollout_ref.model": section.model}
+    if keys:
+        expected["actor_rollout_ref.ref.model"] = replace(section.model, path=other, lora_rank=0)
+        expected["critic.model"] = settings.critic.model
+    assert run_models(settings, build_algorithm(settings)) == expected

@@ -25,7 +25,7 @@ from hybridrl.core.rollout import Request, RolloutClient
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.rollout.ladder import MemoryLadder
 from hybridrl.core.training.worker import TrainWorker
-from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
 from hybridrl.required import required
 from hybridrl.rewards.pool import RemoteScorer, ReplacedActor, ScorerPool
 from hybridrl.rewards.process import ScorerDied
@@ -77,7 +77,7 @@ ERRORS += [
     for kind in (exceptions.ObjectLostError, exceptions.OwnerDiedError)
 ]
 every_error = pytest.mark.parametrize("error", ERRORS)
-CALLS = ["update_policy", "update_critic", "log_probs", "reference_log_probs", "values", "offload", "load"]
+CALLS = ["update_policy", "update_critic", "forward", "offload", "load"]
 
 
 class Actor:
@@ -268,7 +268,7 @@ class Models:
     updates_begun = 0
 
     def __init__(self, group: Group, late: bool) -> None:
-        self.workers, self.late = TrainWorkers(group, None, None, "float32", 60.0), late
+        self.workers, self.late = TrainWorkers(group, RankPlan({}, None), "float32", 60.0), late
 
     def start_save(self, *arguments: object) -> None:
         if not self.late:

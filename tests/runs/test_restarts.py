@@ -35,8 +35,9 @@ def save(directory: Path, step: int, **state: object) -> None:
 
 
 def lacks(call: str, tokens: int | None) -> OutOfMemory:
-    error = OutOfMemory(f"train worker.{call}: train-1 ran out of memory", f"train worker.{call}")
-    error.tokens = tokens
+    method, _, model = call.partition(" ")
+    error = OutOfMemory(f"train worker.{method}: train-1 ran out of memory", f"train worker.{method}")
+    error.tokens, error.model = tokens, model
     return error
 
 
@@ -93,9 +94,9 @@ def test_a_micro_batch_that_was_too_large_is_halved_whatever_larger_size_was_all
     ("call", "key"),
     [
         ("update_policy", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
-        ("log_probs", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"),
-        ("reference_log_probs", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"),
-        ("values", "critic.forward_micro_batch_size_per_gpu"),
+        ("forward actor", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"),
+        ("forward reference", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"),
+        ("forward critic", "critic.forward_micro_batch_size_per_gpu"),
         ("update_critic", "critic.ppo_micro_batch_size_per_gpu"),
     ],
 )
@@ -114,7 +115,7 @@ def test_when_every_micro_batch_is_one_row_activations_are_recomputed(load):
     ("call", "switches"),
     [
         ("update_policy", [*POLICY]),
-        ("reference_log_probs", ["actor_rollout_ref.ref.fsdp_config.param_offload", *POLICY]),
+        ("forward reference", ["actor_rollout_ref.ref.fsdp_config.param_offload", *POLICY]),
         ("update_critic", [*CRITIC]),
     ],
 )

@@ -11,13 +11,14 @@ from transformers import Qwen2Config
 
 from hybridrl.config import ConfigError
 from hybridrl.config.load import load_sft_config
-from hybridrl.core.training.planning import MicroBatchBudget
-from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan, UpdatePlan
+from hybridrl.core.training.learner import RankModel
+from hybridrl.core.training.planning import MicroBatchBudget, UpdatePlan
+from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan, RankPlan
 from hybridrl.data.tokenizer import TokenRows
 from hybridrl.runs import setup
 from hybridrl.runs.ppo import probe_ids
 from hybridrl.runs.prepare import reject_unknown_tokens
-from hybridrl.runs.ranks import padded_plans
+from hybridrl.runs.ranks import padded_plan
 from hybridrl.runs.setup import open_directory, open_store
 from tests.core.training.families import model_config
 from tests.sections import keys_of_run
@@ -103,14 +104,16 @@ class Ranks:
 def test_plans_pad_the_rows_of_a_family_whose_layers_mix_packed_rows(capsys) -> None:
     budget = MicroBatchBudget(tokens=64)
     updates = UpdatePlan(prompts_per_update=1, epochs=1, shuffle=False, seed=0, budget=budget)
-    policy, critic = PolicyPlan(None, updates, budget, budget), CriticPlan(None, updates, budget)
-    assert padded_plans(Ranks(actor=False, critic=False), policy, critic, 1) == (policy, critic)
+    model = RankModel(None, None, budget)
+    plan = RankPlan({"actor": model, "critic": model}, PolicyPlan(None, updates), CriticPlan(None, updates))
+    assert padded_plan(Ranks(actor=False, critic=False), plan, 1) == plan
     assert not capsys.readouterr().out
-    actor, untouched = padded_plans(Ranks(actor=True, critic=False), policy, critic, 1)
-    padded = {plan.padded for plan in (actor.updates.budget, actor.log_prob_budget, actor.reference_budget)}
-    assert padded == {True} and untouched == critic
-    assert capsys.readouterr().out.count("actor: its layers mix rows that are packed together") == 1
-    assert padded_plans(Ranks(actor=True), actor, None, 1) == (actor, None)
+    padded = padded_plan(Ranks(actor=True, critic=False), plan, 1)
+    assert padded.models["actor"].budget.padded and padded.policy.updates.budget.padded
+    assert padded.critic == plan.critic and padded.models["critic"] == model
+    assert capsys.readouterr().out.count("actor: its layers mix packed rows") == 1
+    alone = RankPlan({"actor": padded.models["actor"]}, padded.policy)
+    assert padded_plan(Ranks(actor=True), alone, 1) == alone
     assert not capsys.readouterr().out
 
 

@@ -12,8 +12,20 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from hybridrl import plugins
 from hybridrl.config import catalog
-from hybridrl.config.catalog import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
+from hybridrl.config.catalog import (
+    ENTROPY,
+    ESTIMATORS,
+    FULL_KL,
+    POLICY_LOSSES,
+    POLICY_READS,
+    POLICY_TERM,
+    SAMPLED_KL,
+    Estimator,
+    LossTerm,
+    PolicyLoss,
+)
 from hybridrl.config.custom_code import bind_named, load_function
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.values import Aggregation
@@ -24,41 +36,61 @@ from hybridrl.core.carried import declared_names
 from hybridrl.required import required
 
 
+@dataclass(frozen=True)
+class ForwardSpec:
+    """The outputs of a language model to compute in addition to log-probs; other models have one output."""
+
+    temperature: float = 1.0
+    entropies: bool = False
+    sum_pi_squared: bool = False
+    against: str = ""  # a model: also the exact KL to it, over the whole vocabulary
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Fields of the batch that a model's forward pass fills before the advantages: its outputs in their order.
+
+    The values are those of response tokens. Other distributions add a signal as the plug-in `signal.FIELD`, used where
+    `reads` of the estimator or of a loss term names this carried field.
+    """
+
+    fields: tuple[str, ...]
+    model: str
+    spec: ForwardSpec = ForwardSpec()
+    rows: tuple[str, float] | None = None  # a field per row and its value in the rows that are filled; None: all
+    timing: str = ""  # key of its seconds, in timing_s/; default: the first field
+
+
 @dataclass
 class Algorithm:
     """The part of a step between the rewards and the update.
 
     `estimator` is a function of the step's rows, with its parameters bound, and `entry` its catalog entry.
-    `kl_in_reward` and `kl_in_loss` are forms of a KL penalty, or None. `bypass` uses the rollout log-probs as old
-    log-probs; otherwise `correction` weights and masks tokens by the difference of the two.
+    `kl_in_reward` is the form of a KL penalty, or None. `bypass` uses the rollout log-probs as old log-probs; otherwise
+    `correction` weights and masks tokens by the difference of the two. `terms` are those of the policy's loss, and
+    `signals` are filled in this order.
     """
 
     estimator: Callable[[Batch], tuple[Tensor, Tensor]]
     entry: Estimator = field(default_factory=lambda: Estimator("", ""))
-    uses_critic: bool = False
     kl_in_reward: str | None = None
     kl_weight: KLWeight = field(default_factory=lambda: KLWeight(0.0))
-    kl_in_loss: str | None = None
     correction: RolloutCorrection | None = None
     bypass: bool = False
+    signals: tuple[Signal, ...] = ()
+    terms: tuple[LossTerm, ...] = ()
 
     @property
-    def uses_reference(self) -> bool:
-        return self.kl_in_reward is not None or self.kl_in_loss is not None
-
-    @property
-    def needs_reference_log_probs(self) -> bool:
-        """The exact KL compares full distributions instead of the log-probs of the sampled tokens."""
-        return bool({self.kl_in_reward, self.kl_in_loss} - {None, "full"})
-
-    @property
-    def needs_reference_kl(self) -> bool:
-        return self.kl_in_reward == "full"
+    def models(self) -> list[str]:
+        """Return the names of the models in the order in which every rank builds them; the policy's is `actor`."""
+        compared = ["reference"] * (self.kl_in_reward == "full") + [term.against for term in self.terms]
+        named = ["actor", *compared, *(name for signal in self.signals for name in (signal.model, signal.spec.against))]
+        return [*filter(None, dict.fromkeys(named))]
 
     @property
     def needs_old_log_probs(self) -> bool:
         """Return whether advantages depend on a forward pass of the policy, which then precedes the update."""
-        if self.needs_reference_kl:
+        if self.kl_in_reward == "full":
             return True
         corrects = self.correction is not None and not self.correction.fits_update
         reads = self.kl_in_reward is not None or corrects or self.entry.reads_probabilities
@@ -146,6 +178,23 @@ def find_policy_loss(name: str) -> tuple[PolicyLoss, Callable[..., Any]]:
     return entry, function
 
 
+def loss_terms(
+    policy_loss: str, entropy_coeff: float = 0.0, kl_form: str | None = None, kl_coef: float = 0.0
+) -> tuple[LossTerm, ...]:
+    """The terms of the policy's loss: a policy loss, less the entropy, plus the KL to the reference in one of the forms
+    of `kl_estimate` or "full" (None: without), and those that a custom policy loss names."""
+    entry, _ = find_policy_loss(policy_loss)
+    reads = (*POLICY_READS, *entry.reads)
+    terms = [LossTerm(POLICY_TERM, policy_loss, reads=reads, aggregation=entry.aggregation, by_token=entry.by_token)]
+    if entropy_coeff:
+        terms.append(replace(ENTROPY, weight=-entropy_coeff))
+    if kl_form == "full":
+        terms.append(replace(FULL_KL, weight=kl_coef))
+    elif kl_form is not None:
+        terms.append(replace(SAMPLED_KL, weight=kl_coef, parameters={"form": kl_form}))
+    return (*terms, *(plugins.load(f"term.{name}") for name in entry.terms))
+
+
 def _find(name: str, key: str, entries: Mapping[str, Any], kind: type) -> tuple[Any, Callable[..., Any]]:
     if name in entries:
         return entries[name], imported(entries[name].function)
@@ -154,6 +203,8 @@ def _find(name: str, key: str, entries: Mapping[str, Any], kind: type) -> tuple[
     known = get_args(catalog.Field) if kind is Estimator else ()
     for item in facts.get("reads", ()):
         _check(item, (*known, *declared_names()), f"{key}={name}: its attribute reads")
+    for item in facts.get("terms", ()):
+        _check(item, tuple(plugins.names("term")), f"{key}={name}: its attribute terms")
     return kind(name, name, **facts), function
 
 

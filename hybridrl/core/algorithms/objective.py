@@ -5,7 +5,8 @@ micro-batches and ranks add up to the same loss however a mini-batch is cut.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,16 +20,17 @@ FORMS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var
 @dataclass(frozen=True)
 class Divisors:
     """Counts of a mini-batch over all ranks: tokens that are trained, and rows with at least one of them; an episode of
-    several rows counts as one."""
+    several rows counts as one. `masked` has those of the tokens that a loss term's mask leaves, by the mask's name."""
 
     tokens: int
     rows: int
+    masked: Mapping[str, "Divisors"] = field(default_factory=dict)
 
     @staticmethod
-    def of(batch: Batch) -> "Divisors":
+    def of(batch: Batch, masks: Iterable[str] = ()) -> "Divisors":
         written = batch.per_row(required(batch.response_mask).long())
         rows = (written > 0).nonzero() if batch.episode is None else batch.episode[written > 0].unique()
-        return Divisors(int(written.sum()), len(rows))
+        return Divisors(int(written.sum()), len(rows), {mask: Divisors.of(batch.masked(mask)) for mask in masks})
 
 
 def token_weights(batch: Batch, mode: str, totals: Divisors, scale: float = 1.0) -> Tensor:

@@ -70,14 +70,15 @@ class WorkerDied(RemoteFailure):
 class OutOfMemory(WorkerDied):
     """An actor ran out of memory in a call. Other actors may wait for it in this call: all must be started again.
 
-    `call` names role and method; `tokens` is the size of its largest micro-batch, if that has several rows.
+    `call` names role and method, `model` the model of the call; `tokens` is the size of its largest micro-batch, if
+    that has several rows.
     """
 
     code = "device-memory"
 
     def __init__(self, message: str, call: str) -> None:
         super().__init__(message)
-        self.call = call
+        self.call, self.model = call, ""
         self.tokens: int | None = None
 
 

@@ -7,10 +7,10 @@ rows that caused it, if known, are written to a file, with the name of the first
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,20 +25,33 @@ from hybridrl.core.training.attention import slice_of
 from hybridrl.core.training.fsdp import clip_gradient, host_parameters, move_parameters, reduce_gradients
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import ModelInputs, pack_rows
-from hybridrl.core.training.planning import MiniBatch
+from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch
 
 MOST_FILES = 100  # limit on the files of skipped updates, per rank and model
 
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """The configuration of a model that is trained."""
+    """The training of a model."""
 
-    model: ModelConfig
-    fsdp: FSDPConfig
     optimizer: OptimizerConfig
     total_updates: int
     updates_per_step: int = 1
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """A model on the training ranks, with a layout of its own."""
+
+    model: ModelConfig
+    fsdp: FSDPConfig
+    budget: MicroBatchBudget  # size of its micro-batches without a gradient
+    head: Literal["language", "value"] = "language"
+    trained: LearnerConfig | None = None  # None: frozen
+    # own: from the path of the model; copy: also those of the actor later (`TrainWorker.refresh`); base: the actor's
+    # without its adapter, so that this model takes no memory
+    weights: Literal["own", "copy", "base"] = "own"
+    reads: tuple[str, ...] = ()  # names of the carried fields that its forward passes read
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -46,8 +59,9 @@ class LearnerConfig:
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """Return the type of the model's own parameters; the type of computation if an adapter freezes them."""
-        return self.compute_dtype if self.model.lora_rank else getattr(torch, self.fsdp.model_dtype)
+        """Return the type of the model's own parameters; the type of computation if they are frozen."""
+        frozen = self.trained is None or self.model.lora_rank
+        return self.compute_dtype if frozen else getattr(torch, self.fsdp.model_dtype)
 
 
 # Maps the rows of a micro-batch and the divisors of its mini-batch to this micro-batch's share of the loss and of each
@@ -61,19 +75,31 @@ Prepare = Callable[[Batch, MiniBatch], Prepared]
 
 
 @dataclass(eq=False)
-class Learner:
-    """One rank's part of a model in training. `dump_prefix` is the path prefix of the files with a skipped update's
-    rows. Ranks of a sequence-parallel `group` have the same rows and return equal shares of metrics; one copy is
-    counted."""
+class ModelShard:
+    """One rank's part of a model, and the layout of its rows. Ranks of a sequence-parallel `group` have the same
+    rows."""
 
     model: nn.Module
-    optimizers: Optimizers
     fsdp: FSDPConfig
     device: torch.device
     padded: bool
-    dump_prefix: Path
     group: ProcessGroup | None = None
     tensor_ranks: int = 1  # size of a tensor group: its ranks have the same tokens, too
+    reads: tuple[str, ...] = ()
+
+    def inputs(self, rows: Batch) -> ModelInputs:
+        """Return this rank's model inputs for these rows."""
+        carried = {name: value for name, value in rows.carried.items() if name in self.reads}
+        return slice_of(pack_rows(replace(rows, carried=carried), self.padded), self.group).to(self.device)
+
+
+@dataclass(eq=False, kw_only=True)
+class Learner(ModelShard):
+    """One rank's part of a model in training. `dump_prefix` is the path prefix of the files with a skipped update's
+    rows. Ranks of a sequence-parallel group return equal shares of metrics; one copy is counted."""
+
+    optimizers: Optimizers
+    dump_prefix: Path
     host_parameters: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # set when they are first offloaded
     on_host: bool = False
 
@@ -81,10 +107,6 @@ class Learner:
     def ranks(self) -> int:
         """Return the number of ranks over which FSDP averages a gradient; the ranks of a tensor group count as one."""
         return dist.get_world_size() // self.tensor_ranks
-
-    def inputs(self, rows: Batch) -> ModelInputs:
-        """Return this rank's model inputs for these rows."""
-        return slice_of(pack_rows(rows, self.padded), self.group).to(self.device)
 
     def update(
         self,
@@ -230,11 +252,3 @@ def first_not_finite(model: nn.Module, forward: Callable[[], None]) -> str:
         for hook in hooks:
             hook.remove()
     return next(iter(names), "")
-
-
-def on_device(learner: Learner, other: Learner | None) -> Learner:
-    """Return this learner with its parameters on the device; the other is offloaded first, if it may be."""
-    if other is not None:
-        other.offload(to_host=True)
-    learner.offload(to_host=False)
-    return learner

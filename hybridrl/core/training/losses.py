@@ -1,7 +1,7 @@
 """Losses as functions of a model's outputs: a micro-batch's share of the mini-batch's loss and of each metric. Also the
 rejection of tokens before each update in bypass mode."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -10,84 +10,136 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.config.catalog import POLICY_TERM, LossTerm, PolicyLoss
 from hybridrl.config.schema import CriticConfig
-from hybridrl.core.algorithms.algorithm import bind, find_policy_loss
+from hybridrl.core.algorithms.algorithm import bind, find_policy_loss, imported
 from hybridrl.core.algorithms.objective import Divisors, kl_estimate, token_weights, value_loss
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
 from hybridrl.core.training.fsdp import reshard
 from hybridrl.core.training.learner import Learner, Loss, Prepare, Prepared
 from hybridrl.core.training.model import LanguageModel
-from hybridrl.core.training.packing import ModelInputs
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.token_outputs import LossGradient, ReferenceOutputs, TokenOutputs
 from hybridrl.required import required
+
+TermLoss = tuple[Tensor, dict[str, Tensor]]  # per response token, and statistics per token
+# Other tokens than the policy's may have values in these fields; no term of its loss sees them.
+WRITTEN_ONLY = ("old_log_probs", "reference_log_probs", "advantages")
 
 
 @dataclass(frozen=True)
 class LossConfig:
     """The loss of the policy, as plain values."""
 
-    policy_loss: str  # a name, or path/to/file.py:function: custom functions cannot be pickled
+    terms: tuple[LossTerm, ...]
     aggregation: str
     scale: float
     temperature: float
     grad_clip: float
-    parameters: dict[str, Any] = field(default_factory=dict)  # by configuration key; a policy loss gets those it names
-    entropy_coeff: float = 0.0
-    kl_coef: float = 0.0
-    kl_form: str | None = None  # form of the KL to the reference; None: no KL in the loss
+    parameters: dict[str, Any] = field(default_factory=dict)  # by configuration key; a function gets those it names
     # Importance weights of current against rollout log-probs, in bypass mode and if the current log-probs are the old
     # ones. In bypass mode tokens are rejected before each update.
     correction: RolloutCorrection | None = None
     old_from_update: bool = False  # the micro-batch's own log-probs are the old ones: nothing has been updated since
     log_entropy: bool = False  # set if no forward pass before the update computed it
 
+    @property
+    def entry(self) -> PolicyLoss:
+        """Return the catalog entry of the policy loss among the terms; one without any property if there is none."""
+        names = [term.function for term in self.terms if term.name == POLICY_TERM]
+        return find_policy_loss(names[0])[0] if names else PolicyLoss("", "", by_token=True)
+
+    @property
+    def against(self) -> str:
+        """Return the model with which a term compares the policy; empty if none does."""
+        return next((term.against for term in self.terms if term.against), "")
+
+    @property
+    def masks(self) -> list[str]:
+        """Return the masks of all terms."""
+        return [*filter(None, dict.fromkeys(term.mask for term in self.terms))]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return the fields of the batch that the ranks need."""
+        fields = ("response_mask", "episode_tokens", "masked_tokens", *self.masks)
+        return (*fields, *dict.fromkeys(name for term in self.terms for name in term.reads))
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Return the options of `OutputSpec` for what the terms, the logs and the old policy's outputs need."""
+        named = {name for term in self.terms for name in term.outputs}
+        logged = {"entropies": "entropies" in named or self.old_from_update or self.log_entropy}
+        return logged | {name: True for name in named}
+
 
 def policy_loss(
     outputs: TokenOutputs, part: Batch, totals: Divisors, loss: LossConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the policy loss minus the entropy bonus plus the KL to the reference, and statistics of all three."""
+    """Return this micro-batch's share of the loss, the sum of its weighted terms; each term's, and statistics."""
     if loss.old_from_update:
         part = replace(part, old_log_probs=outputs.log_probs.detach())
-    entry, function = find_policy_loss(loss.policy_loss)
-    policy_weights = token_weights(part, entry.aggregation or loss.aggregation, totals, loss.scale)
-    importance = part.importance_weights  # they correct for the difference to the rollout engine
-    if loss.correction is not None:
-        importance = loss.correction.weights(outputs.log_probs.detach() - required(part.rollout_log_probs), part)
-
+    if loss.correction is not None:  # for the difference to the rollout engine
+        log_ratio = outputs.log_probs.detach() - required(part.rollout_log_probs)
+        part = replace(part, importance_weights=loss.correction.weights(log_ratio, part))
     mask = required(part.response_mask)
 
-    def written(values: Tensor | None) -> Tensor | None:
+    def written(values: Tensor) -> Tensor:
         """Return 0 on tokens that the policy did not write: a NaN there cannot reach the sums or their gradient."""
-        return None if values is None else torch.where(mask, values, 0.0)
+        return torch.where(mask, values, 0.0)
 
-    rows = replace(part, old_log_probs=written(part.old_log_probs), advantages=written(part.advantages))
-    per_token, statistics = bind(function, loss.parameters, rows=2)(written(outputs.log_probs), rows)
-    per_token = required(written(per_token)) * (1.0 if importance is None else importance)
-    shares = {"pg_loss": (per_token * policy_weights).sum()}
-    total = shares["pg_loss"]
-    weights = token_weights(part, loss.aggregation, totals, loss.scale)
-    if loss.entropy_coeff:
-        shares["entropy_loss"] = (required(outputs.entropies) * weights).sum()
-        total = total - loss.entropy_coeff * shares["entropy_loss"]
-    if loss.kl_form is not None:
-        kl = outputs.reference_kl
-        if loss.kl_form != "full":
-            kl = kl_estimate(
-                required(written(outputs.log_probs)), required(written(part.reference_log_probs)), loss.kl_form
-            )
-        shares["kl_loss"] = (required(written(kl)) * weights).sum()
-        total = total + loss.kl_coef * shares["kl_loss"]
+    of_written, rows = outputs.map(written), part
+    for name in WRITTEN_ONLY:
+        if (value := part.value(name)) is not None:
+            rows = rows.put(name, written(value))
+    total, shares, statistics = torch.zeros((), device=mask.device), {}, {}
+    for term in loss.terms:
+        per_token, of_term = _function(term, loss.parameters)(of_written, rows)
+        inside, divisors = rows, totals
+        if term.mask:
+            inside, divisors = rows.masked(term.mask, loss.masks.index(term.mask)), totals.masked[term.mask]
+        weights = token_weights(inside, term.aggregation or loss.aggregation, divisors, loss.scale)
+        shares[f"{term.name}_loss"] = share = (written(per_token) * weights).sum()
+        total = total + term.weight * share
+        statistics |= of_term
     if loss.log_entropy:
         statistics["entropy"] = required(outputs.entropies).detach()
     return total, shares | _token_means(statistics, part, totals)
 
 
+def _function(term: LossTerm, values: Mapping[str, Any]) -> Callable[[TokenOutputs, Batch], TermLoss]:
+    """Return the function of a term, with its keyword arguments bound."""
+    if term.name != POLICY_TERM:
+        return bind(imported(term.function), {**values, **term.parameters}, rows=2)
+    function = bind(find_policy_loss(term.function)[1], values, rows=2)
+
+    def corrected(outputs: TokenOutputs, rows: Batch) -> TermLoss:
+        per_token, statistics = function(outputs.log_probs, rows)
+        return per_token * (1.0 if rows.importance_weights is None else rows.importance_weights), statistics
+
+    return corrected
+
+
+def entropy(outputs: TokenOutputs, rows: Batch) -> TermLoss:
+    """The entropy of the policy; its weight is negative."""
+    return required(outputs.entropies), {}
+
+
+def sampled_kl(outputs: TokenOutputs, rows: Batch, *, form: str) -> TermLoss:
+    """An estimate of the KL to the reference from the log-probs of sampled tokens."""
+    return kl_estimate(outputs.log_probs, required(rows.reference_log_probs), form), {}
+
+
+def full_kl(outputs: TokenOutputs, rows: Batch) -> TermLoss:
+    """The exact KL to the reference."""
+    return required(outputs.reference_kl), {}
+
+
 def gradient_function(part: Batch, totals: Divisors, loss: LossConfig) -> LossGradient | None:
     """Return a function of a model's outputs: the gradient of `policy_loss` with respect to them, for computing it
     together with the outputs. None if the loss of a token may depend on the outputs of other tokens."""
-    if not find_policy_loss(loss.policy_loss)[0].by_token or (loss.correction and not loss.correction.by_token):
+    if not all(term.by_token for term in loss.terms) or (loss.correction and not loss.correction.by_token):
         return None
 
     def gradient(outputs: TokenOutputs) -> TokenOutputs:
@@ -113,18 +165,16 @@ def _token_means(statistics: dict[str, Tensor], part: Batch, totals: Divisors) -
 def policy_objective(
     learner: Learner,
     loss: LossConfig,
-    reference: Callable[[ModelInputs], ReferenceOutputs],
+    hidden_of: Callable[[str, Batch], ReferenceOutputs],
     outputs: list[TokenOutputs],
 ) -> Loss:
-    """Return the policy's loss. It appends the model's outputs to `outputs` if they serve as the old policy's."""
-    options = {
-        "entropies": loss.entropy_coeff != 0 or loss.old_from_update or loss.log_entropy,
-        "entropy_gradient": loss.entropy_coeff != 0,
-    }
+    """Return the policy's loss; `hidden_of` computes another model's hidden states for the same rows. It appends the
+    model's outputs to `outputs` if they serve as the old policy's."""
+    options, other = loss.options, loss.against
 
     def compute(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
         inputs = learner.inputs(part)
-        against = reference(inputs) if loss.kl_form == "full" else None
+        against = hidden_of(other, part) if other else None
         part = part.to(learner.device)
         early = None if totals is None else gradient_function(part, totals, loss)
         output = learner.model(inputs, loss.temperature, against=against, loss_gradient=early, **options)
@@ -194,9 +244,16 @@ def _without_rejected(learner: Learner, loss: LossConfig, batch: Batch, mini_bat
     shares = {"rollout_rs_masked_fraction": (before - after).sum() / tokens}
     if loss.log_entropy:
         shares["entropy"] = batch.per_row(torch.where(mask, entropies, 0.0))[rows].sum() / tokens
-    # Summed over all ranks' rows; ranks that share rows have counted the same ones.
-    counts = torch.tensor([after.sum(), (after > 0).sum()], device=learner.device)
-    dist.all_reduce(counts)
-    totals = Divisors(*(counts // (learner.group.size() if learner.group else 1)).tolist())
     narrowed = replace(batch, response_mask=kept, importance_weights=weights)
+    inside = [
+        after,
+        *(narrowed.per_row(required(narrowed.masked(mask).response_mask).long())[rows] for mask in loss.masks),
+    ]
+    # Summed over all ranks' rows; ranks that share rows have counted the same ones.
+    counts = torch.tensor([[each.sum(), (each > 0).sum()] for each in inside], device=learner.device)
+    dist.all_reduce(counts)
+    whole, *masked = (
+        Divisors(*of_mask) for of_mask in (counts // (learner.group.size() if learner.group else 1)).tolist()
+    )
+    totals = replace(whole, masked=dict(zip(loss.masks, masked, strict=True)))
     return narrowed, replace(mini_batch, totals=totals), shares

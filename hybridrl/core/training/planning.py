@@ -1,18 +1,18 @@
-"""The assignment of rows to ranks and micro-batches, on the driver and from lengths alone.
+"""The assignment of rows to updates, ranks and micro-batches, on the driver and from lengths alone.
 
 The driver plans everything, so that every rank runs the same number of micro-batches (collectives need it) and the
 divisors of the loss are known before the first one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.config.schema import FSDPConfig, ModelConfig
+from hybridrl.config.schema import ActorRolloutRefConfig, CriticConfig, FSDPConfig, ModelConfig
 from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch, pieces
 from hybridrl.core.training.partition import partition
@@ -38,6 +38,60 @@ class MicroBatchBudget:
         slices, tensor = fsdp.ulysses_sequence_parallel_size, fsdp.tensor_parallel_size
         padded = not model.use_remove_padding
         return cls(tokens * slices, None if by_tokens else rows, padded, devices=slices * tensor, tensor=tensor)
+
+
+def training_seed(*keys: int) -> int:
+    """Return a seed for random numbers, derived from the run's seed and, for example, a step and a rank.
+
+    Python hashes a tuple of integers to the same number in every process and, since 3.8, in every version of CPython
+    on 64 bits. No document promises this, so a test checks three values: others would change how resumed runs shuffle.
+    """
+    return hash(keys) & 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """The division of a step's rows into optimizer updates of one model, and the size of their micro-batches."""
+
+    prompts_per_update: int
+    epochs: int
+    shuffle: bool
+    seed: int
+    budget: MicroBatchBudget
+
+    @classmethod
+    def of(cls, section: ActorRolloutRefConfig | CriticConfig) -> Self:
+        """Return the plan of the policy's updates, or of the critic's."""
+        is_critic = isinstance(section, CriticConfig)
+        trained, fsdp = (section, section.fsdp) if is_critic else (section.actor, section.actor.fsdp_config)
+        rows, by_tokens = trained.ppo_micro_batch_size_per_gpu, trained.use_dynamic_bsz
+        return cls(
+            prompts_per_update=trained.ppo_mini_batch_size,
+            epochs=trained.ppo_epochs,
+            shuffle=trained.shuffle,
+            seed=trained.data_loader_seed,
+            budget=MicroBatchBudget.of(section.model, fsdp, trained.ppo_max_token_len_per_gpu, rows, by_tokens),
+        )
+
+    def padded(self) -> Self:
+        """Return the same plan with rows padded to the longest of a micro-batch."""
+        return replace(self, budget=replace(self.budget, padded=True))
+
+    def updates(self, prompts: int) -> int:
+        return -(-prompts // self.prompts_per_update) * self.epochs
+
+    def mini_batches(self, group: Tensor, step: int) -> list[list[int]]:
+        """Return the rows of each update: complete groups, in order or shuffled once per epoch."""
+        groups = group.unique().tolist()
+        members = {number: (group == number).nonzero().flatten().tolist() for number in groups}
+        size, updates = self.prompts_per_update, []
+        for epoch in range(self.epochs):
+            order = groups
+            if self.shuffle:
+                generator = torch.Generator().manual_seed(training_seed(self.seed, step, epoch))
+                order = [groups[i] for i in torch.randperm(len(groups), generator=generator)]
+            updates += [order[start : start + size] for start in range(0, len(order), size)]
+        return [[row for number in update for row in members[number]] for update in updates]
 
 
 @dataclass(frozen=True)
@@ -145,12 +199,17 @@ def _even(share: np.ndarray, memory: np.ndarray, tokens: int, least: int) -> lis
 
 
 def rank_mini_batches(
-    batch: Batch, ranks: int, mini_batches: Sequence[Sequence[int]], budget: MicroBatchBudget
+    batch: Batch,
+    ranks: int,
+    mini_batches: Sequence[Sequence[int]],
+    budget: MicroBatchBudget,
+    masks: Sequence[str] = (),
 ) -> list[list[MiniBatch]]:
-    """Return each rank's micro-batches of every mini-batch, with the divisors of the whole mini-batch."""
-    lengths, counted = batch.lengths.numpy(), batch.only("response_mask", "episode")
+    """Return each rank's micro-batches of every mini-batch, with the divisors of the whole mini-batch, for these masks
+    of the loss too."""
+    lengths, counted = batch.lengths.numpy(), batch.only("response_mask", "episode", *masks)
     plans = [plan(Pieces.single(lengths, rows), ranks, budget) for rows in mini_batches]
-    totals = [Divisors.of(counted.select(rows)) for rows in mini_batches]
+    totals = [Divisors.of(counted.select(rows), masks) for rows in mini_batches]
     return [list(map(MiniBatch, of_rank, totals)) for of_rank in zip(*plans, strict=True)]
 
 

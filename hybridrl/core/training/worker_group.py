@@ -1,46 +1,46 @@
 """All training ranks as one group: assigns rows to ranks and micro-batches, and puts results back in order.
 
-Runs on the driver. A step calls `old_log_probs`, `reference_log_probs`, `values` and `update`; each fills fields of the
-batch.
+Runs on the driver. A step calls `old_log_probs`, `fill` and `update`; each fills fields of the batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridrl.config.schema import ActorRolloutRefConfig, CriticConfig
+from hybridrl.config.catalog import SAMPLED_KL
+from hybridrl.config.schema import CriticConfig
 from hybridrl.core.algorithms import Algorithm
-from hybridrl.core.algorithms.algorithm import bind, find_policy_loss, imported
+from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, bind, imported
 from hybridrl.core.algorithms.batch_metrics import Agreement
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
 from hybridrl.core.cluster import Group, OutOfMemory, Pending
 from hybridrl.core.cluster.group import control_limit
+from hybridrl.core.training.learner import RankModel
 from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.planning import (
     MicroBatchBudget,
     MicroBatches,
     MiniBatch,
     Pieces,
+    UpdatePlan,
     plan,
     rank_mini_batches,
     reassemble,
+    training_seed,
 )
-from hybridrl.core.training.token_outputs import TokenOutputs
-from hybridrl.core.training.worker import Columns, TrainWorker, training_seed
+from hybridrl.core.training.worker import Columns, TrainWorker
 from hybridrl.required import required
 from hybridrl.tracking.sink import Stopwatch
 
-POLICY_READS = ("routes",)  # carried fields that the policy's forward passes read
-POLICY_FIELDS = (
-    *("response_mask", "old_log_probs", "reference_log_probs", "rollout_log_probs"),
-    *("advantages", "importance_weights", "chosen", "episode_tokens", *POLICY_READS),
-)
 SKIPPED_UPDATES = "skipped_updates"  # directory in which training ranks write the rows of skipped updates
+# The policy's outputs before the updates, in the order of `TokenOutputs`.
+OLD_FIELDS = ("old_log_probs", "entropies", "sum_pi_squared", "reference_kl")
+OLD = Signal(OLD_FIELDS, "actor", ForwardSpec(entropies=True), timing="old_log_prob")
 CRITIC_FIELDS = ("response_mask", "values", "returns", "episode_tokens")
 
 Outputs = list[Tensor | None]  # a model's outputs for all rows, by kind
@@ -48,55 +48,12 @@ Metrics = dict[str, float]
 
 
 @dataclass(frozen=True)
-class UpdatePlan:
-    """The division of a step's rows into optimizer updates of one model, and the size of their micro-batches."""
-
-    prompts_per_update: int
-    epochs: int
-    shuffle: bool
-    seed: int
-    budget: MicroBatchBudget
-
-    @classmethod
-    def of(cls, section: ActorRolloutRefConfig | CriticConfig) -> Self:
-        """Return the plan of the policy's updates, or of the critic's."""
-        is_critic = isinstance(section, CriticConfig)
-        trained, fsdp = (section, section.fsdp) if is_critic else (section.actor, section.actor.fsdp_config)
-        rows, by_tokens = trained.ppo_micro_batch_size_per_gpu, trained.use_dynamic_bsz
-        return cls(
-            prompts_per_update=trained.ppo_mini_batch_size,
-            epochs=trained.ppo_epochs,
-            shuffle=trained.shuffle,
-            seed=trained.data_loader_seed,
-            budget=MicroBatchBudget.of(section.model, fsdp, trained.ppo_max_token_len_per_gpu, rows, by_tokens),
-        )
-
-    def updates(self, prompts: int) -> int:
-        return -(-prompts // self.prompts_per_update) * self.epochs
-
-    def mini_batches(self, group: Tensor, step: int) -> list[list[int]]:
-        """Return the rows of each update: complete groups, in order or shuffled once per epoch."""
-        groups = group.unique().tolist()
-        members = {number: (group == number).nonzero().flatten().tolist() for number in groups}
-        size, updates = self.prompts_per_update, []
-        for epoch in range(self.epochs):
-            order = groups
-            if self.shuffle:
-                generator = torch.Generator().manual_seed(training_seed(self.seed, step, epoch))
-                order = [groups[i] for i in torch.randperm(len(groups), generator=generator)]
-            updates += [order[start : start + size] for start in range(0, len(order), size)]
-        return [[row for number in update for row in members[number]] for update in updates]
-
-
-@dataclass(frozen=True)
 class PolicyPlan:
-    """The training of the policy, and the micro-batches of forward passes of the policy and of the reference."""
+    """The training of the policy, and its outputs before the updates."""
 
     loss: LossConfig
     updates: UpdatePlan
-    log_prob_budget: MicroBatchBudget
-    reference_budget: MicroBatchBudget
-    with_sum_pi_squared: bool = False
+    old: Signal = OLD
     stochastic: bool = False  # dropout is active in updates
     first_update: int = 1  # before this step only the critic is trained
     correction: RolloutCorrection | None = None  # weights tokens if an update's own log-probs are the old ones
@@ -105,16 +62,19 @@ class PolicyPlan:
 
 @dataclass(frozen=True)
 class CriticPlan:
-    """The training of the critic, and the micro-batches of its forward passes."""
+    """The training of the critic."""
 
     section: CriticConfig
     updates: UpdatePlan
-    value_budget: MicroBatchBudget
 
-    @classmethod
-    def of(cls, critic: CriticConfig) -> Self:
-        size = critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu, critic.use_dynamic_bsz
-        return cls(critic, UpdatePlan.of(critic), MicroBatchBudget.of(critic.model, critic.fsdp, *size))
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The models of the training ranks, and the updates of those that are trained."""
+
+    models: Mapping[str, RankModel]
+    policy: PolicyPlan
+    critic: CriticPlan | None = None
 
 
 class BrokenUpdates(RuntimeError):
@@ -130,12 +90,10 @@ class SplitEpisodes(RuntimeError):
 
 
 class TrainWorkers:
-    """Policy, and reference and critic if there are any, over all training ranks."""
+    """The models of a run over all training ranks."""
 
-    def __init__(
-        self, group: Group, policy: PolicyPlan, critic: CriticPlan | None, export_dtype: str, timeout: float
-    ) -> None:
-        self.group, self.policy, self.critic = group, policy, critic
+    def __init__(self, group: Group, plan: RankPlan, export_dtype: str, timeout: float) -> None:
+        self.group, self.models, self.policy, self.critic = group, plan.models, plan.policy, plan.critic
         self.export_dtype, self.timeout = export_dtype, timeout
         self.watch = Stopwatch()
         self.skipped_in_a_row = {"actor": 0, "critic": 0}
@@ -149,7 +107,7 @@ class TrainWorkers:
         and trainer differ. In bypass mode the rollout engine's log-probs are the old ones."""
         updates = step >= self.policy.first_update and not algorithm.bypass
         if algorithm.needs_old_log_probs or (updates and self.needs_old_log_probs(batch)):
-            batch = self.forward_log_probs(batch, reference_kl=algorithm.needs_reference_kl)
+            batch = self.forward_log_probs(batch)
             if self.policy.agreement is not None:
                 self.policy.agreement.check(batch)
         return replace(batch, old_log_probs=batch.rollout_log_probs) if algorithm.bypass else batch
@@ -160,50 +118,43 @@ class TrainWorkers:
         computed from several rows, which may be in different micro-batches."""
         updates, correction = self.policy.updates.updates(len(batch.group.unique())), self.policy.correction
         split = batch.episode is not None and correction is not None and not correction.by_token
-        return updates > 1 or self.policy.stochastic or self._token_selector is not None or split
+        return updates > 1 or self.policy.stochastic or self.policy.loss.entry.token_selector is not None or split
 
-    def forward_log_probs(self, batch: Batch, *, reference_kl: bool = False) -> Batch:
-        """Fill `old_log_probs` and `entropies` from the current policy, `sum_pi_squared` if the plan says so, and
-        `reference_kl`, its exact KL to the reference, if requested."""
-        with self.watch("old_log_prob"):
-            options = {"reference_kl": reference_kl, "sum_pi_squared": self.policy.with_sum_pi_squared}
-            budget, temperature = self.policy.log_prob_budget, self.policy.loss.temperature
-            columns = self._forward(TrainWorker.log_probs, batch.only(*POLICY_READS), budget, temperature, **options)
-            return _with_outputs(batch, columns)
+    def forward_log_probs(self, batch: Batch) -> Batch:
+        """Fill `old_log_probs` and the other outputs of the current policy."""
+        return self.fill(batch, self.policy.old)
 
-    def reference_log_probs(self, batch: Batch) -> Batch:
-        """Fill `reference_log_probs`."""
-        with self.watch("ref"):
-            budget, temperature = self.policy.reference_budget, self.policy.loss.temperature
-            columns = self._forward(TrainWorker.reference_log_probs, batch.only(), budget, temperature)
-            return replace(batch, reference_log_probs=TokenOutputs._make(columns).log_probs)
+    def fill(self, batch: Batch, signal: Signal) -> Batch:
+        """Fill the fields of a signal by a forward pass of its model, in all rows or in those of the signal."""
+        with self.watch(signal.timing or signal.fields[0]):
+            rows, part = None, batch
+            if signal.rows is not None:
+                name, value = signal.rows
+                rows = (required(batch.value(name)) == value).nonzero().flatten()
+                part = batch.select(rows)
+            sent = part.only(*self.models[signal.model].reads)
+            outputs = self._forward(signal.model, sent, signal.spec) if len(part) else []
+        return _with_outputs(batch, signal.fields, outputs, rows)
 
-    def values(self, batch: Batch) -> Batch:
-        """Fill `values` from the current critic."""
-        assert self.critic is not None
-        with self.watch("values"):
-            (values,) = self._forward(TrainWorker.values, batch.only(), self.critic.value_budget)
-            return replace(batch, values=values)
-
-    def _forward(
-        self, method: Callable[..., Any], batch: Batch, budget: MicroBatchBudget, *arguments: Any, **options: Any
-    ) -> Outputs:
-        """Call a forward method on every rank's share of these rows; return outputs in the batch's row order."""
+    def _forward(self, name: str, batch: Batch, spec: ForwardSpec) -> Outputs:
+        """Compute a model's outputs on every rank's share of these rows; return them in the batch's row order."""
+        budget = self.models[name].budget
         shares = plan(Pieces.single(batch.lengths.numpy()), len(self.group), budget)
         rows = self.group.share(batch)
-        parts = [(rows, micro_batches, *arguments) for micro_batches in shares]
-        columns = self._scatter(method, parts, shares, batch, **options)
+        parts = [(name, rows, micro_batches, spec) for micro_batches in shares]
+        columns = self._scatter(TrainWorker.forward, parts, shares, batch, name)
         return _in_row_order(columns, shares, batch.response_lengths, budget)
 
     def _scatter(
-        self, method: Callable[..., Any], parts: list[tuple], shares: list[MicroBatches], batch: Batch, **options: Any
+        self, method: Callable[..., Any], parts: list[tuple], shares: list[MicroBatches], batch: Batch, model: str
     ) -> list[Any]:
-        """Call every rank; an out-of-memory error is raised with the tokens of the largest micro-batch."""
+        """Call every rank; an out-of-memory error is raised with the model and the tokens of the largest
+        micro-batch."""
         try:
-            return self.group.scatter(method, parts, timeout=self.timeout, **options)
+            return self.group.scatter(method, parts, timeout=self.timeout)
         except OutOfMemory as error:
             tokens, rows = max((int(batch.lengths[rows].sum()), len(rows)) for share in shares for rows in share)
-            error.tokens = tokens if rows > 1 else None
+            error.tokens, error.model = tokens if rows > 1 else None, model
             raise
 
     # -- updates ---------------------------------------------------------------------------------------------------
@@ -222,7 +173,7 @@ class TrainWorkers:
 
     def update_policy(self, batch: Batch, step: int) -> tuple[Batch, Metrics]:
         """Run the step's updates of the policy. Returns the batch with old log-probs, and the updates' mean metrics."""
-        entry, correction = find_policy_loss(self.policy.loss.policy_loss)[0], self.policy.loss.correction
+        entry, correction = self.policy.loss.entry, self.policy.loss.correction
         in_loss = correction is not None and not correction.by_token
         if batch.episode is not None and (in_loss or not entry.by_token):
             cause, fix = f"actor_rollout_ref.actor.policy_loss.loss_mode={entry.name}", "loss_mode=vanilla"
@@ -239,9 +190,9 @@ class TrainWorkers:
             if own and self.policy.correction is not None:
                 loss = replace(loss, correction=self.policy.correction)
             mini_batches = self.policy.updates.mini_batches(batch.group, step)
-            if self._token_selector is not None:
+            if entry.token_selector is not None:
                 # The tokens that the loss treats differently, selected within each mini-batch of the first epoch.
-                select = bind(imported(self._token_selector), loss.parameters, rows=2)
+                select = bind(imported(entry.token_selector), loss.parameters, rows=2)
                 generator = torch.Generator().manual_seed(training_seed(self.policy.updates.seed, step))
                 chosen = torch.zeros_like(required(batch.response_mask))
                 for rows in mini_batches[: len(mini_batches) // self.policy.updates.epochs]:
@@ -250,16 +201,13 @@ class TrainWorkers:
                 batch = replace(batch, chosen=chosen)
             metrics, outputs = self.update_mini_batches(batch, mini_batches, loss, step)
             if own:
-                batch = _with_outputs(batch, outputs)
+                batch = _with_outputs(batch, OLD_FIELDS, outputs)
                 if self.policy.correction is not None:
                     batch, of_correction = self.policy.correction.apply(batch)
                     metrics |= of_correction
-        kl_weight = {} if loss.kl_form is None else {"actor/kl_coef": loss.kl_coef}
+        weights = {term.name: term.weight for term in loss.terms}
+        kl_weight = {"actor/kl_coef": weights[SAMPLED_KL.name]} if SAMPLED_KL.name in weights else {}
         return batch, metrics | kl_weight | self.watch.take()
-
-    @property
-    def _token_selector(self) -> str | Callable[..., Tensor] | None:
-        return find_policy_loss(self.policy.loss.policy_loss)[0].token_selector
 
     def update_mini_batches(
         self, batch: Batch, mini_batches: Sequence[Sequence[int]], loss: LossConfig, step: int
@@ -267,10 +215,11 @@ class TrainWorkers:
         """Run one policy update per mini-batch. Returns mean metrics, and the outputs if they are the old policy's."""
         budget = self.policy.updates.budget
         self.updates_begun += 1
-        fields = (*POLICY_FIELDS, *find_policy_loss(loss.policy_loss)[0].reads)
-        shares, parts = self._mini_batches(batch, fields, mini_batches, budget)
+        models = ["actor", *filter(None, [loss.against])]
+        fields = (*loss.reads, *(name for model in models for name in self.models[model].reads))
+        shares, parts = self._mini_batches(batch, fields, mini_batches, budget, loss.masks)
         parts = [(*part, loss, step) for part in parts]
-        results = self._scatter(TrainWorker.update_policy, parts, shares, batch)
+        results = self._scatter(TrainWorker.update_policy, parts, shares, batch, "actor")
         metrics = self._mean_metrics([share for share, _ in results[:: budget.devices]], "actor")
         if not loss.old_from_update:
             return metrics, []
@@ -285,15 +234,20 @@ class TrainWorkers:
             mini_batches, budget = self.critic.updates.mini_batches(batch.group, step), self.critic.updates.budget
             shares, parts = self._mini_batches(batch, CRITIC_FIELDS, mini_batches, budget)
             parts = [(*part, self.critic.section, step) for part in parts]
-            metrics = self._scatter(TrainWorker.update_critic, parts, shares, batch)
+            metrics = self._scatter(TrainWorker.update_critic, parts, shares, batch, "critic")
         return self._mean_metrics(metrics[:: budget.devices], "critic") | self.watch.take()
 
     def _mini_batches(
-        self, batch: Batch, fields: Sequence[str], mini_batches: Sequence[Sequence[int]], budget: MicroBatchBudget
+        self,
+        batch: Batch,
+        fields: Sequence[str],
+        mini_batches: Sequence[Sequence[int]],
+        budget: MicroBatchBudget,
+        masks: Sequence[str] = (),
     ) -> tuple[list[MicroBatches], list[tuple[Pending, list[MiniBatch]]]]:
         """Return each rank's micro-batches of all mini-batches, flat; and the shared rows with its mini-batches."""
-        of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget)
-        shared = self.group.share(batch.with_episode_tokens().only(*fields))
+        of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget, masks)
+        shared = self.group.share(batch.with_episode_tokens(masks).only(*fields))
         flat = [[rows for part in of_rank for rows in part.micro_batches] for of_rank in of_ranks]
         return flat, [(shared, of_rank) for of_rank in of_ranks]
 
@@ -332,9 +286,9 @@ class TrainWorkers:
         skipped = [name for name, count in self.skipped_in_a_row.items() if count]
         return f"the last update of {' and '.join(skipped)} was not finite" if skipped else ""
 
-    def refresh_reference(self) -> None:
-        """Make the reference a copy of the current policy."""
-        self.group.broadcast(TrainWorker.refresh_reference, timeout=self.timeout)
+    def refresh(self, name: str) -> None:
+        """Give a copy the weights of the current policy."""
+        self.group.broadcast(TrainWorker.refresh, name, timeout=self.timeout)
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -360,7 +314,7 @@ class TrainWorkers:
         return self.group.broadcast(TrainWorker.load, str(directory), contents, timeout=self.timeout)[0]
 
     def export(self, directory: Path, name: str = "actor") -> None:
-        """Write a complete model (actor, critic or reference) as a Hugging Face directory."""
+        """Write a complete model as a Hugging Face directory."""
         self.group.broadcast(TrainWorker.export, str(directory), self.export_dtype, name, timeout=self.timeout)
 
 
@@ -377,8 +331,8 @@ def _in_row_order(
     return [None if kind[0] is None else reassemble(kind, filled, lengths) for kind in kinds]
 
 
-def _with_outputs(batch: Batch, columns: Outputs) -> Batch:
-    """Return the rows with the policy's outputs for them."""
-    outputs = TokenOutputs._make(columns)
-    batch = replace(batch, old_log_probs=outputs.log_probs, entropies=outputs.entropies)
-    return replace(batch, sum_pi_squared=outputs.sum_pi_squared, reference_kl=outputs.reference_kl)
+def _with_outputs(batch: Batch, fields: Sequence[str], outputs: Outputs, rows: Tensor | None = None) -> Batch:
+    """Return the rows with a model's outputs for them, or for some of them; a field without an output is emptied."""
+    for name, values in zip(fields, outputs, strict=False):
+        batch = batch.put(name, values, rows)
+    return batch

@@ -36,8 +36,8 @@ class WeightSource(Protocol):
     def plan_weights(self, dtype: str, limit: int) -> SyncPlan: ...
     def fill_bucket(self, bucket: Bucket, shared: bool) -> Filled: ...
     def release_buckets(self, reader_died: bool = False) -> None: ...
-    def log_probs(
-        self, batch: Batch, micro_batches: list[list[int]], temperature: float, rounding: str
+    def forward(
+        self, name: str, batch: Batch, micro_batches: list[list[int]], spec: None, rounding: str
     ) -> list[Any]: ...
     def listen(self) -> str: ...
     def join_engines(self, address: str, size: int, seconds: float) -> None: ...
@@ -119,8 +119,8 @@ class WeightSync(ABC):
         self.send_all(range(len(self.servers)))
 
     def _probed(self, rounding: str) -> torch.Tensor:
-        arguments = token_rows([self.probe]), [[0]], 1.0, rounding
-        return torch.tensor(self.trainers.broadcast(WeightSource.log_probs, *arguments, timeout=self.timeout)[0][0])
+        arguments = "actor", token_rows([self.probe]), [[0]], None, rounding
+        return torch.tensor(self.trainers.broadcast(WeightSource.forward, *arguments, timeout=self.timeout)[0][0])
 
     def restore(self, index: int) -> None:
         """Send the weights of the last `publish` to a server that was rebuilt since."""

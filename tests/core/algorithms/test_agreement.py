@@ -72,7 +72,7 @@ class Workers(TrainWorkers):
     def needs_old_log_probs(self, batch: Batch) -> bool:
         return self.before_update
 
-    def forward_log_probs(self, batch: Batch, *, reference_kl: bool = False) -> Batch:
+    def forward_log_probs(self, batch: Batch) -> Batch:
         return replace(batch, old_log_probs=batch.rollout_log_probs + 1)
 
     def update_policy(self, batch: Batch, step: int) -> tuple[Batch, dict[str, float]]:

@@ -5,6 +5,7 @@ import torch
 
 from hybridrl.config.catalog import Estimator
 from hybridrl.core.algorithms import Algorithm
+from hybridrl.core.algorithms.algorithm import Signal, loss_terms
 from hybridrl.core.algorithms.objective import KLWeight
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.required import required
@@ -91,23 +92,13 @@ def test_the_exact_kl_is_taken_off_where_the_form_is_full(scored):
 
 
 @pytest.mark.parametrize(
-    ("in_reward", "in_loss", "reference", "log_probs", "exact", "old_log_probs"),
-    [
-        (None, None, False, False, False, False),
-        ("kl", None, True, True, False, True),
-        (None, "k3", True, True, False, False),
-        ("full", None, True, False, True, True),
-        (None, "full", True, False, False, False),
-        ("full", "k3", True, True, True, True),
-    ],
+    ("in_reward", "in_loss", "old_log_probs"),
+    [(None, None, False), ("kl", None, True), (None, "k3", False), ("full", None, True), (None, "full", False)],
 )
-def test_what_is_asked_of_the_reference_follows_from_both_forms_of_kl(
-    in_reward, in_loss, reference, log_probs, exact, old_log_probs
-):
-    algorithm = Algorithm(grpo, kl_in_reward=in_reward, kl_in_loss=in_loss)
-    assert algorithm.uses_reference is reference
-    assert algorithm.needs_reference_log_probs is log_probs
-    assert algorithm.needs_reference_kl is exact
+def test_the_models_and_the_first_forward_pass_follow_from_both_forms_of_kl(in_reward, in_loss, old_log_probs):
+    signals = (Signal(("reference_log_probs",), "reference"),) if {in_reward, in_loss} & {"kl", "k3"} else ()
+    algorithm = Algorithm(grpo, kl_in_reward=in_reward, terms=loss_terms("gpg", 0.0, in_loss), signals=signals)
+    assert algorithm.models == (["actor", "reference"] if in_reward or in_loss else ["actor"])
     assert algorithm.needs_old_log_probs is old_log_probs
 
 
@@ -127,7 +118,7 @@ def test_in_bypass_mode_only_the_exact_kl_needs_the_trainer_before_the_update(as
 
 def test_an_estimator_alone_needs_no_critic_and_nothing_of_a_reference():
     algorithm = Algorithm(grpo)
-    assert not (algorithm.uses_critic or algorithm.uses_reference or algorithm.needs_old_log_probs)
+    assert algorithm.models == ["actor"] and not algorithm.needs_old_log_probs
     assert algorithm.state_dict() == {"kl_weight": 0.0}
 
 

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.config.catalog import ENTROPY, LossTerm
+from hybridrl.core.algorithms.algorithm import loss_terms
 from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
@@ -26,23 +28,24 @@ LENGTHS, REJECTED, UNWRITTEN = [4, 3, 3, 2], [3, 5], 0
 PASSES = {1: [[[0], [1, 2, 3]]], 2: [[[0, 3], [1]], [[2], []]]}
 SUMS = (Rejection("token_k2", None, 1.0),)
 LOSS = LossConfig(
-    "vanilla",
+    loss_terms("vanilla", 0.1, "k3", 0.3),
     "token-mean",
     scale=1.0,
     temperature=0.9,
     grad_clip=1e9,
     parameters=LOSS_PARAMETERS | {"clip_ratio_high": 0.05},
-    entropy_coeff=0.1,
-    kl_coef=0.3,
-    kl_form="k3",
     correction=RolloutCorrection(None, None, 2.0, False, SUMS),
     log_entropy=True,
 )
 LOSSES = {mode: replace(LOSS, aggregation=mode) for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")}
-LOSSES["gspo"] = replace(LOSS, policy_loss="gspo")
+LOSSES["gspo"] = replace(LOSS, terms=loss_terms("gspo", 0.1, "k3", 0.3))
 LOSSES["weights of rows"] = replace(
-    LOSS, policy_loss="reinforce", correction=RolloutCorrection("sequence", None, 9.0, False, SUMS)
+    LOSS,
+    terms=loss_terms("reinforce", 0.1, "k3", 0.3),
+    correction=RolloutCorrection("sequence", None, 9.0, False, SUMS),
 )
+EXTRA = LossTerm("extra", ENTROPY.function, 0.5, outputs=ENTROPY.outputs, mask="chosen")
+LOSSES["a term with a mask"] = replace(LOSS, terms=(*LOSS.terms, EXTRA))
 
 
 def batch_for(learner: Learner) -> tuple[Batch, Tensor]:
@@ -59,6 +62,7 @@ def batch_for(learner: Learner) -> tuple[Batch, Tensor]:
         position=torch.arange(4),
         sample=torch.arange(4),
         response_mask=written,
+        chosen=torch.arange(12) % 2 == 1,
         advantages=torch.randn(12, generator=generator),
     )
     with torch.no_grad():
@@ -97,8 +101,9 @@ def gradients(learner: Learner, batch: Batch, name: str) -> tuple[dict[str, Tens
     if name == "weights of rows":  # of all that was written, so of the rejected tokens too: three, three, three and two
         weights = torch.tensor([0.1 * 2 - 2, 0.1 * 2 - 2, 0.1 * 3, 0.1 * 2]).exp()[batch.response_row]
     beforehand = replace(batch, response_mask=kept, importance_weights=weights)
-    plain = loss_of(learner, replace(loss, correction=None))
-    right = whole_gradient(learner, beforehand, MiniBatch(passes, Divisors(9, 4)), plain)
+    plain, totals = loss_of(learner, replace(loss, correction=None)), Divisors.of(beforehand, loss.masks)
+    assert (totals.tokens, totals.rows) == (9, 4)
+    right = whole_gradient(learner, beforehand, MiniBatch(passes, totals), plain)
     return found, right
 
 

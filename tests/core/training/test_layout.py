@@ -24,10 +24,11 @@ from transformers import (
 from hybridrl.checkpoint.read import open_tensors
 from hybridrl.config import ConfigError, values
 from hybridrl.config.catalog import POLICY_LOSSES
+from hybridrl.core.algorithms.algorithm import loss_terms
 from hybridrl.core.batch import Batch
 from hybridrl.core.carried import UNROUTED
 from hybridrl.core.training.attention import sequence_group
-from hybridrl.core.training.fsdp import shard_and_fill
+from hybridrl.core.training.fsdp import reshard, shard_and_fill
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.losses import LossConfig, policy_objective
@@ -37,7 +38,7 @@ from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, rank_mini_batches
 from hybridrl.core.training.routes import RouterReplay
 from hybridrl.core.training.state import StateWriter, load_state, state_of
-from hybridrl.core.training.worker import columns_of
+from hybridrl.core.training.worker import concatenated
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.families import LINEAR, SMALL, load_language_model, model_config
 from tests.core.training.on_ranks import on_ranks, whole_gradient
@@ -80,19 +81,16 @@ FAMILIES = {
     ),
 }
 LOSS = LossConfig(
-    policy_loss="vanilla",
+    loss_terms("vanilla", 0.01),
     aggregation="token-mean",
     scale=1.0,
     temperature=0.9,
     grad_clip=1.0,
     parameters={"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0},
-    entropy_coeff=0.01,
-    kl_coef=0.0,
-    kl_form=None,
     old_from_update=True,
 )
-OTHER = replace(LOSS, kl_coef=0.1, kl_form="k3", old_from_update=False, parameters=LOSS_PARAMETERS)
-LOSSES = {name: replace(OTHER, policy_loss=name) for name in POLICY_LOSSES} | {
+OTHER = replace(LOSS, terms=loss_terms("vanilla", 0.01, "k3", 0.1), old_from_update=False, parameters=LOSS_PARAMETERS)
+LOSSES = {name: replace(OTHER, terms=loss_terms(name, 0.01, "k3", 0.1)) for name in POLICY_LOSSES} | {
     mode: replace(OTHER, aggregation=mode, scale=0.25 if mode.endswith("norm") else 1.0)
     for mode in get_args(values.Aggregation)
 }
@@ -131,7 +129,8 @@ def build(path: str, sizes: Sizes, *, checkpointing: bool = False, offloaded: bo
     model = shard_and_fill(blank, path, config, meshes, HOST, offloaded=offloaded)
     group = sequence_group(sizes.sequence, 60.0, sizes.tensor)
     built = Optimizers(model, optimizer_config(), 9)
-    return Learner(model, built, config, HOST, False, Path("unused"), group, sizes.tensor)
+    options = {"reads": ("routes",), "optimizers": built, "dump_prefix": Path("unused")}
+    return Learner(model, config, HOST, False, group, sizes.tensor, **options)
 
 
 def share(rows: Batch, sizes: Sizes) -> MiniBatch:
@@ -158,12 +157,10 @@ def computed(paths: dict[str, str], rows: Batch, sizes: Sizes) -> dict[str, Comp
 
 def _computed(learner: Learner, rows: Batch, mini_batch: MiniBatch) -> Computed:
     with torch.no_grad():
-        columns = columns_of(
-            learner.model,
-            lambda part: (learner.model(learner.inputs(part), 0.9).log_probs,),
-            rows,
-            mini_batch.micro_batches,
-        )
+        parts = [rows.select(each or [0]) for each in mini_batch.micro_batches]
+        outputs = [(learner.model(learner.inputs(part), 0.9).log_probs,) for part in parts]
+        columns = concatenated(outputs, mini_batch.micro_batches)
+    reshard(learner.model)
     places = [row for part in mini_batch.micro_batches for row in part]
     values = torch.from_numpy(columns[0]).split(rows.response_lengths[places].tolist()) if columns else ()
     objective = policy_objective(learner, LOSS, None, [])

@@ -29,7 +29,7 @@ def build(path: str, dtype: str) -> Learner:
     blank = blank_language_model(model_config(path), torch.float32)
     model = shard_and_fill(blank, path, config, layout("cpu", ranks, ranks), HOST)
     optimizers = Optimizers(model, optimizer_config(), 9, getattr(torch, dtype))
-    return Learner(model, optimizers, config, HOST, padded=False, dump_prefix=Path("unused", "actor"))
+    return Learner(model, config, HOST, padded=False, optimizers=optimizers, dump_prefix=Path("unused", "actor"))
 
 
 def update(learner: Learner, weight: float) -> dict[str, float]:

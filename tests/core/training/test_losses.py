@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.config.catalog import POLICY_LOSSES
+from hybridrl.config.catalog import ENTROPY, POLICY_LOSSES, LossTerm
+from hybridrl.core.algorithms.algorithm import loss_terms
 from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
@@ -26,14 +27,16 @@ from tests.core.training.head_cases import chunks_of
 from tests.core.training.on_ranks import on_ranks
 from tests.core.training.test_state import fsdp_config
 
-LOSS = LossConfig("vanilla", "seq-mean-token-mean", 1.0, temperature=0.9, grad_clip=1.0, parameters=LOSS_PARAMETERS)
+LOSS = LossConfig(
+    loss_terms("vanilla"), "seq-mean-token-mean", 1.0, temperature=0.9, grad_clip=1.0, parameters=LOSS_PARAMETERS
+)
 SHARDED, DTYPES = ("two heads a key", "all heads one key, tied head"), ("float32", "bfloat16")
 BY_TOKEN = sorted(name for name, entry in POLICY_LOSSES.items() if entry.by_token)
 OPTIONS = {
     "old log-probs of its own": {"old_from_update": True, "log_entropy": True},
-    "entropy": {"entropy_coeff": 0.1},
-    "KL": {"kl_form": "k3", "kl_coef": 0.3},
-    "exact KL and entropy": {"kl_form": "full", "kl_coef": 0.3, "entropy_coeff": 0.1},
+    "entropy": {"terms": loss_terms("vanilla", 0.1)},
+    "KL": {"terms": loss_terms("vanilla", 0.0, "k3", 0.3)},
+    "exact KL and entropy": {"terms": loss_terms("vanilla", 0.1, "full", 0.3)},
     "weights a token": {"correction": RolloutCorrection("token", None, 1.1, False, ())},
 }
 
@@ -68,14 +71,13 @@ def form_logits_once(patch: pytest.MonkeyPatch) -> None:
 def update(model: LanguageModel, part: Batch, loss: LossConfig, *, fused: bool) -> tuple[Tensor, dict, list[Tensor]]:
     """Loss, shares of the metrics and gradient of a micro-batch."""
     inputs, totals, options = pack_rows(part, padded=False), Divisors.of(part), {}
-    if loss.kl_form == "full":
+    if loss.against == "reference":
         hidden = torch.randn(15, model.head.weight.shape[1], generator=torch.Generator().manual_seed(1))
         options["against"] = ReferenceOutputs(hidden, model.head._replace(bias=None))
     if fused:
         options["loss_gradient"] = gradient_function(part, totals, loss)
         assert options["loss_gradient"] is not None
-    entropies = loss.entropy_coeff != 0 or loss.log_entropy
-    found = model(inputs, 0.9, entropies=entropies, entropy_gradient=loss.entropy_coeff != 0, **options)
+    found = model(inputs, 0.9, **loss.options, **options)
     total, shares = policy_loss(found, part, totals, loss)
     # Scaled as a learner on three ranks does.
     (3 * total).backward()
@@ -103,7 +105,7 @@ def both_gradients(path: str, part: Batch, dtype: str) -> list[tuple[Tensor, Ten
 
 @pytest.mark.parametrize(
     "loss",
-    [replace(LOSS, policy_loss=name) for name in BY_TOKEN] + [replace(LOSS, **more) for more in OPTIONS.values()],
+    [replace(LOSS, terms=loss_terms(name)) for name in BY_TOKEN] + [replace(LOSS, **more) for more in OPTIONS.values()],
     ids=[*BY_TOKEN, *OPTIONS],
 )
 def test_loss_metrics_and_gradient_are_the_same_and_logits_formed_once(directory, part, loss, monkeypatch):
@@ -129,13 +131,15 @@ def test_loss_metrics_and_gradient_are_the_same_and_logits_formed_once(directory
 def test_no_gradient_comes_with_the_log_probs_where_a_token_may_depend_on_others(part, change, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text("def plain(log_probs, batch): return -log_probs, {}\n")
+    if "policy_loss" in change:
+        change = {"terms": loss_terms(change["policy_loss"])}
     assert gradient_function(part, Divisors.of(part), replace(LOSS, **change)) is None
 
 
 def test_a_custom_loss_may_state_that_it_is_by_token(part, tmp_path):
     file = tmp_path / "stating.py"
     file.write_text("def plain(log_probs, batch): return -log_probs, {}\nplain.by_token = True\n")
-    assert gradient_function(part, Divisors.of(part), replace(LOSS, policy_loss=f"{file}:plain")) is not None
+    assert gradient_function(part, Divisors.of(part), replace(LOSS, terms=loss_terms(f"{file}:plain"))) is not None
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +165,7 @@ def test_the_loss_is_the_policy_loss_less_the_entropy_bonus_plus_the_kl_of_the_w
         response_mask=[True, True, False],
     )
     outputs = TokenOutputs(torch.tensor([-1.0, -2.0, -3.0]), entropies=torch.tensor([0.5, 1.5, 9.0]))
-    loss = LossConfig("gpg", "token-sum", 1.0, 1.0, 1.0, entropy_coeff=0.1, kl_form="k1", kl_coef=0.6)
+    loss = LossConfig(loss_terms("gpg", 0.1, "k1", 0.6), "token-sum", 1.0, 1.0, 1.0)
     total, shares = policy_loss(outputs, batch, Divisors.of(batch), loss)
     # -A log p is 1 and 4, the entropies are 0.5 and 1.5, log p less the reference's is 0.5 and 0.
     assert shares == {"pg_loss": 5.0, "entropy_loss": 2.0, "kl_loss": 0.5}
@@ -170,7 +174,7 @@ def test_the_loss_is_the_policy_loss_less_the_entropy_bonus_plus_the_kl_of_the_w
 
 def test_the_gradient_is_minus_the_advantage_and_zero_for_an_output_that_the_loss_does_not_read(make_batch):
     batch = make_batch([2], advantages=[1.0, 2.0])
-    compute = gradient_function(batch, Divisors.of(batch), LossConfig("gpg", "token-sum", 1.0, 1.0, 1.0))
+    compute = gradient_function(batch, Divisors.of(batch), LossConfig(loss_terms("gpg"), "token-sum", 1.0, 1.0, 1.0))
     gradient = required(compute)(TokenOutputs(torch.tensor([-1.0, -2.0]), entropies=torch.tensor([0.5, 1.5])))
     assert gradient.log_probs.tolist() == [-1, -2]
     assert required(gradient.entropies).tolist() == [0, 0]
@@ -184,7 +188,7 @@ def test_a_model_is_given_the_gradient_of_the_loss_but_not_for_rows_that_only_ke
         return TokenOutputs(torch.zeros(15, requires_grad=True))  # certain tokens
 
     learner = SimpleNamespace(model=model, inputs=lambda rows: rows, device=torch.device("cpu"))
-    compute = policy_objective(learner, LOSS, reference=pytest.fail, outputs=[])
+    compute = policy_objective(learner, LOSS, hidden_of=pytest.fail, outputs=[])
     total, shares = compute(part, None)
     assert total.requires_grad and total.item() == 0 and shares == {}
     assert compute(part, Divisors.of(part))[0].item() != 0
@@ -193,9 +197,9 @@ def test_a_model_is_given_the_gradient_of_the_loss_but_not_for_rows_that_only_ke
 
 def test_importance_weights_apply_to_the_policy_loss_alone(part):
     """Asynchronous training: the KL and entropy terms are means over the same tokens without weights."""
-    options = {"kl_form": "k3", "kl_coef": 0.3, "entropy_coeff": 0.1}
+    terms = loss_terms("vanilla", 0.1, "k3", 0.3)
     log_probs, entropies = part.old_log_probs + 0.05, part.old_log_probs.exp()
-    outputs, loss = TokenOutputs(log_probs, entropies=entropies), replace(LOSS, **options)
+    outputs, loss = TokenOutputs(log_probs, entropies=entropies), replace(LOSS, terms=terms)
     shares = [
         policy_loss(outputs, replace(part, importance_weights=weight * torch.ones(15)), Divisors.of(part), loss)[1]
         for weight in (1.0, 2.0)
@@ -230,6 +234,46 @@ def test_an_entropy_bonus_asks_for_entropies_with_their_gradient(part, coefficie
         return TokenOutputs(*(torch.zeros(15, requires_grad=True) for _ in TokenOutputs._fields))
 
     learner = SimpleNamespace(inputs=lambda rows: rows, model=model, device="cpu")
-    objective = policy_objective(learner, replace(LOSS, entropy_coeff=coefficient), lambda _: None, [])
+    terms = loss_terms("vanilla", coefficient)
+    objective = policy_objective(learner, replace(LOSS, terms=terms), pytest.fail, [])
     loss, _ = objective(part, None)
-    assert loss.item() == 0 and (asked["entropies"], asked["entropy_gradient"]) == (wanted, wanted)
+    assert loss.item() == 0 and (asked["entropies"], asked.get("entropy_gradient", False)) == (wanted, wanted)
+
+
+def masked(mask: str, mode: str | None = None) -> LossConfig:
+    """The loss with a further term: twice the entropy of the tokens in a mask."""
+    term = LossTerm("extra", ENTROPY.function, 2.0, outputs=ENTROPY.outputs, mask=mask, aggregation=mode)
+    return LossConfig((*loss_terms("gpg"), term), "token-mean", 1.0, 1.0, 1.0)
+
+
+def test_a_term_with_a_mask_is_a_mean_over_its_tokens_alone_however_rows_are_divided(make_batch):
+    batch = make_batch([2, 3], advantages=[0.0] * 5, chosen=torch.tensor([True, False, False, True, True]))
+    batch.response_mask = torch.tensor([True, True, True, False, True])
+    outputs = TokenOutputs(torch.zeros(5), entropies=torch.arange(1.0, 6.0))
+    loss, totals = masked("chosen"), Divisors.of(batch, ["chosen"])
+    total, shares = policy_loss(outputs, batch, totals, loss)
+    assert totals.masked["chosen"] == Divisors(2, 2) and totals.tokens == 4
+    assert shares["extra_loss"] == (1 + 5) / 2 and total == 2 * 3
+    parts = [(slice(0, 2), [0]), (slice(2, 5), [1])]
+    halves = [policy_loss(outputs.map(lambda v, s=s: v[s]), batch.select(r), totals, loss)[0] for s, r in parts]
+    assert sum(halves) == total
+
+
+def test_a_mask_of_rows_counts_an_episode_by_its_rows_within_the_mask(make_batch):
+    """One episode of two rows, of which the second, with two tokens, is in the mask, and another of one row."""
+    batch = make_batch([2, 2, 1], group=[0, 0, 0], episode=[0, 0, 1], advantages=[0.0] * 5)
+    batch = replace(batch, truncated=torch.tensor([False, True, True]))
+    batch, totals = batch.with_episode_tokens(["truncated"]), Divisors.of(batch, ["truncated"])
+    assert batch.episode_tokens.tolist() == [4, 4, 1] and batch.masked_tokens.tolist() == [[2], [2], [1]]
+    outputs = TokenOutputs(torch.zeros(5), entropies=torch.arange(1.0, 6.0))
+    _, shares = policy_loss(outputs, batch, totals, masked("truncated", "seq-mean-token-mean"))
+    assert shares["extra_loss"] == ((3 + 4) / 2 + 5) / 2
+
+
+def test_what_the_ranks_are_sent_and_compute_follows_from_the_terms():
+    loss = LossConfig(
+        (*loss_terms("vanilla", 0.1, "full", 0.3), *masked("chosen").terms[1:]), "token-mean", 1.0, 1.0, 1.0
+    )
+    assert loss.against == "reference" and loss.masks == ["chosen"]
+    assert loss.options == {"entropies": True, "entropy_gradient": True}
+    assert {"response_mask", "old_log_probs", "advantages", "chosen"} <= set(loss.reads)

@@ -74,7 +74,7 @@ def build(path: str, *, critic: bool = False, shards: int | None = None, **optim
     loaded = (load_value_model if critic else load_language_model)(model_config(path), torch.float32)
     model = shard(loaded, config, layout("cpu", ranks, shards or ranks))
     built = Optimizers(model, optimizer_config(**optimizer), 9)
-    return Learner(model, built, config, CPU, padded=False, dump_prefix=Path("unused"))
+    return Learner(model, config, CPU, padded=False, optimizers=built, dump_prefix=Path("unused"))
 
 
 def rows(update: int) -> Batch:
@@ -196,7 +196,7 @@ def with_and_without_policy(path: str, optimizer: str) -> list[dict[str, Tensor]
         ]
         assert {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups} == {offloaded}
         optimizers = Optimizers(model, optimizer_config(optimizer=optimizer), 9)
-        learner = Learner(model, optimizers, config, CPU, padded=False, dump_prefix=Path())
+        learner = Learner(model, config, CPU, padded=False, optimizers=optimizers, dump_prefix=Path())
         train(learner, range(3))
         states.append(full(learner))
     return states

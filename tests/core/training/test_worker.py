@@ -5,16 +5,18 @@ from typing import Any
 
 import pytest
 
-from hybridrl.core.training.worker import TrainWorker, training_seed
+from hybridrl.core.algorithms.algorithm import loss_terms
+from hybridrl.core.training.learner import Learner
+from hybridrl.core.training.losses import LossConfig
+from hybridrl.core.training.planning import training_seed
+from hybridrl.core.training.worker import TrainWorker
 
 
-class RecordingLearner:
+class RecordingLearner(Learner):
     """A learner whose parameters may leave the device."""
 
-    tensor_ranks = 1
-
     def __init__(self, name: str, calls: list[str]) -> None:
-        self.name, self.calls = name, calls
+        self.name, self.calls, self.model = name, calls, object()
 
     def offload(self, *, to_host: bool) -> None:
         self.calls.append(f"{self.name} {'leaves' if to_host else 'arrives'}")
@@ -33,7 +35,7 @@ def calls() -> list[str]:
 def worker(calls: list[str]) -> TrainWorker:
     made = TrainWorker.__new__(TrainWorker)  # without an actor
     made.rank, made.config = 0, SimpleNamespace(seed=0, device="cpu")
-    made.policy, made.critic = RecordingLearner("policy", calls), RecordingLearner("critic", calls)
+    made.models = {"actor": RecordingLearner("policy", calls), "critic": RecordingLearner("critic", calls)}
     return made
 
 
@@ -42,7 +44,7 @@ def test_while_one_model_is_updated_the_other_is_offloaded(worker: TrainWorker, 
     worker.update_policy(
         None,
         [],
-        SimpleNamespace(correction=None, entropy_coeff=0, old_from_update=False, log_entropy=False, grad_clip=1.0),
+        LossConfig(loss_terms("vanilla"), "token-mean", 1.0, 1.0, 1.0),
         1,
     )
     assert calls == [
@@ -57,7 +59,7 @@ def test_after_a_rollout_the_critic_returns_only_when_it_is_used(worker: TrainWo
 
 
 def test_before_the_weight_sync_only_the_critic_leaves(worker: TrainWorker, calls: list[str]) -> None:
-    worker.offload(to_host=True, policy=False)
+    worker.offload(to_host=True, actor=False)
     assert calls == ["critic leaves"]
 
 

@@ -1,15 +1,20 @@
 """Decisions of the driver about a step's updates, and its metrics from those of the ranks; without any rank."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from hybridrl.core.algorithms.algorithm import Signal, loss_terms
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
+from hybridrl.core.training.learner import RankModel
 from hybridrl.core.training.losses import LossConfig
-from hybridrl.core.training.planning import MicroBatchBudget
-from hybridrl.core.training.worker_group import PolicyPlan, SplitEpisodes, TrainWorkers, UpdatePlan
+from hybridrl.core.training.planning import MicroBatchBudget, UpdatePlan
+from hybridrl.core.training.worker_group import PolicyPlan, RankPlan, SplitEpisodes, TrainWorkers
+from hybridrl.required import required
 
 TOKEN = RolloutCorrection("token", None, 2.0, False, ())
 SEQUENCE = RolloutCorrection("sequence", None, 2.0, False, ())
@@ -34,10 +39,11 @@ class Ranks:
 
 
 def workers_of(ranks: Ranks | None = None, in_update: RolloutCorrection | None = None, **loss: Any) -> TrainWorkers:
-    settings = {"policy_loss": "vanilla", "aggregation": "token-mean", "scale": 1.0, "temperature": 1.0}
-    policy_loss = LossConfig(**settings | {"grad_clip": 1.0} | loss)
-    plan = PolicyPlan(policy_loss, UpdatePlan(2, 1, 0, False, BUDGET), BUDGET, BUDGET, correction=in_update)
-    return TrainWorkers(ranks, plan, None, "float32", 1.0)
+    terms = loss_terms(loss.pop("policy_loss", "vanilla"))
+    policy_loss = LossConfig(terms, "token-mean", scale=1.0, temperature=1.0, grad_clip=1.0, **loss)
+    plan = PolicyPlan(policy_loss, UpdatePlan(2, 1, 0, False, BUDGET), correction=in_update)
+    models = {"actor": RankModel(None, None, BUDGET, reads=("routes",))}
+    return TrainWorkers(ranks, RankPlan(models, plan), "float32", 1.0)
 
 
 @pytest.mark.parametrize(("correction", "computed"), [(None, False), (TOKEN, False), (SEQUENCE, True)])
@@ -70,3 +76,18 @@ def test_metrics_are_means_over_updates_and_the_learning_rate_is_the_last_one(ma
     metrics, _ = workers.update_mini_batches(batch, [[0], [1]], workers.policy.loss, step=1)
     assert metrics["actor/pg_loss"] == 3.0
     assert metrics["actor/lr"] == 0.5e-3
+
+
+def test_a_signal_fills_its_rows_and_the_others_keep_their_values(make_batch):
+    columns = [np.array([0.5, 0.25, 0.125], np.float32)]
+    workers = workers_of(Ranks(columns))
+    batch = make_batch([2, 3, 1], truncated=torch.tensor([True, False, True]))
+    signal = Signal(("reference_log_probs",), "actor", rows=("truncated", True))
+    filled = workers.fill(batch, signal)
+    assert required(filled.reference_log_probs).tolist() == [0.5, 0.25, 0.0, 0.0, 0.0, 0.125]
+    workers = workers_of(Ranks([np.array([7.0, 8.0, 9.0], np.float32)]))
+    again = workers.fill(filled, Signal(("reference_log_probs",), "actor", rows=("truncated", False)))
+    assert required(again.reference_log_probs).tolist() == [0.5, 0.25, 7.0, 8.0, 9.0, 0.125]
+    nothing = replace(batch, truncated=torch.zeros(3, dtype=torch.bool))
+    assert workers_of(Ranks()).fill(nothing, signal).reference_log_probs is None
+    assert {"timing_s/reference_log_probs"} == workers.watch.take().keys()

@@ -58,7 +58,7 @@ class Ranks(Workers):
         assert (dtype, limit) == ("float32", 2 << 20)
         return self.plan
 
-    def log_probs(self, rank, row, micro_batches, temperature, rounding):
+    def forward(self, rank, name, row, micro_batches, spec, rounding):
         return [[log_prob + self.rounding * bool(rounding) for log_prob in LOG_PROBS]]
 
     def fill_bucket(self, rank, bucket, shared):
@@ -135,7 +135,7 @@ def test_each_server_reads_its_ranks_memory_and_the_next_bucket_is_filled_meanwh
     order = [method for actor, method, _ in calls if actor in ("r0", "s0")]
     filled_and_loaded = ["fill_bucket", "load_bucket"] * len(MODEL)
     ended = ["finish_weights", "finish_sync", "release_buckets"]
-    assert order == ["log_probs", "log_probs", "begin_weights", *filled_and_loaded, *ended]
+    assert order == ["forward", "forward", "begin_weights", *filled_and_loaded, *ended]
     assert ("s1", "finish_sync", (1, 4)) in calls
 
 
@@ -200,7 +200,7 @@ def test_all_ranks_take_part_where_one_server_is_restored_and_log_probs_are_thos
     sync.restore(1)
     assert of(calls, "fill_bucket") == [("r0", "fill_bucket"), ("r1", "fill_bucket")] * 2
     assert {actor for actor, method, _ in calls if method == "load_bucket"} == {"s1"}
-    assert of(calls, "log_probs") == []
+    assert of(calls, "forward") == []
     sync.verify(1)
     assert of(calls, "score") == [("s1", "score")]
 
@@ -244,7 +244,7 @@ def test_a_model_that_rounds_more_is_allowed_a_multiple_of_it_in_all_syncs_but_n
     sync.verify()
     sync.publish(1)
     sync.verify()
-    types = [part[3] for actor, part in arguments(calls, "log_probs") if actor == "r0"]
+    types = [part[4] for actor, part in arguments(calls, "forward") if actor == "r0"]
     assert types == ["", "bfloat16", ""]
     sync.servers.offset = 5e-3
     with pytest.raises(StaleWeights, match=r"\(0.004 and 0.008 are allowed\)"):
