@@ -81,6 +81,9 @@ class PolicyLoss:
     paper: str = ""
 
 
+Output = Literal["entropies", "entropy_gradient", "sum_pi_squared"]  # options of OutputSpec
+
+
 @dataclass(frozen=True)
 class LossTerm:
     """A term of the policy's loss: `weight` times the weighted sum of its tokens' losses, logged as `NAME_loss`.
@@ -96,9 +99,7 @@ class LossTerm:
     weight: float = 1.0
     parameters: Mapping[str, Any] = field(default_factory=dict)
     reads: tuple[str, ...] = ()  # fields of the batch, and names of carried fields, that are sent to the ranks
-    outputs: tuple[
-        Literal["entropies", "entropy_gradient", "sum_pi_squared"], ...
-    ] = ()  # beside log-probs (OutputSpec)
+    outputs: tuple[Output, ...] = ()  # in addition to log-probs
     against: str = ""  # the model with which the policy is compared over the whole vocabulary
     mask: str = ""  # a bool field per row or response token: only its tokens count, with divisors of their own
     aggregation: Aggregation | None = None  # None: that of the run

@@ -171,7 +171,7 @@ COMMANDS = {
         "Rows hold a response (output, solution_str, response or prediction), its ground truth (gts, ground_truth or "
         "reward_model) and may hold data_source, extra_info and score: the samples that trainer.rollout_data_dir keeps "
         "are such rows.",
-        rejection="reward.refused",
+        rejection="reward.rejected",
     ),
     "rescore": Command(
         "DIR --reward FILE.py: a run's stored samples under another reward, and their advantages",

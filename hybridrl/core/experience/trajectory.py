@@ -36,24 +36,19 @@ class ScoredCall(Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """One call of the policy.
+    """One call of the policy."""
 
-    `observed` are the tokens added to the context before the call (in the first turn the prompt). In a `fresh` turn
-    they are a whole new context, which replaced the previous one. `stop` is "stop" or, if the response was truncated,
-    "length". `reward` is the environment's reward for this turn.
-    """
-
-    observed: Sequence[int]
+    observed: Sequence[int]  # tokens added to the context before the call; in the first turn the prompt
     sampled: np.ndarray  # [T] int64, the end token included
     log_probs: np.ndarray  # [T] float32, as sampled
     versions: np.ndarray | int  # the weight version of each token [T], or one for all
-    stop: str
-    fresh: bool = False
-    calls: Sequence[ScoredCall] = ()
-    reward: float | None = None
-    seconds_model: float = 0.0
-    seconds_tools: float = 0.0
-    carried: Fields = field(default_factory=dict)
+    stop: str  # "stop", or "length" if the response was truncated
+    fresh: bool = False  # `observed` is a whole new context, which replaced the previous one
+    calls: Sequence[ScoredCall] = ()  # of tools, in the response
+    reward: float | None = None  # the environment's, for this turn
+    seconds_model: float = 0.0  # from the request to the response
+    seconds_tools: float = 0.0  # of its calls
+    carried: Fields = field(default_factory=dict)  # of the observed and the sampled tokens
 
     @property
     def token_versions(self) -> np.ndarray:

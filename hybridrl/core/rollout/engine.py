@@ -71,20 +71,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for one response to one prompt. Requests with the same `prompt` number share a prefix, and `sample`
-    counts them. A later `turn` of an episode continues a context that a server has cached. The last `begun` tokens of
-    the prompt are the beginning of an interrupted response. `hear` (only in the engine's process) may be called with
-    tokens as they are sampled, in any thread. `carried` are the fields of the prompt."""
+    """A request for one response to one prompt."""
 
-    prompt: int
-    sample: int
+    prompt: int  # requests with the same number share a prefix
+    sample: int  # counts the responses to a prompt
     prompt_ids: list[int]
-    seed: int
+    seed: int  # of the response's tokens
     sampling: Sampling
-    turn: int = 0
-    begun: int = 0
+    turn: int = 0  # a later turn of an episode continues a context that a server has cached
+    begun: int = 0  # number of the prompt's last tokens that are the beginning of an interrupted response
+    # Called with tokens as they are sampled, in any thread; only in the engine's process.
     hear: Callable[[list[int]], object] | None = None
-    carried: Fields = field(default_factory=dict)
+    carried: Fields = field(default_factory=dict)  # of the prompt
 
     @property
     def key(self) -> "Key":
