@@ -192,7 +192,15 @@ def loss_terms(
         terms.append(replace(FULL_KL, weight=kl_coef))
     elif kl_form is not None:
         terms.append(replace(SAMPLED_KL, weight=kl_coef, parameters={"form": kl_form}))
-    return (*terms, *(plugins.load(f"term.{name}") for name in entry.terms))
+    terms += [plugins.load(f"term.{name}") for name in entry.terms]
+    compared = {term.against for term in terms if term.against}
+    if len(compared) > 1 or len({term.name for term in terms}) < len(terms):
+        names = ", ".join(f"{term.name} ({term.against})" if term.against else term.name for term in terms)
+        cause = (
+            "terms of a loss have different names, and the policy is compared with one model over the whole vocabulary"
+        )
+        raise ConfigError(f"{cause}: {names}", fix=f"change the attribute terms of {policy_loss}, or kl_loss_type")
+    return tuple(terms)
 
 
 def _find(name: str, key: str, entries: Mapping[str, Any], kind: type) -> tuple[Any, Callable[..., Any]]:

@@ -140,8 +140,8 @@ class TrainWorker:
         model.train(training)
 
     def _on_device(self, *names: str) -> None:
-        """Move the parameters of these models to the device, after those of other trained models, if they may leave it,
-        to host memory. For a frozen model nothing moves."""
+        """Offload the parameters of other trained models that may leave the device, then bring those of these models
+        back. For a frozen model alone nothing moves."""
         used = [self.models[name].model for name in names if name]
         learners = [shard for shard in self.models.values() if isinstance(shard, Learner)]
         present = [learner for learner in learners if learner.model in used]

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.config.catalog import ENTROPY, POLICY_LOSSES, LossTerm
+from hybridrl.config.catalog import ENTROPY, FULL_KL, POLICY_LOSSES, LossTerm
+from hybridrl.config.findings import ConfigError
+from hybridrl.core.algorithms import algorithm
 from hybridrl.core.algorithms.algorithm import loss_terms
 from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
@@ -277,3 +279,14 @@ def test_what_the_ranks_are_sent_and_compute_follows_from_the_terms():
     assert loss.against == "reference" and loss.masks == ["chosen"]
     assert loss.options == {"entropies": True, "entropy_gradient": True}
     assert {"response_mask", "old_log_probs", "advantages", "chosen"} <= set(loss.reads)
+
+
+def test_a_loss_compares_the_policy_with_one_model_alone(tmp_path, monkeypatch):
+    """The table of logits has room for one other model's."""
+    (tmp_path / "mine.py").write_text("def mine(log_probs, rows): return -log_probs, {}\nmine.terms = ('pull',)\n")
+    other = LossTerm("pull", FULL_KL.function, against="first")
+    monkeypatch.setattr(algorithm.plugins, "names", lambda kind: ["pull"])
+    monkeypatch.setattr(algorithm.plugins, "load", {"term.pull": other}.__getitem__)
+    assert loss_terms(f"{tmp_path}/mine.py:mine", 0.0, "k3")[-1] == other
+    with pytest.raises(ConfigError, match=r"one model over the whole vocabulary: pg, kl \(reference\), pull \(first\)"):
+        loss_terms(f"{tmp_path}/mine.py:mine", 0.0, "full")
