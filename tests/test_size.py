@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1986,
     "compat": 3222,
     "config": 4366,
-    "core": 13128,
+    "core": 13136,
     "data": 1740,
     "doctor": 4543,
     "environments": 180,
@@ -28,6 +28,8 @@ LINES = {
     "runtime": 1565,
     "tracking": 1865,
 }
+# The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
+TOTAL = 52553
 FILES = {"core": 71, "hybridrl": 250}
 KEYS = 427  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
@@ -45,6 +47,12 @@ def test_no_package_is_larger_than_its_budget() -> None:
     assert sizes.keys() == LINES.keys()
     too_large = {name: size for name, size in sizes.items() if size > LINES[name]}
     assert not too_large, "make it smaller, or raise its budget and say why"
+
+
+def test_budgets_are_the_sizes_of_the_packages_and_not_their_room_to_grow() -> None:
+    sizes = {path.name: lines(path) for path in PACKAGE.iterdir() if path.name in LINES} | {".": lines(PACKAGE, "*.py")}
+    assert sum(LINES.values()) <= TOTAL, "lower another budget by as much"
+    assert not {name: size for name, size in sizes.items() if size < 0.99 * LINES[name]}, "lower these budgets"
 
 
 def test_no_more_files_than_the_budget() -> None:
