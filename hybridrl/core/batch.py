@@ -90,7 +90,7 @@ class Batch:
     @property
     def _lengths(self) -> dict[str, Tensor]:
         """Return the number of elements of each row, by axis."""
-        counts = {name: self.carried[name] for name in (declared(one).lengths for one in self.carried) if name}
+        counts = {name: self.carried[name] for name in (declared(key).lengths for key in self.carried) if name}
         return {"prompt": self.prompt_lengths, "response": self.response_lengths, "token": self.lengths, **counts}
 
     @property
@@ -122,8 +122,8 @@ class Batch:
         counts = self.episode.unique_consecutive(return_counts=True)[1]
         first = counts.cumsum(0) - counts
         number = torch.arange(len(counts)).repeat_interleave(counts)
-        kept = {name: part for name, part in self.carried.items() if declared(name).axis not in ("token", "items")}
-        whole = replace(replace(self, carried=kept).select(first), episode=None)
+        carried = {name: part for name, part in self.carried.items() if declared(name).axis not in ("token", "items")}
+        whole = replace(replace(self, carried=carried).select(first), episode=None)
         of_tokens = {name: value for name, axis, value in self.filled() if axis == "response"}
         lengths = torch.zeros_like(counts).index_add_(0, number, self.response_lengths)
         return whole._with({"response_lengths": lengths, **of_tokens})
@@ -170,22 +170,22 @@ class Batch:
 
     def select(self, rows: Tensor | Sequence[int]) -> "Batch":
         """Return these rows, in this order."""
-        wanted = np.asarray(rows, dtype=np.int64)  # numpy, as the overhead of torch calls dominates for few rows
-        cuts = {axis: pieces(lengths.numpy(), wanted) for axis, lengths in self._lengths.items()}
+        indices = np.asarray(rows, dtype=np.int64)  # numpy, as the overhead of torch calls dominates for few rows
+        cuts = {axis: pieces(lengths.numpy(), indices) for axis, lengths in self._lengths.items()}
         selected = {}
         for name, axis, value in self.filled():
             values = value.numpy()
             # Copying slices of long rows takes half the time of indexing single tokens.
             picked = (
-                values[wanted] if axis == "row" else np.concatenate([values[:0], *map(values.__getitem__, cuts[axis])])
+                values[indices] if axis == "row" else np.concatenate([values[:0], *map(values.__getitem__, cuts[axis])])
             )
             selected[name] = torch.from_numpy(picked)
         return self._with(selected)
 
     def only(self, *names: str) -> "Batch":
         """Return the same rows with only the required fields and those named, so that the rest is not sent."""
-        wanted = {*names, *(declared(name).lengths for name in self.carried if name in names)}
-        carried = {name: value for name, value in self.carried.items() if name in wanted}
+        sent = {*names, *(declared(name).lengths for name in self.carried if name in names)}
+        carried = {name: value for name, value in self.carried.items() if name in sent}
         return replace(self, **{name: None for name in OPTIONAL if name not in names}, carried=carried)
 
     def to(self, device: torch.device) -> "Batch":

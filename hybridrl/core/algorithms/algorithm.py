@@ -126,7 +126,7 @@ class Algorithm:
             carried = {name: value for name, value in rows.carried.items() if name in self.entry.reads}
             rows = deepcopy(replace(rows, carried=carried))
         advantages, returns, *logged = self.estimator(rows)
-        metrics |= {f"algorithm/{name}": float(value) for more in logged for name, value in more.items()}
+        metrics |= {f"algorithm/{name}": float(value) for statistics in logged for name, value in statistics.items()}
         rejected = required(batch.response_mask) & ~required(corrected.response_mask)
         advantages, returns = advantages.masked_fill(rejected, 0), returns.masked_fill(rejected, 0)
         return replace(corrected, advantages=advantages, returns=returns), metrics
@@ -208,9 +208,9 @@ def _find(name: str, key: str, entries: Mapping[str, Any], kind: type) -> tuple[
         return entries[name], imported(entries[name].function)
     function = load_function(name, key)
     facts = {item.name: getattr(function, item.name) for item in fields(kind)[2:] if hasattr(function, item.name)}
-    known = get_args(catalog.Field) if kind is Estimator else ()
+    field_names = get_args(catalog.Field) if kind is Estimator else ()
     for item in facts.get("reads", ()):
-        _check(item, (*known, *declared_names()), f"{key}={name}: its attribute reads")
+        _check(item, (*field_names, *declared_names()), f"{key}={name}: its attribute reads")
     for item in facts.get("terms", ()):
         _check(item, tuple(plugins.names("term")), f"{key}={name}: its attribute terms")
     return kind(name, name, **facts), function
@@ -236,7 +236,7 @@ def bind(function: Callable[..., Any], values: Mapping[str, Any], rows: int = 1)
     return bind_named(function, values)
 
 
-def _check(value: Any, known: tuple[Any, ...], subject: str) -> None:
-    if value not in known:
-        names = ", ".join(name for name in known if name)
+def _check(value: Any, choices: tuple[Any, ...], subject: str) -> None:
+    if value not in choices:
+        names = ", ".join(name for name in choices if name)
         raise ConfigError(f"{subject} names {value!r}", fix=f"choose from {names}")

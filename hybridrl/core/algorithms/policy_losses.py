@@ -155,8 +155,8 @@ def dppo_tv(
     large (verl's default of 3 is small).
     """
     change = log_probs.detach().exp() - required(batch.old_log_probs).exp()
-    kept = torch.where(required(batch.advantages) > 0, change <= clip_ratio_high, change >= -clip_ratio_low)
-    return _masked_loss(log_probs, batch, clip_ratio_c, kept)
+    unmasked = torch.where(required(batch.advantages) > 0, change <= clip_ratio_high, change >= -clip_ratio_low)
+    return _masked_loss(log_probs, batch, clip_ratio_c, unmasked)
 
 
 def dppo_kl(
@@ -170,17 +170,17 @@ def dppo_kl(
     divergence = old * (log_old - log_new) + others_old * ((others_old + TINY) / (others_new + TINY)).log()
     rises_within = (divergence <= clip_ratio_high) | (new <= old)
     falls_within = (divergence <= clip_ratio_low) | (new >= old)
-    kept = torch.where(required(batch.advantages) > 0, rises_within, falls_within)
-    return _masked_loss(log_probs, batch, clip_ratio_c, kept)
+    unmasked = torch.where(required(batch.advantages) > 0, rises_within, falls_within)
+    return _masked_loss(log_probs, batch, clip_ratio_c, unmasked)
 
 
-def _masked_loss(log_probs: Tensor, batch: Batch, clip_ratio_c: float, kept: Tensor) -> Loss:
+def _masked_loss(log_probs: Tensor, batch: Batch, clip_ratio_c: float, unmasked: Tensor) -> Loss:
     change = log_ratio(log_probs.detach(), batch)
     ratio = change.exp()
-    loss = -required(batch.advantages) * ratio.clamp(max=clip_ratio_c) * log_probs * kept
+    loss = -required(batch.advantages) * ratio.clamp(max=clip_ratio_c) * log_probs * unmasked
     return loss, {
-        "pg_clipfrac": (~kept).float(),
-        "pg_clipfrac_lower": (kept & (ratio > clip_ratio_c)).float(),
+        "pg_clipfrac": (~unmasked).float(),
+        "pg_clipfrac_lower": (unmasked & (ratio > clip_ratio_c)).float(),
         "ppo_kl": -change,
     }
 

@@ -110,12 +110,12 @@ class RolloutCorrection:
             weights = torch.where((ratios >= self.lower) & (ratios <= self.upper), ratios, 0.0)
         return torch.where(required(batch.response_mask), weights, 0.0)
 
-    def kept(self, log_ratio: Tensor, batch: Batch) -> Tensor:
+    def accepted(self, log_ratio: Tensor, batch: Batch) -> Tensor:
         """Tokens that the policy wrote and no rejection rejects [response tokens], bool."""
-        kept = required(batch.response_mask)
+        accepted = required(batch.response_mask)
         for rejection in self.rejections:
-            kept = kept & rejection.passes(rejection.divergence(log_ratio, batch))
-        return kept
+            accepted = accepted & rejection.passes(rejection.divergence(log_ratio, batch))
+        return accepted
 
     def apply(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Fill the weights and remove rejected tokens from the response mask; metrics of both. With `batch_normalize`
@@ -123,7 +123,7 @@ class RolloutCorrection:
         before that; there are none if the policy wrote nothing. An episode counts as one row."""
         rows, batch = batch, batch.by_episode()
         log_ratio = required(batch.old_log_probs) - required(batch.rollout_log_probs)
-        weights, kept = self.weights(log_ratio, batch), self.kept(log_ratio, batch)
+        weights, accepted = self.weights(log_ratio, batch), self.accepted(log_ratio, batch)
         groups: dict[str, dict[str, float]] = {}
         written = bool(required(batch.response_mask).any())
         if written and weights is not None:
@@ -134,9 +134,9 @@ class RolloutCorrection:
                 weights, groups["is"]["batch_norm_factor"] = weights / factor, factor
         if written and self.rejections:
             groups |= {f"rs_{each.option}": each.metrics(log_ratio, batch) for each in self.rejections}
-            groups["rs"] = masked_fractions(kept, batch)
+            groups["rs"] = masked_fractions(accepted, batch)
         metrics = {f"rollout_{group}_{name}": groups[group][name] for group in groups for name in groups[group]}
-        corrected = replace(rows, importance_weights=weights, response_mask=kept)
+        corrected = replace(rows, importance_weights=weights, response_mask=accepted)
         return corrected, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
     @property
@@ -190,9 +190,9 @@ def of_written(values: Tensor, batch: Batch, by_row: bool) -> Tensor:
     return values[batch.response_mask]
 
 
-def masked_fractions(kept: Tensor, batch: Batch) -> dict[str, float]:
+def masked_fractions(accepted: Tensor, batch: Batch) -> dict[str, float]:
     """Return the share of written tokens that are rejected, and the share of rows with rejected tokens."""
-    masked = (~kept).float()
+    masked = (~accepted).float()
     return {
         "masked_fraction": float(of_written(masked, batch, by_row=False).mean()),
         "seq_masked_fraction": float((of_written(masked, batch, by_row=True) > 0).float().mean()),

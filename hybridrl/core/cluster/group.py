@@ -292,8 +292,8 @@ def _with_logged(description: str, lines: Sequence[str], log: str) -> str:
 
 def table(ranks: Sequence[int], logs: Sequence[str]) -> list[str]:
     """Return a line for each rank with a log: its current activity. Its stacks are written to the log."""
-    found = explain([logs[rank] for rank in ranks if rank < len(logs)])
-    return [f"  {name(rank, logs)}: {found[logs[rank]]}; its log: {logs[rank]}" for rank in ranks if rank < len(logs)]
+    states = explain([logs[rank] for rank in ranks if rank < len(logs)])
+    return [f"  {name(rank, logs)}: {states[logs[rank]]}; its log: {logs[rank]}" for rank in ranks if rank < len(logs)]
 
 
 def name(rank: int, logs: Sequence[str]) -> str:
@@ -303,13 +303,13 @@ def name(rank: int, logs: Sequence[str]) -> str:
 
 def explain(logs: Sequence[str]) -> dict[str, str]:
     """Return the activity of the processes that write to each log, on any machine of the run."""
-    found = activities(logs)
-    if missing := [log for log in logs if log not in found]:
+    states = activities(logs)
+    if missing := [log for log in logs if log not in states]:
         with suppress(RayError):  # Ray is lost
             for reply in _ask_others(missing):
                 with suppress(RayError):  # the machine is lost
-                    found |= ray.get(reply)
-    return {log: found.get(log, "it has no process yet, or its machine does not respond") for log in logs}
+                    states |= ray.get(reply)
+    return {log: states.get(log, "it has no process yet, or its machine does not respond") for log in logs}
 
 
 def _ask_others(missing: Sequence[str]) -> list[ray.ObjectRef]:

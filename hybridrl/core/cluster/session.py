@@ -151,10 +151,10 @@ def join_command() -> str:
     return f"ray start --address={ray.get_runtime_context().gcs_address}"
 
 
-def missing_machines(machines: Sequence[RayMachine], request: Mapping[str, float], wanted: int) -> list[str]:
-    """Return the machines that a run lacks; it reserves the resources of `request` on each of `wanted` machines."""
+def missing_machines(machines: Sequence[RayMachine], request: Mapping[str, float], needed: int) -> list[str]:
+    """Return the machines that a run lacks; it reserves the resources of `request` on each of `needed` machines."""
     fitting = sum(machine.has(request) for machine in machines)
-    return [f"machine {number} of {wanted} is missing" for number in range(fitting + 1, wanted + 1)]
+    return [f"machine {number} of {needed} is missing" for number in range(fitting + 1, needed + 1)]
 
 
 def describe_room(machines: Sequence[RayMachine], request: Mapping[str, float]) -> list[str]:
@@ -267,10 +267,10 @@ class RaySession:
         if not self.joined or self.device != "cpu":
             return [None] * len(sizes)
         # Virtual devices fit anywhere: Ray would use a single machine. Rollout gets its own machines if there are any.
-        wanted = max(pool.machines for pool in self.pools)
+        needed = max(pool.machines for pool in self.pools)
         request = request_of(self.device, max(sizes))
         fitting = [machine.node_id for machine in read_machines() if machine.has(request)]
-        return [*islice(cycle(fitting), len(sizes))] if len(fitting) >= wanted else list(fitting)
+        return [*islice(cycle(fitting), len(sizes))] if len(fitting) >= needed else list(fitting)
 
     @property
     def _request(self) -> str:

@@ -82,24 +82,24 @@ class Admission:
         """
         if not Goal(self._needs(version)).reached(complete):
             return None
-        wanted = min(self.batch, len(self.started))
+        size = min(self.batch, len(self.started))
         by_due = sorted(complete, key=lambda position: (self.started[position], position))
-        return sorted(by_due[:wanted])
+        return sorted(by_due[:size])
 
     def goal(self, version: int, complete: Collection[int]) -> Goal:
         """Return the goal of sampling until groups can be chosen, given the `complete` groups."""
         return Goal(
             [
-                (some - set(complete), count - sum(one in some for one in complete))
-                for some, count in self._needs(version)
+                (groups - set(complete), count - sum(position in groups for position in complete))
+                for groups, count in self._needs(version)
             ]
         )
 
     def _needs(self, version: int) -> list[tuple[set[int], int]]:
         needs = [(set(self.started), min(self.batch, len(self.started)))]
         for due in range(version, version + self.bound):
-            some = {position for position, start in self.started.items() if start + self.bound <= due}
-            needs.append((some, len(some) - (due - version) * self.batch))
+            groups = {position for position, start in self.started.items() if start + self.bound <= due}
+            needs.append((groups, len(groups) - (due - version) * self.batch))
         return needs
 
 
@@ -171,7 +171,7 @@ class AsynchronousExperience(Experience):
     def in_flight(self) -> dict[int, int]:
         """The groups that are started and not yet trained, each with the weight version at its start."""
         started = [dict(share.started) for share in self.shares]  # copied at once: the thread may start more
-        return {position: version for some in started for position, version in some.items()}
+        return {position: version for groups in started for position, version in groups.items()}
 
     def collect(self, step: int) -> Collected:
         version = step - 1
@@ -283,7 +283,7 @@ class AsynchronousExperience(Experience):
         while None in (chosen := [share.choose(version, self._complete_of(share)) for share in self.shares]):
             await client.reach([share.goal(version, self._complete_of(share)) for share in self.shares])
             await self._settle()
-        return sorted(position for some in chosen for position in some or ())
+        return sorted(position for positions in chosen for position in positions or ())
 
     def _complete_of(self, share: Admission) -> list[int]:
         return [position for position in share.started if position in self.complete]

@@ -44,9 +44,9 @@ def reward_component(score: Score, name: str, key: str) -> float:
     value = score.extras.get(name)
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return float(value)
-    given = f"gave {value!r:.80}" if name in score.extras else "gave nothing"
+    returned = f"gave {value!r:.80}" if name in score.extras else "gave nothing"
     raise ConfigError(
-        f'{key}: the reward {given} under "{name}" where a number is needed; its keys are {", ".join(score.extras)}',
+        f'{key}: the reward {returned} under "{name}" where a number is needed; its keys are {", ".join(score.extras)}',
         fix=f'name one of these, or make the reward function return "{name}" in its dict for every response',
     )
 
@@ -69,7 +69,7 @@ def to_batch(
     episodes = [episode for group in groups for episode in group]
     rows_of = [episode.trajectory.rows() for episode in episodes]
     rows, scores = list(chain.from_iterable(rows_of)), [episode.score for episode in episodes]
-    counts = torch.tensor([len(some) for some in rows_of])
+    counts = torch.tensor([len(episode_rows) for episode_rows in rows_of])
     sizes = torch.tensor([len(group) for group in groups])
     components = [[reward_component(score, name, COMPONENTS_KEY) for name in reward_keys] for score in scores]
 
@@ -125,7 +125,7 @@ def _token_rewards(scores: Sequence[Score], rows_of: Sequence[Sequence[Row]]) ->
     """Return the reward of each token of the episodes' rows; None if every score belongs to the last token."""
     if all(score.token_rewards is None for score in scores):
         return None
-    lengths = [sum(len(row.response_ids) for row in some) for some in rows_of]
+    lengths = [sum(len(row.response_ids) for row in episode_rows) for episode_rows in rows_of]
     pairs = zip(scores, lengths, strict=True)
     spread = [score.token_rewards or [0.0] * (length - 1) + [required(score.value)] for score, length in pairs]
     return pack(spread, torch.float32)[0]

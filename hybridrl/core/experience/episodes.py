@@ -48,11 +48,11 @@ class SingleResponses:
     store: ResponseStore
 
     async def finished(self) -> AsyncIterator[list[Finished]]:
-        known = {index: one for index, request in enumerate(self.requests) if (one := self.store.find(request))}
-        whole = {index: one for index, one in known.items() if not one.completion.interrupted}
+        stored = {index: hit for index, request in enumerate(self.requests) if (hit := self.store.find(request))}
+        whole = {index: hit for index, hit in stored.items() if not hit.completion.interrupted}
         if whole:
-            yield [(index, _single(self.requests[index], one.completion), one.score) for index, one in whole.items()]
-        begun = {index: one.completion for index, one in known.items()}
+            yield [(index, _single(self.requests[index], hit.completion), hit.score) for index, hit in whole.items()]
+        begun = {index: hit.completion for index, hit in stored.items()}
         missing = [index for index in range(len(self.requests)) if index not in whole]
         futures = [self.client.generate(self.requests[index], begun.get(index)) for index in missing]
         async for arrived in in_lists(futures):

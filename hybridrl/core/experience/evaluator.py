@@ -47,7 +47,7 @@ class Evaluator:
             metrics["val-aux/reward/faults"] = faults
             logger.warning("validation after step %d: %s", step, diagnosis([sample.score for sample in samples]))
         for source in {sample.prompt.data_source for sample in samples}:
-            of_source = self.runner.metrics([one for one in samples if one.prompt.data_source == source])
+            of_source = self.runner.metrics([sample for sample in samples if sample.prompt.data_source == source])
             metrics |= {f"val-aux/{source}/{name}": value for name, value in of_source.items()}
         return samples, metrics | {"timing_s/testing": sum(timings.values())}
 
@@ -63,7 +63,7 @@ def validation_metrics(samples: Sequence[Episode], count: int) -> dict[str, floa
     metrics: dict[str, float] = {}
     sources: dict[str, list[list[Episode]]] = defaultdict(list)
     for start in range(0, len(samples), count):
-        if graded := [one for one in samples[start : start + count] if one.score.value is not None]:
+        if graded := [sample for sample in samples[start : start + count] if sample.score.value is not None]:
             sources[graded[0].prompt.data_source].append(graded)
     for source, groups in sources.items():
         tables = _variables(groups)

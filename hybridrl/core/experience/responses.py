@@ -151,22 +151,22 @@ class ResponseStore:
     def drop(self, positions: Iterable[int]) -> None:
         """Forget the responses of groups that were trained on."""
         dropped = set(positions)
-        self.carried = {place: kept for place, kept in self.carried.items() if place[0] not in dropped}
+        self.carried = {place: response for place, response in self.carried.items() if place[0] not in dropped}
 
     # -- in checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self, interrupted: Sequence[tuple[Request, Completion]]) -> dict[str, Any]:
         """Return all carried responses, and the `interrupted` ones, as arrays and plain values."""
         carried = dict(self.carried)  # episodes that continue in their thread may add to it
-        kept = carried | {request.key: StoredResponse(part, None, _check_of(request)) for request, part in interrupted}
+        saved = carried | {request.key: StoredResponse(part, None, _check_of(request)) for request, part in interrupted}
         rows, tokens = [], {name: [np.empty(0)] for name in TOKENS}
-        for place, response in kept.items():
+        for place, response in saved.items():
             part = response.completion
             rows.append((*place, response.check, len(part.token_ids), part.truncated, part.interrupted))
             for name, values in tokens.items():
                 values.append(np.broadcast_to(getattr(part, name), len(part.token_ids)))
         scores = {place: response.score for place, response in carried.items() if response.score is not None}
-        fields = [_described(response.completion.carried) for response in kept.values()]
+        fields = [_described(response.completion.carried) for response in saved.values()]
         return {
             "carried_responses": np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS)),
             **{f"carried_{name}": np.concatenate(tokens[name]).astype(dtype) for name, dtype in TOKENS.items()},

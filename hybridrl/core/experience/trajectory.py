@@ -62,9 +62,9 @@ class Turn:
 
     def without_last(self, count: int) -> "Turn":
         """Return the turn without the last tokens that were sampled."""
-        kept = len(self.sampled) - count
-        versions = self.versions if isinstance(self.versions, int) else self.versions[:kept]
-        sampled, log_probs, carried = self.sampled[:kept], self.log_probs[:kept], dict(self.carried)
+        length = len(self.sampled) - count
+        versions = self.versions if isinstance(self.versions, int) else self.versions[:length]
+        sampled, log_probs, carried = self.sampled[:length], self.log_probs[:length], dict(self.carried)
         for name, value in self.carried.items():
             if declared(name).axis == "response":
                 carried[name] = value[: len(value) - count]
@@ -73,9 +73,9 @@ class Turn:
 
 def continued_prompt(ids: list[int], turns: Sequence[Turn], observed: Encoded) -> Encoded:
     """Return the ids of a context with its prompt fields: those of the turns of one row, then those of `observed`."""
-    given = [{name: one.carried[name] for name in one.carried if declared(name).filled_by == "prompt"} for one in turns]
+    fields = [{key: turn.carried[key] for key in turn.carried if declared(key).filled_by == "prompt"} for turn in turns]
     read, wrote = [len(turn.observed) for turn in turns], [len(turn.sampled) for turn in turns]
-    return Encoded(ids, joined([*given, observed.carried], [*read, len(observed.ids)], [*wrote, 0]))
+    return Encoded(ids, joined([*fields, observed.carried], [*read, len(observed.ids)], [*wrote, 0]))
 
 
 @dataclass(frozen=True)

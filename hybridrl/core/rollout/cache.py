@@ -25,10 +25,10 @@ def cpu_cache_bytes(token_bytes: int, rollout: RolloutConfig, engines_per_machin
     block = block_tokens * token_bytes
     blocks = math.ceil((rollout.max_model_len or 0) / block_tokens)
     free = memory_left() * rollout.gpu_memory_utilization / engines_per_machine
-    wanted = block * (blocks * rollout.max_num_seqs + 1)
-    if rollout.full_determinism and wanted > free:  # batches must not depend on the free memory at the moment
+    needed = block * (blocks * rollout.max_num_seqs + 1)
+    if rollout.full_determinism and needed > free:  # batches must not depend on the free memory at the moment
         raise ValueError(
             f"rollout.full_determinism: the cache of max_num_seqs={rollout.max_num_seqs} responses needs "
-            f"{wanted / 2**30:.1f} GiB, but only {free / 2**30:.1f} may be used; lower max_num_seqs or max_model_len"
+            f"{needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} may be used; lower max_num_seqs or max_model_len"
         )
-    return int(max(min(wanted, free), block * (blocks + 1)) / rollout.tensor_model_parallel_size)
+    return int(max(min(needed, free), block * (blocks + 1)) / rollout.tensor_model_parallel_size)

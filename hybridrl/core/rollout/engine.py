@@ -177,7 +177,7 @@ class Goal:
     needs: Sequence[tuple[Collection[int], int]]
 
     def reached(self, complete: Collection[int]) -> bool:
-        return all(sum(prompt in some for prompt in complete) >= count for some, count in self.needs)
+        return all(sum(prompt in prompts for prompt in complete) >= count for prompts, count in self.needs)
 
 
 class Progress:
@@ -313,23 +313,23 @@ class EngineEntry:
 def engine_metrics(engines: Sequence[EngineStats], slots: int) -> dict[str, float]:
     """Return the metrics of all engines; each may run `slots` requests at a time. Preemptions and tokens per second are
     sums, means are weighted by time, maxima and tail are of the worst engine. Empty if no engine had requests."""
-    busy = [one for one in engines if one.busy > 0]
+    busy = [engine for engine in engines if engine.busy > 0]
     if not busy:
         return {}
-    seconds, queries = sum(one.busy for one in busy), sum(one.prefix_queries for one in busy)
-    requests = sum(count * spent for one in busy for count, spent in one.seconds.items())
+    seconds, queries = sum(engine.busy for engine in busy), sum(engine.prefix_queries for engine in busy)
+    requests = sum(count * spent for engine in busy for count, spent in engine.seconds.items())
     return {
-        "rollout/preemptions": sum(one.preemptions for one in busy),
-        "rollout/kv_cache_usage/max": max(one.cache_peak for one in busy),
-        "rollout/kv_cache_usage/mean": sum(one.cache_seconds for one in busy) / seconds,
-        "rollout/running_requests/max": max(max(one.seconds) for one in busy),
+        "rollout/preemptions": sum(engine.preemptions for engine in busy),
+        "rollout/kv_cache_usage/max": max(engine.cache_peak for engine in busy),
+        "rollout/kv_cache_usage/mean": sum(engine.cache_seconds for engine in busy) / seconds,
+        "rollout/running_requests/max": max(max(engine.seconds) for engine in busy),
         "rollout/running_requests/mean": requests / seconds,
         "rollout/busy_share": requests / seconds / slots,
-        "rollout/waiting_requests/max": max(one.waiting_peak for one in busy),
-        "rollout/prefix_cache_hit_share": sum(one.prefix_hits for one in busy) / queries if queries else 0.0,
-        "rollout/tokens_per_s": sum(one.tokens / one.busy for one in busy),
-        "rollout/tail_share": max(one.tail / one.busy for one in busy),
-        "rollout/last_request_share": max(_alone(one) / one.busy for one in busy),
+        "rollout/waiting_requests/max": max(engine.waiting_peak for engine in busy),
+        "rollout/prefix_cache_hit_share": sum(engine.prefix_hits for engine in busy) / queries if queries else 0.0,
+        "rollout/tokens_per_s": sum(engine.tokens / engine.busy for engine in busy),
+        "rollout/tail_share": max(engine.tail / engine.busy for engine in busy),
+        "rollout/last_request_share": max(_alone(engine) / engine.busy for engine in busy),
     } | _speed(busy)
 
 
@@ -341,13 +341,13 @@ def _speed(engines: Sequence[EngineStats]) -> dict[str, float]:
     """Return the seconds of an iteration as a linear function of its running requests and prefilled tokens, fitted by
     non-negative least squares: all subsets of coefficients are tried, and the best non-negative fit is returned."""
     zero = np.zeros(())
-    products, moments = sum((one.products for one in engines), zero), sum((one.moments for one in engines), zero)
+    gram, moments = sum((stats.products for stats in engines), zero), sum((stats.moments for stats in engines), zero)
     best, least = np.zeros(len(ITERATION)), 0.0
     for size in range(1, len(ITERATION) + 1):
         for parts in map(list, combinations(range(len(ITERATION)), size)):
             fitted = np.zeros(len(ITERATION))
-            fitted[parts] = np.linalg.lstsq(products[np.ix_(parts, parts)], moments[parts], rcond=None)[0]
-            error = float(fitted @ products @ fitted - 2 * fitted @ moments)  # less what no choice changes
+            fitted[parts] = np.linalg.lstsq(gram[np.ix_(parts, parts)], moments[parts], rcond=None)[0]
+            error = float(fitted @ gram @ fitted - 2 * fitted @ moments)  # less what no choice changes
             if (fitted >= 0).all() and error < least:
                 best, least = fitted, error
     return {f"rollout/iteration_s/{name}": seconds for name, seconds in zip(ITERATION, best.tolist(), strict=True)}

@@ -277,4 +277,4 @@ def hold_devices(session: RaySession, timeout: float) -> tuple[list[Actor], list
     if session.device != "cuda":
         return [], [[] for _ in range(pool.devices)]
     holders = [spawn(DeviceHolder, session, pool.first + index, {}, gpus=1) for index in range(pool.devices)]
-    return holders, gather([one.gpus.remote() for one in holders], "device holder.gpus", timeout, key=START_LIMIT)
+    return holders, gather([holder.gpus.remote() for holder in holders], "device holder.gpus", timeout, key=START_LIMIT)

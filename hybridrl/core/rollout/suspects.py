@@ -51,7 +51,7 @@ class Suspects:
         self.window = 1
         running = [job for job in jobs if not job.future.done()]
         # If some of them saw no earlier death, one of these may be the fatal one: then a third death decides.
-        twice = [job for job in running if job.attempts > (1 if all(one.attempts > 1 for one in running) else 2)]
+        twice = [job for job in running if job.attempts > (1 if all(peer.attempts > 1 for peer in running) else 2)]
         fatal = twice if len(twice) == 1 else []
         self.fatal += [(job, reason) for job in fatal]
         return [job for job in running if job not in fatal]
@@ -106,6 +106,6 @@ class Suspects:
         job.future.set_exception(fault)
 
     def _fatal_with(self, request: Request) -> str | None:
-        same = ((one, reason) for one, reason in self.fatal if one.request.prompt_ids == request.prompt_ids)
-        wanted = identity(request.carried)
-        return next((reason for one, reason in same if identity(one.request.carried) == wanted), None)
+        same = ((job, reason) for job, reason in self.fatal if job.request.prompt_ids == request.prompt_ids)
+        carried = identity(request.carried)
+        return next((reason for job, reason in same if identity(job.request.carried) == carried), None)

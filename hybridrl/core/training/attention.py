@@ -143,8 +143,8 @@ def sequence_group(size: int, timeout_seconds: float, tensor_ranks: int = 1) -> 
     if size == 1:
         return None
     ranks = torch.arange(dist.get_world_size()).view(-1, size, tensor_ranks).mT.reshape(-1, size)
-    made = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timedelta(seconds=timeout_seconds))
-    return devices.own_group(made[0])
+    subgroups = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timedelta(seconds=timeout_seconds))
+    return devices.own_group(subgroups[0])
 
 
 def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:

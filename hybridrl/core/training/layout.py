@@ -70,8 +70,8 @@ def _grid(device: str, shape: Sequence[int], names: tuple[str, ...]) -> DeviceMe
     """Return a mesh of two dimensions; its process groups have the configured timeout."""
     ranks = torch.arange(math.prod(shape)).view(*shape)
     timeout = devices.collective_timeout()
-    made = (dist.new_subgroups_by_enumeration(part.tolist(), timeout=timeout)[0] for part in (ranks.T, ranks))
-    groups = list(map(devices.own_group, made))
+    subgroups = (dist.new_subgroups_by_enumeration(part.tolist(), timeout=timeout)[0] for part in (ranks.T, ranks))
+    groups = list(map(devices.own_group, subgroups))
     return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
 
 
@@ -97,18 +97,18 @@ def division(model: PreTrainedModel, tensor: int, expert: int) -> dict[str, tupl
     """Return for each parameter the number of parts into which `cut` divides it, and the style; needs no process
     groups. FSDP then shards each part. Raises ConfigError as `cut` does."""
     by_tensor, by_expert = tensor_plan(model) if tensor > 1 else {}, expert_plan(model) if expert > 1 else {}
-    found = {}
+    parts = {}
     for name, parameter in model.named_parameters():
         module = name.rpartition(".")[0]
         style = style_of(name, by_tensor) or style_of(module, by_tensor)
         cuts = style and type(ALL_PARALLEL_STYLES[style]).shard_param is not TensorParallelLayer.shard_param
         if style_of(module, by_expert) == DISPATCH:
-            found[name] = expert, DISPATCH
+            parts[name] = expert, DISPATCH
         elif cuts and not (parameter.ndim == 1 and "rowwise" in style):  # a bias that is added once
-            found[name] = tensor, style
+            parts[name] = tensor, style
         else:
-            found[name] = 1, ""
-    return found
+            parts[name] = 1, ""
+    return parts
 
 
 def tensor_plan(model: PreTrainedModel) -> dict[str, str]:

@@ -124,7 +124,7 @@ class Learner(ModelShard):
         metrics, scale = [], self.optimizers.loss_scale
         ranks = self.ranks // (self.group.size() if self.group else 1)  # number of shares that are added up
         for number, mini_batch in enumerate(mini_batches, 1):
-            part, mini_batch, more = prepare(batch, mini_batch) if prepare else (batch, mini_batch, {})
+            part, mini_batch, extra_shares = prepare(batch, mini_batch) if prepare else (batch, mini_batch, {})
             factor = scale.factor
             shares, finite, all_finite, norm = self.gradient(part, mini_batch, loss, clip)
             # In float16 too large a loss scale makes the gradient of a finite loss infinite. No row is at fault,
@@ -139,7 +139,7 @@ class Learner(ModelShard):
             if sound:
                 self.optimizers.skip() if empty else self.optimizers.step()
                 scale.grow()
-                shares |= more | {"grad_norm": torch.tensor(norm / ranks)}
+                shares |= extra_shares | {"grad_norm": torch.tensor(norm / ranks)}
             else:
                 scale.factor = factor  # the scale was not the cause
                 self.optimizers.skip()

@@ -36,11 +36,11 @@ class LogitKernels(LogitTables):
         self.outputs, self.normalisers, self.common_normalisers = self._read(self.logits, head, self.spec.outputs)
         return self.outputs
 
-    def _read(self, logits: Tensor, head: Head, wanted: tuple[bool, ...]) -> tuple[TokenOutputs, Tensor, Tensor]:
+    def _read(self, logits: Tensor, head: Head, requested: tuple[bool, ...]) -> tuple[TokenOutputs, Tensor, Tensor]:
         """Return the outputs of these logits, and two logsumexps per token: over the vocabulary, and with a KL over the
         entries that both heads have."""
-        columns = iter(torch.empty(sum(wanted) + 2, len(logits), dtype=torch.float32, device=logits.device))
-        outputs = TokenOutputs._make(next(columns) if want else None for want in wanted)
+        columns = iter(torch.empty(sum(requested) + 2, len(logits), dtype=torch.float32, device=logits.device))
+        outputs = TokenOutputs._make(next(columns) if want else None for want in requested)
         normalisers, common = columns
         _outputs[(len(logits),)](
             logits, self.targets, *self._numbers(head), self.others, self.others_normalisers,
@@ -144,9 +144,9 @@ def _gradient(
         q = _capped(tl.load(others, both, 0.0), others_scale, others_cap) / temperature
         log_q = q - tl.load(others_normalisers_at + row)
         # minus the log of the policy's probability of all common entries; 0 if the heads have equally many rows
-        more = tl.load(normalisers_at + row) - tl.load(common_normalisers_at + row)
-        by_gap = tl.load(by_kl_at + row) * (log_p + more - log_q - tl.load(kl_at + row))
-        factor += tl.where(both, tl.exp(more) * by_gap, 0.0)
+        renormalisation = tl.load(normalisers_at + row) - tl.load(common_normalisers_at + row)
+        by_gap = tl.load(by_kl_at + row) * (log_p + renormalisation - log_q - tl.load(kl_at + row))
+        factor += tl.where(both, tl.exp(renormalisation) * by_gap, 0.0)
     p = tl.exp(log_p)
     own = tl.where(columns == tl.load(targets_at + row), by_own, 0.0)
     gradient = tl.where(p == 0, 0.0, p * factor) + own

@@ -61,13 +61,13 @@ def _targets(model: PreTrainedModel, config: ModelConfig, heads: list[str], key:
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in tops]
     targets = linear if config.target_modules == ALL_LINEAR else _named("target_modules", config, linear, key)
     excluded = _named("exclude_modules", config, linear, key)
-    kept = [name for name in targets if name not in excluded]
-    if not kept:
+    adapted = [name for name in targets if name not in excluded]
+    if not adapted:
         raise ConfigError(
             f"{key}.target_modules: no layer of {config.path} is left to adapt", fix="exclude fewer layers"
         )
-    ends = {_end(name) for name in kept}
-    return sorted(ends) if kept == [name for name in linear if _end(name) in ends] else kept
+    ends = {_end(name) for name in adapted}
+    return sorted(ends) if adapted == [name for name in linear if _end(name) in ends] else adapted
 
 
 def _named(option: str, config: ModelConfig, linear: list[str], key: str) -> list[str]:
@@ -104,9 +104,9 @@ def _check_saved_adapter(model: PreTrainedModel, path: str, key: str) -> None:
         if name in saved.meta and saved.meta[name].shape != present[name].shape
     ]
     if errors:
-        more = f"; and {len(errors) - 3} more" if len(errors) > 3 else ""
+        omitted = f"; and {len(errors) - 3} more" if len(errors) > 3 else ""
         raise ConfigError(
-            f"{key}.lora_adapter_path={path}: the adapter belongs to another model: {'; '.join(errors[:3])}{more}",
+            f"{key}.lora_adapter_path={path}: the adapter belongs to another model: {'; '.join(errors[:3])}{omitted}",
             fix=f"name its base model in {key}.path, or another adapter",
         )
 

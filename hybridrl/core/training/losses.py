@@ -237,14 +237,14 @@ def _without_rejected(learner: Learner, loss: LossConfig, batch: Batch, mini_bat
 
     log_ratio = log_probs - required(batch.rollout_log_probs)
     correction, mask = required(loss.correction), required(batch.response_mask)
-    kept, weights = correction.kept(log_ratio, batch), correction.weights(log_ratio, batch)
+    accepted, weights = correction.accepted(log_ratio, batch), correction.weights(log_ratio, batch)
     rows = [row for each in mini_batch.micro_batches for row in each]
-    before, after = (batch.per_row(tokens.long())[rows] for tokens in (mask, kept))
+    before, after = (batch.per_row(tokens.long())[rows] for tokens in (mask, accepted))
     tokens = max(mini_batch.totals.tokens, 1)
     shares = {"rollout_rs_masked_fraction": (before - after).sum() / tokens}
     if loss.log_entropy:
         shares["entropy"] = batch.per_row(torch.where(mask, entropies, 0.0))[rows].sum() / tokens
-    narrowed = replace(batch, response_mask=kept, importance_weights=weights)
+    narrowed = replace(batch, response_mask=accepted, importance_weights=weights)
     inside = [
         after,
         *(narrowed.per_row(required(narrowed.masked(mask).response_mask).long())[rows] for mask in loss.masks),

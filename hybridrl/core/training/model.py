@@ -90,8 +90,8 @@ class LanguageModel(TokenModel):
         Empty without replay; collective."""
         if self.replay is None:
             return {}
-        found = {name: values[inputs.predictors] for name, values in self.replay.statistics(inputs.input_ids).items()}
-        return {name: gather_slices(values, inputs.slice) for name, values in found.items()}
+        slices = {name: values[inputs.predictors] for name, values in self.replay.statistics(inputs.input_ids).items()}
+        return {name: gather_slices(values, inputs.slice) for name, values in slices.items()}
 
     @property
     def head(self) -> Head:

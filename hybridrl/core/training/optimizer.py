@@ -171,11 +171,11 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, *, offloaded: bo
     taken, decay = {id(parameter) for parameter in matrices}, config.weight_decay
     # On a CPU the fused kernel is five times as fast as torch's default. On CUDA it avoids the extra copy of a moment
     # that torch's default (foreach) makes in each step.
-    more: dict[str, Any] = {"fused": None if config.override_optimizer_config.get("foreach") else True}
-    more |= config.override_optimizer_config
+    options: dict[str, Any] = {"fused": None if config.override_optimizer_config.get("foreach") else True}
+    options |= config.override_optimizer_config
     rest, betas = [p for _, p in named if id(p) not in taken], (config.betas[0], config.betas[1])
     optimizers: list[Optimizer] = [
-        AdamW(group, lr=config.lr, betas=betas, weight_decay=decay, **more) for group in by_mesh(rest)
+        AdamW(group, lr=config.lr, betas=betas, weight_decay=decay, **options) for group in by_mesh(rest)
     ]
     if matrices:
         optimizers.append(Muon(matrices, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=decay))

@@ -80,8 +80,8 @@ def _level(work: np.ndarray, shares: list[np.ndarray], sums: np.ndarray, full: i
     if size > 1 and max(len(shares[full]), len(shares[other])) > FEW:
         return False
     half = (sums[full] - sums[other]) // 2
-    given, taken = (_choices(len(shares[part]), size) for part in (full, other))
-    gives, takes = work[shares[full]][given].sum(axis=1), work[shares[other]][taken].sum(axis=1)
+    offered, taken = (_choices(len(shares[part]), size) for part in (full, other))
+    gives, takes = work[shares[full]][offered].sum(axis=1), work[shares[other]][taken].sum(axis=1)
     order = takes.argsort()
     # For each choice from the fuller part: the smallest one from the other that moves at most half the difference.
     takes = np.concatenate([takes[order], NEVER])
@@ -90,7 +90,7 @@ def _level(work: np.ndarray, shares: list[np.ndarray], sums: np.ndarray, full: i
     best = moved.argmax()
     if moved[best] <= 0:
         return False
-    mine, theirs = given[best], taken[order[least[best]]]
+    mine, theirs = offered[best], taken[order[least[best]]]
     shares[full][mine], shares[other][theirs] = shares[other][theirs], shares[full][mine]
     sums[full] -= moved[best]
     sums[other] += moved[best]

@@ -31,7 +31,7 @@ class RouterReplay:
         self.experts = next((int(vars(settings)[name]) for name in EXPERTS if vars(settings).get(name)), 0)
         self.per_token = int(getattr(settings, "num_experts_per_tok", 0))
         self.begin(None)
-        places = {name: int(found[1]) for name, _ in model.named_modules() if (found := LAYER.search(name))}
+        places = {name: int(match[1]) for name, _ in model.named_modules() if (match := LAYER.search(name))}
         if not places:
             raise self._fault("no layer chooses")
         self.routers = len(places)
@@ -62,7 +62,7 @@ class RouterReplay:
             return forward(*arguments, **options)
         with _Choice(self.routes[:, layer].long(), self.experts) as choice:
             output = forward(*arguments, **options)
-        if choice.made != 1:
+        if choice.calls != 1:
             raise self._fault(f"layer {layer} does not choose")
         self.replaced = self.replaced + choice.replaced
         return output
@@ -72,11 +72,11 @@ class _Choice(TorchFunctionMode):
     """Replaces the result of the `topk` by which a router chooses experts.
 
     The call is recognised by its shapes, so every family's own arithmetic around it stays. Some routers first choose
-    groups of experts, and mask the scores of the other groups: the groups must then be those of the wanted experts.
+    groups of experts, and mask the scores of the other groups: the groups must then be those of the replayed experts.
     """
 
-    def __init__(self, wanted: Tensor, experts: int) -> None:
-        self.wanted, self.experts, self.made = wanted, experts, 0  # [tokens, experts of a token]
+    def __init__(self, replayed: Tensor, experts: int) -> None:
+        self.replayed, self.experts, self.calls = replayed, experts, 0  # [tokens, experts of a token]
 
     def __torch_function__(
         self,
@@ -87,16 +87,16 @@ class _Choice(TorchFunctionMode):
     ) -> Any:
         options = kwargs or {}
         scores = args[0] if func in (torch.topk, Tensor.topk) else None
-        if scores is None or scores.dim() != 2 or len(scores) != len(self.wanted):
+        if scores is None or scores.dim() != 2 or len(scores) != len(self.replayed):
             return func(*args, **options)
         if scores.shape[1] < self.experts:
-            groups = self.wanted.div(self.experts // scores.shape[1], rounding_mode="floor")
-            wanted = scores.scatter(1, groups.clamp(min=0), torch.inf)
-            return func(torch.where(self.wanted[:, :1] == UNROUTED, scores, wanted), *args[1:], **options)
+            groups = self.replayed.div(self.experts // scores.shape[1], rounding_mode="floor")
+            forced = scores.scatter(1, groups.clamp(min=0), torch.inf)
+            return func(torch.where(self.replayed[:, :1] == UNROUTED, scores, forced), *args[1:], **options)
         own = func(*args, **options)
-        if own.indices.shape != self.wanted.shape:
+        if own.indices.shape != self.replayed.shape:
             return own
-        self.made += 1
-        chosen = torch.where(self.wanted == UNROUTED, own.indices, self.wanted)
+        self.calls += 1
+        chosen = torch.where(self.replayed == UNROUTED, own.indices, self.replayed)
         self.replaced = (chosen[:, :, None] != own.indices[:, None]).all(-1).sum(-1)
         return torch.return_types.topk((scores.gather(1, chosen), chosen))

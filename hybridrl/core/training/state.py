@@ -132,7 +132,7 @@ class StateWriter:
                 present = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
                 if self.copies.get(directory.name, {}).keys() != present.keys():
                     # Page-locked in one allocation; elsewhere torch would copy tensors of one allocation to write them.
-                    groups = [[*present.values()]] if self.device == "cuda" else [[one] for one in present.values()]
+                    groups = [[*present.values()]] if self.device == "cuda" else [[leaf] for leaf in present.values()]
                     copies = [copy for group in groups for copy in host_copies(group, self.device)]
                     self.copies[directory.name] = dict(zip(present, copies, strict=True))
                 for name, tensor in present.items():

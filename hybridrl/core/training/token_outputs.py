@@ -252,9 +252,9 @@ class Chunks:
         self.spans = [slice(start, start + self.size) for start in range(0, len(hidden), self.size)]
         self.outputs = self._empty(spec.outputs)
 
-    def _empty(self, wanted: tuple[bool, ...]) -> TokenOutputs:
-        zeros = self.hidden.new_zeros(len(wanted), len(self.hidden), dtype=torch.float32)
-        return TokenOutputs._make(row if want else None for row, want in zip(zeros, wanted, strict=True))
+    def _empty(self, requested: tuple[bool, ...]) -> TokenOutputs:
+        zeros = self.hidden.new_zeros(len(requested), len(self.hidden), dtype=torch.float32)
+        return TokenOutputs._make(row if want else None for row, want in zip(zeros, requested, strict=True))
 
     def arithmetic(self) -> LogitTables:
         """Return the computation of chunks: by torch's operations, or on CUDA by kernels that read each logit once."""

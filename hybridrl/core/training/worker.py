@@ -249,9 +249,9 @@ class TrainWorker:
         reshard(model)
         if models.pairs(model.model):
             return export_adapter(model.model, Path(directory), writes=self.rank == 0)
-        kept = getattr(torch, dtype)
-        tensors = full_tensors(model.model, parts_of(model.model, kept))
-        export_model(tensors, model.model, Path(directory), kept, writes=self.rank == 0)
+        weight_dtype = getattr(torch, dtype)
+        tensors = full_tensors(model.model, parts_of(model.model, weight_dtype))
+        export_model(tensors, model.model, Path(directory), weight_dtype, writes=self.rank == 0)
 
     def start_save(self, directory: str, contents: dict[str, list[str]]) -> int:
         """Start writing parts of the state (model, optimizer, extra) of models in the background, each to a folder of
@@ -278,9 +278,9 @@ class TrainWorker:
         """Read parts of the state of models, each from the folder of its name; collective. Returns each learner's
         number of updates."""
         updates = {}
-        for name, kept in contents.items():
+        for name, parts in contents.items():
             model, optimizers = self._trained(name)
-            load_state(model, optimizers, kept, Path(directory, name), self.writer.group)
+            load_state(model, optimizers, parts, Path(directory, name), self.writer.group)
             if optimizers is not None:
                 updates[name] = optimizers.updates
         return updates
@@ -293,5 +293,5 @@ class TrainWorker:
 
 def concatenated(outputs: Sequence[Outputs], micro_batches: MicroBatches) -> Columns:
     """Concatenate the micro-batches' outputs in host memory, leaving out those of dummy rows."""
-    kept = [output for output, rows in zip(outputs, micro_batches, strict=False) if rows]
-    return [None if column[0] is None else torch.cat(column).cpu().numpy() for column in zip(*kept, strict=True)]
+    real = [output for output, rows in zip(outputs, micro_batches, strict=False) if rows]
+    return [None if column[0] is None else torch.cat(column).cpu().numpy() for column in zip(*real, strict=True)]

@@ -90,12 +90,12 @@ def plan_buckets(parameters: Sequence[tuple[str, torch.Size, torch.dtype]], limi
     groups: list[list[Tensor]] = []
     taken = limit + 1  # bytes of the last group: the first layer begins one
     for layer in layers.values():
-        more = sum(map(_aligned, layer))
-        if taken + more > limit // 2:
+        layer_bytes = sum(map(_aligned, layer))
+        if taken + layer_bytes > limit // 2:
             groups.append([])
             taken = 0
         groups[-1].extend(layer)
-        taken += more
+        taken += layer_bytes
     buckets = []
     for group in [*groups, rest] if rest else groups:
         ends = list(accumulate(map(_aligned, group), initial=0))
@@ -140,9 +140,9 @@ class SharedBuffer:
         """Free the memory. On CUDA torch keeps it until its reader has closed it, and a dead reader cannot."""
         if self.descriptor is not None:
             return os.close(self.descriptor)
-        held = devices.allocated_bytes()
+        allocated = devices.allocated_bytes()
         del self.tensor
-        if reader_died and devices.allocated_bytes() == held:  # closed a second time, it would be kept as well
+        if reader_died and devices.allocated_bytes() == allocated:  # closed a second time, it would be kept as well
             release = torch.UntypedStorage._release_ipc_counter_cuda
             release(self.handle["counter"], self.handle["counter_offset"])
 

@@ -180,8 +180,8 @@ class WeightSync(ABC):
         log-probs of the probe, and the sync's id, as a small update changes log-probs by less than rounding."""
         indices = list(range(len(self.servers))) if index is None else [index]
         servers = self.servers.only(indices)
-        held = servers.broadcast(WeightTarget.held_sync, timeout=self.timeout)
-        for server, sync_id in zip(indices, held, strict=True):
+        sync_ids = servers.broadcast(WeightTarget.held_sync, timeout=self.timeout)
+        for server, sync_id in zip(indices, sync_ids, strict=True):
             if sync_id != self.sync_id:
                 raise StaleWeights(
                     f"rollout server {server} computes with the weights of weight sync {sync_id}, but the trainer's "

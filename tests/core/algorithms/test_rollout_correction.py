@@ -103,7 +103,7 @@ def test_ratios_beyond_e_to_the_20_are_cut(make_batch, level):
 def test_divergences_are_those_of_log_ratios_cut_at_20(make_batch, option, kept):
     # The bound is e to the 20.7.
     batch = rows_of(make_batch, [[(-25.0, True), (-25.0, True)]])
-    assert correction(None, options=option, thresholds="1e9").kept(log_ratio(batch), batch).tolist() == [kept, kept]
+    assert correction(None, options=option, thresholds="1e9").accepted(log_ratio(batch), batch).tolist() == [kept, kept]
 
 
 @pytest.mark.parametrize(
@@ -173,18 +173,18 @@ def test_only_ratios_of_single_tokens_without_a_rejection_are_by_token():
     ],
 )
 def test_what_each_option_rejects(two_rows, option, threshold, kept):
-    found = correction(None, options=option, thresholds=threshold).kept(log_ratio(two_rows), two_rows)
+    found = correction(None, options=option, thresholds=threshold).accepted(log_ratio(two_rows), two_rows)
     assert found.tolist() == [*kept[:2], False, *kept[2:]]
 
 
 def test_a_token_must_pass_every_rejection(two_rows):
     both = correction(None, options="token_k1,token_k3", thresholds="0.3_1.5,0.4")
-    assert both.kept(log_ratio(two_rows), two_rows).tolist() == [True, False, False, False, True]
+    assert both.accepted(log_ratio(two_rows), two_rows).tolist() == [True, False, False, False, True]
 
 
 def test_a_ratio_that_is_no_number_is_rejected_with_its_row(make_batch):
     batch = rows_of(make_batch, [[(math.nan, True), (0, True)], [(0, True)]])
-    kept = correction(None, options="seq_mean_k3", thresholds="1.0").kept(log_ratio(batch), batch)
+    kept = correction(None, options="seq_mean_k3", thresholds="1.0").accepted(log_ratio(batch), batch)
     assert kept.tolist() == [False, False, True]
 
 
@@ -393,10 +393,10 @@ def test_equal_log_probs_weigh_exactly_one_and_nothing_is_rejected(make_batch, r
 @given(rows=ROWS, level=st.sampled_from(LEVELS))
 def test_a_row_says_the_same_in_a_pass_of_its_own(make_batch, rows, level):
     asked, batch = correction(level, "5", OPTIONS, "3", batch_normalize=True), rows_of(make_batch, rows)
-    weights, kept = asked.weights(log_ratio(batch), batch), asked.kept(log_ratio(batch), batch)
+    weights, kept = asked.weights(log_ratio(batch), batch), asked.accepted(log_ratio(batch), batch)
     alone = [batch.select([row]) for row in range(len(batch))]
     assert torch.equal(torch.cat([asked.weights(log_ratio(row), row) for row in alone]), weights)
-    assert torch.equal(torch.cat([asked.kept(log_ratio(row), row) for row in alone]), kept)
+    assert torch.equal(torch.cat([asked.accepted(log_ratio(row), row) for row in alone]), kept)
 
 
 @pytest.mark.parametrize(

@@ -138,14 +138,14 @@ class SglangEngine:
         if len(ids) != len(log_probs) and not interrupted:
             raise RuntimeError(f"SGLang returned {len(ids)} tokens and {len(log_probs)} log-probs")
         count = min(len(ids), len(log_probs))
-        token_ids, sampled = np.array(ids, np.int64), np.array([one[0] for one in log_probs], np.float32)
+        token_ids, sampled = np.array(ids, np.int64), np.array([triple[0] for triple in log_probs], np.float32)
         return Completion(token_ids[:count], sampled[:count], ended["type"] == "length", version, interrupted)
 
-    async def _respond(self, name: str, prompt_ids: Any, params: dict[str, Any], **more: Any) -> dict[str, Any]:
+    async def _respond(self, name: str, prompt_ids: Any, params: dict[str, Any], **options: Any) -> dict[str, Any]:
         adapter = {"lora_path": ADAPTER} if self.adapted else {}
         ids = np.asarray(prompt_ids).tolist()
-        more |= {"rid": name, "input_ids": ids, "sampling_params": params, "return_logprob": True, **adapter}
-        request = io_struct.GenerateReqInput(**more)
+        options |= {"rid": name, "input_ids": ids, "sampling_params": params, "return_logprob": True, **adapter}
+        request = io_struct.GenerateReqInput(**options)
         try:
             return await self._alive(_last(self.front.generate_request(request)))
         except (ValueError, TypeError) as error:
@@ -156,7 +156,7 @@ class SglangEngine:
     async def score(self, token_ids: list[int]) -> list[float]:
         name, params = f"{PROBE}-{os.urandom(4).hex()}", {"max_new_tokens": 1, "temperature": 1.0}
         response = await self._respond(name, token_ids, params, logprob_start_len=0)
-        return [one[0] for one in response["meta_info"]["input_token_logprobs"][1:]]
+        return [triple[0] for triple in response["meta_info"]["input_token_logprobs"][1:]]
 
     async def hold(self) -> None:
         await self.holding.acquire()

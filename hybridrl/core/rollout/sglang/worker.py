@@ -70,11 +70,11 @@ def raise_in_all(failure: str) -> None:
         raise RuntimeError(failure)
 
 
-def load_adapter(manager: LoRAManager, lora_ref: Any, tensors: dict, config_dict: dict, *more: Any) -> Any:
+def load_adapter(manager: LoRAManager, lora_ref: Any, tensors: dict, config_dict: dict, *arguments: Any) -> Any:
     """Replace SGLang's adapter loader: it loads the tensors that have arrived here, for the layers in their names."""
     tensors, Scheduler.adapter = Scheduler.adapter, {}
     layers = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
-    result = LOAD_FROM_TENSORS(manager, lora_ref, tensors, config_dict | {"target_modules": sorted(layers)}, *more)
+    result = LOAD_FROM_TENSORS(manager, lora_ref, tensors, config_dict | {"target_modules": sorted(layers)}, *arguments)
     raise_in_all("" if result.success else result.error_message)
     return result
 

@@ -160,8 +160,8 @@ class Collector:
         """Forget a request that the engine could not add; returns the engine's ids of it."""
         self.begun.pop(name, None)
         self.hear.pop(name, None)
-        ids = [one for one, response in self.responses.items() if response.name == name]
-        return [one for one in ids if self.responses.pop(one)]
+        ids = [request_id for request_id, response in self.responses.items() if response.name == name]
+        return [request_id for request_id in ids if self.responses.pop(request_id)]
 
     def interrupt(self) -> dict[str, EngineResponse]:
         """Return the unfinished responses by the engine's ids, and forget them."""
@@ -250,8 +250,8 @@ class EngineLoop:
 
     def release(self) -> None:
         """Give the engine all requests before its next iteration, in their order."""
-        held, self.held = self.held or [], None
-        self._submit(lambda engine: [add(engine) for add in held])
+        requests, self.held = self.held or [], None
+        self._submit(lambda engine: [add(engine) for add in requests])
 
     async def interrupt(self) -> None:
         """End all requests between two iterations: their responses have the tokens so far."""

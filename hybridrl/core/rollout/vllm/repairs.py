@@ -86,10 +86,10 @@ def _route_in_one_group(router: type) -> None:
     computes sigmoids only with groups."""
     compute = router._compute_routing
 
-    def route(self: Any, *arguments: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if self.scoring_func == "sigmoid" and not self.use_grouped_topk and self.custom_routing_function is None:
             self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
-        return compute(self, *arguments, **more)
+        return compute(self, *arguments, **options)
 
     router._compute_routing = route
 
@@ -98,8 +98,8 @@ def _keep_parameters_in_the_models_type(activation: Any) -> None:
     """Create the parameters of Apertus' activation in the type of the model: vLLM rounds them to bfloat16."""
     create = activation.__init__
 
-    def initialise(self: torch.nn.Module, *arguments: float, dtype: torch.dtype | None = None, **more: object) -> None:
-        create(self, *arguments, dtype=dtype or torch.get_default_dtype(), **more)
+    def initialise(self: torch.nn.Module, *values: float, dtype: torch.dtype | None = None, **options: object) -> None:
+        create(self, *values, dtype=dtype or torch.get_default_dtype(), **options)
 
     activation.__init__ = initialise
 
