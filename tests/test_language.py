@@ -78,7 +78,7 @@ KINDS = {
 MOST = {
     # clause, fragment, negation, number, causative, long, name
     ".": (0, 0, 0, 0, 0, 0, 0),
-    "agents": (2, 12, 0, 1, 1, 20, 34),
+    "agents": (2, 12, 0, 1, 1, 20, 4),
     "checkpoint": (0, 0, 0, 0, 0, 0, 0),
     "compat": (0, 3, 0, 0, 0, 3, 11),
     "config": (0, 0, 0, 0, 0, 0, 0),
@@ -91,7 +91,7 @@ MOST = {
     "model_merger": (0, 0, 0, 0, 0, 0, 0),
     "report": (0, 0, 0, 0, 0, 0, 0),
     "rewards": (0, 0, 0, 0, 0, 0, 0),
-    "runs": (0, 0, 0, 0, 0, 0, 46),
+    "runs": (0, 0, 0, 0, 0, 0, 5),
     "runtime": (0, 0, 0, 0, 0, 0, 0),
     "tracking": (0, 0, 0, 0, 0, 0, 0),
 }

@@ -64,8 +64,8 @@ class SavedCheckpoint:
     @property
     def problem(self) -> str:
         """Its damage, as far as its files were compared, or else its health problem; empty if there is none."""
-        more = " ..." * (len(self.damaged) > SHOWN)
-        return f"{', '.join(self.damaged[:SHOWN])}{more}" if self.damaged else self.unhealthy
+        omitted = " ..." * (len(self.damaged) > SHOWN)
+        return f"{', '.join(self.damaged[:SHOWN])}{omitted}" if self.damaged else self.unhealthy
 
     @property
     def resumable(self) -> bool:
@@ -164,9 +164,9 @@ class RunDirectory:
     def failures(self) -> list[Fault]:
         """The restarts of the last run and its failure, after those of the failed runs before it, the likely causes."""
         failed: list[Fault] = []
-        for one in self.faults:
-            if one.end or one.code == RESTART:
-                failed = [] if one.code in (FINISHED, STOPPED) else [*failed, one]
+        for fault in self.faults:
+            if fault.end or fault.code == RESTART:
+                failed = [] if fault.code in (FINISHED, STOPPED) else [*failed, fault]
         return failed
 
     @property
@@ -212,7 +212,7 @@ class RunDirectory:
 
     def _list(self) -> list[SavedCheckpoint]:
         listed = list_checkpoints(self.path)
-        published, current = {one.path: one for one in listed}, {one.path for one in lineage(listed)}
+        published, current = {saved.path: saved for saved in listed}, {saved.path for saved in lineage(listed)}
         return [self._checkpoint(path, published.get(path), path in current) for path in step_directories(self.path)]
 
     def _checkpoint(self, path: Path, saved: Checkpoint | None, current: bool) -> SavedCheckpoint:
@@ -230,8 +230,8 @@ class RunDirectory:
     @property
     def saved(self) -> SavedCheckpoint | None:
         """The last published checkpoint, among those that were saved as healthy."""
-        healthy = (one for one in self.checkpoints if one.state and not one.unhealthy)
-        return max(healthy, key=lambda one: one.state["published"], default=None)
+        healthy = (checkpoint for checkpoint in self.checkpoints if checkpoint.state and not checkpoint.unhealthy)
+        return max(healthy, key=lambda checkpoint: checkpoint.state["published"], default=None)
 
     @property
     def newest(self) -> SavedCheckpoint | None:
@@ -242,12 +242,12 @@ class RunDirectory:
     def scores(self) -> tuple[str, int, dict[int, float]]:
         """Return the metric that compares checkpoints, -1 if less of it is better, and its values by step. It is the
         metric of keep_best_ckpt, else a logged validation score, loss or reward; its name is empty if there is none."""
-        metrics = {one.step: one.state["metrics"] for one in self.checkpoints if one.state}
+        metrics = {saved.step: saved.state["metrics"] for saved in self.checkpoints if saved.state}
         names = sorted({name for values in metrics.values() for name in values})
-        kept = str(self.trainer.get("keep_best_ckpt") or "")
-        wanted = [kept.removeprefix("-"), *filter(is_validation_score, names), *reversed(LOSSES), *REWARD]
-        name = next((name for name in wanted if name in names), "")
-        less = name in LOSSES or (kept.startswith("-") and name == kept[1:])
+        best = str(self.trainer.get("keep_best_ckpt") or "")
+        candidates = [best.removeprefix("-"), *filter(is_validation_score, names), *reversed(LOSSES), *REWARD]
+        name = next((name for name in candidates if name in names), "")
+        less = name in LOSSES or (best.startswith("-") and name == best[1:])
         return name, -1 if less else 1, {step: values[name] for step, values in metrics.items() if name in values}
 
     def samples(self, kind: str) -> dict[int, Path]:

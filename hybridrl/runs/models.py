@@ -36,37 +36,37 @@ def check_readers(models: Mapping[str, ModelConfig], tokenizer: PreTrainedTokeni
     with other tokens at the same ids. Their numbers of positions are checked with the configuration."""
     policy = next(iter(models.values()))
     # Data and responses have no ids beyond these with a meaning.
-    known = min(text_settings(policy).vocab_size, 1 + max(tokenizer.get_vocab().values()))
+    count = min(text_settings(policy).vocab_size, 1 + max(tokenizer.get_vocab().values()))
     for key, model in models.items():
         name, adapter = f"{key}.path={model.path}", model.lora_adapter_path or ""
         places = {} if model.path == policy.path else {model.path: name}
-        if (rows := text_settings(model).vocab_size) < known:
-            cause = f"{name}: its embedding and head have {rows} rows, and the policy {known} tokens"
+        if (rows := text_settings(model).vocab_size) < count:
+            cause = f"{name}: its embedding and head have {rows} rows, and the policy {count} tokens"
             rejections.error("input", cause, "name another model, or resize its token embeddings")
         if adapter and Path(adapter).is_dir():
             base = str(adapter_settings(adapter).get("base_model_name_or_path"))
             name = f"{key}.lora_adapter_path={adapter}"
             places |= {adapter: name} | ({base: f"{name}, trained on {base}"} if Path(base).is_dir() else {})
         for place, name in places.items():
-            if difference := _other_tokens(tokenizer, place, known, trusted=model.trust_remote_code):
+            if difference := _other_tokens(tokenizer, place, count, trusted=model.trust_remote_code):
                 fix = "name one with the policy's tokenizer; if it knows these tokens, save that tokenizer there"
                 cause = f"{name}: it reads the policy's token ids, and {difference}"
                 rejections.error("input", cause, fix, keys=name.partition("=")[0])
 
 
-def _other_tokens(tokenizer: PreTrainedTokenizerBase, place: str, known: int, *, trusted: bool) -> str:
-    """Describe how the tokenizer of a directory or hub name differs in the tokens of ids below `known`; empty if it
+def _other_tokens(tokenizer: PreTrainedTokenizerBase, place: str, count: int, *, trusted: bool) -> str:
+    """Describe how the tokenizer of a directory or hub name differs in the tokens of ids below `count`; empty if it
     does not differ, or if there is no tokenizer."""
     path = resolve_model(place)
     other = attempt(partial(read_tokenizer, str(path), trusted=trusted, local=path.is_dir()))
     if isinstance(other, Exception) or set(other.get_vocab()) <= set(other.all_special_tokens):
         return ""
-    ours, theirs = ({number: token for token, number in one.get_vocab().items()} for one in (tokenizer, other))
-    changed = [number for number, token in ours.items() if number < known and theirs.get(number) != token]
+    ours, theirs = ({number: token for token, number in reader.get_vocab().items()} for reader in (tokenizer, other))
+    changed = [number for number, token in ours.items() if number < count and theirs.get(number) != token]
     if not changed:
         return ""
     number = min(changed)
     kind = "added token" if number in tokenizer.added_tokens_decoder else "token"
     token = repr(theirs[number]) if number in theirs else "no token"
     cause = f"its tokenizer has {token} where the policy's has the {kind} {ours[number]!r}, at {number}"
-    return f"{cause} ({len(changed)} of {known} differ)"
+    return f"{cause} ({len(changed)} of {count} differ)"

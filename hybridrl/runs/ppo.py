@@ -140,7 +140,7 @@ class PPOJob:
             shown=trainer.log_val_generations,
             with_tokens=trainer.rollout_tokens,
             most=trainer.max_rollout_data_gb and trainer.max_rollout_data_gb * 1e9,
-            decode=lambda ids: self.tokenizer.batch_decode([[one] for one in ids]),
+            decode=lambda ids: self.tokenizer.batch_decode([[token] for token in ids]),
             **({"transcript": conversations.transcript} if conversations else {}),
         )
         if self.resume.checkpoint:

@@ -269,11 +269,11 @@ def reject_damaged_weights(model: ModelConfig, key: str) -> None:
 
 def reject_unknown_tokens(model: ModelConfig, key: str, *datasets: PromptDataset | ConversationDataset | None) -> None:
     """Reject rows with a token id beyond the model's embedding; embedding rows without a token do no harm."""
-    known = text_settings(model).vocab_size
+    tokens = text_settings(model).vocab_size
     largest = max(dataset.largest_id for dataset in datasets if dataset is not None)
-    if largest >= known:
+    if largest >= tokens:
         raise ConfigError(
-            f"{key}={model.path}: the model has {known} tokens, and the data has token {largest} of its tokenizer",
+            f"{key}={model.path}: the model has {tokens} tokens, and the data has token {largest} of its tokenizer",
             fix="name the model's own tokenizer in data.tokenizer, or resize the model's token embeddings",
         )
 
@@ -343,9 +343,9 @@ def _unknown(
             yield from _unknown(value, own, written.get(name) or {}, f"{key}.{name}")
         # Any kind of dropout may be turned off, even one that the family does not have.
         elif not (hasattr(plain, name) or name in written or name in implied or (RANDOM.search(name) and not value)):
-            known = {*plain.to_dict(), *written, "rope_scaling", "rope_theta"}
+            settings = {*plain.to_dict(), *written, "rope_scaling", "rope_theta"}
             cause = f"{key}.{name}: neither models of type {plain.model_type} nor its config.json have such a setting"
-            yield f"{cause}; {_nearest(name, known)}"
+            yield f"{cause}; {_nearest(name, settings)}"
 
 
 def _unknown_rope(values: Mapping[str, Any], written: Mapping[str, Any], key: str) -> Iterator[str]:
@@ -358,8 +358,8 @@ def _unknown_rope(values: Mapping[str, Any], written: Mapping[str, Any], key: st
             yield f"{key}.{name}={value}: there is no such type; {_nearest(str(value), set(ROPE_TYPES))}"
 
 
-def _nearest(name: str, known: set[str]) -> str:
-    near = nearest(name, sorted(known))
+def _nearest(name: str, settings: set[str]) -> str:
+    near = nearest(name, sorted(settings))
     return f"did you mean {' or '.join(near)}?" if near else "leave it out, or add it to config.json"
 
 

@@ -103,18 +103,18 @@ def plan_resume(
     identity = Identity(content, run, {f"{key}.path": model_fingerprint(model.path) for key, model in models.items()})
 
     def from_verl(saved: Checkpoint) -> Checkpoint:
-        known = {"prompts_per_step": data.train_batch_size, "rows": epoch, "data": identity.data}
+        facts = {"prompts_per_step": data.train_batch_size, "rows": epoch, "data": identity.data}
         weight = config.algorithm.kl_ctrl.kl_coef
         return replace(
             saved,
-            state=load("verl.checkpoint").state_from_verl(saved.step, saved.path, **known, kl_weight=weight, log=say),
+            state=load("verl.checkpoint").state_from_verl(saved.step, saved.path, **facts, kl_weight=weight, log=say),
         )
 
     saved = find_checkpoint(trainer, asdict(config), directory, identity, from_verl, say)
     actor = section.actor.checkpoint
-    wanted = {"actor": actor.load_contents, "critic": critic.checkpoint.load_contents, "reference": ["model"]}
-    wanted = {name: wanted[name] for name in contents_to_save(section, critic, algorithm)}
-    contents = contents_to_load(trainer, wanted, saved.path, say) if saved else {}
+    requested = {"actor": actor.load_contents, "critic": critic.checkpoint.load_contents, "reference": ["model"]}
+    requested = {name: requested[name] for name in contents_to_save(section, critic, algorithm)}
+    contents = contents_to_load(trainer, requested, saved.path, say) if saved else {}
     plan = ResumePlan(identity, saved, contents, trainer.total_training_steps or 0)
     if plan.steps:
         return plan
@@ -135,8 +135,8 @@ def check_complete(config: PPOConfig | SFTConfig, plan: ResumePlan, directory: P
 
     Raises ConfigError if they are done and the configuration has changed: nothing would be trained with it.
     """
-    known = list_checkpoints(directory) if config.trainer.resume_mode == "auto" else []
-    if (last := plan.checkpoint or next(reversed(known), None)) is None or last.step < plan.steps:
+    checkpoints = list_checkpoints(directory) if config.trainer.resume_mode == "auto" else []
+    if (last := plan.checkpoint or next(reversed(checkpoints), None)) is None or last.step < plan.steps:
         return None
     changed = _changed_values(config, directory / "config.yaml")
     if last.path.parent == directory and changed:
@@ -188,17 +188,17 @@ def find_checkpoint(
 
 
 def contents_to_load(
-    trainer: SFTTrainerConfig, wanted: dict[str, list[str]], checkpoint: Path, say: Say = info
+    trainer: SFTTrainerConfig, requested: dict[str, list[str]], checkpoint: Path, say: Say = info
 ) -> dict[str, list[str]]:
     """The parts read of each model in a checkpoint, always its weights. Raises ConfigError if a part is missing or
     unreadable; moments and schedule may be missing unless the checkpoint was named."""
-    kept, optional = set() if resets_optimizer(trainer) else {"optimizer", "extra"}, trainer.resume_mode == "auto"
+    loaded, optional = set() if resets_optimizer(trainer) else {"optimizer", "extra"}, trainer.resume_mode == "auto"
     contents = {}
-    for name, parts in wanted.items():
+    for name, parts in requested.items():
         if name == "reference" and not (checkpoint / name).is_dir():
             say(f"{checkpoint} has no reference: it starts from actor_rollout_ref.ref.model.path")
             continue
-        parts = ["model", *(part for part in parts if part in kept)]
+        parts = ["model", *(part for part in parts if part in loaded)]
         contents[name] = check_parts(checkpoint / name, parts, optional=optional)
     return contents
 
@@ -372,8 +372,8 @@ def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
         try:
             return attempt(adjustments.made)
         except (WorkerDied, ScorerDied, EngineOutOfMemory) as death:
-            found = resumable(directory) if trainer.resume_mode == "auto" else resumable(directory) != before
-            source = "from the last checkpoint" if found else "as the run began, without a checkpoint to resume from"
+            restored = resumable(directory) if trainer.resume_mode == "auto" else resumable(directory) != before
+            source = "from the last checkpoint" if restored else "as the run began, without a checkpoint to resume from"
             kills += (1 + isinstance(death, EngineOutOfMemory)) * bool(KILLED.search(str(death)))  # it was built again
             if kills > 1:
                 raise adjustments.exhausted(death) from None

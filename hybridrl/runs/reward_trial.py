@@ -83,10 +83,10 @@ class TrialRow:
 
     def best(self, kind: int) -> float | None:
         """The best score of the responses of a kind; None if there is none."""
-        return max((one.value for one in self.of(kind) if one.value is not None), default=None)
+        return max((response.value for response in self.of(kind) if response.value is not None), default=None)
 
     def of(self, kind: int) -> list[TrialResponse]:
-        return [one for one in self.responses if one.kind == kind]
+        return [response for response in self.responses if response.kind == kind]
 
 
 def try_reward(subject: Subject, findings: Findings, log: Path, seconds: float) -> int:
@@ -199,23 +199,23 @@ def spread_rows(prompts: PromptDataset | Prompts) -> list[Prompt]:
 def make_responses(prompt: Prompt, rows: Sequence[Prompt], built_in: bool) -> list[TrialResponse]:
     """Make responses with the ground truth in the scorer's format, and wrong ones; `rows` have other truths."""
     scorer, echo = scorer_of(prompt.data_source) if built_in else None, as_chat(prompt.messages)[-1]["content"]
-    made = [TrialResponse(EMPTY, ""), TrialResponse(ECHO, echo if isinstance(echo, str) else str(echo))]
-    made.append(TrialResponse(WORD, " ".join(["the"] * 500)))
+    responses = [TrialResponse(EMPTY, ""), TrialResponse(ECHO, echo if isinstance(echo, str) else str(echo))]
+    responses.append(TrialResponse(WORD, " ".join(["the"] * 500)))
     if scorer in UNANSWERED or prompt.ground_truth is None:
-        return made
+        return responses
     forms = (FORMS[scorer],) if scorer in FORMS else USUAL
     truth = _as_text(prompt.ground_truth, scorer)
     truths = list(dict.fromkeys(form.format(truth) for form in forms))
-    made[1:1] = [*(TrialResponse(TRUTH, text) for text in truths), TrialResponse(AGAIN, truths[0])]
+    responses[1:1] = [*(TrialResponse(TRUTH, text) for text in truths), TrialResponse(AGAIN, truths[0])]
     others = (row.ground_truth for row in rows if row.data_source == prompt.data_source)
     of_source = (_as_text(other, scorer) for other in others if other is not None)
     if (other := next((text for text in of_source if text != truth), None)) is not None:
-        made.append(TrialResponse(OTHER, "\n".join(form.format(other) for form in forms)))
+        responses.append(TrialResponse(OTHER, "\n".join(form.format(other) for form in forms)))
     marked = [form for form in forms if form != "{}"]
-    made.append(TrialResponse(FORMAT, "\n".join(form.format("") for form in marked)))
+    responses.append(TrialResponse(FORMAT, "\n".join(form.format("") for form in marked)))
     guesses = "ABCDEFGHIJ" if scorer == "multiple_choice" else "0123456789"
-    made.append(TrialResponse(GUESSES, "\n".join(" ".join(map(form.format, guesses)) for form in marked)))
-    return made
+    responses.append(TrialResponse(GUESSES, "\n".join(" ".join(map(form.format, guesses)) for form in marked)))
+    return responses
 
 
 def _as_text(truth: Any, scorer: str | None) -> str:
@@ -233,8 +233,8 @@ def _report_left_out(subject: Subject, findings: Findings) -> None:
     decode = subject.decoder
     texts = [(str(file), file.read_text(errors="replace")) for file in reward_files(subject.config.reward)]
     for key, prompts in subject.datasets.items():
-        some = (prompts[index] for index in range(0, len(prompts), 1 + len(prompts) // SEARCHED))
-        texts += [(f"{key}, ground truth of row {one.row}", str(one.ground_truth)) for one in some]
+        searched = (prompts[index] for index in range(0, len(prompts), 1 + len(prompts) // SEARCHED))
+        texts += [(f"{key}, ground truth of row {prompt.row}", str(prompt.ground_truth)) for prompt in searched]
     for name in [decode.tokenizer.decode([token]) for token in decode.left_out] if decode else ():
         places = [place for place, text in texts if name in text]
         if places and any(map(str.isalpha, name)):  # others are in any text, such as a line break
@@ -245,17 +245,17 @@ def _report_left_out(subject: Subject, findings: Findings) -> None:
 
 def _report_faults(place: str, trials: list[TrialRow], log: Path, findings: Findings, *, rejects: bool) -> None:
     """Report on responses without a score. `rejects`: a reward that fails on all of these rows is rejected."""
-    tried = [(trial.prompt.row, one) for trial in trials for one in trial.responses if one.score]
-    scores = [one.score for _, one in tried]
+    tried = [(trial.prompt.row, response) for trial in trials for response in trial.responses if response.score]
+    scores = [response.score for _, response in tried]
     rejected = rejects and all(score and (score.fault or "").partition(":")[0] in FAILED for score in scores)
     for fault, count, first in faults(scores):
-        row, one = tried[first]
+        row, response = tried[first]
         detail = required(scores[first]).detail
         cause = f"{place}: {count} of {len(scores)} responses have no score: {detail}, first on row {row} "
         fixes = ["set reward.on_error=zero to score such responses 0"] if rejected else []
         fixes += [f"see what it printed in {log}"] if log.is_file() and log.stat().st_size else []
         report, code = findings.error if rejected else findings.warn, fault.partition(":")[0]
-        report(f"reward.fault.{code}", f"{cause}with the response {one.text!r:.60}", ", or ".join(fixes))
+        report(f"reward.fault.{code}", f"{cause}with the response {response.text!r:.60}", ", or ".join(fixes))
 
 
 def _report_unstable(place: str, trials: list[TrialRow], findings: Findings) -> None:
@@ -272,7 +272,7 @@ def _report_unstable(place: str, trials: list[TrialRow], findings: Findings) -> 
 def _report_long(place: str, trials: list[TrialRow], limit: int, findings: Findings) -> None:
     """Warn of rows whose ground truth alone is longer than a response may be."""
     key = "data.max_response_length"
-    shortest = [(min(one.tokens for one in trial.of(TRUTH)), trial) for trial in trials if trial.of(TRUTH)]
+    shortest = [(min(response.tokens for response in trial.of(TRUTH)), trial) for trial in trials if trial.of(TRUTH)]
     if long := [(tokens, trial.prompt.row) for tokens, trial in shortest if tokens > limit]:
         tokens, row = max(long)
         cause = f"{place}: the ground truth alone is longer on {len(long)} of {len(shortest)} rows: {tokens} tokens on "
@@ -295,7 +295,7 @@ def _compare(place: str, trials: list[TrialRow], findings: Findings) -> None:
         truths, truth = trial.of(TRUTH), trial.prompt.ground_truth
         cause = f"{place}: on {len(low)} of {len(comparable)} rows the ground truth scores no more than an empty "
         cause += f"response: row {trial.prompt.row}, ground truth {truth!r:.60}, {trial.best(TRUTH):g} against "
-        cause += f"{trial.best(EMPTY):g} (tried as {', '.join(repr(one.text) for one in truths[:3])}"
+        cause += f"{trial.best(EMPTY):g} (tried as {', '.join(repr(response.text) for response in truths[:3])}"
         fix = "unless it expects another form, check how it reads response and truth"
         findings.warn("reward.ground-truth", cause + (", ...)" if len(truths) > 3 else ")"), fix)
     elif comparable:

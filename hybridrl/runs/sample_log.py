@@ -82,8 +82,8 @@ class SampleLog:
     @staticmethod
     def show(step: int, episodes: Sequence[Episode]) -> None:
         """Print the samples of a few prompts."""
-        some = episodes[:: max(1, -(-len(episodes) // EXAMPLES))]
-        console.print(sample_table(f"samples of step {step}", _rows(some)))
+        shown = episodes[:: max(1, -(-len(episodes) // EXAMPLES))]
+        console.print(sample_table(f"samples of step {step}", _rows(shown)))
 
     def keep(self, step: int, batch: Batch) -> None:
         """Write the batch of a step, for `doctor replay`; the last few are retained."""
@@ -99,7 +99,7 @@ class SampleLog:
         path = directory / f"{step}.jsonl"
         try:
             self._name_taken(episodes)
-            records = (sample_record(step, one, trained, self.transcript(one.trajectory)) for one in episodes)
+            records = (sample_record(step, sample, trained, self.transcript(sample.trajectory)) for sample in episodes)
             write_records(path, records)
             if self.most is not None:
                 delete_oldest(directory, self.most)
@@ -108,7 +108,7 @@ class SampleLog:
 
     def _name_taken(self, episodes: Sequence[Episode]) -> None:
         """Warn once of keys of the reward that are renamed in samples."""
-        taken = sorted({name for one in episodes for name in one.score.extras if name in TAKEN})
+        taken = sorted({name for episode in episodes for name in episode.score.extras if name in TAKEN})
         if taken and not self.named:
             self.named = True
             names = ", ".join(f"{name} as {_free(name)}" for name in taken)
@@ -195,7 +195,7 @@ def sample_record(
     fields of an episode of several turns."""
     prompt, trajectory, score = episode.prompt, episode.trajectory, episode.score
     observed = [len(turn.observed) for turn in trajectory.turns] or [0]
-    known = {
+    facts = {
         "data_source": prompt.data_source,
         "row": prompt.row,
         "position": episode.position,
@@ -206,9 +206,9 @@ def sample_record(
         "observed_tokens": sum(observed[1:]),
     }
     if trained is not None:
-        known |= trained.get(episode.key, {"trained": False})
+        facts |= trained.get(episode.key, {"trained": False})
     if score.fault:
-        known |= {"fault": score.fault, "detail": score.detail}
+        facts |= {"fault": score.fault, "detail": score.detail}
     return {
         "input": _prompt_text(episode),
         "output": episode.text,
@@ -216,7 +216,7 @@ def sample_record(
         "score": score.value,
         "step": step,
         **{_free(name): value for name, value in score.extras.items() if name != "score"},
-        OWN_KEY: {**known, **conversation},
+        OWN_KEY: {**facts, **conversation},
     }
 
 

@@ -238,8 +238,8 @@ def open_tracker(
     """All sinks of a run; `exported`: also Ray's metrics, which a joined cluster may export to Prometheus."""
     trainer = config.trainer
     names = (trainer.project_name, trainer.experiment_name)
-    more = {"ray": RayMetricsSink(*names)} if exported else {}
-    values = asdict(config), steps, resume, hyperparameters(config), more
+    sinks = {"ray": RayMetricsSink(*names)} if exported else {}
+    values = asdict(config), steps, resume, hyperparameters(config), sinks
     return Tracker(trainer.logger, directory, *names, *values, custom_sinks(trainer.logger))
 
 

@@ -344,7 +344,7 @@ def _losses(name: str, parameters: dict[str, Any]) -> Table:
     ratios = (log_probs.detach() - batch.old_log_probs).exp()
     for token, row in enumerate(batch.response_row.tolist()):
         facts = (batch.advantages[token], ratios[token])
-        table.add_row(str(row), *_numbers(*facts, *(one[token] for one in (*ours, *theirs))))
+        table.add_row(str(row), *_numbers(*facts, *(values[token] for values in (*ours, *theirs))))
     return table
 
 

@@ -45,8 +45,8 @@ class OneAtATime:
         self.policy, self.lock = policy, asyncio.Lock()
         self.tasks: set[asyncio.Task] = set()
 
-    async def generate(self, prompt: Encoded, wanted: SamplingOptions) -> Completion:
-        task = asyncio.create_task(self._generate(prompt, wanted))
+    async def generate(self, prompt: Encoded, sampling: SamplingOptions) -> Completion:
+        task = asyncio.create_task(self._generate(prompt, sampling))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         try:
@@ -56,9 +56,9 @@ class OneAtATime:
                 raise rejected(409, "the episode of this session has ended", code="session_closed") from None
             raise
 
-    async def _generate(self, prompt: Encoded, wanted: SamplingOptions) -> Completion:
+    async def _generate(self, prompt: Encoded, sampling: SamplingOptions) -> Completion:
         async with self.lock:
-            return await self.policy.generate(prompt, max_tokens=wanted.max_tokens, stop=wanted.stop)
+            return await self.policy.generate(prompt, max_tokens=sampling.max_tokens, stop=sampling.stop)
 
     def close(self) -> None:
         for task in self.tasks:
@@ -147,14 +147,14 @@ class Agents:
         return self._trajectory(session, stop, fault, detail)
 
     def _trajectory(self, session: Session, stop: str, fault: str | None, detail: str) -> Trajectory:
-        found = session.trajectory(self.settings.turn_discount)
+        trajectory = session.trajectory(self.settings.turn_discount)
         if fault is None and not session.turns:
             fault, detail = "no turns", "the agent ended before the policy had responded"
-        if fault is None and found.reward is None and self.needs_reward:
+        if fault is None and trajectory.reward is None and self.needs_reward:
             fault = "no reward"
-            detail = f"the agent set no reward, and the episode ended with {stop or found.stop}; return one from "
+            detail = f"the agent set no reward, and the episode ended with {stop or trajectory.stop}; return one from "
             detail += f"{self.settings.name}, or set reward.custom_reward_function.path"
-        return replace(found, stop="fault" if fault else stop or found.stop, fault=fault, detail=detail)
+        return replace(trajectory, stop="fault" if fault else stop or trajectory.stop, fault=fault, detail=detail)
 
     def _take(self, session: Session, returned: Any) -> None:
         """Give the session the rewards that the agent returned."""
@@ -178,10 +178,10 @@ class Agents:
             self.starting = asyncio.ensure_future(self.open.enter_async_context(serving(app, bound(host, port))))
         return await asyncio.shield(self.starting)
 
-    async def _generate(self, session: Session, prompt: Encoded, wanted: SamplingOptions) -> Completion:
+    async def _generate(self, session: Session, prompt: Encoded, sampling: SamplingOptions) -> Completion:
         if session.id not in self.policies:
             raise rejected(401, "use the API key that the agent was called with", code="invalid_api_key")
-        return await self.policies[session.id].generate(prompt, wanted)
+        return await self.policies[session.id].generate(prompt, sampling)
 
     async def _outside(self, waiting: Waiting, session: Session, data: Mapping[str, Any], clock: Timeout) -> None:
         """Wait until the agent ends its session; its rewards were set before. While it has sent no request for long,

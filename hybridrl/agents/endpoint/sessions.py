@@ -134,22 +134,22 @@ class Session:
         template: Mapping[str, Any] = MappingProxyType({}),
     ) -> RenderedPrompt:
         """Return the prompt of a conversation: the recorded ids and what its further messages add, or all rendered."""
-        known = [*tools, dict(template)] if template else tools  # what a conversation is continued with
-        found = (self.recorded.get(digest) for digest in reversed(digests(messages, known)))
-        parent = next((turn for turn in found if turn is not None), None)
+        tools_and_template = [*tools, dict(template)] if template else tools  # what a conversation is continued with
+        candidates = (self.recorded.get(digest) for digest in reversed(digests(messages, tools_and_template)))
+        parent = next((turn for turn in candidates if turn is not None), None)
         new = messages[len(parent.messages) :] if parent else messages
         dialogue = self._dialogue(template)
         try:
             if parent is None or not new or _sampled(new):
                 self.forks += bool(self.turns) and _sampled(messages)
                 first = dialogue.start(messages, tools, trusted=self.trusted)
-                return self._prompt(None, first, 0, messages, known)
+                return self._prompt(None, first, 0, messages, tools_and_template)
             sampled = parent.completion.token_ids.tolist()
             ended = sampled[-1] in self.kit.end_ids
             delta = dialogue.delta(new, sampled, ended=ended, called=parent.called, tools=tools)
         except ConfigError as error:
             raise rejected(400, str(error), param="messages") from error
-        return self._prompt(parent, delta, delta.dropped, messages, known)
+        return self._prompt(parent, delta, delta.dropped, messages, tools_and_template)
 
     def _dialogue(self, template: Mapping[str, Any]) -> Dialogue:
         try:
@@ -164,9 +164,9 @@ class Session:
         if not ids:
             raise rejected(400, "prompt: it has no tokens", param="prompt")
         contexts = [(turn, context) for turn in self.turns if ids[: len(context := turn.ids())] == context]
-        parent, known = max(contexts, key=lambda one: len(one[1]), default=(None, []))
+        parent, prefix = max(contexts, key=lambda pair: len(pair[1]), default=(None, []))
         messages = [{"role": "user", "content": self.kit.tokenizer.decode(ids)}]
-        return self._prompt(parent, Encoded(ids[len(known) :]), 0, messages)
+        return self._prompt(parent, Encoded(ids[len(prefix) :]), 0, messages)
 
     def _prompt(
         self,
@@ -206,8 +206,8 @@ class Session:
             prompt.name, prompt.parent, prompt.observed, prompt.dropped, completion, messages, called, seconds
         )
         if turn.parent:
-            known = superseded(turn.parent.completion.carried, completion.carried)
-            turn.parent.completion = replace(turn.parent.completion, carried=known)
+            carried = superseded(turn.parent.completion.carried, completion.carried)
+            turn.parent.completion = replace(turn.parent.completion, carried=carried)
         self.turns.append(turn)
         self.recorded[digests(messages, prompt.tools)[-1]] = turn
         return turn
@@ -244,9 +244,9 @@ class Session:
         reward, stop = sum(rewards) if rewards else None, self.stop or "completed"
         if turns and turns[-1].stop == "length":
             stop = "max_tokens"
-        found = Trajectory(turns, stop, self.turns[-1].messages if turns else (), "", reward, metrics)
-        text = self.kit.decode(found.rows()[-1].response_ids) if turns else ""
-        return Trajectory(turns, stop, found.messages, text, reward, metrics)
+        trajectory = Trajectory(turns, stop, self.turns[-1].messages if turns else (), "", reward, metrics)
+        text = self.kit.decode(trajectory.rows()[-1].response_ids) if turns else ""
+        return Trajectory(turns, stop, trajectory.messages, text, reward, metrics)
 
 
 def _sampled(messages: Sequence[Message]) -> bool:
@@ -274,7 +274,7 @@ class AgentSessions:
         self, trusted: Sequence[Message] = (), task: str = "", row: Mapping[str, Any] = MappingProxyType({})
     ) -> Session:
         """Return a new session, for an episode of the `row` if there is one."""
-        for old in [one for one in self.by_id.values() if self.clock() - one.used > 2 * self.timeout]:
+        for old in [session for session in self.by_id.values() if self.clock() - session.used > 2 * self.timeout]:
             self.remove(old)
         session = Session(self.kit.of_row(row), trusted, task, used=self.clock())
         self.by_id[session.id] = self.by_key[session.api_key] = session

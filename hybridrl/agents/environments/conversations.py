@@ -29,10 +29,10 @@ def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     trajectories = [episode.trajectory for episode in episodes if episode.trajectory.text is not None]
     if not trajectories:
         return {}
-    turns = [len(one.turns) for one in trajectories]
-    calls = [call for one in trajectories for turn in one.turns for call in turn.calls]
-    sampled = [one.sampled_tokens for one in trajectories]
-    observed = [sum(len(turn.observed) for turn in one.turns[1:]) for one in trajectories]
+    turns = [len(trajectory.turns) for trajectory in trajectories]
+    calls = [call for trajectory in trajectories for turn in trajectory.turns for call in turn.calls]
+    sampled = [trajectory.sampled_tokens for trajectory in trajectories]
+    observed = [sum(len(turn.observed) for turn in trajectory.turns[1:]) for trajectory in trajectories]
     model, tools = ([_seconds(one, name) for one in trajectories] for name in ("seconds_model", "seconds_tools"))
     slowest = int(np.argmax(np.add(model, tools)))
     return (
@@ -44,8 +44,8 @@ def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         | {"agent_loop/slowest/response_length": float(sampled[slowest])}
         | _spread("episode/sampled_tokens", sampled)
         | _spread("episode/observed_tokens", observed)
-        | _spread("episode/rows", [1 + sum(turn.fresh for turn in one.turns) for one in trajectories])
-        | _spread("tokens_per_turn", [len(turn.sampled) for one in trajectories for turn in one.turns])
+        | _spread("episode/rows", [1 + sum(turn.fresh for turn in trajectory.turns) for trajectory in trajectories])
+        | _spread("tokens_per_turn", [len(turn.sampled) for trajectory in trajectories for turn in trajectory.turns])
         | _stops(trajectories)
         | _tools(calls)
         | _environments(trajectories)
@@ -89,17 +89,17 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _stops(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    counts = Counter(one.stop for one in trajectories)
+    counts = Counter(trajectory.stop for trajectory in trajectories)
     return {f"stop/{reason}": counts[reason] / len(trajectories) for reason in STOPS if counts[reason]}
 
 
 def _tools(calls: Sequence[CallRecord]) -> dict[str, float]:
     """Return calls, failures by kind, and seconds of each tool. Names of which no call was valid count as one: the
     policy may invent any number of them."""
-    known = {record.call.name for record in calls if record.outcome != "invalid"}
+    valid_names = {record.call.name for record in calls if record.outcome != "invalid"}
     by_name: dict[str, list[CallRecord]] = defaultdict(list)
     for record in calls:
-        by_name[record.call.name if record.call.name in known else "unknown"].append(record)
+        by_name[record.call.name if record.call.name in valid_names else "unknown"].append(record)
     metrics = {}
     for name, records in by_name.items():
         outcomes, seconds = Counter(record.outcome for record in records), [record.seconds for record in records]
@@ -161,18 +161,18 @@ class SampledTurns:
 
     async def finished(self) -> AsyncIterator[list[Finished]]:
         with self.dispatch as dispatch:
-            async for some in dispatch.run(self.specs, self._sample):
-                yield [(index, trajectory, None) for index, trajectory in some]
+            async for arrived in dispatch.run(self.specs, self._sample):
+                yield [(index, trajectory, None) for index, trajectory in arrived]
 
     def scoring_started(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None: ...
 
     def _sample(self, request: Request) -> asyncio.Future[Completion]:
-        known = self.store.find(request)
-        if known is not None and not known.completion.interrupted:
+        stored = self.store.find(request)
+        if stored is not None and not stored.completion.interrupted:
             future = asyncio.get_running_loop().create_future()
-            future.set_result(known.completion)
+            future.set_result(stored.completion)
             return future
-        future = self.client.generate(request, None if known is None else known.completion)
+        future = self.client.generate(request, None if stored is None else stored.completion)
         future.add_done_callback(partial(self._keep, request))
         return future
 
@@ -183,5 +183,5 @@ class SampledTurns:
 
 def _row(prompt: Prompt) -> dict[str, Any]:
     """Return all columns of a prompt's row, with those that environments read under verl's names."""
-    known = {"data_source": prompt.data_source, "extra_info": prompt.extra_info, "ground_truth": prompt.ground_truth}
-    return prompt.columns | known | {"index": prompt.row}
+    columns = {"data_source": prompt.data_source, "extra_info": prompt.extra_info, "ground_truth": prompt.ground_truth}
+    return prompt.columns | columns | {"index": prompt.row}

@@ -160,8 +160,8 @@ class Dialogue:
         if self.strips_reasoning and self.history_reasoning == "keep":
             logger.warning(STRIPS, extra={"code": "history-reasoning"})
         conversations = {"users": USERS} | ({"tools": TOOLS} if tools else {})
-        found = [self._difference(*item, mode) for item in conversations.items() if mode != "disable"]
-        return [difference for difference in found if difference]
+        differences = [self._difference(*item, mode) for item in conversations.items() if mode != "disable"]
+        return [difference for difference in differences if difference]
 
     def written_call(self) -> str:
         """Return what the template writes for a call of TOOL with the argument RESPONSE; "" if it writes no calls."""
@@ -201,12 +201,12 @@ class Dialogue:
         prompt, text = self._template.text(history, tools, prompt=True), self._template.text([*history, last], tools)
         if not text.startswith(prompt):  # a generation prompt for responses without reasoning
             text = self._template.text([*history, _without_reasoning(last)], tools)
-        known = _common(prompt, text)
+        shared = _common(prompt, text)
         stops = [*self._ends, *self.tokenizer.convert_ids_to_tokens(list(self.stop_ids))]
-        end = min((at + len(stop) for stop in stops if (at := text.find(stop, known)) >= 0), default=0)
+        end = min((at + len(stop) for stop in stops if (at := text.find(stop, shared)) >= 0), default=0)
         context, ids = self._template.encode(prompt), self._template.encode(text[: end or None])
-        if known == len(prompt) and ids[: len(context)] != context:  # a token across both, which is never sampled
-            return self._template.encode(text[known : end or None]), end > 0
+        if shared == len(prompt) and ids[: len(context)] != context:  # a token across both, which is never sampled
+            return self._template.encode(text[shared : end or None]), end > 0
         return ids[_common(context, ids) :], end > 0
 
     def _compared(self, messages: Sequence[Message]) -> tuple[str, str]:
@@ -217,7 +217,7 @@ class Dialogue:
             self._template.encode(self._template.text(messages, tools, prompt=True)),
         ]
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        row, text = (self.tokenizer.decode(one, **options) for one in ids)
+        row, text = (self.tokenizer.decode(sequence, **options) for sequence in ids)
         return row, text
 
     def _difference(self, name: str, messages: Sequence[Message], mode: str) -> str:
@@ -229,7 +229,7 @@ class Dialogue:
         same = "".join(row.split()) == "".join(text.split()) if mode == "ignore_strippable" else False
         if place is None or same:
             return ""
-        row, text = (repr(one[max(at - 20, 0) : at + 20]) for one, at in zip((row, text), place, strict=True))
+        row, text = (repr(string[max(at - 20, 0) : at + 20]) for string, at in zip((row, text), place, strict=True))
         return f"{name}: the row has {row} where the chat template writes {text}"
 
     def _stand_in(self, calls: int, tools: bool, role: str) -> _StandIn:
@@ -266,7 +266,7 @@ class Dialogue:
             return ends[min(ends)]
         # A token that opens the results of tools, and that the model writes itself to wait for them.
         common = before[: _common(before, alone)].rstrip()
-        if last := [found[1] for found in self._template.reserved.finditer(common) if found.end(1) == len(common)]:
+        if last := [match[1] for match in self._template.reserved.finditer(common) if match.end(1) == len(common)]:
             return last[-1]
         first = None if called else self._template.reserved.match(before.lstrip())
         return first[1] if first else ""
@@ -334,19 +334,19 @@ def _first_difference(row: str, text: str, *, but_reasoning: bool) -> tuple[int,
     contents.
     """
     row_at = text_at = 0
-    for one, other in zip_longest(WORDS.split(row), WORDS.split(text), fillvalue=""):
-        removed = _removed(one, other) if but_reasoning else ""
-        if one != other and "thought" not in removed and "think" not in removed:
-            shared = _common(one, other)
+    for word, other in zip_longest(WORDS.split(row), WORDS.split(text), fillvalue=""):
+        removed = _removed(word, other) if but_reasoning else ""
+        if word != other and "thought" not in removed and "think" not in removed:
+            shared = _common(word, other)
             return row_at + shared, text_at + shared
-        row_at, text_at = row_at + len(one), text_at + len(other)
+        row_at, text_at = row_at + len(word), text_at + len(other)
     return None
 
 
-def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _common(first: Sequence[Any], other: Sequence[Any]) -> int:
     """Return how many items both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (item, twin) in pairs if item != twin), min(len(one), len(other)))
+    pairs = enumerate(zip(first, other, strict=False))
+    return next((at for at, (item, twin) in pairs if item != twin), min(len(first), len(other)))
 
 
 def _removed(long: str, short: str) -> str:

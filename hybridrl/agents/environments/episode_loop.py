@@ -176,8 +176,8 @@ class EpisodeRun:
         completion = await self.policy.generate(prompt, max_tokens=self._left())
         turn = Turn.of(observed, completion, fresh=fresh and bool(self.turns))
         if self.turns and not fresh:
-            known = superseded(self.turns[-1].carried, turn.carried)
-            self.turns[-1] = replace(self.turns[-1], carried=known)
+            carried = superseded(self.turns[-1].carried, turn.carried)
+            self.turns[-1] = replace(self.turns[-1], carried=carried)
         self.turns.append(replace(turn, seconds_model=time.monotonic() - began))
         self.context += completion.token_ids.tolist()
 
