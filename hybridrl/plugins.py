@@ -8,6 +8,7 @@ distributions, which replace a name or add one by an entry point of the group `h
     "command.mine" = "my_package.command"                 # hybridrl mine: as python -m my_package.command
     "rows.mine" = "my_package.rows:files"                 # data.train_files=mine:TEXT: files("TEXT"), its paths
     "carried.mine" = "my_package.fields:MINE"             # reads=("mine",): a core.carried.Carried
+    "fault.mine" = "my_package.faults:MINE"               # a tracking.faults.FaultKind, of mine or mine:429
     "trial.mine" = "my_package.trial:TRIAL"               # a runs.trials.Trial, if another of these names is used
     "doctor.mine" = "my_package.checks:MINE"              # hybridrl doctor mine: a doctor.Command
     "signal.mine" = "my_package.fields:SIGNAL"            # fills it before the advantages: a core.algorithms Signal
@@ -62,7 +63,7 @@ def load(name: str) -> Any:
 
 
 def names(kind: str) -> list[str]:
-    """Return the names of a kind: carried, command, doctor, engine, reward_manager, rows, signal, term or trial."""
+    """Return names by kind: carried, command, doctor, engine, fault, reward_manager, rows, signal, term or trial."""
     return [name.removeprefix(f"{kind}.") for name in places_by_name() if name.startswith(f"{kind}.")]
 
 

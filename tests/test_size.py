@@ -10,26 +10,26 @@ from hybridrl.config.values import value_keys
 PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.
 LINES = {
-    ".": 345,
-    "agents": 6956,
+    ".": 346,
+    "agents": 6954,
     "checkpoint": 1986,
     "compat": 3222,
     "config": 4366,
-    "core": 13136,
+    "core": 13130,
     "data": 1740,
-    "doctor": 4543,
+    "doctor": 4542,
     "environments": 180,
-    "evaluation": 2230,
+    "evaluation": 2227,
     "health": 1016,
     "model_merger": 736,
-    "report": 2491,
-    "rewards": 3098,
+    "report": 2493,
+    "rewards": 3088,
     "runs": 3078,
     "runtime": 1565,
-    "tracking": 1865,
+    "tracking": 1912,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 52553
+TOTAL = 52581
 FILES = {"core": 71, "hybridrl": 250}
 KEYS = 427  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

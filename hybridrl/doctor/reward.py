@@ -35,10 +35,11 @@ from hybridrl.doctor import load_config
 from hybridrl.required import required
 from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.rewards.process import ScorerDied
-from hybridrl.rewards.rescoring import Rescorer, conversation_facts, faults
-from hybridrl.rewards.score import Score, ScoringRequest, Shaping
+from hybridrl.rewards.rescoring import Rescorer, conversation_facts
+from hybridrl.rewards.score import Score, ScoringRequest, Shaping, diagnosis
 from hybridrl.runs.settings import build_algorithm
 from hybridrl.runs.trials import scored_batch
+from hybridrl.tracking.faults import count_faults, fault_kind
 from hybridrl.tracking.records import OWN_KEY, SampleRecord, checked_episode, read_records, records_of
 
 KEY = "--rows"
@@ -80,9 +81,9 @@ def compare(options: argparse.Namespace) -> Findings:
         compared.append((options.against, options.against, others, [score.value for score in others]))
     _summarize(scores, seconds, findings)
     for reward, other, its_scores, values in compared:
-        for fault, count, first in faults(its_scores):
-            cause = f"{count} of {len(stored)} responses have no score from {reward}: "
-            cause += f'fault "{fault}", first at {stored[first].place}'
+        for fault, count, first in count_faults(its_scores):
+            cause = f"{count} of {len(stored)} responses have no score from {reward}: {fault} ({fault_kind(fault)}), "
+            cause += f"first at {stored[first].place}"
             findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, its_scores[first].detail)
         pairs = [(score.value, value) for score, value in zip(scores, values, strict=True)]
         if both := sum(None not in pair for pair in pairs):
@@ -213,11 +214,9 @@ def rescore(options: argparse.Namespace) -> Findings:
     if any(turn.get("reward") for record in records for turn in record.episode.get("turns", [])):
         cause = "environments gave rewards to turns, which the other reward's scores do not have"
         findings.warn("rescore.turns", cause)
-    failed = [score for score in scores if score.value is None]
-    if failed:
-        add = findings.error if len(failed) == len(scores) else findings.warn
-        cause = f"{len(failed)} of {len(scores)} samples have no score now; its tracebacks are in {log}"
-        add("rescore.fault", cause, failed[0].detail)
+    if any(score.fault for score in scores):
+        add = findings.error if all(score.fault for score in scores) else findings.warn
+        add("rescore.fault", f"{diagnosis(scores)}; its tracebacks are in {log}")
     else:
         shutil.rmtree(log.parent)
     pairs = [(score.value, record.score) for record, score in zip(records, scores, strict=True)]

@@ -89,7 +89,7 @@ ENDS: dict[str, tuple[str, Callable[[RunDirectory], str]]] = {
     "no-response": ("a process hung", RunDirectory.resume_command),
     "engine-start": ("a rollout engine could not start", log),
     "rollout-failed": ("responses could not be sampled", log),
-    "reward-faults": ("the reward function failed", check),
+    "reward-faults": ("responses could not be scored", check),
     "no-signal": ("there was nothing to learn from", check),
     "nothing-to-learn-from": ("there was nothing to learn from", check),
     "unhealthy": ("a diagnosis stopped it", lower_rate),

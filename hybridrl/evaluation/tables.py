@@ -13,6 +13,7 @@ from hybridrl.evaluation.results import add_to_results, comparisons, corrected, 
 from hybridrl.evaluation.samples import TABLE, Sample
 from hybridrl.evaluation.scoring import REWARD_LOG
 from hybridrl.tracking.console import Terminal, console, info, on_terminal, warn
+from hybridrl.tracking.faults import count_faults, fault_kind
 
 LOG_WIDTH = 240
 # AReaL's columns first, by its names.
@@ -42,7 +43,7 @@ def report(evaluated: Sequence[Evaluated], settings: EvalConfig, baseline: Evalu
             f"{name}: the best of {count} evaluations of one unchanged model looks at most {100 * bias:.1f} points "
             "better by chance; choose on one set and report on another"
         )
-    return max(_explain_faults(model) for model in new)
+    return max(explain_faults(model) for model in new)
 
 
 def _report_comparisons(evaluated: Sequence[Evaluated], baseline: Evaluated, ks: Sequence[int]) -> None:
@@ -63,17 +64,13 @@ def _report_comparisons(evaluated: Sequence[Evaluated], baseline: Evaluated, ks:
             info("\n".join(f"{model.name}, {line}" for line in lines))
 
 
-def _explain_faults(model: Evaluated) -> float:
+def explain_faults(model: Evaluated) -> float:
     """Warn of each kind of fault with its first detail; return their share."""
-    faults: dict[str, list[Sample]] = {}
-    for sample in model.samples:
-        if sample.fault is not None:
-            faults.setdefault(sample.fault, []).append(sample)
-    for fault, samples in faults.items():
-        first = samples[0]
-        cause = f"{model.name}: {len(samples)} of {len(model.samples)} responses have no score: {fault}, first "
+    for fault, count, index in count_faults(model.samples):
+        first, kind = model.samples[index], fault_kind(fault)
+        cause = f"{model.name}: {count} of {len(model.samples)} responses have no score: {fault} ({kind}), first "
         warn(f"{cause}{first.dataset}/{first.id}: {first.detail or 'no detail'}; see {model.directory / REWARD_LOG}")
-    return sum(map(len, faults.values())) / max(len(model.samples), 1)
+    return sum(sample.fault is not None for sample in model.samples) / max(len(model.samples), 1)
 
 
 def write_table(

@@ -14,7 +14,7 @@ from hybridrl.report.curves import PHASE_ORDER
 from hybridrl.report.markup import code, command, folded, section, size, table, text
 from hybridrl.report.samples import ChosenSamples
 from hybridrl.report.verdicts import WORDS, Light, duration, number, series, validation_mean
-from hybridrl.tracking.faults import ACTOR, BEGUN, FINISHED, Fault
+from hybridrl.tracking.faults import ACTOR, BEGUN, FINISHED, Fault, fault_kind
 from hybridrl.tracking.report import change_of, ranges
 
 SYMBOLS = {"good": "✓", "fair": "!", "bad": "✕"}
@@ -160,7 +160,7 @@ def _sample_rows(contents: Contents, samples: ChosenSamples) -> list[HealthRow]:
     rows = []
     if samples.read:
         share = sum(samples.faults.values()) / samples.read
-        kinds = ", ".join(f"{kind}: {count}" for kind, count in samples.faults.most_common(4))
+        kinds = ", ".join(f"{fault} ({fault_kind(fault)}): {count}" for fault, count in samples.faults.most_common(4))
         rows.append(HealthRow("faults", "share of all samples that were read", None, share, "0", kinds))
     mismatch = series(contents, "training/log_probs_diff_max")[1]
     facts = {

@@ -20,6 +20,7 @@ from hybridrl.runs.directory import RunDirectory
 from hybridrl.runtime import EXIT_REJECTED
 from hybridrl.runtime.guard import ended_by_closed_pipe
 from hybridrl.tracking.console import Terminal, print_text, printable, printable_json
+from hybridrl.tracking.faults import fault_kind
 from hybridrl.tracking.records import SampleRecord, by_group, read_records, record_files
 
 UNLIKELY = ((0.01, "bold white on red"), (0.1, "red"), (0.5, "yellow"))  # a token's probability is below -> its style
@@ -180,7 +181,8 @@ def facts(record: SampleRecord) -> str:
     episode = record.episode
     advantage, length, stop = episode.get("advantage"), episode.get("sampled_tokens"), episode.get("stop")
     parts = [f"sample {episode['sample']}"] if "sample" in episode else []
-    parts += [f"reward {record.score:g}" if record.score is not None else f"no score: {episode.get('fault', 'fault')}"]
+    fault = str(episode.get("fault", "fault"))
+    parts += [f"reward {record.score:g}" if record.score is not None else f"no score: {fault} ({fault_kind(fault)})"]
     parts += [f"advantage {advantage:+.3g}"] if advantage is not None else []
     parts += ["not trained on"] if episode.get("trained") is False else []
     parts += [f"{length} tokens"] if length is not None else []

@@ -177,8 +177,7 @@ class ScoringProcess:
     def _receive(self) -> Score:
         """Return the next score; if it is a fault that cost the process its life, the process is lost.
 
-        The faults "overran": a built-in scorer reached its limit of CPU time; "killed": by a signal that nothing in a
-        program raises by mistake.
+        The fault "killed" is by a signal that nothing in a program raises by mistake.
         """
         try:
             return checked(self._reply(self._limit))

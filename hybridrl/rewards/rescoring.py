@@ -3,7 +3,6 @@
 The doctor, the trial of a reward and evaluations choose the texts and describe the scores.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -73,10 +72,3 @@ def conversation_facts(episode: Mapping[str, Any]) -> dict[str, Any]:
         "messages": messages,
         "stop": episode.get("stop"),
     }
-
-
-def faults(scores: Sequence[Score | None]) -> Iterator[tuple[str, int, int]]:
-    """Yield each fault, the number of scores that have it, and the index of the first."""
-    kinds = [score and score.fault for score in scores]
-    for fault, count in Counter(filter(None, kinds)).items():
-        yield fault, count, kinds.index(fault)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.tracking.faults import fault_kind
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -40,8 +42,7 @@ class ScoringRequest:
 class Score:
     """The score of one response, e.g. `Score(1.0, {"acc": 1.0})`; a wrong response has 0.0 and is not a fault.
 
-    If the scorer itself failed, `value` is None, `detail` a readable line and `fault` the class:
-    "none", "nan" (or infinite), "type", "raised:<exception>", "timeout", "memory" or "died".
+    Without a score `value` is None, `detail` a readable line and `fault` of a kind in tracking/faults.py.
     `extras` holds every key of a returned dict, or {"acc": value}, as plain Python values. `token_rewards` are one
     per response token and sum to `value`; None: all of it is on the last token. `text` is the decoded response of a
     request without a `solution`.
@@ -155,9 +156,7 @@ def combined(main: Score, further: Mapping[str, Score], weights: Mapping[str, fl
         return Score(None, fault="none", detail=f"every reward returned None: {', '.join(weights)}")
     for name in voting:
         if not isinstance(components.get(name), bool | int | float):
-            detail = (
-                f'reward.weights.{name}: the reward gave no number under "{name}"; its keys: {", ".join(components)}'
-            )
+            detail = f'reward.weights.{name}: the reward gave no number "{name}"; its keys: {", ".join(components)}'
             return Score(None, fault="type", detail=detail)
     total = as_score(sum(weight * float(components[name]) for name, weight in voting.items()))
     if total.value is None:
@@ -315,7 +314,7 @@ class FaultGuard:
         self.steps_above = self.steps_above + 1 if above else 0
         if faults and self.steps_above >= self.max_fault_steps:
             raise RewardFaults(
-                f"{diagnosis(scores)}, and more than reward.max_fault_rate={self.max_fault_rate:g} "
+                f"{diagnosis(scores)}; more than reward.max_fault_rate={self.max_fault_rate:g} "
                 f"failed in {self.steps_above} steps in a row (reward.max_fault_steps)"
             )
         by_class = {f"reward/faults/{fault}": count for fault, count in faults.items()}
@@ -323,11 +322,11 @@ class FaultGuard:
 
 
 def diagnosis(scores: Sequence[Score]) -> str:
-    """Describe the faults of some scores by the most frequent one."""
-    failed = [score for score in scores if score.fault is not None]
-    fault, count = Counter(score.fault for score in failed).most_common(1)[0]
-    example = next(score.detail for score in failed if score.fault == fault)
+    """Return the number of each fault of some scores, and the kind and the first detail of the most frequent fault."""
+    faults = Counter(score.fault for score in scores if score.fault is not None)
+    ((fault, count),) = faults.most_common(1)
+    example = next(score.detail for score in scores if score.fault == fault)
     return (
-        f"the reward function failed on {len(failed)} of {len(scores)} responses, "
-        f'mostly ({count / len(failed):.0%}) with fault "{fault}": {example}'
+        f"{faults.total()} of {len(scores)} responses could not be scored ({dict(faults)}), mostly "
+        f'({count / faults.total():.0%}) with fault "{fault}" ({fault_kind(fault)}): {example}'
     )

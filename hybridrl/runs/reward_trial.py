@@ -19,11 +19,12 @@ from hybridrl.data.tokenizer import ResponseDecoder, as_chat
 from hybridrl.required import required
 from hybridrl.rewards.load import scorer_of, seconds_between_calls, uses_built_in
 from hybridrl.rewards.process import ScorerDied
-from hybridrl.rewards.rescoring import Rescorer, encode, faults
+from hybridrl.rewards.rescoring import Rescorer, encode
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runs.settings import reward_code, reward_files
 from hybridrl.runs.trials import Subject
 from hybridrl.tracking.console import warn
+from hybridrl.tracking.faults import count_faults, fault_kind
 
 ROWS, MOST_ROWS = 8, 64  # rows of each data source, and of a dataset with many of them
 SEARCHED = 2000  # rows among which they are chosen
@@ -51,7 +52,6 @@ WRONG = {
 }
 _TRIED: dict[str, Findings] = {}  # findings of this process's trials without an error, by identity
 Datasets = Mapping[str, PromptDataset | Prompts]
-FAILED = ("raised", "type", "none", "nan")  # faults of the function, not of the machine
 
 
 @dataclass
@@ -108,7 +108,7 @@ def try_reward(subject: Subject, findings: Findings, log: Path, seconds: float) 
         groups[row.group].append(row)
     for group, tried in groups.items():
         place, enough = ", ".join(group), len(tried) > 1 or planned[group] == 1
-        _report_faults(place, tried, log, findings, rejects=enough and reward.on_error != "zero")
+        report_faults(place, tried, log, findings, rejects=enough and reward.on_error != "zero")
         _compare(place, tried, findings)
         _report_wrong(place, [row for row in tried if _learns(row)], findings)
         _report_unstable(place, tried, findings)
@@ -243,16 +243,16 @@ def _report_left_out(subject: Subject, findings: Findings) -> None:
             findings.warn("reward.left-out", cause, "do not look for it; use a tag that ends nothing")
 
 
-def _report_faults(place: str, trials: list[TrialRow], log: Path, findings: Findings, *, rejects: bool) -> None:
+def report_faults(place: str, trials: list[TrialRow], log: Path, findings: Findings, *, rejects: bool) -> None:
     """Report on responses without a score. `rejects`: a reward that fails on all of these rows is rejected."""
     tried = [(trial.prompt.row, response) for trial in trials for response in trial.responses if response.score]
     scores = [response.score for _, response in tried]
-    rejected = rejects and all(score and (score.fault or "").partition(":")[0] in FAILED for score in scores)
-    for fault, count, first in faults(scores):
-        row, response = tried[first]
-        detail = required(scores[first]).detail
+    rejected = rejects and all(score and score.fault and fault_kind(score.fault).rejects for score in scores)
+    for fault, count, first in count_faults(scores):
+        (row, response), kind = tried[first], fault_kind(fault)
+        detail = f"{kind.sentence}: {required(scores[first]).detail}"
         cause = f"{place}: {count} of {len(scores)} responses have no score: {detail}, first on row {row} "
-        fixes = ["set reward.on_error=zero to score such responses 0"] if rejected else []
+        fixes = [kind.advice, *["set reward.on_error=zero to score such responses 0"] * rejected]
         fixes += [f"see what it printed in {log}"] if log.is_file() and log.stat().st_size else []
         report, code = findings.error if rejected else findings.warn, fault.partition(":")[0]
         report(f"reward.fault.{code}", f"{cause}with the response {response.text!r:.60}", ", or ".join(fixes))

@@ -1,4 +1,4 @@
-"""`faults.jsonl`: the reported faults of a run, and its end, for people and for `doctor why`.
+"""`faults.jsonl`: the reported faults of a run, and its end, for people and `doctor why`; and kinds of missing scores.
 
 Each record is a line, written at once: `{"time", "step", "code", "text", "tail", "memory", "end"}`. A run begins with
 the code `begun`, and its last record has `"end": true`, unless it was killed.
@@ -13,7 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from hybridrl import plugins
 from hybridrl.required import required
 from hybridrl.tracking.secrets import mask_text
 
@@ -201,3 +203,48 @@ def last_run(faults: list[Fault]) -> list[Fault]:
     """Return the records of the last run, from its beginning on."""
     begins = [number for number, fault in enumerate(faults) if fault.code == BEGUN]
     return faults[begins[-1] :] if begins else []
+
+
+@dataclass(frozen=True)
+class FaultKind:
+    """A reason for which responses have no score, and advice for users."""
+
+    sentence: str
+    advice: str
+    rejects: bool = False  # a run does not start if its reward's trial has no score, for reasons of such kinds only
+
+    def __str__(self) -> str:
+        return f"{self.sentence}; {self.advice}"
+
+
+# By name; other distributions add `fault.NAME`. A fault is the name of its kind, perhaps with a class: `judge:429`.
+FAULT_KINDS = {
+    "none": FaultKind("the reward function returned None", "return a number for every response", rejects=True),
+    "nan": FaultKind("the reward is not finite or is beyond 1e18", "return a finite number", rejects=True),
+    "type": FaultKind("the result is not a score", "return a number, or a dict with one as score", rejects=True),
+    "raised": FaultKind("an exception was raised", "read its traceback in reward.log or episodes-*.log", rejects=True),
+    "timeout": FaultKind("a time limit was reached", "raise reward.timeout or multi_turn.episode_timeout"),
+    "overran": FaultKind("scoring even an empty response took too much CPU time", "leave the row out"),
+    "memory": FaultKind("the scoring process used too much memory", "raise reward.memory_mb"),
+    "died": FaultKind("the process that scored it or ran its episode died", "read reward.log or episodes-*.log"),
+    "environment": FaultKind("an environment, a tool or an agent failed", "repair or restart the one that is named"),
+    "no turns": FaultKind("the agent ended before the policy responded", "request a response before the agent ends"),
+    "no reward": FaultKind("the agent set no reward", "return one, or set reward.custom_reward_function.path"),
+    "rejected": FaultKind("the engine rejected the request", "change the prompt or parameter that is named"),
+    "engine died": FaultKind("engines died of the request", "read rollout-*.log, or leave the prompt out"),
+    "reply": FaultKind("the reply of the model's server has no message", "read the server's log"),
+}
+
+
+def fault_kind(fault: str) -> FaultKind:
+    """Return the kind of a fault. A file may have faults of kinds that are not declared here."""
+    name = fault.partition(":")[0]
+    if name in plugins.additions("fault", FAULT_KINDS):
+        return plugins.load(f"fault.{name}")
+    return FAULT_KINDS.get(name, FaultKind("its kind is not declared here", "install the package that declares it"))
+
+
+def count_faults(scores: Sequence[Any]) -> list[tuple[str, int, int]]:
+    """Return each fault of scores or samples, the number of those that have it, and the index of the first."""
+    faults = [score and score.fault for score in scores]
+    return [(fault, count, faults.index(fault)) for fault, count in Counter(filter(None, faults)).most_common()]

@@ -15,12 +15,12 @@ from hybridrl.config import PPOConfig
 from hybridrl.core.algorithms.batch_metrics import Agreement
 from hybridrl.core.cluster.group import OutOfMemory, gather
 from hybridrl.core.experience.batching import Draws, GroupFilter
-from hybridrl.core.experience.collector import NothingToLearnFrom, none_scored
+from hybridrl.core.experience.collector import NothingToLearnFrom
 from hybridrl.core.rollout.ladder import MemoryLadder
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.core.weights.sync import ColocatedSync
 from hybridrl.health import HealthMonitor
-from hybridrl.rewards.score import FaultGuard, Score
+from hybridrl.rewards.score import FaultGuard, Score, diagnosis
 from hybridrl.runs.resume import with_restarts
 from hybridrl.runtime.guard import StopRequest
 from tests.core.cluster.test_group import Call, Died, FakeRay, replace_ray, task_error
@@ -79,7 +79,7 @@ def grader(store: Store, config: PPOConfig) -> None:
 
 def unscored(store: Store, config: PPOConfig) -> None:
     score = Score(None, fault="timeout", detail="no score within 10 s")
-    raise NothingToLearnFrom(none_scored([SimpleNamespace(score=score)] * 8))
+    raise NothingToLearnFrom(diagnosis([score] * 8))
 
 
 def flat(store: Store, config: PPOConfig) -> None:
@@ -163,9 +163,8 @@ CAUSES: list[tuple[Work | None, str, str, str]] = [
     (unsaved(PermissionError(errno.EACCES, "Permission denied", "x.pt")), "save-failed",
      "a checkpoint could not be saved in step 3: step 3 could not be saved", RESUME),
     (damaged, "checkpoint-damaged", "none of its checkpoints is intact", "hybridrl.doctor checkpoints"),
-    (grader, "reward-faults", "mostly (100%) with fault \"raised:KeyError\": KeyError: 'answer' (my_reward.py:7)",
-     CHECK),
-    (unscored, "nothing-to-learn-from", "none of the 8 responses could be scored ({'timeout': 8})", CHECK),
+    (grader, "reward-faults", "or episodes-*.log): KeyError: 'answer' (my_reward.py:7)", CHECK),
+    (unscored, "nothing-to-learn-from", "8 of 8 responses could not be scored ({'timeout': 8})", CHECK),
     (flat, "no-signal", "there was nothing to learn from in step 3: dynamic sampling found 0 of 2 groups", CHECK),
     (broken, "broken-updates", "updates were not finite in step 3: 3 updates in a row had a loss or gradient",
      "actor_rollout_ref.actor.optim.lr=1e-07"),

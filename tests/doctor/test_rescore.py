@@ -79,7 +79,7 @@ def test_a_reward_that_fails_is_counted(run, capsys):
     path = run / "rollouts" / "1.jsonl"
     path.write_text(path.read_text().replace("four", "none"))
     status, found = causes(capsys, run)
-    assert status == 0 and found["fault"][0].startswith("1 of 4 samples have no score now; its tracebacks are in ")
+    assert status == 0 and found["fault"][0].startswith("1 of 4 responses could not be scored")
     assert found["changed"] == ["2 of 4 samples have another score"]
     log = Path(found["fault"][0].rpartition(" ")[2])
     assert "KeyError: 'label'" in log.read_text()

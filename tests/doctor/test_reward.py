@@ -14,6 +14,7 @@ from hybridrl.doctor.__main__ import main
 from hybridrl.doctor.full import try_on_rows
 from hybridrl.runs.reward_trial import reject_failing_reward, spread_rows
 from hybridrl.runs.trials import Subject
+from hybridrl.tracking.faults import FAULT_KINDS
 
 NULL = {"style": "model", "ground_truth": None}
 ROWS = [
@@ -76,7 +77,7 @@ def test_two_reward_files_are_compared_and_faults_are_reported(files, capsys):
     _, findings = report(capsys, "--rows", str(files / "rows.jsonl"), "--reward", long, "--against", other)
     assert causes(findings, "reward.constant") == ["every score is 6: a run learns nothing from identical scores"]
     assert causes(findings, "reward.fault.raised") == [
-        f'1 of 3 responses have no score from {other}: fault "raised:KeyError", first at line 3'
+        f"1 of 3 responses have no score from {other}: raised:KeyError ({FAULT_KINDS['raised']}), first at line 3"
     ]
     assert causes(findings, "reward.agreement")[-1] == f"0 of 2 scores agree with {other}"
 
@@ -297,7 +298,10 @@ def test_each_data_source_is_compared_separately(tried):
 def test_an_exception_is_named_with_its_line_and_what_was_printed_is_kept(tried):
     (one,) = tried("def compute_score(solution_str):\n    print('here')\n    raise KeyError('boom')", ("a", "1"))
     assert one.code == "reward.fault.raised"
-    assert "10 of 10 responses have no score: KeyError: 'boom' (" in one.cause and "reward.py:3)" in one.cause
+    assert (
+        "10 of 10 responses have no score: an exception was raised: KeyError: 'boom' (" in one.cause
+        and "reward.py:3)" in one.cause
+    )
     assert "here" in Path(one.fix.rpartition("see what it printed in ")[2]).read_text()
 
 

@@ -27,6 +27,7 @@ from hybridrl.evaluation.samples import GREEDY, read_samples
 from hybridrl.required import required
 from hybridrl.rewards.pool import DecodingScorer, ScorerPool
 from hybridrl.rewards.process import CallerScorer
+from hybridrl.tracking.faults import FAULT_KINDS
 from tests.scripts import run_script
 
 NULL = {"style": "model", "ground_truth": None}
@@ -340,7 +341,8 @@ def test_rows_of_several_turns_at_an_address_are_rejected(place, tmp_path, addre
 def test_more_faults_than_are_allowed_give_status_3_and_are_explained(place, address, capsys):
     assert ask(place, address, "reward.max_fault_rate=0.2") == 3
     printed = capsys.readouterr().out
-    assert "1 of 4 responses have no score: raised:BadRequestError, first digits/3: " in printed
+    cause = f"1 of 4 responses have no score: raised:BadRequestError ({FAULT_KINDS['raised']}), first digits/3: "
+    assert cause in printed
     assert "too hot" in printed and "reward.log" in printed
     assert "exit status 3: 25.0% of the responses have no score, more than reward.max_fault_rate=0.2" in printed
 

@@ -9,7 +9,7 @@ from rich.text import Text
 from hybridrl.doctor import __main__ as doctor
 from hybridrl.report.show import main
 from hybridrl.tracking.console import Terminal, info, printable
-from hybridrl.tracking.faults import recording
+from hybridrl.tracking.faults import FAULT_KINDS, recording
 
 # Colors, a title, the clipboard, a link, deleted lines, a reversed text, the C1 forms of these, a lone surrogate.
 CODES = "\x1b[31m\x1b]0;t\x07\x1b]52;c;eA==\x07\x1b]8;;http://x\x1b\\\r\x08\x7f\u202e\u2066\u200f\x9b31m\x9d52;c;\x9c\x85\u2028\ud800"
@@ -122,7 +122,9 @@ def test_equal_rewards_of_a_validation_teach_nothing_either_way(tmp_path, capsys
 
 def test_a_response_that_was_not_scored_says_why(run, capsys):
     main([str(run), "--fault"])
-    assert "sample 1, no score: timeout, not trained on, 4 tokens" in capsys.readouterr().out
+    assert (
+        f"sample 1, no score: timeout ({FAULT_KINDS['timeout']}), not trained on, 4 tokens" in capsys.readouterr().out
+    )
 
 
 def test_tokens_are_shown_with_the_largest_difference_of_engine_and_trainer(run, capsys):

@@ -54,8 +54,8 @@ def test_every_name_in_the_source_has_an_entry() -> None:
 def test_no_entry_is_of_a_metric_that_is_never_logged() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in TOP.glob("hybridrl/**/*.py"))
     words = {word for entry in ENTRIES for word in re.findall(r"\w+", re.sub(r"<[^>]*>", "", entry.name))}
-    # Parts of names that the source joins: rollout_is_ + mean, ratio_fraction + _high, seconds_p + 90.
-    parts = {word: re.sub(r"^rollout_(is|rs)_|_high$|_low$|\d+$", "", word) for word in words}
+    # Parts of names that the source joins: rollout_is_ + mean, ratio_fraction + _high, seconds_p + 90, a term + _loss.
+    parts = {word: re.sub(r"^rollout_(is|rs)_|_high$|_low$|_loss$|\d+$", "", word) for word in words}
     assert {word for word, part in parts.items() if part not in source} == set()
 
 

@@ -151,9 +151,7 @@ class Agents:
         if fault is None and not session.turns:
             fault, detail = "no turns", "the agent ended before the policy had responded"
         if fault is None and trajectory.reward is None and self.needs_reward:
-            fault = "no reward"
-            detail = f"the agent set no reward, and the episode ended with {stop or trajectory.stop}; return one from "
-            detail += f"{self.settings.name}, or set reward.custom_reward_function.path"
+            fault, detail = "no reward", f"the episode of {self.settings.name} ended with {stop or trajectory.stop}"
         return replace(trajectory, stop="fault" if fault else stop or trajectory.stop, fault=fault, detail=detail)
 
     def _take(self, session: Session, returned: Any) -> None:

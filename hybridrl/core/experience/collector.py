@@ -2,7 +2,7 @@
 
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from hybridrl.core.rollout import Sampling
 from hybridrl.data.order import Order
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.required import required
-from hybridrl.rewards.score import FaultGuard, Score, component_means
+from hybridrl.rewards.score import FaultGuard, Score, component_means, diagnosis
 
 IN_FLIGHT = "under_way"  # in a checkpoint: the groups that were started and not trained on
 
@@ -101,7 +101,7 @@ class Experience(ABC):
 
     def problem(self) -> str:
         """Return the reason not to trust the last step; empty if there is none."""
-        return "the reward function failed on too many of the step's responses" if self.guard.steps_above else ""
+        return "too many of the step's responses could not be scored" if self.guard.steps_above else ""
 
     def state_dict(self) -> dict[str, Any]:
         return {"prompts": self.position, "fault_steps": self.guard.steps_above}
@@ -121,7 +121,7 @@ class Experience(ABC):
     ) -> tuple[Batch, dict[str, float]]:
         """Return the rows to train on, and metrics of all episodes and scores of the step (see `to_batch`)."""
         if not groups:
-            raise NothingToLearnFrom(none_scored(episodes))
+            raise NothingToLearnFrom(diagnosis([episode.score for episode in episodes]))
         mask_truncated, vocabulary = self.plan.mask_truncated, self.plan.vocabulary
         batch = to_batch(groups, self.plan.reward_keys, greedy=greedy, mask_truncated=mask_truncated, version=version)
         metrics = self.guard.check(scores) | component_means(scores) | self.runner.metrics(episodes)
@@ -173,7 +173,7 @@ class SynchronousExperience(Experience):
             episodes += drawn
             draws.add(count, group_by_prompt(drawn))
             if not draws.groups:
-                raise NothingToLearnFrom(none_scored(episodes))
+                raise NothingToLearnFrom(diagnosis([episode.score for episode in episodes]))
         return draws, episodes
 
     def _with_greedy(
@@ -189,11 +189,5 @@ class SynchronousExperience(Experience):
         metrics["timing_s/gen_max"] = sum(seconds.values())
         greedy = {at: score.value for at, score in enumerate(values) if score.value is not None}
         if not greedy:
-            raise NothingToLearnFrom(none_scored(episodes))
+            raise NothingToLearnFrom(diagnosis(values))
         return [groups[at] for at in greedy], [*greedy.values()]
-
-
-def none_scored(episodes: Sequence[Episode]) -> str:
-    """Return the message that none of these episodes has a score, with their faults."""
-    faults = Counter(episode.score.fault for episode in episodes)
-    return f"none of the {len(episodes)} responses could be scored ({dict(faults)}): {episodes[0].score.detail}"

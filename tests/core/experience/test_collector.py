@@ -182,7 +182,7 @@ def test_the_state_is_the_position_and_the_steps_with_too_many_faults():
     assert experience.problem() == ""
     collect(experience)
     assert experience.state_dict() == {"prompts": 2, "fault_steps": 1}
-    assert "the reward function failed on too many" in experience.problem()
+    assert "too many of the step's responses could not be scored" in experience.problem()
     resumed = build([[fault(), 1]] * 4)
     resumed.load_state_dict({"prompts": 2, "fault_steps": 1, "kl_weight": 0.1})
     assert resumed.state_dict() == experience.state_dict()
@@ -205,7 +205,7 @@ def test_responses_that_could_not_be_scored_are_not_rows_and_are_counted():
 
 
 def test_a_step_without_any_scored_response_reports_why():
-    with pytest.raises(NothingToLearnFrom, match=r"none of the 4 responses .*'timeout': 4.*no score within 60 s"):
+    with pytest.raises(NothingToLearnFrom, match=r"4 of 4 responses .*'timeout': 4.*no score within 60 s"):
         collect(build([[fault(), fault()]] * 2))
 
 
@@ -432,7 +432,7 @@ def test_a_prompt_whose_greedy_response_has_no_score_is_left_out():
 
 
 def test_without_any_greedy_score_there_is_nothing_to_learn_from():
-    with pytest.raises(NothingToLearnFrom, match="none of the 2 responses"):
+    with pytest.raises(NothingToLearnFrom, match="2 of 2 responses"):
         collect(build([GOOD, GOOD], greedy=[fault(), fault()], greedy_baseline=True))
 
 

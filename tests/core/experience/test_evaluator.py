@@ -206,7 +206,7 @@ def test_what_becomes_of_a_fault_is_as_in_training(on_error, mean, caplog):
         assert metrics["val-aux/reward/faults"] == 3
         assert any(map(is_validation_score, metrics)) == (graded or on_error == "zero")
         assert not graded or metrics["val-core/maths/acc/mean@2"] == metrics["val-aux/maths/reward/mean@2"] == mean
-    assert "validation after step 4: the reward function failed on 3 of 4 responses, mostly" in caplog.text
+    assert "validation after step 4: 3 of 4 responses could not be scored ({'timeout': 3}), mostly" in caplog.text
 
 
 def test_validation_has_a_separate_temperature_whatever_do_sample_is() -> None:
