@@ -44,11 +44,11 @@ class Turn:
     versions: np.ndarray | int  # the weight version of each token [T], or one for all
     stop: str  # "stop", or "length" if the response was truncated
     fresh: bool = False  # `observed` is a whole new context, which replaced the previous one
-    calls: Sequence[ScoredCall] = ()  # of tools, in the response
+    calls: Sequence[ScoredCall] = ()  # tool calls in the response
     reward: float | None = None  # the environment's, for this turn
     seconds_model: float = 0.0  # from the request to the response
-    seconds_tools: float = 0.0  # of its calls
-    carried: Fields = field(default_factory=dict)  # of the observed and the sampled tokens
+    seconds_tools: float = 0.0  # for its calls
+    carried: Fields = field(default_factory=dict)  # fields for the observed and the sampled tokens
 
     @property
     def token_versions(self) -> np.ndarray:

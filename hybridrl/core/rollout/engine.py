@@ -76,13 +76,13 @@ class Request:
     prompt: int  # requests with the same number share a prefix
     sample: int  # counts the responses to a prompt
     prompt_ids: list[int]
-    seed: int  # of the response's tokens
+    seed: int  # determines the response's tokens
     sampling: Sampling
     turn: int = 0  # a later turn of an episode continues a context that a server has cached
     begun: int = 0  # number of the prompt's last tokens that are the beginning of an interrupted response
     # Called with tokens as they are sampled, in any thread; only in the engine's process.
     hear: Callable[[list[int]], object] | None = None
-    carried: Fields = field(default_factory=dict)  # of the prompt
+    carried: Fields = field(default_factory=dict)  # fields that the prompt brings
 
     @property
     def key(self) -> "Key":
