@@ -84,7 +84,7 @@ def unscored(store: Store, config: PPOConfig) -> None:
 
 def flat(store: Store, config: PPOConfig) -> None:
     """Dynamic sampling with two groups, in which every response scores the same."""
-    draws = Draws(GroupFilter("score", max_batches=1), wanted=2, left=8, data_size=8)
+    draws = Draws(GroupFilter("score", max_batches=1), needed=2, left=8, data_size=8)
     groups = [[SimpleNamespace(score=Score(value))] * 4 for value in (0.0, 1.0)]
     draws.add(2, groups)
     draws.next_size()

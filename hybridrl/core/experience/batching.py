@@ -166,26 +166,26 @@ class GroupFilter:
 
 @dataclass
 class Draws:
-    """The groups that a step has drawn so far, and in `kept` those to train on.
+    """The groups that a step has drawn so far, and in `usable` those to train on.
 
-    The step needs `wanted` groups. The run has `left` prompts from here on, and a pass over the data has `data_size`.
+    The step needs `needed` groups. The run has `left` prompts from here on, a pass over the data has `data_size`.
     """
 
     group_filter: GroupFilter | None
-    wanted: int
+    needed: int
     left: int
     data_size: int
     prompts: int = 0
     rounds: int = 0
     groups: list[list[Episode]] = field(default_factory=list)
-    kept: list[list[Episode]] = field(default_factory=list)
+    usable: list[list[Episode]] = field(default_factory=list)
 
     def add(self, prompts: int, groups: Sequence[list[Episode]]) -> None:
         """Add one draw: the number of its prompts, and their groups."""
         self.rounds += 1
         self.prompts += prompts
         self.groups += groups
-        self.kept += [group for group in groups if self.group_filter is None or self.group_filter.has_signal(group)]
+        self.usable += [group for group in groups if self.group_filter is None or self.group_filter.has_signal(group)]
 
     def next_size(self) -> int:
         """Return how many prompts to draw next; 0 if the step is full or the run has no further prompts.
@@ -193,23 +193,23 @@ class Draws:
         Raises NoSignal if the step may draw no more and has too few groups to be trained on.
         """
         if self.group_filter is None:
-            return 0 if self.rounds else self.wanted
+            return 0 if self.rounds else self.needed
         left, limit = self.left - self.prompts, self.group_filter.max_batches
         if not self.rounds:
-            return min(self.group_filter.draw_size or self.wanted, left)
-        if len(self.kept) >= self.wanted or (self.kept and not left):
+            return min(self.group_filter.draw_size or self.needed, left)
+        if len(self.usable) >= self.needed or (self.usable and not left):
             return 0
         allowed = left if limit > 0 else min(left, self.data_size - self.prompts)
         if allowed <= 0 or self.rounds == limit:
-            if len(self.kept) < self.group_filter.least:
+            if len(self.usable) < self.group_filter.least:
                 raise NoSignal(self._diagnosis(self.group_filter))
             logger.warning("%s. This step is trained on the groups found", self._diagnosis(self.group_filter))
             return 0
         # The number that will probably fill the step, given the share kept so far.
-        missing = self.wanted - len(self.kept)
-        likely = min(math.ceil(missing * self.prompts / len(self.kept)), self.wanted) if self.kept else self.wanted
+        missing = self.needed - len(self.usable)
+        likely = min(math.ceil(missing * self.prompts / len(self.usable)), self.needed) if self.usable else self.needed
         size = min(self.group_filter.draw_size or likely, allowed)
-        progress = (len(self.kept), self.wanted, self.prompts, size)
+        progress = (len(self.usable), self.needed, self.prompts, size)
         logger.info("dynamic sampling: %d of %d groups after %d prompts; drawing %d more", *progress)
         return size
 
@@ -219,8 +219,8 @@ class Draws:
         return {
             "train/num_gen_batches": self.rounds,
             "sampling/groups_drawn": len(self.groups),
-            "sampling/groups_without_signal": len(self.groups) - len(self.kept),
-            "sampling/groups_left_out": max(len(self.kept) - self.wanted, 0),
+            "sampling/groups_without_signal": len(self.groups) - len(self.usable),
+            "sampling/groups_left_out": max(len(self.usable) - self.needed, 0),
         }
 
     def _diagnosis(self, group_filter: GroupFilter) -> str:
@@ -235,7 +235,7 @@ class Draws:
         if self.prompts == self.left:
             bound = "the last prompts of the run"
         return (
-            f"dynamic sampling found {len(self.kept)} of {self.wanted} groups in {self.rounds} draws ({bound}): "
+            f"dynamic sampling found {len(self.usable)} of {self.needed} groups in {self.rounds} draws ({bound}): "
             f"{len(flat)} of the {len(self.groups)} groups drawn had no signal, {split}; use data of other difficulty, "
             f"raise actor_rollout_ref.rollout.n (more responses per prompt)"
             f"{f', raise {LIMIT_KEY}' if at_limit else ''} or set algorithm.filter_groups.enable=false"

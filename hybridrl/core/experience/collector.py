@@ -147,7 +147,7 @@ class SynchronousExperience(Experience):
         self.store.open(step, self.engine.weights)
         metrics: defaultdict[str, float] = defaultdict(float)  # sums over all rounds of this step
         draws, episodes = self._draw(metrics)
-        groups, greedy, scores = draws.kept[: draws.wanted], None, [episode.score for episode in episodes]
+        groups, greedy, scores = draws.usable[: draws.needed], None, [episode.score for episode in episodes]
         if self.plan.greedy_baseline:
             groups, greedy = self._with_greedy(groups, scores, metrics)
         self.store.finish(len(scores))
