@@ -133,7 +133,7 @@ def test_a_call_in_the_wrong_mode_raises_and_switching_to_the_present_mode_does_
         generate(engine, requests(1, 1))
     engine.to_rollout(3)
     batch = rows(requests(1), generate(engine, requests(1)))
-    with pytest.raises(ModeError, match="log_probs was called while the devices are in rollout mode"):
+    with pytest.raises(ModeError, match="forward was called while the devices are in rollout mode"):
         workers.forward_log_probs(batch)
     engine.take_metrics()
     engine.to_rollout(3)
