@@ -373,7 +373,7 @@ def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
             return attempt(adjustments.made)
         except (WorkerDied, ScorerDied, EngineOutOfMemory) as death:
             restored = resumable(directory) if trainer.resume_mode == "auto" else resumable(directory) != before
-            source = "from the last checkpoint" if restored else "as the run began, without a checkpoint to resume from"
+            source = "from the last checkpoint" if restored else "as the run began, without a checkpoint,"
             kills += (1 + isinstance(death, EngineOutOfMemory)) * bool(KILLED.search(str(death)))  # it was built again
             if kills > 1:
                 raise adjustments.exhausted(death) from None

@@ -22,7 +22,7 @@ def test_a_run_that_the_memory_monitor_kills_is_restarted_and_ends_by_name(tiny,
     arguments = [f"{key}={value}" for key, value in values.items()]
     lines = finish(start("main_sft", arguments, RAY_memory_usage_threshold="0.001"), status=1)
     output = " ".join(lines.split())  # whatever the width of a line
-    assert output.count("restarting the workers as the run began, without a checkpoint to resume from") == 1
+    assert output.count("restarting the workers as the run began, without a checkpoint") == 1
     assert "failed [host-memory]: " in output and "train-0" in output
     assert "the largest processes of the driver's machine now:" in output
     assert "Traceback" not in output

@@ -83,8 +83,8 @@ def test_a_rank_without_memory_and_then_killed_in_one_call_costs_nothing(run, un
     method, _, model = call.partition(" ")
     faults.write_text(f"CALL, MODEL, RUN = {method!r}, {model!r}, {str(tmp_path / 'run')!r}\n{FAULTS}")
     output = run(tmp_path / "run", f"actor_rollout_ref.model.external_lib={faults}")
-    assert f"starting again from the last checkpoint with {KEYS[call]}=" in output
-    assert f"train worker.{call}: the process of train-1 died" in output and "(restarts left: 0)" in output
+    assert f"starting again as the run began, without a checkpoint, with {KEYS[call]}=" in output
+    assert f"train worker.{method}: the process of train-1 died" in output and "(restarts left: 0)" in output
     ended = weights_and_moments(tmp_path / "run", 2)
     gaps = {name: float((undisturbed[name] - ended[name]).abs().max()) for name in ended if "exp_avg" not in name}
     assert max(gaps.values()) < 1e-6

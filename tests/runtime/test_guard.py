@@ -279,6 +279,7 @@ def test_a_driver_that_is_started_again_gets_the_signals_that_its_guard_gets(tmp
 import os, signal, sys, time
 from pathlib import Path
 from hybridrl.runtime import guard
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # whatever it inherits
 fork = os.fork
 def slow():
     child = fork()
