@@ -178,8 +178,8 @@ class TrainWorker:
         return learner.update(batch, mini_batches, losses.critic_objective(learner, section), section.grad_clip, step)
 
     def _begin_updates(self, step: int, name: str, against: str = "") -> None:
-        """Derive dropout's random numbers from seed, step and rank, so that a resumed run repeats them; the ranks of a
-        tensor group have the same numbers."""
+        """Bring the models to the device, and derive dropout's random numbers from seed, step and rank, so that a
+        resumed run repeats them; the ranks of a tensor group have the same numbers."""
         self._on_device(name, against)
         torch.manual_seed(training_seed(self.config.seed, step, self.rank // self.models[name].tensor_ranks))
 
