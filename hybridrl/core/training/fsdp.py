@@ -21,7 +21,7 @@ from hybridrl.core.training.model import LanguageModel, ValueModel, new_head, wi
 ALIGNMENT = 64  # bytes, as in torch's own CPU allocator
 
 
-Model = TypeVar("Model", LanguageModel, ValueModel)
+Model = TypeVar("Model", bound=LanguageModel | ValueModel)
 
 
 def shard(model: Model, config: FSDPConfig, meshes: Layout, *, offloaded: bool = False) -> Model:
