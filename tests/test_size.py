@@ -11,25 +11,25 @@ PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.
 LINES = {
     ".": 346,
-    "agents": 6954,
+    "agents": 6958,
     "checkpoint": 1986,
-    "compat": 3222,
-    "config": 4366,
+    "compat": 3224,
+    "config": 4371,
     "core": 13130,
     "data": 1740,
     "doctor": 4542,
     "environments": 180,
-    "evaluation": 2227,
+    "evaluation": 2226,
     "health": 1016,
     "model_merger": 736,
     "report": 2493,
-    "rewards": 3088,
-    "runs": 3078,
-    "runtime": 1565,
+    "rewards": 3090,
+    "runs": 3069,
+    "runtime": 1563,
     "tracking": 1912,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 52581
+TOTAL = 52582
 FILES = {"core": 71, "hybridrl": 250}
 KEYS = 427  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

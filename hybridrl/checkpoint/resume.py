@@ -27,7 +27,7 @@ from hybridrl.config.findings import show
 from hybridrl.plugins import load as plugin
 
 Log = Callable[[str], None]
-Verdict = Literal["free", "needs_allow", "impossible"]
+ChangeVerdict = Literal["free", "needs_allow", "impossible"]
 
 CONFIG = "config.yaml"
 
@@ -147,7 +147,7 @@ def _from_path(path: str, log: Log) -> Checkpoint:
     if store.is_verl(step):
         faults, checkpoint = plugin("verl.checkpoint").verl_faults(step), Checkpoint(store.step_number(step), step, {})
     else:
-        faults, checkpoint = store.check(step), store.read_checkpoint(step)
+        faults, checkpoint = store.damage_of(step), store.read_checkpoint(step)
     if lack := store.lacks(step):
         raise ConfigError(f"{key}: {lack}; no run resumes without the weights in shards", fix="name another checkpoint")
     fatal = [fault for fault in faults if fault.partition(":")[0].endswith((store.STATE, SHARDS))]
@@ -202,7 +202,7 @@ class ConfigChange:
     key: str
     old: Any
     new: Any
-    verdict: Verdict = "free"
+    verdict: ChangeVerdict = "free"
     why: str = ""
 
     def __str__(self) -> str:
@@ -226,7 +226,7 @@ def config_changes(
     ]
     changes = []
     for key in dict.fromkeys([*differing, *impossible, *([] if same_rows else [ROWS])]):
-        verdict: Verdict = "free"
+        verdict: ChangeVerdict = "free"
         why = ""
         if key in impossible:
             verdict, why = "impossible", impossible[key]
@@ -354,7 +354,7 @@ def fingerprint(*values: object, default: Callable[[object], str] | None = None)
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=default).encode()).hexdigest()[:32]
 
 
-def digest(*values: object) -> str:
+def sample_hash(*values: object) -> str:
     """Return the shorter hash that an evaluation uses to look up its samples."""
     return fingerprint(*values, default=str)[:20]
 

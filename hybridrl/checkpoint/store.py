@@ -90,7 +90,7 @@ def resumable(directory: Path) -> list[Checkpoint]:
     return [saved for saved in list_checkpoints(directory) if not lacks(saved.path)]
 
 
-def check(path: Path) -> list[str]:
+def damage_of(path: Path) -> list[str]:
     """Return the faults of a checkpoint: that it is not healthy, and each damaged file."""
     damaged, checkpoint = faults(path), read_checkpoint(path)
     if checkpoint is None:
@@ -118,7 +118,7 @@ def newest_good(directory: Path, log: Callable[[str], None]) -> Checkpoint | Non
             continue
         abandoned = path in checkpoints and path not in current
         lack = "the run has since gone back to an earlier checkpoint" if abandoned else lacks(path)
-        reasons = [lack] if lack else check(path)
+        reasons = [lack] if lack else damage_of(path)
         if path in checkpoints and not reasons:
             return checkpoints[path]
         log(f"{path} is skipped: {'; '.join(reasons[:3])}{'; and more' if len(reasons) > 3 else ''}")

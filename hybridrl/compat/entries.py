@@ -71,12 +71,12 @@ class Entry:
         return self.why or " ".join(f"{name}={show(value)}" for name, value in self.sets.items())
 
 
-def combined(keys: str, meaning: str, sets: dict[str, Any], **options: Any) -> Entry:
+def combined_entry(keys: str, meaning: str, sets: dict[str, Any], **options: Any) -> Entry:
     """An entry of keys that count together, once all are known; a `meaning` where values are computed."""
     return Entry("combined", keys.split(), meaning, sets=sets, **options)
 
 
-def number(text: Any) -> Any:
+def parse_number(text: Any) -> Any:
     """An integer if it is one, else a float. Raises ValueError."""
     value = float("" if isinstance(text, bool) else text)
     return int(value) if value.is_integer() else value
@@ -97,7 +97,7 @@ class Look:
         value = self._find(key, usual)
         self.read += [key] * (key not in self.read)
         try:
-            return number(value)
+            return parse_number(value)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{key}={show(value)}") from error
 
@@ -131,7 +131,7 @@ def _batch_of_sync(step: Any, values: Mapping[str, Any]) -> str:
     if values.get(MODE) != "separate_async":
         return ""
     try:
-        batch = number(step) * number(values[MINI])
+        batch = parse_number(step) * parse_number(values[MINI])
     except (TypeError, ValueError):
         return f"set {BATCH} and {MINI} to numbers"
     return "" if batch == values[BATCH] else f"set {BATCH}={batch}"
@@ -142,7 +142,7 @@ def shared_rows(part: str, model: str, keys: str) -> Entry:
     size, packed = f"{part}.ulysses_sequence_parallel_size", f"{model}.use_remove_padding"
     sets: dict[str, Any] = {size: lambda of: of.value, packed: True}
     drops = {packed: False}
-    return combined(keys, f"{size} = its value, with packed rows", sets, silent=[1], drops=drops, is_same=True)
+    return combined_entry(keys, f"{size} = its value, with packed rows", sets, silent=[1], drops=drops, is_same=True)
 
 
 def _of_engines(part: str, model: str) -> list[Entry]:
@@ -151,9 +151,9 @@ def _of_engines(part: str, model: str) -> list[Entry]:
     decay, least = f"{optim}.lr_scheduler_type", f"{optim}.min_lr_ratio"
     return [
         shared_rows(part, model, " ".join(f"{part}.{name}_parallel_size" for name in names)),
-        combined(f"{optim}.decay_type", f"{decay} = its value", {decay: lambda of: of.value}, is_same=True),
+        combined_entry(f"{optim}.decay_type", f"{decay} = its value", {decay: lambda of: of.value}, is_same=True),
         *(
-            combined(
+            combined_entry(
                 f"{optim}.{name}",
                 f"{least} = its value / lr",
                 {least: lambda of, name=name: float(f"{of(f'{optim}.{name}') / of(f'{optim}.lr'):g}")},
@@ -170,7 +170,7 @@ def _schedule_of_engine(engine: str, schedule: str) -> Entry:
     sets = {f"{part}.optim.lr_scheduler_type": schedule for part in ("actor_rollout_ref.actor", "critic")}
     why = "training runs on FSDP2, with that engine's schedule unless the command names one"
     names = "model_engine *.model_engine actor_rollout_ref.actor.strategy critic.strategy"
-    return combined(names, why, sets, when=f"^{engine}$", usual=True)
+    return combined_entry(names, why, sets, when=f"^{engine}$", usual=True)
 
 
 # A later one wins, and what the command or its file sets by hybridrl's name stays.
@@ -180,11 +180,13 @@ OF_VERL = [
     *_of_engines("actor_rollout_ref.actor", "actor_rollout_ref.model"),
     *_of_engines("critic", "critic.model"),
     # Whether the engine can sleep at all; a command may turn that off and still ask for it.
-    combined(f"{ROLLOUT}.enable_sleep_mode", "", {f"{ROLLOUT}.free_cache_engine": False}, silent=[True]),
-    combined("async_training.partial_rollout", "", {MODE: "colocate_async"}, when="^(?i:true)$"),
+    combined_entry(f"{ROLLOUT}.enable_sleep_mode", "", {f"{ROLLOUT}.free_cache_engine": False}, silent=[True]),
+    combined_entry("async_training.partial_rollout", "", {MODE: "colocate_async"}, when="^(?i:true)$"),
     # One step off is all that it says by itself; fully_async says more.
-    combined("actor_rollout_ref.hybrid_engine", "", {MODE: "separate_async", BOUND: 1, BYPASS: True}, silent=[True]),
-    combined(
+    combined_entry(
+        "actor_rollout_ref.hybrid_engine", "", {MODE: "separate_async", BOUND: 1, BYPASS: True}, silent=[True]
+    ),
+    combined_entry(
         f"{STEPS} {BATCHES} {VERL_STALENESS}",
         f"separate_async with bypass_mode, {BATCH} = trigger_parameter_sync_step x require_batches x "
         "ppo_mini_batch_size, over_sample_rate = staleness_threshold, max_off_policy_threshold = that rounded up",
@@ -197,19 +199,19 @@ OF_VERL = [
         },
         drops={BATCH: 0, "data.gen_batch_size": 1},
     ),
-    combined(
+    combined_entry(
         ROLLOUT_STEPS,
         "trainer.total_training_steps = its value / (trigger_parameter_sync_step x require_batches x "
         "ppo_mini_batch_size), rounded down",
         {"trainer.total_training_steps": lambda of: of(ROLLOUT_STEPS) // (of(STEPS, 4) * of(BATCHES, 1) * of(MINI))},
     ),
-    combined(
+    combined_entry(
         "async_training.use_rollout_log_probs actor_rollout_ref.actor.use_rollout_log_probs",
         f"{BYPASS} = its value",
         {BYPASS: lambda of: of.value},
         is_same=True,
     ),
-    combined("async_training.compute_prox_log_prob", "", {BYPASS: False}, silent=[False]),
+    combined_entry("async_training.compute_prox_log_prob", "", {BYPASS: False}, silent=[False]),
     Entry(
         "rejected",
         ["trainer.v1.separate_async.parameter_sync_step"],
@@ -228,7 +230,7 @@ LOW, HIGH = f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"
 def _mask(metric: str, statistic: str, name: str, low: float, high: float) -> Entry:
     """A mask whose bounds are of the trainer's probability over the engine's; those of k1 are of the inverse."""
     least, most = f"{OFF_POLICY}.{name}_mask_low", f"{OFF_POLICY}.{name}_mask_high"
-    return combined(
+    return combined_entry(
         f"{OFF_POLICY}.sequence_mask_metric",
         f"{CORRECTION}.rollout_rs={statistic}, between 1 / {name}_mask_high and 1 / {name}_mask_low",
         {
@@ -241,7 +243,7 @@ def _mask(metric: str, statistic: str, name: str, low: float, high: float) -> En
 
 OF_SKYRL = [
     shared_rows(ACTOR, "actor_rollout_ref.model", "trainer.policy.megatron_config.context_parallel_size"),
-    combined(
+    combined_entry(
         "trainer.placement.colocate_all",
         "separate_async with a bound of 0, and num_engines x data_parallel_size x tensor_parallel_size devices for "
         "rollout, divided over the machines",
@@ -257,14 +259,14 @@ OF_SKYRL = [
         },
         silent=[True],
     ),
-    combined(
+    combined_entry(
         f"trainer.fully_async.enabled {SKYRL_STALENESS}",
         "separate_async, max_off_policy_threshold = max_staleness_steps",
         {MODE: "separate_async", BOUND: lambda of: of(SKYRL_STALENESS, 4)},
         silent=[False],
     ),
     # A token's loss is weighted by its ratio to the engine's probability, and 0 outside the clip range.
-    combined(
+    combined_entry(
         "trainer.algorithm.policy_loss_type",
         f"{CORRECTION}: bypass_mode, loss_type=reinforce, rollout_is=token, a threshold of the clip range around 1",
         {
@@ -319,42 +321,42 @@ FOR_ROLLOUT = {
 
 OF_AREAL = [
     *(
-        combined(f"sglang.{name}", f"{key} = its value", {key: lambda of: of.value if of.serves_sglang else None})
+        combined_entry(f"sglang.{name}", f"{key} = its value", {key: lambda of: of.value if of.serves_sglang else None})
         for name, key in SERVER_ARGS.items()
     ),
-    combined(
+    combined_entry(
         "sglang.disable_radix_cache",
         f"{ROLLOUT}.enable_prefix_caching=false",
         {f"{ROLLOUT}.enable_prefix_caching": lambda of: False if of.serves_sglang else None},
         silent=[False],
     ),
-    combined(
+    combined_entry(
         AREAL_STALENESS,
         "colocate_async, with max_off_policy_threshold at its value",
         {MODE: "colocate_async", BOUND: lambda of: of(AREAL_STALENESS)},
         silent=[0],
     ),
-    combined(
+    combined_entry(
         "allocation_mode",
         f"separate_async, with the devices of both parts and max_off_policy_threshold={AREAL_STALENESS}",
         SEPARATE | FOR_TRAINING | FOR_ROLLOUT,
         when=rf"^{ENGINES}\+{TRAINER}$",
     ),
-    combined(
+    combined_entry(
         "rollout.backend",
         f"separate_async, with these devices for rollout and max_off_policy_threshold={AREAL_STALENESS}",
         SEPARATE | FOR_ROLLOUT,
         when=rf"^{ENGINES}$",
     ),
-    combined("actor.backend", "the devices for training, and their division", FOR_TRAINING, when=rf"^{TRAINER}$"),
-    combined("critic.backend", "the division of the critic", _divided("critic", "fsdp"), when=rf"^{TRAINER}$"),
+    combined_entry("actor.backend", "the devices for training, and their division", FOR_TRAINING, when=rf"^{TRAINER}$"),
+    combined_entry("critic.backend", "the division of the critic", _divided("critic", "fsdp"), when=rf"^{TRAINER}$"),
     Entry(
         "rejected",
         ["actor.backend", "critic.backend"],
         "only devices in one group, such as megatron:d4t2e2, are translated; write it so",
         when=rf"^(?!{TRAINER}$)(megatron|archon)",
     ),
-    combined(
+    combined_entry(
         "rollout.scheduling_strategy.type actor.scheduling_strategy.type",
         "",
         {MODE: "colocate_async"},

@@ -46,7 +46,7 @@ class SkyRLEnvironment(Environment):
             self.environment.close()
 
 
-def names() -> Collection[str]:
+def environment_names() -> Collection[str]:
     """The environments of `skyrl_gym`, its own and those that `register` added; none if it is not installed."""
     return _registration().registry if importlib.util.find_spec("skyrl_gym") else ()
 

@@ -3,12 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.config.schema import EvaluationConfig, PPOConfig, SFTConfig
+from hybridrl.config.schema import EvaluationConfig, PPOConfig, SFTConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from hybridrl.config.load import load_ppo_config, load_sft_config
 
-__all__ = ["ConfigError", "EvaluationConfig", "PPOConfig", "SFTConfig", "load_ppo_config", "load_sft_config"]
+__all__ = [
+    "ConfigError", "EvaluationConfig", "PPOConfig", "SFTConfig", "TrainingConfig", "load_ppo_config", "load_sft_config",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -147,7 +147,7 @@ _POLICY_LOSSES = (
     PolicyLoss("sapo", f"{_LOSSES}:sapo", _TAU, {}, True, _BY_ROW, paper="2511.20347"),
     PolicyLoss("geo_mean", f"{_LOSSES}:geo_mean", _WINDOW, {}, False, _BY_ROW, "log_ratio", paper="2507.20673"),
     PolicyLoss("gmpo", f"{_LOSSES}:geo_mean", _WINDOW, {}, False, _BY_ROW, "log_ratio", paper="2507.20673"),
-    PolicyLoss("gpg", f"{_LOSSES}:gpg", (), {}, True, paper="2504.02546"),
+    PolicyLoss("gpg", f"{_LOSSES}:group_policy_gradient", (), {}, True, paper="2504.02546"),
     PolicyLoss(
         "clip_cov", f"{_LOSSES}:clip_cov", _WINDOW, _CLIP_COV, True, None, "ratio",
         f"{_LOSSES}:select_clipped", paper="2505.22617"

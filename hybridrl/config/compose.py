@@ -22,7 +22,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 
 from hybridrl import plugins
 from hybridrl.config.findings import ConfigError, Finding, Findings, nearest, show
-from hybridrl.config.schema import EvaluationConfig, PPOConfig, SFTConfig
+from hybridrl.config.schema import EvaluationConfig, PPOConfig, SFTConfig, TrainingConfig
 from hybridrl.config.values import MISSING, Plain, hints, holds, leaves, tree, value_keys, value_of
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -46,7 +46,7 @@ def save_config(text: str, path: Path) -> None:
     written.replace(path)
 
 
-def as_yaml(config: PPOConfig | SFTConfig | EvaluationConfig, section: str = "") -> str:
+def as_yaml(config: TrainingConfig | EvaluationConfig, section: str = "") -> str:
     """The configuration, or a section or key of it, as YAML. Raises ConfigError for an unknown name."""
     values: Any = asdict(config)
     for name in filter(None, section.split(".")):
@@ -82,7 +82,7 @@ def usual_value(schema: type, key: str) -> Any:
 
 def composed(file: Path, arguments: list[str]) -> DictConfig:
     """Compose a file, the files in its defaults, and overrides. Raises ConfigError."""
-    state = state_of(file.parent) | state_of(CONF)
+    state = files_state(file.parent) | files_state(CONF)
     values = [text for text in arguments if text.startswith("++") and not text.startswith("++hydra.")]
     choices = tuple(text for text in arguments if text not in values)
     with suppress(HydraException, OmegaConfBaseException):  # Hydra itself reports the error
@@ -339,7 +339,7 @@ def plain_values(
 
 def custom_values(file: Path) -> dict[str, Any]:
     """The values of a custom file and its defaults, by key; empty for a shipped file. Raises ConfigError."""
-    return {} if file.parent == CONF else written_in(file, state_of(file.parent))
+    return {} if file.parent == CONF else written_in(file, files_state(file.parent))
 
 
 @functools.lru_cache(maxsize=1)
@@ -349,7 +349,7 @@ def written_in(file: Path, state: frozenset) -> dict[str, Any]:
     return leaves(cast(dict, OmegaConf.to_container(composed(file, []))))
 
 
-def state_of(directory: Path) -> frozenset[tuple[Path, int]]:
+def files_state(directory: Path) -> frozenset[tuple[Path, int]]:
     """The configuration files in a directory and its groups, with the times of their last changes."""
     files = [*directory.glob("*.yaml"), *directory.glob("*/*.yaml")]
     return frozenset((file, file.stat().st_mtime_ns) for file in files if file.is_file())

@@ -238,7 +238,7 @@ def one_or_more(value: list[str]) -> ValueFault | None:
     return None if value else ValueFault("name one file or more: [a.jsonl, b.parquet]", absent=True)
 
 
-def row_files(value: list[str]) -> ValueFault | None:
+def row_entries(value: list[str]) -> ValueFault | None:
     """A rule: existing files, patterns or directories, hub names, or entries of a plug-in."""
     return next((ValueFault(cause, absent=True) for entry in value if (cause := _missing_rows(entry))), None)
 
@@ -385,9 +385,9 @@ def _missing_parent(path: Path) -> str:
     return f" ({missing[-1]} does not exist)" if missing else ""
 
 
-TrainFiles = Annotated[list[str], one_or_more, row_files]
-RowNames = Annotated[list[str], row_files]
-Model = Annotated[str, model_path]
+TrainFiles = Annotated[list[str], one_or_more, row_entries]
+RowNames = Annotated[list[str], row_entries]
+ModelPath = Annotated[str, model_path]
 ModelOrTokenizer = Annotated[str, path_or_hub]
-Adapter = Annotated[str, adapter_path]
+AdapterPath = Annotated[str, adapter_path]
 Script = Annotated[str, script_file]

@@ -29,7 +29,7 @@ from hybridrl.config.compose import (
     usual_value,
 )
 from hybridrl.config.findings import ConfigError, Findings, nearest, show
-from hybridrl.config.schema import PPOConfig, SFTConfig
+from hybridrl.config.schema import PPOConfig, SFTConfig, TrainingConfig
 from hybridrl.config.schema_parts import RolloutConfig
 from hybridrl.config.values import MISSING, Plain, Reading, holds, leaves, tree, value_keys, value_of
 
@@ -177,7 +177,7 @@ def read_config(
 
 def _gpus(config: object) -> int:
     """The GPUs per machine that a configuration requests, at least those of one engine; 0 if unknown."""
-    assert isinstance(config, PPOConfig | SFTConfig)
+    assert isinstance(config, TrainingConfig)
     width = config.actor_rollout_ref.rollout.tensor_model_parallel_size if isinstance(config, PPOConfig) else 1
     return config.trainer.n_gpus_per_node or (width if width > 1 else 0)
 
@@ -206,7 +206,7 @@ def explain_keys(config_name: str, chosen: str, first: tuple[str, ...], width: i
     return "\n".join(lines).lstrip("\n")
 
 
-def changed_values(config: PPOConfig | SFTConfig, plain: Plain) -> str:
+def changed_values(config: TrainingConfig, plain: Plain) -> str:
     """The keys that differ from the shipped values, a line each in the form of a command, without keys that only follow
     another: first the user's, from command line or file, then those chosen here for model, machine and other keys.
     `plain`: the values before they were resolved."""
@@ -230,7 +230,7 @@ def changed_values(config: PPOConfig | SFTConfig, plain: Plain) -> str:
     return "\n".join(line for part in parts for line in part)
 
 
-def hyperparameters(config: PPOConfig | SFTConfig) -> dict[str, bool | int | float | str]:
+def hyperparameters(config: TrainingConfig) -> dict[str, bool | int | float | str]:
     """The single values that differ from the shipped ones, by key, without directories: the differences between
     runs."""
     usual = leaves(shipped(SHIPPED[type(config)]).values)

@@ -7,7 +7,7 @@ constructor takes one of these sections or plain values.
 from typing import Annotated, Any, Literal
 
 from hybridrl.config import values
-from hybridrl.config.files import Adapter, Model, ModelOrTokenizer, RowNames, Script, TrainFiles
+from hybridrl.config.files import AdapterPath, ModelOrTokenizer, ModelPath, RowNames, Script, TrainFiles
 from hybridrl.config.schema_parts import (
     AlgorithmConfig,
     EvalConfig,
@@ -32,7 +32,7 @@ class LoRAConfig(Section):
     lora_alpha: values.Natural
     target_modules: list[str]
     exclude_modules: list[str]
-    lora_adapter_path: Adapter | None
+    lora_adapter_path: AdapterPath | None
     lora: FurtherLoRAConfig
 
 
@@ -79,7 +79,7 @@ class DataConfig(RowsConfig):
 
 
 class ModelConfig(LoRAConfig):
-    path: Model
+    path: ModelPath
     tokenizer_path: ModelOrTokenizer | None
     trust_remote_code: bool
     external_lib: list[str]
@@ -96,7 +96,7 @@ class OptimizerConfig(Section):
     betas: Annotated[list[values.Decay], values.pair]
     weight_decay: values.NonNegative
     skip_zero_gradient: bool
-    lr_scheduler_type: values.Schedule
+    lr_scheduler_type: values.ScheduleName
     lr_warmup_steps: float | None
     lr_warmup_steps_ratio: values.Share
     min_lr_ratio: values.Share | None
@@ -186,7 +186,7 @@ class ReferenceFSDPConfig(Section):
 
 
 class ReferenceModelConfig(Section):
-    path: Model
+    path: ModelPath
 
 
 class ReferenceConfig(Section):
@@ -383,3 +383,6 @@ class SFTConfig(Section):
     @property
     def devices_per_machine(self) -> int:
         return self.trainer.n_gpus_per_node or 1
+
+
+TrainingConfig = PPOConfig | SFTConfig

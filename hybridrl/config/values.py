@@ -163,7 +163,7 @@ DIAGNOSES = (
 )  # fmt: skip
 SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 # Includes the names of transformers, of verl's other engines and of Megatron.
-Schedule = Annotated[
+ScheduleName = Annotated[
     str,
     name_or_function(SCHEDULES),
     Means({

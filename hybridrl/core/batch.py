@@ -35,9 +35,10 @@ ROW, PROMPT, RESPONSE = ({"axis": axis} for axis in ("row", "prompt", "response"
 @dataclass
 class Batch:
     """Packed rows. `position` is the prompt's index in the run's seeded order, `sample` the number within its group.
-    Rows of the same prompt have the same `group`, and are neighbours. So are the rows of one `episode`, which has
-    several if its context was replaced; None: one row per episode. `rewards` is the scorer's scalar (a response without
-    a score is not in the batch), `token_rewards` the estimator's input: the score on the last token, less any KL.
+    Rows of the same prompt have the same `group`, and are neighbours. An episode has several rows if its context was
+    replaced: they have the same `episode`, and are neighbours; None: one row per episode.
+    `rewards` is the scorer's scalar (a response without a score is not in the batch), `token_rewards` the estimator's
+    input: the score on the last token, less any KL.
     """
 
     prompt_lengths: Tensor = field(metadata=ROW)  # [B] int64
@@ -59,7 +60,7 @@ class Batch:
     # bool: the policy wrote this token, trained on or not; None: that is the response mask
     sampled: Tensor | None = field(default=None, metadata=RESPONSE)
     rollout_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
-    # int32: age, in steps, of the weights that sampled a token, at the start of the step; None: the step's own weights.
+    # int32: how many steps old the weights that sampled a token were when this step began; None: its own weights.
     staleness: Tensor | None = field(default=None, metadata=RESPONSE)
     old_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
     reference_log_probs: Tensor | None = field(default=None, metadata=RESPONSE)
@@ -100,14 +101,14 @@ class Batch:
         return torch.repeat_interleave(rows, self.response_lengths)
 
     @property
-    def written(self) -> Tensor:
+    def sampled_mask(self) -> Tensor:
         """Return the mask of the response tokens that the policy wrote; tokens of an environment are excluded."""
         return required(self.response_mask) if self.sampled is None else self.sampled
 
     @property
-    def written_lengths(self) -> Tensor:
+    def sampled_lengths(self) -> Tensor:
         """Return the number of tokens of each row that the policy wrote [B]."""
-        return self.per_row(self.written.long())
+        return self.per_row(self.sampled_mask.long())
 
     @property
     def last_tokens(self) -> Tensor:

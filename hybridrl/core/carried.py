@@ -1,4 +1,4 @@
-"""Fields that travel with a response: a table of declarations by name, which other distributions extend.
+"""Fields that travel with a response: a table of declarations by name, which other packages extend.
 
 Everything that holds responses (completions, turns, rows, batches, model inputs, the spool and checkpoints) has one
 mapping `carried` from names to arrays and looks the names up in the table. A further field needs a declaration, code
@@ -30,8 +30,8 @@ class Carried:
 
     Turns whose context only grows are one row. With the join "last" the row has the value of the last turn that has the
     field; this value covers the whole row. Other values are concatenated: a turn has values for the tokens that it
-    added to the context (axis "response": for the tokens that the policy wrote). "places" also adds the number of
-    tokens before the turn: a turn counts places from its own first token, a row from the row's first token.
+    added to the context (axis "response": for the tokens that the policy wrote). With "places" the values are places
+    of tokens, counted from the turn's first token; the row's values count from the row's first token.
     """
 
     axis: Literal["row", "prompt", "response", "token", "items"]  # one value per row or token; any number of items

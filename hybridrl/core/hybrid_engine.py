@@ -48,7 +48,7 @@ class HybridEngine:
         self.watch = Stopwatch()
         self.memory: dict[str, float] = {}
         self.rebuilding = threading.Lock()  # the client rebuilds servers in threads
-        self.check_memory: Callable[[], None] = lambda: None  # raises if a step with engines that are awake needs more
+        self.check_memory: Callable[[], None] = lambda: None  # raises if awake engines leave too little memory
         self._enter(Mode.TRAINING)
 
     @property

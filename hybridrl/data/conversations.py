@@ -238,7 +238,7 @@ def _texts(row: DataRow, config: SFTDataConfig, faults: Faults) -> tuple[str, st
     )
 
 
-def to_batch(conversations: Sequence[Conversation]) -> Batch:
+def conversation_batch(conversations: Sequence[Conversation]) -> Batch:
     """Return conversations as rows: the tokens before the first token with loss are the prompt."""
     starts = [max(conversation.loss_mask.index(1), 1) for conversation in conversations]
     pairs = list(zip(conversations, starts, strict=True))

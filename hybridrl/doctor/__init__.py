@@ -91,13 +91,13 @@ class Command:
             if not self.rejection:
                 print_text(f"error: {error}", error=True)
                 if options.json:
-                    show(result, as_json=True)
+                    print_result(result, as_json=True)
                 return EXIT_REJECTED
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             return EXIT_INTERRUPTED
         with ended_by_closed_pipe():
-            return show(result, as_json=options.json)
+            return print_result(result, as_json=options.json)
 
 
 def argument(*names: str, **options: Any) -> CommandArgument:
@@ -128,7 +128,7 @@ def resolve(options: argparse.Namespace, *, offline: bool = False) -> ResolvedCo
     return resolve_config(PPOConfig, options.overrides, options.config_name, options.config_path, offline=offline)
 
 
-def load_config(directory: Path, *, offline: bool = False) -> PPOConfig:
+def config_of_run(directory: Path, *, offline: bool = False) -> PPOConfig:
     """Return a run's configuration; keys that are newer than the run have their defaults. `offline`: whether or not
     this machine could run it."""
     with tempfile.TemporaryDirectory() as place:
@@ -143,7 +143,7 @@ def load_config(directory: Path, *, offline: bool = False) -> PPOConfig:
     return config
 
 
-def show(result: Any, *, as_json: bool) -> int:
+def print_result(result: Any, *, as_json: bool) -> int:
     """Print a result for people or for programs, and return the exit status."""
     if isinstance(result, Findings):
         data = {"refused": bool(result.errors), "findings": mask_values(list(map(asdict, result.items)))}

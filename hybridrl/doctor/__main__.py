@@ -167,7 +167,7 @@ COMMANDS = {
             argument("--data-source", metavar="NAME", default="", help="for rows that name none"),
             REWARD_KEYS,
         ],
-        "hybridrl.doctor.reward:compare",
+        "hybridrl.doctor.reward:compare_scores",
         "Rows hold a response (output, solution_str, response or prediction), its ground truth (gts, ground_truth or "
         "reward_model) and may hold data_source, extra_info and score: the samples that trainer.rollout_data_dir keeps "
         "are such rows.",

@@ -31,8 +31,8 @@ from hybridrl.core.cluster.session import (
     RayMachine,
     RaySession,
     describe_room,
+    existing_ray,
     join_command,
-    joined,
     missing_machines,
     read_machines,
     request_of,
@@ -174,7 +174,7 @@ def _probe(
                 measured[name][NETWORK] = reason
         here = machine_facts("cpu", paths)
         driver = {fact: here[fact] for fact in (*OF_DRIVER, *paths)}
-        findings.add(*compare({DRIVER: driver} | measured).items)
+        findings.add(*compare_machines({DRIVER: driver} | measured).items)
         return findings
     finally:
         for actor in actors:
@@ -303,10 +303,10 @@ RULES = {
 }
 
 
-def compare(machines: Mapping[str, Facts]) -> Findings:
+def compare_machines(machines: Mapping[str, Facts]) -> Findings:
     """Judge the facts of all machines, by their names: a table, and what differs or fails with its fix."""
     findings = Findings()
-    findings.info("cluster.facts", f"{', '.join(machines)}\n{table(machines)}")
+    findings.info("cluster.facts", f"{', '.join(machines)}\n{facts_table(machines)}")
     for fact, holders in _values(machines).items():
         if rule := RULES.get(fact):
             for value, names in holders.items():
@@ -340,7 +340,7 @@ def _compare_paths(fact: str, holders: Mapping[Any, str], findings: Findings) ->
         findings.error("cluster.paths", f"{fact} has different contents: {_listed(holders)}", fix)
 
 
-def table(machines: Mapping[str, Facts]) -> str:
+def facts_table(machines: Mapping[str, Facts]) -> str:
     """Return one line per fact: the value that all machines share, or each value with its machines, marked by `!`."""
     values = _values(machines)
     width = max(map(len, values), default=0)
@@ -382,7 +382,7 @@ def run(options: argparse.Namespace) -> Findings:
         config = resolved.config
         pools = {"trainer": (config.trainer.nnodes, config.trainer.n_gpus_per_node or 1)}
         pools |= {"actor_rollout_ref.rollout": config.rollout_pool} if config.separate else {}
-        with findings.gathered("cluster.ray"), joined(config.ray_kwargs.ray_init):
+        with findings.gathered("cluster.ray"), existing_ray(config.ray_kwargs.ray_init):
             _check_room(config.trainer.device, pools, findings)
             path = Path(config.trainer.default_local_dir).expanduser().absolute()
             directory = next(parent for parent in (path, *path.parents) if parent.is_dir())

@@ -14,7 +14,7 @@ from pathlib import Path
 from hybridrl.checkpoint.store import LOCK, holder, step_directories
 from hybridrl.config import PPOConfig
 from hybridrl.config.findings import Findings
-from hybridrl.doctor.machine import installed
+from hybridrl.doctor.machine import version_of
 from hybridrl.doctor.rows import check_rows, check_template
 from hybridrl.doctor.start import KEY, check_devices, check_space, check_start
 from hybridrl.required import required
@@ -89,7 +89,7 @@ def check_extensions(findings: Findings) -> None:
             continue
         if ended.returncode:
             last = [f"exit status {ended.returncode}", *ended.stderr.strip().splitlines()][-1]
-            cause = f"{name} does not work with torch {installed('torch')} ({last:.160}), and "
+            cause = f"{name} does not work with torch {version_of('torch')} ({last:.160}), and "
             cause += "models then fail to import"
             findings.warn("versions.extension", cause, f"{fix} (text models do not need it)")
 

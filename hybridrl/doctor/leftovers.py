@@ -119,7 +119,7 @@ def _machine(directory: Path) -> dict[str, object]:
     }
 
 
-def pack(directory: Path, target: Path, *, samples: bool = False) -> list[str]:
+def write_bundle(directory: Path, target: Path, *, samples: bool = False) -> list[str]:
     """Write the archive and return the names of its files."""
     names = []
     remember(RunDirectory(directory).config)
@@ -136,7 +136,7 @@ def pack(directory: Path, target: Path, *, samples: bool = False) -> list[str]:
 
 def bundle(options: argparse.Namespace) -> Result:
     target = options.out or Path(f"bundle-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
-    names = pack(options.directory, target, samples=options.samples)
+    names = write_bundle(options.directory, target, samples=options.samples)
     data = {"file": str(target), "size": target.stat().st_size, "contents": names}
     return Result(data, [f"{target} ({data['size'] / 1e3:.0f} kB): {', '.join(names)}"])
 

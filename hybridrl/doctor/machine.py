@@ -55,7 +55,7 @@ Find = Callable[[str], str | None]
 # -- versions ----------------------------------------------------------------------------------------------------------
 
 
-def installed(name: str) -> str | None:
+def version_of(name: str) -> str | None:
     """Return the version of a distribution."""
     try:
         return version(name)
@@ -63,7 +63,7 @@ def installed(name: str) -> str | None:
         return None
 
 
-def check_versions(device: str, findings: Findings, find: Find = installed, *, engine: str | None = None) -> None:
+def check_versions(device: str, findings: Findings, find: Find = version_of, *, engine: str | None = None) -> None:
     """Check that the installed versions fit the package's ranges, the engine's pins and each other. `find` looks them
     up. The engine is the one that is installed, if it is not given; with "" it may be missing."""
     versions = [f"{name} {there}" for name in SHOWN if (there := find(name))]
@@ -259,7 +259,7 @@ def check_gpus(
 
 def _check_build(gpus: list[Gpu], findings: Findings, cuda: str | None, architectures: list[str]) -> None:
     """Check that the installed torch has code for the GPUs, and their driver can run it."""
-    name, install = f"torch {installed('torch')}", install_command("torch", "cuda")
+    name, install = f"torch {version_of('torch')}", install_command("torch", "cuda")
     if cuda is None:
         findings.error("gpu.build", f"{name} is built for CPU", install, keys="trainer.device", value="cuda")
         return
@@ -329,13 +329,13 @@ def machine_facts(device: str, paths: Mapping[str, str]) -> Facts:
     top = Path(devices.__file__).parents[1]
     sources = ((file.relative_to(top).as_posix(), file) for file in sorted(top.rglob("*.py")))
     facts: Facts = {"Python": platform.python_version(), "hybridrl": _digest(sources)}
-    facts |= {name: installed(name) or "" for name in SHOWN}
+    facts |= {name: version_of(name) or "" for name in SHOWN}
     if device == "cuda":
         pynvml.nvmlInit()
         facts |= devices.libraries() | {"CUDA driver": pynvml.nvmlSystemGetDriverVersion()}
         pynvml.nvmlShutdown()
         facts["VLLM_NCCL_SO_PATH"] = os.environ.get("VLLM_NCCL_SO_PATH", "")
-    facts |= {key: fingerprint(path) for key, path in paths.items()}
+    facts |= {key: files_digest(path) for key, path in paths.items()}
     facts["memory free in GiB"] = round(devices.memory_left() / GIB, 1)
     # Ray's sockets are in /tmp whatever TMPDIR says, and compiled kernels and temporary files where it says.
     for name, places in ((TEMPORARY, {Path("/tmp"), Path(gettempdir())}), (SHARED_MEMORY, {SHARED})):
@@ -343,7 +343,7 @@ def machine_facts(device: str, paths: Mapping[str, str]) -> Facts:
     return facts
 
 
-def fingerprint(path: str) -> str | None:
+def files_digest(path: str) -> str | None:
     """Return a digest of a file, a module, or a model's files (of large ones: size and blocks); None if missing."""
     if Path(path).is_dir():
         files = sorted({*Path(path).glob("*"), *resolve_model(path).glob("*")})

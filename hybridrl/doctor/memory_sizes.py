@@ -117,7 +117,7 @@ def read_models(config: PPOConfig) -> Models:
     section, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     worker = ppo_worker_config(config, build_algorithm(config), Path(), steps=1)
     models = {
-        name: blank(entry.model, SECTIONS.get(name, name), values=entry.head == "value")
+        name: meta_model(entry.model, SECTIONS.get(name, name), values=entry.head == "value")
         for name, entry in worker.models.items()
         if entry.weights != "base"
     }
@@ -130,7 +130,7 @@ def read_models(config: PPOConfig) -> Models:
     return Models({name: ModelSizes(model, worker.models[name].fsdp) for name, model in models.items()}, buffer)
 
 
-def blank(config: ModelConfig, key: str, *, values: bool = False) -> PreTrainedModel:
+def meta_model(config: ModelConfig, key: str, *, values: bool = False) -> PreTrainedModel:
     """Build the model, with its adapter if it has one, on the meta device. Raises OSError without a config.json,
     ValueError or ConfigError if the model cannot be trained as configured."""
     with torch.device("meta"):  # where parameters are allocated first: 30 GB for the experts of one large layer

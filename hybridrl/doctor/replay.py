@@ -19,7 +19,7 @@ from hybridrl.core.batch import Batch, spans
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import TrainWorkers
-from hybridrl.doctor import Result, load_config
+from hybridrl.doctor import Result, config_of_run
 from hybridrl.runs.prepare import decoder_elsewhere
 from hybridrl.runs.ranks import training_ranks
 from hybridrl.runs.sample_log import read_batch, replays
@@ -43,7 +43,7 @@ def replay(directory: Path, step: int | None) -> list[dict[str, object]]:
         raise ConfigError(f"{directory}: {asked} of which the batch was kept ({', '.join(map(str, paths)) or 'none'})")
     step = max(paths) if step is None else step
     saved = weights_before(directory, step)
-    config = load_config(directory)
+    config = config_of_run(directory)
     batch = read_batch(paths[step])
     logs = directory / "replay" / "logs"
     logs.mkdir(exist_ok=True)
@@ -128,7 +128,7 @@ def described(batch: Batch, norms: list[float], decode: Callable[[list[int]], st
     for row in sorted(range(len(batch)), key=lambda row: -norms[row]):
         part = batch.select([row])
         places = spans(batch.response_lengths, batch.position.new_tensor([row]))
-        places = places[batch.written[places]]  # what the policy read has no log-prob of the engine
+        places = places[batch.sampled_mask[places]]  # what the policy read has no log-prob of the engine
         rows.append(
             {
                 "position": int(batch.position[row]),

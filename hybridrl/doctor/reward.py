@@ -31,7 +31,7 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.experience.trajectory import TRUNCATED
 from hybridrl.data.rows import DataRow, Faults, Rows, load_rows
 from hybridrl.data.tokenizer import as_object
-from hybridrl.doctor import load_config
+from hybridrl.doctor import config_of_run
 from hybridrl.required import required
 from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.rewards.process import ScorerDied
@@ -65,7 +65,7 @@ class Stored(NamedTuple):
     length: int
 
 
-def compare(options: argparse.Namespace) -> Findings:
+def compare_scores(options: argparse.Namespace) -> Findings:
     """Score the rows of a file, and compare with their scores and those of another reward. Raises ConfigError if they
     cannot be scored at all."""
     findings, bad_rows = Findings(), Faults(KEY)
@@ -250,7 +250,7 @@ def run_config(run: Path, findings: Findings) -> PPOConfig | None:
     if not (run / "config.yaml").is_file():
         return None
     try:
-        return load_config(run, offline=True)
+        return config_of_run(run, offline=True)
     except ConfigError as error:
         findings.warn("rescore.config", f"{run}/config.yaml cannot be used: {error}")
         return None

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
-from hybridrl.config import ConfigError, PPOConfig, SFTConfig
+from hybridrl.config import ConfigError, PPOConfig, SFTConfig, TrainingConfig
 from hybridrl.config.custom_code import attempt, import_libraries, publish_own_keys
 from hybridrl.config.files import HUB_NAME, is_sharded, resolve_model
 from hybridrl.config.findings import Finding, Findings
@@ -24,7 +24,7 @@ from hybridrl.config.values import PACKAGES
 from hybridrl.core.cluster.session import (
     RayMachine,
     describe_room,
-    joined,
+    existing_ray,
     missing_machines,
     read_machines,
     request_of,
@@ -57,7 +57,7 @@ COPIES = {"model": 1, "optimizer": 2, "hf_model": 1}
 TEXT_BYTES, SAMPLE_BYTES, WEIGHT_BYTES, TOKEN_BYTES, COMPRESSION = 4.5, 420, 6.5, 70, 3
 
 
-def check_run_start(config: PPOConfig | SFTConfig) -> None:
+def check_run_start(config: TrainingConfig) -> None:
     """Print the warnings of `check_start`; raises ConfigError with all of its errors."""
     findings = Findings()
     if check_start(config, findings):
@@ -117,7 +117,7 @@ def check_models(models: Iterable[tuple[str, str]], findings: Findings) -> None:
             findings.error("model.hub", f"{key}={name}: {cause}", fix, keys=key, value=name)
 
 
-def check_start(config: PPOConfig | SFTConfig, findings: Findings) -> bool:
+def check_start(config: TrainingConfig, findings: Findings) -> bool:
     """Check models, versions, machine and GPUs, and unless it is supervised the memory of each phase. Returns False
     if a model cannot be used: nothing else is checked then, as each part would ask the hub again, for a minute."""
     trainer, ray_init = config.trainer, config.ray_kwargs.ray_init
@@ -152,7 +152,7 @@ def check_start(config: PPOConfig | SFTConfig, findings: Findings) -> bool:
 
 def query_cluster(ray_init: dict[str, Any]) -> list[RayMachine]:
     """Join the existing Ray, read its machines, and leave. Raises ConfigError if it does not respond."""
-    with joined(ray_init):
+    with existing_ray(ray_init):
         return read_machines()
 
 
@@ -198,7 +198,7 @@ class Room:
     """The memory of this machine for a run with logs in that directory: its plan, against the memory of its processes
     and the free memory. Known for reinforcement learning on a CPU, in a Ray of its own, only."""
 
-    def __init__(self, config: PPOConfig | SFTConfig, logs: Path = Path()) -> None:
+    def __init__(self, config: TrainingConfig, logs: Path = Path()) -> None:
         self.config, self.logs, self.enough = config, [str(logs / "driver.log")], dict[bool, float]()
 
     def lack(self, *, saving: bool = True, share: float = 1) -> str:
@@ -236,7 +236,7 @@ def _lacking(config: PPOConfig, limit: float) -> Finding | None:
     return next((finding for finding in findings.items if finding.code == "memory.lack"), None)
 
 
-def check_space(config: PPOConfig | SFTConfig, findings: Findings, steps: int | None = None) -> None:
+def check_space(config: TrainingConfig, findings: Findings, steps: int | None = None) -> None:
     """Compare the disk with the checkpoints that are kept plus the one being written, and with the samples of the
     steps, if their number is known."""
 
@@ -291,7 +291,7 @@ def _step_bytes(data: DataConfig, responses: int, weighted: bool, with_tokens: i
     return written / COMPRESSION if written >= COMPRESSED else written
 
 
-def _checkpoint_bytes(config: PPOConfig | SFTConfig) -> int | None:
+def _checkpoint_bytes(config: TrainingConfig) -> int | None:
     """Estimate the size of a checkpoint; None if the models are not here or cannot be read, or only an
     adapter is saved."""
     total = 0

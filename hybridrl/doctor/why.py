@@ -43,18 +43,18 @@ class Verdict:
     command: str
 
 
-def check(run: RunDirectory, otherwise: str = "") -> str:
+def check_command(run: RunDirectory, otherwise: str = "") -> str:
     """Return the command that checks the configuration, tries its reward, and plans its memory. The doctor does not
     know supervised runs: theirs is the command to continue with a change."""
     command = f"python -m hybridrl.doctor -cp {named(run)} -cn config"
     return command if ACTORS in run.config else run.resume_command(otherwise)
 
 
-def bundle(run: RunDirectory) -> str:
+def bundle_command(run: RunDirectory) -> str:
     return f"python -m hybridrl.doctor bundle {named(run)}"
 
 
-def log(run: RunDirectory) -> str:
+def log_command(run: RunDirectory) -> str:
     """Return the command to show the log of the last record's process."""
     blamed = ACTOR.search(run.last_run[-1].text) if run.last_run else None
     return f"less +G {named(run)}/logs/{f'{blamed[1]}-{blamed[2]}' if blamed else '*'}.log"
@@ -79,25 +79,25 @@ def lower_rate(run: RunDirectory) -> str:
 
 # Code of an end -> what it means, and the command to continue with.
 ENDS: dict[str, tuple[str, Callable[[RunDirectory], str]]] = {
-    "device-memory": ("a device ran out of memory", lambda run: check(run, OPTIMIZER_ON_HOST)),
-    "host-memory": ("the machine ran out of memory", check),
+    "device-memory": ("a device ran out of memory", lambda run: check_command(run, OPTIMIZER_ON_HOST)),
+    "host-memory": ("the machine ran out of memory", check_command),
     "disk-full": ("the disk is full", lambda run: run.resume_command(FEWER_CHECKPOINTS)),
     "save-failed": ("a checkpoint could not be saved", RunDirectory.resume_command),
     "checkpoint-damaged": ("the checkpoint to resume from is damaged", listing),
     "worker-died": ("a process of the run died", RunDirectory.resume_command),
-    "worker-failed": ("a worker failed", bundle),
+    "worker-failed": ("a worker failed", bundle_command),
     "no-response": ("a process hung", RunDirectory.resume_command),
-    "engine-start": ("a rollout engine could not start", log),
-    "rollout-failed": ("responses could not be sampled", log),
-    "reward-faults": ("responses could not be scored", check),
-    "no-signal": ("there was nothing to learn from", check),
-    "nothing-to-learn-from": ("there was nothing to learn from", check),
+    "engine-start": ("a rollout engine could not start", log_command),
+    "rollout-failed": ("responses could not be sampled", log_command),
+    "reward-faults": ("responses could not be scored", check_command),
+    "no-signal": ("there was nothing to learn from", check_command),
+    "nothing-to-learn-from": ("there was nothing to learn from", check_command),
     "unhealthy": ("a diagnosis stopped it", lower_rate),
     "broken-updates": ("updates were not finite", lower_rate),
-    "stale-weights": ("an engine did not compute with the trainer's weights", bundle),
-    "disagreement": ("engine and trainer compute different log-probs", bundle),
-    "wrong-mode": ("the program is at fault", bundle),
-    "unexpected": ("the program is at fault", bundle),
+    "stale-weights": ("an engine did not compute with the trainer's weights", bundle_command),
+    "disagreement": ("engine and trainer compute different log-probs", bundle_command),
+    "wrong-mode": ("the program is at fault", bundle_command),
+    "unexpected": ("the program is at fault", bundle_command),
 }
 
 
@@ -155,7 +155,7 @@ def _killed(run: RunDirectory) -> Verdict:
         return Verdict("machine-restarted", f"the machine was restarted or lost power {where}", run.resume_command())
     if kills and before and before[0] is not None and kills > before[0]:
         cause = f"the driver was killed {where}; for lack of memory the kernel has killed {kills - before[0]} processes"
-        return Verdict("host-memory", f"{cause} since the run began", check(run))
+        return Verdict("host-memory", f"{cause} since the run began", check_command(run))
     if (free := shutil.disk_usage(run.path).free) < FULL_BYTES:
         cause = f"the disk is full ({free} bytes are free), so the end {run.place} could not be recorded"
         return Verdict("disk-full", cause, run.resume_command(FEWER_CHECKPOINTS))

@@ -3,13 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
-from hybridrl.checkpoint.resume import digest
+from hybridrl.checkpoint.resume import sample_hash
 from hybridrl.checkpoint.store import step_directories
 from hybridrl.config import ConfigError, EvaluationConfig
 from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.custom_code import publish_own_keys
 from hybridrl.config.schema_parts import EvalConfig
-from hybridrl.core.cluster.failures import typed
+from hybridrl.core.cluster.failures import typed_errors
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import read_responses
 from hybridrl.evaluation.config import describe_sampling
@@ -39,7 +39,7 @@ COMPARE_KEY, MODEL_KEY = "eval.compare", "actor_rollout_ref.model.path"
 STORED = Sampling(0, ())  # stands for the unknown sampling of stored responses
 
 
-@typed("the evaluation")
+@typed_errors("the evaluation")
 def evaluate(config: EvaluationConfig, sessions: Sessions, merge: Merge) -> float:
     """Evaluate the models that the configuration names, print the tables, and return the share of faults."""
     settings, keep_best, other = config.eval, config.trainer.keep_best_ckpt, None
@@ -105,7 +105,7 @@ def score_stored(config: EvaluationConfig, baseline: Evaluated | None = None) ->
     directory = open_directory(settings.output_dir or default, "eval.output_dir")
     reward, planned = reward_digest(config.reward), []
     for question, texts in zip(questions, responses, strict=True):
-        needed = plan([question], {question.dataset: len(texts)}, STORED, None, 0, Origin(digest(texts), reward))
+        needed = plan([question], {question.dataset: len(texts)}, STORED, None, 0, Origin(sample_hash(texts), reward))
         filled = [replace(blank_sample(item), response=text) for item, text in zip(needed, texts, strict=True)]
         planned += zip(needed, filled, strict=True)
     with SampleFile(directory / SAMPLES, resume=settings.resume) as file:

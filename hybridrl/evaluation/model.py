@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl import plugins
-from hybridrl.agents.endpoint.episodes import load_files, runs_episodes
-from hybridrl.agents.endpoint.episodes import start as start_episodes
+from hybridrl.agents.endpoint.episodes import load_episode_files, runs_episodes, start_episodes
 from hybridrl.agents.environments.conversations import Conversations
-from hybridrl.checkpoint.resume import code_fingerprint, digest, model_fingerprint
+from hybridrl.checkpoint.resume import code_fingerprint, model_fingerprint, sample_hash
 from hybridrl.config import EvaluationConfig
 from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.custom_code import import_libraries, publish_own_keys
@@ -94,7 +93,7 @@ class ModelEvaluation:
         self.datasets: dict[str, PromptDataset | Prompts] = {}
         self.tokenizer = None
         findings = Findings()
-        load_files(config, findings)
+        load_episode_files(config, findings)
         findings.close()
         with findings.gathered():
             prompts = self._load()
@@ -147,13 +146,13 @@ class ModelEvaluation:
         """The fingerprint of the model and of its sampling, without the requests."""
         if self.endpoint is not None:
             arguments = self.config.data.apply_chat_template_kwargs
-            return digest(self.endpoint.address, self.endpoint.model, *([arguments] if arguments else []))
+            return sample_hash(self.endpoint.address, self.endpoint.model, *([arguments] if arguments else []))
         section, path = self.config.actor_rollout_ref, self.target.path
         models = dict.fromkeys((path, section.model.path))  # an adapter and its base
         weights = [model_fingerprint(model) for model in models]
         engine = engine_fingerprint(section.model, section.rollout)
         episodes = [asdict(section.rollout.multi_turn), asdict(section.rollout.agent)] if self.runs_episodes else []
-        return digest(weights, engine, episodes)
+        return sample_hash(weights, engine, episodes)
 
     def sampling_facts(self) -> dict[str, Any]:
         names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
@@ -167,7 +166,7 @@ class ModelEvaluation:
         if settings.output_dir:
             return Path(settings.output_dir).expanduser() / self.target.name
         data = [settings.files, asdict(self.config.data)["apply_chat_template_kwargs"], self.runs_episodes]
-        name = f"{self.target.name}-{digest(self.sampling_facts(), data)[:8]}"
+        name = f"{self.target.name}-{sample_hash(self.sampling_facts(), data)[:8]}"
         return Path(self.config.trainer.default_local_dir).expanduser() / "eval" / name
 
     def planned(self) -> list[PlannedResponse]:
@@ -234,7 +233,7 @@ class ModelEvaluation:
         new = [sample for sample in samples if sample.key in keys]
         tokens = sum(sample.tokens for sample in new)
         sampling_seconds = max((sample.seconds for sample in new), default=0.0)
-        template = "" if self.tokenizer is None else digest(str(self.tokenizer.chat_template))
+        template = "" if self.tokenizer is None else sample_hash(str(self.tokenizer.chat_template))
         path = self.endpoint.model if self.endpoint is not None else self.target.path
         return {
             "model": {"name": self.target.name, "path": self.target.path, "served": path, "fingerprint": self.policy},
@@ -268,7 +267,7 @@ class ModelEvaluation:
                 episodes = stack.enter_context(start_episodes(config, session, load, ends, logs))
             section = config.actor_rollout_ref
             model = replace(section.model, path=merge(self.target.path))
-            client = stack.enter_context(serving(model, section.rollout, config.trainer, session, logs))
+            client = stack.enter_context(started_engines(model, section.rollout, config.trainer, session, logs))
             scorers.wait_until_loaded()
             if episodes is not None:
                 episodes.wait_until_ready(config.trainer.startup_timeout)
@@ -309,7 +308,7 @@ def sample_here(runner: EpisodeRunner, missing: Sequence[PlannedResponse], keep:
 
 
 @contextmanager
-def serving(
+def started_engines(
     model: ModelConfig, rollout: RolloutConfig, trainer: TrainerConfig, session: RaySession, logs: Path
 ) -> Iterator[RolloutClient]:
     """Start an engine per tensor-parallel group of devices, and yield their client. Engines load weights from files,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hybridrl.checkpoint.resume import digest
+from hybridrl.checkpoint.resume import sample_hash
 from hybridrl.config import ConfigError
 from hybridrl.config.files import adapter_settings, holds_adapter
 from hybridrl.config.findings import Findings
@@ -44,7 +44,7 @@ class Question:
     @property
     def seed_key(self) -> str:
         """The key of its seeds: a digest of its content, so that files can be added, renamed and reordered."""
-        return digest(self.prompt.messages, self.repeat)
+        return sample_hash(self.prompt.messages, self.repeat)
 
     @property
     def text(self) -> str:
@@ -92,7 +92,7 @@ def collect_questions(files: Mapping[str, Sequence[Prompt]]) -> list[Question]:
             groups.setdefault(names[file] if shared else prompt.data_source, []).append(prompt)
         for dataset, group in groups.items():
             for identity, prompt in zip(_identities(group), group, strict=True):
-                content = digest(prompt.messages)
+                content = sample_hash(prompt.messages)
                 questions.append(Question(len(questions), dataset, identity, prompt, seen[content]))
                 seen[content] += 1
     return questions
@@ -141,7 +141,7 @@ def plan(
     for question in questions:
         numbers = [*([GREEDY] if greedy else []), *range(responses[question.dataset])]
         prompt = question.prompt
-        reward = digest(origin.reward, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+        reward = sample_hash(origin.reward, prompt.data_source, prompt.ground_truth, prompt.extra_info)
         shown = [prompt.tools, row_arguments(prompt.columns, None)]  # token ids, where a prompt has them, contain these
         further = [shown] if any(shown) and not prompt.ids else []
         for number in numbers:
@@ -153,7 +153,7 @@ def plan(
                 question.repeat,
                 prompt.columns if origin.whole_rows else None,
             ]
-            key = digest(origin.policy, number, own, asdict(used), content)
+            key = sample_hash(origin.policy, number, own, asdict(used), content)
             planned.append(PlannedResponse(question, number, used, own, key, reward))
     return planned
 

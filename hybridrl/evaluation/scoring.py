@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from hybridrl.agents.environments.conversations import transcript
-from hybridrl.checkpoint.resume import digest
+from hybridrl.checkpoint.resume import sample_hash
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.core.experience.trajectory import Episode
@@ -82,7 +82,7 @@ def with_score(sample: Sample, score: Score) -> Sample:
 
 def reward_digest(reward: RewardConfig) -> str:
     """Return a fingerprint of the reward: the section `reward` and the files that it names."""
-    return digest(asdict(replace(reward, num_workers=0)), reward_code(reward))
+    return sample_hash(asdict(replace(reward, num_workers=0)), reward_code(reward))
 
 
 def score_again(rescorer: Rescorer, stale: Sequence[tuple[PlannedResponse, Sample]], file: SampleFile) -> None:

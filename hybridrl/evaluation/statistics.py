@@ -202,7 +202,7 @@ def majority_at(
     """Return the probability that the most frequent prediction among k of a question's samples, drawn without
     replacement, is right; ties count by the share of right ones among them. An empty prediction does not vote. Exact
     for up to MOST_SUBSETS subsets of k samples, else from draws."""
-    words, group = np.unique([normalised(text) for text in predictions], return_inverse=True)
+    words, group = np.unique([normalised_prediction(text) for text in predictions], return_inverse=True)
     right = np.array([(values[group == index] > CORRECT).mean() for index in range(len(words))])
     voting = words != ""
     if k == 1:
@@ -217,7 +217,7 @@ def majority_at(
     return float((winners * right).sum(axis=1).astype(float).dot(1 / np.maximum(winners.sum(axis=1), 1)) / len(drawn))
 
 
-def normalised(text: str) -> str:
+def normalised_prediction(text: str) -> str:
     """Return a prediction without differences of case and white space."""
     return " ".join(str(text).split()).casefold()
 

@@ -20,7 +20,7 @@ LEAST_STEPS, LEAST_QUARTER = 5, 10  # least steps for advice about time, and in 
 
 
 @dataclass(frozen=True)
-class Run:
+class RunHistory:
     """The steps of a run without the first (a warm-up), with its configuration (PPOConfig or SFTConfig)."""
 
     steps: list[Metrics]
@@ -38,7 +38,7 @@ class Run:
 def advise(steps: Mapping[int, Metrics], config: Any) -> list[str]:
     """Return advice on the run's reward, time, memory and length, at most one sentence each."""
     done = [metrics for step, metrics in sorted(steps.items()) if step > 0 and STEP_SECONDS in metrics]
-    run = Run(done[1:], config)
+    run = RunHistory(done[1:], config)
     parts = _about_reward(done), _about_time(run), _about_memory(run), _about_length(run)
     return [sentence for sentence in parts if sentence]
 
@@ -54,7 +54,7 @@ def _about_reward(steps: Sequence[Metrics]) -> str | None:
     )
 
 
-def _about_time(run: Run) -> str | None:
+def _about_time(run: RunHistory) -> str | None:
     """Return the proposal for the longest phase that has a proposal."""
     total = sum(map(line_seconds, run.steps))
     if len(run.steps) < LEAST_STEPS or not total:
@@ -71,7 +71,7 @@ def _about_time(run: Run) -> str | None:
     return None
 
 
-def _preemptions(run: Run) -> str | None:
+def _preemptions(run: RunHistory) -> str | None:
     """The cache is too small for the started requests: a part of them is computed twice."""
     count, running = run.mean("rollout/preemptions"), run.mean("rollout/running_requests/mean")
     if count < max(1.0, 0.05 * running):
@@ -80,7 +80,7 @@ def _preemptions(run: Run) -> str | None:
     return f"{cause}; {_more_cache(run) or f'set {ROLLOUT}.max_num_seqs={max(int(running), 1)}'}"
 
 
-def _queue(run: Run) -> str | None:
+def _queue(run: RunHistory) -> str | None:
     """Requests wait: for a slot if the cache has space, for the cache if it is full."""
     rollout = run.config.actor_rollout_ref.rollout
     waiting, cache = run.mean("rollout/waiting_requests/max"), run.largest("rollout/kv_cache_usage/max")
@@ -98,12 +98,12 @@ def _queue(run: Run) -> str | None:
     return None
 
 
-def _more_cache(run: Run) -> str | None:
+def _more_cache(run: RunHistory) -> str | None:
     share = run.config.actor_rollout_ref.rollout.gpu_memory_utilization
     return f"set {ROLLOUT}.gpu_memory_utilization={share + 0.1:.2g}" if share <= 0.75 else None
 
 
-def _wide_engines(run: Run) -> str | None:
+def _wide_engines(run: RunHistory) -> str | None:
     """Devices that share an engine exchange data for every token; more engines do not."""
     size, cache = (
         run.config.actor_rollout_ref.rollout.tensor_model_parallel_size,
@@ -115,7 +115,7 @@ def _wide_engines(run: Run) -> str | None:
     return f"{cause}; set {ROLLOUT}.tensor_model_parallel_size={size // 2}"
 
 
-def _tail(run: Run) -> str | None:
+def _tail(run: RunHistory) -> str | None:
     """A few long responses occupy the devices while all others are done."""
     tail, almost_all = run.mean("rollout/tail_share"), run.mean("response_length/p99")
     limit = run.config.data.max_response_length
@@ -129,7 +129,7 @@ def _tail(run: Run) -> str | None:
     )
 
 
-def _weight_sync(run: Run) -> str | None:
+def _weight_sync(run: RunHistory) -> str | None:
     seconds, step = run.mean("timing_s/update_weights"), run.mean(STEP_SECONDS)
     if seconds < 10 and (seconds < 1 or seconds < 0.1 * step):
         return None
@@ -143,25 +143,25 @@ def _weight_sync(run: Run) -> str | None:
     return f"{cause}; set {MODEL}.lora.merge=false, which sends the adapter alone" if model.lora.merge else None
 
 
-def _saving(run: Run) -> str | None:
+def _saving(run: RunHistory) -> str | None:
     every = run.config.trainer.save_freq
     seconds = run.mean("timing_s/save_checkpoint")
     return f"a save stops training for {seconds:.1f} s; set trainer.save_freq={2 * every}" if every > 0 else None
 
 
-def _validation(run: Run) -> str | None:
+def _validation(run: RunHistory) -> str | None:
     every = run.config.trainer.test_freq
     seconds = run.mean("timing_s/testing")
     return f"a validation takes {seconds:.1f} s; set trainer.test_freq={2 * every}" if every > 0 else None
 
 
-def _reward(run: Run) -> str | None:
+def _reward(run: RunHistory) -> str | None:
     seconds, workers = run.mean("timing_s/reward"), run.config.reward.num_workers
     return f"each step waits {seconds:.1f} s for scores; set reward.num_workers={2 * workers}" if seconds >= 1 else None
 
 
 # Phase -> its least share of the time for a proposal, and its proposals, the best one first.
-PROPOSALS: dict[str, tuple[float, tuple[Callable[[Run], str | None], ...]]] = {
+PROPOSALS: dict[str, tuple[float, tuple[Callable[[RunHistory], str | None], ...]]] = {
     "rollout": (0.3, (_preemptions, _queue, _wide_engines, _tail)),
     "switch": (0.0, (_weight_sync,)),
     "reward": (0.2, (_reward,)),
@@ -170,7 +170,7 @@ PROPOSALS: dict[str, tuple[float, tuple[Callable[[Run], str | None], ...]]] = {
 }
 
 
-def _about_memory(run: Run) -> str | None:
+def _about_memory(run: RunHistory) -> str | None:
     """Return a fix if a trainer's allocator reserved much more GPU memory than its tensors ever needed."""
     reserved, used = run.largest("perf/max_memory_reserved_gb"), run.largest("perf/max_memory_allocated_gb")
     total = max(
@@ -184,7 +184,7 @@ def _about_memory(run: Run) -> str | None:
     )
 
 
-def _about_length(run: Run) -> str | None:
+def _about_length(run: RunHistory) -> str | None:
     """Return a fix if the score was still rising in the last quarter of the run."""
     scores = [step[SCORE] for step in run.steps if math.isfinite(step.get(SCORE, math.nan))]
     count = len(scores) // 4

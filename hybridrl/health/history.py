@@ -65,7 +65,7 @@ class History:
         scores = [value for name, value in metrics.items() if is_validation_score(name)]
         self.sources = max(self.sources, len(scores))
         if scores and len(scores) == self.sources:  # without a source (its grader failed) the mean is not comparable
-            self.validations.append(Validation(step, fmean(scores), mean(self.last(SCORE, 5)) or 0.0))
+            self.validations.append(Validation(step, fmean(scores), mean_value(self.last(SCORE, 5)) or 0.0))
 
     def last(self, name: str, count: int) -> list[float]:
         """Return a metric's values in the last `count` steps, fewer if it has fewer."""
@@ -78,7 +78,7 @@ class History:
 
     def start(self, name: str) -> float | None:
         """Return a metric's mean over the first steps."""
-        return mean(finite(name, self.first))
+        return mean_value(finite(name, self.first))
 
     def sustained(self, name: str, count: int, least: float) -> float | None:
         """Return a metric's value now if it was at least `least` in each of the last `count` steps."""
@@ -173,5 +173,5 @@ def finite(name: str, rows: Iterable[Metrics]) -> list[float]:
     return [row[name] for row in rows if name in row and math.isfinite(row[name])]
 
 
-def mean(values: list[float]) -> float | None:
+def mean_value(values: list[float]) -> float | None:
     return fmean(values) if values else None

@@ -30,13 +30,13 @@ from hybridrl.config import ConfigError
 from hybridrl.config.files import ADAPTER_CONFIG, resolve_model
 from hybridrl.model_merger.source import (
     CONFIG,
-    Check,
     CheckFailed,
     MergeSource,
-    check_adapter,
+    ParityCheck,
     check_damage,
+    check_merged_weights,
     check_tensors,
-    compare,
+    compare_models,
     open_source,
     tracked,
     type_name,
@@ -54,7 +54,7 @@ WEIGHTS = ("*.safetensors", "*.bin", SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 OTHERS = (ADAPTER_CONFIG, ".*", "*.gguf", "*.pth", "*.md", "original")
 
 
-def run(arguments: argparse.Namespace, further: Check | None = None, hub: HfApi | None = None) -> int:
+def run(arguments: argparse.Namespace, further: ParityCheck | None = None, hub: HfApi | None = None) -> int:
     """Carry out a command and return its exit status. `further`: a requested check; `hub`: where to upload."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace, further: Check | None = None, hub: HfApi 
         model = type(source.model).__name__
         print(f"{arguments.local_dir}: {model}, {len(source.names)} tensors {source.tensors.form}")
         if arguments.operation == "test":
-            print(f"{arguments.test_hf_dir}: {compare(source, arguments.test_hf_dir)}")
+            print(f"{arguments.test_hf_dir}: {compare_models(source, arguments.test_hf_dir)}")
         elif source.adapter and arguments.lora == "adapter":
             check_damage(source)
             print(f"{arguments.target_dir}: {publish_adapter(source.adapter, arguments.target_dir)}")
@@ -81,12 +81,12 @@ def run(arguments: argparse.Namespace, further: Check | None = None, hub: HfApi 
     return 0
 
 
-def _merge(source: MergeSource, arguments: argparse.Namespace, further: Check | None, hub: HfApi | None) -> None:
+def _merge(source: MergeSource, arguments: argparse.Namespace, further: ParityCheck | None, hub: HfApi | None) -> None:
     repository, target = arguments.hf_upload_path, arguments.target_dir
     if repository and hub is None and get_token() is None:
         fix = "set HF_TOKEN to one that may write to it"
         raise ConfigError(f"--hf_upload_path={repository} needs a token", fix=fix)
-    checks: dict[str, Check] = {"adapter": check_adapter} if source.adapter else {}
+    checks: dict[str, ParityCheck] = {"adapter": check_merged_weights} if source.adapter else {}
     if further:
         checks[arguments.verify] = further
     if source.adapter and arguments.lora == "both":
@@ -117,7 +117,7 @@ def _merge(source: MergeSource, arguments: argparse.Namespace, further: Check | 
 
 
 def merge(
-    source: MergeSource, target: Path, further: dict[str, Check] | None = None, *, limit: int = SHARD_BYTES
+    source: MergeSource, target: Path, further: dict[str, ParityCheck] | None = None, *, limit: int = SHARD_BYTES
 ) -> dict[str, Any]:
     """Write the model to a directory, in files of at most `limit` bytes; check each tensor, then run the `further`
     checks. Returns the report, which is written there too. Raises ConfigError if the directory must not be written,

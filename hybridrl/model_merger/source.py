@@ -207,7 +207,7 @@ def _base_of(adapter: Adapter, moved: str | None) -> Path:
 
 
 # Compares a written directory with its source; returns a description of the result, or raises CheckFailed.
-Check = Callable[[MergeSource, Path], str]
+ParityCheck = Callable[[MergeSource, Path], str]
 
 # Integer types by size: floating-point numbers are compared by their bits.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -253,7 +253,7 @@ def check_tensors(source: MergeSource, directory: Path) -> str:
     return f"{len(written)} of {len(written)} equal bit for bit"
 
 
-def compare(source: MergeSource, directory: Path) -> str:
+def compare_models(source: MergeSource, directory: Path) -> str:
     """Compare two saved models, the first rounded to the types of the second; return a description of the result."""
     other = open_tensors(directory)
     only_there = [name for name in other.meta if name not in source.names and name not in source.tied]
@@ -272,7 +272,7 @@ def compare(source: MergeSource, directory: Path) -> str:
     return f"{len(source.names)} tensors equal bit for bit, in {type_names(other.meta)}"
 
 
-def check_adapter(source: MergeSource, written: Path) -> str:
+def check_merged_weights(source: MergeSource, written: Path) -> str:
     """Check that merged weights equal base + scaling * B @ A in double precision, and differ from the base."""
     values, adapter, whole = read_safetensors(written), required(source.adapter), required(source.base)
     names = [name for name in values.meta if adapter.pair(name)]

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 from hybridrl.config import ConfigError
 from hybridrl.report.contents import Contents, is_run
 from hybridrl.report.markup import SamplePool
-from hybridrl.report.page import MOST_RUNS, render, write_report
+from hybridrl.report.page import MOST_RUNS, render_page, write_report
 from hybridrl.report.samples import Shown
 from hybridrl.runs.directory import UNREADABLE
 from hybridrl.runtime import EXIT_FAILED, EXIT_REJECTED
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     out = options.out or options.runs[0] / "report.html"
     serves = options.serve is not None or options.live
     try:
-        check(options.runs, None if serves else out)
+        check_pages(options.runs, None if serves else out)
         if serves:
             port = PORT if options.serve is None else options.serve
             return serve(options.runs, port, options.samples, live=options.live)
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def check(runs: Sequence[Path], out: Path | None) -> None:
+def check_pages(runs: Sequence[Path], out: Path | None) -> None:
     """Raise ConfigError if a page of these runs cannot be made, or not be written to `out`."""
     if missing := [str(run) for run in runs if not run.is_dir()]:
         raise ConfigError(f"{', '.join(missing)}: there is no such directory", fix="name a run's directory")
@@ -120,7 +120,7 @@ class Site:
     def page(self) -> bytes:
         with self._lock:
             if (version := self.version()) != self._version:
-                page = render(self.runs, self.samples, served=True, live=version if self.live else "")
+                page = render_page(self.runs, self.samples, served=True, live=version if self.live else "")
                 self._page, self._version = page.encode("utf-8", "xmlcharrefreplace"), version
             return self._page
 

@@ -209,7 +209,7 @@ def settings(contents: Contents) -> list[Setting]:
     return sorted(rows, key=lambda row: bool(row.source))
 
 
-def differences(runs: Sequence[Contents]) -> list[tuple[str, list[str]]]:
+def differing_keys(runs: Sequence[Contents]) -> list[tuple[str, list[str]]]:
     """Return the keys in which runs differ, with the value of each run. Directories are left out."""
     flat = [leaves(run.config) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values)

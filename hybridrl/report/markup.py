@@ -7,7 +7,7 @@ from html import escape
 from statistics import fmean, stdev
 from typing import Any
 
-from hybridrl.report.samples import Shown, fault_of, is_number, length_of, scores_of, tokens_of
+from hybridrl.report.samples import Shown, grading_fault, is_number, length_of, scores_of, tokens_of
 from hybridrl.tracking.records import as_text
 from hybridrl.tracking.secrets import mask_text
 
@@ -94,21 +94,21 @@ class SamplePool:
             "prompt": self.prompts.setdefault(record.prompt, len(self.prompts)),
             "group": self._group(shown),
             "source": as_text(episode.get("data_source", "")),
-            "score": finite(record.score),
-            "advantage": finite(shown.advantage),
+            "score": finite_number(record.score),
+            "advantage": finite_number(shown.advantage),
             "stored": isinstance(episode.get("advantage"), int | float),
             "trained": episode.get("trained") is not False,
             "length": length_of(record),
             "unit": "tokens" if isinstance(episode.get("sampled_tokens"), int) else "characters",
             "stop": as_text(episode.get("stop", "")),
-            "fault": fault_of(record),
+            "fault": grading_fault(record),
             "detail": mask_text(as_text(episode.get("detail", "")))[:TRUTH],
-            "row": finite(episode.get("row")),
-            "number": finite(episode.get("sample")),
+            "row": finite_number(episode.get("row")),
+            "number": finite_number(episode.get("sample")),
             "why": shown.why,
             "output": record.response,
             "truth": as_text(record.truth)[:TRUTH],
-            "parts": {str(name): plain(value) for name, value in list(record.components.items())[:40]},
+            "parts": {str(name): component_text(value) for name, value in list(record.components.items())[:40]},
             "messages": [message_of(message) for message in listed(episode.get("messages"))],
             "turns": [turn_of(turn) for turn in listed(episode.get("turns"))],
             "tokens": token_data(tokens) if tokens else None,
@@ -124,9 +124,9 @@ class SamplePool:
             self.group_data.append(
                 {
                     "size": len(shown.group),
-                    "mean": finite(fmean(scores)) if scores else None,
-                    "deviation": finite(stdev(scores)) if len(scores) > 1 else None,
-                    "scores": [finite(score) for score in scores[:64]],
+                    "mean": finite_number(fmean(scores)) if scores else None,
+                    "deviation": finite_number(stdev(scores)) if len(scores) > 1 else None,
+                    "scores": [finite_number(score) for score in scores[:64]],
                 }
             )
         return number
@@ -186,12 +186,12 @@ def turn_of(turn: Any) -> dict[str, Any]:
         return {}
     calls = [
         {name: as_text(call.get(name, ""))[:RESULT] for name in ("name", "arguments", "result", "outcome")}
-        | {"seconds": finite(call.get("seconds")), "reward": finite(call.get("reward"))}
+        | {"seconds": finite_number(call.get("seconds")), "reward": finite_number(call.get("reward"))}
         for call in listed(turn.get("calls"))
         if isinstance(call, dict)
     ]
-    seconds = [finite(value) for value in listed(turn.get("seconds"))]
-    fields = {name: finite(turn.get(name)) for name in ("observed_tokens", "sampled_tokens", "reward")}
+    seconds = [finite_number(value) for value in listed(turn.get("seconds"))]
+    fields = {name: finite_number(turn.get(name)) for name in ("observed_tokens", "sampled_tokens", "reward")}
     return fields | {"stop": as_text(turn.get("stop") or ""), "calls": calls, "seconds": seconds}
 
 
@@ -199,23 +199,23 @@ def token_data(tokens: dict[str, Any]) -> dict[str, Any]:
     """Return the lists of the first tokens by name, without lists of another length than the ids."""
     count = len(tokens["ids"])
     texts = tokens.get("texts") if isinstance(tokens.get("texts"), list) else []
-    data: dict[str, Any] = {"count": count, "ids": [finite(number) for number in tokens["ids"][:TOKENS]]}
+    data: dict[str, Any] = {"count": count, "ids": [finite_number(number) for number in tokens["ids"][:TOKENS]]}
     data["texts"] = [as_text(text) for text in texts[:TOKENS]] if len(texts) == count else [""] * len(data["ids"])
     for name in TOKEN_KEYS:
         values = tokens.get(name)
         if isinstance(values, list) and len(values) == count:
-            data[name] = [finite(value) for value in values[:TOKENS]]
+            data[name] = [finite_number(value) for value in values[:TOKENS]]
     return data
 
 
-def plain(value: Any) -> Any:
+def component_text(value: Any) -> Any:
     """A reward component: a number unchanged, other values as a short text."""
     if isinstance(value, bool):
         return value
-    return finite(value) if isinstance(value, int | float) else as_text(value)[:TRUTH]
+    return finite_number(value) if isinstance(value, int | float) else as_text(value)[:TRUTH]
 
 
-def finite(value: Any) -> float | int | None:
+def finite_number(value: Any) -> float | int | None:
     """A number that JSON and JavaScript can hold, with at most six digits; None for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not is_number(value):
         return int(value) if isinstance(value, bool) else None

@@ -15,7 +15,7 @@ from typing import Any
 
 from hybridrl.health.advice import advise
 from hybridrl.report import sections
-from hybridrl.report.contents import NO_METRICS, Contents, differences
+from hybridrl.report.contents import NO_METRICS, Contents, differing_keys
 from hybridrl.report.curves import POINTS, Curves, Panel, as_json, curves_of, panel_json
 from hybridrl.report.markup import SamplePool, code, folded, section, table, text
 from hybridrl.report.samples import ChosenSamples, choose_samples
@@ -68,7 +68,7 @@ def write_report(run_dirs: Sequence[Path], out: Path, samples: int = 200) -> Pat
     out = Path(out)
     if out.exists() and not out.is_file():
         raise OSError(f"{out} is {'a directory' if out.is_dir() else 'no regular file'}")
-    page = render(run_dirs, samples)
+    page = render_page(run_dirs, samples)
     temporary = out.with_name(f".{out.name}.writing")  # a reader never sees half a page
     try:
         temporary.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
@@ -80,7 +80,7 @@ def write_report(run_dirs: Sequence[Path], out: Path, samples: int = 200) -> Pat
     return out
 
 
-def render(run_dirs: Sequence[Path], samples: int = 200, *, served: bool = False, live: str = "") -> str:
+def render_page(run_dirs: Sequence[Path], samples: int = 200, *, served: bool = False, live: str = "") -> str:
     """Return the page. `served`: a server has all samples; `live`: its version, so that the page follows the run."""
     names = _names([Path(path) for path in run_dirs])
     runs = [
@@ -231,7 +231,7 @@ def _of_several(runs: Sequence[ReportedRun]) -> list[str]:
 def _comparison(runs: Sequence[ReportedRun]) -> str:
     """Differences of the configurations, and of the validation scores on the same questions."""
     names = [run.contents.name for run in runs]
-    rows = differences([run.contents for run in runs])
+    rows = differing_keys([run.contents for run in runs])
     columns = ("key", *(text(name) for name in names))
     cells = [(code(name), *map(code, values)) for name, values in rows]
     inside = compare_runs([run.contents for run in runs])
@@ -272,7 +272,7 @@ def _data(runs: Sequence[ReportedRun]) -> dict[str, Any]:
         "panels": [panel_json(panel) for panel in _joined([run.curves.panels for run in runs])],
         "meanings": {name: [entry.meaning, entry.healthy, entry.otherwise] for name, entry in entries.items()},
         "rest": rest if len(plain) <= PLAIN_SIZE else None,
-        "packed": None if len(plain) <= PLAIN_SIZE else packed(plain),
+        "packed": None if len(plain) <= PLAIN_SIZE else deflated(plain),
     }
 
 
@@ -287,7 +287,7 @@ def _joined(panels: Sequence[Sequence[Panel]]) -> list[Panel]:
     return list(joined.values())
 
 
-def packed(plain: str) -> str:
+def deflated(plain: str) -> str:
     """Raw deflate in base64, which DecompressionStream("deflate-raw") reads."""
     deflate = zlib.compressobj(6, zlib.DEFLATED, -15)
     return base64.b64encode(deflate.compress(plain.encode()) + deflate.flush()).decode()

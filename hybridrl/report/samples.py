@@ -20,7 +20,7 @@ GROUP_MEMBERS = 16  # most members of a group that is shown whole
 VALIDATIONS, ROWS = 8, 5  # steps at which the same rows are shown, and number of rows
 LAST_STEPS = 5  # steps with judged samples
 
-Group = list[SampleRecord]
+SampleGroup = list[SampleRecord]
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class Shown:
 
     record: SampleRecord
     kind: str  # training, validation
-    group: Group
+    group: SampleGroup
     why: list[str] = field(default_factory=list)
 
     @property
@@ -95,7 +95,7 @@ class _Chosen:
     def __init__(self) -> None:
         self._shown: dict[int, Shown] = {}
 
-    def add(self, record: SampleRecord, kind: str, group: Group, why: str) -> None:
+    def add(self, record: SampleRecord, kind: str, group: SampleGroup, why: str) -> None:
         shown = self._shown.setdefault(id(record), Shown(record, kind, group))
         if why not in shown.why:
             shown.why.append(why)
@@ -105,7 +105,7 @@ class _Chosen:
         return ordered if len(ordered) <= most else evenly(ordered, most)
 
 
-def _choose_of_step(records: list[SampleRecord], groups: list[Group], step: int, chosen: _Chosen) -> None:
+def _choose_of_step(records: list[SampleRecord], groups: list[SampleGroup], step: int, chosen: _Chosen) -> None:
     """The default choice of a step: extremes, a random sample, the first of each fault, and a sample with tokens."""
     group_of = {id(record): group for group in groups for record in group}
 
@@ -123,7 +123,7 @@ def _choose_of_step(records: list[SampleRecord], groups: list[Group], step: int,
         add(random.Random(step).choice(records), "random")
     faults: dict[str, SampleRecord] = {}
     for record in records:
-        if fault := fault_of(record):
+        if fault := grading_fault(record):
             faults.setdefault(fault, record)
     for fault, record in faults.items():
         add(record, f"fault: {fault}")
@@ -131,10 +131,10 @@ def _choose_of_step(records: list[SampleRecord], groups: list[Group], step: int,
         add(with_tokens, "tokens")
 
 
-def _choose_group(groups: list[Group], chosen: _Chosen) -> None:
+def _choose_group(groups: list[SampleGroup], chosen: _Chosen) -> None:
     """Choose the whole group with the largest spread of rewards."""
 
-    def spread(group: Group) -> float:
+    def spread(group: SampleGroup) -> float:
         scores = scores_of(group)
         return stdev(scores) if len(scores) > 1 else -1.0
 
@@ -146,7 +146,7 @@ def _choose_group(groups: list[Group], chosen: _Chosen) -> None:
 def _validation(contents: Contents, samples: ChosenSamples, chosen: _Chosen) -> Iterator[list[SampleRecord]]:
     """Choose the same rows at several validations: largest gain and loss, lowest score, and random ones."""
     steps = evenly(list(contents.validation), VALIDATIONS)
-    by_step: dict[int, dict[str, Group]] = {}
+    by_step: dict[int, dict[str, SampleGroup]] = {}
     for step in steps:
         records = _read(contents.validation[step], step, len(steps), samples)
         by_step[step] = {group[0].prompt: group for group in by_group(records).values()}
@@ -195,7 +195,7 @@ def _read(path: Path, step: int, files: int, samples: ChosenSamples) -> list[Sam
     samples.read += len(records)
     samples.steps_read += 1
     for record in records:
-        if fault := fault_of(record):
+        if fault := grading_fault(record):
             samples.faults[fault] += 1
     return records
 
@@ -231,7 +231,7 @@ def _judge(samples: ChosenSamples, last: list[list[SampleRecord]]) -> None:
     """Measure the samples of the last steps: faults, copies, groups without a signal, and correlation with length."""
     if not last:
         return
-    faults = [bool(fault_of(record)) for records in last for record in records]
+    faults = [bool(grading_fault(record)) for records in last for record in records]
     samples.last_faults = sum(faults) / len(faults)
     groups = [group for records in last for group in by_group(records).values() if len(group) > 1]
     if groups:
@@ -243,7 +243,7 @@ def _judge(samples: ChosenSamples, last: list[list[SampleRecord]]) -> None:
     samples.length_correlation = correlation(scored)
 
 
-def _without_signal(groups: list[Group]) -> tuple[float | None, float]:
+def _without_signal(groups: list[SampleGroup]) -> tuple[float | None, float]:
     """Return the shares of groups without a training signal, since all responses have one score: solved groups, with a
     score in the highest tenth of all, and other groups. A group with an advantage (from a critic) does not count. None:
     all scores are equal, or no group has two."""
@@ -269,7 +269,7 @@ def correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     return over / under if under > 0 else None
 
 
-def advantage_of(record: SampleRecord, group: Group) -> float | None:
+def advantage_of(record: SampleRecord, group: SampleGroup) -> float | None:
     """The advantage in the record; else its reward minus the group's mean, over the group's standard deviation; None if
     the group has fewer than two scores."""
     stored = record.episode.get("advantage")
@@ -282,11 +282,11 @@ def advantage_of(record: SampleRecord, group: Group) -> float | None:
     return (record.score - fmean(scores)) / deviation if deviation > 1e-9 else 0.0
 
 
-def scores_of(group: Group) -> list[float]:
+def scores_of(group: SampleGroup) -> list[float]:
     return [record.score for record in group if record.score is not None and is_number(record.score)]
 
 
-def mean_score(group: Group) -> float | None:
+def mean_score(group: SampleGroup) -> float | None:
     scores = scores_of(group)
     return fmean(scores) if scores else None
 
@@ -301,7 +301,7 @@ def length_of(record: SampleRecord) -> int:
     return sampled if isinstance(sampled, int) and is_number(sampled) else len(record.response)
 
 
-def fault_of(record: SampleRecord) -> str:
+def grading_fault(record: SampleRecord) -> str:
     """The kind of a grader's fault; in files of older versions it is next to verl's keys."""
     return str(record.episode.get("fault") or record.components.get("fault") or "")
 

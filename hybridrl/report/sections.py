@@ -49,7 +49,7 @@ def failure(contents: Contents) -> str:
         why = "faults.jsonl has no end: it was killed by hand, by a scheduler or the kernel, or the machine crashed"
         ask = f"python -m hybridrl.doctor why {shlex.quote(str(contents.path))}"
         return f'{before}<div class="failure"><h2>The run was killed</h2><p>{why}.</p>{command(ask)}</div>'
-    excerpt = None if end.tail else cause_of(contents, end)
+    excerpt = None if end.tail else traceback_of(contents, end)
     trace = f"<h3>{text(excerpt.name)}</h3><pre>{text(excerpt.text)}</pre>" if excerpt else ""
     return before + _failed("Then the run failed" if before else "The run failed", end, trace)
 
@@ -61,7 +61,7 @@ def _failed(title: str, fault: Fault, trace: str = "") -> str:
     return f'<div class="failure"><h2>{title} {where} <code>{text(fault.code)}</code></h2>{cause}{trace}</div>'
 
 
-def cause_of(contents: Contents, end: Fault) -> LogExcerpt | None:
+def traceback_of(contents: Contents, end: Fault) -> LogExcerpt | None:
     """Return the traceback of the process that the end names, else the oldest traceback. Exceptions of rewards are
     usually caught: their logs count only if the end is about a reward."""
     tracebacks = [excerpt for excerpt in log_excerpts(contents) if excerpt.is_traceback]

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # standard output has the samples only
-            records = read(options)
+            records = chosen_samples(options)
         shown, note = select(records, options)
     except ConfigError as error:
         print_text(f"error: {error}", error=True)
@@ -79,7 +79,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def read(options: argparse.Namespace) -> list[SampleRecord]:
+def chosen_samples(options: argparse.Namespace) -> list[SampleRecord]:
     """Return the samples of the chosen steps. Raises ConfigError if there are none."""
     run: Path = options.run
     if not run.exists():

@@ -23,8 +23,8 @@ from hybridrl.tracking.records import read_records
 from hybridrl.tracking.report import change_of
 from hybridrl.tracking.sink import REWARD, is_validation_score
 
-State = Literal["good", "fair", "bad", "unknown"]
-Limits = tuple[tuple[float, State], ...]
+Rating = Literal["good", "fair", "bad", "unknown"]
+Limits = tuple[tuple[float, Rating], ...]
 
 FEW = 4  # with fewer steps no trend is reported
 SHARES: Limits = ((0.3, "bad"), (0.05, "fair"))  # shares of samples that are cut off or repeat themselves
@@ -46,7 +46,7 @@ class Light:
     """An answer to one question about a run."""
 
     question: str
-    state: State
+    state: Rating
     reason: str
 
 
@@ -163,7 +163,7 @@ def _stable(contents: Contents) -> Light:
     fired = contents.held
     last = contents.last_step
     for code in [code for code in fired if code in damaging]:
-        state: State = "bad" if last in fired[code] else "fair"
+        state: Rating = "bad" if last in fired[code] else "fair"
         return Light(question, state, f"{code} in {len(fired[code])} steps, from step {min(fired[code])}")
     counts = [f"{model}/skipped_updates" for model in ("actor", "critic", "train")]
     skipped = [step for step, metrics in contents.trained.items() if any(map(metrics.get, counts))]
@@ -178,7 +178,7 @@ def _stable(contents: Contents) -> Light:
 
 def _usable(contents: Contents, samples: ChosenSamples) -> Light:
     question = "Are the samples usable?"
-    measured: list[tuple[State, str]] = []
+    measured: list[tuple[Rating, str]] = []
     for name, what in (("response_length/clip_ratio", "cut off"), ("response/repeated_ngrams", "repeated 4-grams")):
         values = series(contents, name)[1]
         if values:
@@ -205,7 +205,7 @@ def _usable(contents: Contents, samples: ChosenSamples) -> Light:
     return Light(question, worst, "in the last steps: " + ", ".join(text for _, text in ordered))
 
 
-def _taught(samples: ChosenSamples) -> list[tuple[State, str]]:
+def _taught(samples: ChosenSamples) -> list[tuple[Rating, str]]:
     """Return the share of prompts without a training signal, if it is most of them. Solved prompts are not a fault."""
     solved, share = samples.solved or 0.0, (samples.solved or 0.0) + samples.stuck
     if share <= 0.5:
@@ -233,7 +233,7 @@ def _busy(contents: Contents) -> Light:
     tail = fmean(tails) if tails else 0.0
     if tail > TAIL:
         text += f"; in {tail:.0%} of the rollout fewer than half of the requests ran"
-    state: State = "good" if useful >= BUSY and tail <= TAIL else "fair" if useful >= 0.6 else "bad"
+    state: Rating = "good" if useful >= BUSY and tail <= TAIL else "fair" if useful >= 0.6 else "bad"
     return Light(question, state, text)
 
 
@@ -259,7 +259,7 @@ def _resumable(contents: Contents) -> Light:
     return Light(question, "good" if close and not newest.misses else "fair", text)
 
 
-def _graded(share: float, limits: Limits) -> State:
+def _graded(share: float, limits: Limits) -> Rating:
     return next((state for limit, state in limits if share > limit), "good")
 
 
@@ -288,8 +288,8 @@ def duration(seconds: float) -> str:
 
 MOST_BYTES, MOST_STEPS = 12 << 20, 20
 VARIABLES = ("acc", "reward")  # runs are compared by the first that they have
-Question = dict[int, np.ndarray]  # hash of a question, which may be long -> the values of its samples
-Tables = dict[str, dict[str, Question]]  # variable -> data source, empty in files of verl -> questions
+SampledValues = dict[int, np.ndarray]  # hash of a question, which may be long -> the values of its samples
+Tables = dict[str, dict[str, SampledValues]]  # variable -> data source, empty in files of verl -> questions
 
 
 def intervals(contents: Contents) -> dict[str, Points]:

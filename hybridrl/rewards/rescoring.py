@@ -35,7 +35,7 @@ class Rescorer:
         """Return one future per request, with the score before it is shaped."""
         if self.tokenizer is not None and self.pool.takes_tokens:
             texts = [required(request.solution) for request in requests]
-            ids = [encode(text, self.tokenizer) for text in texts]
+            ids = [response_ids(text, self.tokenizer) for text in texts]
             requests = [replace(request, response_ids=each) for request, each in zip(requests, ids, strict=True)]
         return self.pool.submit(requests)
 
@@ -51,7 +51,7 @@ class Rescorer:
         self.pool.close()
 
 
-def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def response_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token ids of a complete response."""
     return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 

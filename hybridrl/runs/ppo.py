@@ -41,12 +41,7 @@ from hybridrl.runs.ranks import padded_plan, start_train_workers
 from hybridrl.runs.resume import ResumePlan, plan_resume
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.sample_log import SampleLog
-from hybridrl.runs.settings import (
-    contents_to_save,
-    engine_fingerprint,
-    ppo_worker_config,
-    score_fingerprint,
-)
+from hybridrl.runs.settings import contents_to_save, engine_fingerprint, ppo_worker_config, score_fingerprint
 from hybridrl.runs.trials import Subject
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import info, stage
@@ -94,7 +89,7 @@ class PPOJob:
         self.episodes = None
         if inputs.runs_episodes:
             ends = end_tokens(section.model.path, self.tokenizer)
-            self.episodes = stack.enter_context(plugin("episodes").start(config, session, load, ends, logs))
+            self.episodes = stack.enter_context(plugin("episodes").start_episodes(config, session, load, ends, logs))
         probe = probe_ids(self.prompts[0].ids, required(section.rollout.max_model_len))
         group, self.engine = start_devices(config, session, worker, logs, probe, saved)
         self.engine.check_memory = plugin("room")(config, logs).check

@@ -89,7 +89,7 @@ def prepare(config: PPOConfig, *, in_full: bool = False) -> RunInputs:
         import_libraries(config.actor_rollout_ref.model.external_lib)
     if inputs.rejections.errors:
         return inputs  # the library may register the model or the tokenizer
-    load("episodes").load_files(config, inputs.rejections)
+    load("episodes").load_episode_files(config, inputs.rejections)
     with inputs.rejections.gathered():
         inputs.algorithm = build_algorithm(config)
     with inputs.rejections.gathered():
@@ -151,7 +151,7 @@ def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
     for key, division in {POLICY: section.actor.fsdp_config, CRITIC: config.critic.fsdp}.items():
         if key in models:
             with rejections.gathered():
-                check_plans(models[key], division)
+                require_plans(models[key], division)
     for key, model in models.items():
         with rejections.gathered():
             if model.lora_rank:
@@ -160,7 +160,7 @@ def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
         check_readers(models, required(inputs.tokenizer), rejections)
 
 
-def check_plans(config: ModelConfig, fsdp: FSDPConfig) -> None:
+def require_plans(config: ModelConfig, fsdp: FSDPConfig) -> None:
     """Raise ConfigError if layers or experts are to be sharded and the model's family has no plan for it."""
     if fsdp.tensor_parallel_size == fsdp.expert_parallel_size == 1:
         return
@@ -229,7 +229,7 @@ def load_sft_inputs(
     rejections.close()
     tokenizer = model_tokenizer(data, model, "model.path")
     reject_hub_model(model, "model.path")
-    check_plans(model, config.engine.fsdp_config)
+    require_plans(model, config.engine.fsdp_config)
     if model.lora_rank:
         info(check_adapter(model, "model"))
     check_readers({"model": model}, tokenizer, rejections)

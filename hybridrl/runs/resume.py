@@ -27,7 +27,7 @@ from hybridrl.checkpoint.resume import (
 )
 from hybridrl.checkpoint.saver import Stateful, read_arrays
 from hybridrl.checkpoint.store import Checkpoint, is_verl, list_checkpoints, read_checkpoint, resumable
-from hybridrl.config import ConfigError, PPOConfig, SFTConfig
+from hybridrl.config import ConfigError, PPOConfig, SFTConfig, TrainingConfig
 from hybridrl.config.compose import as_yaml
 from hybridrl.config.files import read_mapping
 from hybridrl.config.schema import SFTTrainerConfig
@@ -130,7 +130,7 @@ def plan_resume(
     return replace(plan, steps=steps, total_prompts=total)
 
 
-def check_complete(config: PPOConfig | SFTConfig, plan: ResumePlan, directory: Path) -> Checkpoint | None:
+def check_complete(config: TrainingConfig, plan: ResumePlan, directory: Path) -> Checkpoint | None:
     """Return the run's last checkpoint if all steps of the plan are done, even if no run could resume from it.
 
     Raises ConfigError if they are done and the configuration has changed: nothing would be trained with it.
@@ -138,7 +138,7 @@ def check_complete(config: PPOConfig | SFTConfig, plan: ResumePlan, directory: P
     checkpoints = list_checkpoints(directory) if config.trainer.resume_mode == "auto" else []
     if (last := plan.checkpoint or next(reversed(checkpoints), None)) is None or last.step < plan.steps:
         return None
-    changed = _changed_values(config, directory / "config.yaml")
+    changed = _changed_values(as_yaml(config), directory / "config.yaml")
     if last.path.parent == directory and changed:
         raise ConfigError(
             f"{DIRECTORY}={directory}: the run there is complete ({last.step} of {plan.steps} steps), with "
@@ -149,12 +149,12 @@ def check_complete(config: PPOConfig | SFTConfig, plan: ResumePlan, directory: P
     return last
 
 
-def _changed_values(config: PPOConfig | SFTConfig, file: Path) -> list[str]:
-    """Describe the differences from the configuration in a file; from `trainer` only keys that affect learning."""
+def _changed_values(settings: str, file: Path) -> list[str]:
+    """Describe how settings, as YAML, differ from those in a file; from `trainer` only keys that affect learning."""
     if not file.exists():
         return []
     try:
-        before, now = flatten(read_mapping(file)), flatten(yaml.safe_load(as_yaml(config)))
+        before, now = flatten(read_mapping(file)), flatten(yaml.safe_load(settings))
     except ValueError as error:
         raise ConfigError(f"{file} cannot be read: {error}", fix=f"set another {DIRECTORY}", keys=DIRECTORY) from error
     counted = [key for key in now if key in LEARNED or not key.startswith(("trainer.", "eval."))]
@@ -251,7 +251,6 @@ def resets_optimizer(trainer: SFTTrainerConfig) -> bool:
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 
-Config = PPOConfig | SFTConfig
 Adjusted = dict[str, list]  # by key, the configured value and the one used instead
 
 ROLLBACKS = 3  # at most
@@ -291,7 +290,7 @@ SFT_SIZES = {"update_policy": Sizes("data.max_token_len_per_gpu", None, None, SF
 class Adjustments:
     """Settings that a run has changed by itself, with the configured values; `made` is in every checkpoint."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: TrainingConfig) -> None:
         self.config, self.made = config, Adjusted()
         supervised = isinstance(config, SFTConfig)
         self.sizes, self.lr = (SFT_SIZES, "optim.lr") if supervised else (PPO_SIZES, f"{ACTOR}.optim.lr")
@@ -354,7 +353,7 @@ class Adjustments:
         return OutOfMemory(f"{error}{tried}\nno setting is left that is lowered without being asked: {fix}", "")
 
 
-def with_restarts(attempt: Callable[[Adjusted], None], config: Config) -> None:
+def with_restarts(attempt: Callable[[Adjusted], None], config: TrainingConfig) -> None:
     """Make the attempt, and repeat it from its last checkpoint: after a worker's death `trainer.max_restarts` times,
     after an out-of-memory error while there is a smaller setting, and after a few rollbacks. Two kills for memory end
     it. An attempt that ends before its first resumable checkpoint is repeated as it began, for example from an explicit

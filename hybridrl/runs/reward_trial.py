@@ -19,7 +19,7 @@ from hybridrl.data.tokenizer import ResponseDecoder, as_chat
 from hybridrl.required import required
 from hybridrl.rewards.load import scorer_of, seconds_between_calls, uses_built_in
 from hybridrl.rewards.process import ScorerDied
-from hybridrl.rewards.rescoring import Rescorer, encode
+from hybridrl.rewards.rescoring import Rescorer, response_ids
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runs.settings import reward_code, reward_files
 from hybridrl.runs.trials import Subject
@@ -149,7 +149,7 @@ def _request(prompt: Prompt, response: TrialResponse, decoder: ResponseDecoder |
     """Return the scoring request of a response, and set its text to the one that a run would decode."""
     ids = None
     if decoder is not None:
-        ids = encode(response.text, decoder.tokenizer)
+        ids = response_ids(response.text, decoder.tokenizer)
         response.tokens, response.text = len(ids), decoder(ids)
     return ScoringRequest(prompt.data_source, response.text, prompt.ground_truth, prompt.extra_info, ids)
 

@@ -27,7 +27,7 @@ TOKEN_VALUES = {  # name in a record -> field of a batch
     "advantages": "advantages",
 }
 
-Decode = Callable[[Sequence[int]], list[str]]  # token ids -> the text of each
+DecodeAll = Callable[[Sequence[int]], list[str]]  # token ids -> the text of each
 Transcript = Callable[[Trajectory], dict[str, Any]]  # a conversation as fields of its record
 
 
@@ -50,7 +50,7 @@ class SampleLog:
         shown: int,
         with_tokens: int = 0,
         most: float | None = None,
-        decode: Decode = lambda ids: [""] * len(ids),
+        decode: DecodeAll = lambda ids: [""] * len(ids),
         transcript: Transcript = lambda _: {},
     ) -> None:
         self.tracker, self.training_dir, self.validation_dir = tracker, training_dir, validation_dir
@@ -95,7 +95,9 @@ class SampleLog:
         for older in replays(self.replay_dir)[:-REPLAYS]:
             older.unlink()
 
-    def _write(self, directory: Path, step: int, episodes: Sequence[Episode], trained: "Trained | None" = None) -> None:
+    def _write(
+        self, directory: Path, step: int, episodes: Sequence[Episode], trained: "BatchFields | None" = None
+    ) -> None:
         path = directory / f"{step}.jsonl"
         try:
             self._name_taken(episodes)
@@ -133,10 +135,10 @@ def delete_oldest(directory: Path, most: float) -> None:
         total -= size
 
 
-Trained = Mapping[EpisodeKey, dict[str, Any]]  # fields of an episode from a step's batch
+BatchFields = Mapping[EpisodeKey, dict[str, Any]]  # fields of an episode from a step's batch
 
 
-def trained_fields(batch: Batch, version: int, with_tokens: int, decode: Decode) -> Trained:
+def trained_fields(batch: Batch, version: int, with_tokens: int, decode: DecodeAll) -> BatchFields:
     """Return the fields of each episode of a batch: its advantage (the mean over its trained tokens), and per token the
     weight version and the importance weight. `with_tokens` of the episodes, evenly from the least to the largest
     advantage, also get the values of each response token. `version` is the weight version at the start of the step."""
@@ -170,10 +172,10 @@ def _audits(rows: Batch, version: int) -> Iterator[dict[str, Any]]:
         yield {"versions": pairs} | ({} if weights is None else {"weights": weights[tokens].tolist()})
 
 
-def _tokens(row: Batch, decode: Decode) -> dict[str, list[Any]]:
+def _tokens(row: Batch, decode: DecodeAll) -> dict[str, list[Any]]:
     """Return the token values of one row by name, without values that the step did not compute."""
     ids = row.response_ids.tolist()
-    tokens: dict[str, list[Any]] = {"ids": ids, "texts": decode(ids), "sampled": row.written.int().tolist()}
+    tokens: dict[str, list[Any]] = {"ids": ids, "texts": decode(ids), "sampled": row.sampled_mask.int().tolist()}
     for name, field in TOKEN_VALUES.items():
         if (values := getattr(row, field)) is not None:
             tokens[name] = list(map(_short, values.tolist()))
@@ -188,7 +190,7 @@ def _short(value: float) -> float:
 def sample_record(
     step: int,
     episode: Episode,
-    trained: Trained | None = None,
+    trained: BatchFields | None = None,
     conversation: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return an episode as a record of its file. `trained`: fields of the samples of a training step; `conversation`:

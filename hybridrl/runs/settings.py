@@ -24,23 +24,19 @@ from hybridrl.config.catalog import (
 from hybridrl.config.compose import OWN
 from hybridrl.config.custom_code import script_path
 from hybridrl.config.schema import (
+    ActorConfig,
     ActorRolloutRefConfig,
     CriticConfig,
+    FSDPConfig,
     ModelConfig,
     OptimizerConfig,
     PPOConfig,
     ReferenceConfig,
+    SFTDataConfig,
 )
-from hybridrl.config.schema_parts import RewardConfig, RolloutConfig
+from hybridrl.config.schema_parts import RewardConfig, RolloutConfig, RolloutCorrectionConfig
 from hybridrl.core.algorithms import Algorithm
-from hybridrl.core.algorithms.algorithm import (
-    ForwardSpec,
-    Signal,
-    bind,
-    find_estimator,
-    find_policy_loss,
-    loss_terms,
-)
+from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, bind, find_estimator, find_policy_loss, loss_terms
 from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement
 from hybridrl.core.algorithms.objective import KLWeight
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
@@ -105,16 +101,15 @@ def sft_worker_config(config: SFTConfig, directory: Path, steps: int) -> WorkerC
     fsdp, trained = config.engine.fsdp_config, LearnerConfig(located(config.optim), steps)
     return WorkerConfig(
         device=config.trainer.device,
-        models={"actor": RankModel(config.model, fsdp, sft_budget(config), trained=trained)},
+        models={"actor": RankModel(config.model, fsdp, sft_budget(config.data, config.model, fsdp), trained=trained)},
         collective_timeout=config.engine.nccl_timeout,
         seed=config.trainer.seed,
         skipped_updates=str(directory / SKIPPED_UPDATES),
     )
 
 
-def sft_budget(config: SFTConfig) -> MicroBatchBudget:
-    tokens = config.data.max_token_len_per_gpu
-    return MicroBatchBudget.of(config.model, config.engine.fsdp_config, tokens, None, by_tokens=True)
+def sft_budget(data: SFTDataConfig, model: ModelConfig, fsdp: FSDPConfig) -> MicroBatchBudget:
+    return MicroBatchBudget.of(model, fsdp, data.max_token_len_per_gpu, None, by_tokens=True)
 
 
 def located(config: OptimizerConfig) -> OptimizerConfig:
@@ -137,7 +132,8 @@ def build_algorithm(config: PPOConfig) -> Algorithm:
     if "sum_pi_squared" in entry.reads and correction.bypass_mode:
         cause = f"{name} reads sum_pi_squared, which is not computed in bypass mode"
         raise ConfigError(cause, fix="set algorithm.rollout_correction.bypass_mode=false")
-    terms, kl = policy_terms(config), algorithm.kl_penalty if algorithm.use_kl_in_reward else None
+    terms = policy_terms(config.actor_rollout_ref.actor, correction)
+    kl = algorithm.kl_penalty if algorithm.use_kl_in_reward else None
     return Algorithm(
         estimator=bind(function, {key: vars(algorithm)[key] for key in ESTIMATOR_KEYS} | {OWN: config.own}),
         entry=entry,
@@ -188,7 +184,8 @@ def sft_policy_plan(config: SFTConfig) -> PolicyPlan:
     """One update per step with the negative log-likelihood as its loss."""
     clip, terms = config.engine.grad_clip, loss_terms(SFT_POLICY_LOSS)
     loss = LossConfig(terms, "token-mean", scale=1.0, temperature=1.0, grad_clip=clip)
-    updates = UpdatePlan(config.data.train_batch_size, epochs=1, shuffle=False, seed=0, budget=sft_budget(config))
+    budget = sft_budget(config.data, config.model, config.engine.fsdp_config)
+    updates = UpdatePlan(config.data.train_batch_size, epochs=1, shuffle=False, seed=0, budget=budget)
     return PolicyPlan(loss, updates)
 
 
@@ -209,9 +206,8 @@ def training_temperature(rollout: RolloutConfig) -> float:
     return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
 
 
-def policy_terms(config: PPOConfig) -> tuple[LossTerm, ...]:
+def policy_terms(actor: ActorConfig, correction: RolloutCorrectionConfig) -> tuple[LossTerm, ...]:
     """The terms of the policy's loss."""
-    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     name = (BYPASS_LOSSES[correction.loss_type] if correction.bypass_mode else None) or actor.policy_loss.loss_mode
     if ":" in name:  # workers find a custom file from any directory
         find_policy_loss(name)  # rejected with the name that the user wrote
@@ -226,7 +222,7 @@ def policy_loss_config(config: PPOConfig) -> LossConfig:
     if bypass is not None and not BYPASS_LOSSES[correction.loss_type]:
         bypass = replace(bypass, level=None)  # the ratio to the rollout's log-probs is in the policy loss already
     return LossConfig(
-        policy_terms(config),
+        policy_terms(actor, correction),
         parameters={key: vars(actor)[key] for key in ACTOR_KEYS}
         | {key: vars(actor.policy_loss)[key] for key in PARAMETERS}
         | {OWN: config.own},

@@ -17,13 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl import plugins
 from hybridrl.checkpoint.saver import SavePlan, Saver, SaveTimes, Stateful
 from hybridrl.checkpoint.store import Store, holder, resumable
-from hybridrl.config import ConfigError, PPOConfig, SFTConfig
+from hybridrl.config import ConfigError, PPOConfig, SFTConfig, TrainingConfig
 from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.config.load import hyperparameters
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.core import device as devices
 from hybridrl.core.cluster import RaySession
-from hybridrl.core.cluster.failures import typed
+from hybridrl.core.cluster.failures import typed_errors
 from hybridrl.core.cluster.session import RayMetricsSink
 from hybridrl.core.trainer import Schedule, Task, Trainer
 from hybridrl.core.training.worker_group import TrainWorkers
@@ -41,7 +41,6 @@ from hybridrl.tracking.report import read_metrics
 
 CHATTY_LOGGERS = ("httpx", "httpx2", "httpcore", "openai", "datasets", "fsspec", "urllib3", "filelock", "matplotlib")
 
-Config = PPOConfig | SFTConfig
 C = TypeVar("C", PPOConfig, SFTConfig)
 
 
@@ -114,7 +113,7 @@ def train(config: C, job_class: Callable[[C], Job], sessions: Sessions) -> None:
     """Run training, as often as `with_restarts` allows."""
     directory = open_directory(config.trainer.default_local_dir, "trainer.default_local_dir")
     other = holder(directory)  # if there is one, this run will be rejected, and must not change the record and page
-    recorder = nullcontext() if other else recording(directory, host_memory)
+    recorder = nullcontext() if other else recording(directory, host_memory_now)
     began, metrics = time.time(), directory / "metrics.jsonl"
 
     def has_begun() -> bool:
@@ -147,12 +146,12 @@ def write_page(directory: Path) -> None:
         warn(f"{directory}/report.html could not be written: {error!r}", "report-lost")
 
 
-def host_memory() -> dict[str, int | None]:
+def host_memory_now() -> dict[str, int | None]:
     """Bytes used by the driver, bytes that processes may still allocate, and the kernel's count of kills."""
     return {"rss": psutil.Process().memory_info().rss, "left": devices.memory_left(), "oom_kills": oom_kills()}
 
 
-@typed("the run")  # any call of Ray may fail once Ray is lost
+@typed_errors("the run")  # any call of Ray may fail once Ray is lost
 def run(
     config: C, job_class: Callable[[C], Job], directory: Path, adjusted: Adjusted, sessions: Sessions, *, again: bool
 ) -> None:
@@ -161,7 +160,7 @@ def run(
     began = time.monotonic()
     job = job_class(config)
     with ExitStack() as stack:
-        store = stack.enter_context(closing(open_store(config.trainer, directory, again=again)))
+        store = stack.enter_context(closing(open_checkpoints(config.trainer, directory, again=again)))
         plan = job.plan(directory)
         saved, schedule = plan.checkpoint, job.schedule(plan.steps)
         info(f"{plan.steps} step{'s' * (plan.steps > 1)}: {job.description}")
@@ -222,7 +221,7 @@ def open_directory(path: str | Path, key: str) -> Path:
     return directory.absolute()
 
 
-def open_store(trainer: SFTTrainerConfig, directory: Path, *, again: bool = False) -> Store:
+def open_checkpoints(trainer: SFTTrainerConfig, directory: Path, *, again: bool = False) -> Store:
     """Open the checkpoints of a run; it holds the directory's lock from here on."""
     leave = again or trainer.resume_mode != "disable"
     return Store(directory, keep=trainer.max_actor_ckpt_to_keep, keep_best=trainer.keep_best_ckpt, leave=leave)
@@ -233,7 +232,7 @@ def save_times(trainer: SFTTrainerConfig) -> SaveTimes:
 
 
 def open_tracker(
-    config: Config, directory: Path, steps: int, resume: Resume | None, *, exported: bool = False
+    config: TrainingConfig, directory: Path, steps: int, resume: Resume | None, *, exported: bool = False
 ) -> Tracker:
     """All sinks of a run; `exported`: also Ray's metrics, which a joined cluster may export to Prometheus."""
     trainer = config.trainer

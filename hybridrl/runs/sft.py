@@ -12,7 +12,7 @@ from hybridrl.config import SFTConfig
 from hybridrl.core.cluster import RaySession
 from hybridrl.core.trainer import Schedule, Task
 from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
-from hybridrl.data.conversations import ConversationDataset, to_batch
+from hybridrl.data.conversations import ConversationDataset, conversation_batch
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.row_files import row_files
 from hybridrl.runs.prepare import load_sft_inputs
@@ -92,7 +92,7 @@ class SFTTask(Task):
 
     def train_step(self, step: int) -> dict[str, float]:
         with self.watch("update_actor"):
-            batch = to_batch([self.training[row] for row in self.order.rows(self.position, self.size)])
+            batch = conversation_batch([self.training[row] for row in self.order.rows(self.position, self.size)])
             updates, _ = self.workers.update_mini_batches(batch, [range(len(batch))], self.workers.policy.loss, step)
         self.position += self.size
         metrics = {name.replace("actor/", "train/"): mean for name, mean in updates.items() if name != "actor/pg_loss"}
@@ -105,7 +105,7 @@ class SFTTask(Task):
         if self.validation is None:
             return {}
         with self.watch("testing"):
-            batch = to_batch(list(self.validation))
+            batch = conversation_batch(list(self.validation))
             scored = self.workers.forward_log_probs(batch)
         self.workers.watch.take()
         return {"val/loss": -float(scored.old_log_probs[batch.response_mask].mean())} | self.watch.take()

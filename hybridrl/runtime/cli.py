@@ -24,7 +24,7 @@ from typing import IO, Any, Generic, TypeVar
 
 from rich.text import Text
 
-from hybridrl.config import ConfigError, PPOConfig, SFTConfig
+from hybridrl.config import ConfigError, TrainingConfig
 from hybridrl.config.checks.training import this_machine
 from hybridrl.config.compose import CONF, as_override, as_yaml, split_sweep
 from hybridrl.config.load import explain_keys
@@ -204,8 +204,6 @@ for example:
 
 hybridrl train --help lists the keys."""
 
-Config = PPOConfig | SFTConfig
-
 
 @dataclass(frozen=True)
 class Point:
@@ -213,7 +211,7 @@ class Point:
 
     name: str
     overrides: list[str]
-    config: Config
+    config: TrainingConfig
 
     @property
     def directory(self) -> Path:
@@ -264,7 +262,7 @@ def load_points(command: RunCommand, overrides: list[str], place: dict[str, Any]
         shown.add(text)
 
     for combination in combinations:
-        name = name_of(combination)
+        name = combination_name(combination)
         settings = [f"{key}={value}" for key, value in combination.items()] + [
             f"{DIRECTORY}={as_override(str(base / name))}"
         ]
@@ -281,7 +279,7 @@ def load_points(command: RunCommand, overrides: list[str], place: dict[str, Any]
     return base, points
 
 
-def name_of(combination: dict[str, str]) -> str:
+def combination_name(combination: dict[str, str]) -> str:
     """Return the name of a run, of characters that need no quotes in a key's value: its values by the last parts of
     their keys, or by whole keys if two of those are equal."""
     short = [key.lstrip("+~").rpartition(".")[2] for key in combination]
@@ -358,7 +356,7 @@ class SweepPart:
             os.sched_setaffinity(0, before)
 
 
-def parts_of_machine(config: Config, at_once: int) -> Iterator[SweepPart]:
+def parts_of_machine(config: TrainingConfig, at_once: int) -> Iterator[SweepPart]:
     """Divide the machine's cores, and its GPUs if the runs use them. Raises ConfigError if there are too few."""
     cores, trainer = sorted(os.sched_getaffinity(0)), config.trainer
     size, gpus = len(cores) // at_once, config.devices_per_machine

@@ -28,9 +28,9 @@ class Generation:
     def __init__(self, file: str, device: str) -> None:
         from vllm import LLM
 
-        from hybridrl.core.rollout.vllm.engine import engine_arguments
+        from hybridrl.core.rollout.vllm.engine import vllm_arguments
 
-        arguments = engine_arguments(device, *torch.load(file, weights_only=False))
+        arguments = vllm_arguments(device, *torch.load(file, weights_only=False))
         for name in ("weight_transfer_config", "worker_extension_cls", "load_format"):
             arguments.pop(name, None)
         self.model = arguments["model"]

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from warm_start import make_data
 
 from hybridrl.agents.environments import EnvironmentSettings
-from hybridrl.agents.environments.episode_loop import Limits
+from hybridrl.agents.environments.episode_loop import EpisodeLimits
 from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers, SampleTurn
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec
 from hybridrl.config import load_ppo_config
@@ -38,7 +38,7 @@ ENVIRONMENTS = Path(__file__).with_name("waiting_environments.py")
 
 
 def open_workers(
-    session: RaySession, directory: Path, name: str, turns: int, seconds: float, end: int, limits: Limits
+    session: RaySession, directory: Path, name: str, turns: int, seconds: float, end: int, limits: EpisodeLimits
 ) -> EpisodeWorkers:
     """Start one process whose episodes run in a class of ENVIRONMENTS."""
     load = partial(AutoTokenizer.from_pretrained, str(directory / "data" / "model"))
@@ -80,7 +80,7 @@ def sleeping(directory: Path, count: int, turns: int) -> None:
         future.set_result(completion)
         return future
 
-    limits = Limits(prompt=256, response=1024, context=2048)
+    limits = EpisodeLimits(prompt=256, response=1024, context=2048)
     for name in ("Talk", "Sleep"):
         with open_workers(session, directory, name, turns, 1.0, end, limits) as workers:
             asyncio.run(run(workers, specs_of(10, sampling), sample))
@@ -113,7 +113,7 @@ def against_bare_calls(directory: Path, count: int, turns: int, tokens: int, rou
     engine.to_rollout(0)
     # Responses of a fixed length, so that all turns are alike: the last token counts as the end of a turn.
     sampling = Sampling(max_tokens=tokens, stop_ids=(), ignore_eos=True)
-    limits = Limits(prompt=64, response=turns * (tokens + 24), context=64 + turns * (tokens + 24))
+    limits = EpisodeLimits(prompt=64, response=turns * (tokens + 24), context=64 + turns * (tokens + 24))
     tokenizer = AutoTokenizer.from_pretrained(directory / "data" / "model")
 
     def ended(client: RolloutClient, request: Request) -> "asyncio.Future[Completion]":

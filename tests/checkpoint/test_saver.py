@@ -10,7 +10,7 @@ import pytest
 
 from hybridrl.checkpoint.files import write_manifest
 from hybridrl.checkpoint.saver import Save, SavePlan, Saver, SaveTimes
-from hybridrl.checkpoint.store import SaveFailed, Store, check, list_checkpoints
+from hybridrl.checkpoint.store import SaveFailed, Store, damage_of, list_checkpoints
 
 
 def times(steps=0, epochs=None, seconds=None, recovery_seconds: float | None = 600.0) -> SaveTimes:
@@ -185,7 +185,7 @@ def test_a_checkpoint_that_is_complete_when_its_run_ends_is_published_at_the_nex
         write_manifest(store.directory / ".global_step_2.writing")
     with closing(Store(store.directory)):
         (checkpoint,) = list_checkpoints(store.directory)
-        assert checkpoint.step == 2 and not check(checkpoint.path)
+        assert checkpoint.step == 2 and not damage_of(checkpoint.path)
 
 
 def test_a_disk_that_fails_at_the_start_removes_nothing(store):

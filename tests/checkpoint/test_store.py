@@ -21,7 +21,7 @@ from hybridrl.checkpoint.store import (
     Checkpoint,
     SaveFailed,
     Store,
-    check,
+    damage_of,
     holder,
     list_checkpoints,
     newest_good,
@@ -75,7 +75,7 @@ def test_a_published_checkpoint_is_complete_and_has_its_state(store, tmp_path):
     saved = save(store, 5, prompts=320)
     assert saved.path == tmp_path / "global_step_5"
     assert names(saved.path) == {"actor", "config.yaml", "state.json", "manifest.json"}
-    assert check(saved.path) == []
+    assert damage_of(saved.path) == []
     assert list_checkpoints(store.directory) == [saved]
     assert (saved.state["prompts"], saved.state["healthy"]) == (320, True)
 
@@ -154,7 +154,7 @@ def test_a_checkpoint_with_a_damaged_file_is_skipped_and_the_file_named(store, t
     damage(tmp_path / "global_step_10" / name)
     step, (line,) = selected(store)
     assert step == 5 and line.startswith(f"{tmp_path / 'global_step_10'} is skipped: {name}: ")
-    assert check(tmp_path / "global_step_10")[0].startswith(f"{name}: ")
+    assert damage_of(tmp_path / "global_step_10")[0].startswith(f"{name}: ")
 
 
 def test_each_skipped_checkpoint_is_logged_with_the_reason(store, tmp_path):
@@ -191,7 +191,7 @@ def test_a_directory_of_another_program_is_skipped_and_never_deleted(tmp_path):
 def test_check_reports_everything_wrong_with_a_checkpoint(store, tmp_path):
     save(store, 5, healthy=False, reason="a gradient is not finite")
     truncate(tmp_path / "global_step_5" / "actor" / "__0_0.distcp")
-    assert check(tmp_path / "global_step_5") == [
+    assert damage_of(tmp_path / "global_step_5") == [
         "not healthy: a gradient is not finite",
         "actor/__0_0.distcp: 699 of 700 bytes",
     ]
@@ -215,7 +215,7 @@ def sequence(directory: Path, *saves: tuple[int, dict[str, object]], **retention
     store = Store(directory, **retention)
     for step, state in saves:
         save(store, step, **state)
-        assert check(directory / f"global_step_{step}") == []
+        assert damage_of(directory / f"global_step_{step}") == []
     assert names(directory) == {LATEST, *(f"global_step_{step}" for step in steps(store))}
     store.close()
     return steps(store)
@@ -371,7 +371,7 @@ def test_wherever_a_run_is_killed_a_checkpoint_is_intact(tmp_path, monkeypatch, 
         store.close()
         again = Store(directory, keep=1)
         ends.append(content(newest_good(again.directory, pytest.fail))[:3])
-        assert all(check(saved.path) == [] for saved in list_checkpoints(again.directory))
+        assert all(damage_of(saved.path) == [] for saved in list_checkpoints(again.directory))
         assert names(directory) - {LATEST, f".{LATEST}.writing"} == {f"global_step_{n}" for n in steps(again)}
         assert ends[-1] == "new" or steps(again) == [5, 10]
         assert save(again, step, "later") == newest_good(again.directory, pytest.fail)
@@ -397,7 +397,7 @@ def test_wherever_the_disk_fails_a_checkpoint_is_intact_and_saving_continues(tmp
             except SaveFailed:
                 ends.append("failed")
             reached = len(calls) >= len(ends)
-        assert all(check(saved.path) == [] for saved in list_checkpoints(store.directory))
+        assert all(damage_of(saved.path) == [] for saved in list_checkpoints(store.directory))
         assert content(newest_good(store.directory, pytest.fail))[:3] in ("new", "old")[: 1 if ends[-1] == "new" else 2]
         assert save(store, 20, "later") == newest_good(store.directory, pytest.fail)
         assert steps(store) == [20]
@@ -422,7 +422,7 @@ def test_a_second_run_in_a_directory_is_rejected_and_changes_nothing(store, tmp_
     message = str(caught.value)
     assert message.startswith(f"trainer.default_local_dir={tmp_path}: another run is using it (process ")
     assert f"process {os.getpid()} on " in message
-    assert check(store.publish(5, GOOD).path) == []
+    assert damage_of(store.publish(5, GOOD).path) == []
 
 
 def test_a_directory_is_free_again_when_its_run_is_closed_or_killed(tmp_path):

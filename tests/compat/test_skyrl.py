@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from hybridrl.agents.environments import Response
-from hybridrl.agents.environments.load import ENVIRONMENTS, check
+from hybridrl.agents.environments.load import ENVIRONMENTS, check_environments
 from tests.agents.environments.conftest import made
 from tests.agents.sections import environments_of
 
@@ -57,7 +57,7 @@ def test_a_class_by_path_and_a_registered_one_run_with_their_configuration(tmp_p
     file = tmp_path / "echo.py"
     file.write_text(CUSTOM)
     settings = environments_of(environment=f"{file}:Echo", environment_kwargs={"mark": "?"}, max_assistant_turns=2)
-    check(settings, [{}])
+    check_environments(settings, [{}])
     environment = made({}, settings)
     assert environment.reset([])[0]["content"] == "go"
     first, second = environment.step(Response("a")), environment.step(Response("b"))

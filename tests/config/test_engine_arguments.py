@@ -290,7 +290,7 @@ def test_every_argument_that_hybridrl_gives_the_engine_is_in_a_table(engine):
     source = (Path(__file__).parents[2] / "hybridrl" / "core" / "rollout" / engine / "engine.py").read_text(
         encoding="utf-8"
     )
-    function = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "engine_arguments")
+    function = next(node for node in ast.parse(source).body if getattr(node, "name", "") == f"{engine}_arguments")
     nodes = [*ast.walk(function)]
     given = {
         key.value for node in nodes if isinstance(node, ast.Dict) for key in node.keys if isinstance(key, ast.Constant)

@@ -17,7 +17,7 @@ from hybridrl.config.files import (
     one_or_more,
     parse_dataset_name,
     resolve_model,
-    row_files,
+    row_entries,
 )
 from hybridrl.config.values import ValueFault
 
@@ -44,7 +44,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_there_and_what_the_hub_may_have_is_accepted(name: str) -> None:
-    assert row_files([name]) is None
+    assert row_entries([name]) is None
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def test_what_is_there_and_what_the_hub_may_have_is_accepted(name: str) -> None:
     ],
 )
 def test_what_is_not_there_is_named_with_what_is(name: str, fault: str) -> None:
-    assert row_files([name]) == (fault, "", True)
+    assert row_entries([name]) == (fault, "", True)
 
 
 def test_no_name_at_all_may_be_another_machines_shell_variable() -> None:
     fault = one_or_more([])
     assert fault is not None and fault.absent
-    assert row_files([]) is None
+    assert row_entries([]) is None
 
 
 def test_a_name_is_taken_apart_into_configuration_and_split() -> None:
@@ -127,8 +127,8 @@ def test_of_a_run_the_newest_model_is_named(saved: Path) -> None:
 def test_a_file_under_the_address_of_a_download_is_named_without_the_query(tmp_path: Path) -> None:
     there, missing = tmp_path / "x.jsonl", tmp_path / "y.jsonl"
     there.touch()
-    assert f"but there is {there}: name that" in str(row_files([f"{there}?download=true"]))
-    assert "without the query of its address" in str(row_files([f"{missing}?download=true"]))
+    assert f"but there is {there}: name that" in str(row_entries([f"{there}?download=true"]))
+    assert "without the query of its address" in str(row_entries([f"{missing}?download=true"]))
 
 
 def test_the_folder_that_was_meant_is_named(saved: Path) -> None:

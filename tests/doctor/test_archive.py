@@ -9,7 +9,7 @@ import pytest
 
 from hybridrl.checkpoint.store import Store
 from hybridrl.doctor import __main__ as doctor
-from hybridrl.doctor.leftovers import TAIL_BYTES, mask, pack
+from hybridrl.doctor.leftovers import TAIL_BYTES, mask, write_bundle
 from hybridrl.required import required
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import warn
@@ -86,7 +86,7 @@ def texts(archive: Path) -> dict[str, str]:
 
 
 def test_no_secret_no_weight_no_data_and_no_sample_is_packed(run, tmp_path):
-    pack(run, tmp_path / "report.tar.gz")
+    write_bundle(run, tmp_path / "report.tar.gz")
     packed = texts(tmp_path / "report.tar.gz")
     everything = "\n".join([*packed.values(), (run / "faults.jsonl").read_text()])
     assert {name: text for name, text in SECRETS.items() if text in everything} == {}
@@ -96,12 +96,12 @@ def test_no_secret_no_weight_no_data_and_no_sample_is_packed(run, tmp_path):
 def test_of_a_long_log_whole_lines_are_packed_as_a_secret_is_known_by_the_name_before_it(run, tmp_path):
     log = run / "logs" / "trainer-0.log"
     log.write_text('"password": "c4n4ry' + "0" * (TAIL_BYTES - 8) + '"\nthe last line\n')
-    pack(run, tmp_path / "packed.tar.gz", samples=True)
+    write_bundle(run, tmp_path / "packed.tar.gz", samples=True)
     assert texts(tmp_path / "packed.tar.gz")["logs/trainer-0.log"] == "the last line\n"
 
 
 def test_what_explains_a_run_is_packed_and_stays_readable(run, tmp_path):
-    names = pack(run, tmp_path / "report.tar.gz")
+    names = write_bundle(run, tmp_path / "report.tar.gz")
     packed = texts(tmp_path / "report.tar.gz")
     assert names == list(packed) == [
         "why.json", "machine.json", "packages.txt", "checkpoints.json", "config.yaml", "faults.jsonl", "metrics.jsonl",

@@ -9,15 +9,8 @@ from typing import Any
 
 import pytest
 
-from hybridrl.doctor.cluster import CLOCK, DIRECTORY, NETWORK, compare, shared_paths, table
-from hybridrl.doctor.machine import (
-    SHARED_MEMORY,
-    TEMPORARY,
-    check_directory,
-    fingerprint,
-    machine_facts,
-    reach,
-)
+from hybridrl.doctor.cluster import CLOCK, DIRECTORY, NETWORK, compare_machines, facts_table, shared_paths
+from hybridrl.doctor.machine import SHARED_MEMORY, TEMPORARY, check_directory, files_digest, machine_facts, reach
 
 MODEL = "actor_rollout_ref.model.path=/models/q"
 FACTS = {
@@ -40,7 +33,7 @@ FACTS = {
 
 def messages(**changes: Any) -> list[tuple[str, str, str]]:
     """What is reported if the facts of the second of three machines are changed."""
-    findings = compare({"a": FACTS, "b": FACTS | changes, "c": FACTS})
+    findings = compare_machines({"a": FACTS, "b": FACTS | changes, "c": FACTS})
     return [(one.severity, one.code, one.cause) for one in findings.items if one.severity != "info"]
 
 
@@ -70,7 +63,7 @@ def test_a_model_that_is_missing_or_has_other_contents_is_an_error_that_names_th
 
 
 def test_a_directory_that_is_not_shared_and_a_machine_out_of_reach_are_errors_with_the_key_to_set():
-    findings = compare({"a": FACTS, "b": FACTS | {DIRECTORY: "not writable", NETWORK: "cannot reach a at x"}})
+    findings = compare_machines({"a": FACTS, "b": FACTS | {DIRECTORY: "not writable", NETWORK: "cannot reach a at x"}})
     directory, network = findings.errors
     assert directory.cause == "run directory, on b: not writable" and "trainer.default_local_dir" in directory.fix
     assert network.cause == "network, on b: cannot reach a at x" and "NCCL_SOCKET_IFNAME" in network.fix
@@ -83,7 +76,7 @@ def test_little_memory_and_a_clock_that_differs_are_warnings():
 
 
 def test_the_table_marks_only_what_differs_or_fails():
-    lines = table({"a": FACTS, "b": FACTS | {"vllm": "0.26.0", MODEL: None, CLOCK: 0.2}}).splitlines()
+    lines = facts_table({"a": FACTS, "b": FACTS | {"vllm": "0.26.0", MODEL: None, CLOCK: 0.2}}).splitlines()
     assert [line.split()[1] for line in lines if line.startswith("!")] == ["vllm", MODEL]
     assert next(line for line in lines if "vllm" in line).endswith("0.32.0 on a; 0.26.0 on b")
     assert next(line for line in lines if "torch" in line).endswith("torch" + " " * (len(MODEL) - 3) + "2.13.0")
@@ -94,7 +87,7 @@ def test_the_facts_of_this_machine_agree_with_themselves(tmp_path: Path):
     facts = machine_facts("cpu", {"loss": f"{tmp_path}/loss.py:mine", "none": f"{tmp_path}/none.py"})
     assert facts["Python"].startswith("3.") and len(facts["hybridrl"]) == 10 and facts["ray"]
     assert facts["loss"] and facts["none"] is None
-    assert not [one for one in compare({"a": facts, "b": dict(facts)}).errors if "none" not in one.cause]
+    assert not [one for one in compare_machines({"a": facts, "b": dict(facts)}).errors if "none" not in one.cause]
 
 
 def test_temporary_space_is_that_of_the_fuller_of_tmp_and_tmpdir(free_space):
@@ -111,17 +104,17 @@ def test_a_model_s_fingerprint_is_that_of_a_copy_and_of_no_other_weights(tmp_pat
     with (first / "model.safetensors").open("wb") as file:
         file.truncate(40 << 20)  # more than is read as a whole
     shutil.copytree(first, second)
-    before = fingerprint(str(first))
-    assert before is not None and fingerprint(str(second)) == before
+    before = files_digest(str(first))
+    assert before is not None and files_digest(str(second)) == before
     with (second / "model.safetensors").open("rb+") as file:
         file.write(b"other weights differ in all places, so also here")
-    assert fingerprint(str(second)) != before
-    assert fingerprint(str(tmp_path / "third")) is None
+    assert files_digest(str(second)) != before
+    assert files_digest(str(tmp_path / "third")) is None
 
 
 def test_a_module_s_fingerprint_is_that_of_its_file():
-    assert fingerprint("pkg://json") == fingerprint(json.__file__) == fingerprint("json")
-    assert fingerprint("pkg://no.such.module") is fingerprint("no_such_module") is None
+    assert files_digest("pkg://json") == files_digest(json.__file__) == files_digest("json")
+    assert files_digest("pkg://no.such.module") is files_digest("no_such_module") is None
 
 
 def test_a_directory_is_shared_if_the_driver_s_file_is_seen_and_another_can_be_written(tmp_path: Path):

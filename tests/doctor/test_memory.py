@@ -28,7 +28,7 @@ from hybridrl.doctor.memory import (
     suggest_fix,
     trainer_memory,
 )
-from hybridrl.doctor.memory_sizes import ModelSizes, blank, read_models, sync_buffer
+from hybridrl.doctor.memory_sizes import ModelSizes, meta_model, read_models, sync_buffer
 from hybridrl.runs.settings import build_policy_plan
 
 GIB = 2**30
@@ -139,7 +139,7 @@ def test_a_micro_batch_takes_rows_up_to_the_budget_or_a_single_longer_one(load):
 
 
 def test_sizes_are_read_from_config_json_alone(load):
-    assert vars(ModelSizes(blank(load().actor_rollout_ref.model, "model"))) == {
+    assert vars(ModelSizes(meta_model(load().actor_rollout_ref.model, "model"))) == {
         "parameters": PARAMETERS,
         "trained": PARAMETERS,
         "held": PARAMETERS,
@@ -172,13 +172,13 @@ def test_sizes_are_read_from_config_json_alone(load):
 
 def test_large_matrices_are_not_copied_by_an_engine_on_cpu(load, model_file):
     model_file.write_text(json.dumps(CONFIG | {"hidden_size": 1024, "intermediate_size": 5000}))
-    sizes = ModelSizes(blank(load().actor_rollout_ref.model, "model"))
+    sizes = ModelSizes(meta_model(load().actor_rollout_ref.model, "model"))
     gate_and_up = 2 * 1024 * 5000  # more than 2**23; the down projection is less
     assert sizes.copied == sizes.parameters - 2 * gate_and_up + 80 * 1024
 
 
 def test_only_the_adapter_of_a_model_is_trained(load):
-    sizes = ModelSizes(blank(load("actor_rollout_ref.model.lora_rank=2").actor_rollout_ref.model, "model"))
+    sizes = ModelSizes(meta_model(load("actor_rollout_ref.model.lora_rank=2").actor_rollout_ref.model, "model"))
     pairs = 2 * ((8 + 64) + 2 * (8 + 32) + (64 + 8) + 3 * (8 + 16))
     assert (sizes.trained, sizes.parameters) == (2 * pairs, PARAMETERS + 2 * pairs)
 
@@ -193,7 +193,7 @@ def test_experts_count_as_many_as_a_token_goes_through(load, model_file):
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
     content = CONFIG | experts | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
     model_file.write_text(json.dumps(content))
-    assert ModelSizes(blank(load().actor_rollout_ref.model, "model")).intermediate == 2 * 6
+    assert ModelSizes(meta_model(load().actor_rollout_ref.model, "model")).intermediate == 2 * 6
 
 
 MIXTURE = CONFIG | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 2}
@@ -247,12 +247,12 @@ def test_an_engine_caches_one_vector_per_token_of_latent_attention(load, model_f
     experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 6, "head_dim": 64}
     names = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
     model_file.write_text(json.dumps(CONFIG | latent | experts | names))
-    sizes = ModelSizes(blank(load().actor_rollout_ref.model, "model"))
+    sizes = ModelSizes(meta_model(load().actor_rollout_ref.model, "model"))
     assert (sizes.cached, sizes.query) == (512 + 64, 2 * (24 + 64))
 
 
 def test_the_weight_sync_has_memory_for_two_buckets(load):
-    model = blank(load().actor_rollout_ref.model, "model")
+    model = meta_model(load().actor_rollout_ref.model, "model")
     layer = 64 * sum(-(-2 * size // 64) for size in (512, 64, 256, 32, 256, 32, 512, 128, 128, 128, 8, 8))
     assert sync_buffer(model, "bfloat16", 1) == 2 * layer  # tensors begin at multiples of 64 bytes
 

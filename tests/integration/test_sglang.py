@@ -268,12 +268,12 @@ def test_bytes_that_differ_and_a_flag_that_says_no_are_errors_and_the_next_sync_
 def test_every_argument_on_either_device_is_one_of_sglang_s(served, config):
     from sglang.srt.server_args import ServerArgs
 
-    from hybridrl.core.rollout.sglang.engine import engine_arguments
+    from hybridrl.core.rollout.sglang.engine import sglang_arguments
 
     section = config.actor_rollout_ref
     adapted = replace(section.model, lora_rank=8)
     for device in ("cpu", "cuda"):
-        names = engine_arguments(device, adapted, section.rollout, 1)
+        names = sglang_arguments(device, adapted, section.rollout, 1)
         assert set(names) <= set(ServerArgs.__struct_fields__)
 
 

@@ -34,7 +34,7 @@ from hybridrl.model_merger.source import (
     MergeSource,
     check_in_transformers,
     check_tensors,
-    compare,
+    compare_models,
     open_source,
 )
 from tests.checkpoint.own_code import CODE, save_with_code
@@ -126,7 +126,7 @@ def test_a_mixture_of_experts_is_merged_under_its_published_names(tmp_path):
     assert "model.layers.1.mlp.experts.2.up_proj.weight" in load_file(tmp_path / "merged" / "model.safetensors")
     merged_model = load_all(AutoModelForCausalLM, tmp_path / "merged")
     assert torch.equal(merged_model.eval()(IDS).logits, whole_model(config).eval()(IDS).logits)
-    assert "39 tensors equal" in compare(open_source(tmp_path / "merged"), tmp_path / "merged")
+    assert "39 tensors equal" in compare_models(open_source(tmp_path / "merged"), tmp_path / "merged")
 
 
 def test_a_routers_buffer_keeps_its_type(tmp_path):
@@ -440,7 +440,7 @@ def test_nan_equals_itself_and_zero_has_a_sign(tmp_path):
     model["model.norm.weight"].copy_(torch.tensor([float("nan"), 0.0] * 5))
     save_file(model, tmp_path / "merged" / "model.safetensors")
     with pytest.raises(CheckFailed, match=r"model\.norm\.weight differs by up to"):
-        compare(source, tmp_path / "merged")
+        compare_models(source, tmp_path / "merged")
 
 
 def save_large(directory: Path, form: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 
 from hybridrl.report import show as samples
-from hybridrl.report.__main__ import check
+from hybridrl.report.__main__ import check_pages
 from tests.scripts import run_script
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
@@ -77,7 +77,7 @@ def test_the_next_commands_are_ones_that_work_without_a_gpu(tmp_path, capsys):
     assert names == ["show", "report", "serve", "sweep"]
     shown, page, served, swept = (words[2:] for words in commands if words[0] == "hybridrl")
     assert samples.main(shown) == 0 and "no sample matches" not in capsys.readouterr().out
-    assert page == [str(run), "--serve"] and not check([run], None)
+    assert page == [str(run), "--serve"] and not check_pages([run], None)
     assert served == [f"model.path={run}/global_step_10/actor", "device=cpu"]
     keys = [word for word in swept if "=" in word]
     assert keys == ["actor_rollout_ref.actor.optim.lr=1e-4,5e-5", "trainer.default_local_dir=outputs/sweep"]

@@ -20,17 +20,9 @@ import pytest
 
 from hybridrl.report import write_report
 from hybridrl.report.__main__ import main
-from hybridrl.report.page import render
+from hybridrl.report.page import render_page
 from hybridrl.required import required
-from tests.report.synthetic import (
-    HOSTILE,
-    conversation,
-    hostile,
-    verl_sample,
-    write_metrics,
-    write_run,
-    write_samples,
-)
+from tests.report.synthetic import HOSTILE, conversation, hostile, verl_sample, write_metrics, write_run, write_samples
 
 VOID = {"meta", "input", "img", "br", "wbr"}
 
@@ -76,7 +68,7 @@ class Page(HTMLParser):
 
 
 def page_of(*runs: Path) -> Page:
-    return Page(render(runs))
+    return Page(render_page(runs))
 
 
 def test_the_page_of_a_run_has_its_sentence_its_lights_and_eight_panels(tmp_path):
@@ -96,7 +88,7 @@ def test_a_browser_without_scripts_shows_the_picture_that_the_run_has_drawn(tmp_
 
 
 def test_nothing_is_loaded_from_elsewhere(tmp_path):
-    html = render([write_run(tmp_path / "run", record=hostile)])
+    html = render_page([write_run(tmp_path / "run", record=hostile)])
     for _, attributes in Page(html).elements:
         for name in ("src", "href", "action", "data", "poster"):
             assert not re.match(r"\s*(https?:)?//", attributes.get(name) or "")
@@ -242,7 +234,7 @@ def test_whatever_is_damaged_the_page_is_written(tmp_path):
 def test_a_damaged_checkpoint_is_named(tmp_path, name):
     run = write_run(tmp_path / "run")
     (run / "global_step_12" / name).write_text("{}" if name == "manifest.json" else "torn")
-    html = render([run])
+    html = render_page([run])
     assert "global_step_12" in html and "no good checkpoint" in html
 
 
@@ -273,7 +265,7 @@ def test_a_supervised_run_shows_its_losses(tmp_path):
 
 def test_a_secret_in_the_configuration_is_not_in_the_page(tmp_path):
     runs = [write_run(tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two"))]
-    assert "very-secret" not in render(runs[:1]) + render(runs)
+    assert "very-secret" not in render_page(runs[:1]) + render_page(runs)
 
 
 def test_long_runs_and_long_texts_keep_to_five_megabytes(tmp_path):
@@ -281,7 +273,7 @@ def test_long_runs_and_long_texts_keep_to_five_megabytes(tmp_path):
         known = verl_sample(*arguments)
         return known | {"output": str(arguments) * 2000, "input": f"user: {arguments[1]} " + "y" * 20_000}
 
-    html = render([write_run(tmp_path / "run", steps=700, rollouts_every=20, record=long)])
+    html = render_page([write_run(tmp_path / "run", steps=700, rollouts_every=20, record=long)])
     assert len(html.encode()) < 5e6
     data = Page(html).data
     assert max(len(series["y"]) for series in data["runs"][0]["series"].values()) <= 600

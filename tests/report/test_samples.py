@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hybridrl.report.contents import Contents
-from hybridrl.report.markup import TEXT_BUDGET, finite, limit_of, shortened
+from hybridrl.report.markup import TEXT_BUDGET, finite_number, limit_of, shortened
 from hybridrl.report.samples import advantage_of, choose_samples, correlation, evenly, length_of
 from hybridrl.tracking.records import SampleRecord, by_group
 from tests.report.synthetic import verl_sample, write_run
@@ -93,7 +93,7 @@ def test_texts_are_shortened_in_the_middle_until_they_keep_to_the_budget():
 
 
 def test_no_number_is_too_large_for_a_page():
-    assert [finite(one) for one in (10**400, 3, float("inf"), True)] == [None, 3, None, 1]
+    assert [finite_number(one) for one in (10**400, 3, float("inf"), True)] == [None, 3, None, 1]
     assert length_of(record(1.0, sampled_tokens=10**400)) == 1
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from hybridrl import report
 from hybridrl.report.__main__ import Site, make_server
-from hybridrl.report.page import render
+from hybridrl.report.page import render_page
 from tests.report.synthetic import conversation, hostile, write_run
 
 FOLDER = Path(report.__file__).parent
@@ -81,7 +81,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not in
 
 @needs_chromium
 def test_the_page_opens_with_panels_and_samples(tmp_path):
-    dom = dom_of(render([write_run(tmp_path / "run")]), tmp_path)
+    dom = dom_of(render_page([write_run(tmp_path / "run")]), tmp_path)
     assert 'data-ready="true"' in dom
     assert dom.count('class="cursor selected"') == 8
     assert 'aria-selected="true"' in dom and "advantage" in dom
@@ -90,7 +90,7 @@ def test_the_page_opens_with_panels_and_samples(tmp_path):
 @needs_chromium
 def test_texts_that_would_run_are_shown(tmp_path):
     run = write_run(tmp_path / "run", record=hostile, end="worker-died")
-    dom = dom_of(render([run]), tmp_path)
+    dom = dom_of(render_page([run]), tmp_path)
     assert 'data-ready="true"' in dom and "<title>run · run report</title>" in dom
     assert "&lt;script&gt;document.title='broken'&lt;/script&gt;" in dom
 
@@ -112,7 +112,7 @@ def test_keys_move_through_samples_and_steps_and_tabs_show_groups_and_tokens(tmp
         document.querySelector('.found button').click(); seen.push(all('.panel').length);
         document.title = JSON.stringify(seen);
     """
-    dom = dom_of(render([write_run(tmp_path / "run", record=conversation)]), tmp_path, actions)
+    dom = dom_of(render_page([write_run(tmp_path / "run", record=conversation)]), tmp_path, actions)
     title = re.search(r"<title>(.*)</title>", dom)[1]
     assert re.fullmatch(r'\["Step 12: .*","Step 12: .*","step 2.",6,2,2,9\]', title), title
 
@@ -134,7 +134,7 @@ def test_a_step_without_samples_is_named_and_tokens_stay_where_they_are(tmp_path
         document.title = JSON.stringify(seen);
     """
     run = write_run(tmp_path / "run", rollouts_every=5, validate_every=0)
-    title = re.search(r"<title>(.*)</title>", dom_of(render([run]), tmp_path, actions))[1]
+    title = re.search(r"<title>(.*)</title>", dom_of(render_page([run]), tmp_path, actions))[1]
     assert title == '[true,true,0,"no samples of step 2 in this page; these: step 1",0]'
 
 

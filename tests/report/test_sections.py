@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl.report.contents import Contents, differences, log_excerpts, settings
+from hybridrl.report.contents import Contents, differing_keys, log_excerpts, settings
 from hybridrl.report.curves import POINTS, averaged, panels_of, thinned
 from hybridrl.report.samples import ChosenSamples, choose_samples
 from hybridrl.report.sections import checkpoints, configuration, failure, health_rows, times
@@ -66,7 +66,7 @@ def test_runs_differ_in_keys_but_not_in_directories(tmp_path):
         text = f"optim: {{lr: {rate}, betas: [1]}}\ntrainer: {{default_local_dir: {name}}}\n"
         (tmp_path / name / "config.yaml").write_text(text)
     contents = [Contents(tmp_path / name) for name in ("one", "two")]
-    assert differences(contents) == [("optim.lr", ["0.1", "0.2"])]
+    assert differing_keys(contents) == [("optim.lr", ["0.1", "0.2"])]
 
 
 def test_secrets_of_configuration_faults_and_logs_are_masked_wherever_they_stand(tmp_path):

@@ -27,7 +27,7 @@ from hybridrl.report.samples import ChosenSamples
 from hybridrl.report.sections import checkpoints
 from hybridrl.report.verdicts import lights
 from hybridrl.runs.resume import contents_to_load, with_restarts
-from hybridrl.runs.setup import open_store
+from hybridrl.runs.setup import open_checkpoints
 from tests.sections import keys_of_run
 
 PARTS = ("model", "optimizer", "extra", WHOLE)
@@ -147,7 +147,7 @@ def test_damage_keeps_a_run_from_starting_only_where_weights_in_shards_may_have_
 def test_a_run_that_is_to_start_from_scratch_replaces_what_is_there(tmp_path):
     save(tmp_path, {"actor": [WHOLE]}, 1, 2)
     trainer = trainer_of(tmp_path, "trainer.resume_mode=disable", "trainer.max_actor_ckpt_to_keep=1")
-    with closing(open_store(trainer, tmp_path)) as store:
+    with closing(open_checkpoints(trainer, tmp_path)) as store:
         save(store, {"actor": [WHOLE]}, 1)
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
 
@@ -159,7 +159,7 @@ def test_a_run_that_starts_from_scratch_leaves_every_earlier_checkpoint_as_it_is
     for parts, last in (([WHOLE], 6), (ALL, 8)):
         earlier = {path: path.stat().st_mtime_ns for path in tmp_path.glob("global_step_*/**/*")}
         steps = {*tmp_path.glob("global_step_*")}
-        with closing(open_store(trainer, tmp_path, again=again)) as store:
+        with closing(open_checkpoints(trainer, tmp_path, again=again)) as store:
             save(store, {"actor": parts}, *range(1, last + 1))
         assert {path: path.stat().st_mtime_ns for path in earlier if path.exists()} == earlier
         # Retention is of the run's own checkpoints.

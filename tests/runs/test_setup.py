@@ -19,7 +19,7 @@ from hybridrl.runs import setup
 from hybridrl.runs.ppo import probe_ids
 from hybridrl.runs.prepare import reject_unknown_tokens
 from hybridrl.runs.ranks import padded_plan
-from hybridrl.runs.setup import open_directory, open_store
+from hybridrl.runs.setup import open_checkpoints, open_directory
 from tests.core.training.families import model_config
 from tests.sections import keys_of_run
 
@@ -31,9 +31,9 @@ def test_a_second_run_in_a_directory_leaves_the_first_ones_configuration(tmp_pat
         values = [f"model.path={tmp_path}", f"trainer.seed={seed}", f"trainer.default_local_dir={tmp_path}"]
         return load_sft_config([rows, device, *values])
 
-    first = open_store(config(1).trainer, tmp_path)
+    first = open_checkpoints(config(1).trainer, tmp_path)
     with pytest.raises(ConfigError, match="another run is using it"):
-        open_store(config(2).trainer, tmp_path)
+        open_checkpoints(config(2).trainer, tmp_path)
     first.close()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl import main_ppo
 from hybridrl.config import ConfigError
-from hybridrl.runtime.cli import RunCommand, name_of, parts_of_machine, run_command
+from hybridrl.runtime.cli import RunCommand, combination_name, parts_of_machine, run_command
 
 
 class Runs:
@@ -108,7 +108,7 @@ def test_a_sweep_is_rejected_before_its_first_run(needed, capsys, arguments, mes
     ],
 )
 def test_names_need_no_quotes(combination, name):
-    assert name_of(combination) == name
+    assert combination_name(combination) == name
 
 
 def gpu_runs(each: int) -> SimpleNamespace:

@@ -12,7 +12,7 @@ from hybridrl.config import ConfigError
 from hybridrl.core.cluster import RemoteFailure, WorkerDied
 from hybridrl.health import HealthMonitor
 from hybridrl.rewards.score import RewardFaults
-from hybridrl.runs.setup import host_memory
+from hybridrl.runs.setup import host_memory_now
 from hybridrl.runtime.guard import StopRequest
 from hybridrl.tracking import faults
 from hybridrl.tracking.console import warn
@@ -44,7 +44,7 @@ def test_warnings_logged_and_printed_are_recorded_with_step_and_code(tmp_path, c
 def test_a_record_has_the_time_the_memory_and_the_end_of_the_log_that_it_names(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rollout-1.log").write_text("".join(f"line {number}\n" for number in range(100)))
-    with recording(tmp_path, host_memory):
+    with recording(tmp_path, host_memory_now):
         record("server-lost", "rollout server 1 was lost")
         record("server-lost", "rollout server 2 was lost")
     _, first, second, _ = read_faults(tmp_path)

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from hybridrl.agents.endpoint import bound
-from hybridrl.agents.endpoint.app import Check, create_app, serving
+from hybridrl.agents.endpoint.app import HealthCheck, create_app, serving
 from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.fields import AUTO, Rules
 from hybridrl.agents.endpoint.functions import Agent, call_agent, load_agent, run_in_process
@@ -103,7 +103,7 @@ class Agents:
         concurrency: int | None,
         admin_key: str | None,
         kit: EpisodeTools,
-        check: Check | None = None,
+        check: HealthCheck | None = None,
         *,
         needs_reward: bool = True,
     ) -> None:

@@ -30,13 +30,13 @@ from hybridrl.agents.endpoint.formats import (
     chat_body,
     completion_body,
 )
-from hybridrl.agents.endpoint.requests import Fields, Route, answer, body_limit, on_invalid, on_rejection, rejected
+from hybridrl.agents.endpoint.requests import Member, Route, body_limit, on_invalid, on_rejection, rejected, reply
 from hybridrl.agents.endpoint.sessions import KEY_PREFIX, LOST_SECONDS, AgentSessions, Session
 from hybridrl.rewards.score import LARGEST
 
 T = TypeVar("T")
 Claim = Callable[[], Coroutine[Any, Any, tuple[Session, Mapping[str, Any]]]]  # a session and its row
-Check = Callable[[], Awaitable[Any]]  # raises if the policy cannot be sampled from
+HealthCheck = Callable[[], Awaitable[Any]]  # raises if the policy cannot be sampled from
 
 Form = Callable[[Reply], dict[str, Any]]  # makes the body of an answer
 Work = Callable[..., Coroutine[Any, Any, Reply]]
@@ -51,13 +51,13 @@ IDLE_SECONDS = 75
 Discount = Annotated[float, Query(ge=0, le=1)]
 
 
-class StartSession(Fields):
+class StartSession(Member):
     """A request for a session."""
 
     task_id: str = Field("", max_length=1000)
 
 
-class NamedSession(Fields):
+class NamedSession(Member):
     """A session, by default that of the API key."""
 
     session_id: str = ""
@@ -85,7 +85,7 @@ class Api:
         admin_key: str | None,
         *,
         claim: Claim | None,
-        check: Check | None,
+        check: HealthCheck | None,
         rules: Rules,
     ) -> None:
         self.core, self.sessions, self.model, self.admin_key = core, core.sessions, model, admin_key
@@ -130,7 +130,7 @@ class Api:
             sampling = replace(sampling, hear=parts.put_nowait)
         task = asyncio.create_task(self._sampled(request, session, work(session, sampling=sampling)))
         if not body.stream:
-            return answer(form(await task) | warnings)
+            return reply(form(await task) | warnings)
         task.add_done_callback(lambda _: parts.put_nowait(None))
         first = await parts.get() or await task  # an error before the first token has its status
         events = stream(first, parts, task, body, lambda reply: form(reply) | warnings)
@@ -159,8 +159,8 @@ class Api:
         checks = [asyncio.wait_for(self.check(), CHECK_SECONDS)] if self.check else []
         for error in filter(None, await asyncio.gather(*checks, return_exceptions=True)):
             cause = str(error) or type(error).__name__
-            return answer({"status": f"the policy cannot be sampled from: {cause}"} | about, 503)
-        return answer({"status": "ok"} | about)
+            return reply({"status": f"the policy cannot be sampled from: {cause}"} | about, 503)
+        return reply({"status": "ok"} | about)
 
     async def start_session(self, request: Request, body: StartSession | None = None) -> Response:
         self._check_admin(request)
@@ -169,7 +169,7 @@ class Api:
         else:
             session, row = await while_connected(request, self.claim())
         taken = {"session_id": session.id, "api_key": session.api_key} | ({"row": row} if row else {})
-        return answer(taken, plain=_plain)
+        return reply(taken, plain=_plain)
 
     async def set_reward(self, request: Request, body: SetReward) -> dict[str, Any]:
         session = self._own_session(request, body.session_id)
@@ -201,7 +201,7 @@ class Api:
             for row in (trajectory.rows() if turns else ())
         ]
         about = {"session_id": session_id, "task_id": session.task, "closed": session.closed, "forks": session.forks}
-        return answer(about | {"reward": trajectory.reward, "turns": turns, "rows": rows})
+        return reply(about | {"reward": trajectory.reward, "turns": turns, "rows": rows})
 
     def session_of(self, request: Request, body: Sampled) -> Session | None:
         """Return the session that a request belongs to, by its key, or named with the admin key; None if to none."""
@@ -239,7 +239,7 @@ def create_app(
     model: str = "policy",
     admin_key: str | None = None,
     claim: Claim | None = None,
-    check: Check | None = None,
+    check: HealthCheck | None = None,
     rules: Rules = SERVED,
     host: str = "127.0.0.1",
 ) -> FastAPI:

@@ -19,17 +19,17 @@ from hybridrl.agents.environments import AGENT, MULTI_TURN, ONLINE, Environment,
 from hybridrl.agents.environments.calls import KEY as FORMAT
 from hybridrl.agents.environments.conversations import Conversations as Conversations
 from hybridrl.agents.environments.dialogue import Dialogue
-from hybridrl.agents.environments.episode_loop import AgentLoop, EpisodeTools, Limits
+from hybridrl.agents.environments.episode_loop import AgentLoop, EpisodeLimits, EpisodeTools
 from hybridrl.agents.environments.load import (
     SINGLE_RESPONSES,
     SINGLE_TURN,
     TOOL_AGENT,
     VERL,
     Choice,
+    check_environments,
     choice_of,
     load_tools,
 )
-from hybridrl.agents.environments.load import check as check_environments
 from hybridrl.agents.environments.load import load_files as load_environments
 from hybridrl.agents.environments.pool import EpisodeWorkers
 from hybridrl.agents.environments.template import KEY as TEMPLATE
@@ -64,7 +64,7 @@ def environment_settings(section: schema.ActorRolloutRefConfig | schema.ServedCo
     return EnvironmentSettings(rollout.multi_turn, rollout.agent, tuple(section.model.external_lib))
 
 
-def load_files(config: EpisodesConfig, findings: Findings) -> None:
+def load_episode_files(config: EpisodesConfig, findings: Findings) -> None:
     """Import the user's files for rows and episodes; the reward's is only read, as its own processes import it."""
     dataset, sampler, reward = config.data.custom_cls, config.data.sampler, config.reward.custom_reward_function
     for key, load_file, path, name in (
@@ -90,11 +90,11 @@ def runs_episodes(rollout: RolloutConfig, environments: Collection[str]) -> bool
     return named or chosen or rollout.multi_turn.enable
 
 
-def episode_limits(rollout: RolloutConfig, prompt: int, *, pausable: bool) -> Limits:
+def episode_limits(rollout: RolloutConfig, prompt: int, *, pausable: bool) -> EpisodeLimits:
     """The limits of an episode whose first prompt has up to `prompt` tokens; `pausable`: sampling may pause while the
     devices train."""
     multi_turn, response = rollout.multi_turn, rollout.response_length
-    return Limits(
+    return EpisodeLimits(
         prompt=prompt,
         response=response,
         context=rollout.max_model_len or prompt + response,
@@ -129,7 +129,7 @@ def episode_settings(
     )
 
 
-def start(
+def start_episodes(
     config: EpisodesConfig, session: RaySession, load_tokenizer: LoadTokenizer, end_ids: tuple[int, ...], logs: Path
 ) -> EpisodeWorkers:
     """Start the episode processes; they end with the context."""

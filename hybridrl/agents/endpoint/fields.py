@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from hybridrl.agents.endpoint.core import SamplingOptions
-from hybridrl.agents.endpoint.requests import F, Fields, Name, rejected, unread, validated
+from hybridrl.agents.endpoint.requests import F, Member, Name, rejected, unread, validated
 from hybridrl.agents.environments import AGENT, Message, Schema
 
 INT64 = 2**63
@@ -87,22 +87,22 @@ class Rules:
 SERVED = Rules()
 
 
-def listed(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
-Stops = Annotated[list[StopText], Field(max_length=64), BeforeValidator(listed)]
+Stops = Annotated[list[StopText], Field(max_length=64), BeforeValidator(as_list)]
 Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
-class StreamOptions(Fields):
+class StreamOptions(Member):
     """The options of a stream: whether a last chunk has the usage."""
 
     include_usage: bool = False
 
 
-class Named(Fields):
+class Named(Member):
     """A function that is named."""
 
     name: str = ""
@@ -115,7 +115,7 @@ class ToolChoice(Named):
     function: Named = Named()
 
 
-class Sampled(Fields):
+class Sampled(Member):
     """The fields that all forms share. `HINTS` are further ones that have no effect and are accepted."""
 
     HINTS: ClassVar[set[str]] = COMMON_HINTS
@@ -264,7 +264,7 @@ class Format(JsonSchema):
         return json.dumps(schema)
 
 
-class ToolFunction(Fields):
+class ToolFunction(Member):
     """A tool as chat templates read it."""
 
     name: Name

@@ -15,7 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hybridrl.agents.endpoint.core import Reply, SamplingOptions
 from hybridrl.agents.endpoint.fields import COMMON_HINTS, DEFAULTS, Format, Rules, Sampled, Stops, tool_schema
-from hybridrl.agents.endpoint.requests import Fields, Name, Text, as_rendered, rejected
+from hybridrl.agents.endpoint.requests import Member, Name, Text, as_rendered, rejected
 from hybridrl.agents.environments import Message, Schema
 
 STREAM_END = "data: [DONE]\n\n"
@@ -62,7 +62,7 @@ class ChatRequest(Sampled):
         return chunks(body | {"object": "chat.completion.chunk"}, choice, usage=self.stream_options.include_usage)
 
 
-class ToolField(Fields):
+class ToolField(Member):
     """A tool of a chat."""
 
     type: Literal["function"]
@@ -162,7 +162,7 @@ def chunks(body: Json, choice: Json, *, usage: bool) -> list[Json]:
     return [body, *([body | used] if usage else [])]
 
 
-class Item(Fields):
+class Item(Member):
     """A part of the conversation of Responses: a message, a call of a function, or its output."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
@@ -174,7 +174,7 @@ class Item(Fields):
     output: Text = ""
 
 
-class OutputOptions(Fields):
+class OutputOptions(Member):
     """The format of a response, in a field of Responses and of Messages."""
 
     format: Format = Format(type="text")
@@ -269,7 +269,7 @@ class ResponsesRequest(Sampled):
         return [*events, {"type": f"response.{body['status']}", "response": body}]
 
 
-class Block(Fields):
+class Block(Member):
     """A part of a message of Anthropic's."""
 
     type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
@@ -295,7 +295,7 @@ def _as_blocks(content: Any) -> Any:
 Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
 
 
-class AnthropicMessage(Fields):
+class AnthropicMessage(Member):
     """A message of Anthropic's, with a text or blocks."""
 
     role: str

@@ -14,7 +14,7 @@ from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.fields import OF_THE_RUN
 from hybridrl.agents.endpoint.requests import rejected
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
-from hybridrl.agents.environments.episode_loop import EpisodeTools, Limits
+from hybridrl.agents.environments.episode_loop import EpisodeLimits, EpisodeTools
 from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.carried import Encoded
@@ -89,7 +89,7 @@ def make_kit(model: ModelConfig, rollout: RolloutConfig) -> EpisodeTools:
         custom_chat_template=model.custom_chat_template,
     )
     tokenizer.chat_template = tokenizer.chat_template or NO_TEMPLATE
-    limits, formats = Limits(context, context, context), {"format": rollout.multi_turn.format}
+    limits, formats = EpisodeLimits(context, context, context), {"format": rollout.multi_turn.format}
     formats |= {"model_type": settings.model_type}
     return EpisodeTools.of(tokenizer, end_tokens(model.path, tokenizer), limits, **formats)
 

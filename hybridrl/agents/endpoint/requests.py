@@ -41,7 +41,7 @@ def rejected(status: int, message: str, *, code: str | None = None, param: str |
     return HTTPException(status, {"message": message, "param": param, "code": code})
 
 
-class Fields(BaseModel):
+class Member(BaseModel):
     """An object of a request. A field that is null is absent; numbers are finite. What is neither among its fields nor
     read as text is in `model_extra`."""
 
@@ -64,20 +64,20 @@ def _further_fields(name: str, content: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{number}].{field}", item) for field, item in others if field not in ("type", "text"))
 
 
-def unread(fields: Fields, where: str = "") -> Iterator[tuple[str, Any]]:
+def unread(fields: Member, where: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the fields of an object, and of those in it, that nothing reads, by their places."""
     yield from ((f"{where}{name}", value) for name, value in (fields.model_extra or {}).items())
     for name in type(fields).model_fields:
         content = getattr(fields, name)
         inner = [(f"{name}[{n}]", c) for n, c in enumerate(content)] if isinstance(content, list) else [(name, content)]
         for at, item in inner:
-            yield from unread(item, f"{where}{at}.") if isinstance(item, Fields) else ()
+            yield from unread(item, f"{where}{at}.") if isinstance(item, Member) else ()
 
 
-F = TypeVar("F", bound=Fields)
+F = TypeVar("F", bound=Member)
 
 
-def place(path: Sequence[str | int]) -> str:
+def field_name(path: Sequence[str | int]) -> str:
     """Return the name of a field: messages[0].content."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
@@ -88,7 +88,7 @@ def validated(kind: type[F], value: Any, where: str) -> F:
         return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        param, value = place((where, *first["loc"])), first["input"]
+        param, value = field_name((where, *first["loc"])), first["input"]
         passed = f", not {value!r:.80}" if first["type"] == "literal_error" else ""
         raise rejected(400, f"{param}: {first['msg']}{passed}", param=param) from error
 
@@ -98,7 +98,7 @@ def encodable(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def joined(content: Any) -> str:
+def content_text(content: Any) -> str:
     """Return the text of a content, which is a string or a list of parts."""
     if isinstance(content, str):
         return content
@@ -121,25 +121,25 @@ def _arguments(value: Any) -> Any:
     return value or "{}"
 
 
-Text = Annotated[str, BeforeValidator(joined)]
+Text = Annotated[str, BeforeValidator(content_text)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class Function(Fields):
+class Function(Member):
     """The function of a call, with its arguments as text or as an object."""
 
     name: Name
     arguments: Annotated[Any, AfterValidator(_arguments)] = "{}"
 
 
-class Call(Fields):
+class Call(Member):
     """A call of a tool in a response."""
 
     id: str = ""
     function: Function
 
 
-class ChatMessage(Fields):
+class ChatMessage(Member):
     """A message of a chat; fields that no template reads are left out."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -272,7 +272,7 @@ class Route(APIRoute):
         return handle
 
 
-def answer(body: Any, status: int = 200, plain: Callable[[Any], Any] = str) -> Response:
+def reply(body: Any, status: int = 200, plain: Callable[[Any], Any] = str) -> Response:
     """Return a response with JSON; `plain` makes of other values what JSON can hold."""
     content = to_json(body, inf_nan_mode="null", fallback=plain)
     return Response(content, status, media_type="application/json")
@@ -281,7 +281,7 @@ def answer(body: Any, status: int = 200, plain: Callable[[Any], Any] = str) -> R
 def answer_error(status: int, message: str, param: str | None = None, code: str | None = None) -> Response:
     """Return an error as OpenAI's clients read it, and Anthropic's."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return answer({"type": "error", "error": {"message": message, "type": kind, "param": param, "code": code}}, status)
+    return reply({"type": "error", "error": {"message": message, "type": kind, "param": param, "code": code}}, status)
 
 
 async def on_rejection(_: Request, error: RouteError) -> Response:
@@ -291,7 +291,7 @@ async def on_rejection(_: Request, error: RouteError) -> Response:
 
 async def on_invalid(request: Request, error: RequestValidationError) -> Response:
     first = error.errors()[0]
-    param = place(first["loc"][1:])
+    param = field_name(first["loc"][1:])
     if not param and "json" not in request.headers.get("Content-Type", ""):
         return answer_error(400, "body: send a JSON object, with Content-Type: application/json")
     return answer_error(400, f"{param or 'body'}: {first['msg']}", param or None)
@@ -313,7 +313,9 @@ def _names(header: str, configured: str) -> bool:
 def _unfit(body: bytes) -> str | None:
     """Return the place of the first value that Python reads and JSON cannot hold: NaN, or half of a surrogate pair."""
     try:
-        return next((place(path) or "body" for path, value in _values(json.loads(body), ()) if not _fits(value)), None)
+        return next(
+            (field_name(path) or "body" for path, value in _values(json.loads(body), ()) if not _fits(value)), None
+        )
     except (ValueError, RecursionError):
         return None
 

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
             print(USAGE)
         return 0 if arguments else EXIT_REJECTED
     try:
-        own, section = read(arguments)
+        own, section = read_arguments(arguments)
         if cause := run(own, section):
             print(f"error: serving ended: {cause}; start it again", file=sys.stderr)
             return EXIT_FAILED
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def read(arguments: list[str]) -> tuple[dict[str, str], ServedConfig]:
+def read_arguments(arguments: list[str]) -> tuple[dict[str, str], ServedConfig]:
     """Return the values of the command's own keys and the section of a run; ConfigError lists all that is wrong."""
     values = {key: value for key, _, value in (text.partition("=") for text in arguments) if key in OWN}
     others = [text for text in arguments if text.partition("=")[0] not in OWN]

@@ -303,15 +303,15 @@ def named_parser(format: str, tokenizer: PreTrainedTokenizerBase) -> CallParser:
 
 
 def _names() -> str:
-    return ", ".join(sorted({*FORMATS, *VERL_NAMES, *importlib.import_module(VLLM).names()}))
+    return ", ".join(sorted({*FORMATS, *VERL_NAMES, *importlib.import_module(VLLM).parser_names()}))
 
 
 def _from_vllm(name: str, written: str, tokenizer: PreTrainedTokenizerBase) -> CallParser:
     parsers = importlib.import_module(VLLM)
-    if name not in parsers.names():
+    if name not in parsers.parser_names():
         raise ConfigError(f"{KEY}={name}: unknown", fix=f"set it to one of auto, {_names()}")
     try:
-        parse = parsers.load(name, tokenizer)
+        parse = parsers.load_parser(name, tokenizer)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"{KEY}={name}: {error}", fix=f"set {KEY}=auto") from error
     # The opening tag of a call: the parsers report unreadable calls as none.

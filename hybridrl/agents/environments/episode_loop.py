@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """The bounds of an episode. Token limits count one row: `prompt` its first prompt, `response` all that follows,
     sampled or observed, `turn` one response, `context` both together. Times are in seconds; where rollouts outlive a
     step the policy is `held` while the devices train, and `timeout` does not count the time that it takes."""
@@ -62,7 +62,7 @@ class EpisodeTools:
     dialogue: Dialogue
     parser: Callable[[], CallParser]
     end_ids: frozenset[int]
-    limits: Limits
+    limits: EpisodeLimits
     decode: ResponseDecoder
 
     @classmethod
@@ -70,7 +70,7 @@ class EpisodeTools:
         cls,
         tokenizer: PreTrainedTokenizerBase,
         end_ids: Sequence[int],
-        limits: Limits,
+        limits: EpisodeLimits,
         *,
         format: str = "auto",
         model_type: str = "",

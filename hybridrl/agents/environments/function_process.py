@@ -141,7 +141,7 @@ def _load(path: str, libraries: tuple[str, ...]) -> ModuleType:
     if not libraries:
         with suppress(ConfigError):
             return load_module(path, KEY)
-    importlib.import_module("hybridrl.agents.environments.load").prepare(libraries)
+    importlib.import_module("hybridrl.agents.environments.load").provide_libraries(libraries)
     return load_module(path, KEY)
 
 

@@ -28,7 +28,7 @@ from hybridrl.config.custom_code import import_libraries, load_class, load_modul
 from hybridrl.config.findings import Findings
 from hybridrl.plugins import load
 
-Row = Mapping[str, Any]
+EpisodeRow = Mapping[str, Any]
 Make = Callable[[], Environment]
 
 TOOLS: dict[str, Callable[..., Tool]] = {  # each takes its configuration, and a schema in place of its own
@@ -59,7 +59,7 @@ class Choice:
     name: str
 
 
-def choice_of(row: Row, settings: EnvironmentSettings) -> Choice | None:
+def choice_of(row: EpisodeRow, settings: EnvironmentSettings) -> Choice | None:
     """Return the choice of a row; None: a single response. Loads nothing."""
     agent, named = row.get("agent_name"), row.get("env_class")
     if settings.function and not (agent or named):
@@ -76,13 +76,13 @@ def choice_of(row: Row, settings: EnvironmentSettings) -> Choice | None:
     return None if agent == SINGLE_TURN else Choice("agent", agent)
 
 
-def runs_function(row: Row, settings: EnvironmentSettings) -> bool:
+def runs_function(row: EpisodeRow, settings: EnvironmentSettings) -> bool:
     """Whether the row runs in the user's function."""
     choice = choice_of(row, settings)
     return choice is not None and choice.kind == "function"
 
 
-def environment_of(row: Row, settings: EnvironmentSettings) -> Make | AgentLoop | None:
+def environment_of(row: EpisodeRow, settings: EnvironmentSettings) -> Make | AgentLoop | None:
     """Return a factory of the environment of one episode of the row, or the loop that runs it; None: a single response,
     or the user's function.
 
@@ -91,7 +91,7 @@ def environment_of(row: Row, settings: EnvironmentSettings) -> Make | AgentLoop 
     choice = choice_of(row, settings)
     if choice is None or choice.kind == "function":
         return None
-    prepare(settings.libraries)
+    provide_libraries(settings.libraries)
     if choice.kind == "environment":
         return _named(choice.name, row, settings)
     if choice.kind == "agent":
@@ -104,7 +104,7 @@ def environment_of(row: Row, settings: EnvironmentSettings) -> Make | AgentLoop 
     return functools.partial(_with_tools, settings, row)
 
 
-def _named(name: str, row: Row, settings: EnvironmentSettings) -> Make:
+def _named(name: str, row: EpisodeRow, settings: EnvironmentSettings) -> Make:
     """Return a factory of an environment, by its name or path.py:Class. An installed skyrl_gym's come first."""
     turns = settings.multi_turn.max_assistant_turns
     config = own(_config(name, settings.multi_turn.environment_kwargs))
@@ -113,7 +113,7 @@ def _named(name: str, row: Row, settings: EnvironmentSettings) -> Make:
         if hasattr(cls, "reset"):
             return functools.partial(cls, config, row)
         return functools.partial(load(SKYRL).of_class, cls, config, row, turns)
-    if name in (skyrl := load(SKYRL)).names():
+    if name in (skyrl := load(SKYRL)).environment_names():
         return functools.partial(skyrl.make, name, config, row, turns)
     if name in ENVIRONMENTS:
         limited = {} if turns is None else {"max_turns": turns}
@@ -139,14 +139,14 @@ def environment_class(name: str) -> type:
     return cls
 
 
-def _with_tools(settings: EnvironmentSettings, row: Row) -> Environment:
+def _with_tools(settings: EnvironmentSettings, row: EpisodeRow) -> Environment:
     _check_names(tools_kwargs(row), "tools_kwargs", load_tools(settings))
     environment = ToolEnvironment([*_selected(settings, row).values()], settings.multi_turn, row)
     interaction = _interaction_of(settings, row)
     return environment if interaction is None else load(VERL).InteractionEnvironment(interaction, environment, row)
 
 
-def _selected(settings: EnvironmentSettings, row: Row) -> Mapping[str, Tool]:
+def _selected(settings: EnvironmentSettings, row: EpisodeRow) -> Mapping[str, Tool]:
     """The tools that a row selects, by default all; ConfigError if there is none of a name."""
     tools, selection = load_tools(settings), column(row, "tool_selection")
     if selection is None:
@@ -161,7 +161,7 @@ def _check_names(names: Iterable[str], key: str, tools: Mapping[str, Tool]) -> N
             raise ConfigError(f"{key}: there is no tool {name}", fix=f"the tools are {', '.join(tools) or 'none'}")
 
 
-def _interaction_of(settings: EnvironmentSettings, row: Row) -> Any:
+def _interaction_of(settings: EnvironmentSettings, row: EpisodeRow) -> Any:
     """The interaction that a row names, if any are configured; ConfigError if there is none of the name."""
     file = settings.multi_turn.interaction_config_path
     name, interactions = interaction_kwargs(row).get("name"), _interactions(file)
@@ -175,7 +175,7 @@ def _interaction_of(settings: EnvironmentSettings, row: Row) -> Any:
 
 def load_tools(settings: EnvironmentSettings) -> Mapping[str, Tool]:
     """All tools that the settings name, by name; ConfigError lists all that is wrong with them."""
-    prepare(settings.libraries)
+    provide_libraries(settings.libraries)
     multi_turn = settings.multi_turn
     configs = {name: mapping(multi_turn.environment_kwargs.get(name)) for name in multi_turn.tools}
     functions = (multi_turn.function_tool_path, settings.libraries, multi_turn.tool_timeout)
@@ -235,7 +235,7 @@ def _interactions(path: str | None) -> dict[str, Any]:
 
 
 @once
-def prepare(libraries: tuple[str, ...]) -> None:
+def provide_libraries(libraries: tuple[str, ...]) -> None:
     """Provide what custom files import: verl's names, and what the libraries register; once per process."""
     load(VERL).provide_imports()
     import_libraries(list(libraries))
@@ -243,7 +243,7 @@ def prepare(libraries: tuple[str, ...]) -> None:
 
 def load_files(settings: EnvironmentSettings, findings: Findings) -> None:
     """Load the files that keys name, whatever the rows are; once per process."""
-    prepare(settings.libraries)
+    provide_libraries(settings.libraries)
     with findings.gathered():
         load_tools(settings)
     with findings.gathered():
@@ -253,7 +253,7 @@ def load_files(settings: EnvironmentSettings, findings: Findings) -> None:
             environment_class(name)
 
 
-def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> list[Environment | AgentLoop]:
+def check_environments(settings: EnvironmentSettings, rows: Iterable[EpisodeRow]) -> list[Environment | AgentLoop]:
     """Load all files, and return the environment or loop of the first row of each kind; ConfigError lists all that is
     wrong."""
     findings, seen, runners = Findings(), set(), []
@@ -271,7 +271,9 @@ def check(settings: EnvironmentSettings, rows: Iterable[Row]) -> list[Environmen
     return [runner for runner in runners if runner is not None]
 
 
-def _try_row(number: int, row: Row, choice: Choice, settings: EnvironmentSettings) -> Environment | AgentLoop | None:
+def _try_row(
+    number: int, row: EpisodeRow, choice: Choice, settings: EnvironmentSettings
+) -> Environment | AgentLoop | None:
     try:
         with contained(choice.name, ConfigError):
             make = environment_of(row, settings)

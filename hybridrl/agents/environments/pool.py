@@ -21,9 +21,9 @@ from hybridrl.agents.environments.worker import (
     Answer,
     EpisodeSettings,
     EpisodeSpec,
+    EpisodeTicket,
     EpisodeWorker,
     Given,
-    Ticket,
 )
 from hybridrl.core.cluster import Actor, Pending, RaySession, cause, gather, kill, spawn
 from hybridrl.core.cluster.dispatch import ActorJob, ActorLost, Dispatcher, Lane, in_lists
@@ -107,7 +107,7 @@ class RunningEpisode(ActorJob):
 class WorkerLane(Lane[RunningEpisode]):
     """One process, and its episodes; `turns` are sent next."""
 
-    turns: list[tuple[Ticket, Answer]] = field(default_factory=list, init=False)
+    turns: list[tuple[EpisodeTicket, Answer]] = field(default_factory=list, init=False)
 
     @property
     def due(self) -> bool:
@@ -192,10 +192,10 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
         except RuntimeError as error:
             self.fail(error)
 
-    async def take(self, lane: WorkerLane) -> Sequence[tuple[Ticket, Request | Trajectory | None]]:
+    async def take(self, lane: WorkerLane) -> Sequence[tuple[EpisodeTicket, Request | Trajectory | None]]:
         return pickle.loads(await self._result(lane.actor, lane.actor.take.remote(self.call)))
 
-    def receive(self, lane: WorkerLane, results: Sequence[tuple[Ticket, Request | Trajectory | None]]) -> None:
+    def receive(self, lane: WorkerLane, results: Sequence[tuple[EpisodeTicket, Request | Trajectory | None]]) -> None:
         for ticket, result in results:
             if ticket == CHECK:
                 self._keep(self._check(lane))
@@ -236,7 +236,7 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
         lane.turns.append((CHECK, await self.check()))
         self.flush_soon()
 
-    def _end(self, lane: WorkerLane, ticket: Ticket, trajectory: Trajectory) -> None:
+    def _end(self, lane: WorkerLane, ticket: EpisodeTicket, trajectory: Trajectory) -> None:
         self.moved = asyncio.get_running_loop().time()
         episode = lane.jobs.pop(ticket)
         episode.drop_turn()

@@ -215,7 +215,7 @@ class ToolEnvironment(Environment):
                 with contained(name):
                     ended = await finished(self._tools[name].end, state, seconds=self._settings.tool_timeout)
             except UserCodeError as error:
-                report(name, error.cause, self.row)
+                log_tool_error(name, error.cause, self.row)
                 continue
             metrics |= {f"{name}/{key}": value for key, value in metrics_of(ended, f"the tool {name}").items()}
         self._states = {}
@@ -259,7 +259,7 @@ class ToolEnvironment(Environment):
                 cause, outcome, outside = error, "timeout", tool.network
             except UserCodeError as error:
                 cause, outcome, outside = error.cause, "error", unreachable(error.cause)
-                report(tool.name, cause, self.row)
+                log_tool_error(tool.name, cause, self.row)
             if not (tool.network and outside):
                 break
         treatment = tool.on_failure or self._settings.on_tool_failure or ("exclude" if outside else "message")
@@ -291,7 +291,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip(": \n").partition("\n")[0]
 
 
-def report(tool: str, error: BaseException, row: Mapping[str, Any]) -> None:
+def log_tool_error(tool: str, error: BaseException, row: Mapping[str, Any]) -> None:
     """Log the traceback of a tool's exception, once per tool and place in the code."""
     frames = traceback.extract_tb(error.__traceback__)[-1:]
     place = (tool, type(error), *((frame.filename, frame.lineno) for frame in frames))

@@ -27,7 +27,7 @@ from hybridrl.agents.environments import (
     Response,
     Step,
 )
-from hybridrl.agents.environments.episode_loop import AgentLoop, EpisodeRun, EpisodeTools, Limits, PausablePolicy
+from hybridrl.agents.environments.episode_loop import AgentLoop, EpisodeLimits, EpisodeRun, EpisodeTools, PausablePolicy
 from hybridrl.agents.environments.load import environment_of, runs_function
 from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config.custom_code import own
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 COALESCE_SECONDS = 0.005  # a pause in which more becomes ready: a remote call costs more than a turn
 HEARTBEAT_SECONDS = 5.0  # after which `take` returns nothing, to show that the process responds
 
-Ticket = int  # names an episode between driver and process
-CHECK: Ticket = -1  # no episode, but the question why no turn can be sampled, which is answered by a text
+EpisodeTicket = int  # names an episode between driver and process
+CHECK: EpisodeTicket = -1  # no episode, but the question why no turn can be sampled, which is answered by a text
 Answer = Completion | RequestFault | str
 # Episodes to start, and turns.
-Given = tuple[list[tuple[Ticket, "EpisodeSpec"]], list[tuple[Ticket, Answer]]]
+Given = tuple[list[tuple[EpisodeTicket, "EpisodeSpec"]], list[tuple[EpisodeTicket, Answer]]]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class EpisodeSettings:
 
     load_tokenizer: Callable[[], PreTrainedTokenizerBase]
     environments: EnvironmentSettings
-    limits: Limits
+    limits: EpisodeLimits
     end_ids: tuple[int, ...]
     formats: Mapping[str, Any] = field(default_factory=dict)  # the arguments of EpisodeTools.of that are given by name
     configuration: Mapping[str, Any] = field(default_factory=dict)  # the run's or evaluation's, for verl's loops
@@ -95,12 +95,12 @@ class DispatchCall:
 
     places: AbstractAsyncContextManager = field(default_factory=nullcontext)
 
-    tasks: dict[Ticket, asyncio.Task] = field(default_factory=dict)
-    asked: dict[Ticket, asyncio.Future] = field(default_factory=dict)
-    ready: asyncio.Queue[tuple[Ticket, Request | Trajectory | None]] = field(default_factory=asyncio.Queue)
-    faults: dict[Ticket, RequestFault] = field(default_factory=dict)
+    tasks: dict[EpisodeTicket, asyncio.Task] = field(default_factory=dict)
+    asked: dict[EpisodeTicket, asyncio.Future] = field(default_factory=dict)
+    ready: asyncio.Queue[tuple[EpisodeTicket, Request | Trajectory | None]] = field(default_factory=asyncio.Queue)
+    faults: dict[EpisodeTicket, RequestFault] = field(default_factory=dict)
 
-    async def ask(self, ticket: Ticket, request: Request) -> Completion:
+    async def ask(self, ticket: EpisodeTicket, request: Request) -> Completion:
         """Have the driver sample one turn; raises a RequestFault if it cannot be."""
         future = self.asked[ticket] = asyncio.get_running_loop().create_future()
         self.ready.put_nowait((ticket, request))
@@ -113,7 +113,7 @@ class DispatchCall:
             self.ready.put_nowait((CHECK, None))
         return await asyncio.shield(self.asked[CHECK]) if CHECK in self.asked else ""
 
-    def answer(self, ticket: Ticket, result: Answer) -> None:
+    def answer(self, ticket: EpisodeTicket, result: Answer) -> None:
         future = self.asked.pop(ticket, None)
         if isinstance(result, RequestFault):
             self.faults[ticket] = result
@@ -137,7 +137,7 @@ class WorkerPolicy:
     """The policy of one episode: passes each turn to the driver, with a seed of its own."""
 
     def __init__(
-        self, kit: EpisodeTools, call: DispatchCall, ticket: Ticket, spec: EpisodeSpec, sampling: Sampling
+        self, kit: EpisodeTools, call: DispatchCall, ticket: EpisodeTicket, spec: EpisodeSpec, sampling: Sampling
     ) -> None:
         self.kit, self.call, self.ticket, self.spec, self.sampling = kit, call, ticket, spec, sampling
         self.turn = 0
@@ -231,7 +231,7 @@ class EpisodeWorker:
             self.calls[name] = call
         return call
 
-    async def _run(self, call: DispatchCall, ticket: Ticket, spec: EpisodeSpec) -> None:
+    async def _run(self, call: DispatchCall, ticket: EpisodeTicket, spec: EpisodeSpec) -> None:
         try:
             with contained("an episode", EpisodeFault):  # such as an environment that cannot be made, or an agent
                 trajectory = await self._episode(call, ticket, spec)
@@ -245,7 +245,7 @@ class EpisodeWorker:
         call.tasks.pop(ticket, None)
         call.ready.put_nowait((ticket, trajectory))
 
-    async def _episode(self, call: DispatchCall, ticket: Ticket, spec: EpisodeSpec) -> Trajectory:
+    async def _episode(self, call: DispatchCall, ticket: EpisodeTicket, spec: EpisodeSpec) -> Trajectory:
         spec = replace(spec, messages=own([*spec.messages]), row=own(spec.row))  # which samples of a prompt share
         kit = self.kit.of_row(spec.row)
         policy = partial(WorkerPolicy, kit, call, ticket, spec)

@@ -50,8 +50,8 @@ class ForwardSpec:
 class Signal:
     """Fields of the batch that a model's forward pass fills before the advantages: its outputs in their order.
 
-    The values are those of response tokens. Other distributions add a signal as the plug-in `signal.FIELD`, used where
-    `reads` of the estimator or of a loss term names this carried field.
+    The values are those of response tokens. Other Python packages add a signal as the plug-in `signal.FIELD`, used
+    where `reads` of the estimator or of a loss term names this carried field.
     """
 
     fields: tuple[str, ...]

@@ -19,7 +19,7 @@ def batch_metrics(batch: Batch, scored: Tensor | None = None) -> dict[str, float
     out. Lengths and repetition count the tokens that the policy wrote. The entropy is over the tokens in `scored`, the
     response mask before rejections; all other metrics are over the present response mask."""
     tokens, repeated, batch = int(batch.lengths.sum()), repeated_ngrams(batch), batch.by_episode()
-    trained, lengths = required(batch.response_mask), batch.written_lengths
+    trained, lengths = required(batch.response_mask), batch.sampled_lengths
     scored = trained if scored is None else scored
     metrics = (
         _spread("critic/score", required(batch.rewards))
@@ -139,7 +139,7 @@ def repeated_ngrams(batch: Batch, size: int = 4, rows: int = 256) -> float:
     Each turn counts as a response: the format of a call, which every turn repeats, does not count, nor do tokens of
     the environment."""
     lengths = batch.response_lengths[:rows]
-    row, written = torch.arange(len(lengths)).repeat_interleave(lengths), batch.written[: int(lengths.sum())]
+    row, written = torch.arange(len(lengths)).repeat_interleave(lengths), batch.sampled_mask[: int(lengths.sum())]
     begins = torch.ones_like(written)  # starts of stretches that the policy wrote without a break
     begins[1:] = (row[1:] != row[:-1]) | ~written[:-1]
     turn = begins.cumsum(0)[written]

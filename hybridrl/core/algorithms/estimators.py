@@ -212,8 +212,9 @@ def _positions(lengths: Tensor) -> Tensor:
 
 
 def written_tokens(batch: Batch) -> tuple[Tensor | slice, Tensor]:
-    """Return an index of the written tokens in response-axis values, and their number in each row [B]. Without tools
-    the policy writes every token: then the index is a full slice, and large steps take half the time."""
+    """Return an index of the written tokens (those of `response_mask`) among the response tokens, and their number per
+    row [B]. Without tools the policy writes every token: then the index is a full slice, and large steps take half the
+    time."""
     mask = required(batch.response_mask)
     if mask.all():
         return slice(None), batch.response_lengths

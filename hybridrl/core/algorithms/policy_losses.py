@@ -118,7 +118,7 @@ def sapo(log_probs: Tensor, batch: Batch, *, tau_pos: float, tau_neg: float) -> 
 # -- the log-likelihood itself: no ratio, so nothing is clipped --------------------------------------------------------
 
 
-def gpg(log_probs: Tensor, batch: Batch) -> Loss:
+def group_policy_gradient(log_probs: Tensor, batch: Batch) -> Loss:
     """Group Policy Gradient (Chu et al. 2025): -A log p. Needs no old log-probs."""
     return -required(batch.advantages) * log_probs, {}
 

@@ -101,7 +101,7 @@ def cause_of(error: RayError, actor: str) -> Cause:
 
 
 @contextmanager
-def typed(what: str) -> Iterator[None]:
+def typed_errors(what: str) -> Iterator[None]:
     """Raise WorkerDied for an error of Ray itself, without a failing actor."""
     try:
         yield

@@ -23,7 +23,7 @@ from hybridrl.core.cluster.failures import (
     WorkerDied,
     cause_of,
     describe,
-    typed,
+    typed_errors,
 )
 from hybridrl.core.cluster.session import RaySession, lost_component
 from hybridrl.required import required
@@ -72,7 +72,7 @@ class Group:
     @staticmethod
     def share(value: Any) -> Pending:
         """Store a value once per machine for all actors; the result replaces the value as an argument of calls."""
-        with typed("sharing the rows of a call"):
+        with typed_errors("sharing the rows of a call"):
             return ray.put(value)
 
     def start(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Pending]:
@@ -122,7 +122,7 @@ def spawn(
     start: dict[str, Any] = {"env_vars": environment}
     if session.forks and session.forks.serves(environment):
         start["py_executable"] = session.forks.launch
-    with typed(f"starting {actor.__name__} {rank}"):
+    with typed_errors(f"starting {actor.__name__} {rank}"):
         remote: Any = ray.remote(actor)
         return remote.options(runtime_env=start, **options).remote(*args)
 
@@ -177,7 +177,7 @@ def _finished(refs: Sequence[Pending], what: str, timeout: float, logs: Sequence
             due = 2 * seconds
             report, limit = (info, "the first such call") if usual is None else (warn, f"usually {usual:.3g} s")
             head = f"{what}: {len(silent)} not done after {seconds:.0f} s ({limit}); still waiting"
-            report("\n".join([head, *table([refs.index(ref) for ref in silent], logs)]))
+            report("\n".join([head, *activity_table([refs.index(ref) for ref in silent], logs)]))
 
     while waiting:
         done, waiting = wait(waiting, timeout, look)
@@ -195,7 +195,7 @@ def wait(
     deadline = time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()
-        with typed("waiting for a call"):
+        with typed_errors("waiting for a call"):
             done, rest = ray.wait(list(refs), num_returns=1, timeout=max(min(left, POLL_SECONDS), 0))
         if done or left <= POLL_SECONDS:
             return done, rest
@@ -211,7 +211,7 @@ def _late(what: str, ranks: Sequence[int], responded: int, timeout: float, logs:
     chosen = dict(ray.get_runtime_context().runtime_env)
     # With a broken runtime_env no process starts, and Ray reports nothing.
     hint = f"; check ray_kwargs.ray_init.runtime_env={chosen}: processes that cannot start never respond"
-    failure = WorkerDied("\n".join([message + hint * bool(chosen), *table(ranks, logs)]))
+    failure = WorkerDied("\n".join([message + hint * bool(chosen), *activity_table(ranks, logs)]))
     failure.silent = tuple(logs[rank] for rank in ranks if rank < len(logs))
     return failure
 
@@ -246,7 +246,7 @@ def _head(reason: Cause, lines: list[str], log: str) -> str:
 def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[str]) -> RemoteFailure:
     """Return the failure that caused the others: a lost rank comes before a rank that lost its peer. If a collective
     timed out, the rank for which the others waited counts as dead."""
-    with typed(what):
+    with typed_errors(what):
         ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=2.0)
     causes = _causes(refs, ready, logs)
     short = [index for index, reason in causes.items() if reason.out_of_memory]
@@ -256,7 +256,7 @@ def _root_failure(refs: Sequence[Pending], what: str, rank: int, logs: Sequence[
     lines = _log_end(log) if log else []
     details = []
     if silent and TIMED_OUT.search("\n".join([str(reason.failure), *lines[-LOG_LINES:]])):
-        details = ["not responding meanwhile:", *table([refs.index(ref) for ref in silent], logs)]
+        details = ["not responding meanwhile:", *activity_table([refs.index(ref) for ref in silent], logs)]
     died = bool(reason.lost or details or LOST.search(reason.text))
     if reason.lost:
         check_ray()
@@ -290,9 +290,9 @@ def _with_logged(description: str, lines: Sequence[str], log: str) -> str:
 # -- silence explained -------------------------------------------------------------------------------------------------
 
 
-def table(ranks: Sequence[int], logs: Sequence[str]) -> list[str]:
+def activity_table(ranks: Sequence[int], logs: Sequence[str]) -> list[str]:
     """Return a line for each rank with a log: its current activity. Its stacks are written to the log."""
-    states = explain([logs[rank] for rank in ranks if rank < len(logs)])
+    states = log_activities([logs[rank] for rank in ranks if rank < len(logs)])
     return [f"  {name(rank, logs)}: {states[logs[rank]]}; its log: {logs[rank]}" for rank in ranks if rank < len(logs)]
 
 
@@ -301,7 +301,7 @@ def name(rank: int, logs: Sequence[str]) -> str:
     return Path(logs[rank]).stem if rank < len(logs) else f"rank {rank}"
 
 
-def explain(logs: Sequence[str]) -> dict[str, str]:
+def log_activities(logs: Sequence[str]) -> dict[str, str]:
     """Return the activity of the processes that write to each log, on any machine of the run."""
     states = activities(logs)
     if missing := [log for log in logs if log not in states]:

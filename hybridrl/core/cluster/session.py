@@ -25,7 +25,7 @@ from ray.util.metrics import Gauge
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.core.cluster.failures import typed
+from hybridrl.core.cluster.failures import typed_errors
 from hybridrl.runtime.environment import ForkServer, joins, ray_token
 from hybridrl.runtime.guard import REQUESTS
 from hybridrl.runtime.keeper import PrivateDirectory
@@ -122,7 +122,7 @@ def _isolated(directory: PrivateDirectory) -> Iterator[None]:
 
 
 @contextmanager
-def joined(ray_init: dict[str, Any]) -> Iterator[None]:
+def existing_ray(ray_init: dict[str, Any]) -> Iterator[None]:
     """Join the existing Ray within the block. Raises ConfigError if it does not respond."""
     start_ray(ray_init, None)
     try:
@@ -234,7 +234,7 @@ class RaySession:
         for index in list(self.groups):
             remove_placement_group(self.groups.pop(index))
 
-    @typed("reserving the devices")
+    @typed_errors("reserving the devices")
     def _reserve(self) -> None:
         """Reserve one group of devices per machine; logs at once, and from time to time, what is missing."""
         sizes = self.sizes

@@ -4,10 +4,13 @@ The episodes run in an event loop in a separate thread, one task for each group.
 train; only requests to the engines wait: the client pauses them between `interrupt` and `resume`. If rollout has its
 own devices, they wait only during a weight sync and after a restart, unless batches are fixed.
 
-    weights    0           1           2         = samples; T: the step that trains on the group.
-    group 0    |===========|=======T   |         With bound=1 this step is the last that may;
-    group 1    |=======T   |           |         it waits for group 0.
-    group 2    |   ========|===========|===T     A group that is started as others end.
+    weights    0           1           2
+    group 0    |===========|=======T   |
+    group 1    |=======T   |           |
+    group 2    |   ========|===========|===T
+
+`=`: the group is sampled; `T`: the step that trains on it. With bound=1 the step with weights 1 is the last that may
+train on group 0, so it waits for this group. Group 2 is started when group 1 ends.
 """
 
 import asyncio
@@ -78,7 +81,7 @@ class Admission:
         """Return the groups to train now, in their order; None if the step must wait for further complete groups.
 
         Groups that are due first are chosen first. The step waits until it has enough groups, and until the others can
-        be trained in time: it must train the groups due at version u that do not fit into the later steps up to u.
+        be trained in time: of the groups due by version u it trains as many as the later steps up to u cannot take.
         """
         if not Goal(self._needs(version)).reached(complete):
             return None

@@ -53,8 +53,8 @@ class SamplingPlan:
 
     `group_filter` drops groups without signal and draws further prompts (DAPO); `reward_keys` name the reward
     components (GDPO); `mask_truncated` excludes truncated responses from training; with `greedy_baseline` one more
-    response per prompt is sampled greedily (ReMax, Li et al. 2023). Sampled ids >= `vocabulary` are counted: rows of a
-    padded embedding that the tokenizer does not have. The run has `prompts_in_all` prompts.
+    response per prompt is sampled greedily (ReMax, Li et al. 2023). A sampled id >= `vocabulary`, a row of a padded
+    embedding without a token, is counted. The run has `prompts_in_all` prompts.
     """
 
     prompts_per_step: int
@@ -133,7 +133,7 @@ class Experience(ABC):
                     "masked; raise data.max_response_length or set algorithm.mask_truncated=false"
                 )
             metrics["sampling/masked_truncated"] = int(truncated.sum())
-        if vocabulary and (unknown := int((batch.response_ids[batch.written] >= vocabulary).sum())):
+        if vocabulary and (unknown := int((batch.response_ids[batch.sampled_mask] >= vocabulary).sum())):
             metrics["sampling/unknown_tokens"] = unknown
         return batch, metrics
 

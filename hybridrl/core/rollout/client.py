@@ -95,9 +95,10 @@ class ServerLane(Lane[PendingRequest]):
 class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
     """Servers with equal weights. `capacity` limits the requests that a server works on at a time.
 
-    With `fixed`, prompts are assigned to servers by number, and each server gets its whole share at once, also when it
-    is retried after a first death: engines then form the same batches every time. `check_cluster` raises if the servers
-    can never respond again. `available` is set by the owner of the devices: false while the engines sleep.
+    With `fixed`, prompts are assigned to servers by number, and each server gets its whole share at once; after its
+    first death the whole share is sent again. Engines then form the same batches every time.
+    `check_cluster` raises if the servers can never respond again. `available` is set by the owner of the devices: false
+    while the engines sleep.
     """
 
     silent_seconds = SILENT_SECONDS

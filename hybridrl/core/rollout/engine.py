@@ -347,7 +347,7 @@ def _speed(engines: Sequence[EngineStats]) -> dict[str, float]:
         for parts in map(list, combinations(range(len(ITERATION)), size)):
             fitted = np.zeros(len(ITERATION))
             fitted[parts] = np.linalg.lstsq(gram[np.ix_(parts, parts)], moments[parts], rcond=None)[0]
-            error = float(fitted @ gram @ fitted - 2 * fitted @ moments)  # less what no choice changes
+            error = float(fitted @ gram @ fitted - 2 * fitted @ moments)  # without the same constant of every choice
             if (fitted >= 0).all() and error < least:
                 best, least = fitted, error
     return {f"rollout/iteration_s/{name}": seconds for name, seconds in zip(ITERATION, best.tolist(), strict=True)}

@@ -13,7 +13,7 @@ from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.cluster import Actor, Group, Pending, RaySession, RemoteFailure, gather, kill, spawn
 from hybridrl.core.cluster.dispatch import ActorLost
 from hybridrl.core.cluster.failures import Cause, cause_of, describe
-from hybridrl.core.cluster.group import START_LIMIT, check_ray, explain
+from hybridrl.core.cluster.group import START_LIMIT, check_ray, log_activities
 from hybridrl.core.rollout.client import RolloutClient
 from hybridrl.core.rollout.engine import (
     Completion,
@@ -62,7 +62,7 @@ class RemoteServer:
         return await self._result(self.actor.call.remote(RolloutEngine.check.__name__))
 
     async def activity(self) -> str:
-        return (await asyncio.to_thread(explain, [self.log]))[self.log]
+        return (await asyncio.to_thread(log_activities, [self.log]))[self.log]
 
     def kill(self) -> None:
         """End all processes of the server, so that their memory is free for the next server."""

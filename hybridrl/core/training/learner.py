@@ -48,8 +48,8 @@ class RankModel:
     budget: MicroBatchBudget  # size of its micro-batches without a gradient
     head: Literal["language", "value"] = "language"
     trained: LearnerConfig | None = None  # None: frozen
-    # own: from the path of the model; copy: also those of the actor later (`TrainWorker.refresh`); base: the actor's
-    # without its adapter, so that this model takes no memory
+    # own: read from the path; copy: read from the path, later replaced by the actor's (`TrainWorker.refresh`); base:
+    # the actor's without its adapter, so that this model takes no memory
     weights: Literal["own", "copy", "base"] = "own"
     reads: tuple[str, ...] = ()  # names of the carried fields that its forward passes read
 
@@ -66,7 +66,7 @@ class RankModel:
 
 # Maps the rows of a micro-batch and the divisors of its mini-batch to this micro-batch's share of the loss and of each
 # metric. Divisors are None for a dummy row (see `Learner.gradient`): the loss is then 0 times the model's outputs.
-Loss = Callable[[Batch, Divisors | None], tuple[Tensor, dict[str, Tensor]]]
+BatchLoss = Callable[[Batch, Divisors | None], tuple[Tensor, dict[str, Tensor]]]
 Shares = dict[str, float]
 
 # Rows and mini-batch as they are trained on, and shares of metrics measured before the gradient.
@@ -112,7 +112,7 @@ class Learner(ModelShard):
         self,
         batch: Batch,
         mini_batches: list[MiniBatch],
-        loss: Loss,
+        loss: BatchLoss,
         clip: float,
         step: int,
         on_retry: Callable[[], object] = lambda: None,
@@ -157,7 +157,7 @@ class Learner(ModelShard):
         return metrics
 
     def gradient(
-        self, batch: Batch, mini_batch: MiniBatch, loss: Loss, clip: float
+        self, batch: Batch, mini_batch: MiniBatch, loss: BatchLoss, clip: float
     ) -> tuple[dict[str, Tensor], Tensor, bool, float]:
         """Compute a mini-batch's gradient, clipped to a norm of `clip`. Returns shares of metrics; whether each
         micro-batch's loss is finite; whether all ranks' are; and the norm before clipping, equal on every rank."""
@@ -184,12 +184,12 @@ class Learner(ModelShard):
         return shares, finite, not broken, norm
 
     @torch.no_grad()
-    def _losses(self, batch: Batch, mini_batch: MiniBatch, loss: Loss) -> None:
+    def _losses(self, batch: Batch, mini_batch: MiniBatch, loss: BatchLoss) -> None:
         """Run the forward passes of a mini-batch; collective."""
         for rows in mini_batch.micro_batches:
             loss(batch.select(rows or [0]), mini_batch.totals if rows else None)
 
-    def gradient_norms(self, batch: Batch, mini_batches: list[MiniBatch], loss: Loss) -> list[float]:
+    def gradient_norms(self, batch: Batch, mini_batches: list[MiniBatch], loss: BatchLoss) -> list[float]:
         """Return the norm of each mini-batch's gradient, without an update; collective."""
         self.model.train()
         norms = []

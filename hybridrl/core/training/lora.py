@@ -119,7 +119,7 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
         local(parameter).copy_(own_shard(saved.read(name).to(parameter.device), parameter))
 
 
-def merged(layer: LoraLayer) -> Tensor:
+def merged_weight(layer: LoraLayer) -> Tensor:
     """Return a layer's weight with its pair added, unsharded and in float32; collective."""
     layers = (layer.base_layer, layer.lora_A[ADAPTER], layer.lora_B[ADAPTER])
     base, a, b = (full_tensor(part.get_parameter("weight").detach()) for part in layers)

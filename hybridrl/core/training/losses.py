@@ -17,7 +17,7 @@ from hybridrl.core.algorithms.objective import Divisors, kl_estimate, token_weig
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
 from hybridrl.core.training.fsdp import reshard
-from hybridrl.core.training.learner import Learner, Loss, Prepare, Prepared
+from hybridrl.core.training.learner import BatchLoss, Learner, Prepare, Prepared
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.token_outputs import LossGradient, ReferenceOutputs, TokenOutputs
@@ -38,8 +38,8 @@ class LossConfig:
     temperature: float
     grad_clip: float
     parameters: dict[str, Any] = field(default_factory=dict)  # by configuration key; a function gets those it names
-    # Importance weights of current against rollout log-probs, in bypass mode and if the current log-probs are the old
-    # ones. In bypass mode tokens are rejected before each update.
+    # Importance weights of current against rollout log-probs. Set in bypass mode, in which tokens are rejected before
+    # each update, or if the current log-probs are the old ones; None: the batch has its weights already, or none.
     correction: RolloutCorrection | None = None
     old_from_update: bool = False  # the micro-batch's own log-probs are the old ones: nothing has been updated since
     log_entropy: bool = False  # set if no forward pass before the update computed it
@@ -167,7 +167,7 @@ def policy_objective(
     loss: LossConfig,
     hidden_of: Callable[[str, Batch], ReferenceOutputs],
     outputs: list[TokenOutputs],
-) -> Loss:
+) -> BatchLoss:
     """Return the policy's loss; `hidden_of` computes another model's hidden states for the same rows. It appends the
     model's outputs to `outputs` if they serve as the old policy's."""
     options, other = loss.options, loss.against
@@ -189,7 +189,7 @@ def policy_objective(
     return compute
 
 
-def critic_objective(learner: Learner, section: CriticConfig) -> Loss:
+def critic_objective(learner: Learner, section: CriticConfig) -> BatchLoss:
     """Return the critic's loss: the clipped value loss."""
 
     def compute(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:

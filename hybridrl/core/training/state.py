@@ -24,7 +24,7 @@ from hybridrl.checkpoint.export import own_tensors, parts
 from hybridrl.checkpoint.read import PlainPlanner, saved_shapes, state_reader
 from hybridrl.core import device as devices
 from hybridrl.core.training.fsdp import full_tensor, full_tensors, host_copies, local, reshard
-from hybridrl.core.training.lora import merged
+from hybridrl.core.training.lora import merged_weight
 from hybridrl.core.training.model import LanguageModel, TokenModel, adapter_parameters, pairs, without_pairs
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.weights.buckets import Bucket, Handle, SharedBuffer, SyncPlan, buffer_bytes, digest, plan_buckets
@@ -173,7 +173,7 @@ class Sender:
     def __init__(self, model: LanguageModel, device: torch.device, dtype: torch.dtype, limit: int, merge: bool) -> None:
         self.model, self.device, self.dtype = model, device, dtype
         adapted = pairs(model.model)
-        self.merged = {name: partial(merged, layer) for name, layer in adapted.items()} if merge else {}
+        self.merged = {name: partial(merged_weight, layer) for name, layer in adapted.items()} if merge else {}
         with without_pairs(model.model):
             self.parts = parts(model.model, dtype)
         base = [(name, tensor.shape, tensor.dtype) for part in self.parts for name, tensor in part.published.items()]

@@ -40,7 +40,7 @@ from hybridrl.runtime.guard import begin_actor
 
 # A model's outputs for all rows of a rank, one array per kind; empty if the rank has no rows. Ray does not copy arrays.
 Columns = list[np.ndarray | None]
-Outputs = tuple[Tensor | None, ...]  # the same for one micro-batch
+MicroBatchOutputs = tuple[Tensor | None, ...]  # the same for one micro-batch
 
 
 class TrainWorker:
@@ -108,7 +108,7 @@ class TrainWorker:
         self._on_device(name, spec.against)
         with self._in_use(name) as shard, rounded_otherwise(rounding) if rounding else nullcontext():
 
-            def compute(part: Batch) -> Outputs:
+            def compute(part: Batch) -> MicroBatchOutputs:
                 inputs = shard.inputs(part)
                 if not isinstance(shard.model, LanguageModel):
                     return (shard.model(inputs),)
@@ -291,7 +291,7 @@ class TrainWorker:
         return shard.model, shard.optimizers if isinstance(shard, Learner) else None
 
 
-def concatenated(outputs: Sequence[Outputs], micro_batches: MicroBatches) -> Columns:
+def concatenated(outputs: Sequence[MicroBatchOutputs], micro_batches: MicroBatches) -> Columns:
     """Concatenate the micro-batches' outputs in host memory, leaving out those of dummy rows."""
     real = [output for output, rows in zip(outputs, micro_batches, strict=False) if rows]
     return [None if column[0] is None else torch.cat(column).cpu().numpy() for column in zip(*real, strict=True)]

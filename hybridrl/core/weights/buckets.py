@@ -129,7 +129,7 @@ class SharedBuffer:
 
     @cached_property
     def handle(self) -> Handle:
-        """The key that opens the memory. On CUDA torch frees memory with a handle only once it was opened."""
+        """The key that opens the memory. On CUDA torch frees memory that has a handle only after a reader opened it."""
         size = len(self.tensor)
         if self.descriptor is not None:
             return {"pid": os.getpid(), "descriptor": self.descriptor, "size": size}
@@ -142,7 +142,7 @@ class SharedBuffer:
             return os.close(self.descriptor)
         allocated = devices.allocated_bytes()
         del self.tensor
-        if reader_died and devices.allocated_bytes() == allocated:  # closed a second time, it would be kept as well
+        if reader_died and devices.allocated_bytes() == allocated:  # not closed; a second close would keep it too
             release = torch.UntypedStorage._release_ipc_counter_cuda
             release(self.handle["counter"], self.handle["counter_offset"])
 
@@ -167,7 +167,7 @@ def open_buffer(handle: Handle, device: torch.device) -> torch.Tensor:
         ) from error
 
 
-def describe(bucket: Bucket, handles: list[Handle | None], digests: list[int]) -> dict[str, Any]:
+def bucket_description(bucket: Bucket, handles: list[Handle | None], digests: list[int]) -> dict[str, Any]:
     """Return the description of a bucket for BucketReader, as plain data; a handle and a digest for each device."""
     tensors = [asdict(tensor) for tensor in bucket.tensors]
     return {"tensors": tensors, "start": bucket.start, "size": bucket.bytes, "handles": handles, "digests": digests}

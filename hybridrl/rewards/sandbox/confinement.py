@@ -191,7 +191,7 @@ def _if_any_bit(argument: int, bits: int, then: int, otherwise: int | None = Non
     return test if otherwise is None else [*test, (_RETURN, 0, 0, otherwise)]
 
 
-def pack() -> int:
+def pack_modules() -> int:
     """Return the descriptor of a file in memory with the code of every module, compiled now."""
     modules: dict[str, tuple[str, bool, int, int]] = {}
     codes: list[bytes] = []

@@ -26,7 +26,7 @@ _MOST_THREADS, _MOST_DESCRIPTORS = 64, 256
 _SECONDS_BETWEEN_COUNTS = 0.02
 _REAL_OPEN = open
 
-Run = tuple[int, int, int]  # process id; descriptors of its output and of the message that it is confined
+StartedProgram = tuple[int, int, int]  # process id; descriptors of its output and of the message that it is confined
 
 
 def main(library: int) -> None:
@@ -54,7 +54,9 @@ def prepare(library: int) -> dict[str, Any]:
     return json.load(sys.stdin)
 
 
-def start(job: dict[str, Any], work: Callable[[], object], text: str = "", descriptor: int | None = None) -> Run:
+def start(
+    job: dict[str, Any], work: Callable[[], object], text: str = "", descriptor: int | None = None
+) -> StartedProgram:
     """Start a confined process that does `work`, with `text` as its input; `descriptor` stays open in it."""
     stdin, stdout = os.memfd_create("stdin"), os.memfd_create("stdout")
     ready, confined = os.pipe()
@@ -67,7 +69,7 @@ def start(job: dict[str, Any], work: Callable[[], object], text: str = "", descr
     return child, stdout, ready
 
 
-def finish(run: Run, seconds: float, until: int | None = None) -> str | None:
+def finish(run: StartedProgram, seconds: float, until: int | None = None) -> str | None:
     """Return what the run printed; None if it did not end by itself, in time and with status 0. It is killed when
     `until` becomes readable."""
     child, stdout, ready = run

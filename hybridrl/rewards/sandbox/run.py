@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import once
-from hybridrl.rewards.sandbox.confinement import pack, supported
+from hybridrl.rewards.sandbox.confinement import pack_modules, supported
 
 _ROOT = str(Path(__file__).resolve().parents[3])
 # Neither the environment nor installed packages: only the standard library can be imported.
@@ -26,7 +26,7 @@ START = (
 )
 
 
-_packed = once(pack)
+_packed = once(pack_modules)
 
 
 class SandboxError(RuntimeError):

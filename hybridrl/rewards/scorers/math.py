@@ -109,7 +109,7 @@ def is_equal(result: str, truth: str) -> bool:
         return result != ""
     if len(result) > _MAX_RESULT:
         return False
-    result, truth = plain(result), plain(truth)
+    result, truth = without_units(result), without_units(truth)
     if not result or result == truth:
         return result != ""
     if _INTEGER.fullmatch(result) and _INTEGER.fullmatch(truth):
@@ -151,7 +151,7 @@ def _unboxed(text: str) -> list[str]:
     return (stated or [line]) if "\\" in text else [*stated, *number]
 
 
-def plain(result: str) -> str:
+def without_units(result: str) -> str:
     r"""Remove delimiters, currency, percent, degrees, units and separators: 1250 for 1{,}250\text{ cm}^2 or $1,250."""
     boxed, enclosed = last_boxed(result), _ENCLOSED.fullmatch(result)
     result = boxed if boxed is not None else enclosed[1] if enclosed else result

@@ -73,7 +73,7 @@ def score_countdown(
     The ground truth is {"target": 24, "numbers": [1, 2, 3, 4]}.
     """
     equation = (last_tagged(solution_str) or "").partition("=")[0].strip()
-    value = evaluate(equation)
+    value = equation_value(equation)
     if value is None:
         return 0.0
     used = Counter(int(number) for number in re.findall("[0-9]+", equation))
@@ -81,7 +81,7 @@ def score_countdown(
     return score if right else format_score
 
 
-def evaluate(equation: str) -> Fraction | None:
+def equation_value(equation: str) -> Fraction | None:
     """Return the exact value of integers joined by + - * / and brackets; None for anything else and for x / 0."""
     if len(equation) > _MAX_LENGTH or not _EQUATION.fullmatch(equation):
         return None

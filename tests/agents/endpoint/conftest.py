@@ -16,7 +16,7 @@ from transformers import Qwen2Tokenizer
 from hybridrl.agents.endpoint.app import create_app, serving
 from hybridrl.agents.endpoint.core import SamplingOptions
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
-from hybridrl.agents.environments.episode_loop import EpisodeTools, Limits
+from hybridrl.agents.environments.episode_loop import EpisodeLimits, EpisodeTools
 from hybridrl.core.carried import Encoded
 from hybridrl.core.rollout import Completion
 from tests.agents.environments import conftest as environments
@@ -79,7 +79,7 @@ def kit_of(tokenizer: Qwen2Tokenizer) -> Callable[..., EpisodeTools]:
     def make(
         prompt: int = 2000, response: int = 4000, context: int = 6000, *, tokenizer: Any = tokenizer, **limits: Any
     ) -> EpisodeTools:
-        bounds = Limits(prompt, response, context, **limits)
+        bounds = EpisodeLimits(prompt, response, context, **limits)
         return EpisodeTools.of(tokenizer, [tokenizer.eos_token_id], bounds, format="hermes")
 
     return make

@@ -31,7 +31,7 @@ READY_SECONDS = 180
 
 
 def test_keys_are_the_commands_own_and_those_of_a_run(tiny):
-    own, section = serve.read([f"model.path={tiny}", "port=9", "rollout.max_num_seqs=3"])
+    own, section = serve.read_arguments([f"model.path={tiny}", "port=9", "rollout.max_num_seqs=3"])
     assert own == {"port": "9", "host": "127.0.0.1", "served_model_name": "policy", "device": "auto"}
     assert (section.model.path, section.rollout.max_num_seqs, section.rollout.top_p) == (str(tiny), 3, 1.0)
 
@@ -56,11 +56,11 @@ def test_keys_are_the_commands_own_and_those_of_a_run(tiny):
 def test_what_cannot_be_served_is_rejected_by_key_and_value(tiny, arguments, expected):
     model = [] if "model" in expected else [f"model.path={tiny}"]
     with pytest.raises(ConfigError, match=re.escape(expected)):
-        serve.read([*model, *arguments])
+        serve.read_arguments([*model, *arguments])
 
 
 def test_a_key_of_verl_without_effect_is_a_warning(tiny, capsys):
-    serve.read([f"model.path={tiny}", "rollout.expert_parallel_size=2"])
+    serve.read_arguments([f"model.path={tiny}", "rollout.expert_parallel_size=2"])
     expected = "warning: actor_rollout_ref.rollout.expert_parallel_size has no effect: there is one engine"
     assert capsys.readouterr().err.startswith(expected)
 
@@ -91,7 +91,7 @@ class DyingEngine:
 async def test_serving_ends_with_a_sentence_and_a_status_once_the_engine_is_dead(tiny, monkeypatch, capfd):
     listening = bound("127.0.0.1", 0)
     port = listening.getsockname()[1]
-    _, section = serve.read([f"model.path={tiny}"])
+    _, section = serve.read_arguments([f"model.path={tiny}"])
     entry = SimpleNamespace(build=lambda *_: DyingEngine())
 
     options = {"host": "127.0.0.1", "listening": listening, "name": "policy", "source": "tiny"}
@@ -127,7 +127,7 @@ async def test_a_model_without_a_chat_template_continues_texts_and_answers_a_cha
     for file in model.glob("chat_template*"):
         file.unlink()
     tokenizer.save_pretrained(model)
-    _, section = serve.read([f"model.path={model}"])
+    _, section = serve.read_arguments([f"model.path={model}"])
     script = Script(tokenizer, ["7"])
     app = create_app(script, AgentSessions(local.make_kit(section.model, section.rollout)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
@@ -139,7 +139,7 @@ async def test_a_model_without_a_chat_template_continues_texts_and_answers_a_cha
     )
     key = "actor_rollout_ref.model.custom_chat_template"
     assert (reply.status_code, reply.json()["error"]["message"]) == (400, f"{expected}set {key}")
-    assert serve.read([f"model.path={model}", f"{key}=chatml"])[1].model.custom_chat_template == "chatml"
+    assert serve.read_arguments([f"model.path={model}", f"{key}=chatml"])[1].model.custom_chat_template == "chatml"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from hybridrl.agents.environments import EpisodeFault, Response, ToolCall, ToolError
 from hybridrl.agents.environments.built_in import sql_query
 from hybridrl.agents.environments.built_in.games import Gsm8kMultiTurn, GuessNumber, Wordle, best_guessing, marks
-from hybridrl.agents.environments.built_in.tools import SearchQuestions, TextToSql, calculate, run_python, table
+from hybridrl.agents.environments.built_in.tools import SearchQuestions, TextToSql, calculate, run_python, run_query
 from hybridrl.environments.retriever import Index, serve
 from hybridrl.rewards.score import OutOfTime
 from tests.agents.environments.conftest import made
@@ -144,7 +144,7 @@ def test_a_query_reads_and_can_change_nothing(database, file) -> None:
 def test_a_query_has_a_limit_of_memory(file) -> None:
     rows = "select randomblob(1000000) a from t, t x, t y, t z, t u, t v order by random()"
     with pytest.raises(ToolError, match="more than 256 MiB of memory"):
-        table(file, f"select max(a) from ({rows})")
+        run_query(file, f"select max(a) from ({rows})")
 
 
 def test_a_query_may_read_the_schema(file) -> None:
@@ -157,8 +157,8 @@ def test_a_query_may_read_the_schema(file) -> None:
 
 def test_a_query_that_sqlite_cannot_interrupt_ends_at_the_time_limit(file) -> None:
     with pytest.raises(OutOfTime, match=r"time limit of 1 s reached"):
-        table(file, "select printf('%.*c', 2000000000, 'x')", 0.5)
-    assert table(file, "select 1 as n").text == "n\n1"
+        run_query(file, "select printf('%.*c', 2000000000, 'x')", 0.5)
+    assert run_query(file, "select 1 as n").text == "n\n1"
     environment = TextToSql({"db_path": file}, {"db_path": file, "reward_spec": {"ground_truth": "select nothing"}})
     with pytest.raises(EpisodeFault, match="the query of the row's ground truth fails: Error: near"):
         environment.step(Response("<think></think><solution>select 1</solution>"))

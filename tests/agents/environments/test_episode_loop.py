@@ -13,13 +13,13 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from hybridrl.agents.environments import Environment, EpisodeFault, Message, Response, Step
-from hybridrl.agents.environments.episode_loop import EpisodeRun, EpisodeTools, Limits
+from hybridrl.agents.environments.episode_loop import EpisodeLimits, EpisodeRun, EpisodeTools
 from hybridrl.core.carried import Encoded
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion
 from tests.agents.environments.conftest import CALLS, STRIPS
 
-LIMITS = Limits(prompt=200, response=400, context=600, call_timeout=0.5, timeout=5)
+LIMITS = EpisodeLimits(prompt=200, response=400, context=600, call_timeout=0.5, timeout=5)
 QUESTION = [{"role": "user", "content": "Guess."}]
 TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
 

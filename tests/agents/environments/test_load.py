@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hybridrl.agents.environments.built_in.games import GuessNumber
-from hybridrl.agents.environments.load import ENVIRONMENTS, Choice, check, choice_of
+from hybridrl.agents.environments.load import ENVIRONMENTS, Choice, check_environments, choice_of
 from hybridrl.config import ConfigError
 from tests.agents.environments.conftest import made
 from tests.agents.sections import environments_of
@@ -71,7 +71,7 @@ def own(tmp_path) -> Path:
 
 def test_an_environment_of_a_file_gets_its_configuration_and_the_row(own) -> None:
     settings = environments_of(environment=f"{own}:Echo", environment_kwargs={"mark": "!"})
-    check(settings, [GAME])
+    check_environments(settings, [GAME])
     environment = made(GAME, settings)
     assert (environment.config, environment.row) == ({"mark": "!"}, GAME)
 
@@ -94,7 +94,7 @@ def test_an_environment_of_a_file_gets_its_configuration_and_the_row(own) -> Non
 def test_what_cannot_work_is_rejected_with_its_name_and_a_fix(own, settings, row, said) -> None:
     settings = {k: v.format(file=own) if isinstance(v, str) else v for k, v in settings.items()}
     with pytest.raises(ConfigError) as raised:
-        check(environments_of(**settings), [row])
+        check_environments(environments_of(**settings), [row])
     assert said in str(raised.value)
 
 
@@ -109,7 +109,7 @@ def test_all_faults_are_reported_together_and_a_row_of_each_kind_is_tried_once(m
     rows = [{**GAME, "env_class": "guess_number"}] * 3 + [{"env_class": "wordle5"}, {"env_class": "chess"}]
     monkeypatch.setitem(ENVIRONMENTS, "guess_number", Counted)
     with pytest.raises(ConfigError) as raised:
-        check(environments_of(tools=("hammer",)), rows)
+        check_environments(environments_of(tools=("hammer",)), rows)
     assert len(tried) == 1
     assert len(raised.value.findings) == 3
     assert "hammer" in str(raised.value) and "row 3: environment wordle5" in str(raised.value)

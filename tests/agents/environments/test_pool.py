@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from hybridrl.agents.environments.episode_loop import Limits
+from hybridrl.agents.environments.episode_loop import EpisodeLimits
 from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers
 from hybridrl.agents.environments.worker import HEARTBEAT_SECONDS, EpisodeSettings, EpisodeSpec
 from hybridrl.core.cluster import RaySession
@@ -22,7 +22,7 @@ from hybridrl.core.rollout.engine import RejectedRequest
 from tests.agents.sections import environments_of
 
 SAMPLING = Sampling(max_tokens=60, stop_ids=(0,))
-LIMITS = Limits(prompt=200, response=400, context=600, turns=6, call_timeout=2, timeout=30)
+LIMITS = EpisodeLimits(prompt=200, response=400, context=600, turns=6, call_timeout=2, timeout=30)
 ENVIRONMENT = '''
 import os, time
 from pathlib import Path

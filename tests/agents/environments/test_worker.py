@@ -10,15 +10,15 @@ from functools import partial
 import numpy as np
 import pytest
 
-from hybridrl.agents.environments.episode_loop import Limits
-from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeWorker, Ticket
+from hybridrl.agents.environments.episode_loop import EpisodeLimits
+from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec, EpisodeTicket, EpisodeWorker
 from hybridrl.core.carried import Encoded
 from hybridrl.core.experience.trajectory import Trajectory
 from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling
 from hybridrl.core.rollout.engine import FatalRequest, RejectedRequest
 from tests.agents.sections import environments_of
 
-LIMITS = Limits(prompt=100, response=300, context=400)
+LIMITS = EpisodeLimits(prompt=100, response=300, context=400)
 SAMPLING = Sampling(60, (0,))
 ENVIRONMENT = '''
 from hybridrl.agents.environments import Environment, Step
@@ -56,7 +56,7 @@ async def agent(*_):
 
 
 def make_worker(
-    tokenizer, tmp_path, limits: Limits = LIMITS, loops: str | None = None, **more: object
+    tokenizer, tmp_path, limits: EpisodeLimits = LIMITS, loops: str | None = None, **more: object
 ) -> EpisodeWorker:
     """A worker whose rows run in an agent if there are `agents`, in `loops` of verl, or in the environment."""
     (tmp_path / "reads.py").write_text(ENVIRONMENT)
@@ -82,7 +82,7 @@ def run(
 ) -> list[Trajectory]:
     """Run an episode per row; return their ends. `on_end` is called with the tickets of those that have ended."""
 
-    async def collect() -> dict[Ticket, Trajectory]:
+    async def collect() -> dict[EpisodeTicket, Trajectory]:
         message, ended = [{"role": "user", "content": "Go."}], {}
         specs = [(n, EpisodeSpec(n, 0, message, row, sampling, 7, n)) for n, row in enumerate(rows)]
         await worker.give("call", pickle.dumps((specs, [])))
@@ -213,7 +213,7 @@ def test_other_episodes_end_while_a_long_text_is_encoded(tokenizer, tmp_path, lo
         if set(ended) >= {1, 2, 3}:
             watching.free.set()
 
-    wide = Limits(prompt=100_000, response=100_000, context=200_000)
+    wide = EpisodeLimits(prompt=100_000, response=100_000, context=200_000)
     worker = make_worker(watching, tmp_path, wide)
     ends = run(worker, [long, {}, {}, {}], partial(sampled, tokenizer), on_end=on_end)
     assert watching.longest > 70_000

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hybridrl.agents.environments import EpisodeFault
-from hybridrl.agents.environments.load import check, environment_of
+from hybridrl.agents.environments.load import check_environments, environment_of
 from hybridrl.compat.verl.loops import VerlLoop
 from hybridrl.config import ConfigError
 from tests.agents.sections import environments_of
@@ -201,9 +201,9 @@ def test_a_reward_of_a_loop_that_is_no_finite_number_is_a_fault_with_its_class(t
 
 
 def test_an_unknown_loop_is_rejected_with_those_that_there_are(settings, tmp_path) -> None:
-    check(settings, [{"agent_name": "two"}])
+    check_environments(settings, [{"agent_name": "two"}])
     with pytest.raises(ConfigError, match=r"row 0: .*agent_name=mine: there is no such agent loop; it has early, two"):
-        check(settings, [{"agent_name": "mine"}])
+        check_environments(settings, [{"agent_name": "mine"}])
     (tmp_path / "bad.yaml").write_text("- {name: bad, _target_: my_loops.NoRun}")
     with pytest.raises(ConfigError, match=r"bad\.yaml: \[0\]: NoRun has no async method run"):
-        check(environments_of(agent_loop_config_path=str(tmp_path / "bad.yaml")), [{"agent_name": "bad"}])
+        check_environments(environments_of(agent_loop_config_path=str(tmp_path / "bad.yaml")), [{"agent_name": "bad"}])

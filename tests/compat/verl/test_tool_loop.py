@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hybridrl.agents.environments import EnvironmentSettings
-from hybridrl.agents.environments.episode_loop import Limits
-from hybridrl.agents.environments.load import check, prepare
+from hybridrl.agents.environments.episode_loop import EpisodeLimits
+from hybridrl.agents.environments.load import check_environments, provide_libraries
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeWorker
 from hybridrl.compat.verl.tools import ToolParser, is_registered
 from hybridrl.config import ConfigError
@@ -185,7 +185,7 @@ class Episodes:
             "data": {"max_prompt_length": 300, "max_response_length": self.response},
         }
         worker = EpisodeWorker.__new__(EpisodeWorker)  # without an actor's log
-        limits = Limits(prompt=300, response=self.response, context=1200)
+        limits = EpisodeLimits(prompt=300, response=self.response, context=1200)
         end = (self.tokenizer.eos_token_id,)
         settings = EpisodeSettings(lambda: self.tokenizer, self.settings, limits, end, configuration=configuration)
         worker.begin(replace(settings, formats={"format": multi_turn["format"]}))
@@ -291,7 +291,7 @@ def test_a_row_selects_among_the_tools_of_a_loop(episodes):
     assert '"calculator"' in episodes.prompts[0] and '"add"' not in episodes.prompts[0]
     assert len(ended.turns) == 2 and "Error when executing tool: KeyError: 'add'" in episodes.prompts[1]
     with pytest.raises(ConfigError, match="row 0: tool_selection: there is no tool sub; the tools are calculator, add"):
-        check(episodes.settings, [{"agent_name": "Plain", "tool_selection": ["sub"]}])
+        check_environments(episodes.settings, [{"agent_name": "Plain", "tool_selection": ["sub"]}])
 
 
 @pytest.fixture
@@ -304,8 +304,8 @@ def talks(episodes: Episodes, tmp_path: Path) -> Any:
     path = str(tmp_path / "talks.yaml")
     episodes.settings.multi_turn.interaction_config_path = path
     episodes.limits = {"interaction_config_path": path}
-    prepare(())
-    check(episodes.settings, [])
+    provide_libraries(())
+    check_environments(episodes.settings, [])
     return importlib.import_module(name)
 
 
@@ -333,7 +333,7 @@ def test_a_row_without_an_interaction_s_name_has_none_and_an_unknown_name_is_rej
     ended = episodes(["hello", "never"], agent_name="Plain", interaction_kwargs={"mood": "calm"})
     assert len(ended.turns) == 1 and not talks.Patient.read
     with pytest.raises(ConfigError, match=r"row 0: interaction_kwargs\.name=rude: .* has no such interaction; it has"):
-        check(episodes.settings, [{"agent_name": "Plain", "interaction_kwargs": {"name": "rude"}}])
+        check_environments(episodes.settings, [{"agent_name": "Plain", "interaction_kwargs": {"name": "rude"}}])
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_a_row_without_an_interaction_s_name_has_none_and_an_unknown_name_is_rej
     ],
 )
 def test_a_parser_of_verl_s_name_reads_calls_and_leaves_out_what_it_cannot_read(tokenizer_of, name, text):
-    prepare(())
+    provide_libraries(())
     ToolParser = importlib.import_module("verl.experimental.agent_loop.tool_parser").ToolParser
     tokenizer = tokenizer_of("{{ messages }}")
     parser = ToolParser.get_tool_parser(name, tokenizer)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hybridrl.agents.environments import EnvironmentSettings, EpisodeFault, Response, ToolCall
-from hybridrl.agents.environments.load import check, load_tools
+from hybridrl.agents.environments.load import check_environments, load_tools
 from hybridrl.compat.verl import stand_ins
 from hybridrl.config import ConfigError
 from hybridrl.required import required
@@ -73,7 +73,7 @@ def episode(settings, row, *turns):
 def test_a_tool_class_of_verl_keeps_its_state_for_the_episode(tmp_path, tools) -> None:
     name = f"memory_{len(tools)}"
     settings = settings_of(tmp_path, TOOL.replace("{tools}", tools), name)
-    check(settings, [ROW])
+    check_environments(settings, [ROW])
     calls = [Response("", [ToolCall("remember", {"note": note})]) for note in "bc"]
     environment, steps, metrics = episode(settings, ROW, *calls)
     assert [step.messages[0]["content"] for step in steps] == ["a ! b", "a ! b c"]
@@ -156,7 +156,7 @@ def test_an_interaction_of_verl_answers_what_calls_no_tool(tmp_path) -> None:
     (tmp_path / "user.yaml").write_text("interaction: [{name: p, class_name: polite.Polite, config: {text: wrong}}]")
     settings = environments_of(interaction_config_path=str(tmp_path / "user.yaml"), tools=("calculator",))
     row = {"extra_info": {"interaction_kwargs": {"name": "p", "query": "2?", "ground_truth": "2"}}}
-    check(settings, [row])
+    check_environments(settings, [row])
     call = Response("", [ToolCall("calculator", {"expression": "1 + 1"})])
     environment, steps, _ = episode(settings, row, Response("1"), call, Response("2"))
     assert steps[0].messages == [{"role": "user", "content": "wrong 2? 0"}]
@@ -172,7 +172,7 @@ def test_an_interaction_of_verl_answers_what_calls_no_tool(tmp_path) -> None:
     ):
         episode(settings, row, Response("1"))
     with pytest.raises(ConfigError, match=r"row 0: interaction_kwargs\.name=q: .* has no such interaction; it has p"):
-        check(settings, [{"extra_info": {"interaction_kwargs": {"name": "q"}}}])
+        check_environments(settings, [{"extra_info": {"interaction_kwargs": {"name": "q"}}}])
 
 
 def test_what_verl_s_schemas_make_can_be_sent_to_another_process():

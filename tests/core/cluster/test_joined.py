@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 
 from hybridrl.config import ConfigError
 from hybridrl.core.cluster import RaySession, session
-from hybridrl.core.cluster.session import RayMachine, describe_room, joined, missing_machines, request_of
+from hybridrl.core.cluster.session import RayMachine, describe_room, existing_ray, missing_machines, request_of
 from hybridrl.doctor.__main__ import main
 from hybridrl.doctor.cluster import describe_reservations, probe_run, probe_session
 from tests.core.cluster.machines import TOP, two_machines
@@ -130,7 +130,7 @@ def test_the_actors_of_a_killed_driver_end_and_its_devices_are_free(cluster):
 
 def assert_free(cpus: int) -> None:
     """Every CPU of the cluster is free, and no reservation is left."""
-    with joined({}):
+    with existing_ray({}):
         deadline = time.monotonic() + 30
         while ray.available_resources().get("CPU") != cpus:
             assert time.monotonic() < deadline

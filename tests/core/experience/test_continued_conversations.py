@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hybridrl.agents.environments.conversations import Conversations
-from hybridrl.agents.environments.episode_loop import Limits
+from hybridrl.agents.environments.episode_loop import EpisodeLimits
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeWorker
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.responses import ResponseStore
@@ -26,7 +26,7 @@ from tests.core.rollout.test_client import PatientServer
 
 SEED, POSITION = 7, 5
 SAMPLING = Sampling(max_tokens=4, stop_ids=(0,))
-LIMITS = Limits(prompt=200, response=400, context=600, held=True)
+LIMITS = EpisodeLimits(prompt=200, response=400, context=600, held=True)
 ECHO = f"{Path(__file__).parents[2] / 'integration' / 'agents.py'}:Echo"
 
 tokenizer, tokenizer_of = environments.tokenizer, environments.tokenizer_of

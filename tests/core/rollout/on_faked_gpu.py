@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
 from hybridrl.config import load_ppo_config
-from hybridrl.core.rollout.vllm.engine import engine_arguments
+from hybridrl.core.rollout.vllm.engine import vllm_arguments
 
 GPUS = 8
 COMPILED = "vllm._C_stable_libtorch"  # imported for its side effects; a CPU's build has none
@@ -47,7 +47,7 @@ def configuration(model: str, further: list[str]) -> dict[str, object]:
     rows = Path(model) / "rows.jsonl"
     rows.write_text("{}\n")
     config = load_ppo_config([f"data.train_files={rows}", f"actor_rollout_ref.model.path={model}", *further])
-    arguments = engine_arguments(
+    arguments = vllm_arguments(
         config.trainer.device, config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, GPUS
     )
     made = AsyncEngineArgs(**arguments).create_engine_config()

@@ -113,9 +113,7 @@ def test_engines_and_managers_of_adapters_have_the_attributes_that_are_used(sour
 
 def test_every_argument_of_an_engine_is_one_of_vllms(sources):
     tree = ast.parse((TOP / "hybridrl" / "core" / "rollout" / "vllm" / "engine.py").read_text())
-    function = next(
-        one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "engine_arguments"
-    )
+    function = next(one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "vllm_arguments")
     names = [key for one in ast.walk(function) if isinstance(one, ast.Dict) for key in one.keys]
     keys = {key.value for key in names if isinstance(key, ast.Constant)}
     parameters = sources.signature(sources.find("vllm", "EngineArgs")).parameters

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.fsdp import full_tensor
-from hybridrl.core.training.learner import Learner, Loss, Prepare
+from hybridrl.core.training.learner import BatchLoss, Learner, Prepare
 from hybridrl.core.training.planning import MiniBatch
 
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -39,7 +39,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, **option
 
 
 def whole_gradient(
-    learner: Learner, batch: Batch, mini_batch: MiniBatch, loss: Loss, prepare: Prepare | None = None
+    learner: Learner, batch: Batch, mini_batch: MiniBatch, loss: BatchLoss, prepare: Prepare | None = None
 ) -> dict[str, torch.Tensor]:
     """Return one mini-batch's gradient by parameter name, unsharded, without an update."""
     learner.model.train()

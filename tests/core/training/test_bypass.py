@@ -12,7 +12,7 @@ from hybridrl.core.algorithms.algorithm import loss_terms
 from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
-from hybridrl.core.training.learner import Learner, Loss
+from hybridrl.core.training.learner import BatchLoss, Learner
 from hybridrl.core.training.losses import LossConfig, policy_loss, prepare_rejection
 from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.planning import MiniBatch
@@ -75,7 +75,7 @@ def batch_for(learner: Learner) -> tuple[Batch, Tensor]:
     ), found.entropies
 
 
-def loss_of(learner: Learner, loss: LossConfig) -> Loss:
+def loss_of(learner: Learner, loss: LossConfig) -> BatchLoss:
     def compute(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
         found = learner.model(pack_rows(part, padded=False), loss.temperature, entropies=True, entropy_gradient=True)
         return (0 * found.log_probs.sum(), {}) if totals is None else policy_loss(found, part, totals, loss)

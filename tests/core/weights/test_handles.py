@@ -7,7 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hybridrl.core.weights.buckets import BucketReader, SharedBuffer, describe, digest, open_buffer, plan_buckets
+from hybridrl.core.weights.buckets import (
+    BucketReader,
+    SharedBuffer,
+    bucket_description,
+    digest,
+    open_buffer,
+    plan_buckets,
+)
 from hybridrl.required import required
 
 CPU = torch.device("cpu")
@@ -59,7 +66,7 @@ def test_a_reader_gets_the_tensors_of_each_bucket_where_the_bytes_are_those_that
     for bucket in buckets:
         for tensor in bucket.tensors:
             tensor.view(bucket.view(buffer.tensor)).copy_(sent[tensor.name])
-        info = json.loads(json.dumps(describe(bucket, [buffer.handle], [digest(bucket.view(buffer.tensor))])))
+        info = json.loads(json.dumps(bucket_description(bucket, [buffer.handle], [digest(bucket.view(buffer.tensor))])))
         for name, value in reader.read(0, info):
             torch.testing.assert_close(value, sent.pop(name), rtol=0, atol=0)
         buffer.tensor[bucket.start] += 1

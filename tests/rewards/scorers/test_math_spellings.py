@@ -11,7 +11,7 @@ import itertools
 import pytest
 
 from hybridrl.rewards.scorers.math import compute_dapo_score as dapo_score
-from hybridrl.rewards.scorers.math import compute_score, plain
+from hybridrl.rewards.scorers.math import compute_score, without_units
 
 SENTENCES = (
     r"Therefore, the answer is \(%s\).",
@@ -108,5 +108,5 @@ def test_dapo_finds_the_result_that_is_announced(text: str) -> None:
 @pytest.mark.parametrize("piece", ["$", "\\$", "\\(", "5 ", "1,", "\\text{ cm}", "(1,", "ab ", "^", "answer: ", "= "])
 def test_texts_made_to_be_slow_are_read_within_the_limit(piece: str) -> None:
     """The kernel ends a response that needs more than three seconds; a result has 500 characters."""
-    plain("5" + piece * (500 // len(piece)))
+    without_units("5" + piece * (500 // len(piece)))
     assert compute_score(piece * 20_000, "\\frac{1}{7}", "flexible")["score"] == 0

@@ -262,7 +262,7 @@ def database_of(row: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     raise FileNotFoundError(f"no database of db_id={name}: there is no file {places[1]}; set db_path")
 
 
-def table(database: str, sql: str, seconds: float = SECONDS) -> ToolResult:
+def run_query(database: str, sql: str, seconds: float = SECONDS) -> ToolResult:
     """Return the rows of a query, which runs in another process; ToolError or OutOfTime says why there are none."""
     arguments = {"database": database, "sql": sql, "seconds": seconds}
     return _processes.call("table", arguments, 2 * seconds)  # sqlite ends most queries before
@@ -279,7 +279,7 @@ class Sql(Tool):
         return database_of(row, self._config)
 
     def call(self, state: str, arguments: dict[str, Any]) -> ToolResult:
-        return table(state, arguments["query"], float(self._config.get("seconds", SECONDS)))
+        return run_query(state, arguments["query"], float(self._config.get("seconds", SECONDS)))
 
 
 class SearchQuestions(Environment):
@@ -336,7 +336,7 @@ class TextToSql(Environment):
                 "No query was found: think in <think> tags, then write a query in <sql> tags or end in <solution> tags."
             )
         try:
-            return table(self._database, queries[0]).text
+            return run_query(self._database, queries[0]).text
         except ToolError as error:
             return str(error)
         except OutOfTime as error:

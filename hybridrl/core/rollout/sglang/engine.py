@@ -29,7 +29,7 @@ from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.rollout.cache import cache_bytes_per_token, cpu_cache_bytes
 from hybridrl.core.rollout.engine import REAL, Completion, EngineStats, Goal, RejectedRequest, Request
 from hybridrl.core.rollout.sglang.worker import BEGUN, FAILURE, LIBRARIES, LOADER, PROBE, run_scheduler
-from hybridrl.core.weights.buckets import Bucket, describe
+from hybridrl.core.weights.buckets import Bucket, bucket_description
 
 CHECK_SECONDS, ABORT_SECONDS = 0.5, 0.1  # between two looks at SGLang's processes, and attempts to end all requests
 ADAPTER, SPARE = "adapter", 8  # tokens: SGLang rejects a prompt that leaves fewer than six of the longest sequence
@@ -55,7 +55,7 @@ class SglangEngine:
         self.model, self.tp_size = model, rollout.tensor_model_parallel_size
         self.parts = {"kv_cache", "weights"} if rollout.free_cache_engine and device == "cuda" else set()
         self.adapted = bool(model.lora_rank) and not model.lora.merge
-        self.arguments = engine_arguments(device, model, rollout, engines_per_machine)
+        self.arguments = sglang_arguments(device, model, rollout, engines_per_machine)
         self.version, self.context, self.updating = -1, rollout.max_model_len or 0, False
         self.calling, self.holding = asyncio.Lock(), asyncio.Lock()
         self.running: dict[str, asyncio.Task] = {}
@@ -223,7 +223,7 @@ class SglangEngine:
         if adapter and not self.updating:
             await self.begin_weights()
         # SGLang moves this dummy tensor to the device; the tensor's name carries the location of the bucket.
-        info = describe(bucket, handles, digests) | {"adapter": adapter}
+        info = bucket_description(bucket, handles, digests) | {"adapter": adapter}
         payload = pickle.dumps([(json.dumps(info), torch.zeros(1))])
         each = {"serialized_named_tensors": [payload] * self.tp_size, "load_format": LOADER, "flush_cache": False}
         await self._update(self.front.update_weights_from_tensor(io_struct.UpdateWeightsFromTensorReqInput(**each)))
@@ -271,7 +271,7 @@ async def _last(responses: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
     return [response async for response in responses][-1]
 
 
-def engine_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, engines: int) -> dict[str, Any]:
+def sglang_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, engines: int) -> dict[str, Any]:
     """Return SGLang's arguments. Those in `engine_kwargs` were checked with the configuration."""
     path, longest = str(resolve_model(model.path)), rollout.max_model_len or 0
     arguments: dict[str, Any] = {

@@ -70,7 +70,7 @@ def raise_in_all(failure: str) -> None:
         raise RuntimeError(failure)
 
 
-def load_adapter(manager: LoRAManager, lora_ref: Any, tensors: dict, config_dict: dict, *arguments: Any) -> Any:
+def load_synced_adapter(manager: LoRAManager, lora_ref: Any, tensors: dict, config_dict: dict, *arguments: Any) -> Any:
     """Replace SGLang's adapter loader: it loads the tensors that have arrived here, for the layers in their names."""
     tensors, Scheduler.adapter = Scheduler.adapter, {}
     layers = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
@@ -108,7 +108,7 @@ def draw(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) 
     return (log_probs - noise.log()).argmax(dim=1, keepdim=True)
 
 
-def finish(request: Req, new_tokens: int = 1) -> None:
+def finish_request(request: Req, new_tokens: int = 1) -> None:
     """Set the finish reason of a response that has ended, like `Req.update_finish_state`. If it is interrupted, the
     last sampled token is checked first: SGLang would skip this check."""
     interrupted, request.to_finish = request.to_finish, None
@@ -236,9 +236,9 @@ def run_scheduler(*arguments: Any) -> None:
     import_libraries(json.loads(os.environ[LIBRARIES]))
     scheduling.Scheduler = Scheduler
     SamplingBatchInfo.from_schedule_batch = seeded
-    Req.update_finish_state, Req._check_str_based_finish = finish, ends
+    Req.update_finish_state, Req._check_str_based_finish = finish_request, ends
     Req._check_token_based_finish = lambda *_: False
-    LoRAManager.load_lora_adapter_from_tensors = load_adapter
+    LoRAManager.load_lora_adapter_from_tensors = load_synced_adapter
     WeightUpdater.update_weights_from_tensor = returned(WeightUpdater.update_weights_from_tensor)
     if arguments[0].device == "cpu":
         rotary._is_cpu = True  # otherwise it looks for a kernel of vLLM's, which it does not use

@@ -30,7 +30,7 @@ from hybridrl.core.rollout.vllm import repairs
 from hybridrl.core.rollout.vllm.collector import Collector, EngineLoop, EngineResponse, Observer
 from hybridrl.core.rollout.vllm.settings import CPU_BLOCK
 from hybridrl.core.rollout.vllm.worker import BACKEND, LIBRARIES, EngineProcess, adapter_request
-from hybridrl.core.weights.buckets import Bucket, Handle, describe
+from hybridrl.core.weights.buckets import Bucket, Handle, bucket_description
 from hybridrl.data.tokenizer import read_tokenizer
 from hybridrl.required import required
 
@@ -64,7 +64,7 @@ class VllmEngine:
         self.asleep: frozenset[str] = frozenset()
         self.observer = Observer()
         self.collector = Collector(self.observer)
-        arguments = engine_arguments(device, model, rollout, engines_per_machine)
+        arguments = vllm_arguments(device, model, rollout, engines_per_machine)
         self.loop = EngineLoop(partial(self._build, EngineArgs(**arguments)))
 
     def _build(self, arguments: EngineArgs) -> LLMEngine:
@@ -164,7 +164,7 @@ class VllmEngine:
         self, bucket: Bucket, handles: list[Handle | None], digests: list[int], adapter: bool
     ) -> None:
         method = "load_adapter_bucket" if adapter else "update_weights"
-        await self._call_workers(method, describe(bucket, handles, digests))
+        await self._call_workers(method, bucket_description(bucket, handles, digests))
 
     async def finish_weights(self) -> None:
         await self._call_workers("finish_weights")
@@ -191,9 +191,7 @@ class VllmEngine:
         await self.loop.call(lambda engine: engine.collective_rpc(method, args=args))
 
 
-def engine_arguments(
-    device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int
-) -> dict[str, Any]:
+def vllm_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int) -> dict[str, Any]:
     """Return vLLM's arguments. Those in `engine_kwargs` were checked with the configuration."""
     arguments: dict[str, Any] = {
         "model": str(resolve_model(model.path)),

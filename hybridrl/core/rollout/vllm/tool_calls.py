@@ -9,15 +9,15 @@ from transformers import PreTrainedTokenizerBase
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
 
-Parse = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[tuple[str, str]]]]
+EngineParser = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[tuple[str, str]]]]
 
 
-def names() -> list[str]:
+def parser_names() -> list[str]:
     """Return the names of the formats that vLLM reads."""
     return ToolParserManager.list_registered()
 
 
-def load(name: str, tokenizer: PreTrainedTokenizerBase) -> Parse:
+def load_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> EngineParser:
     """Return a parser. From a text and the schemas of tools it returns the content, and calls as names with JSON
     arguments. Raises RuntimeError or ValueError if the tokenizer lacks tokens that the format needs.
     """

@@ -20,11 +20,7 @@ import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
@@ -150,7 +146,7 @@ class EngineProcess:
     def finish_adapter(self, sync_id: int, settings: dict[str, Any]) -> None:
         tensors, self.adapter = self.adapter or {}, None
         self.weight_transfer_engine.reader.close()
-        load_adapter(self.model_runner.lora_manager, tensors, sync_id, settings)
+        replace_adapter(self.model_runner.lora_manager, tensors, sync_id, settings)
 
     def deliver_routes(self) -> None:
         """Make every iteration deliver the experts of its tokens. On CUDA vLLM does so by itself. On CPU it uses its
@@ -241,7 +237,7 @@ def wrap_adapted_layers(layers: list[AdaptedLayer]) -> None:
     layers.clear()
 
 
-def load_adapter(manager: WorkerLoRAManager, tensors: dict[str, torch.Tensor], sync_id: int, settings: dict) -> None:
+def replace_adapter(manager: WorkerLoRAManager, tensors: dict[str, torch.Tensor], sync_id: int, settings: dict) -> None:
     """Replace the present adapter. RuntimeError if the engine has no layer for a part of it.
 
     `settings` are the contents of peft's adapter_config.json, which vLLM reads from a directory only.
