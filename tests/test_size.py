@@ -25,11 +25,11 @@ LINES = {
     "report": 2493,
     "rewards": 3090,
     "runs": 3069,
-    "runtime": 1563,
+    "runtime": 1576,
     "tracking": 1912,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 52582
+TOTAL = 52595
 FILES = {"core": 71, "hybridrl": 250}
 KEYS = 427  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

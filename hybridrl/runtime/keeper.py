@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT, PREFIX = Path("/tmp"), "hybridrl-"  # independent of TMPDIR: Ray's sockets need a short path
 LOCK = "lock"  # held by the owner and the keeper: if it is free, both are gone
 END_SECONDS = 30.0  # for killed processes to disappear
+STARTING = 1000  # milliseconds at most in which a program that was started gets its environment
 OPEN: list["PrivateDirectory"] = []  # kept open until this process ends
 
 
@@ -90,9 +91,21 @@ def started_with(assignment: str) -> list[int]:
     variable, pids = os.fsencode(assignment), []
     for process in Path("/proc").glob("[0-9]*"):  # not */environ: glob fails if one ends before it looks for that
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            if variable in (process / "environ").read_bytes().split(b"\0"):
+            if variable in _environment(process).split(b"\0"):
                 pids.append(int(process.name))
     return pids
+
+
+def _environment(process: Path) -> bytes:
+    """Return the environment that a process was started with. The kernel sets the environment of a program after the
+    call that started it has returned: until then the end of it (field 51 of `stat`) is 0, as of the kernel's threads,
+    which have no executable."""
+    for _ in range(STARTING):
+        ends = (process / "stat").read_bytes().rpartition(b")")[2].split()[48]
+        if ends != b"0" or not os.path.exists(process / "exe"):
+            break
+        time.sleep(0.001)
+    return (process / "environ").read_bytes()
 
 
 def abandoned() -> Iterator[Path]:

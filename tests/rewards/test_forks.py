@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -9,6 +12,7 @@ from hybridrl.config.custom_code import EndingForks
 from hybridrl.rewards import program
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.runtime import guard
+from hybridrl.runtime.keeper import started_with
 from tests.rewards.test_pool import requests, results, values, wait_until
 
 FORKING = """
@@ -116,5 +120,35 @@ def test_what_a_process_that_has_ended_had_started_is_ended_too(started):
     one = program.Program("tests.rewards.test_forks", [])  # which cannot be imported there
     assert one.process.wait(20) == 1
     late = os.posix_spawn("/bin/sleep", ["sleep", "600"], os.environ | {program.PROGRAM: one.mark}, setsid=True)
+    while late not in started_with(f"{program.PROGRAM}={one.mark}"):
+        time.sleep(0.01)  # the environment of this process, which lacks the mark, is its own for a moment
     assert one.kill(0) == 1
     assert os.waitstatus_to_exitcode(os.waitpid(late, 0)[1]) == -signal.SIGKILL
+
+
+STARTS_PROGRAMS = """
+import os, signal
+from hybridrl.runtime.keeper import started_with
+
+for _ in range(100):
+    process = os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ, setsid=True)
+    print(process in started_with(f"STARTED_NOW={os.environ['STARTED_NOW']}"))
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+"""
+
+
+def test_a_program_is_found_from_the_moment_it_was_started():
+    """Without the wait for its environment a third of them were not."""
+    environment = os.environ | {"STARTED_NOW": str(os.getpid())}
+    done = subprocess.run([sys.executable, "-c", STARTS_PROGRAMS], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["True"] * 100, done.stderr
+
+
+def test_a_program_that_has_no_environment_does_not_hold_up_the_search():
+    process = os.posix_spawn("/bin/sleep", ["sleep", "60"], {})
+    try:
+        assert started_with("STARTED_NOW=never") == []
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
