@@ -11,6 +11,7 @@ from hybridrl.runtime import EXIT_REJECTED
 
 # Imports nothing but the module of the command, so that --help and completion are quick.
 COMMANDS = {
+    "quickstart": ("hybridrl.quickstart", "see a small model learn, in minutes:  hybridrl quickstart"),
     "train": ("hybridrl.main_ppo", "train by reinforcement learning:  hybridrl train key=value ..."),
     "sft": ("hybridrl.main_sft", "fine-tune on demonstrations:  hybridrl sft key=value ..."),
     "sweep": ("hybridrl.main_ppo", "train with each of several values:  hybridrl sweep key=a,b"),
@@ -24,7 +25,7 @@ COMMANDS = {
         "write a checkpoint as a Hugging Face directory:  hybridrl merge --local_dir DIR",
     ),
 }
-USAGE = "usage: hybridrl COMMAND ...\n\n" + "".join(f"  {name:8}{what}\n" for name, (_, what) in COMMANDS.items())
+USAGE = "usage: hybridrl COMMAND ...\n\n" + "".join(f"  {name:11}{what}\n" for name, (_, what) in COMMANDS.items())
 USAGE += "{further}\nhybridrl COMMAND --help says more; hybridrl --version prints the version."
 
 
@@ -36,7 +37,7 @@ def main() -> int:
         pkgutil.resolve_name("hybridrl.runtime.completion:answer_shell")([*COMMANDS, *further], uses)
     arguments = sys.argv[1:]
     first = arguments.pop(0) if arguments else ""
-    usage = USAGE.format(further="".join(f"  {name:8}{module}\n" for name, module in further.items()))
+    usage = USAGE.format(further="".join(f"  {name:11}{module}\n" for name, module in further.items()))
     if first in ("-V", "--version"):
         print("hybridrl", pkgutil.resolve_name("hybridrl:__version__"))
         return 0

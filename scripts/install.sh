@@ -143,7 +143,7 @@ if ! venv_is_usable; then
     stage "$("$python" -V) in $venv, for $device" "$python" -m venv --upgrade-deps --prompt hybridrl $venv
 fi
 
-wanted=$(sha256sum setup.py scripts/install.sh)
+wanted=$(sed -n '/^\[project/,/^\[tool.ruff/p' pyproject.toml | cat - setup.py scripts/install.sh | sha256sum)
 if [[ $(cat "$venv/installed$dev" 2>/dev/null) != "$wanted" ]]; then
     rm -f $venv/installed*
     stage "torch" install_torch

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bash scripts/test_cuda_install.sh [pytest arguments]: what can be proven of CUDA without a GPU. Installs the CUDA builds
 # of torch and vLLM in .venv-cuda (9 GB on disk) with a stub of the driver's library, with which their compiled libraries
-# load, and runs the tests of tests/gpu/test_install.py and what depends on the build. Of the oldest vLLM that setup.py
+# load, and runs the tests of tests/gpu/test_install.py and what depends on the build. Of the oldest vLLM that pyproject.toml
 # allows only the sources are fetched, for the signatures. KEEP=1 keeps the environment, which is removed otherwise. It
 # does not use or change .venv, and .ci/run does not call it. PYTHON=/path/to/python3.11 chooses the interpreter.
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bash scripts/test_oldest.sh [pytest arguments]: creates .venv-oldest with the oldest versions of torch, vLLM and Ray
-# that setup.py allows, then runs every test in it that needs no GPU. It does not use or change .venv, and .ci/run does
+# that pyproject.toml allows, then runs every test in it that needs no GPU. It does not use or change .venv, and .ci/run does
 # not call it. PYTHON=/path/to/python3.11 chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

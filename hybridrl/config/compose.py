@@ -20,15 +20,14 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from hybridrl import plugins
+from hybridrl import plugins, project_file
 from hybridrl.config.findings import ConfigError, Finding, Findings, nearest, show
 from hybridrl.config.schema import EvaluationConfig, PPOConfig, SFTConfig, TrainingConfig
 from hybridrl.config.values import MISSING, Plain, hints, holds, leaves, tree, value_keys, value_of
 
-PACKAGE = Path(__file__).resolve().parent.parent
 PRESET = "preset"  # the group of files that set keys of several sections
 # In a wheel conf/ is inside the package, in a checkout next to it.
-CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
+CONF = Path(project_file("conf")).absolute()
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 SHIPPED = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trainer"}
 

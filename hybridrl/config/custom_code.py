@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
+from hybridrl import project_file
 from hybridrl.config.findings import ConfigError
 
 T = TypeVar("T")
@@ -114,7 +115,7 @@ def load_class(path: str, name: str, key: str) -> type:
     except ConfigError as error:
         text = file.read_text(encoding="utf-8") if (file := script_path(path)).is_file() else ""
         if isinstance(error.__cause__, ImportError) and IMPORTS_VERL.search(text):
-            fix = f"verl is not installed here: write {name} without it (docs/data.md)"
+            fix = f"verl is not installed here: write {name} without it ({project_file('docs/data.md')})"
             raise ConfigError(str(error), fix=fix, keys=key) from error
         raise
     if not isinstance(members.get(name), type):

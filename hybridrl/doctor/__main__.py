@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from hybridrl import project_file
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import CONF, PRESET, SHIPPED, nearest_keys, shipped
 from hybridrl.config.findings import Findings
@@ -119,7 +120,7 @@ def explain_metric(name: str) -> dict[str, str]:
     entry = metric_entry(name)
     if entry is None:
         near = "; nearest: ".join(["", ", ".join(nearest_metrics(name))]) if nearest_metrics(name) else ""
-        raise ConfigError(f"unknown metric {name}{near}; docs/metrics.md lists all")
+        raise ConfigError(f"unknown metric {name}{near}; {project_file('docs/metrics.md')} lists all")
     return {
         "metric": name if name == entry.name else f"{name} (of {entry.name})" if "<" in entry.name else name,
         "meaning": entry.meaning,

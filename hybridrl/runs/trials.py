@@ -17,6 +17,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl import project_file
 from hybridrl.config import PPOConfig
 from hybridrl.config.compose import CONF, SHIPPED
 from hybridrl.config.custom_code import bind_named, call_custom, load_function
@@ -148,7 +149,7 @@ def try_estimator(
     reads = find_estimator(name)[0].reads
     batch = replace(batch, **{field: filled[field] for field in reads if field in filled})
     batch = with_absent(batch, [field for field in reads if field not in filled])
-    result = call_custom(ESTIMATOR, name, function, batch, page=PAGE)
+    result = call_custom(ESTIMATOR, name, function, batch, page=project_file(PAGE))
     expected = f"advantages and returns, a tensor [{per_token.numel()}] each: a value per response token"
     if not isinstance(result, tuple | list) or len(result) not in (2, 3):
         raise _unusable(ESTIMATOR, name, f"it returns {_kind(result)}", expected)
@@ -177,7 +178,7 @@ def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tens
     batch = with_absent(batch, entry.reads)
     if entry.token_selector is not None:
         batch = replace(batch, chosen=torch.ones_like(required(batch.response_mask)))
-    result = call_custom(LOSS, name, bind(function, parameters, rows=2), log_probs, batch, page=PAGE)
+    result = call_custom(LOSS, name, bind(function, parameters, rows=2), log_probs, batch, page=project_file(PAGE))
     expected = f"the loss, a tensor [{log_probs.numel()}] with a value per response token, and a dict of statistics"
     if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], dict):
         raise _unusable(LOSS, name, f"it returns {_kind(result)}", expected)
@@ -198,7 +199,7 @@ def try_schedule(key: str, config: OptimizerConfig) -> None:
     name, function = config.lr_scheduler_type, custom_schedule(config, key)
     for update in range(UPDATES + 1):
         trial = f"at update {update} of {UPDATES}"
-        factor = call_custom(key, name, function, update, UPDATES, trial=trial, page=EXTENSIONS)
+        factor = call_custom(key, name, function, update, UPDATES, trial=trial, page=project_file(EXTENSIONS))
         number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not number or not 0 <= factor < math.inf:
             expected = "the factor of the learning rate, a number of at least 0"

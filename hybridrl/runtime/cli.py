@@ -24,6 +24,7 @@ from typing import IO, Any, Generic, TypeVar
 
 from rich.text import Text
 
+from hybridrl import project_file
 from hybridrl.config import ConfigError, TrainingConfig
 from hybridrl.config.checks.training import this_machine
 from hybridrl.config.compose import CONF, as_override, as_yaml, split_sweep
@@ -88,7 +89,7 @@ def run_command(command: RunCommand[T], argv: list[str] | None = None) -> int:
             print_text(mask_text("".join(traceback.format_exception(error))), error=True)
         text, code = str(error) or type(error).__name__, code_of(error)
         separator = "\n" if "\n" in text else " "
-        _print(f"failed [{code}]:", "bold red", f"{text}{separator}({PAGE}#{code})")
+        _print(f"failed [{code}]:", "bold red", f"{text}{separator}({project_file(PAGE)}#{code})")
         return EXIT_FAILED
 
 
@@ -139,7 +140,7 @@ def _parser(command: RunCommand[T]) -> argparse.ArgumentParser:
     add("-c", "--cfg", nargs="?", const="job", choices=["job", "all"], help="print the resolved configuration and exit")
     section = "the section that --cfg prints, such as actor_rollout_ref.rollout"
     add("-p", "--package", metavar="SECTION", default="", help=section)
-    several = "run every combination of the values given: key=a,b (docs/sweeps.md)"
+    several = f"run every combination of the values given: key=a,b ({project_file('docs/sweeps.md')})"
     add("-m", "--multirun", action="store_true", help=several)
     at_once = "with -m: N runs at a time, each with its part of the machine"
     add("--at-once", type=int, default=1, metavar="N", help=at_once)
@@ -191,15 +192,16 @@ def _print(label: str, style: str, text: str) -> None:
 DIRECTORY = "trainer.default_local_dir"
 LINE = "sweep: "  # begins the lines that are passed on from runs at the same time
 LONGEST_NAME = 120
-SWEEP_HELP = """usage: hybridrl sweep [--at-once N] key=value ... key=a,b ...
+SWEEP_HELP = f"""usage: hybridrl sweep [--at-once N] key=value ... key=a,b ...
 
 Train with every combination of several values: key=a,b or key=choice(a,b) or key=range(0,4). Each run has its own
-directory below trainer.default_local_dir, and is resumed or skipped by the same command (docs/sweeps.md).
+directory below trainer.default_local_dir, and is resumed or skipped by the same command
+({project_file("docs/sweeps.md")}).
 
   --at-once N    N runs at a time, each with its part of the machine
 
 for example:
-  hybridrl sweep --config-path recipes/quickstart --config-name train \\
+  hybridrl sweep --config-path {project_file("recipes/quickstart")} --config-name train \\
       actor_rollout_ref.actor.optim.lr=1e-4,5e-5 trainer.seed=0,1
 
 hybridrl train --help lists the keys."""
@@ -305,7 +307,7 @@ def run_points(command: RunCommand, points: Sequence[Point]) -> int:
                 if not type(error).__module__.startswith("hybridrl"):
                     print_text(mask_text("".join(traceback.format_exception(error))), error=True)
                 code = code_of(error)
-                info(f"{LINE}{point.name}: failed [{code}]: {error} ({PAGE}#{code})")
+                info(f"{LINE}{point.name}: failed [{code}]: {error} ({project_file(PAGE)}#{code})")
     if failed:
         info(f"{LINE}{len(failed)} of {len(points)} runs failed; the same command repeats those, and skips the others")
     return 1 if failed else 0

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from hybridrl import project_file
 from hybridrl.tracking import sink as names
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import FILE
@@ -273,7 +274,12 @@ def summary(run_dir: Path) -> str:
         parts = [f"  {phase:<14}{spent:10.1f} s {spent / total:7.1%}" for phase, spent in seconds.items() if spent > 0]
         blocks.append([f"{'total seconds':<16}{total:10.1f} s", *parts])
     if diagnoses := sorted(held_diagnoses(steps).items()):
-        blocks.append(["diagnoses (docs/health.md)", *(f"  {code:<18}{ranges(where)}" for code, where in diagnoses)])
+        blocks.append(
+            [
+                f"diagnoses ({project_file('docs/health.md')})",
+                *(f"  {code:<18}{ranges(where)}" for code, where in diagnoses),
+            ]
+        )
     files = [f"  {pattern:<16}{meaning}" for pattern, meaning in CONTENTS.items() if any(run_dir.glob(pattern))]
     blocks.append([f"output directory: {run_dir}", *files])
     return "\n\n".join("\n".join(block) for block in blocks)

@@ -13,6 +13,7 @@ from statistics import fmean
 
 from reward import compute_score
 
+from hybridrl import project_file
 from hybridrl.tracking import read_metrics
 from hybridrl.tracking.records import read_records, records_of
 from hybridrl.tracking.report import change_of, last_steps
@@ -43,14 +44,14 @@ To try next on this machine, after
         -d '{{"messages": [{{"role": "user", "content": "What is 767+488?"}}], "temperature": 0}}'
 
   Two learning rates from the same warm start, and a table of both:
-    hybridrl sweep --config-path recipes/quickstart --config-name train \\
+    hybridrl sweep --config-path {recipes}/quickstart --config-name train \\
         actor_rollout_ref.actor.optim.lr=1e-4,5e-5 trainer.default_local_dir=outputs/sweep
 
   An agent: the same model learns a game of several turns, or that a tool pays:
-    bash scripts/quickstart.sh --agent
-    bash scripts/quickstart.sh --tool
+    hybridrl quickstart --agent
+    hybridrl quickstart --tool
 
-With a GPU, a real task: recipes/gsm8k/README.md."""
+With a GPU, a real task: {recipes}/gsm8k/README.md."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,8 @@ def next_page(commands: str, run_dir: Path) -> str:
     """Return commands to try next, for this run and its newest model."""
     saved = sorted(run_dir.glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     newest = saved[-1] if saved else run_dir / "global_step_N"
-    return commands.format(run=run_dir, model=newest / "actor")
+    places = {name: project_file(name) for name in ("recipes", "docs")}
+    return commands.format(run=run_dir, model=newest / "actor", **places)
 
 
 def has_learned(after: Stage) -> bool:

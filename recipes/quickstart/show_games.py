@@ -29,13 +29,13 @@ To try next on this machine, after
     curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{{"messages": [{{"role": "user", "content": "?"}}], "temperature": 0}}'
 
-  A custom game, once my_game.py has it (docs/environments.md shows how to write one):
-    bash scripts/quickstart.sh --agent actor_rollout_ref.rollout.multi_turn.environment=my_game.py:MyGame
+  A custom game, once my_game.py has it ({docs}/environments.md shows how to write one):
+    hybridrl quickstart --agent actor_rollout_ref.rollout.multi_turn.environment=my_game.py:MyGame
 
   A tool: the same model learns that calling a calculator pays:
-    bash scripts/quickstart.sh --tool
+    hybridrl quickstart --tool
 
-With a GPU, a tool on a real task: recipes/gsm8k/README.md."""
+With a GPU, a tool on a real task: {recipes}/gsm8k/README.md."""
 
 
 def game_line(game: SampleRecord) -> str:

@@ -27,14 +27,14 @@ To try next on this machine, after
         -d '{{"messages": [{{"role": "user", "content": "What is 76*48?"}}], "temperature": 0,
              "tools": [{{"type": "function", "function": {{"name": "calculator"}}}}]}}'
 
-  A custom tool, once my_tools.py has a function calculator(expression) (docs/environments.md shows how to write one):
-    bash scripts/quickstart.sh --tool 'actor_rollout_ref.rollout.multi_turn.tools=[]' \\
+  A custom tool, once my_tools.py has a function calculator(expression) ({docs}/environments.md shows how to write one):
+    hybridrl quickstart --tool 'actor_rollout_ref.rollout.multi_turn.tools=[]' \\
         actor_rollout_ref.rollout.multi_turn.function_tool_path=my_tools.py
 
   An agent: the same model learns a game of several turns:
-    bash scripts/quickstart.sh --agent
+    hybridrl quickstart --agent
 
-With a GPU, the calculator on a real task: recipes/gsm8k/README.md."""
+With a GPU, the calculator on a real task: {recipes}/gsm8k/README.md."""
 
 
 def response_line(record: SampleRecord) -> str:

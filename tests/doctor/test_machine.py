@@ -1,4 +1,5 @@
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -267,7 +268,9 @@ def test_a_name_that_the_library_lacks_is_named(tmp_path, monkeypatch):
 
 def test_the_oldest_versions_that_are_tested_are_the_oldest_that_are_allowed():
     top = Path(__file__).parents[2]
-    allowed = re.findall(r'\b(torch|vllm|ray)(?: = ")?>=([\d.]+)', (top / "setup.py").read_text().lower())
+    project = tomllib.loads((top / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
+    allowed = re.findall(r"^(torch|vllm|ray)>=([\d.]+)", "\n".join(required), re.MULTILINE)
     tested = re.findall(r"^(torch|vllm|ray)=(\S+)$", (top / "scripts" / "test_oldest.sh").read_text(), re.MULTILINE)
     assert len(tested) == 3
     assert dict(tested) == {name: f"{version}.0" for name, version in allowed}

@@ -74,8 +74,8 @@ def test_the_next_commands_are_ones_that_work_without_a_gpu(tmp_path, capsys):
     text = capsys.readouterr().out.replace("\\\n", " ")
     commands = [shlex.split(line) for line in text.partition("To try next")[2].splitlines() if line.startswith("    ")]
     names = [words[1] for words in commands if words[0] == "hybridrl"]
-    assert names == ["show", "report", "serve", "sweep"]
-    shown, page, served, swept = (words[2:] for words in commands if words[0] == "hybridrl")
+    assert names == ["show", "report", "serve", "sweep", "quickstart", "quickstart"]
+    shown, page, served, swept, *_ = (words[2:] for words in commands if words[0] == "hybridrl")
     assert samples.main(shown) == 0 and "no sample matches" not in capsys.readouterr().out
     assert page == [str(run), "--serve"] and not check_pages([run], None)
     assert served == [f"model.path={run}/global_step_10/actor", "device=cpu"]

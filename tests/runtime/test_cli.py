@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridrl import main_ppo, main_sft
+from hybridrl import main_ppo, main_sft, project_file
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.core.cluster import WorkerDied
 from hybridrl.runtime.cli import RunCommand, run_command
@@ -94,15 +94,15 @@ def test_an_error_is_printed_literally_to_standard_error(capsys):
     [
         (ConfigError("data.train_files=x: bad row"), 2, "error: data.train_files=x: bad row"),
         (KeyboardInterrupt(), 130, "stopped (Ctrl-C); no process is left running"),
-        (ValueError("no [bold]luck[/]"), 1, "failed [unexpected]: no [bold]luck[/] (docs/errors.md#unexpected)"),
-        (ZeroDivisionError(), 1, "failed [unexpected]: ZeroDivisionError (docs/errors.md#unexpected)"),
-        (WorkerDied("gone\nits log"), 1, "(docs/errors.md#worker-died)"),
+        (ValueError("no [bold]luck[/]"), 1, "failed [unexpected]: no [bold]luck[/] (ERRORS#unexpected)"),
+        (ZeroDivisionError(), 1, "failed [unexpected]: ZeroDivisionError (ERRORS#unexpected)"),
+        (WorkerDied("gone\nits log"), 1, "(ERRORS#worker-died)"),
     ],
 )
 def test_each_ending_has_its_status_and_its_message(capsys, error, status, line):
     assert run_command(Work(error).command, NEEDED) == status
     output = capsys.readouterr()
-    assert line in (output.out + output.err).splitlines()
+    assert line.replace("ERRORS", project_file("docs/errors.md")) in (output.out + output.err).splitlines()
 
 
 def test_only_an_error_from_outside_shows_a_traceback(capsys):
@@ -110,7 +110,8 @@ def test_only_an_error_from_outside_shows_a_traceback(capsys):
     assert "Traceback" in capsys.readouterr().err
     ours = type("Ours", (RuntimeError,), {"__module__": "hybridrl.anywhere", "code": "its-code"})
     run_command(Work(ours("with a message")).command, NEEDED)
-    assert capsys.readouterr().err == "failed [its-code]: with a message (docs/errors.md#its-code)\n"
+    page = project_file("docs/errors.md")
+    assert capsys.readouterr().err == f"failed [its-code]: with a message ({page}#its-code)\n"
 
 
 @pytest.mark.parametrize(("number", "name"), NAMES.items())

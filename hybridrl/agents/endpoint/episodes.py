@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from hybridrl import project_file
 from hybridrl.agents.endpoint import ADMIN_KEY, bound
 from hybridrl.agents.endpoint.agent import Agents
 from hybridrl.agents.endpoint.functions import load_agent
@@ -187,7 +188,7 @@ def _check_online(rollout: RolloutConfig, machines: int) -> None:
 def invitation(agent: AgentConfig, key: str) -> str:
     """Say where agents outside the run find its episodes."""
     place = f"http://{agent.host}:{agent.port}/rl/start_session"
-    return f"agents get episodes by POST {place} with the admin key {key} (docs/endpoint.md)"
+    return f"agents get episodes by POST {place} with the admin key {key} ({project_file('docs/endpoint.md')})"
 
 
 def episode_logs(rollout: RolloutConfig, trainer: schema.TrainerConfig, logs: Path) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from hybridrl import project_file
 from hybridrl.agents.endpoint import ADMIN_KEY, bound
 from hybridrl.config import ConfigError
 from hybridrl.config.checks.engine import check_engine_name
@@ -32,7 +33,8 @@ DEVICES, LARGEST_PORT = ("auto", "cpu", "cuda"), 65535
 OWN = {"port": "8000", "host": "127.0.0.1", "served_model_name": "policy", "device": "auto"}
 USAGE = f"""usage: python -m hybridrl.serve model.path=MODEL [key=value ...]
 
-Serve a Hugging Face model, or a model of a checkpoint of hybridrl or verl, with OpenAI's API (docs/endpoint.md).
+Serve a Hugging Face model, or a model of a checkpoint of hybridrl or verl, with OpenAI's API
+({project_file("docs/endpoint.md")}).
 Keys: {", ".join(f"{key}={value}" for key, value in OWN.items())}, and those of a run
 below {SECTION[:-1]}, such as rollout.max_model_len, rollout.max_num_seqs, rollout.tensor_model_parallel_size.
 """
