@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl import PACKAGE, project_file
+from hybridrl.config.findings import ConfigError
 from hybridrl.runtime import EXIT_REJECTED
+from hybridrl.runtime.environment import reject_foreign_builds
 from hybridrl.runtime.guard import end_with_parent, ended_by_closed_pipe
 
 
@@ -100,6 +102,10 @@ def main(argv: list[str] | None = None, run: Callable[..., int] = run_command) -
         file = word.partition("=")[2].partition(":")[0]
         if file.endswith(".py") and not Path(file).is_file():
             words.error(f"{word}: there is no file {file}")
+    try:
+        reject_foreign_builds()
+    except ConfigError as error:
+        words.exit(EXIT_REJECTED, f"error: {error}\n")
     recipe = RECIPES["model" if options.model else options.task or "train"]
     here, out = Path(project_file(f"recipes/{recipe.directory}")), Path("outputs", recipe.name)
     place, reward = ["--config-path", str(here), "--config-name"], "reward.custom_reward_function.path"

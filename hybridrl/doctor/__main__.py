@@ -25,6 +25,7 @@ from hybridrl.config.values import EXPECTED, MISSING, Range, tree, value_keys, v
 from hybridrl.doctor import DIRECTORY, KEYS, Command, Result, argument, directory, resolve
 from hybridrl.plugins import PLUGINS, additions, load, names
 from hybridrl.runtime import EXIT_REJECTED
+from hybridrl.runtime.environment import reject_foreign_builds
 from hybridrl.runtime.guard import guarded
 from hybridrl.tracking.secrets import remember
 from hybridrl.tracking.sink import entry_of as metric_entry
@@ -51,6 +52,7 @@ def check(options: argparse.Namespace) -> Findings:
         remember(asdict(resolved.config))
         findings.info("batch", batch_arithmetic(resolved.config))
         if not options.config_only:
+            reject_foreign_builds()
             examine = pkgutil.resolve_name("hybridrl.doctor.full:examine")
             examine(resolved.config, findings, with_reward=not options.no_reward)
     return findings

@@ -23,12 +23,11 @@ from hybridrl.runs.prepare import RunInputs, prepare
 from hybridrl.runs.resume import check_complete, plan_resume
 from hybridrl.runs.reward_trial import try_reward
 from hybridrl.runs.trials import Subject
+from hybridrl.runtime.environment import EXTENSIONS
 from hybridrl.tracking.console import Terminal
 from hybridrl.tracking.faults import FILE
 
 SECONDS = 20.0  # for the trial of a reward
-# Text models do not need them, but transformers and vLLM import them if installed. Each is built for one torch.
-EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 IMPORT_SECONDS = 60
 RUN_FILES = {LOCK, "config.yaml", "metrics.jsonl", FILE, "logs", "latest_checkpointed_iteration.txt"}
 

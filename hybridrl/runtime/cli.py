@@ -30,6 +30,7 @@ from hybridrl.config.checks.training import this_machine
 from hybridrl.config.compose import CONF, as_override, as_yaml, split_sweep
 from hybridrl.config.load import explain_keys
 from hybridrl.runtime import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REJECTED
+from hybridrl.runtime.environment import reject_foreign_builds
 from hybridrl.runtime.guard import REQUESTS, ended_by_closed_pipe, stop_at_once
 from hybridrl.tracking.console import Terminal, info, print_text
 from hybridrl.tracking.faults import PAGE, code_of
@@ -121,6 +122,7 @@ def _run(command: RunCommand[T], argv: list[str], arguments: argparse.Namespace)
     if arguments.cfg:
         return _show(as_yaml(config, arguments.package), end="")
     remember(asdict(config))
+    reject_foreign_builds()
     with command.open(config) as run:
         return run(config) or 0
 

@@ -7,6 +7,7 @@ there are cores for all of them. Here none of these libraries is imported.
 """
 
 import os
+import platform
 import pwd
 import secrets
 import shlex
@@ -14,12 +15,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 from typing import Any
 
+from hybridrl.config.findings import ConfigError
 from hybridrl.required import required
 from hybridrl.runtime import forkserver
 from hybridrl.runtime.keeper import PrivateDirectory
@@ -41,6 +44,8 @@ CACHES = {
 }
 # How long the threads of a parallel operation spin while they wait for each other (core/spinning.py).
 WAITING = {"GOMP_SPINCOUNT": "300000", "OMP_WAIT_POLICY": "PASSIVE"}
+# Text models do not need them, but transformers and vLLM import them if installed. Each is built for one torch.
+EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -196,3 +201,17 @@ def fork_server(device: str, ray_init: dict, devices: int, *, engine: str) -> It
         yield server
     finally:
         server.close()
+
+
+def reject_foreign_builds(machine: str = platform.machine()) -> None:
+    """Raise ConfigError if EXTENSIONS are builds for CUDA beside a build of torch for CPUs: transformers then fails to
+    import models. On x86 the builds of the Python Package Index are for CUDA; others have their kind in the version."""
+    builds = {}
+    for name in ("torch", *EXTENSIONS):
+        with suppress(PackageNotFoundError):
+            builds[name] = version(name)
+    foreign = [name for name in EXTENSIONS if "+" not in builds.get(name, "+")]
+    if machine == "x86_64" and builds.get("torch", "").endswith("+cpu") and foreign:
+        named = ", ".join(f"{name} {builds[name]}" for name in foreign)
+        cause = f"{named}: built for CUDA, and torch {builds['torch']} is not, so that models cannot be imported"
+        raise ConfigError(cause, fix=f"pip uninstall -y {' '.join(foreign)}   (text models need none of them)")

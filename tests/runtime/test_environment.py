@@ -6,12 +6,15 @@ import shutil
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError
 from importlib.util import module_from_spec
 from pathlib import Path
 
 import pytest
 
-from hybridrl.runtime.environment import CACHES, worker_environment
+from hybridrl.config import ConfigError
+from hybridrl.runtime import environment
+from hybridrl.runtime.environment import CACHES, reject_foreign_builds, worker_environment
 
 FAULTS = """
 import resource, torch
@@ -121,3 +124,33 @@ def test_a_directory_of_another_user_is_not_used(tmp_path: Path) -> None:
     known = home_as(tmp_path / "none", tmp_path)
     assert Path(known["directory"]).name != f"hybridrl_home_{os.getuid()}"
     assert Path(known["directory"]).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("torch", "torchvision", "machine", "said"),
+    [
+        ("2.13.0+cpu", "0.28.0", "x86_64", "torchvision 0.28.0, torchcodec 0.17: built for CUDA, and torch 2.13.0+cpu"),
+        ("2.13.0+cpu", "0.28.0+cpu", "x86_64", "torchcodec 0.17: built for CUDA"),
+        ("2.13.0+cpu", "0.28.0", "aarch64", ""),  # where the index has builds for CPUs
+        ("2.13.0", "0.28.0", "x86_64", ""),
+        ("", "0.28.0", "x86_64", ""),
+    ],
+)
+def test_builds_for_cuda_beside_a_torch_for_cpus_are_named_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, torch: str, torchvision: str, machine: str, said: str
+) -> None:
+    installed = {"torch": torch, "torchvision": torchvision, "torchcodec": "0.17"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError
+        return installed[name]
+
+    monkeypatch.setattr(environment, "version", version)
+    if not said:
+        return reject_foreign_builds(machine)
+    with pytest.raises(ConfigError) as error:
+        reject_foreign_builds(machine)
+    assert str(error.value).startswith(said)
+    named = [name for name in ("torchvision", "torchcodec") if f"{name} 0" in said]
+    assert f"pip uninstall -y {' '.join(named)} " in str(error.value)

@@ -24,7 +24,7 @@ from hybridrl.config.schema import ServedConfig, ServingConfig
 from hybridrl.model_merger import whole_model
 from hybridrl.plugins import load
 from hybridrl.runtime import EXIT_FAILED, EXIT_REJECTED
-from hybridrl.runtime.environment import worker_environment
+from hybridrl.runtime.environment import reject_foreign_builds, worker_environment
 from hybridrl.runtime.guard import ended_by_closed_pipe
 from hybridrl.runtime.keeper import work_in_private
 
@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if arguments else EXIT_REJECTED
     try:
         own, section = read_arguments(arguments)
+        reject_foreign_builds()
         if cause := run(own, section):
             print(f"error: serving ended: {cause}; start it again", file=sys.stderr)
             return EXIT_FAILED
