@@ -10,27 +10,27 @@ from hybridrl.config.values import value_keys
 PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.
 LINES = {
-    ".": 346,
-    "agents": 6958,
+    ".": 524,
+    "agents": 6962,
     "checkpoint": 1986,
     "compat": 3224,
     "config": 4371,
     "core": 13130,
     "data": 1740,
-    "doctor": 4542,
+    "doctor": 4554,
     "environments": 180,
     "evaluation": 2226,
     "health": 1016,
     "model_merger": 736,
     "report": 2493,
     "rewards": 3090,
-    "runs": 3069,
-    "runtime": 1576,
-    "tracking": 1912,
+    "runs": 3070,
+    "runtime": 1599,
+    "tracking": 1918,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 52595
-FILES = {"core": 71, "hybridrl": 250}
+TOTAL = 52819
+FILES = {"core": 71, "hybridrl": 251}
 KEYS = 427  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.
