@@ -31,7 +31,7 @@ LINES = {
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
 TOTAL = 52819
 FILES = {"core": 71, "hybridrl": 251}
-KEYS = 427  # of all configurations
+KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.
 IMPORTED = "hybridrl.core.trainer, hybridrl.runs.ppo, hybridrl.runs.sft, hybridrl.core.rollout.server"

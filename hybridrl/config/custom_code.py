@@ -183,6 +183,12 @@ def calling(call: str, path: str, fails: str = "fails", **details: str) -> Itera
         raise ConfigError(f"{call} {fails}: {where(error, path)}", **details) from error
 
 
+def construct(cls: type, arguments: dict[str, Any], key: str, path: str) -> Any:
+    """Create an instance with those of the arguments that the class accepts; ConfigError names the failing line."""
+    with calling(f"{key}={path}: {cls.__name__}({', '.join(arguments)})", path):
+        return cls(**taken(cls, arguments))
+
+
 def attempt(call: Callable[[], T]) -> T | Exception:
     """Return the result or the exception of foreign code: a user's object, or a library with many exception types."""
     try:

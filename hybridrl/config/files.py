@@ -26,8 +26,9 @@ from hybridrl.config.findings import ConfigError
 from hybridrl.config.values import ValueFault
 from hybridrl.plugins import row_source
 
-ROW_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".arrow")
-WRITTEN = ROW_SUFFIXES[:-1]  # the library `datasets` has .arrow in its own directories
+COLUMNS = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".csv", ".tsv", ".arrow")
+ROW_SUFFIXES = (*COLUMNS, ".txt")  # text only if it is named: in a directory it is more likely a licence
+WRITTEN = tuple(suffix for suffix in ROW_SUFFIXES if suffix != ".arrow")  # that is in directories of `datasets`
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_SECONDS = 2.0  # for a connection to the hub
 MOST_PARTS = 2  # configuration and split
@@ -186,8 +187,8 @@ def parse_dataset_name(entry: str) -> DatasetName:
     return DatasetName(name, parts[0] if len(parts) == MOST_PARTS else None, parts[-1] if parts else None)
 
 
-def is_row_file(path: Path) -> bool:
-    return path.name.lower().partition("?")[0].endswith(ROW_SUFFIXES)  # a download may keep the query of its address
+def is_row_file(path: Path, suffixes: tuple[str, ...] = ROW_SUFFIXES) -> bool:
+    return path.name.lower().partition("?")[0].endswith(suffixes)  # a download may keep the query of its address
 
 
 def is_lfs_pointer(file: Path) -> bool:
@@ -250,8 +251,8 @@ def _missing_rows(entry: str) -> str:
     if Path(entry).is_file() or matches(entry) or row_source(entry):
         return ""
     if directory.is_dir():
-        has_rows = any(is_row_file(file) for file in directory.rglob("*"))
-        return "" if has_rows else f"the directory {directory} has no files that end in {', '.join(WRITTEN)}"
+        has_rows = any(is_row_file(file, COLUMNS) for file in directory.rglob("*"))
+        return "" if has_rows else f"the directory {directory} has no files that end in {', '.join(COLUMNS[:-1])}"
     if glob.has_magic(entry):
         plain, query, _ = entry.partition("?")
         if query and Path(plain).is_file():

@@ -155,7 +155,12 @@ class RewardKwargsConfig(Section):
     overlong_buffer_cfg: OverlongBufferConfig
 
 
+Scorer = Literal["gsm8k", "countdown", "multiple_choice", "search_qa", "math", "math_dapo", "code"]
+NO_SOURCE = "unknown"  # the data source of a row that names none; there is no built-in scorer for this name
+
+
 class RewardConfig(Section):
+    name: Scorer | None
     num_workers: values.Natural
     timeout: values.Seconds
     memory_mb: values.Positive | None

@@ -206,7 +206,7 @@ def _chat(row: DataRow, config: SFTDataConfig, faults: Faults) -> list[Message] 
     if as_tools(values.get(config.tools_key)) is None:
         needed = f"data.tools_key={config.tools_key} must hold a list of schemas of tools ([{{...}}, ...])"
         return faults.add(row.place, needed)
-    if values.get(config.messages_key) is not None:
+    if values.get(config.messages_key) not in (None, ""):
         chat = as_messages(values[config.messages_key])
         if chat is not None and chat[-1]["role"] == "assistant":
             return chat

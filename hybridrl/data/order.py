@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from hybridrl.config.compose import as_section
-from hybridrl.config.custom_code import calling, load_class
+from hybridrl.config.custom_code import calling, construct, load_class
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.prompts import PromptDataset, construct, with_objects
+from hybridrl.data.prompts import PromptDataset, with_objects
 from hybridrl.data.rows import Rows
 
 KEY = "data.sampler.class_path"

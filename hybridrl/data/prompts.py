@@ -16,9 +16,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.compose import as_section
-from hybridrl.config.custom_code import calling, load_class, taken
+from hybridrl.config.custom_code import calling, construct, load_class
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
+from hybridrl.config.schema_parts import NO_SOURCE
 from hybridrl.core.carried import Fields, brought
 from hybridrl.data.rows import DataRow, Faults, Rows, load_rows, report_overlong, with_progress
 from hybridrl.data.template_arguments import (
@@ -46,8 +47,6 @@ from hybridrl.data.tokenizer import (
 logger = logging.getLogger(__name__)
 
 CUSTOM = "data.custom_cls.path"
-# A row needs no data_source if the reward function is custom; there is no built-in scorer for this name.
-UNKNOWN_SOURCE = "unknown"
 PROMPT_NAMES = ("question", "problem", "query", "instruction", "input", "messages", "text")  # in other datasets
 TRUTH_NAMES = ("ground_truth", "answer", "label", "target", "solution")  # likewise
 TRUTHS = ("reward_model", "reward_spec")  # verl's and SkyRL's columns of the ground truth
@@ -189,16 +188,13 @@ def read_prompts(
 def read_responses(
     files: list[str], config: DataConfig, *, key: str, truth_key: str, needs_truth: bool = True
 ) -> Prompts:
-    """Read the rows of stored responses, which need a data source and no prompt; `truth_key` is the column of the
-    ground truth, `needs_truth` as in `load_prompts`. Raises ConfigError that lists all bad rows together."""
+    """Read the rows of stored responses, which need no prompt; `truth_key` is the column of the ground truth,
+    `needs_truth` as in `load_prompts`. Raises ConfigError that lists all bad rows together."""
     faults, prompts = Faults(key), Prompts()
     for row in load_rows(files, faults, key=key, max_samples=-1, shuffle=False, seed=0):
         values = {config.prompt_key: "none"} | row.values | {"reward_model": row.values.get(truth_key)}
         prompt = _parse(replace(row, values=values), config, needs_truth=needs_truth)
-        if isinstance(prompt, Prompt) and prompt.data_source == UNKNOWN_SOURCE:
-            names = ", ".join(row.values)
-            faults.add(row.place, f"no data source: data.reward_fn_key={config.reward_fn_key}; the row has {names}")
-        elif isinstance(prompt, Prompt):
+        if isinstance(prompt, Prompt):
             messages = prompt.messages if config.prompt_key in row.values else ""
             prompts.append(replace(prompt, messages=messages, columns=row.values))
         else:
@@ -227,7 +223,7 @@ def _check(
     environments and fields of episodes that they name."""
     formats, roles, template = Counter[str](), Counter[str](), str(tokenizer.chat_template or "")
     sources, environments, fields = set[str](), set[str](), set[str]()
-    chats = with_tools = as_text = own_arguments = 0
+    chats = with_tools = as_text = own_arguments = no_truth = 0
     for row, prompt in _parsed(with_progress(rows, len(rows), "checking"), config, faults, needs_truth):
         formats[to_verl_format(row.values, config.reward_fn_key)[0]] += 1
         sources.add(prompt.data_source)
@@ -235,6 +231,7 @@ def _check(
         fields |= {name for name in EPISODE_FIELDS if _holds(prompt, name)}
         chats += not isinstance(prompt.messages, str)
         with_tools += bool(prompt.tools)
+        no_truth += prompt.ground_truth is None
         own_arguments += bool(row_arguments(row.values, None))
         as_text += not isinstance(prompt.messages, str) and isinstance(row.values.get(config.prompt_key), str)
         roles.update({message["role"] for message in as_chat(prompt.messages)} - ROLES)
@@ -249,6 +246,7 @@ def _check(
         logger.warning("%s: %s", key, unread)
     notes = [f"{count} in {name} format" for name, count in formats.items() if name != VERL]
     notes += [f"{with_tools} with tools (data.tools_key={config.tools_key})"] if with_tools else []
+    notes += [f"{no_truth} without a ground truth"] if no_truth else []
     notes += [f"{as_text} with chat messages as JSON text"] if as_text else []
     logger.info("%s: %d rows%s", key, len(rows), f" ({', '.join(notes)})" if notes else "")
     return sources, environments, fields
@@ -280,6 +278,8 @@ def _parse(row: DataRow, config: DataConfig, *, needs_truth: bool = False) -> Pr
     else:
         reward = as_object(values.get("reward_model")) or {}
         has_truth, ground_truth = "ground_truth" in reward, reward.get("ground_truth")
+        # A custom reward may need none; a column with one of these names was more likely forgotten.
+        has_truth |= not (needs_truth or columns.keys() & {*TRUTHS, *TRUTH_NAMES})
     if not has_truth:
         faults.append(_no_truth(row.values, values.get("reward_model"), key))
     elif ground_truth is None and needs_truth:
@@ -298,7 +298,7 @@ def _parse(row: DataRow, config: DataConfig, *, needs_truth: bool = False) -> Pr
         return [*faults, str(error)]
     if faults or not messages:
         return faults
-    data_source = UNKNOWN_SOURCE if source is None else str(source)
+    data_source = NO_SOURCE if source is None else str(source) or NO_SOURCE
     return Prompt(row.number, [], messages, data_source, ground_truth, extra_info, columns, tools or [], carried)
 
 
@@ -317,7 +317,8 @@ def _decoded(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 def _no_prompt(columns: dict[str, Any], key: str) -> str:
     """Describe why a row has no prompt, with the column that may hold it."""
     near = difflib.get_close_matches(key, columns, n=1) or [name for name in PROMPT_NAMES if name in columns]
-    hint = f"; set data.prompt_key={near[0]}?" if near and key not in columns else ""
+    hint = "; it is empty" if isinstance(columns.get(key), str) else ""
+    hint = f"; set data.prompt_key={near[0]}?" if near and key not in columns else hint
     needed = f"no prompt: data.prompt_key={key} must hold chat messages ([{{role, content}}, ...]) or a text; "
     return f"{needed}the row has {', '.join(columns) or 'no columns'}{hint}"
 
@@ -334,6 +335,7 @@ def _no_truth(columns: dict[str, Any], reward: Any, key: str | None) -> str:
             f'reward_model holds {kind}, {reward!r:.60}, not an object {{"ground_truth": ...}}; if it is the ground '
             "truth, set data.ground_truth_key=reward_model, else convert it"
         )
+    hint = hint or "; built-in rewards need one: set data.ground_truth_key, or reward.custom_reward_function.path"
     return f'no ground truth: the column reward_model must hold {{"style": "rule", "ground_truth": ...}}{hint}'
 
 
@@ -392,9 +394,3 @@ def _custom_rows(config: DataConfig, arguments: dict[str, Any], faults: Faults) 
         faults.close()
         raise ConfigError(f"{setting}: {name} has no rows")
     return rows
-
-
-def construct(cls: type, arguments: dict[str, Any], key: str, path: str) -> Any:
-    """Create an instance with those of the arguments that the class accepts; ConfigError names the failing line."""
-    with calling(f"{key}={path}: {cls.__name__}({', '.join(arguments)})", path):
-        return cls(**taken(cls, arguments))

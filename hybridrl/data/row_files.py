@@ -9,10 +9,23 @@ import functools
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hybridrl.config.custom_code import attempt
-from hybridrl.config.files import WRITTEN, DatasetName, is_row_file, matches, names_rows, parse_dataset_name, rows_below
+from hybridrl.config.files import (
+    COLUMNS,
+    ROW_SUFFIXES,
+    WRITTEN,
+    DatasetName,
+    hub_is_away,
+    is_row_file,
+    matches,
+    names_rows,
+    parse_dataset_name,
+    rows_below,
+)
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.plugins import load, row_source
@@ -46,7 +59,7 @@ def _files_of(entry: str, key: str) -> list[Path]:
     if name := row_source(entry):
         return _checked(_files_of_plugin(name, entry, key), key)
     if directory.is_dir():
-        return _checked(_files_of_directory(directory, named, key), key)
+        return _checked(_files_of_directory(directory, named, key), key, COLUMNS)
     if named.name.count("/") == 1 and not is_row_file(path) and not path.is_absolute():
         return files_of_hub(named, key)
     if path.suffix:
@@ -67,12 +80,13 @@ def _files_of_plugin(name: str, entry: str, key: str) -> list[Path]:
     return files
 
 
-def _checked(files: Iterable[Path], key: str) -> list[Path]:
+def _checked(files: Iterable[Path], key: str, suffixes: tuple[str, ...] = ROW_SUFFIXES) -> list[Path]:
     files = list(files)
     for file in files:
-        if not is_row_file(file):
-            cause = f"{key}={file}: files of rows end in {', '.join(WRITTEN)}"
-            raise ConfigError(cause, fix="convert it to one of these")
+        if not is_row_file(file, suffixes):
+            text = is_row_file(file)  # in a directory
+            cause = f"{key}={file}: files of rows end in {', '.join(WRITTEN)}{', and .txt must be named itself' * text}"
+            raise ConfigError(cause, fix="name the file" if text else "convert it to one of these")
     return files
 
 
@@ -87,11 +101,11 @@ def _files_of_directory(directory: Path, named: DatasetName, key: str) -> list[P
             files = [file["filename"] for file in tables[_split(tables, named, key)].cache_files]
             return rows_below(directory, files, key)
         named_there = names_rows(directory, key)
-        builder = datasets.load_dataset_builder(str(directory), named.configuration)
+        builder, named = _builder(str(directory), named, key)
         splits = {str(split): [*map(Path, files)] for split, files in (builder.config.data_files or {}).items()}
         # The library reads only one type of the files in a directory.
         read = {file.suffix for files in splits.values() for file in files}
-        skipped = {file.suffix for file in directory.rglob("*") if is_row_file(file)} - read
+        skipped = {file.suffix for file in directory.rglob("*") if is_row_file(file, COLUMNS)} - read
         if skipped - {".json"}:  # JSON files are often not rows
             logger.warning("%s=%s: files that end in %s are not read", key, directory, ", ".join(sorted(skipped)))
         files = splits[_split(splits, named, key)]
@@ -103,11 +117,46 @@ def files_of_hub(named: DatasetName, key: str) -> list[Path]:
     """Return the cached files of a hub dataset, which is downloaded if needed. Raises ConfigError."""
     import datasets
 
+    if snapshot := _snapshot(named.name):
+        return _files_of_directory(snapshot, named, key)
     with _library_errors(f"{key}={named.name}: neither a file here nor a dataset that can be loaded from the hub"):
-        builder = datasets.load_dataset_builder(named.name, named.configuration)
+        builder, named = _builder(named.name, named, key)
         split = _split(map(str, builder.info.splits or builder.config.data_files or {}), named, key)
         table = datasets.load_dataset(named.name, named.configuration, split=split)
         return [Path(file["filename"]) for file in table.cache_files]
+
+
+def _snapshot(name: str) -> Path | None:
+    """Return a dataset's directory in the hub's cache, as `hf download` fills it, if the hub cannot be reached and the
+    library `datasets`, which only reads tables that it prepared itself, has none of it."""
+    import datasets
+    from huggingface_hub import snapshot_download
+
+    prepared = Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___").lower())
+    if not hub_is_away() or prepared.is_dir():
+        return None
+    directory = attempt(lambda: snapshot_download(name, repo_type="dataset", local_files_only=True))
+    return None if isinstance(directory, Exception) else Path(directory)
+
+
+def _builder(path: str, named: DatasetName, key: str) -> tuple[Any, DatasetName]:
+    """Return the library's reader of a dataset, and its name with a configuration, which may have been its last part.
+    Raises ConfigError with the configurations if there are others."""
+    import datasets
+
+    try:
+        return datasets.load_dataset_builder(path, named.configuration), named
+    except ValueError:
+        names = attempt(lambda: datasets.get_dataset_config_names(path))
+        if isinstance(names, Exception) or len(names) < 2 or named.configuration in names:
+            raise
+    if named.configuration is None and named.split in names:
+        named = replace(named, configuration=named.split, split=None)
+        return datasets.load_dataset_builder(path, named.configuration), named
+    cause = f"has no configuration {named.configuration}" if named.configuration else "has several configurations"
+    raise ConfigError(
+        f"{key}={named.name}: {cause}", fix=f"name one: {', '.join(f'{named.name}:{one}' for one in names)}"
+    )
 
 
 @contextmanager
@@ -134,5 +183,6 @@ def _split(splits: Iterable[str], named: DatasetName, key: str) -> str:
     if named.split is None and key == TRAINING and "train" in names:
         return "train"
     cause = "has several splits" if named.split is None else f"has no split {named.split}"
-    choices = ", ".join(f"{named.name}:{name}" for name in names) or "none"
-    raise ConfigError(f"{key}={named.name}: {cause}", fix=f"name one: {choices}")
+    whole = ":".join(filter(None, [named.name, named.configuration]))
+    choices = ", ".join(f"{whole}:{name}" for name in names) or "none"
+    raise ConfigError(f"{key}={whole}: {cause}", fix=f"name one: {choices}")

@@ -1,5 +1,7 @@
 """Files on this machine -> rows as plain Python values, independent of the meaning of their columns.
 
+In a file with a header line every value is the text of its cell: no number is guessed, "007" stays "007".
+
 JSON is read by the standard library on purpose: a reader that builds columns gives every row the fields of all others,
 and turns the text "1" into the number 1 if another row of the column holds a list. Arrow does the same, and adds null
 for a missing field. Such a null would be rendered into prompts, trained on in the arguments of calls, and passed to
@@ -7,8 +9,10 @@ tools, so null fields are left out. Only a structure that is itself a column, su
 fields: reward functions read them by name. A null inside a list, a map or a JSON text was in the data and stays.
 """
 
+import csv
 import functools
 import gzip
+import itertools
 import json
 import logging
 import pickle
@@ -18,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 import pyarrow
@@ -28,10 +32,7 @@ from pyarrow import types
 from rich.progress import track
 
 from hybridrl.config.custom_code import attempt
-from hybridrl.config.files import (
-    LFS_FIX,
-    is_lfs_pointer,
-)
+from hybridrl.config.files import LFS_FIX, is_lfs_pointer
 from hybridrl.config.findings import ConfigError
 from hybridrl.data.row_files import row_files
 
@@ -42,7 +43,12 @@ MAX_FAULTS = 1000
 BATCH = 1000  # rows of a columnar file that are converted to Python values at a time
 PROGRESS_BAR_ROWS = 20_000  # from this number of rows on, a progress bar is shown
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-PLACE = re.compile(r"(.*?(?:line|row)) (\d+)$")
+PLACE = re.compile(r"(.*?(?:line|row)) (\d+)(?: \(line \d+\))?$")
+DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab"}
+LARGEST_CELL = 1 << 30  # characters; the standard library's limit is 131,072
+UNDECODED = re.compile("[\udc80-\udcff]")  # a byte that is not UTF-8, with errors="surrogateescape"
+QUOTES = 'a double quote that opens a cell is not closed, or text follows the closing one (write "" for a quote)'
+TEXT_COLUMN = "prompt"  # of a text file
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +109,7 @@ class Faults:
     def __init__(self, key: str) -> None:
         self._key = key
         self._found: list[tuple[str, str]] = []  # place and fault
+        self.notes: dict[str, str] = {}  # by file, shown with its faults
 
     def add(self, place: str, fault: str) -> None:
         self._found.append((place, fault))
@@ -127,11 +134,12 @@ class Faults:
             lines.append(f"{first}: {fault}{alike}")
         remaining = sum(map(len, list(places.values())[SHOWN_FAULTS:]))
         lines += [f"... and {remaining} more"] if remaining else []
+        lines += [text for file, text in self.notes.items() if any(at.startswith(f"{file}, ") for at, _ in self._found)]
         raise ConfigError("\n  ".join(lines))
 
 
 def load_rows(entries: list[str], faults: Faults, *, key: str, max_samples: int, shuffle: bool, seed: int) -> Rows:
-    """Read the rows of all files that the entries name, in order; lines that are not JSON objects go to `faults`.
+    """Read the rows of all files that the entries name, in order; lines that cannot be read go to `faults`.
 
     `max_samples` below 1 takes all rows; `shuffle` draws the selection in a seeded random order. `key` names the
     setting of the files (data.train_files, data.val_files). Raises ConfigError if there are no rows, and for a file
@@ -174,8 +182,15 @@ def with_progress(items: Iterable[T], count: int, description: str = "tokenizing
 
 def _read(path: Path, faults: Faults, key: str) -> Iterator[tuple[str, Any]]:
     """Yield every row as its place and its values."""
+    name = path.name.lower().partition("?")[0]
     try:
-        if ".json" in path.name.lower():
+        if is_lfs_pointer(path):
+            raise ConfigError(f"{path} is a Git LFS pointer, not the file that it stands for", fix=LFS_FIX)
+        if name.endswith((".csv", ".tsv")):
+            yield from _read_cells(path, "\t" if name.endswith(".tsv") else "".join(DELIMITERS), faults, key)
+        elif name.endswith(".txt"):
+            yield from _read_lines(path, faults)
+        elif ".json" in name:
             yield from _read_json(path, faults)
         else:
             for number, values in enumerate(read_columns(path), 1):
@@ -183,8 +198,8 @@ def _read(path: Path, faults: Faults, key: str) -> Iterator[tuple[str, Any]]:
     except ConfigError:  # a ValueError too, raised by too many faults
         raise
     except (pyarrow.ArrowException, OSError, EOFError, ValueError, RecursionError) as error:
-        fix = LFS_FIX if is_lfs_pointer(path) else "write it again"
-        raise ConfigError(f"{key}={path}: not a readable {path.suffix} file ({error})", fix=fix) from error
+        cause = f"{key}={path}: not a readable {path.suffix} file ({error})"
+        raise ConfigError(cause, fix="write it again") from error
 
 
 def _read_json(path: Path, faults: Faults) -> Iterator[tuple[str, Any]]:
@@ -199,8 +214,6 @@ def _read_json(path: Path, faults: Faults) -> Iterator[tuple[str, Any]]:
         file.seek(0)
         for number, line in enumerate(file, 1):
             place = f"{path}, line {number}"
-            if number == 1 and is_lfs_pointer(path):
-                raise ConfigError(f"{path} is a Git LFS pointer, not the file that it stands for", fix=LFS_FIX)
             if number == 1 and line.strip() == b"{":
                 return faults.add(place, "an object over several lines; write one object per line, or a list of them")
             try:
@@ -223,6 +236,83 @@ def _parse(text: bytes) -> Any:
             code = ord(error.object[error.start])
             raise ValueError(f"half a character: the surrogate \\u{code:x} is unpaired") from error
     return values
+
+
+def _read_lines(path: Path, faults: Faults) -> Iterator[tuple[str, dict[str, str]]]:
+    """Read one prompt per line."""
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+        for number, line in enumerate(file, 1):
+            place = f"{path}, line {number}"
+            if fault := _not_utf8(line):
+                faults.add(place, fault)
+            elif line.strip():
+                yield place, {TEXT_COLUMN: line.removesuffix("\n")}
+
+
+def _not_utf8(text: str) -> str:
+    byte = UNDECODED.search(text)
+    return f"not UTF-8 (byte 0x{ord(byte[0]) - 0xDC00:x}): save the file as UTF-8" if byte else ""
+
+
+# -- cells below a header line -> rows ---------------------------------------------------------------------------------
+
+
+def _read_cells(path: Path, delimiters: str, faults: Faults, key: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Read a file with a header line, whose delimiter is the one that gives it most columns. Raises ConfigError if the
+    header cannot be used, or no row follows it."""
+    csv.field_size_limit(LARGEST_CELL)
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        firsts = {delimiter: next(_records(path, file, delimiter), ("", [""])) for delimiter in delimiters}
+        delimiter, (_, first) = max(firsts.items(), key=lambda item: len(item[1][1]))
+        header = [name.strip() for name in first]
+        names = [name for name in header if name]  # pandas gives its index a column without a name
+        columns = f"{', '.join(names):.300} (delimiter: {DELIMITERS[delimiter]})"
+        repeated = [f"two columns are named {name}" for name in names if names.count(name) > 1]
+        if fault := _not_utf8("".join(header)) or "".join(repeated[:1]) or (QUOTES if not first else ""):
+            raise ConfigError(f"{key}={path}, row 1: {fault}")
+        if not names:
+            raise ConfigError(f"{key}={path}: the file is empty", fix="give it a header line with names, and rows")
+        faults.notes[str(path)] = f"{path}: the columns of its header line are {columns}"
+        records, place = _records(path, file, delimiter), ""
+        next(records)
+        for place, cells in records:
+            if fault := _cells_fault(cells, header, DELIMITERS[delimiter]):
+                faults.add(place, fault)
+            else:
+                yield place, {name: cell for name, cell in zip(header, cells, strict=True) if name}
+    if not place:
+        raise ConfigError(f"{key}={path}: there is only a header line, {columns}", fix="add rows below it")
+
+
+def _records(path: Path, file: TextIO, delimiter: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each row of cells that is not blank, and its place; no cells if its quotes are wrong. Rows are counted as a
+    spreadsheet shows them, the header as 1; a line of the file has another number after cells of several lines."""
+    file.seek(0)
+    reader = csv.reader(file, delimiter=delimiter, strict=True)
+    for number in itertools.count(1):
+        place = f"{path}, row {number}" + (f" (line {reader.line_num + 1})" if reader.line_num + 1 != number else "")
+        try:
+            cells = next(reader, None)
+        except csv.Error:
+            yield place, []
+            continue
+        if cells is None:
+            return
+        if cells:
+            yield place, cells
+
+
+def _cells_fault(cells: list[str], header: list[str], delimiter: str) -> str:
+    """Describe what is wrong with a row of cells; empty if nothing is."""
+    if not cells:
+        return QUOTES
+    counts = f"{len(cells)} cell{'s' * (len(cells) > 1)} for {len(header)} column{'s' * (len(header) > 1)}"
+    if missing := header[len(cells) :]:
+        return f"{counts}: there is none for {', '.join(missing)}"
+    if len(cells) > len(header):
+        return f"{counts} ({', '.join(header)}): put a text with the delimiter, {delimiter}, between double quotes"
+    faults = ((name, _not_utf8(cell)) for name, cell in zip(header, cells, strict=True))
+    return next((f"the column {name} is {fault}" for name, fault in faults if fault), "")
 
 
 # -- columnar files -> rows --------------------------------------------------------------------------------------------

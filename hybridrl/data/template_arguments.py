@@ -87,14 +87,18 @@ def check_template_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Coll
 def row_arguments(row: Mapping[str, Any], read: Collection[str] | None) -> dict[str, Any]:
     """Return the arguments of a row for the template, if the template reads them; `read` None: it may read any."""
     value = row.get(COLUMN)
-    return {} if value is None or (read is not None and COLUMN not in read) else {COLUMN: bool(value)}
+    return {} if _is_missing(value) or (read is not None and COLUMN not in read) else {COLUMN: bool(value)}
 
 
 def row_fault(row: Mapping[str, Any]) -> str:
     """Describe an argument of a row with an invalid value, or return ""."""
     value = row.get(COLUMN)
-    fits = value is None or isinstance(value, bool | np.bool_)
+    fits = _is_missing(value) or isinstance(value, bool | np.bool_)
     return "" if fits else f"the column {COLUMN} holds {value!r:.40}, not true or false"
+
+
+def _is_missing(value: Any) -> bool:  # null, or an empty cell
+    return value is None or (isinstance(value, str) and not value)
 
 
 def unread_column(rows: int, read: Collection[str] | None) -> str:

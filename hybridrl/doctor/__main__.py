@@ -164,8 +164,12 @@ COMMANDS = {
     "reward": Command(
         "--rows FILE [--reward FILE.py] [--against OTHER.py]: scores stored responses and compares two rewards",
         [
-            argument("--rows", required=True, metavar="FILE", help=".jsonl, .json or .parquet"),
-            argument("--reward", metavar="FILE.py[:NAME]", help="the reward; default: built in, by data_source"),
+            argument("--rows", required=True, metavar="FILE", help=".jsonl, .json, .csv, .tsv or .parquet"),
+            argument(
+                "--reward",
+                metavar="FILE.py[:NAME]",
+                help="the reward; default: built in, by data_source or reward.name",
+            ),
             argument("--against", metavar="FILE.py[:NAME]", help="a second reward, for the same responses"),
             argument("--data-source", metavar="NAME", default="", help="for rows that name none"),
             REWARD_KEYS,

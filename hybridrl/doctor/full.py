@@ -60,7 +60,8 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
                 status.update("checking the chat template ...")
                 model, arguments = config.actor_rollout_ref.model.path, config.data.apply_chat_template_kwargs
                 check_template(model, arguments, inputs.tokenizer, inputs.prompts, findings)
-                can_score = not uses_built_in(config.reward) or all(map(scorer_of, inputs.data_sources))
+                scorers = [scorer_of(source, config.reward.name) for source in inputs.data_sources]
+                can_score = not uses_built_in(config.reward) or all(scorers)
                 if with_reward and can_score:  # others are reported with the rows
                     status.update("checking the reward, on a few rows ...")
                     try_on_rows(Subject(config, inputs.tokenizer, inputs.scored), findings)

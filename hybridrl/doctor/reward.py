@@ -21,6 +21,7 @@ import torch
 
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.checks.algorithm import resolve_reward
+from hybridrl.config.custom_code import attempt
 from hybridrl.config.findings import Checker, Findings
 from hybridrl.config.load import read_config
 from hybridrl.config.schema import DataConfig
@@ -121,11 +122,12 @@ def _parse(row: DataRow, data_source: str, bad_rows: Faults, needs_truth: bool) 
         return None
     source, score, episode = values.get("data_source"), values.get("score"), values.get(OWN_KEY)
     episode = checked_episode(episode) if isinstance(episode, dict) else {}
+    number = attempt(lambda: float(score))  # also from a text
     extra = (as_object(values.get("extra_info")) or {}) | conversation_facts(episode)
     return Stored(
         row.place.rpartition(", ")[2],  # without the file, which is the same for all
         ScoringRequest(str(source or data_source), response, truth, extra),
-        float(score) if isinstance(score, int | float) else None,
+        None if isinstance(number, Exception) else number,
         _length(episode),
     )
 
@@ -141,7 +143,7 @@ def score_all(
     prints goes to `log`; scores are shaped by `config`, or by another section."""
     sources = {row.request.data_source for row in stored}
     if uses_built_in(config):
-        check_data_sources(sources)
+        check_data_sources(sources, config.name)
     try:
         with Rescorer(config, sources, log) as rescorer:
             rescorer.shaping, began = Shaping.of(shaped_by or config), time.monotonic()

@@ -95,7 +95,7 @@ def score_stored(config: EvaluationConfig, baseline: Evaluated | None = None) ->
     datasets = {file: read_responses([file], config.data, key=key, **options) for file in settings.responses}
     questions = collect_questions(datasets)
     if built_in:
-        check_data_sources({question.prompt.data_source for question in questions})
+        check_data_sources({question.prompt.data_source for question in questions}, config.reward.name)
     responses = [_responses(question, settings.response_key) for question in questions]
     reject_large_k(settings.k, max(map(len, responses)), "leave it out")
     if baseline:

@@ -111,7 +111,7 @@ class ModelEvaluation:
             findings.error("conflict", cause, "serve nothing, and name the model's directory", keys=self.target.key)
         if self.function_scores and uses_built_in(config.reward):
             with findings.gathered():
-                check_data_sources(self.sources)
+                check_data_sources(self.sources, config.reward.name)
         findings.close()
         model = self.config.actor_rollout_ref.model.path
         stop_ids = () if self.tokenizer is None else end_tokens(model, self.tokenizer)

@@ -4,7 +4,7 @@ Nothing of the user's is called here except the import of the file: a function's
 is called by keyword. verl's reward managers come down to how it is called: naive, prime, remote and gdpo are the same
 here, since every function runs in processes with a time limit.
 
-A new built-in scorer, by `data_source`, is a function in `scorers/` and a line in the tables here.
+A new built-in scorer is a function in `scorers/`, a line in the tables here and a name in `config.schema_parts.Scorer`.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from typing import Any
 
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import EndingForks, load_module, once, own
-from hybridrl.config.schema_parts import RewardConfig
+from hybridrl.config.schema_parts import NO_SOURCE, RewardConfig
 from hybridrl.config.values import REWARD_MANAGERS
 from hybridrl.plugins import load as plugin
 from hybridrl.plugins import names
@@ -58,11 +58,17 @@ _TRIAL_TRUTH = {"code": "pass"}
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **options: Any
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    named: str | None = None,
+    **options: Any,
 ) -> Any:
-    """Score by the scorer of `data_source`, with those options that it takes; ConfigError if there is none. Of a
-    conversation only what the policy wrote is scored: a tool may have said the truth."""
-    name = scorer_of(data_source)
+    """Score by the `named` scorer or that of `data_source`, with those options that it takes; ConfigError if there is
+    none. Of a conversation only what the policy wrote is scored: a tool may have said the truth."""
+    name = scorer_of(data_source, named)
     if name is None:
         check_data_sources([data_source])
     scorer, taken = _load(name)
@@ -81,9 +87,8 @@ def cpu_limited_score(
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _prepare(data_sources: Iterable[str], options: dict[str, Any]) -> None:
-    """Load the scorers of these data; ConfigError for an option unknown to all of them, or rejected by one."""
-    names = sorted({scorer for source in data_sources if (scorer := scorer_of(source)) is not None})
+def _prepare(names: list[str], options: dict[str, Any]) -> None:
+    """Load these scorers; ConfigError for an option unknown to all of them, or rejected by one."""
     allowed = {option for name in names for option in _load(name)[1]}
     if names and (unknown := sorted(set(options) - allowed)):
         raise ConfigError(
@@ -96,22 +101,27 @@ def _prepare(data_sources: Iterable[str], options: dict[str, Any]) -> None:
         scorer("", _TRIAL_TRUTH.get(name, ""), **{name: value for name, value in options.items() if name in taken})
 
 
-def check_data_sources(names: Iterable[str]) -> None:
-    """Raise ConfigError for rows without a built-in scorer; to be called only if no custom function is set."""
-    unknown = sorted({str(name) for name in names if scorer_of(name) is None})
+def check_data_sources(names: Iterable[str], named: str | None = None) -> None:
+    """Raise ConfigError for rows without a built-in scorer, none being `named` for all; to be called only if no custom
+    function is set."""
+    unknown = sorted({str(name) for name in names if scorer_of(name, named) is None})
     if unknown:
         built_in = [*SCORERS, *(f"{beginning}*" for beginning in FAMILIES)]
+        rows = (
+            f"data_source {', '.join(unknown)}" if {*unknown} - {NO_SOURCE, ""} else "rows without data.reward_fn_key"
+        )
         raise ConfigError(
-            f"no reward is built in for data_source {', '.join(unknown)} (built in: {', '.join(built_in)})",
-            fix="set reward.custom_reward_function.path to a .py file with a custom function",
+            f"no reward is built in for {rows} (built in: {', '.join(built_in)})",
+            fix=f"set reward.name to one of {', '.join(_FUNCTIONS)} for all rows, or "
+            "reward.custom_reward_function.path to a .py file with a custom function",
         )
 
 
 @functools.cache
-def scorer_of(data_source: str) -> str | None:
-    """Return the name of the scorer for rows of this data, or None."""
+def scorer_of(data_source: str, named: str | None = None) -> str | None:
+    """Return the name of the scorer for rows of this data, or None; `named` is one for all rows (reward.name)."""
     families = (scorer for beginning, scorer in FAMILIES.items() if str(data_source).startswith(beginning))
-    return SCORERS.get(data_source) or next(families, None)
+    return named or SCORERS.get(data_source) or next(families, None)
 
 
 @functools.cache
@@ -297,10 +307,11 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
     if custom.path is not None:
         function = _member(custom.path, f"{_CUSTOM}.path", str(custom.name), f"{_CUSTOM}.name={custom.name}")
     else:
-        if "code" in map(scorer_of, data_sources):
+        scorers = {config.name} if config.name else {*map(scorer_of, data_sources)}
+        if "code" in scorers:
             fixed.setdefault("memory_mb", config.sandbox_fusion.memory_limit_mb)
-        _prepare(data_sources, fixed)
-        function = cpu_limited_score if cpu_limited else compute_score
+        _prepare(sorted(filter(None, scorers)), fixed)
+        function = functools.partial(cpu_limited_score if cpu_limited else compute_score, named=config.name)
     added = manager.source != "importlib" and manager.name in names("reward_manager")
     if added or manager.source == "importlib":
         fixed, name = {"compute_score": functools.partial(function, **fixed)}, manager.name

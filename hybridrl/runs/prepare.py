@@ -216,7 +216,7 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
     inputs.function_scores = not (built_in and inputs.runs_episodes)
     if built_in and inputs.scored:
         with rejections.gathered():
-            check_data_sources(inputs.data_sources)
+            check_data_sources(inputs.data_sources, config.reward.name)
 
 
 def load_sft_inputs(

@@ -14,6 +14,7 @@ from typing import Any
 
 from hybridrl.checkpoint.resume import fingerprint
 from hybridrl.config.findings import Findings
+from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts
 from hybridrl.data.tokenizer import ResponseDecoder, as_chat
 from hybridrl.required import required
@@ -98,7 +99,7 @@ def try_reward(subject: Subject, findings: Findings, log: Path, seconds: float) 
     _report_left_out(subject, findings)
     try:
         with Rescorer(replace(reward, num_workers=1, retries=0), sources, log) as rescorer:
-            rows = _rows(datasets, uses_built_in(reward)) if seconds else []
+            rows = _rows(datasets, reward) if seconds else []
             begun = _score_rows(rescorer, rows, subject.decoder, seconds)
     except ScorerDied as error:
         findings.warn("reward.load", f"{error}, so it was not tried")
@@ -116,12 +117,12 @@ def try_reward(subject: Subject, findings: Findings, log: Path, seconds: float) 
     return sum(response.score is None for row in begun for response in row.responses)
 
 
-def _rows(datasets: Datasets, built_in: bool) -> list[TrialRow]:
+def _rows(datasets: Datasets, reward: RewardConfig) -> list[TrialRow]:
     """Return the rows to try, of all datasets in turn."""
     by_dataset = []
     for key, prompts in datasets.items():
         spread = spread_rows(prompts)
-        by_dataset.append([TrialRow(key, prompt, make_responses(prompt, spread, built_in)) for prompt in spread])
+        by_dataset.append([TrialRow(key, prompt, make_responses(prompt, spread, reward)) for prompt in spread])
     return [row for rows in zip_longest(*by_dataset) for row in rows if row]
 
 
@@ -196,9 +197,10 @@ def spread_rows(prompts: PromptDataset | Prompts) -> list[Prompt]:
     return [prompts[index] for group in zip_longest(*chosen) for index in group if index is not None]
 
 
-def make_responses(prompt: Prompt, rows: Sequence[Prompt], built_in: bool) -> list[TrialResponse]:
+def make_responses(prompt: Prompt, rows: Sequence[Prompt], reward: RewardConfig) -> list[TrialResponse]:
     """Make responses with the ground truth in the scorer's format, and wrong ones; `rows` have other truths."""
-    scorer, echo = scorer_of(prompt.data_source) if built_in else None, as_chat(prompt.messages)[-1]["content"]
+    scorer = scorer_of(prompt.data_source, reward.name) if uses_built_in(reward) else None
+    echo = as_chat(prompt.messages)[-1]["content"]
     responses = [TrialResponse(EMPTY, ""), TrialResponse(ECHO, echo if isinstance(echo, str) else str(echo))]
     responses.append(TrialResponse(WORD, " ".join(["the"] * 500)))
     if scorer in UNANSWERED or prompt.ground_truth is None:
@@ -222,6 +224,7 @@ def _as_text(truth: Any, scorer: str | None) -> str:
     if scorer == "multiple_choice" and isinstance(truth, int):
         truth = chr(ord("A") + truth)
     truth = truth.get("target", truth) if isinstance(truth, dict) else truth
+    truth = truth.rpartition("#### ")[2] if scorer == "gsm8k" and isinstance(truth, str) else truth
     return str(truth[0] if isinstance(truth, list) and truth else truth)
 
 

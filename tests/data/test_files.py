@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -89,6 +90,7 @@ def hub_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
             return real(str(directory), *arguments, **more)
 
         monkeypatch.setattr(datasets, name, local)
+    monkeypatch.setattr(files, "hub_is_away", lambda: False)
     monkeypatch.chdir(tmp_path)
     files.files_of_hub.cache_clear()
 
@@ -109,15 +111,76 @@ def test_an_unknown_name_is_rejected_with_the_reason_from_the_hub() -> None:
         texts("acme/nothing")
 
 
+README = """---
+configs:
+- config_name: main
+  data_files: [{split: train, path: main/train.jsonl}, {split: test, path: main/test.jsonl}]
+- config_name: socratic
+  data_files: [{split: train, path: socratic/train.jsonl}]
+---
+"""
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Provide acme/school in the hub's cache, as a download leaves it: links to blobs. The hub cannot be reached."""
+    copy, commit = tmp_path / "datasets--acme--school", "0" * 40
+    contents = {f"{name}.jsonl": json.dumps({"a": name}) for name in ("main/train", "main/test", "socratic/train")}
+    for number, (name, text) in enumerate({"README.md": README, **contents}.items()):
+        blob, link = copy / "blobs" / str(number), copy / "snapshots" / commit / name
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_text(text)
+        link.symlink_to(blob)
+    (copy / "refs").mkdir()
+    (copy / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(files, "hub_is_away", lambda: True)
+    files.files_of_hub.cache_clear()
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_a_downloaded_dataset_is_read_from_the_hubs_cache_without_the_hub() -> None:
+    assert texts("acme/school:main") == ["main/train"]
+    assert texts("acme/school:main:test", key=VALIDATION) == ["main/test"]
+    assert texts("acme/school:socratic", key=VALIDATION) == ["socratic/train"]
+
+
+@pytest.mark.usefixtures("hub_cache")
+@pytest.mark.parametrize(
+    ("entry", "cause"),
+    [
+        ("acme/school", "school: has several configurations; name one: acme/school:main, acme/school:socratic"),
+        ("acme/school:hard:train", "school: has no configuration hard; name one: acme/school:main, acme/school:socr"),
+        ("acme/school:main:dev", "school:main: has no split dev; name one: acme/school:main:train, acme/school:main:t"),
+    ],
+)
+def test_configurations_and_splits_are_listed_as_they_are_named(entry: str, cause: str) -> None:
+    with pytest.raises(ConfigError, match=f"data.train_files=acme/{cause}"):
+        texts(entry)
+
+
 def test_a_directory_and_its_file_give_the_same_files(tmp_path):
     file = write(tmp_path / "train.jsonl", "x")
     assert files.row_files([str(tmp_path), str(file)], TRAIN) == [[file], [file]]
 
 
 def test_an_unsupported_file_type_in_a_directory_is_rejected(tmp_path):
-    (tmp_path / "train.csv").write_text("a\n1\n")
-    with pytest.raises(ConfigError, match=r"train.csv: files of rows end in .parquet"):
+    (tmp_path / "train.xml").write_text("<a>1</a>")
+    with pytest.raises(ConfigError, match=r"train.xml: files of rows end in .parquet"):
         texts(tmp_path)
+
+
+def test_a_directory_gives_its_csv_files_and_a_text_file_only_if_it_is_named(tmp_path):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.csv").write_text("a\n007\n")
+    (tmp_path / "rows" / "test.csv").write_text("a\n008\n")
+    assert texts(tmp_path / "rows") == ["007"] and texts(f"{tmp_path / 'rows'}:test") == ["008"]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "LICENSE.txt").write_text("All rights reserved.")
+    with pytest.raises(ConfigError, match=r"LICENSE.txt: .*, and .txt must be named itself; name the file"):
+        files.row_files([str(tmp_path / "texts")])
+    assert files.row_files([str(tmp_path / "texts" / "*.txt")]) == [[tmp_path / "texts" / "LICENSE.txt"]]
 
 
 def test_arrow_files_are_read_like_parquet(tmp_path):

@@ -107,7 +107,8 @@ def test_keys_of_rewards_may_be_set_and_scores_are_shaped_as_in_a_run(files, cap
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
-        ([], "no reward is built in for data_source "),
+        ([], "set reward.name to one of gsm8k, countdown, "),
+        (["reward.name=gsm9k"], "did you mean gsm8k?"),
         (["trainer.seed=1"], "trainer.seed=1: only keys of rewards can be set here"),
         (["reward.timeot=1"], "unknown key"),
         (["--reward", "missing.py"], "there is no such file"),

@@ -209,6 +209,9 @@ def resolve_reward(reward: RewardConfig, check: Checker) -> None:
     """Fill in the function's usual name; check the reward and its manager."""
     function, check = reward.custom_reward_function, check.at("reward")
     function.name = function.name or "compute_score"
+    if reward.name and function.path:
+        keys, fix = ".name .custom_reward_function.path", "leave one of them out"
+        check.error(keys, "a built-in and a custom reward for the same rows", fix)
     _check_reward_manager(reward, check)
     buffer, longest = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len
     if buffer.enable and reward.reward_manager.name != "dapo":
