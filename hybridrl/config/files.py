@@ -28,7 +28,7 @@ from hybridrl.plugins import row_source
 
 COLUMNS = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".csv", ".tsv", ".arrow")
 ROW_SUFFIXES = (*COLUMNS, ".txt")  # text only if it is named: in a directory it is more likely a licence
-WRITTEN = tuple(suffix for suffix in ROW_SUFFIXES if suffix != ".arrow")  # that is in directories of `datasets`
+WRITTEN = tuple(suffix for suffix in ROW_SUFFIXES if suffix != ".arrow")  # .arrow is the library's own
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_SECONDS = 2.0  # for a connection to the hub
 MOST_PARTS = 2  # configuration and split

@@ -194,7 +194,10 @@ def read_responses(
     for row in load_rows(files, faults, key=key, max_samples=-1, shuffle=False, seed=0):
         values = {config.prompt_key: "none"} | row.values | {"reward_model": row.values.get(truth_key)}
         prompt = _parse(replace(row, values=values), config, needs_truth=needs_truth)
-        if isinstance(prompt, Prompt):
+        if isinstance(prompt, Prompt) and config.reward_fn_key not in {"data_source", *row.values}:
+            names = ", ".join(row.values)
+            faults.add(row.place, f"no data source: data.reward_fn_key={config.reward_fn_key}; the row has {names}")
+        elif isinstance(prompt, Prompt):
             messages = prompt.messages if config.prompt_key in row.values else ""
             prompts.append(replace(prompt, messages=messages, columns=row.values))
         else:
@@ -278,12 +281,10 @@ def _parse(row: DataRow, config: DataConfig, *, needs_truth: bool = False) -> Pr
     else:
         reward = as_object(values.get("reward_model")) or {}
         has_truth, ground_truth = "ground_truth" in reward, reward.get("ground_truth")
-        # A custom reward may need none; a column with one of these names was more likely forgotten.
-        has_truth |= not (needs_truth or columns.keys() & {*TRUTHS, *TRUTH_NAMES})
     if not has_truth:
         faults.append(_no_truth(row.values, values.get("reward_model"), key))
     elif ground_truth is None and needs_truth:
-        faults.append(NULL_TRUTH)
+        faults.append(NULL_TRUTH + " (a text file has none)" * row.place.partition(", ")[0].endswith(".txt"))
     faults += [fault for fault in (multimodal_fault(row.values, messages), row_fault(row.values)) if fault]
     extra_info = values.get("extra_info") or {}
     if not isinstance(extra_info, dict):
@@ -335,7 +336,6 @@ def _no_truth(columns: dict[str, Any], reward: Any, key: str | None) -> str:
             f'reward_model holds {kind}, {reward!r:.60}, not an object {{"ground_truth": ...}}; if it is the ground '
             "truth, set data.ground_truth_key=reward_model, else convert it"
         )
-    hint = hint or "; built-in rewards need one: set data.ground_truth_key, or reward.custom_reward_function.path"
     return f'no ground truth: the column reward_model must hold {{"style": "rule", "ground_truth": ...}}{hint}'
 
 

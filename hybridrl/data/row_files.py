@@ -127,8 +127,8 @@ def files_of_hub(named: DatasetName, key: str) -> list[Path]:
 
 
 def _snapshot(name: str) -> Path | None:
-    """Return a dataset's directory in the hub's cache, as `hf download` fills it, if the hub cannot be reached and the
-    library `datasets`, which only reads tables that it prepared itself, has none of it."""
+    """Return a dataset's directory in the hub's cache if the hub cannot be reached. The library `datasets` then reads
+    only tables that it has prepared itself; these are preferred."""
     import datasets
     from huggingface_hub import snapshot_download
 
@@ -155,7 +155,7 @@ def _builder(path: str, named: DatasetName, key: str) -> tuple[Any, DatasetName]
         return datasets.load_dataset_builder(path, named.configuration), named
     cause = f"has no configuration {named.configuration}" if named.configuration else "has several configurations"
     raise ConfigError(
-        f"{key}={named.name}: {cause}", fix=f"name one: {', '.join(f'{named.name}:{one}' for one in names)}"
+        f"{key}={named.name}: {cause}", fix=f"name one: {', '.join(f'{named.name}:{name}' for name in names)}"
     )
 
 

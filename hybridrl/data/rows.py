@@ -48,7 +48,6 @@ DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab"}
 LARGEST_CELL = 1 << 30  # characters; the standard library's limit is 131,072
 UNDECODED = re.compile("[\udc80-\udcff]")  # a byte that is not UTF-8, with errors="surrogateescape"
 QUOTES = 'a double quote that opens a cell is not closed, or text follows the closing one (write "" for a quote)'
-TEXT_COLUMN = "prompt"  # of a text file
 
 logger = logging.getLogger(__name__)
 
@@ -238,15 +237,15 @@ def _parse(text: bytes) -> Any:
     return values
 
 
-def _read_lines(path: Path, faults: Faults) -> Iterator[tuple[str, dict[str, str]]]:
-    """Read one prompt per line."""
+def _read_lines(path: Path, faults: Faults) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read one prompt per line, without a ground truth."""
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, 1):
             place = f"{path}, line {number}"
             if fault := _not_utf8(line):
                 faults.add(place, fault)
             elif line.strip():
-                yield place, {TEXT_COLUMN: line.removesuffix("\n")}
+                yield place, {"prompt": line.removesuffix("\n"), "reward_model": {"ground_truth": None}}
 
 
 def _not_utf8(text: str) -> str:
@@ -258,8 +257,8 @@ def _not_utf8(text: str) -> str:
 
 
 def _read_cells(path: Path, delimiters: str, faults: Faults, key: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Read a file with a header line, whose delimiter is the one that gives it most columns. Raises ConfigError if the
-    header cannot be used, or no row follows it."""
+    """Read the rows below a header line. Of the delimiters the one that splits it into most columns is used. Raises
+    ConfigError if the header cannot be used, or no row follows it."""
     csv.field_size_limit(LARGEST_CELL)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         firsts = {delimiter: next(_records(path, file, delimiter), ("", [""])) for delimiter in delimiters}

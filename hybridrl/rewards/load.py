@@ -107,14 +107,11 @@ def check_data_sources(names: Iterable[str], named: str | None = None) -> None:
     unknown = sorted({str(name) for name in names if scorer_of(name, named) is None})
     if unknown:
         built_in = [*SCORERS, *(f"{beginning}*" for beginning in FAMILIES)]
-        rows = (
-            f"data_source {', '.join(unknown)}" if {*unknown} - {NO_SOURCE, ""} else "rows without data.reward_fn_key"
-        )
-        raise ConfigError(
-            f"no reward is built in for {rows} (built in: {', '.join(built_in)})",
-            fix=f"set reward.name to one of {', '.join(_FUNCTIONS)} for all rows, or "
-            "reward.custom_reward_function.path to a .py file with a custom function",
-        )
+        cause = f"no reward is built in for data_source {', '.join(unknown)} (built in: {', '.join(built_in)})"
+        if {*unknown} <= {NO_SOURCE, ""}:
+            cause = "the rows have no data source (the column data.reward_fn_key), which selects a built-in reward"
+        fix = f"set reward.name to one of {', '.join(_FUNCTIONS)} for all rows, or reward.custom_reward_function.path "
+        raise ConfigError(cause, fix=f"{fix}to a .py file with a custom function")
 
 
 @functools.cache

@@ -11,6 +11,11 @@ MANAGER = "reward.reward_manager"
         ([f"{MANAGER}.name=dap"], rf"{MANAGER}\.name=dap: choose naive .*; did you mean dapo\?.*importlib"),
         ([f"{MANAGER}.source=importlib"], rf"set {MANAGER}\.module\.path"),
         ([f"{MANAGER}.name=batch"], "the built-in rewards score responses one by one"),
+        (["reward.name=gms8k"], r"choose gsm8k \| countdown \| .*; did you mean gsm8k\?"),
+        (
+            ["reward.name=gsm8k", f"reward.custom_reward_function.path={__file__}"],
+            "a built-in and a custom reward for the same",
+        ),
         (["reward.clip_range=[1.0]"], "expected the least and the greatest score"),
         (["reward.clip_range=[1.0,-1.0]"], "expected the least and the greatest score"),
         (["reward.scale=0"], "every score would be 0"),

@@ -128,15 +128,9 @@ def test_a_text_file_has_a_prompt_per_line(tmp_path: Path, load: Any) -> None:
     prompts = load(tmp_path / "a.txt", needs_truth=False)
     assert [(prompt.messages, prompt.ground_truth) for prompt in prompts] == [("Tell me", None), ("  a joke", None)]
     with pytest.raises(
-        ConfigError, match=r"line 1: no ground truth: .*built-in rewards need one: set .* or reward.custom"
+        ConfigError, match=r"line 1: the ground truth is null: set reward.custom.*.a text file has none"
     ):
         load(tmp_path / "a.txt")
     (tmp_path / "a.txt").write_bytes(b"one\ncaf\xe9\n")
     with pytest.raises(ConfigError, match=r"a.txt, line 2: not UTF-8 \(byte 0xe9\)"):
         load(tmp_path / "a.txt", needs_truth=False)
-
-
-def test_a_ground_truth_that_was_likely_forgotten_is_missed_by_a_custom_reward_too(tmp_path: Path, load: Any) -> None:
-    (tmp_path / "a.csv").write_text("prompt,answer\nWhy?,1\n")
-    with pytest.raises(ConfigError, match=r"no ground truth.*; set data.ground_truth_key=answer"):
-        load(tmp_path / "a.csv", needs_truth=False)

@@ -198,6 +198,19 @@ def test_the_ground_truth_is_stated_as_the_built_in_scorer_reads_it(tried, sourc
     assert one.cause.startswith(f"data.train_files, {source}: the ground truth against an empty response: 1 against ")
 
 
+def test_a_named_reward_is_tried_on_the_result_of_a_whole_solution(tried):
+    (one,) = tried(None, ("unknown", "24 + 24 = 48\n#### 48"), ("math", "#### 2"), more=("reward.name=gsm8k",))[:1]
+    assert one.cause == "data.train_files, unknown: the ground truth against an empty response: 1 against 0 on 1 row"
+
+
+def test_rows_of_a_csv_are_scored_by_a_named_reward_and_compared_with_stored_scores(files, capsys):
+    (files / "rows.csv").write_text("output,gts,score\n#### 7,007,0\n#### 007,007,0\n")
+    _, findings = report(capsys, "--rows", str(files / "rows.csv"), "reward.name=gsm8k")
+    assert causes(findings, "reward.scores")[0].endswith("mean 0.5000; 0: 1, 1: 1")
+    (difference,) = causes(findings, "reward.differs")
+    assert difference.startswith("row 3: 1 here, 0 stored; ground truth '007'")
+
+
 def test_no_response_is_made_from_tests_and_tasks(tried):
     findings = tried(None, ("countdown", {"target": 24, "numbers": [1, 2, 3, 4]}), ("openai/gsm8k", "1"))
     places = [one.cause.partition(":")[0] for one in findings]

@@ -451,6 +451,16 @@ def test_a_custom_reward_gets_ground_truths_of_null(place):
     assert len(every) == 10 and {(one.score, one.truth) for one in every} == {(1.0, None)}
 
 
+def test_stored_responses_of_a_csv_without_data_source_are_scored_by_a_named_reward(place, capsys):
+    Path("stored.csv").write_text("truth,responses\n1,#### 1\n007,#### 7\n")
+    keys = ["eval.responses=stored.csv", "data.data_source_key=data_source", "data.ground_truth_key=truth"]
+    keys += ["data.response_key=responses", "reward.custom_reward_function.path=null"]
+    assert stored(place, *keys) == 2
+    assert "set reward.name to one of gsm8k, " in capsys.readouterr().err
+    assert stored(place, *keys, "reward.name=gsm8k") == 0
+    assert [one.score for one in read_samples(Path("out/samples.jsonl"))] == [1.0, 0.0]
+
+
 def test_stored_responses_need_no_prompt(place):
     write_stored("source", "truth", "responses")
     assert stored(place) == 0

@@ -1,12 +1,12 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from hybridrl.config import ConfigError
-from hybridrl.config.schema_parts import RewardManagerConfig, RewardManagerModuleConfig
+from hybridrl.config.schema_parts import RewardManagerConfig, RewardManagerModuleConfig, Scorer
 from hybridrl.required import required
 from hybridrl.rewards.load import check_data_sources, load_reward
 from hybridrl.rewards.pool import ScorerPool
@@ -129,6 +129,20 @@ def test_without_a_path_the_scorer_is_chosen_by_data_source(reward_config, data_
     assert [returned(reward_config(), answer) for answer in answers] == [1.0, 0.0]
 
 
+def test_a_named_scorer_scores_rows_of_any_data_source_and_extracts_the_number_of_a_solution(reward_config):
+    config = reward_config(more={"name": "gsm8k"}, score=2.0)
+    solution = "She sold 48/2 = <<48/2=24>>24 clips in May.\n#### 1,072"
+    answers = [ScoringRequest(source, "#### 1072", solution, {}) for source in ("unknown", "math", "poems")]
+    assert [returned(config, answer) for answer in answers] == [2.0] * 3
+    with pytest.raises(ConfigError, match=r"have no such option; they have .*format_score"):
+        load_reward(reward_config(more={"name": "gsm8k"}, seconds=1), ["openai_humaneval"])
+
+
+def test_every_built_in_scorer_can_be_named(reward_config):
+    for name in get_args(Scorer):
+        assert load_reward(reward_config(more={"name": name})).main is not None
+
+
 def test_options_reach_the_built_in_scorer(reward_config):
     config = reward_config(method="flexible", format_score=0.25)
     assert [returned(config, ScoringRequest("gsm8k", answer, "42", {})) for answer in ("42", "41")] == [1.0, 0.25]
@@ -138,6 +152,9 @@ def test_unknown_data_sources_are_rejected_with_the_known_ones_and_the_way_out()
     check_data_sources(["gsm8k", "openai/gsm8k"])
     with pytest.raises(ConfigError) as raised:
         check_data_sources(["gsm8k", "poems", "poems"])
+    check_data_sources(["poems", "unknown"], "gsm8k")
+    with pytest.raises(ConfigError, match=r"the rows have no data source .*; set reward.name to one of gsm8k, "):
+        check_data_sources(["unknown"])
     for part in ("data_source poems", "openai/gsm8k, gsm8k", "numina_*", "reward.custom_reward_function.path"):
         assert part in str(raised.value)
 
