@@ -66,8 +66,8 @@ def compute_score(
     named: str | None = None,
     **options: Any,
 ) -> Any:
-    """Score by the `named` scorer or that of `data_source`, with those options that it takes; ConfigError if there is
-    none. Of a conversation only what the policy wrote is scored: a tool may have said the truth."""
+    """Score by the `named` scorer or that of `data_source`, with its options; ConfigError if there is none. Of a
+    conversation only what the policy wrote is scored: a tool may have said the truth."""
     name = scorer_of(data_source, named)
     if name is None:
         check_data_sources([data_source])
