@@ -193,9 +193,10 @@ def no_signal(history: History) -> Diagnosis | None:
 def score_fall(history: History) -> Diagnosis | None:
     """The mean score has lost half of its distance to the lowest score of a response, in a usual step."""
     lowest, highest = (median(history.last(f"critic/score/{end}", WINDOW) or [0.0]) for end in ("min", "max"))
+    lowest = min(lowest, history.start(SCORE) or lowest)  # once a task is solved, no response has a low score
 
     def half_lost(best: float, now: float) -> bool:
-        return best - now >= max((best - lowest) / 2, (highest - lowest) / 20)
+        return best - now >= max((best - lowest) / 2, (highest - lowest) / 20, abs(best) / 20)
 
     fell = history.fell(SCORE, half_lost, by_factors=False)
     if fell is None:

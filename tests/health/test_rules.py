@@ -456,3 +456,13 @@ RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
 def test_recorded_runs_have_the_diagnoses_of_their_faults_and_no_other(run, expected):
     names, columns = RECORDED[run].keys(), RECORDED[run].values()
     assert begun([dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]) == expected
+
+
+@pytest.mark.parametrize("learned", [1, 20])  # solved from the first step, or after twenty
+def test_a_solved_task_with_a_few_wrong_responses_has_not_lost_its_score(learned):
+    """As with a pretrained model after 164 steps: every response was right, and then one of sixteen was not."""
+    score = [min(1.0, (step + 1) / learned) if step < 60 else 0.97 for step in range(63)]
+    rows = series(63, critic_score_mean=lambda step: score[step - 1], critic_score_min=lambda step: score[step - 1])
+    assert "score-fall" not in [code for _, code in begun(rows)]
+    lost = series(63, critic_score_mean=lambda step: score[step - 1] if step <= 60 else 0.4)
+    assert "score-fall" in [code for _, code in begun(lost)]
