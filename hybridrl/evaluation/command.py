@@ -14,20 +14,12 @@ from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import read_responses
 from hybridrl.evaluation.config import describe_sampling
 from hybridrl.evaluation.model import Evaluated, Merge, ModelEvaluation, relabel
-from hybridrl.evaluation.plan import (
-    KEY,
-    Origin,
-    Question,
-    collect_questions,
-    find_targets,
-    plan,
-    reject_large_k,
-    with_unique_names,
-)
+from hybridrl.evaluation.plan import Origin, Question, collect_questions, plan, reject_large_k
 from hybridrl.evaluation.results import by_dataset, read_results, reject_nothing_in_common, write_results
-from hybridrl.evaluation.samples import RESULTS, SAMPLES, SampleFile
+from hybridrl.evaluation.samples import SAMPLES, SampleFile
 from hybridrl.evaluation.scoring import REWARD_LOG, blank_sample, reward_digest, score_again
 from hybridrl.evaluation.tables import report, write_table
+from hybridrl.evaluation.targets import KEY, RESULTS, find_targets, with_unique_names
 from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.rewards.rescoring import Rescorer
 from hybridrl.runs.reward_trial import reject_failing_reward

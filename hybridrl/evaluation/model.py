@@ -29,7 +29,7 @@ from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.evaluation.config import with_model
-from hybridrl.evaluation.plan import Origin, PlannedResponse, Target, collect_questions, counts, plan, reject_large_k
+from hybridrl.evaluation.plan import Origin, PlannedResponse, collect_questions, counts, plan, reject_large_k
 from hybridrl.evaluation.results import write_results
 from hybridrl.evaluation.samples import SAMPLES, EvaluationProgress, Sample, SampleFile
 from hybridrl.evaluation.scoring import (
@@ -42,6 +42,7 @@ from hybridrl.evaluation.scoring import (
     score_again,
     write_responses,
 )
+from hybridrl.evaluation.targets import Target
 from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.rewards.rescoring import Rescorer

@@ -12,7 +12,8 @@ import numpy as np
 from hybridrl.config import ConfigError
 from hybridrl.evaluation import statistics
 from hybridrl.evaluation.plan import Question
-from hybridrl.evaluation.samples import QUESTIONS, RESULTS, SAMPLES, Sample, read_samples
+from hybridrl.evaluation.samples import QUESTIONS, SAMPLES, Sample, read_samples
+from hybridrl.evaluation.targets import RESULTS
 from hybridrl.tracking.records import json_text
 
 SHOWN_FAULTS = 0.01  # share of faults above which their bounds are given

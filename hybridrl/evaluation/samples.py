@@ -21,7 +21,7 @@ from hybridrl.core.experience.trajectory import TRUNCATED
 from hybridrl.tracking.console import console, info, on_terminal, warn
 from hybridrl.tracking.records import json_text
 
-RESULTS, QUESTIONS, SAMPLES, TABLE = "results.json", "questions.jsonl", "samples.jsonl", "table.md"
+QUESTIONS, SAMPLES, TABLE = "questions.jsonl", "samples.jsonl", "table.md"
 GREEDY = -1  # the number of the greedy sample
 LOG_SECONDS = 60.0  # between two lines about the progress
 

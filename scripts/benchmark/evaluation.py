@@ -20,8 +20,8 @@ from warm_start import TOP, warm_start
 
 from hybridrl.evaluation.config import load_eval_config
 from hybridrl.evaluation.model import ModelEvaluation, sample_here
-from hybridrl.evaluation.plan import find_targets
 from hybridrl.evaluation.samples import Sample, SampleFile
+from hybridrl.evaluation.targets import find_targets
 from hybridrl.model_merger import whole_model
 from hybridrl.runs.setup import Sessions, open_directory
 from hybridrl.runtime.environment import fork_server, worker_environment

@@ -15,7 +15,7 @@ from hybridrl.checkpoint.store import Store
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.compose import as_yaml, save_config
 from hybridrl.doctor import __main__ as doctor
-from hybridrl.evaluation.plan import find_targets
+from hybridrl.evaluation.targets import find_targets
 from hybridrl.model_merger import __main__ as merger
 from hybridrl.report import __main__ as report
 from hybridrl.report import show

@@ -21,9 +21,9 @@ from hybridrl.core.rollout import Completion, Request
 from hybridrl.evaluation.command import earlier
 from hybridrl.evaluation.config import load_eval_config
 from hybridrl.evaluation.model import ModelEvaluation
-from hybridrl.evaluation.plan import Target
 from hybridrl.evaluation.results import write_results
 from hybridrl.evaluation.samples import GREEDY, read_samples
+from hybridrl.evaluation.targets import Target
 from hybridrl.required import required
 from hybridrl.rewards.pool import DecodingScorer, ScorerPool
 from hybridrl.rewards.process import CallerScorer

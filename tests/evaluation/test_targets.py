@@ -7,7 +7,7 @@ import pytest
 
 from hybridrl.checkpoint.files import write_manifest
 from hybridrl.config import ConfigError
-from hybridrl.evaluation.plan import find_targets
+from hybridrl.evaluation.targets import find_targets
 
 
 @pytest.fixture
