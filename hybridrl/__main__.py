@@ -17,6 +17,7 @@ COMMANDS = {
     "sweep": ("hybridrl.main_ppo", "train with each of several values:  hybridrl sweep key=a,b"),
     "eval": ("hybridrl.main_eval", "evaluate models on questions:  hybridrl eval eval.models=[RUN] eval.files=FILE"),
     "show": ("hybridrl.report.show", "read samples of a run:  hybridrl show RUN --max-reward 0 --group"),
+    "chat": ("hybridrl.chat", "talk to a run's model, or another one:  hybridrl chat RUN"),
     "serve": ("hybridrl.serve", "serve a model with OpenAI's API:  hybridrl serve model.path=DIR"),
     "doctor": ("hybridrl.doctor", "check a command, explain a key, say why a run ended:  hybridrl doctor why RUN"),
     "report": ("hybridrl.report", "write the page of a run, or compare several:  hybridrl report RUN [RUN2 ...]"),

@@ -10,7 +10,7 @@ import numpy as np
 from hybridrl.config import ConfigError
 from hybridrl.config.files import adapter_settings, holds_adapter
 from hybridrl.config.findings import Findings
-from hybridrl.runs.directory import RunDirectory, SavedCheckpoint
+from hybridrl.runs.directory import CONFIG, RunDirectory, SavedCheckpoint
 from hybridrl.tracking.sink import is_validation_score
 
 RESULTS = "results.json"  # of an evaluation
@@ -54,22 +54,24 @@ def _find(name: str, keep_best: str | None, key: str) -> list[Target]:
     if name.startswith(ADDRESS):
         return [Target(re.sub(r"\W+", "-", name.partition("://")[2]).strip("-"), name.rstrip("/"))]
     path, _, choice = name.rpartition(":")
-    if choice not in CHOICES or not Path(path).expanduser().is_dir():
-        if path and choice not in CHOICES and Path(path).expanduser().is_dir() and not Path(name).exists():
-            raise ConfigError(f"{key}={name}: {choice} is not a choice", fix=f"choose {' | '.join(CHOICES)}")
+    known, is_run = choice in CHOICES or choice.isdecimal(), bool(path) and Path(path).expanduser().is_dir()
+    if not (known and is_run):
+        if is_run and not Path(name).exists():
+            raise ConfigError(f"{key}={name}: {choice} is not a choice", fix=f"choose {' | '.join(CHOICES)} | STEP")
         path, choice = name, ""
     directory = Path(path).expanduser()
     if checkpoints := RunDirectory(directory).checkpoints:
         chosen = _chosen(checkpoints, choice or "last", keep_best, f"{key}={name}")
         return [Target(f"{directory.resolve().name}-{step.path.name}", _policy(step.path, key)) for step in chosen]
-    if choice:
-        fix = "name a directory that has global_step_N"
+    if directory.is_dir() and not choice:
+        if re.fullmatch(r"global_step_\d+", directory.name) or (directory / FOLDER).is_dir():
+            return [Target(_short_name(directory), _policy(directory, key))]
+        if (directory / RESULTS).is_file():
+            cause = f"{key}={name} is the directory of an evaluation"
+            raise ConfigError(cause, fix=f"eval.compare={name} compares with it")
+    if choice or ((directory / CONFIG).is_file() and not (directory / "config.json").is_file()):
+        fix = "name a directory that has global_step_N; a run with trainer.save_freq=10 saves every tenth step"
         raise ConfigError(f"{key}={name}: {path} has no checkpoints", fix=fix)
-    if directory.is_dir() and (re.fullmatch(r"global_step_\d+", directory.name) or (directory / FOLDER).is_dir()):
-        return [Target(_short_name(directory), _policy(directory, key))]
-    if directory.is_dir() and (directory / RESULTS).is_file():
-        cause = f"{key}={name} is the directory of an evaluation"
-        raise ConfigError(cause, fix=f"eval.compare={name} compares with it")
     return [Target(_short_name(directory), str(directory) if directory.is_dir() else name)]
 
 
@@ -86,6 +88,14 @@ def _chosen(
     checkpoints: list[SavedCheckpoint], choice: str, keep_best: str | None, setting: str
 ) -> list[SavedCheckpoint]:
     """Return the checkpoints of a run for a choice, by step."""
+    if choice.isdecimal():
+        if not (chosen := [saved for saved in checkpoints if saved.step == int(choice)]):
+            steps = " | ".join(str(saved.step) for saved in checkpoints)
+            raise ConfigError(f"{setting}: there is no checkpoint of step {choice}", fix=f"choose {steps}")
+        return chosen
+    if not (checkpoints := [saved for saved in checkpoints if saved.has_model]):
+        fix = "save one whose checkpoint.save_contents has model"
+        raise ConfigError(f"{setting}: its checkpoints have no model", fix=fix)
     good = [saved for saved in checkpoints if saved.current and not saved.unhealthy]
     if not good or any(saved.kind == "verl" for saved in checkpoints):  # verl records no state
         if choice == "best":

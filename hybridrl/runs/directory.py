@@ -68,6 +68,10 @@ class SavedCheckpoint:
         return f"{', '.join(self.damaged[:SHOWN])}{omitted}" if self.damaged else self.unhealthy
 
     @property
+    def has_model(self) -> bool:
+        return (self.path / "actor").is_dir() and not self.lacks.startswith("no weights")
+
+    @property
     def resumable(self) -> bool:
         return not self.problem and not self.lacks
 

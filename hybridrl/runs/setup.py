@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
 from hybridrl.health.rules import RULES, custom_rules
+from hybridrl.runs.directory import RunDirectory
 from hybridrl.runs.resume import Adjusted, ResumePlan, check_complete, restore, with_restarts
 from hybridrl.runs.trials import custom_sinks
 from hybridrl.runtime.environment import ForkServer, without_expandable_segments
@@ -135,6 +137,8 @@ def train(config: C, job_class: Callable[[C], Job], sessions: Sessions) -> None:
     finally:  # once its end is recorded, also after an error
         if has_begun():
             write_page(directory)
+    if any(saved.has_model for saved in RunDirectory(directory).checkpoints):
+        info(f"to talk to the model: hybridrl chat {shlex.quote(str(directory))}")
 
 
 def write_page(directory: Path) -> None:

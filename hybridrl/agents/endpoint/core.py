@@ -118,11 +118,13 @@ class Core:
         *,
         reads_calls: bool,
         template: Mapping[str, Any] = MappingProxyType({}),
+        whole: bool = False,
     ) -> Reply:
-        """Sample the next message of a conversation, and record it. `template` has arguments of the chat template."""
+        """Sample the next message of a conversation, and record it. `template` has arguments of the chat template. With
+        `whole` its reasoning is heard too, as a part of its text."""
         session = session or Session(self.kit)
         prompt = await self._prepared(session, session.prompt_for, messages, tools, template)
-        completion, seconds = await self._sample(session, prompt, sampling, hears=not tools, chat=True)
+        completion, seconds = await self._sample(session, prompt, sampling, hears=not tools, chat=not whole)
         text, calls, readable = self._text(completion, sampling.stop, special=bool(tools)), [], True
         if reads_calls:
             content, calls = _forced_call(text) if sampling.forced else self._read(text, tools)

@@ -5,17 +5,24 @@ import secrets
 import signal
 import socket
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
+from fastapi import HTTPException
 from transformers import AutoConfig
 
 from hybridrl.agents.endpoint.app import create_app, serving
-from hybridrl.agents.endpoint.core import SamplingOptions
+from hybridrl.agents.endpoint.core import Core, SamplingOptions
 from hybridrl.agents.endpoint.fields import OF_THE_RUN
 from hybridrl.agents.endpoint.requests import rejected
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
+from hybridrl.agents.environments import Message
 from hybridrl.agents.environments.episode_loop import EpisodeLimits, EpisodeTools
 from hybridrl.agents.environments.user_code import UserCodeError, contained
+from hybridrl.config import ConfigError
+from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.carried import Encoded
 from hybridrl.core.rollout import Completion, Request, Sampling
@@ -79,7 +86,7 @@ class Local:
 
 def make_kit(model: ModelConfig, rollout: RolloutConfig) -> EpisodeTools:
     """Return the chat template of a model, and its formats. Contexts have at most LONGEST tokens, unless it is set."""
-    settings = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    settings = AutoConfig.from_pretrained(resolve_model(model.path), trust_remote_code=model.trust_remote_code)
     positions = getattr(settings.get_text_config(), "max_position_embeddings", None) or LONGEST
     context = rollout.max_model_len = rollout.max_model_len or min(positions, LONGEST)
     tokenizer = load_tokenizer(
@@ -101,6 +108,78 @@ def _signalled(ended: asyncio.Event) -> asyncio.Event:
     return ended
 
 
+async def start(
+    entry: EngineEntry, model: ModelConfig, rollout: RolloutConfig, device: str, kit: EpisodeTools, *, schemas: bool
+) -> Local:
+    """Start an engine of this entry with a Hugging Face model, and return its policy; `schemas`: of responses too."""
+    # By default the engine expects a trainer's weights, and has no tokenizer: schemas need one, which takes seconds.
+    for arguments in vars(rollout.engine_kwargs).values():
+        arguments |= {"load_format": "auto", "skip_tokenizer_init": not schemas}
+    engine = entry.build(device, model, rollout, 1)
+    await engine.connect()
+    return Local(engine, rollout, kit)
+
+
+class Conversation:
+    """A conversation at a terminal. A model without a chat template continues each text by itself."""
+
+    def __init__(self, kit: EpisodeTools, options: SamplingOptions, system: str | None = None) -> None:
+        self.kit, self.options, self.continues = kit, options, kit.tokenizer.chat_template == NO_TEMPLATE
+        if system and self.continues:
+            fix = "leave it out, or set model.custom_chat_template"
+            raise ConfigError("--system: the model has no chat template, and continues texts", fix=fix)
+        self.begin: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self.session, self.messages = Session(self.kit), self.begin
+
+    def with_text(self, text: str) -> list[Message]:
+        """Return the messages with the user's next. Raises ConfigError if no response fits after it."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        with _rejecting():
+            self.session.prompt_of(text) if self.continues else self.session.prompt_for(messages)
+        return messages
+
+    async def respond(self, policy: Local, text: str, show: Callable[[str], object]) -> bool:
+        """Sample a response, shown in pieces with its reasoning; return whether it ended by itself. Where this is
+        cancelled, as by Ctrl-C, the response is what was shown. Raises ConfigError if the text is rejected."""
+        messages, core, shown = self.with_text(text), Core(policy, AgentSessions(self.kit)), ""
+
+        def grow(whole: str) -> None:
+            nonlocal shown
+            show(whole[len(shown) :])
+            shown = whole
+
+        options = replace(self.options, hear=lambda reply: grow(reply.message["content"]))
+        try:
+            with _rejecting():
+                if self.continues:
+                    reply = await core.complete(None, text, options)
+                else:
+                    reply = await core.respond(self.session, messages, [], options, reads_calls=False, whole=True)
+        except asyncio.CancelledError:
+            await policy.engine.interrupt()
+            if shown:
+                self.messages = [*messages, {"role": "assistant", "content": shown}]
+            raise
+        grow(self.kit.decode(self.kit.content(reply.turn.completion.token_ids)))
+        self.messages = reply.turn.messages
+        return reply.finish != "length"
+
+
+@contextmanager
+def _rejecting() -> Iterator[None]:
+    """Raise ConfigError where the endpoint rejects a request."""
+    try:
+        yield
+    except HTTPException as error:
+        full = error.detail["code"] == "context_length_exceeded"
+        fix = "shorten it, set rollout.max_model_len, or forget earlier turns by /reset" if full else ""
+        raise ConfigError(error.detail["message"], fix=fix) from error
+
+
 async def serve(
     entry: EngineEntry,
     model: ModelConfig,
@@ -117,13 +196,8 @@ async def serve(
     process gets a signal to end; returns why it ended otherwise. Who has the `admin_key` starts sessions."""
     ended = _signalled(asyncio.Event())
     kit = make_kit(model, rollout)
-    # By default the engine expects a trainer's weights, and has no tokenizer; schemas of responses need one.
-    for arguments in vars(rollout.engine_kwargs).values():
-        arguments |= {"load_format": "auto", "skip_tokenizer_init": False}
-    engine = entry.build(device, model, rollout, 1)
-    await engine.connect()
+    policy = await start(entry, model, rollout, device, kit, schemas=True)
     _signalled(ended)  # SGLang has its own handlers
-    policy = Local(engine, rollout, kit)
     app = create_app(policy, AgentSessions(kit), model=name, admin_key=admin_key, check=policy.check, host=host)
     stopping, dying = asyncio.create_task(ended.wait()), asyncio.create_task(policy.watch())
     async with serving(app, listening) as address:

@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hybridrl import project_file
 from hybridrl.agents.endpoint import ADMIN_KEY, bound
@@ -93,22 +94,28 @@ def _by_own_name(finding: Finding) -> Finding:
 
 
 def run(own: dict[str, str], section: ServedConfig) -> str:
-    """Serve until the process is stopped; returns why it ended otherwise. Shards and adapters are merged into a
-    temporary directory first."""
-    model, rollout, device, source = section.model, section.rollout, own["device"], section.model.path
+    """Serve until the process is stopped; returns why it ended otherwise."""
+    source, listening = section.model.path, bound(own["host"], int(own["port"]))  # before anything that takes long
+    entry, device = prepare(section, own["device"])
+    from hybridrl.agents.endpoint.local import serve
+
+    options = {"host": own["host"], "name": own["served_model_name"], "source": source}
+    options |= {"admin_key": os.environ.get(ADMIN_KEY)}
+    return asyncio.run(serve(entry, section.model, section.rollout, device, listening=listening, **options))
+
+
+def prepare(section: ServedConfig, device: str) -> tuple[Any, str]:
+    """Make this process ready for an engine, and return its EngineEntry and device. Shards and adapters are merged into a
+    temporary directory, which becomes the section's model."""
+    model, rollout = section.model, section.rollout
     if device == "auto":
         device = "cuda" if this_machine().gpus else "cpu"
     rollout.dtype, rollout.free_cache_engine = resolve_dtype(rollout.dtype, device), False
     rollout.enable_rollout_routing_replay = False
-    listening = bound(own["host"], int(own["port"]))  # before anything that takes long
     work_in_private()  # the directory is removed when this process ends
     os.environ |= worker_environment(device, 1)  # before anything imports torch, as what follows does
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     entry = load(f"engine.{rollout.name}")
     os.environ |= entry.environment(rollout) | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # this process has threads
     model.path = whole_model(model.path, Path(tempfile.mkdtemp()), "model.path")
-    from hybridrl.agents.endpoint.local import serve
-
-    options = {"host": own["host"], "name": own["served_model_name"], "source": source}
-    options |= {"admin_key": os.environ.get(ADMIN_KEY)}
-    return asyncio.run(serve(entry, model, rollout, device, listening=listening, **options))
+    return entry, device
