@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hybridrl.agents.endpoint.serve import prepare, read_arguments
 from hybridrl.config import ConfigError
-from hybridrl.config.files import holds_adapter, model_path
+from hybridrl.config.files import model_path
 from hybridrl.evaluation.targets import Target, find_targets
 from hybridrl.runtime import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REJECTED
 from hybridrl.runtime.guard import ended_by_closed_pipe, guarded
@@ -43,7 +43,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", metavar=NAME, help="RUN, RUN:best, RUN:STEP, a checkpoint, a Hugging Face directory or a hub name")
-    add("keys", nargs="*", default=[], metavar="key=value", help="keys of hybridrl serve, such as rollout.max_model_len=4096")
+    add(
+        "keys",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="keys of hybridrl serve, such as rollout.max_model_len=4096",
+    )
     add("--prompt", metavar="TEXT", help="print one response to this, and end")
     add("--max-tokens", type=int, default=512, metavar="N", help="the longest response (512)")
     add("--temperature", metavar="T", help="0: the likeliest tokens (rollout.temperature, 1.0)")

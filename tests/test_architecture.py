@@ -57,6 +57,7 @@ LATE = {
     "main_eval.py": "torch, Ray and transformers come only once the configuration stands",
     "runs/command.py": "torch, Ray and transformers come only once the configuration stands",
     "core/training/token_outputs.py": "Triton comes with torch's builds for CUDA, and is used there only",
+    "chat.py": "torch, transformers and vLLM come only once the command stands",
     "agents/endpoint/serve.py": "torch, transformers and vLLM come only once the command stands",
     "tracking/report.py": "matplotlib is slow to import, and wanted at the end of a run only",
     "tracking/tracker.py": "sinks whose libraries are heavy, or an extra, come only where they are chosen",

@@ -105,7 +105,7 @@ def command_faults(name: str, words: list[str]) -> list[str]:
     if name in ("train", "sft", "sweep"):
         return configuration_faults(SFTConfig if name == "sft" else PPOConfig, words)
     found = unknown_options(words, text_of(module.replace(".", "/")))
-    if name == "serve":
+    if name in ("serve", "chat"):
         known = tree(ActorRolloutRefConfig)
         return found + [f"unknown key {key}" for key in keys_of(words) if key not in OWN and not holds(known, key)]
     return found + unknown_keys(words)
@@ -203,6 +203,8 @@ def test_commands_are_found_in_blocks_and_sentences() -> None:
         ("hybridrl sweep actor_rollout_ref.actor.optim.rl=1,2", "actor_rollout_ref.actor.optim.rl"),
         ("hybridrl show outputs/run --max-rewards 0", "unknown option --max-rewards"),
         ("hybridrl serve model.pth=x", "unknown key model.pth"),
+        ("hybridrl chat outputs/run rollout.max_len=9", "unknown key rollout.max_len"),
+        ("hybridrl chat outputs/run --promt hello", "unknown option --promt"),
         ("python scripts/benchmark/stepp.py", "there is no file scripts/benchmark/stepp.py"),
         ("python scripts/benchmark/step.py --runds 3", "unknown option --runds"),
         ("python scripts/benchmark/step.py actor_rollout_ref.actor.ppo_max_tokens=1", "unknown key"),

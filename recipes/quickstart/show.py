@@ -38,10 +38,8 @@ To try next on this machine, after
   The run's page, with all samples within reach:
     hybridrl report {run} --serve
 
-  Talk to the model, and stop it with Ctrl-C; in a second terminal, a problem:
-    hybridrl serve model.path={model} device=cpu
-    curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-        -d '{{"messages": [{{"role": "user", "content": "What is 767+488?"}}], "temperature": 0}}'
+  Ask the model something, or without --prompt as often as you like:
+    hybridrl chat {run} device=cpu --temperature 0 --prompt 'What is 767+488?'
 
   Two learning rates from the same warm start, and a table of both:
     hybridrl sweep --config-path {recipes}/quickstart --config-name train \\

@@ -35,6 +35,30 @@ def test_a_run_is_its_last_healthy_checkpoint_its_best_or_all(run):
     assert found(f"{run}:best", keep_best="loss") == [two]
 
 
+def test_a_step_of_a_run_is_its_checkpoint_whatever_its_health(run):
+    twelve = ("my-run-global_step_12", f"{run}/global_step_12/actor")
+    assert found(f"{run}:12", f"{run}:02") == [twelve, ("my-run-global_step_2", f"{run}/global_step_2/actor")]
+    with pytest.raises(ConfigError, match=r"there is no checkpoint of step 3; choose 2 \| 10 \| 12"):
+        found(f"{run}:3")
+
+
+def test_a_run_is_its_last_checkpoint_that_has_a_model(run, tmp_path):
+    shards = run / "global_step_10" / "actor" / ".metadata"
+    shards.write_bytes(b"\x8c\x09optimizer.state")
+    write_manifest(shards.parent.parent)
+    assert found(run) == [("my-run-global_step_2", f"{run}/global_step_2/actor")]
+    (run / "global_step_2" / "actor").rmdir()
+    (run / "global_step_12" / "actor").rmdir()
+    with pytest.raises(ConfigError, match=r"its checkpoints have no model; save one whose checkpoint.save_contents"):
+        found(run)
+
+
+def test_a_run_without_checkpoints_is_rejected_with_the_key_that_saves_some(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"has no checkpoints; name .* a run with trainer.save_freq=10 saves"):
+        found(tmp_path)
+
+
 def test_checkpoints_are_compared_by_the_data_sources_that_every_validation_has(run):
     for step, hard in ((2, 0.2), (10, 0.1)):
         file = run / f"global_step_{step}" / "state.json"

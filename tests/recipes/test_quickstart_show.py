@@ -74,15 +74,13 @@ def test_the_next_commands_are_ones_that_work_without_a_gpu(tmp_path, capsys):
     text = capsys.readouterr().out.replace("\\\n", " ")
     commands = [shlex.split(line) for line in text.partition("To try next")[2].splitlines() if line.startswith("    ")]
     names = [words[1] for words in commands if words[0] == "hybridrl"]
-    assert names == ["show", "report", "serve", "sweep", "quickstart", "quickstart"]
-    shown, page, served, swept, *_ = (words[2:] for words in commands if words[0] == "hybridrl")
+    assert names == ["show", "report", "chat", "sweep", "quickstart", "quickstart"]
+    shown, page, asked, swept, *_ = (words[2:] for words in commands if words[0] == "hybridrl")
     assert samples.main(shown) == 0 and "no sample matches" not in capsys.readouterr().out
     assert page == [str(run), "--serve"] and not check_pages([run], None)
-    assert served == [f"model.path={run}/global_step_10/actor", "device=cpu"]
+    assert asked == [str(run), "device=cpu", "--temperature", "0", "--prompt", "What is 767+488?"]
     keys = [word for word in swept if "=" in word]
     assert keys == ["actor_rollout_ref.actor.optim.lr=1e-4,5e-5", "trainer.default_local_dir=outputs/sweep"]
-    (curl,) = (words for words in commands if words[0] == "curl")
-    assert json.loads(curl[curl.index("-d") + 1])["messages"][0]["content"] == "What is 767+488?"
 
 
 def test_a_run_that_has_not_learned_exits_with_status_1_and_a_message(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """What every run sets up: directories, plans, and what is rejected once tokenizer and data are loaded."""
 
 import os
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any, cast
 import pytest
 from transformers import Qwen2Config
 
+from hybridrl.checkpoint.store import Store
 from hybridrl.config import ConfigError
 from hybridrl.config.load import load_sft_config
 from hybridrl.core.training.learner import RankModel
@@ -128,3 +130,18 @@ def test_a_directory_that_cannot_be_written_is_rejected(tmp_path):
 @pytest.mark.parametrize(("context", "expected"), [(48, [2, 3] * 12), (24, [3, *[2, 3] * 11]), (2, [3])])
 def test_the_probe_of_a_weight_sync_and_the_token_after_it_fit_in_the_engine_s_context(context, expected):
     assert probe_ids([2, 3], context) == expected
+
+
+@pytest.mark.parametrize("folder", ["actor", "critic"])
+def test_a_run_ends_with_the_command_that_talks_to_its_model_if_it_saved_one(tmp_path, monkeypatch, capsys, folder):
+    def save(*_: object, **__: object) -> None:
+        with closing(Store(tmp_path)) as store:
+            (store.begin(3) / folder).mkdir()
+            store.publish(3, {"healthy": True, "recovery": False, "metrics": {}})
+
+    rows, _, device = keys_of_run(tmp_path)
+    config = load_sft_config([rows, device, f"model.path={tmp_path}", f"trainer.default_local_dir={tmp_path}"])
+    monkeypatch.setattr(setup, "run", save)
+    setup.train(config, cast("Any", None), setup.Sessions())
+    last = f"to talk to the model: hybridrl chat {tmp_path}"
+    assert (capsys.readouterr().out.splitlines()[-1:] == [last]) == (folder == "actor")

@@ -105,8 +105,8 @@ def run(own: dict[str, str], section: ServedConfig) -> str:
 
 
 def prepare(section: ServedConfig, device: str) -> tuple[Any, str]:
-    """Make this process ready for an engine, and return its EngineEntry and device. Shards and adapters are merged into a
-    temporary directory, which becomes the section's model."""
+    """Make this process ready for an engine, and return its EngineEntry and device. Shards and adapters are merged
+    into a temporary directory, which becomes the section's model."""
     model, rollout = section.model, section.rollout
     if device == "auto":
         device = "cuda" if this_machine().gpus else "cpu"

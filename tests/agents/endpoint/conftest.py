@@ -2,6 +2,7 @@
 
 import asyncio
 import runpy
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from openai import AsyncOpenAI
-from transformers import Qwen2Tokenizer
+from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from hybridrl.agents.endpoint.app import create_app, serving
 from hybridrl.agents.endpoint.core import SamplingOptions
@@ -35,6 +36,22 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(directory)
     recipe["build_model"](tokenizer, seed=0).save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def with_template(tiny: Path, tmp_path: Path) -> Callable[[str | None], Path]:
+    """Make this model with another chat template; None: without one."""
+
+    def make(template: str | None) -> Path:
+        model = shutil.copytree(tiny, tmp_path / "model")
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.chat_template = template
+        for file in model.glob("chat_template*"):
+            file.unlink()
+        tokenizer.save_pretrained(model)
+        return model
+
+    return make
 
 
 def completion_of(tokenizer: Qwen2Tokenizer, text: str, most: int | None = None) -> Completion:

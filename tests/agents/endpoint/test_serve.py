@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -119,14 +118,10 @@ async def test_serving_ends_with_a_sentence_and_a_status_once_the_engine_is_dead
 
 @pytest.mark.parametrize(("route", "field"), [("chat/completions", "messages"), ("responses", "input")])
 async def test_a_model_without_a_chat_template_continues_texts_and_answers_a_chat_with_one_sentence(
-    tiny, tmp_path, route, field
+    with_template, route, field
 ):
-    model = shutil.copytree(tiny, tmp_path / "model")
+    model = with_template(None)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = None
-    for file in model.glob("chat_template*"):
-        file.unlink()
-    tokenizer.save_pretrained(model)
     _, section = serve.read_arguments([f"model.path={model}"])
     script = Script(tokenizer, ["7"])
     app = create_app(script, AgentSessions(local.make_kit(section.model, section.rollout)))
