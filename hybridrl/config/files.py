@@ -299,7 +299,8 @@ def model_path(value: str) -> ValueFault | None:
         if numbers:
             fix = f"name the model of a checkpoint, the newest one: {steps[str(max(numbers))]}"
             return ValueFault("it is the directory of a run", fix)
-        return ValueFault("the directory has no config.json, so it is not a Hugging Face model")
+        there = ", ".join(sorted(os.listdir(value))[:8]) or "no files"
+        return ValueFault(f"the directory has no config.json, so it is not a Hugging Face model (it has {there})")
     if cause := fault_in(config) or fault_in(directory / "generation_config.json"):
         return ValueFault(cause, "save or download the model again")
     if is_sharded(value) or any(True for pattern in WEIGHT_FILES for _ in directory.glob(pattern)):

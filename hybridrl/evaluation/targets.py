@@ -13,7 +13,7 @@ from hybridrl.config.findings import Findings
 from hybridrl.runs.directory import CONFIG, RunDirectory, SavedCheckpoint
 from hybridrl.tracking.sink import is_validation_score
 
-RESULTS = "results.json"  # of an evaluation
+RESULTS = "results.json"  # an evaluation's numbers
 CHOICES = ("best", "last", "all")
 KEY = "eval.models"
 ADDRESS = ("http://", "https://")  # beginnings of an address
@@ -54,8 +54,8 @@ def _find(name: str, keep_best: str | None, key: str) -> list[Target]:
     if name.startswith(ADDRESS):
         return [Target(re.sub(r"\W+", "-", name.partition("://")[2]).strip("-"), name.rstrip("/"))]
     path, _, choice = name.rpartition(":")
-    known, is_run = choice in CHOICES or choice.isdecimal(), bool(path) and Path(path).expanduser().is_dir()
-    if not (known and is_run):
+    selects, is_run = choice in CHOICES or choice.isdecimal(), bool(path) and Path(path).expanduser().is_dir()
+    if not (selects and is_run):
         if is_run and not Path(name).exists():
             raise ConfigError(f"{key}={name}: {choice} is not a choice", fix=f"choose {' | '.join(CHOICES)} | STEP")
         path, choice = name, ""

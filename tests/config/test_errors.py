@@ -184,7 +184,10 @@ def test_keys_that_contradict_each_other_are_reported_together(load):
 @pytest.mark.parametrize(
     ("remove", "message"),
     [
-        ("config.json", "the directory has no config.json, so it is not a Hugging Face model"),
+        (
+            "config.json",
+            "the directory has no config.json, so it is not a Hugging Face model (it has model.safetensors)",
+        ),
         (
             "model.safetensors",
             "the directory has no weights (*.safetensors or *.bin); save or download the model again",

@@ -113,7 +113,9 @@ def test_so_is_one_with_whole_weights_and_no_shards(saved: Path) -> None:
 
 def test_a_saved_model_without_its_configuration_is_rejected(saved: Path) -> None:
     (saved / "huggingface" / "config.json").unlink()
-    assert model_path(str(saved)) == ValueFault("the directory has no config.json, so it is not a Hugging Face model")
+    there = ", ".join(sorted(file.name for file in saved.iterdir()))
+    cause = f"the directory has no config.json, so it is not a Hugging Face model (it has {there})"
+    assert model_path(str(saved)) == ValueFault(cause)
 
 
 def test_of_a_run_the_newest_model_is_named(saved: Path) -> None:

@@ -1,6 +1,5 @@
 """A conversation with a real engine, as a user starts it."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,16 +9,20 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hybridrl.required import required
 from hybridrl.runtime.keeper import started_with
 
 pytestmark = pytest.mark.slow
 SECONDS = 180
 
 
-def start(model: Path, *options: str, **streams: int) -> subprocess.Popen[str]:
+def start(model: Path, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "hybridrl", "chat", str(model), "device=cpu", *options]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, **pipes | streams)
+    # A shell's background job would ignore Ctrl-C.
+    return subprocess.Popen(
+        command, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **pipes
+    )
 
 
 def test_a_prompt_and_the_first_line_of_a_pipe_get_the_same_response_and_nothing_else_is_printed(tiny):
@@ -35,16 +38,14 @@ def test_a_prompt_and_the_first_line_of_a_pipe_get_the_same_response_and_nothing
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_however_it_ends_while_it_responds_nothing_is_left(tiny, tmp_path, number):
+def test_however_it_ends_while_it_responds_nothing_is_left(tiny, tmp_path, monkeypatch, number):
     name = f"CHAT={tmp_path}"
-    os.environ["CHAT"] = str(tmp_path)
-    try:
-        process = start(tiny / "model", "--max-tokens", "400")
-    finally:
-        del os.environ["CHAT"]
-    process.stdin.write("What is 1+2?\n" * 50)
-    process.stdin.flush()
-    assert process.stdout.read(1)
+    monkeypatch.setenv("CHAT", str(tmp_path))
+    process = start(tiny / "model", "--max-tokens", "400")
+    lines, output, errors = (required(stream) for stream in (process.stdin, process.stdout, process.stderr))
+    lines.write("What is 1+2?\n" * 50)
+    lines.flush()
+    assert output.read(1)
     assert len(started_with(name)) > 1
     process.send_signal(number)
     assert process.wait(30) == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
@@ -52,4 +53,4 @@ def test_however_it_ends_while_it_responds_nothing_is_left(tiny, tmp_path, numbe
     while left := [pid for pid in started_with(name) if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < end, left
         time.sleep(0.2)
-    assert "Traceback" not in process.stderr.read()
+    assert "Traceback" not in errors.read()

@@ -5,8 +5,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -120,32 +119,35 @@ async def start(
     return Local(engine, rollout, kit)
 
 
-class Conversation:
+class TerminalChat:
     """A conversation at a terminal. A model without a chat template continues each text by itself."""
 
-    def __init__(self, kit: EpisodeTools, options: SamplingOptions, system: str | None = None) -> None:
-        self.kit, self.options, self.continues = kit, options, kit.tokenizer.chat_template == NO_TEMPLATE
+    def __init__(self, kit: EpisodeTools, max_tokens: int, system: str | None) -> None:
+        self.kit, self.system = kit, [{"role": "system", "content": system}] if system else []
+        self.options, self.continues = SamplingOptions(max_tokens), kit.tokenizer.chat_template == NO_TEMPLATE
         if system and self.continues:
             fix = "leave it out, or set model.custom_chat_template"
             raise ConfigError("--system: the model has no chat template, and continues texts", fix=fix)
-        self.begin: list[Message] = [{"role": "system", "content": system}] if system else []
         self.reset()
 
     def reset(self) -> None:
         """Forget all turns."""
-        self.session, self.messages = Session(self.kit), self.begin
+        self.session, self.messages = Session(self.kit), self.system
 
-    def with_text(self, text: str) -> list[Message]:
-        """Return the messages with the user's next. Raises ConfigError if no response fits after it."""
+    def messages_with(self, text: str) -> list[Message]:
+        """Return the messages with the user's next one. Raises ConfigError if no response fits after it."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        with _rejecting():
+        try:
             self.session.prompt_of(text) if self.continues else self.session.prompt_for(messages)
+        except HTTPException as error:
+            fix = "send less, set rollout.max_model_len, or forget earlier turns: /reset"
+            raise ConfigError(error.detail["message"], fix=fix) from error
         return messages
 
     async def respond(self, policy: Local, text: str, show: Callable[[str], object]) -> bool:
-        """Sample a response, shown in pieces with its reasoning; return whether it ended by itself. Where this is
-        cancelled, as by Ctrl-C, the response is what was shown. Raises ConfigError if the text is rejected."""
-        messages, core, shown = self.with_text(text), Core(policy, AgentSessions(self.kit)), ""
+        """Sample a response, shown as it grows with its reasoning; return whether it is cut off. If this is cancelled,
+        the response keeps the text that was shown. Raises ConfigError if no response fits."""
+        messages, core, shown = self.messages_with(text), Core(policy, AgentSessions(self.kit)), ""
 
         def grow(whole: str) -> None:
             nonlocal shown
@@ -154,30 +156,17 @@ class Conversation:
 
         options = replace(self.options, hear=lambda reply: grow(reply.message["content"]))
         try:
-            with _rejecting():
-                if self.continues:
-                    reply = await core.complete(None, text, options)
-                else:
-                    reply = await core.respond(self.session, messages, [], options, reads_calls=False, whole=True)
+            if self.continues:
+                reply = await core.complete(None, text, options)
+            else:
+                reply = await core.respond(self.session, messages, [], options, reads_calls=False, whole=True)
         except asyncio.CancelledError:
             await policy.engine.interrupt()
-            if shown:
-                self.messages = [*messages, {"role": "assistant", "content": shown}]
+            self.messages = [*messages, {"role": "assistant", "content": shown}] if shown else self.messages
             raise
         grow(self.kit.decode(self.kit.content(reply.turn.completion.token_ids)))
         self.messages = reply.turn.messages
-        return reply.finish != "length"
-
-
-@contextmanager
-def _rejecting() -> Iterator[None]:
-    """Raise ConfigError where the endpoint rejects a request."""
-    try:
-        yield
-    except HTTPException as error:
-        full = error.detail["code"] == "context_length_exceeded"
-        fix = "shorten it, set rollout.max_model_len, or forget earlier turns by /reset" if full else ""
-        raise ConfigError(error.detail["message"], fix=fix) from error
+        return reply.finish == "length" and not self.continues
 
 
 async def serve(

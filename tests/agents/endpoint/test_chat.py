@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from hybridrl import chat
 from hybridrl.core.rollout import Completion, Request
+from hybridrl.required import required
 from tests.agents.endpoint.conftest import completion_of
 
 CTRL_C = "^C"  # ends a line that is typed, or a response that is sampled
@@ -50,11 +52,12 @@ class ScriptedEngine:
         self.requests.append(request)
         text = self.texts.pop(0)
         completion = completion_of(self.tokenizer, text.removesuffix(CTRL_C), request.sampling.max_tokens)
-        before = len(sys.stdout.getvalue())
+        output = cast("StringIO", sys.stdout)
+        before = len(output.getvalue())
         for token in completion.token_ids.tolist():
-            request.hear([token])
+            required(request.hear)([token])
             await asyncio.sleep(0)
-        self.shown.append(sys.stdout.getvalue()[before:])
+        self.shown.append(output.getvalue()[before:])
         if text.endswith(CTRL_C):
             signal.raise_signal(signal.SIGINT)
             await asyncio.Event().wait()
@@ -133,14 +136,14 @@ def test_a_response_is_shown_as_it_is_sampled_with_its_reasoning(talk, with_temp
 
 def test_a_response_that_is_cut_off_says_so_apart_from_the_output(talk):
     result = talk("--max-tokens", "2", "--prompt", "1+2", texts=("12345",))
-    assert result.output == "12\n" and "[cut off; --max-tokens=2]" in result.errors
+    assert result.output == "12\n" and "[cut off: --max-tokens allows more]" in result.errors
 
 
 def test_ctrl_c_ends_a_response_which_stays_as_far_as_it_was_shown_and_then_the_command(talk):
     texts = (f"#### 3{CTRL_C}", "#### 7")
     result = talk(texts=texts, lines=f"1+2\n3+4\n{CTRL_C}\nmore\n", terminal=True)
-    assert (result.status, result.engine.interruptions) == (0, 1)
-    assert result.output.splitlines()[-1] == "#### 3#### 7"
+    assert (result.status, result.engine.interruptions) == (130, 1)
+    assert result.output == "#### 3#### 7\n"
     assert "#### 3" in result.engine.prompts[1] and "3+4" in result.engine.prompts[1]
 
 
@@ -184,14 +187,14 @@ def made_run(directory: Path, *folders: str) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["/not/there"], "RUN_OR_MODEL=/not/there: there is no such directory (/not does not exist)"),
-        (["{here}"], "the directory has no config.json, so it is not a Hugging Face model (there are notes.txt)"),
+        (["/not/there"], "model.path=/not/there: there is no such directory (/not does not exist)"),
+        (["{here}"], "the directory has no config.json, so it is not a Hugging Face model (it has notes.txt)"),
         (["{here}/none"], "none has no checkpoints; name a directory that has global_step_N; a run with trainer.save"),
         (["{here}/run:3"], "run:3: there is no checkpoint of step 3; choose 5"),
         (["{here}/run:first"], "first is not a choice; choose best | last | all | STEP"),
         (["{here}/run"], "global_step_5/actor: the directory has no config.json"),
-        (["http://127.0.0.1:8000/v1"], "is an address; name one model that is in files"),
-        (["{tiny}", "--max-tokens=0"], "--max-tokens=0 must be at least 1"),
+        (["http://127.0.0.1:8000/v1"], "model.path=http://127.0.0.1:8000/v1: there is no such directory"),
+        (["{tiny}", "--max-tokens=0"], "rollout.response_length=0: must be at least 1"),
         (["{tiny}", "--temperature=-1"], "rollout.temperature=-1"),
         (["{tiny}", "rollout.max_num_seq=2"], "unknown key rollout.max_num_seq"),
         (["{tiny}", "rollout.max_model_len=20", "--prompt=1+2"], "the maximum context length is 20 tokens"),
