@@ -10,27 +10,27 @@ from hybridrl.config.values import value_keys
 PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.
 LINES = {
-    ".": 524,
-    "agents": 6962,
+    ".": 628,
+    "agents": 7034,
     "checkpoint": 1986,
     "compat": 3224,
-    "config": 4386,
+    "config": 4387,
     "core": 13130,
     "data": 1879,
     "doctor": 4561,
     "environments": 180,
-    "evaluation": 2226,
+    "evaluation": 2235,
     "health": 1017,
     "model_merger": 736,
     "report": 2493,
     "rewards": 3098,
-    "runs": 3073,
+    "runs": 3081,
     "runtime": 1599,
     "tracking": 1918,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 52992
-FILES = {"core": 71, "hybridrl": 251}
+TOTAL = 53186
+FILES = {"core": 71, "hybridrl": 253}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.
