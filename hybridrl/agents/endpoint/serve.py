@@ -49,7 +49,6 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if arguments else EXIT_REJECTED
     try:
         own, section = read_arguments(arguments)
-        reject_foreign_builds()
         if cause := run(own, section):
             print(f"error: serving ended: {cause}; start it again", file=sys.stderr)
             return EXIT_FAILED
@@ -107,6 +106,7 @@ def run(own: dict[str, str], section: ServedConfig) -> str:
 def prepare(section: ServedConfig, device: str) -> tuple[Any, str]:
     """Make this process ready for an engine, and return its EngineEntry and device. Shards and adapters are merged
     into a temporary directory, which becomes the section's model."""
+    reject_foreign_builds()
     model, rollout = section.model, section.rollout
     if device == "auto":
         device = "cuda" if this_machine().gpus else "cpu"
