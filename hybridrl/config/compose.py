@@ -32,7 +32,8 @@ REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 SHIPPED = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trainer"}
 
 OWN = "own"  # the section of the user's own keys
-PLAIN = re.compile(r"[A-Za-z_/~][\w./~-]*")  # text that needs no quotes, and is not read as a number
+# Text that needs no quotes, and is not read as another value.
+PLAIN = re.compile(r"(?!(?i:null|true|false|inf|nan|~)$)[A-Za-z_/~][\w./~-]*")
 
 
 def save_config(text: str, path: Path) -> None:

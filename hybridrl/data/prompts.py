@@ -21,7 +21,17 @@ from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.schema_parts import NO_SOURCE
 from hybridrl.core.carried import Fields, brought
-from hybridrl.data.rows import DataRow, Faults, Rows, load_rows, report_overlong, with_progress
+from hybridrl.data.rows import (
+    PROMPT_NAMES,
+    TRUTH_NAMES,
+    TRUTHS,
+    DataRow,
+    Faults,
+    Rows,
+    load_rows,
+    report_overlong,
+    with_progress,
+)
 from hybridrl.data.template_arguments import (
     arguments_read,
     check_template_arguments,
@@ -47,9 +57,6 @@ from hybridrl.data.tokenizer import (
 logger = logging.getLogger(__name__)
 
 CUSTOM = "data.custom_cls.path"
-PROMPT_NAMES = ("question", "problem", "query", "instruction", "input", "messages", "text")  # in other datasets
-TRUTH_NAMES = ("ground_truth", "answer", "label", "target", "solution")  # likewise
-TRUTHS = ("reward_model", "reward_spec")  # verl's and SkyRL's columns of the ground truth
 VERL, SKYRL, AREAL = "verl", "SkyRL", "AReaL"
 ENVIRONMENTS = ("agent_name", "env_class")  # verl's and SkyRL's columns for a row's environment
 EPISODE_FIELDS = ("tools_kwargs", "interaction_kwargs", "tool_selection")  # columns, or fields of extra_info
