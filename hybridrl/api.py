@@ -240,9 +240,10 @@ def _rows(argument: str, key: str, data: Data, file: Path, settings: Mapping[str
         raise ConfigError(
             f"{argument} is a dict of {', '.join(map(str, data))}", fix="give one table, or a list of rows"
         )
+    table: Any = data
     if hasattr(data, "iterrows"):  # of pandas, where a missing value is NaN
-        data = data.astype(object).where(data.notna(), None).to_dict("records")
-    rows = [*data] if isinstance(data, Iterable) else []
+        table = table.astype(object).where(table.notna(), None).to_dict("records")
+    rows = [*table] if isinstance(table, Iterable) else []
     if rows and all(isinstance(row, str | os.PathLike) for row in rows):
         return {key: [os.fspath(row) for row in rows]}
     lines = []

@@ -31,17 +31,17 @@ TO_A_FILE = "or write it into a file and name path.py:function"
 def function_file(function: Callable[..., Any], file: Path, argument: str) -> tuple[str, str]:
     """Return the path and name by which a key names a function: its module's file, or `file`, which is written. Raises
     ConfigError, with the caller's `argument`, for a function whose source or surroundings cannot be written."""
-    inner, module = inspect.unwrap(function), sys.modules.get(str(getattr(function, "__module__", "")))
+    inner, module = inspect.unwrap(function), str(getattr(function, "__module__", ""))
     name = getattr(inner, "__name__", type(function).__name__)
     if inspect.ismethod(function) or not inspect.isfunction(inner):
         kind = "a bound method" if inspect.ismethod(function) else f"of type {type(function).__name__}"
         raise ConfigError(f"{argument}={name} is {kind}", fix=f"define a function with def that calls it, {TO_A_FILE}")
-    importable = getattr(module, "__file__", None) and vars(module).get(name) is function
-    if importable and module.__name__ != "__main__" and not module.__package__:
-        return str(module.__file__), name
+    own_file = _member(module, "__file__") if module != "__main__" and _member(module, name) is function else None
+    if own_file and not _member(module, "__package__"):
+        return str(own_file), name
     source = FunctionSource(f"{argument}={name}", inner)
-    if importable and module.__name__ != "__main__":  # a file of a package may have relative imports
-        source.add_import(f"from {module.__name__} import {name}", module.__name__)
+    if own_file:  # a file of a package may have relative imports
+        source.add_import(f"from {module} import {name}", module)
     else:
         source.add(name, function)
     write_if_changed(file, source.text())
