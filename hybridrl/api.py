@@ -24,13 +24,14 @@ from hybridrl.config.compose import as_override, presets, usual_value
 from hybridrl.config.files import holds_adapter, resolve_model
 from hybridrl.config.function_source import function_file, write_if_changed
 from hybridrl.config.values import value_keys
-from hybridrl.data.rows import PROMPT_NAMES, TRUTH_NAMES, TRUTHS
+from hybridrl.data import PROMPT_NAMES, TRUTH_NAMES, TRUTHS
 from hybridrl.report.contents import is_run
 from hybridrl.report.page import write_report
 from hybridrl.runs.directory import RunDirectory
-from hybridrl.runtime import EXIT_REJECTED
+from hybridrl.runtime import EXIT_FAULTS, EXIT_REJECTED
 from hybridrl.runtime.guard import end_with_parent
 from hybridrl.tracking.console import warn
+from hybridrl.tracking.faults import UNEXPECTED
 from hybridrl.tracking.records import read_records
 from hybridrl.tracking.report import draw_curves, ranges, read_metrics
 
@@ -42,9 +43,9 @@ Reward = str | Callable[..., Any]
 DIRECTORY, ROLLOUTS, INPUTS = "trainer.default_local_dir", "actor_rollout_ref.rollout.n", "inputs"
 PROMPT, TRUTH, ESTIMATOR = "data.prompt_key", "data.ground_truth_key", "algorithm.adv_estimator"
 KEYS = {*value_keys(PPOConfig), *value_keys(EvaluationConfig)}
-NAMES = ("trainer.project_name", "trainer.experiment_name")  # of the default directory
+NAMES = ("trainer.project_name", "trainer.experiment_name")  # in the default directory
 SAMPLES = 8
-TAIL_LINES = 1000  # of a command's output, which end in its error
+TAIL_LINES = 1000  # the end of a command's output, with its error
 
 
 class CommandFailed(RuntimeError):
@@ -142,7 +143,8 @@ class Run:
     @property
     def model_path(self) -> str:
         """The Hugging Face directory of the newest healthy checkpoint; shards and adapters are merged once."""
-        saved = [one for one in RunDirectory(self.directory).checkpoints if one.current and not one.problem]
+        checkpoints = RunDirectory(self.directory).checkpoints
+        saved = [step for step in checkpoints if step.current and not step.problem]
         if not saved:
             raise ConfigError(f"{self.directory} has no checkpoint", fix="see trainer.save_freq")
         actor, merged = str(saved[-1].path / "actor"), saved[-1].path / "merged"
@@ -241,7 +243,7 @@ def _rows(argument: str, key: str, data: Data, file: Path, settings: Mapping[str
             f"{argument} is a dict of {', '.join(map(str, data))}", fix="give one table, or a list of rows"
         )
     table: Any = data
-    if hasattr(data, "iterrows"):  # of pandas, where a missing value is NaN
+    if hasattr(data, "iterrows"):  # pandas marks missing values by NaN
         table = table.astype(object).where(table.notna(), None).to_dict("records")
     rows = [*table] if isinstance(table, Iterable) else []
     if rows and all(isinstance(row, str | os.PathLike) for row in rows):
@@ -317,6 +319,7 @@ def _failure(output: str, status: int, directory: Path) -> Exception:
         return ConfigError(error[1].strip() if error else last)
     signalled = f"the command was killed by {signal.Signals(-status).name}" if status < 0 else ""
     failed = re.search(r"^failed(?: \[([\w-]+)\])?:\s+(.*)", output, re.MULTILINE | re.DOTALL)
-    code, text = (failed[1] or "killed", failed[2].strip()) if failed else ("killed" if signalled else "failed", last)
-    text = f"failed [{code}]: {signalled or text}\nlogs: {directory / 'logs'}; hybridrl doctor why {directory}"
+    other = "reward-faults" if status == EXIT_FAULTS else "killed" if failed or signalled else UNEXPECTED
+    code, text = (failed[1] or other, failed[2].strip()) if failed else (other, signalled or last)
+    text = f"failed [{code}]: {text}\nlogs: {directory / 'logs'}; hybridrl doctor why {directory}"
     return CommandFailed(text, code, status)

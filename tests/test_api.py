@@ -241,7 +241,8 @@ def test_an_error_in_a_key_is_the_commands_own(tmp_path: Path) -> None:
         ("print('failed [disk-full]: no space (docs/errors.md#disk-full)'); sys.exit(1)", "disk-full", 1, "no space"),
         ("print('failed: the driver was killed (signal 9)'); sys.exit(137)", "killed", 137, "the driver was killed"),
         ("os.kill(os.getpid(), 9)", "killed", -9, "the command was killed by SIGKILL"),
-        ("print('exit status 3: too many faults'); sys.exit(3)", "failed", 3, "too many faults"),
+        ("print('exit status 3: too many faults'); sys.exit(3)", "reward-faults", 3, "too many faults"),
+        ("print('no such module'); sys.exit(1)", "unexpected", 1, "no such module"),
     ],
 )
 def test_other_failures_have_a_code_and_the_place_of_the_log(
@@ -349,7 +350,7 @@ def test_samples_are_a_table_with_the_values_of_the_reward(run: Run) -> None:
 
 
 def test_a_run_shows_its_curves_and_writes_its_page(run: Run) -> None:
-    assert "data:image/png;base64,iVBOR" in run._repr_html_()
+    assert "data:image/png;base64,iVBOR" in vars(Run)["_repr_html_"](run)
     page = run.report()
     assert page == run.directory / "report.html" and "1+1?" in page.read_text()
 

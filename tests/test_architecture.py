@@ -46,6 +46,7 @@ KNOWN_TO = {
 
 # What is imported late, inside a function, and why.
 LATE = {
+    "api.py": "pandas is slow to import, and wanted where a table is requested only",
     "core/batch.py": "tensordict is slow to import, and wanted for code that is written for it only",
     "config/__init__.py": "Hydra is slow to import, and wanted where a configuration is loaded only",
     "config/files.py": "huggingface_hub reads when it is imported whether it is offline, which is known later",

@@ -12,7 +12,7 @@ TREES = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(TOP.glob
 # Exceptions that never reach the end of a run: caught where they are raised, or of commands that are no run.
 CAUGHT = {
     "ActorLost", "OutOfTime", "SandboxError", "_MemoryExceeded", "NoMessage", "CheckFailed", "RunFailed",
-    "Unreadable", "EpisodeFault", "ToolError", "TagError", "RequestFault", "UserCodeError",
+    "CommandFailed", "Unreadable", "EpisodeFault", "ToolError", "TagError", "RequestFault", "UserCodeError",
 }  # fmt: skip
 
 

@@ -76,7 +76,7 @@ class FunctionSource:
         return "\n\n".join([*parts, "\n".join(imports), *self.definitions.values()]) + "\n"
 
     def add(self, name: str, value: Any) -> None:
-        """Add what a global name stands for, after everything that it uses itself. Raises ConfigError."""
+        """Add the value of a global name, after all that its definition uses. Raises ConfigError."""
         if name in self._added:
             return
         self._added.add(name)
@@ -93,7 +93,7 @@ class FunctionSource:
                 self.definitions[name] = f"{name} = {inner.__name__}"
         elif is_literal(value):
             self.definitions[name] = f"{name} = {value!r}"
-        elif source := next((one for one in (own_name, name) if _member(module, one) is value), None):
+        elif source := next((member for member in (own_name, name) if _member(module, member) is value), None):
             self.add_import(f"from {module} import {source}{'' if source == name else f' as {name}'}", str(module))
         else:
             raise self._error(f"the variable {name} of type {type(value).__name__}", "create it within the function")

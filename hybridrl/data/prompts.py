@@ -21,17 +21,8 @@ from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.schema_parts import NO_SOURCE
 from hybridrl.core.carried import Fields, brought
-from hybridrl.data.rows import (
-    PROMPT_NAMES,
-    TRUTH_NAMES,
-    TRUTHS,
-    DataRow,
-    Faults,
-    Rows,
-    load_rows,
-    report_overlong,
-    with_progress,
-)
+from hybridrl.data import PROMPT_NAMES, TRUTH_NAMES, TRUTHS
+from hybridrl.data.rows import DataRow, Faults, Rows, load_rows, report_overlong, with_progress
 from hybridrl.data.template_arguments import (
     arguments_read,
     check_template_arguments,

@@ -38,9 +38,6 @@ from hybridrl.data.row_files import row_files
 
 T = TypeVar("T")
 
-PROMPT_NAMES = ("question", "problem", "query", "instruction", "input", "messages", "text")  # in other datasets
-TRUTH_NAMES = ("ground_truth", "answer", "label", "target", "solution")  # likewise
-TRUTHS = ("reward_model", "reward_spec")  # verl's and SkyRL's columns of the ground truth
 SHOWN_FAULTS = 5
 MAX_FAULTS = 1000
 BATCH = 1000  # rows of a columnar file that are converted to Python values at a time

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hybridrl import Run
 from hybridrl.doctor.selftest_resume import MACHINE_METRICS
 
 pytestmark = pytest.mark.slow
-STEPS = 6
+STEPS, REWARD = 6, "critic/rewards/mean"
 SCRIPT = """
 from hybridrl import train
 
@@ -52,7 +53,8 @@ def by_command(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int
     place = tmp_path_factory.mktemp("command")
     (place / "model").symlink_to(tiny / "model")
     (place / "reward.py").write_text(
-        "def distinct(solution_str, ground_truth):\n    return len(set(solution_str)) / 24 + (ground_truth in solution_str)\n"
+        "def distinct(solution_str, ground_truth):\n"
+        "    return len(set(solution_str)) / 24 + (ground_truth in solution_str)\n"
     )
     rows = [f'{{"question": "What is 1{a}+1{a}?", "answer": "{200 + 2 * a}"}}\n' for a in range(10, 42)]
     (place / "rows.jsonl").write_text("".join(rows))
@@ -62,9 +64,9 @@ def by_command(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int
 
 def deterministic(directory: Path) -> dict[int, dict[str, float]]:
     """The metrics of the steps that do not depend on the machine, to the last digit."""
-    steps = Run(directory).metrics.drop(index=0, errors="ignore").to_dict(orient="index")
+    steps = Run(directory).metrics.drop(index=0).astype(object).fillna("-").to_dict(orient="index")
     return {
-        int(step): {name: value for name, value in values.items() if not name.startswith(MACHINE_METRICS)}
+        step: {str(name): value for name, value in values.items() if not MACHINE_METRICS.search(str(name))}
         for step, values in steps.items()
     }
 
@@ -76,7 +78,7 @@ def test_a_script_trains_twice_in_one_process_as_its_command_does(here: Path, by
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("\n4\n") and "step 6 " in done.stdout
     assert deterministic(here / "run") == by_command
-    assert deterministic(here / "again")[1] == by_command[1]
+    assert deterministic(here / "again")[1][REWARD] == by_command[1][REWARD]  # the schedule has other steps
     model = Run(here / "run").model_path
     assert (Path(model) / "model.safetensors").is_file() and Run(here / "run").model_path == model
 
@@ -98,7 +100,8 @@ def test_a_run_whose_processes_are_killed_is_resumed_by_its_command(here: Path, 
         assert script.poll() is None
         time.sleep(0.05)
     for process in psutil.Process(script.pid).children(recursive=True):
-        process.kill()
+        with suppress(psutil.NoSuchProcess):  # it ends with the one before it
+            process.kill()
     assert "CommandFailed: failed [killed]: the command was killed by SIGKILL" in script.communicate()[1]
     run = Run(here / "run")
     assert 2 <= run.metrics.index.max() < STEPS
