@@ -17,7 +17,7 @@ PACKAGE = os.path.dirname(os.path.abspath(__file__))
 
 
 def project_file(path: str) -> str:
-    """Return where a file of the project is, such as docs/errors.md: beside the package in a checkout, in it where a
+    """Return where a file of the project is, such as docs/errors.md: next to the package in a checkout, in it where a
     wheel is installed. The path is relative if it is below the working directory."""
     place = next((os.path.join(at, path) for at in (PACKAGE, os.path.dirname(PACKAGE)) if _holds(at, path)), path)
     relative = os.path.relpath(place)

@@ -53,7 +53,7 @@ RECIPES = {
         "sample 8 answers per question, reinforce the right name",
     ),
 }  # fmt: skip
-# What the warm start of a recipe depends on, beside its own files.
+# The warm start of a recipe depends on its own files and on these.
 CODE = ("core/trainer.py", "runs/sft.py", "data/*.py", "core/training/*.py")
 
 
@@ -128,19 +128,18 @@ def main(argv: list[str] | None = None, run: Callable[..., int] = run_command) -
         if status := run([*command, *hidden]):
             raise SystemExit(status)
 
-    # What training would reject is known before the warm start, which takes minutes.
+    # The warm start takes minutes: rejected values are named before it.
     if options.overrides and run([sys.executable, "-m", "hybridrl", "doctor", "--config-only", *train], quiet=True):
         return EXIT_REJECTED
     make = (str(here / recipe.make), "--out", str(out / "data"))
     if not recipe.warmup:
         stage("Data: questions with their answers, some of them held out", *make)
     else:
-        kept, key = out / "warmup" / "key", warm_start_key(recipe, here, options.seed)
-        if kept.is_file() and kept.read_text() == key:
+        key_file, key = out / "warmup" / "key", warm_start_key(recipe, here, options.seed)
+        if key_file.is_file() and key_file.read_text() == key:
             number = 2
-            print(
-                f"\n1/4  Data and 2/4  Warm start: kept from an earlier call\nTo create them again: rm -r {kept.parent}"
-            )
+            print("\n1/4  Data and 2/4  Warm start: from an earlier call")
+            print(f"To create them again: rm -r {key_file.parent}")
         else:
             for directory in (out / "data", out / "warmup"):
                 shutil.rmtree(directory, ignore_errors=True)
@@ -148,7 +147,7 @@ def main(argv: list[str] | None = None, run: Callable[..., int] = run_command) -
             stage(title, *make, "--seed", str(options.seed))
             title = f"Warm start: supervised fine-tuning on demonstrations, {recipe.demonstrations}"
             stage(title, "hybridrl", "sft", *place, recipe.warmup, f"trainer.seed={options.seed}")
-            kept.write_text(key)
+            key_file.write_text(key)
     warm = time.monotonic() - began
     stage(f"Reinforcement learning: {recipe.learning}", "hybridrl", "train", *train)
     seconds = ["--warm-start-seconds", f"{warm:.0f}", "--seconds", f"{time.monotonic() - began:.0f}"]

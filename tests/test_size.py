@@ -10,14 +10,14 @@ from hybridrl.config.values import value_keys
 PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.
 LINES = {
-    ".": 628,
+    ".": 965,
     "agents": 7034,
     "checkpoint": 1986,
     "compat": 3224,
-    "config": 4387,
+    "config": 4593,
     "core": 13130,
-    "data": 1879,
-    "doctor": 4561,
+    "data": 1881,
+    "doctor": 4557,
     "environments": 180,
     "evaluation": 2235,
     "health": 1017,
@@ -29,8 +29,8 @@ LINES = {
     "tracking": 1918,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 53186
-FILES = {"core": 71, "hybridrl": 253}
+TOTAL = 53727
+FILES = {"core": 71, "hybridrl": 255}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.

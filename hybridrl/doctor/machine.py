@@ -58,10 +58,9 @@ Find = Callable[[str], str | None]
 
 def version_of(name: str) -> str | None:
     """Return the version of a distribution."""
-    try:
+    with contextlib.suppress(PackageNotFoundError):
         return version(name)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 def check_versions(device: str, findings: Findings, find: Find = version_of, *, engine: str | None = None) -> None:
@@ -83,8 +82,8 @@ def check_versions(device: str, findings: Findings, find: Find = version_of, *, 
             cause = f"{needed.name} {there} is not among the versions that {PACKAGE} is tested with"
             findings.warn("versions.range", f"{cause} ({needed.specifier})", install)
     builds = [name for name in dict.fromkeys(BUILDS[library].values()) if find(name)]
-    checked = [] if (library, device) == ("sglang", "cpu") else builds
-    for build, needed in [(name, needed) for name in checked for needed in _requirements(name)]:
+    pinned = [] if (library, device) == ("sglang", "cpu") else builds
+    for build, needed in [(name, needed) for name in pinned for needed in _requirements(name)]:
         there = find(needed.name) if needed.name in PINNED_BY_ENGINE else None
         if there and not needed.specifier.contains(there, prereleases=True):
             cause = f"{build} {find(build)} is built for {needed.name}{needed.specifier}, and {there} is installed"
@@ -137,11 +136,10 @@ def _check_engine(engine: str, device: str, findings: Findings, find: Find, *, c
 
 def _requirements(name: str, extra: str = "") -> list[Requirement]:
     """Return what a distribution requires here with one of its extras; nothing if it is not installed."""
-    try:
+    with contextlib.suppress(PackageNotFoundError):
         needed = [Requirement(line) for line in requires(name) or []]
-    except PackageNotFoundError:
-        return []
-    return [item for item in needed if item.marker is None or item.marker.evaluate({"extra": extra})]
+        return [item for item in needed if item.marker is None or item.marker.evaluate({"extra": extra})]
+    return []
 
 
 def install_command(requirement: str, device: str, engine: str = "vllm") -> str:
@@ -149,12 +147,10 @@ def install_command(requirement: str, device: str, engine: str = "vllm") -> str:
     name = Requirement(requirement).name
     if name != "torch" and name not in BUILDS[engine].values():
         return f"pip install '{requirement.partition(';')[0].strip()}'"
-    script = project_file("scripts/install.sh")  # only a checkout has it
-    if engine == "sglang":
-        return f"bash {script} {device} --sglang" + ("" if os.path.exists(script) else " in a checkout of the project")
-    extra = EXTRAS[engine][device]
-    if os.path.exists(script):
-        return f"bash {script} {device}, or pip install '.[{extra}]' in a checkout"
+    script, extra = project_file("scripts/install.sh"), EXTRAS[engine][device]
+    if engine == "sglang" or os.path.exists(script):
+        option = " --sglang" if engine == "sglang" else f", or pip install '.[{extra}]'"
+        return f"bash {script} {device}{option} in a checkout"
     return f"install hybridrl again with [{extra}], as {project_file(INSTALLING)} says"
 
 

@@ -204,7 +204,7 @@ def fork_server(device: str, ray_init: dict, devices: int, *, engine: str) -> It
 
 
 def reject_foreign_builds(machine: str = platform.machine()) -> None:
-    """Raise ConfigError if EXTENSIONS are builds for CUDA beside a build of torch for CPUs: transformers then fails to
+    """Raise ConfigError if EXTENSIONS are builds for CUDA and torch is one for CPUs: transformers then fails to
     import models. On x86 the builds of the Python Package Index are for CUDA; others have their kind in the version."""
     builds = {}
     for name in ("torch", *EXTENSIONS):

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT, PREFIX = Path("/tmp"), "hybridrl-"  # independent of TMPDIR: Ray's sockets need a short path
 LOCK = "lock"  # held by the owner and the keeper: if it is free, both are gone
 END_SECONDS = 30.0  # for killed processes to disappear
-STARTING = 1000  # milliseconds at most in which a program that was started gets its environment
+STARTING = 1000  # milliseconds: the longest wait for the environment of a new program
 OPEN: list["PrivateDirectory"] = []  # kept open until this process ends
 
 
