@@ -28,8 +28,9 @@ SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
 
 
 def group_by_prompt(episodes: Sequence[Episode]) -> list[list[Episode]]:
-    """Return sorted episodes by prompt, without episodes that have no score; a prompt without any has no group."""
-    scored = [episode for episode in episodes if episode.score.value is not None]
+    """Return sorted episodes by prompt, without those that have no score or no response: a fault before the first one,
+    which `reward.on_error=zero` scores 0. A prompt without any has no group."""
+    scored = [episode for episode in episodes if episode.score.value is not None and episode.trajectory.turns]
     return [list(group) for _, group in groupby(scored, key=lambda episode: episode.position)]
 
 

@@ -15,7 +15,7 @@ from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.estimators import gae, grpo
 from hybridrl.core.algorithms.objective import Divisors, token_weights
 from hybridrl.core.carried import Encoded
-from hybridrl.core.experience.batching import to_batch
+from hybridrl.core.experience.batching import group_by_prompt, to_batch
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode, EpisodeRequest, Trajectory, Turn
 from hybridrl.core.rollout import Completion, Sampling
@@ -85,6 +85,13 @@ def test_a_replaced_context_makes_a_further_row_of_the_same_episode():
     assert batch.position.tolist() == [4] * 3
     whole = batch.by_episode()
     assert (whole.response_lengths.tolist(), whole.prompt_ids.tolist()) == ([4, 2], [1, 2, 1, 2])
+
+
+def test_an_episode_that_ended_before_its_first_response_is_in_no_group_even_if_it_counts_as_0():
+    died = Episode(PROMPT, 0, 2, Trajectory([], "fault", fault="died"), "", Score(0.0, fault="died"))
+    batch = to_batch(group_by_prompt([*split_and_whole()[0], died]))
+    assert required(batch.episode).tolist() == [0, 0, 1]  # three rows, which are not one for each of three episodes
+    assert group_by_prompt([died]) == []
 
 
 def test_the_baseline_is_over_episodes_and_not_over_rows():
