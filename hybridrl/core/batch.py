@@ -8,7 +8,7 @@ rows. A field has one of four axes:
     response: one value per response token, rows concatenated    [sum of response_lengths]
     token: one value per token of prompt and response            [sum of lengths]
 
-A carried field may also have items; another field holds their number per row.
+A carried field may have the axis items: any number of them per row, which the field named by `lengths` counts.
 
 Example: two rows with responses of 3 and 1 tokens: `response_ids = [5, 9, 2, 7]`, `response_lengths = [3, 1]`.
 A field that no station of the step has filled yet is None.
@@ -49,7 +49,9 @@ class Batch:
     position: Tensor = field(metadata=ROW)  # [B] int64
     sample: Tensor = field(metadata=ROW)  # [B] int64
     episode: Tensor | None = field(default=None, metadata=ROW)  # [B] int64
-    episode_tokens: Tensor | None = field(default=None, metadata=ROW)  # [B] float32: written in all of its rows
+    episode_tokens: Tensor | None = field(
+        default=None, metadata=ROW
+    )  # [B] float32: its tokens of `response_mask`, all rows
     masked_tokens: Tensor | None = field(default=None, metadata=ROW)  # [B, masks] the same within masks of the loss
     rewards: Tensor | None = field(default=None, metadata=ROW)  # [B] float32
     reward_parts: Tensor | None = field(default=None, metadata=ROW)  # [B, K] components of `rewards`

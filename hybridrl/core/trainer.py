@@ -108,7 +108,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The number of steps of a run, and when it validates. Every 0 or fewer steps: only after the last one."""
+    """The number of steps of a run, and when it validates. `validate_every` <= 0: only after the last step."""
 
     total_steps: int
     validate_every: int

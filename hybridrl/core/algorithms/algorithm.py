@@ -119,7 +119,8 @@ class Algorithm:
         if self.correction is not None and not self.bypass and batch.old_log_probs is not None:
             corrected, correction_metrics = self.correction.apply(batch)
             metrics |= correction_metrics
-        # A rejected token is not trained on; its reward and its value still belong to the tokens before it.
+        # The estimator sees the mask before rejections: a rejected token is not trained on (its advantage becomes 0
+        # below), and its reward and its value still belong to the tokens before it.
         written = replace(corrected, response_mask=batch.response_mask)
         rows = written.by_episode()
         if ":" in self.entry.name:  # custom code may change its input, and carried fields may be large

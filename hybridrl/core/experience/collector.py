@@ -53,8 +53,8 @@ class SamplingPlan:
 
     `group_filter` drops groups without signal and draws further prompts (DAPO); `reward_keys` name the reward
     components (GDPO); `mask_truncated` excludes truncated responses from training; with `greedy_baseline` one more
-    response per prompt is sampled greedily (ReMax, Li et al. 2023). A sampled id >= `vocabulary`, a row of a padded
-    embedding without a token, is counted. The run has `prompts_in_all` prompts.
+    response per prompt is sampled greedily (ReMax, Li et al. 2023). Sampled ids >= `vocabulary`, padding rows of the
+    embedding, are counted as unknown tokens. The run has `prompts_in_all` prompts.
     """
 
     prompts_per_step: int

@@ -24,7 +24,7 @@ TRUNCATED = ("max_tokens", "max_turn_tokens", "context_overflow")
 STOPS = ("completed", "max_turns", *TRUNCATED, "invalid_calls", "timeout", "fault")
 
 
-EpisodeKey = tuple[str, int, int]  # stream, position and sample: every episode of a run has another one
+EpisodeKey = tuple[str, int, int]  # stream, position and sample: every episode of a run has its own
 
 
 class ScoredCall(Protocol):

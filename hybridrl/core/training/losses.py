@@ -38,8 +38,8 @@ class LossConfig:
     temperature: float
     grad_clip: float
     parameters: dict[str, Any] = field(default_factory=dict)  # by configuration key; a function gets those it names
-    # Importance weights of current against rollout log-probs. Set in bypass mode, in which tokens are rejected before
-    # each update, or if the current log-probs are the old ones; None: the batch has its weights already, or none.
+    # With it `policy_loss` computes importance weights from its own log-probs: in bypass mode, in which tokens are
+    # rejected before each update, and with `old_from_update`. None: the weights of the batch count, if it has any.
     correction: RolloutCorrection | None = None
     old_from_update: bool = False  # the micro-batch's own log-probs are the old ones: nothing has been updated since
     log_entropy: bool = False  # set if no forward pass before the update computed it
@@ -77,7 +77,8 @@ class LossConfig:
 def policy_loss(
     outputs: TokenOutputs, part: Batch, totals: Divisors, loss: LossConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return this micro-batch's share of the loss, the sum of its weighted terms; each term's, and statistics."""
+    """Return this micro-batch's share of the loss, the sum of its weighted terms, and metrics: each
+    term's unweighted share, and statistics."""
     if loss.old_from_update:
         part = replace(part, old_log_probs=outputs.log_probs.detach())
     if loss.correction is not None:  # for the difference to the rollout engine

@@ -201,7 +201,8 @@ class TrainWorker:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def plan_weights(self, dtype: str, limit: int) -> SyncPlan:
-        """Plan the weight sync in this type; two buckets together take at most `limit` bytes."""
+        """Plan the weight sync in this type; two buckets together take at most `limit` bytes, unless a
+        layer alone takes more than half of it."""
         merge = self.config.models["actor"].model.lora.merge
         self.sender = Sender(self._policy, self.device, getattr(torch, dtype), limit, merge)
         return self.sender.plan

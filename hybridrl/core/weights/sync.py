@@ -95,7 +95,7 @@ class WeightSync(ABC):
         self.tp_size = rollout.tensor_model_parallel_size
         self.rounded = coarser(train_dtype, rollout.dtype or train_dtype)  # its rounding explains differences
         self.probe = probe
-        self.rounding = torch.empty(0)  # change of the probe's log-probs by `rounded`, with the first weights
+        self.rounding = torch.empty(0)  # change of the log-probs of the probe if the last bits of `rounded` flip
         self.sync_id = 0  # counts syncs: a version that is published again gets a new one
         self.version = -1
         self.servers_with_base: set[Any] = set()  # servers that hold the base model of the adapter
