@@ -124,7 +124,7 @@ def _named(name: str, row: EpisodeRow, settings: EnvironmentSettings) -> Make:
 
 def _config(name: str, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """The section of this name, else all but the sections of other names."""
-    others = {*ENVIRONMENTS, *TOOLS, *SINGLE_RESPONSES, *load(SKYRL).names()}
+    others = {*ENVIRONMENTS, *TOOLS, *SINGLE_RESPONSES, *load(SKYRL).environment_names()}
     return mapping(kwargs[name]) if name in kwargs else {key: kwargs[key] for key in kwargs if key not in others}
 
 
