@@ -218,9 +218,9 @@ print(tried("reward.reward_manager.name=doubled"), tried(), load("carried.doubt"
 def test_an_entry_with_a_scheme_is_read_by_the_plug_in_of_its_name(run: Run, tmp_path: Path) -> None:
     code = """
 import sys
-from hybridrl.config.files import row_files
+from hybridrl.config.files import row_entries
 from hybridrl.data.rows import Faults, load_rows
-rule = row_files([sys.argv[1]])
+rule = row_entries([sys.argv[1]])
 print(rule)
 print([row.values for row in load_rows([sys.argv[1]], Faults("f"), key="f", max_samples=-1, shuffle=False, seed=0)])
 """
