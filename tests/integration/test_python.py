@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 from hybridrl import Run
 from hybridrl.doctor.selftest_resume import MACHINE_METRICS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.drill  # minutes
 STEPS, REWARD = 6, "critic/rewards/mean"
 SCRIPT = """
 from hybridrl import train
