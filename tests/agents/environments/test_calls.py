@@ -266,7 +266,7 @@ def test_auto_is_the_format_that_the_template_writes(dialogue_of):
 
 
 def test_auto_is_rejected_with_the_formats_where_the_template_writes_no_calls(dialogue_of, monkeypatch):
-    vllm = SimpleNamespace(names=lambda: ["mistral"])
+    vllm = SimpleNamespace(parser_names=lambda: ["mistral"])
     monkeypatch.setitem(sys.modules, calls.VLLM, vllm)
     with pytest.raises(ConfigError, match=r"multi_turn.format=auto .* writes no calls.* one of .*hermes.*mistral"):
         call_parser("auto", "qwen2", dialogue_of(PLAIN))
