@@ -1,11 +1,11 @@
-"""The packages of the wheel; all other metadata is in pyproject.toml. What lies beside hybridrl/ in a checkout lies
-below it in the wheel: hybridrl/conf, hybridrl/recipes, hybridrl/docs."""
+"""The packages of the wheel; all other metadata is in pyproject.toml. Directories of a checkout outside hybridrl/
+are in the wheel as hybridrl/conf, hybridrl/recipes and hybridrl/docs."""
 
 from setuptools import find_namespace_packages, find_packages, setup
 
-BESIDE = find_namespace_packages(include=["conf*", "recipes*", "docs*"])
+OUTSIDE = find_namespace_packages(include=["conf*", "recipes*", "docs*"])
 
 setup(
-    packages=[*find_packages(include=["hybridrl*"]), *(f"hybridrl.{name}" for name in BESIDE)],
-    package_dir={f"hybridrl.{name}": name.replace(".", "/") for name in BESIDE},
+    packages=[*find_packages(include=["hybridrl*"]), *(f"hybridrl.{name}" for name in OUTSIDE)],
+    package_dir={f"hybridrl.{name}": name.replace(".", "/") for name in OUTSIDE},
 )

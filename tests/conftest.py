@@ -23,6 +23,10 @@ from hybridrl.runtime import guard
 from hybridrl.runtime.keeper import started_with
 from hybridrl.tracking.sink import Activity
 
+# A shell ignores SIGINT in what it starts in the background, and so would all processes that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Tests send it, and what they start inherits that it is ignored where the suite was started by nohup.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 settings.register_profile("hybridrl", derandomize=True, deadline=None, max_examples=50)

@@ -84,7 +84,7 @@ ARGUMENTS = {
     "_interactions": (None,),
     "_tools": ("{}", None, None, (), 1.0),
     "placeholder": ("verl.some.Class",),
-    "prepare": ((),),
+    "provide_libraries": ((),),
 }
 
 

@@ -93,7 +93,7 @@ NOT_THERE = {
         {"data.train_files=": "data.train_files=: name one file or more: [a.jsonl, b.parquet]"},
         {
             "data.train_files=empty": "data.train_files=empty: the directory empty has no files that end in "
-            ".parquet, .json, .jsonl, .json.gz, .jsonl.gz"
+            ".parquet, .json, .jsonl, .json.gz, .jsonl.gz, .csv, .tsv"
         },
         {"data=mine": "data=mine: there is no such configuration file; choose ppo | sft"},
         {"trainer.project_name=${no.key}": "trainer.project_name=${no.key}: Interpolation key 'no.key' not found"},
@@ -299,7 +299,7 @@ def test_shards_must_divide_the_devices(load):
                 "unknown key data.train_bach_size in {here}/mine.yaml; nearest: data.train_batch_size"
             ]
         ),
-        ("reward: null", ["reward=null: is a section; set the keys in it, such as reward.num_workers=..."]),
+        ("reward: null", ["reward=null: is a section; set the keys in it, such as reward.name=..."]),
         ("trainer: {nnodes: 1, nnodes: 2}", ["found duplicate key nnodes"]),
         ("trainer: [", ["{here}/mine.yaml, or a file it lists, is not YAML"])
     ]
