@@ -1,33 +1,50 @@
 # PYTHON_ARGCOMPLETE_OK
-"""`hybridrl COMMAND ...`: all commands under one name; each is also `python -m` with its module."""
+"""`hybridrl COMMAND ...`: all commands under one name."""
 
 import difflib
 import os
 import pkgutil
 import runpy
 import sys
+from functools import partial
 
 from hybridrl.runtime import EXIT_REJECTED
 
-# Imports nothing but the module of the command, so that --help and completion are quick.
-COMMANDS = {
-    "quickstart": ("hybridrl.quickstart", "see a small model learn, in minutes:  hybridrl quickstart"),
-    "train": ("hybridrl.main_ppo", "train by reinforcement learning:  hybridrl train key=value ..."),
-    "sft": ("hybridrl.main_sft", "fine-tune on demonstrations:  hybridrl sft key=value ..."),
-    "sweep": ("hybridrl.main_ppo", "train with each of several values:  hybridrl sweep key=a,b"),
-    "eval": ("hybridrl.main_eval", "evaluate models on questions:  hybridrl eval eval.models=[RUN] eval.files=FILE"),
-    "show": ("hybridrl.report.show", "read samples of a run:  hybridrl show RUN --max-reward 0 --group"),
-    "chat": ("hybridrl.chat", "talk to a run's model, or another one:  hybridrl chat RUN"),
-    "serve": ("hybridrl.serve", "serve a model with OpenAI's API:  hybridrl serve model.path=DIR"),
-    "doctor": ("hybridrl.doctor", "check a command, explain a key, say why a run ended:  hybridrl doctor why RUN"),
-    "report": ("hybridrl.report", "write the page of a run, or compare several:  hybridrl report RUN [RUN2 ...]"),
-    "merge": (
-        "hybridrl.model_merger",
-        "write a checkpoint as a Hugging Face directory:  hybridrl merge --local_dir DIR",
-    ),
+# By what one wants to do: the module of each command, whose program it is (none: it is in the doctor's table), and its
+# purpose. Only the module of the command is imported, so that --help and completion are quick.
+GROUPS = {
+    "train": {
+        "quickstart": ("hybridrl.quickstart", "watch a small model learn, in minutes"),
+        "train": ("hybridrl.main_ppo", "reinforcement learning: hybridrl train key=value ..."),
+        "sft": ("hybridrl.main_sft", "supervised fine-tuning on demonstrations"),
+        "sweep": ("hybridrl.main_ppo", "train with several values: hybridrl sweep key=a,b ..."),
+    },
+    "watch": {
+        "report": ("hybridrl.report", "the page of a run, or of several; --live while it runs"),
+        "show": ("hybridrl.report.show", "samples: hybridrl show RUN --max-reward 0 --group"),
+        "why": ("", "how a run is or why it ended, and the next command"),
+        "checkpoints": ("", "the checkpoints of a run: age, size, health, score"),
+    },
+    "use": {
+        "chat": ("hybridrl.chat", "talk to a model: hybridrl chat RUN_OR_MODEL"),
+        "eval": ("hybridrl.main_eval", "evaluate and compare models on questions"),
+        "serve": ("hybridrl.serve", "serve a model with OpenAI's API"),
+        "merge": ("hybridrl.model_merger", "write a checkpoint as a Hugging Face directory"),
+    },
+    "check": {
+        "doctor": ("hybridrl.doctor", "check a command without starting it; more checks"),
+        "explain": ("", "a key, a metric, or all keys with a word: explain lr"),
+        "rescore": ("", "score stored responses again, with another reward"),
+        "migrate": ("", "translate a launch script of verl, SkyRL or AReaL"),
+    },
+    "repair": {
+        "bundle": ("", "pack what a bug report needs of a run"),
+        "clean": ("", "remove what dead runs have left on this machine"),
+        "stacks": ("hybridrl.runtime.stacks", "what each thread of a process is doing"),
+        "retriever": ("hybridrl.environments.retriever", "serve a corpus to the search tools of agents"),
+    },
 }
-USAGE = "usage: hybridrl COMMAND ...\n\n" + "".join(f"  {name:11}{what}\n" for name, (_, what) in COMMANDS.items())
-USAGE += "{further}\nhybridrl COMMAND --help says more; hybridrl --version prints the version."
+COMMANDS = {name: module for group in GROUPS.values() for name, (module, _) in group.items()}
 
 
 def main() -> int:
@@ -38,28 +55,39 @@ def main() -> int:
         pkgutil.resolve_name("hybridrl.runtime.completion:answer_shell")([*COMMANDS, *further], uses)
     arguments = sys.argv[1:]
     first = arguments.pop(0) if arguments else ""
-    usage = USAGE.format(further="".join(f"  {name:11}{module}\n" for name, module in further.items()))
     if first in ("-V", "--version"):
         print("hybridrl", pkgutil.resolve_name("hybridrl:__version__"))
         return 0
     if first in ("-h", "--help", "help"):
         with pkgutil.resolve_name("hybridrl.runtime.guard:ended_by_closed_pipe")():
-            print(usage)
+            print(usage(further))
         return 0
     if first not in (*COMMANDS, *further):
         near = "".join(f"; {name}?" for name in difflib.get_close_matches(first, [*COMMANDS, *further], n=1))
         if first in pkgutil.resolve_name("hybridrl.doctor.__main__:uses")():
             near = f"; hybridrl doctor {first}?"
-        print(f"error: there is no command {first}{near} (hybridrl --help lists them)" if first else usage)
+        print(f"error: there is no command {first}{near} (hybridrl --help lists them)" if first else usage(further))
         return EXIT_REJECTED
-    module = COMMANDS[first][0] if first in COMMANDS else further[first]
+    if COMMANDS.get(first) == "":
+        guarded = pkgutil.resolve_name("hybridrl.runtime.guard:guarded")
+        return guarded(partial(pkgutil.resolve_name("hybridrl.doctor.__main__:command"), first, arguments))
     if first == "sweep":
         arguments = ["--multirun", *arguments]
     if first == "merge" and arguments[:1] not in (["merge"], ["test"]):
         arguments = ["merge", *arguments]
     sys.argv[1:] = arguments
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    runpy.run_module({**COMMANDS, **further}[first], run_name="__main__", alter_sys=True)
     return 0
+
+
+def usage(further: dict[str, str]) -> str:
+    """Return a line per command; `further`: the modules of those that other distributions add."""
+    lines = ["usage: hybridrl COMMAND ...  (--version; hybridrl COMMAND --help says more)", ""]
+    groups = GROUPS | ({"others": {name: (module, module) for name, module in further.items()}} if further else {})
+    for group, commands in groups.items():
+        for title, (name, (_, purpose)) in zip([group, *[""] * len(commands)], commands.items(), strict=False):
+            lines.append(f"  {title:8}{name:13}{purpose}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

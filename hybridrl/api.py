@@ -321,5 +321,5 @@ def _failure(output: str, status: int, directory: Path) -> Exception:
     failed = re.search(r"^failed(?: \[([\w-]+)\])?:\s+(.*)", output, re.MULTILINE | re.DOTALL)
     other = "reward-faults" if status == EXIT_FAULTS else "killed" if failed or signalled else UNEXPECTED
     code, text = (failed[1] or other, failed[2].strip()) if failed else (other, signalled or last)
-    text = f"failed [{code}]: {text}\nlogs: {directory / 'logs'}; hybridrl doctor why {directory}"
+    text = f"failed [{code}]: {text}\nlogs: {directory / 'logs'}; hybridrl why {directory}"
     return CommandFailed(text, code, status)

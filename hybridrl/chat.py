@@ -1,4 +1,4 @@
-"""A conversation with a model, at a terminal or in a pipe: `python -m hybridrl.chat RUN_OR_MODEL`"""
+"""A conversation with a model, at a terminal or in a pipe: `hybridrl chat RUN_OR_MODEL`"""
 
 import argparse
 import asyncio

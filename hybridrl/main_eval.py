@@ -1,4 +1,4 @@
-"""Evaluation of models on questions: `python -m hybridrl.main_eval key=value ...`"""
+"""Evaluation of models on questions: `hybridrl eval key=value ...`"""
 
 import sys
 import tempfile
@@ -52,7 +52,7 @@ def opened(first: EvaluationConfig) -> Iterator[Callable[[EvaluationConfig], int
 
 
 COMMAND = RunCommand(
-    module="hybridrl.main_eval",
+    name="eval",
     purpose="Evaluate models on questions: accuracy with intervals, pass@k, maj@k, and paired comparisons.",
     example=(
         "eval.models=[outputs/run:last]",

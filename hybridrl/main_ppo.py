@@ -1,4 +1,4 @@
-"""Reinforcement learning: `python -m hybridrl.main_ppo key=value ...`"""
+"""Reinforcement learning: `hybridrl train key=value ...`"""
 
 import sys
 
@@ -8,7 +8,7 @@ from hybridrl.runtime.cli import RunCommand, run_command
 from hybridrl.runtime.guard import guarded
 
 COMMAND = RunCommand(
-    module="hybridrl.main_ppo",
+    name="train",
     purpose="Train a language model by reinforcement learning, with FSDP2 and vLLM on the same devices.",
     example=(
         "data.train_files=train.parquet",

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: `python -m hybridrl.main_sft key=value ...`"""
+"""Supervised fine-tuning: `hybridrl sft key=value ...`"""
 
 import sys
 
@@ -8,7 +8,7 @@ from hybridrl.runtime.cli import RunCommand, run_command
 from hybridrl.runtime.guard import guarded
 
 COMMAND = RunCommand(
-    module="hybridrl.main_sft",
+    name="sft",
     purpose="Fine-tune a language model on conversations, with the loss on the assistant's messages.",
     example=("data.train_files=train.jsonl", "model.path=Qwen/Qwen2.5-0.5B"),
     config_name="sft_trainer",

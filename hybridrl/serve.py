@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible endpoint: `python -m hybridrl.serve model.path=...`"""
+"""A model behind an OpenAI-compatible endpoint: `hybridrl serve model.path=...`"""
 
 import sys
 

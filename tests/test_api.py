@@ -253,7 +253,7 @@ def test_other_failures_have_a_code_and_the_place_of_the_log(
         train("m", "rows.jsonl", directory="run")
     assert (error.value.code, error.value.status) == (code, status)
     assert str(error.value).startswith(f"failed [{code}]: ") and text in str(error.value)
-    assert f"logs: {tmp_path}/run/logs; hybridrl doctor why {tmp_path}/run" in str(error.value)
+    assert f"logs: {tmp_path}/run/logs; hybridrl why {tmp_path}/run" in str(error.value)
 
 
 STOPPING = """

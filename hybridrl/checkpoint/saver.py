@@ -249,7 +249,7 @@ class Saver:
         if saved.state["recovery"]:
             note = " (a recovery checkpoint)"
         elif WHOLE not in self.plan.contents["actor"]:
-            merge = f"python -m hybridrl.model_merger merge --local_dir {saved.path}/actor --target_dir merged"
+            merge = f"hybridrl merge --local_dir {saved.path}/actor --target_dir merged"
             note = f" (to merge it: {merge})"
         size = sum(path.stat().st_size for path in saved.path.rglob("*"))
         self.unreported = f"saved {saved.path}: {size / 1e6:,.1f} MB in {self.took:.1f} s{note}"

@@ -1,4 +1,4 @@
-"""`python -m hybridrl.doctor migrate run.sh`: reads a launch script or YAML file of verl, SkyRL or AReaL, reports what
+"""`hybridrl migrate run.sh`: reads a launch script or YAML file of verl, SkyRL or AReaL, reports what
 differs in hybridrl, and prints the command.
 """
 
@@ -71,8 +71,8 @@ def _migrate(launch: TrainingLaunch) -> tuple[Findings, str]:
     last = {key: value for key, _, value in settings if holds(tree(schema), key.lstrip("~"))}
     _report_left_out(written, last, launch)
     words = [quoted(key if key.startswith("~") else f"{key}={value}") for key, value in last.items()]
-    program = "main_ppo" if schema is PPOConfig else "main_sft"
-    return findings, " \\\n    ".join([f"python -m hybridrl.{program}", *words]) + "\n"
+    program = "train" if schema is PPOConfig else "sft"
+    return findings, " \\\n    ".join([f"hybridrl {program}", *words]) + "\n"
 
 
 def _accept(launch: TrainingLaunch) -> None:

@@ -2,7 +2,7 @@
 
 A system has a table of names and values, such as verl.yaml, and entries that compute, in entries.py. `translate`
 replaces a command's arguments, or a file's; what is left, `check` reports once all values are known. A run knows verl's
-keys. Those of SkyRL and AReaL, which share names with verl, are translated by `doctor migrate`.
+keys. Those of SkyRL and AReaL, which share names with verl, are translated by `hybridrl migrate`.
 """
 
 import re
@@ -187,7 +187,7 @@ class Translation:
                 command.place(key, around.get(key), f"{key}={show(around.get(key))}")
         for system, keys in command.others.items():
             cause = f"{_listed(keys)} {'are keys' if keys[1:] else 'is a key'} of {system}, not of a run here"
-            fix = "hybridrl doctor migrate run.sh prints the command for hybridrl"
+            fix = "hybridrl migrate run.sh prints the command for hybridrl"
             command.findings.error("unsupported", cause, fix, keys=keys)
         return command
 

@@ -287,7 +287,7 @@ def model_path(value: str) -> ValueFault | None:
         return path_or_hub(value)
     if holds_adapter(value):
         fix = "name its base model here and the adapter as lora_adapter_path, or merge them first: "
-        fix += f"python -m hybridrl.model_merger merge --local_dir {value} --target_dir merged"
+        fix += f"hybridrl merge --local_dir {value} --target_dir merged"
         return ValueFault("it is a LoRA adapter", fix)
     directory, above = resolve_model(value), Path(value).parent
     config = directory / "config.json"

@@ -193,7 +193,7 @@ def explain_keys(config_name: str, chosen: str, first: tuple[str, ...], width: i
         lines = ["keys to begin with:", *(_entry(key, value_of(values, key), meanings[key], width) for key in first)]
         names = ", ".join(filter(None, sections))
         listed = textwrap.fill(f"all, {names}", width, initial_indent="  ", subsequent_indent="  ", **WHOLE_WORDS)
-        commands = "hybridrl doctor explain KEY explains one key, hybridrl doctor checks a command."
+        commands = "hybridrl explain KEY explains one key, hybridrl doctor checks a command."
         return "\n".join([*lines, "\nmore keys, by section (--help SECTION):", listed, f"\n{commands}"])
     inside = {name: keys for name, keys in sections.items() if f"{name}.".startswith(f"{chosen}.") or chosen == "all"}
     if not inside:

@@ -2,7 +2,7 @@
 
 `__main__.py` has the table of commands; they run in modules of their own, or in those of other distributions:
 
-    MINE = Command("DIR [--least N]: its purpose", [DIRECTORY, argument("--least", type=int)], run)
+    MINE = Command("RUN [--least N]: its purpose", [DIRECTORY, argument("--least", type=int)], run)
 
 with the entry point `"doctor.mine" = "my_package.checks:MINE"` (hybridrl/plugins.py). Here is what they share.
 """
@@ -63,11 +63,13 @@ class Command:
     rejection: str = ""
 
     def parse(self, name: str, words: Sequence[str]) -> argparse.Namespace:
+        """Parse the words after `hybridrl NAME`."""
+        purpose = self.use.partition(": ")[2]
         parser = argparse.ArgumentParser(
-            prog=f"python -m hybridrl.doctor {name}".rstrip(),
-            description=f"{self.use.partition(': ')[2]}. {self.about}",
+            prog=f"hybridrl {name}",
+            description=f"{purpose[:1].upper()}{purpose[1:]}. {self.about}",
             epilog=f"exit status: {self.status}, 2 the command cannot be carried out",
-            formatter_class=argparse.HelpFormatter if name else argparse.RawDescriptionHelpFormatter,
+            formatter_class=argparse.RawDescriptionHelpFormatter if name == "doctor" else argparse.HelpFormatter,
             allow_abbrev=False,
         )
         for names, options in (*self.arguments, argument("--json", action="store_true", help="print data as JSON")):
@@ -114,11 +116,11 @@ def directory(text: str) -> Path:
     return path
 
 
-DIRECTORY = argument("directory", type=directory, metavar="DIR", help="the run's trainer.default_local_dir")
+DIRECTORY = argument("directory", type=directory, metavar="RUN", help="the run's trainer.default_local_dir")
 # The keys of a run, and its configuration file.
 KEYS = [
-    argument("overrides", nargs="*", metavar="key=value", help="as for hybridrl.main_ppo"),
-    argument("-cp", "--config-path", type=Path, default=CONF, metavar="DIR", help="as for hybridrl.main_ppo"),
+    argument("overrides", nargs="*", metavar="key=value", help="as for hybridrl train"),
+    argument("-cp", "--config-path", type=Path, default=CONF, metavar="DIR", help="as for hybridrl train"),
     argument("-cn", "--config-name", default=SHIPPED[PPOConfig], metavar="NAME", help="likewise"),
 ]
 

@@ -1,5 +1,5 @@
-"""`python -m hybridrl.doctor [--config-only] [--json] key=value ...`: reports what main_ppo would report at its start;
-`explain KEY` and `keys PATTERN`: what a key is set to and means, and a search for keys; and the table of all commands.
+"""`hybridrl doctor [--config-only] [--json] key=value ...`: reports what `hybridrl train` would report at its start;
+`hybridrl explain KEY`: what a key is set to and means, or a search for keys; and the table of commands like these.
 
 Imports nothing heavy: the checks that need torch are in full.py, and other modules are imported by their commands.
 """
@@ -27,7 +27,9 @@ from hybridrl.plugins import PLUGINS, additions, load, names
 from hybridrl.runtime import EXIT_REJECTED
 from hybridrl.runtime.environment import reject_foreign_builds
 from hybridrl.runtime.guard import guarded
+from hybridrl.tracking.console import print_text
 from hybridrl.tracking.secrets import remember
+from hybridrl.tracking.sink import entries as metric_entries
 from hybridrl.tracking.sink import entry_of as metric_entry
 from hybridrl.tracking.sink import nearest_metrics
 
@@ -58,25 +60,9 @@ def check(options: argparse.Namespace) -> Findings:
     return findings
 
 
-def search(options: argparse.Namespace) -> Result:
-    """Search the keys, and verl's other keys, by name and meaning; matches of the name come first."""
-    pattern, values = options.pattern.lower(), shipped(NAME).values
-    keys = [
-        (f"{key} = {'(must be set)' if (value := value_of(values, key)) == MISSING else as_text(value)}", meaning)
-        for key, meaning in key_meanings(CONF / f"{NAME}.yaml").items()
-    ]
-    keys += load("translation").listed()
-    matches = [item for item in keys if pattern in item[0].lower()]
-    matches += [item for item in keys if pattern in item[1].lower() and item not in matches]
-    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    indented = {"initial_indent": "    ", "subsequent_indent": "    ", **WHOLE_WORDS}
-    texts = [f"{head}\n{textwrap.fill(meaning, width, **indented)}" for head, meaning in matches]
-    data = [{"key": head, "meaning": meaning} for head, meaning in matches]
-    return Result(data, texts or ["nothing found"], failed=not matches)
-
-
 def explain(options: argparse.Namespace) -> Result | dict[str, str] | str:
-    """Return a key's value, its origin, its default and its meaning, or the meaning of a metric."""
+    """Return a key's value, its origin, its default and its meaning, or the meaning of a metric. Any other word is
+    searched for in the names and meanings of all of them."""
     if "/" in options.key:
         return explain_metric(options.key)
     key, renamed = options.key.lstrip("+~"), []
@@ -86,9 +72,28 @@ def explain(options: argparse.Namespace) -> Result | dict[str, str] | str:
         if effect:
             return "\n".join([*renamed, f"{key} {effect}"])
         if key not in keys:
-            raise ConfigError(f"unknown key {key}; {nearest_keys(key, PPOConfig)}")
+            return search(options.key)
     result = _explained(key, resolve(options, offline=True), f"the file {options.config_name}.yaml")
     return result._replace(shown=[*renamed, *result.shown])
+
+
+def search(word: str) -> Result:
+    """Search keys, metrics, and verl's other keys by name and meaning; matches of the name come first. Raises
+    ConfigError if there are none."""
+    pattern, values = word.lower(), shipped(NAME).values
+    keys = [
+        (f"{key} = {'(must be set)' if (value := value_of(values, key)) == MISSING else as_text(value)}", meaning)
+        for key, meaning in key_meanings(CONF / f"{NAME}.yaml").items()
+    ]
+    keys += [(entry.name, entry.meaning) for entry in metric_entries()] + load("translation").listed()
+    matches = [item for item in keys if pattern in item[0].lower()]
+    matches += [item for item in keys if pattern in item[1].lower() and item not in matches]
+    if not matches:
+        raise ConfigError(f"unknown key {word}; {nearest_keys(word, PPOConfig)}")
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    indented = {"initial_indent": "    ", "subsequent_indent": "    ", **WHOLE_WORDS}
+    texts = [f"{head}\n{textwrap.fill(meaning, width, **indented)}" for head, meaning in matches]
+    return Result([{"key": head, "meaning": meaning} for head, meaning in matches], texts)
 
 
 def _explained(key: str, resolved: ResolvedConfig, file: str) -> Result:
@@ -152,45 +157,32 @@ RUN = [
     argument("--no-reward", action="store_true", help="do not call the reward on a few rows"),
     *KEYS,
 ]
-REWARD_KEYS = argument("overrides", nargs="*", metavar="reward.key=value")
 # Modules that are named by a text are imported when the command runs: some import torch.
 COMMANDS = {
     "explain": Command(
-        "KEY|METRIC [key=value ...]: a key's value, who set it and what it means; what a metric means",
-        [argument("key", metavar="KEY|METRIC"), *KEYS],
+        "KEY|METRIC|WORD [key=value ...]: a key's value, who set it and what it means, or the keys with a word",
+        [argument("key", metavar="KEY|METRIC|WORD"), *KEYS],
         explain,
     ),
-    "keys": Command("PATTERN: the keys with the pattern in their name or meaning", [argument("pattern")], search),
-    "reward": Command(
-        "--rows FILE [--reward FILE.py] [--against OTHER.py]: scores stored responses and compares two rewards",
+    "rescore": Command(
+        "RUN|FILE [--reward FILE.py] [--against OTHER.py]: scores stored responses again and compares the scores",
         [
-            argument("--rows", required=True, metavar="FILE", help=".jsonl, .json, .csv, .tsv or .parquet"),
+            argument("source", metavar="RUN|FILE", help="the directory of a run, or rows: .jsonl, .csv, .parquet ..."),
             argument(
                 "--reward",
                 metavar="FILE.py[:NAME]",
                 help="the reward; default: built in, by data_source or reward.name",
             ),
-            argument("--against", metavar="FILE.py[:NAME]", help="a second reward, for the same responses"),
+            argument("--against", metavar="FILE.py[:NAME]", help="for rows: a second reward, for the same responses"),
             argument("--data-source", metavar="NAME", default="", help="for rows that name none"),
-            REWARD_KEYS,
-        ],
-        "hybridrl.doctor.reward:compare_scores",
-        "Rows hold a response (output, solution_str, response or prediction), its ground truth (gts, ground_truth or "
-        "reward_model) and may hold data_source, extra_info and score: the samples that trainer.rollout_data_dir keeps "
-        "are such rows.",
-        rejection="reward.rejected",
-    ),
-    "rescore": Command(
-        "DIR --reward FILE.py: a run's stored samples under another reward, and their advantages",
-        [
-            DIRECTORY,
-            argument("--reward", required=True, metavar="FILE.py[:NAME]", help="the other reward function"),
-            argument("--steps", metavar="N,N", help="steps to score; default: up to 10, evenly"),
-            REWARD_KEYS,
+            argument("--steps", metavar="N,N", help="for a run: steps to score; default: up to 10, evenly"),
+            argument("overrides", nargs="*", metavar="reward.key=value"),
         ],
         "hybridrl.doctor.reward:rescore",
-        "Weights learned from the old reward, so this shows what the new one would have rewarded there, and not where "
-        "it would have led.",
+        "Rows hold a response (output, solution_str, response or prediction), its ground truth (gts, ground_truth or "
+        "reward_model) and may hold data_source, extra_info and score: the samples that trainer.rollout_data_dir keeps "
+        "are such rows. Of a run, advantages are compared too. Its weights learned from the old reward, so this shows "
+        "what the new one would have rewarded there, and not where it would have led.",
         rejection="rescore.rejected",
     ),
     "algorithm": Command(
@@ -219,20 +211,20 @@ COMMANDS = {
         "The cluster of RAY_ADDRESS or ray_kwargs.ray_init.address: versions, the files of a run, and the network.",
     ),
     "why": Command(
-        "DIR: how the run of a directory is, or why it ended, and the command to continue with",
+        "RUN: how a run is, or why it ended, and the command to continue with",
         [DIRECTORY],
         "hybridrl.doctor.why:run",
         status="0 it runs or has finished, 1 otherwise",
     ),
     "checkpoints": Command(
-        "DIR: every checkpoint of a run with age, size, health and score",
+        "RUN: every checkpoint of a run with age, size, health and score",
         [DIRECTORY],
         "hybridrl.doctor.leftovers:checkpoints",
         "All files are compared with their checksums.",
         status="0 a run could resume, 1 there is no checkpoint to resume from",
     ),
     "bundle": Command(
-        "DIR [--samples]: packs what a bug report needs of a run, secrets masked",
+        "RUN [--samples]: packs what a bug report needs of a run, secrets masked",
         [
             DIRECTORY,
             argument("--samples", action="store_true", help="also the newest samples and the reward's log"),
@@ -242,20 +234,20 @@ COMMANDS = {
         "There are no weights and no data in it. Look through it before you send it.",
     ),
     "replay": Command(
-        "DIR [--step N]: computes a step of a run again, and names the rows that moved the gradient",
+        "RUN [--step N]: computes a step of a run again, and names the rows that moved the gradient",
         [
             DIRECTORY,
             argument("--step", type=int, help="one of which the batch was kept; default: the last"),
             argument("--rows", type=int, default=10, help="how many rows to show"),
         ],
         "hybridrl.doctor.replay:run",
-        "A run keeps the batch of a step with which a diagnosis begins, in DIR/replay. It must have ended, as its "
+        "A run keeps the batch of a step with which a diagnosis begins, in RUN/replay. It must have ended, as its "
         "devices are used again. Weights are those before the step if that checkpoint was retained.",
     ),
     "clean": Command(
-        "[DIR ...] [--yes]: lists, or removes, what dead runs have left on this machine",
+        "[RUN ...] [--yes]: lists, or removes, what dead runs have left on this machine",
         [
-            argument("directories", nargs="*", type=directory, metavar="DIR", help="of a run"),
+            argument("directories", nargs="*", type=directory, metavar="RUN", help="the directory of a run"),
             argument("--shared-memory", action="store_true", help="also shared memory that no process has mapped"),
             argument("--yes", action="store_true", help="remove what is listed"),
         ],
@@ -277,28 +269,48 @@ COMMANDS = {
         "They are compared bit for bit. Reports how many complete steps each kill cost.",
     ),
 }
-FORMER = {"report": "bundle"}
+# Commands of the first level, hybridrl NAME; the others are hybridrl doctor NAME. And former names.
+FIRST_LEVEL = ("why", "checkpoints", "bundle", "clean", "explain", "rescore", "migrate")
+FORMER = {"keys": "explain", "report": "bundle", "reward": "rescore"}
 
 
 def uses() -> dict[str, str]:
-    """Return the use of each command; for one of another distribution, which is not imported, its place."""
+    """Return the use of each command of the doctor; for one of another distribution, which is not imported, its
+    place."""
     others = additions("doctor", COMMANDS)
     own = {name: load(f"doctor.{name}").use for name in others if f"doctor.{name}" in PLUGINS}
-    return {**{name: command.use for name, command in COMMANDS.items()}, **others, **own}
+    all_uses = {**{name: command.use for name, command in COMMANDS.items()}, **others, **own}
+    return {name: use for name, use in all_uses.items() if name not in FIRST_LEVEL}
+
+
+def command(name: str, words: list[str]) -> int:
+    """Run a command of the table, or of another distribution, and return its exit status."""
+    entry: Command = COMMANDS.get(name) or load(f"doctor.{name}")
+    return entry.main(name if name in FIRST_LEVEL else f"doctor {name}", words)
+
+
+def _without_rows(words: list[str]) -> list[str]:
+    """Return the arguments of the former `doctor reward --rows FILE` as those of `rescore FILE`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--rows")
+    former, others = parser.parse_known_args(words)
+    return [former.rows, *others] if former.rows else others
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status: 0, 1 (an error, or a failed test), 2 (usage), 130 (Ctrl-C)."""
     words = sys.argv[1:] if argv is None else argv
     first = FORMER.get(words[0], words[0]) if words else ""
+    if first in FIRST_LEVEL:
+        print_text(f"hybridrl doctor {words[0]} is now hybridrl {first}", error=True)
     if first in COMMANDS or first in names("doctor"):
-        return (COMMANDS.get(first) or load(f"doctor.{first}")).main(first, words[1:])
+        return command(first, _without_rows(words[1:]) if words[0] == "reward" else words[1:])
     listing = "\n".join(f"  {name} {use}" for name, use in uses().items())
     if "=" not in first and not first.startswith(("-", "~")):
         print(f"expected key=value, or one of the commands:\n{listing}")
         return EXIT_REJECTED
-    use = "key=value ...: Check a run of hybridrl.main_ppo without starting it"
-    return Command(use, RUN, check, f"\n\ncommands, instead of key=value:\n{listing}").main("", words)
+    use = "key=value ...: Check a command of hybridrl train without starting it"
+    return Command(use, RUN, check, f"\n\nhybridrl doctor COMMAND, other checks:\n{listing}").main("doctor", words)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m hybridrl.doctor cluster [key=value ...]`, and a run on several machines before a model is loaded: tries
+"""`hybridrl doctor cluster [key=value ...]`, and a run on several machines before a model is loaded: tries
 the machines together. Each measures its facts and reaches the others."""
 
 import argparse

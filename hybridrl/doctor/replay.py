@@ -1,4 +1,4 @@
-"""`python -m hybridrl.doctor replay DIR [--step N]`: computes a step again from the checkpoint before it, and names the
+"""`hybridrl doctor replay RUN [--step N]`: computes a step again from the checkpoint before it, and names the
 rows that moved the gradient.
 
 A run keeps the batch of a step with which a diagnosis begins, in DIR/replay. The run must have ended, as its devices

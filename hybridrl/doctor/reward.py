@@ -1,5 +1,5 @@
-"""Commands that score stored responses as a run does: `python -m hybridrl.doctor reward` for files of rows, also with
-two rewards, and `rescore` for the stored samples of a run, whose advantages are compared too.
+"""`hybridrl rescore RUN|FILE`: scores stored responses as a run does: those in a file of rows, also with two rewards,
+or the samples of a run, whose advantages are compared too.
 
 All rewards run in scoring processes, so that an exception or a hanging call does not end the command.
 """
@@ -43,7 +43,7 @@ from hybridrl.runs.trials import scored_batch
 from hybridrl.tracking.faults import count_faults, fault_kind
 from hybridrl.tracking.records import OWN_KEY, SampleRecord, checked_episode, read_records, records_of
 
-KEY = "--rows"
+KEY = "FILE"
 SHOWN = 5  # responses whose scores differ
 TRUTH, ENDING = 60, 160  # characters shown of a ground truth, and of a response
 RESPONSE_COLUMNS = ("output", "solution_str", "response", "prediction")
@@ -66,11 +66,25 @@ class Stored(NamedTuple):
     length: int
 
 
-def compare_scores(options: argparse.Namespace) -> Findings:
+def rescore(options: argparse.Namespace) -> Findings:
+    """Score the samples of a run, or the rows of a file. Raises ConfigError for an option of the other one."""
+    run = Path(options.source).expanduser()
+    if not run.is_dir():
+        if options.steps:
+            raise ConfigError(f"--steps={options.steps} chooses steps of a run, and {run} is not the directory of one")
+        return rescore_rows(options)
+    if options.against or options.data_source:
+        unused = "--against" if options.against else "--data-source"
+        fix = f"name a file of its samples instead, in {run}/rollouts"
+        raise ConfigError(f"{unused} is for a file of rows, and {run} is a directory", fix=fix)
+    return rescore_run(run.absolute(), options)
+
+
+def rescore_rows(options: argparse.Namespace) -> Findings:
     """Score the rows of a file, and compare with their scores and those of another reward. Raises ConfigError if they
     cannot be scored at all."""
     findings, bad_rows = Findings(), Faults(KEY)
-    rows = load_rows([options.rows], bad_rows, key=KEY, max_samples=-1, shuffle=False, seed=0)
+    rows = load_rows([options.source], bad_rows, key=KEY, max_samples=-1, shuffle=False, seed=0)
     needs_truth = uses_built_in(reward_config(options.reward, options.overrides))
     parsed = [_parse(row, options.data_source, bad_rows, needs_truth) for row in rows]
     bad_rows.close()
@@ -200,11 +214,10 @@ MOVED = 0.1  # a larger difference is another advantage
 DATA = "data.train_files"
 
 
-def rescore(options: argparse.Namespace) -> Findings:
+def rescore_run(run: Path, options: argparse.Namespace) -> Findings:
     """Score the stored samples of a run with another reward, and compare scores and advantages. Raises ConfigError if
     there is nothing to score, or the reward cannot be loaded."""
     findings = Findings()
-    run: Path = options.directory
     records = [record for path in chosen_files(run, options.steps) for record in read_records(path)]
     config = run_config(run, findings)
     rows = None if config is None else data_rows(config.data, findings)

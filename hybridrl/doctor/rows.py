@@ -1,7 +1,7 @@
 """Check the loaded rows: lengths, empty and repeated prompts, overlap with validation, and how the chat template
 renders them. Unusable rows have been rejected by the loader, all together, with file and line.
 
-`python -m hybridrl.doctor template MODEL`: whether a model's chat template serves episodes of several turns. Reads
+`hybridrl doctor template MODEL`: whether a model's chat template serves episodes of several turns. Reads
 tokenizer and configuration of the model, and starts nothing.
 """
 

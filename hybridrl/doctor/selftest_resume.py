@@ -1,4 +1,4 @@
-"""`python -m hybridrl.doctor selftest-resume key=value ...`: kills a short run at random moments, restarts it until it
+"""`hybridrl doctor selftest-resume key=value ...`: kills a short run at random moments, restarts it until it
 is done, and compares it bit for bit with a run that was not killed. Reports how many complete steps each kill cost."""
 
 import argparse

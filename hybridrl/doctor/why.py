@@ -1,4 +1,4 @@
-"""`python -m hybridrl.doctor why DIR`: how a run is or why it ended, in one sentence, and the command to continue with.
+"""`hybridrl why RUN`: how a run is or why it ended, in one sentence, and the command to continue with.
 
 Reads what a run leaves in its directory, however it ended, and writes nothing. Every code has a section in
 docs/errors.md.
@@ -29,7 +29,7 @@ WELL = {RUNNING := "running", FINISHED}
 SILENT_SECONDS, SILENT_STEPS = 60.0, 5.0  # without a step: the greater of the seconds and this multiple of the median
 FULL_BYTES = 1 << 20  # free, or fewer, on a disk that is full
 SHOWN = 300  # characters of an error
-REJECTED = "python -m hybridrl.doctor key=value ..., with the arguments of the run"
+REJECTED = "hybridrl doctor key=value ..., with the arguments of the run"
 FEWER_CHECKPOINTS = "trainer.max_actor_ckpt_to_keep=1"
 OPTIMIZER_ON_HOST = "engine.fsdp_config.offload_policy=true"
 TRIED = re.compile(r"^(?:tried: |  )((?:[\w.]+=\S+ {0,2}(?:instead of \S+)?)+)", re.MULTILINE)  # with too little memory
@@ -47,12 +47,12 @@ class Verdict:
 def check_command(run: RunDirectory, otherwise: str = "") -> str:
     """Return the command that checks the configuration, tries its reward, and plans its memory. The doctor does not
     know supervised runs: theirs is the command to continue with a change."""
-    command = f"python -m hybridrl.doctor -cp {named(run)} -cn config"
+    command = f"hybridrl doctor -cp {named(run)} -cn config"
     return command if ACTORS in run.config else run.resume_command(otherwise)
 
 
 def bundle_command(run: RunDirectory) -> str:
-    return f"python -m hybridrl.doctor bundle {named(run)}"
+    return f"hybridrl bundle {named(run)}"
 
 
 def log_command(run: RunDirectory) -> str:
@@ -62,7 +62,7 @@ def log_command(run: RunDirectory) -> str:
 
 
 def listing(run: RunDirectory) -> str:
-    return f"python -m hybridrl.doctor checkpoints {named(run)}"
+    return f"hybridrl checkpoints {named(run)}"
 
 
 def named(run: RunDirectory) -> str:
@@ -144,7 +144,7 @@ def _finished(run: RunDirectory) -> Verdict:
     command = listing(run)
     if run.saved:
         model = f"{named(run)}/{run.saved.path.name}/actor"
-        command = f"python -m hybridrl.model_merger merge --local_dir {model} --target_dir merged"
+        command = f"hybridrl merge --local_dir {model} --target_dir merged"
     return Verdict(FINISHED, f"it finished after step {run.last_step}{_diagnoses(run)}", command)
 
 

@@ -1,6 +1,6 @@
 """A local retriever in Search-R1's protocol: BM25 over a file of passages, ready in seconds.
 
-    python -m hybridrl.environments.retriever corpus.jsonl --port 8000
+    hybridrl retriever corpus.jsonl --port 8000
 
 A line of the file is {"contents": "title\\ntext", ...}, or {"title", "text"}; .gz is read too.
 """
@@ -124,7 +124,7 @@ def serve(index: Index, passages: Sequence[dict[str, Any]], host: str, port: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m hybridrl.environments.retriever", description="Search passages.")
+    parser = argparse.ArgumentParser(prog="hybridrl retriever", description="Search passages.")
     parser.add_argument("corpus", type=Path, help="a .jsonl file of passages")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to be reached from other machines, by anyone")

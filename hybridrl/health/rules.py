@@ -202,7 +202,7 @@ RULES = (
             ("actor/grad_norm", "critic/grad_norm"),
             10,
             "updates have the length that grad_clip leaves, whatever they learn from",
-            "lower the optim.lr of this model, and look at the rows: python -m hybridrl.doctor replay",
+            "lower the optim.lr of this model, and look at the rows: hybridrl doctor replay",
         ),
         "10 times its lowest",
         reads=("actor/grad_norm", "critic/grad_norm"),

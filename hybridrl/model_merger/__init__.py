@@ -1,4 +1,4 @@
-"""Merge saved shards into a Hugging Face directory and verify it. `python -m hybridrl.model_merger --help`"""
+"""Merge saved shards into a Hugging Face directory and verify it. `hybridrl merge --help`"""
 
 from pathlib import Path
 

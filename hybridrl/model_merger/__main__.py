@@ -1,4 +1,4 @@
-"""The command `python -m hybridrl.model_merger`, with verl's arguments."""
+"""The command `hybridrl merge`, with verl's arguments."""
 
 import argparse
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 from hybridrl.config.checks.training import this_machine
 from hybridrl.runtime.environment import worker_environment
 
-PROGRAM = "python -m hybridrl.model_merger"
+PROGRAM = "hybridrl merge"
 ACTOR = "checkpoints/my/run/global_step_100/actor"
 EPILOG = f"""for example:
-  {PROGRAM} merge --backend fsdp --local_dir {ACTOR} --target_dir my_model
-  {PROGRAM} test --backend fsdp --local_dir {ACTOR} --test_hf_dir my_model
+  {PROGRAM} --local_dir {ACTOR} --target_dir my_model
+  {PROGRAM} test --local_dir {ACTOR} --test_hf_dir my_model
 
 Exit status: 0; 1 if files are damaged or a check failed; 2 if the command cannot be carried out.
 """
@@ -67,7 +67,8 @@ def command_parser() -> argparse.ArgumentParser:
     add("--use_cpu_initialization", action="store_true", help="accepted without effect: nothing is initialised")
     operations = parser.add_subparsers(dest="operation", required=True, metavar="{merge,test}")
     options = {"parents": [common], "epilog": EPILOG, "formatter_class": parser.formatter_class}
-    add = operations.add_parser("merge", help="write a Hugging Face directory and check it", **options).add_argument
+    merge = operations.add_parser("merge", prog=PROGRAM, help="write a Hugging Face directory and check it", **options)
+    add = merge.add_argument
     add("--target_dir", type=Path, default=Path("tmp"), metavar="DIR", help="where to write (tmp)")
     lora = (
         "what to write for a LoRA adapter: base and adapter merged (merged), the adapter in peft's layout (adapter), "

@@ -1,6 +1,6 @@
 """`report.html`: everything about a run, or several, in one file that opens without a network.
 
-`python -m hybridrl.report RUN [RUN2 ...]` writes it. It reads the directories of runs, and needs no device.
+`hybridrl report RUN [RUN2 ...]` writes it. It reads the directories of runs, and needs no device.
 """
 
 from hybridrl.report.page import write_report

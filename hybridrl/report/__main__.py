@@ -1,4 +1,4 @@
-"""`python -m hybridrl.report RUN [RUN2 ...]`: write the page of a run, or serve it on this machine only. A served page
+"""`hybridrl report RUN [RUN2 ...]`: write the page of a run, or serve it on this machine only. A served page
 has all samples, and is rendered again when a file of the run changes."""
 
 import argparse
@@ -39,7 +39,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m hybridrl.report",
+        prog="hybridrl report",
         description="Write a page with curves, samples, health, times, configuration and checkpoints of a run; with "
         f"several (at most {MOST_RUNS}), a comparison of them. A directory of verl's rollout files is read too.",
         epilog="exit status: 0 the page is written or was served, 1 it could not be written, 2 the command is rejected",

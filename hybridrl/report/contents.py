@@ -86,6 +86,18 @@ class Contents(RunDirectory):
         self.steps = steps
 
     @property
+    def title(self) -> str:
+        """Model, algorithm and rows of the run; without a configuration, its name."""
+        values = leaves(self.config)
+        model = str(values.get("model.path" if self.supervised else "actor_rollout_ref.model.path") or "")
+        places = [part for part in Path(model).parts if not re.fullmatch(r"huggingface|actor|global_step_\d+", part)]
+        files = values.get("data.train_files") or []
+        first, *others = [Path(str(file)).name for file in (files if isinstance(files, list) else [files])] or [""]
+        rows = f"{first} and {len(others)} more" if others else first
+        estimator = "sft" if self.supervised else str(values.get("algorithm.adv_estimator") or "")
+        return " · ".join(filter(None, [*places[-1:], estimator, rows])) if self.config else self.name
+
+    @property
     def started(self) -> str:
         """The time when the run began, before it was resumed. An earlier run in the same directory does not count."""
         begins = [fault.time for fault in self.faults if fault.code == BEGUN]

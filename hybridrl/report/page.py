@@ -92,7 +92,7 @@ def render_page(run_dirs: Sequence[Path], samples: int = 200, *, served: bool = 
     style = (FOLDER / "page.css").read_text(encoding="utf-8")
     parts = [_head(runs), _curves(runs), *([_comparison(runs)] if len(runs) > 1 else []), _samples(runs)]
     parts += _of_one(runs[0]) if len(runs) == 1 else _of_several(runs)
-    title = " · ".join(run.contents.name for run in runs)
+    title = runs[0].contents.title if len(runs) == 1 else " · ".join(run.contents.name for run in runs)
     links = "".join(f'<a href="#{name}">{shown}</a>' for name, shown in _links(runs))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
@@ -103,7 +103,7 @@ def render_page(run_dirs: Sequence[Path], samples: int = 200, *, served: bool = 
         f'<meta name="description" content="{text(" ".join(run.sentence for run in runs))}">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{style}</style></head><body>'
         f'<nav aria-label="Sections"><span class="brand">hybridrl</span>{links}</nav><main>{"".join(parts)}</main>'
-        f"<footer>Made by <code>python -m hybridrl.report</code>. Keys: <kbd>j</kbd> <kbd>k</kbd> sample, "
+        f"<footer>Made by <code>hybridrl report</code>. Keys: <kbd>j</kbd> <kbd>k</kbd> sample, "
         f"<kbd>[</kbd> <kbd>]</kbd> step, <kbd>/</kbd> search.</footer>"
         f'<script type="application/json" id="data">{_json(data)}</script><script>{script}</script></body></html>\n'
     )
@@ -144,7 +144,7 @@ def _head(runs: Sequence[ReportedRun]) -> str:
     began = run.contents.started[:16].replace("T", " ")
     where = f"{text(_shown(run.contents.path))}{f' · started {text(began)} UTC' * bool(began)}"
     return (
-        f'<header><h1>{text(run.contents.name)}</h1><p class="kicker">{where}</p>'
+        f'<header><h1>{text(run.contents.title)}</h1><p class="kicker">{where}</p>'
         f'<p class="sentence">{text(run.sentence)}</p>'
         f"{sections.light_list(run.lights)}{sections.failure(run.contents)}"
         f"{sections.notes(run.contents, run.samples)}</header>"

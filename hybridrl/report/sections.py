@@ -47,7 +47,7 @@ def failure(contents: Contents) -> str:
     before = "" if first is None or first == end else _failed("The run failed first", first)
     if end is None:
         why = "faults.jsonl has no end: it was killed by hand, by a scheduler or the kernel, or the machine crashed"
-        ask = f"python -m hybridrl.doctor why {shlex.quote(str(contents.path))}"
+        ask = f"hybridrl why {shlex.quote(str(contents.path))}"
         return f'{before}<div class="failure"><h2>The run was killed</h2><p>{why}.</p>{command(ask)}</div>'
     excerpt = None if end.tail else traceback_of(contents, end)
     trace = f"<h3>{text(excerpt.name)}</h3><pre>{text(excerpt.text)}</pre>" if excerpt else ""

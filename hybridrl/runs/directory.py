@@ -261,9 +261,8 @@ class RunDirectory:
     def resume_command(self, change: str = "") -> str:
         """Return the command that continues the run, from its last checkpoint if there is one, with a change."""
         if not self.config:
-            return "python -m hybridrl.main_ppo key=value ..., as before"
-        program = "main_sft" if self.supervised else "main_ppo"
-        words = [f"python -m hybridrl.{program} -cp {shlex.quote(str(self.path))} -cn config"]
+            return "hybridrl train key=value ..., as before"
+        words = [f"hybridrl {'sft' if self.supervised else 'train'} -cp {shlex.quote(str(self.path))} -cn config"]
         if self.saved and self.trainer.get("resume_mode") != "auto":
             words.append("trainer.resume_mode=auto")
         return " ".join([*words, change]).strip()

@@ -348,7 +348,7 @@ class Adjustments:
         fits."""
         tried = "".join(f"\ntried: {self.described(key)}" for key in self.made if key != self.lr)
         lacks = (load("room")(self.config).lack(saving=False, share=tenths / 10) for tenths in range(10, 4, -1))
-        fix = "take more devices, a smaller model or an adapter (lora_rank=32); python -m hybridrl.doctor plans it"
+        fix = "take more devices, a smaller model or an adapter (lora_rank=32); hybridrl doctor plans it"
         fix = next((lack.rpartition("; ")[2] for lack in lacks if lack), fix)
         return OutOfMemory(f"{error}{tried}\nno setting is left that is lowered without being asked: {fix}", "")
 

@@ -37,7 +37,7 @@ from hybridrl.runs.trials import custom_sinks
 from hybridrl.runtime.environment import ForkServer, without_expandable_segments
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking import Resume, Tracker, draw_curves, summary
-from hybridrl.tracking.console import MessageHandler, info, stage, warn
+from hybridrl.tracking.console import MessageHandler, info, on_terminal, stage, warn
 from hybridrl.tracking.faults import recording
 from hybridrl.tracking.report import read_metrics
 
@@ -199,6 +199,8 @@ def run(
         earlier = read_metrics(directory) if resume else {}
         rules = [*RULES, *custom_rules(config.trainer.health_rules)]
         health = HealthMonitor(earlier, rules, actions=config.trainer.on_diagnosis)
+        if on_terminal():
+            info(f"to watch it: hybridrl report {shlex.quote(str(directory))} --live")
         gc.freeze()  # modules and data stay for the whole run: each collection would scan them for 0.3 s
         Trainer(task, workers, tracker, saver, schedule, health).fit(plan.done, start_up)
         if "wandb" in config.trainer.logger:  # it uploads the page as it closes

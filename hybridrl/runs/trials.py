@@ -1,5 +1,5 @@
 """Trials before a run: custom functions are called with made-up values before models and rows are read, and plug-ins
-try the rows. `python -m hybridrl.doctor algorithm FILE.py:NAME` shows what a custom estimator or loss returns."""
+try the rows. `hybridrl doctor algorithm FILE.py:NAME` shows what a custom estimator or loss returns."""
 
 import argparse
 import math

@@ -42,10 +42,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunCommand(Generic[T]):
-    """An entry point for runs: its help text, `load` for its configuration, and `open`: a context with everything that
-    successive runs share. It yields a function that runs one and may return an exit status."""
+    """An entry point for runs, `hybridrl NAME`: its help text, `load` for its configuration, and `open`: a context with
+    everything that successive runs share. It yields a function that runs one and may return an exit status."""
 
-    module: str
+    name: str
     purpose: str
     example: tuple[str, ...]
     config_name: str
@@ -55,7 +55,7 @@ class RunCommand(Generic[T]):
 
     @property
     def example_line(self) -> str:
-        return " \\\n      ".join((f"python -m {self.module}", *self.example))
+        return " \\\n      ".join((f"hybridrl {self.name}", *self.example))
 
 
 def run_command(command: RunCommand[T], argv: list[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def run_command(command: RunCommand[T], argv: list[str] | None = None) -> int:
     words, parser = sys.argv[1:] if argv is None else argv, _parser(command)
     arguments, further = parser.parse_known_args(_with_values(words))
     if options := [item for item in further if item.startswith("-")]:
-        parser.error(_unknown_option(options[0], command.module))
+        parser.error(_unknown_option(options[0], command.name))
     arguments.overrides += further
     stop_at_once()
     try:
@@ -129,7 +129,7 @@ def _run(command: RunCommand[T], argv: list[str], arguments: argparse.Namespace)
 
 def _parser(command: RunCommand[T]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        usage=f"python -m {command.module} [key=value ...]",
+        usage=f"hybridrl {command.name} [key=value ...]",
         description=f"{command.purpose}\n\nfor example:\n  {command.example_line}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
@@ -167,14 +167,14 @@ def _with_values(argv: list[str]) -> list[str]:
     return [f"{word}={'' if 'h' in word else 'job'}" if word in ("--help", "--cfg") else word for word in joined]
 
 
-def _unknown_option(option: str, module: str) -> str:
+def _unknown_option(option: str, command: str) -> str:
     """Return what to do instead, for options of Hydra."""
     shown = "--cfg shows the configuration, hybridrl doctor with the keys of a run shows versions and machine"
     instead = {
         ("--info", "-i"): shown,
         ("-cd", "--config-dir"): "name the directory of your own configuration file in --config-path",
         ("-sc", "--shell-completion"): 'eval "$(register-python-argcomplete hybridrl)"',
-        ("--hydra-help",): f"see python -m {module} --help",
+        ("--hydra-help",): f"see hybridrl {command} --help",
         ("--experimental-rerun",): "the same command resumes a run; its config.yaml can be given by --config-path",
         ("--version", "-v"): "see hybridrl --version",
     }
@@ -323,7 +323,7 @@ def run_at_once(command: RunCommand, argv: Sequence[str], points: Sequence[Point
     for number, (share, part) in enumerate(zip(shares, parts_of_machine(points[0].config, at_once), strict=False)):
         log = base / f"sweep-{number}.log"
         names = [f"--only={point.name}" for point in share]
-        words = [sys.executable, "-m", command.module, *argv, *names]
+        words = [sys.executable, "-m", "hybridrl", command.name, *argv, *names]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         with part.cores_only():
             process = subprocess.Popen(words, env=os.environ | part.environment, **pipes)

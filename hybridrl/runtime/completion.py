@@ -19,7 +19,7 @@ from hybridrl.config.schema_parts import PRESETS as EVAL_PRESETS
 from hybridrl.config.values import SCHEDULES, tree, value_keys
 from hybridrl.plugins import names
 
-SCHEMAS = {"train": PPOConfig, "eval": PPOConfig, "sweep": PPOConfig, "doctor": PPOConfig, "sft": SFTConfig}
+SCHEMAS = dict.fromkeys(("train", "eval", "sweep", "doctor", "explain"), PPOConfig) | {"sft": SFTConfig}
 # Names that a key takes as well as a function in a file.
 NAMES = {
     "algorithm.adv_estimator": ESTIMATORS,

@@ -6,7 +6,7 @@ requested of one that has not called `write_stacks_on_request`. A signal needs n
 without the GIL, which ends a process now and then whose threads run, most often while they import. So it is the last
 resort: for a process that computes or waits without running any Python, and the frames of one thread by itself.
 
-    python -m hybridrl.runtime.stacks PID
+    hybridrl stacks PID
 """
 
 import argparse
@@ -289,8 +289,10 @@ def memory_by_role(logs: Sequence[str]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print the stacks of all threads of a process of a run.")
-    parser.add_argument("pid", type=int)
+    parser = argparse.ArgumentParser(
+        prog="hybridrl stacks", description="Print the stacks of all threads of a process of a run."
+    )
+    parser.add_argument("pid", type=int, metavar="PID")
     pid = parser.parse_args().pid
     print(request(pid) or f"process {pid} does not reply")
 

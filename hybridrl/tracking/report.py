@@ -32,7 +32,7 @@ LAST_STEPS = 5
 CONTENTS = {
     "config.yaml": "the configuration of the run",
     "metrics.jsonl": "all metrics, one line per step",
-    FILE: "warnings, and how the run ended: python -m hybridrl.doctor why",
+    FILE: "warnings, and how the run ended: hybridrl why",
     "report.html": "everything about the run on one page",
     CURVES: "the curves",
     "samples": "validation samples",

@@ -1,6 +1,6 @@
 """The quickstart's reward: GSM8K's strict rule. It is an example of a custom reward file:
 
-python -m hybridrl.main_ppo reward.custom_reward_function.path=recipes/quickstart/reward.py ...
+hybridrl train reward.custom_reward_function.path=recipes/quickstart/reward.py ...
 """
 
 import re

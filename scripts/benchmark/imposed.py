@@ -40,8 +40,8 @@ class Responses:
         return self.lengths[request.prompt % self.prompts * self.samples + request.sample]
 
 
-# 25m: heavy-tailed as in reasoning; quickstart, pretrained: similar to what their models generate; tail: long reasoning,
-# in which few responses have most of the tokens; tiny: for --tiny, in any case.
+# 25m: heavy-tailed as in reasoning; quickstart, pretrained: similar to what their models generate; tail: long
+# reasoning, in which few responses have most of the tokens; tiny: for --tiny, in any case.
 RESPONSES = {
     "25m": Responses(16, 8, 90.0, 0.95, 512),
     "quickstart": Responses(32, 8, 28.0, 0.35, 64),

@@ -1,11 +1,12 @@
 """A whole step compared with TRL, vLLM and torch: `python scripts/benchmark/step.py [--peer trl/bin/python]`
 
 The case 25m: a random model of 25 M parameters, 16 prompts x 8 responses; quickstart: its warm start and task, 32 x 8;
-pretrained: the model of --model with the questions of recipes/pretrained, 16 x 8 (Gemma 3 270M fits in 24 GiB beside one
-other side, so --peer needs --no-bare). The lengths of responses are imposed (imposed.py) on all sides. First an update on the same samples from the same
-weights: gradient norms must agree. Then in turn, --rounds times each: a whole step of hybridrl, a step of TRL's
-GRPOTrainer, and separately from steps the rollout and the update of the same rows, by hybridrl and by bare vLLM and
-torch. `--peer` names the Python of an environment for trl_peer.py; without it TRL is left out.
+pretrained: the model of --model with the questions of recipes/pretrained, 16 x 8 (of Gemma 3 270M, two sides fit in
+24 GiB: give --no-bare with --peer). The lengths of responses are imposed (imposed.py) on all sides. First an update on
+the same samples from the same weights: gradient norms must agree. Then in turn, --rounds times each: a whole step of
+hybridrl, a step of TRL's GRPOTrainer, and separately from steps the rollout and the update of the same rows, by
+hybridrl and by bare vLLM and torch. `--peer` names the Python of an environment for trl_peer.py; without it TRL is left
+out.
 """
 
 import argparse

@@ -66,10 +66,10 @@ def migrate(doctor, script):
 
 def test_a_script_becomes_a_command_for_hybridrl(doctor, script):
     status, output = doctor("migrate", str(script))
-    command = output[output.index("python -m hybridrl.main_ppo") :]
+    command = output[output.index("hybridrl train") :]
     assert status == 0
     assert [line.strip(" \\") for line in command.strip().splitlines()] == [
-        "python -m hybridrl.main_ppo",
+        "hybridrl train",
         "algorithm.adv_estimator=grpo",
         "algorithm.filter_groups.enable=False",
         """'data.train_files=['"'"'/data/a b.parquet'"'"']'""",
@@ -255,13 +255,13 @@ def test_what_is_no_launch_script_is_rejected(doctor, script, content):
     assert status == 2 and str(script) in output and "Traceback" not in output
 
 
-def printed(output: str, module: str = "main_ppo") -> list[str]:
+def printed(output: str, name: str = "train") -> list[str]:
     """The words of the printed command, which must be accepted unchanged."""
-    command = output[output.index(f"python -m hybridrl.{module}") :].partition("hybridrl.")[2].partition(" ")[2]
+    command = output[output.index(start := f"hybridrl {name} ") + len(start) :]
     made = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True)
     words = made.stdout.split("\0")[:-1]
-    schema, name = (PPOConfig, "ppo_trainer") if module == "main_ppo" else (SFTConfig, "sft_trainer")
-    assert not resolve_config(schema, words, name, offline=True).findings.errors
+    schema, file = (PPOConfig, "ppo_trainer") if name == "train" else (SFTConfig, "sft_trainer")
+    assert not resolve_config(schema, words, file, offline=True).findings.errors
     return words
 
 
@@ -296,7 +296,7 @@ def test_a_value_that_a_program_computes_is_named_and_the_reading_continues(migr
     monkeypatch.setenv("N", "4")  # where the printed command is run
     after = f"n=1; x=$((n++)); ((n += 1)); let n=n*2-1\n{RUN} {MODEL} trainer.nnodes=$n\n"  # bash computes it
     status, output = migrate(f"{text.replace('RUN', f'{RUN} {MODEL}')}\n{after}")
-    *commands, last = (printed(f"python -m{part}") for part in output.split("python -m")[1:])
+    *commands, last = (printed(f"hybridrl train{part}") for part in output.split("hybridrl train")[1:])
     seeds = [word for words in commands for word in words if "seed" in word]
     assert status == 0 and len(seeds) == runs and "trainer.nnodes=5" in last
     if "seq" in kind:
@@ -346,8 +346,8 @@ def test_a_command_in_a_text_for_another_shell_is_read(migrate, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     text = SHELLS[shell].replace("RUN", f"{RUN} {MODEL} trainer.nnodes=$NODES")
     status, output = migrate(f"NODES=3\n{text}\n{RUN} {MODEL} trainer.experiment_name='a main_ppo run'\n")
-    assert status == 0 and output.count("python -m hybridrl.main_ppo") == 2
-    assert "trainer.nnodes=3" in printed(f"python -m{output.split('python -m')[1]}")
+    assert status == 0 and output.count("hybridrl train") == 2
+    assert "trainer.nnodes=3" in printed(f"hybridrl train{output.split('hybridrl train')[1]}")
     assert [path.name for path in tmp_path.iterdir()] == ["run.sh"]
 
 
@@ -414,7 +414,7 @@ def test_a_command_that_is_a_text_runs_without_its_redirections(migrate):
         "CMD+=' \"+own.text=len > 3\" > train.log 2>&1'\n"
         'eval "$CMD"\neval $CMD rollout.n=3\n'
     )[1]
-    first, second = (printed(f"python -m{part}") for part in output.split("python -m")[1:])
+    first, second = (printed(f"hybridrl train{part}") for part in output.split("hybridrl train")[1:])
     assert {"trainer.project_name=a_b", "own.text='len > 3'"} <= {*first} & {*second}
     assert "actor_rollout_ref.rollout.n=3" in second
 
@@ -435,7 +435,7 @@ def test_a_script_that_waits_for_its_programs_is_read_to_its_end(migrate):
     output = migrate(WAITING.format(model=MODEL))[1]
     assert "trainer.experiment_name=first" in output and "incomplete" not in output
     assert ["actor_rollout_ref.rollout.n=4" in output, "actor_rollout_ref.rollout.n=8" in output] == [True, True]
-    assert output.count("python -m hybridrl.main_ppo") == 3
+    assert output.count("hybridrl train") == 3
 
 
 @pytest.mark.parametrize(
@@ -578,7 +578,7 @@ def test_supervised_training_becomes_a_command_for_main_sft(migrate):
         "ulysses_sequence_parallel_size=2 use_remove_padding=true data.micro_batch_size_per_gpu=4\n",
         "4",
     )
-    assert printed(output, "main_sft") == [
+    assert printed(output, "sft") == [
         "trainer.n_gpus_per_node=4",
         "data.train_files=a.parquet",
         "model.path=Qwen/Qwen3-8B",
@@ -594,7 +594,7 @@ def test_a_rejected_choice_of_a_section_leaves_its_keys_in_the_command(migrate):
         "torchrun -m verl.trainer.sft_trainer model.path=m data.train_files=a.parquet optim=megatron optim.lr=1e-4\n"
     )
     assert status == 1 and "# error [unsupported] optim=megatron: " in output
-    assert printed(output, "main_sft") == ["model.path=m", "data.train_files=a.parquet", "optim.lr=1e-4"]
+    assert printed(output, "sft") == ["model.path=m", "data.train_files=a.parquet", "optim.lr=1e-4"]
 
 
 def test_a_script_of_skyrl_becomes_a_command_for_hybridrl(migrate):

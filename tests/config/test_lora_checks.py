@@ -138,4 +138,4 @@ def test_an_adapter_is_no_model_and_the_fix_is_reported(load: Load, adapter: Pat
     for path in (adapter, adapter / "huggingface"):
         found = errors_of(load, f"{MODEL}.path={path}")
         assert "it is a LoRA adapter; name its base model here and the adapter as lora_adapter_path" in found
-        assert f"python -m hybridrl.model_merger merge --local_dir {path}" in found
+        assert f"hybridrl merge --local_dir {path}" in found

@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from hybridrl.config import PPOConfig, load_ppo_config
-from hybridrl.doctor.__main__ import main
+from hybridrl.doctor import __main__ as program
 
 Doctor = Callable[..., tuple[int, str]]
 
@@ -26,12 +26,14 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytes
 
 @pytest.fixture
 def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Doctor:
-    """Run a command; returns its exit status and output."""
+    """Run `hybridrl NAME` or `hybridrl doctor ...`; returns exit status and output."""
     monkeypatch.setenv("COLUMNS", "120")
 
     def run(*words: str) -> tuple[int, str]:
         try:
-            status = main(list(words))
+            status = (
+                program.command(words[0], [*words[1:]]) if words[0] in program.FIRST_LEVEL else program.main([*words])
+            )
         except SystemExit as usage:
             status = int(str(usage.code))
         output = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Faults that end a run, each raised by the code that raises it in a run, and what `doctor why` says of it."""
+"""Faults that end a run, each raised by the code that raises it in a run, and what `hybridrl why` says of it."""
 
 import asyncio
 import errno
@@ -152,17 +152,17 @@ def mistaken(store: Store, config: PPOConfig) -> None:
     raise ZeroDivisionError("division by zero")
 
 
-CHECK, RESUME, BUNDLE = "hybridrl.doctor -cp", "hybridrl.main_ppo -cp", "hybridrl.doctor bundle"
+CHECK, RESUME, BUNDLE = "hybridrl doctor -cp", "hybridrl train -cp", "hybridrl bundle"
 # What is done in step 3, and the code, cause and command of the verdict.
 CAUSES: list[tuple[Work | None, str, str, str]] = [
-    (None, "finished", "it finished after step 3", "model_merger merge --local_dir"),
+    (None, "finished", "it finished after step 3", "hybridrl merge --local_dir"),
     (stopped, "stopped", "Ctrl-C stopped it in step 3 (the last healthy checkpoint is of step 2)", RESUME),
     (terminated, "stopped", "SIGTERM stopped it in step 3", RESUME),
     (unsaved(OSError(errno.ENOSPC, "No space left on device", "x.pt")), "disk-full",
      "the disk is full in step 3: step 3 could not be saved", "trainer.max_actor_ckpt_to_keep=1"),
     (unsaved(PermissionError(errno.EACCES, "Permission denied", "x.pt")), "save-failed",
      "a checkpoint could not be saved in step 3: step 3 could not be saved", RESUME),
-    (damaged, "checkpoint-damaged", "none of its checkpoints is intact", "hybridrl.doctor checkpoints"),
+    (damaged, "checkpoint-damaged", "none of its checkpoints is intact", "hybridrl checkpoints"),
     (grader, "reward-faults", "or episodes-*.log): KeyError: 'answer' (my_reward.py:7)", CHECK),
     (unscored, "nothing-to-learn-from", "8 of 8 responses could not be scored ({'timeout': 8})", CHECK),
     (flat, "no-signal", "there was nothing to learn from in step 3: dynamic sampling found 0 of 2 groups", CHECK),

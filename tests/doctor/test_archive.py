@@ -1,4 +1,4 @@
-"""`doctor bundle`: what the archive holds, and that no secret is in it."""
+"""`hybridrl bundle`: what the archive holds, and that no secret is in it."""
 
 import json
 import tarfile

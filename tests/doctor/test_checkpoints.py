@@ -1,4 +1,4 @@
-"""`doctor checkpoints`: the list of a run's checkpoints."""
+"""`hybridrl checkpoints`: the list of a run's checkpoints."""
 
 import json
 from contextlib import closing
@@ -46,13 +46,13 @@ def test_every_checkpoint_is_listed_with_what_is_wrong_and_which_one_a_run_resum
 
 def test_the_table_shows_it_and_its_json_is_for_programs(run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    assert doctor.main(["checkpoints", str(run)]) == 0
+    assert doctor.command("checkpoints", [str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     (resumes,) = [line for line in lines if "a run resumes here" in line]
     assert "recovery" in resumes and "0.3" in resumes
     assert any("damaged: weights: 999 of 1000 bytes" in line for line in lines)
     assert any("not healthy: entropy fell" in line for line in lines) and any("0.5 (best)" in line for line in lines)
-    assert doctor.main(["checkpoints", str(run), "--json"]) == 0
+    assert doctor.command("checkpoints", [str(run), "--json"]) == 0
     assert [one["step"] for one in json.loads(capsys.readouterr().out)["checkpoints"]] == [1, 2, 3, 4, 5]
 
 
@@ -68,5 +68,5 @@ def test_a_checkpoint_whose_state_cannot_be_read_is_listed_too(run):
 
 
 def test_a_directory_without_checkpoints_has_nothing_to_resume_from(tmp_path, capsys):
-    assert doctor.main(["checkpoints", str(tmp_path)]) == 1
+    assert doctor.command("checkpoints", [str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"{tmp_path} has no checkpoints\n"

@@ -1,4 +1,4 @@
-"""`doctor clean`: what dead runs have left, and that nothing of living ones is touched."""
+"""`hybridrl clean`: what dead runs have left, and that nothing of living ones is touched."""
 
 import os
 import subprocess
@@ -59,21 +59,21 @@ def keeper_of(directory: Path) -> psutil.Process:
 
 def test_the_directory_and_processes_of_a_killed_run_are_listed_and_removed_on_request(owner, capsys):
     process, directory, child = owner
-    assert doctor.main(["clean"]) == 0 and "nothing is left" in capsys.readouterr().out
+    assert doctor.command("clean", []) == 0 and "nothing is left" in capsys.readouterr().out
     keeper = keeper_of(directory)
     keeper.kill()
     keeper.wait(10)
-    assert doctor.main(["clean"]) == 0, "its owner lives"
+    assert doctor.command("clean", []) == 0, "its owner lives"
     process.kill()
     process.wait()
     capsys.readouterr()
-    assert doctor.main(["clean"]) == 1
+    assert doctor.command("clean", []) == 1
     assert f"left: {directory}, and its processes: {child.pid} sleep" in capsys.readouterr().out
     assert directory.exists() and child.is_running()
-    assert doctor.main(["clean", "--yes"]) == 0
+    assert doctor.command("clean", ["--yes"]) == 0
     assert not directory.exists()
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-    assert doctor.main(["clean"]) == 0
+    assert doctor.command("clean", []) == 0
 
 
 def test_an_unfinished_checkpoint_is_removed_and_a_complete_one_published_unless_it_lives(own_root, tmp_path, capsys):
@@ -82,11 +82,11 @@ def test_an_unfinished_checkpoint_is_removed_and_a_complete_one_published_unless
         (store.begin(1) / "half").write_bytes(bytes(2_000_000))
         store.begin(2)
         store.complete(2, {"healthy": True, "recovery": False, "metrics": {}, "sharded": []})
-        assert doctor.main(["clean", str(run)]) == 0
+        assert doctor.command("clean", [str(run)]) == 0
     capsys.readouterr()
-    assert doctor.main(["clean", str(run)]) == 1
+    assert doctor.command("clean", [str(run)]) == 1
     assert f"left: {run}/.global_step_1.writing (2.0 MB; published if it is complete)" in capsys.readouterr().out
-    assert doctor.main(["clean", str(run), "--yes"]) == 0
+    assert doctor.command("clean", [str(run), "--yes"]) == 0
     assert [path.name for path in run.glob("*global_step_*")] == ["global_step_2"]
 
 
@@ -95,12 +95,12 @@ def test_shared_memory_is_removed_if_no_process_has_mapped_it(own_root, capsys):
     resource_tracker.unregister(f"/{segment.name}", "shared_memory")
     path = Path("/dev/shm", segment.name)
     try:
-        doctor.main(["clean", "--shared-memory"])
+        doctor.command("clean", ["--shared-memory"])
         assert str(path) not in capsys.readouterr().out
         segment.close()
-        doctor.main(["clean"])
+        doctor.command("clean", [])
         assert str(path) not in capsys.readouterr().out, "not on request"
-        doctor.main(["clean", "--shared-memory"])
+        doctor.command("clean", ["--shared-memory"])
         assert f"left: {path}" in capsys.readouterr().out
     finally:
         path.unlink()
@@ -121,5 +121,5 @@ def test_a_process_may_end_while_those_that_use_something_are_searched(own_root,
 
 def test_a_directory_that_is_not_there_is_a_usage_error(own_root, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
-        doctor.main(["clean", str(tmp_path / "none")])
+        doctor.command("clean", [str(tmp_path / "none")])
     assert "there is no such directory" in capsys.readouterr().err

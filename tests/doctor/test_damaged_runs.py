@@ -135,11 +135,11 @@ def commands(directory: Path, config: PPOConfig, damaged: str) -> dict[str, Call
         plan = plan_resume(wanted, build_algorithm(wanted), 4, 4, directory, lambda text: None)
         check_complete(wanted, replace(plan, steps=plan.done or 1), directory)
 
-    rescore = {"rescore": lambda: doctor.main(["rescore", run, "--reward", reward, "reward.num_workers=0"])}
+    rescore = {"rescore": lambda: doctor.command("rescore", [run, "--reward", reward, "reward.num_workers=0"])}
     return (rescore if read_by_rescore else {}) | {
-        "why --json": lambda: doctor.main(["why", run, "--json"]),
-        "checkpoints --json": lambda: doctor.main(["checkpoints", run, "--json"]),
-        "archive": lambda: doctor.main(["bundle", run, "--samples", "--out", f"{run}.tar.gz"]),
+        "why --json": lambda: doctor.command("why", [run, "--json"]),
+        "checkpoints --json": lambda: doctor.command("checkpoints", [run, "--json"]),
+        "archive": lambda: doctor.command("bundle", [run, "--samples", "--out", f"{run}.tar.gz"]),
         "replay": lambda: doctor.main(["replay", run]),
         "check": lambda: doctor.main(["-cp", run, "-cn", "config", "--config-only"]),
         "show": lambda: show.main([run, "--step", "all", "--group"]),

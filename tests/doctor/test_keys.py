@@ -7,23 +7,24 @@ from .conftest import Doctor
 
 
 def test_matches_by_name_come_before_those_by_meaning(doctor: Doctor) -> None:
-    status, output = doctor("keys", "clip_ratio_c")
+    status, output = doctor("explain", "clip_ratio_c")
     assert (status, output.splitlines()[0]) == (0, "actor_rollout_ref.actor.clip_ratio_c = 3.0")
 
 
 def test_keys_of_verl_and_old_names_match_too(doctor: Doctor) -> None:
-    output = doctor("keys", "remove_previous")[1]
+    output = doctor("explain", "remove_previous")[1]
     assert "trainer.max_actor_ckpt_to_keep=1" in output
-    assert "is now critic.fsdp" in doctor("keys", "critic.model.fsdp")[1]
+    assert "is now critic.fsdp" in doctor("explain", "critic.model.fsdp")[1]
 
 
 def test_no_match_is_reported(doctor: Doctor) -> None:
-    assert doctor("keys", "xyzzy") == (1, "nothing found\n")
+    status, output = doctor("explain", "xyzzy")
+    assert status == 2 and output.startswith("error: unknown key xyzzy; ")
 
 
 def test_a_search_leaves_a_closed_connection_an_error_elsewhere(doctor: Doctor) -> None:
     before = signal.getsignal(signal.SIGPIPE)
-    doctor("keys", "clip_ratio")
+    doctor("explain", "clip_ratio")
     doctor("explain", "data.train_batch_size")
     assert signal.getsignal(signal.SIGPIPE) == before != signal.SIG_DFL
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.doctor.__main__ import main
+from hybridrl.doctor.__main__ import command
 
 REWARD = """
 def strict(solution_str, ground_truth, extra_info):
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Path:
 
 def causes(capsys: pytest.CaptureFixture, run: Path, *more: str) -> tuple[int, dict[str, list[str]]]:
     """The exit status, and what was found by its code."""
-    status = main(["rescore", str(run), "--reward", f"{run.parent / 'reward.py'}:strict", "--json", *more])
+    status = command("rescore", [str(run), "--reward", f"{run.parent / 'reward.py'}:strict", "--json", *more])
     found: dict[str, list[str]] = {}
     for finding in json.loads(capsys.readouterr().out)["findings"]:
         found.setdefault(finding["code"].partition(".")[2], []).append(finding["cause"])
@@ -65,7 +65,7 @@ def test_a_conversation_is_scored_with_the_facts_that_a_run_adds(run, capsys):
     file.write_text(json.dumps(read) + "\n")
     facts = {"written": "#### 5\nok", "num_turns": 2, "turn_scores": [0.5], "tool_rewards": [2.0], "stop": "completed"}
     (run.parent / "own.py").write_text(f"def own(extra_info): return float({facts!r}.items() <= extra_info.items())")
-    assert main(["rescore", str(run), "--reward", f"{run.parent}/own.py:own", "--json", "--steps", "1"]) == 0
+    assert command("rescore", [str(run), "--reward", f"{run.parent}/own.py:own", "--json", "--steps", "1"]) == 0
     assert "step 1: mean reward 0.000 -> 1.000, 1 changed" in capsys.readouterr().out
 
 
@@ -107,5 +107,5 @@ def test_extra_info_and_the_estimator_are_those_of_the_run(run, capsys, monkeypa
 
 def test_a_directory_without_samples_is_rejected(tmp_path, run, capsys):
     (tmp_path / "empty").mkdir()
-    assert main(["rescore", str(tmp_path / "empty"), "--reward", f"{tmp_path}/reward.py:strict"]) == 1
+    assert command("rescore", [str(tmp_path / "empty"), "--reward", f"{tmp_path}/reward.py:strict"]) == 1
     assert "has no samples" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from transformers import Qwen2Tokenizer
 from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.findings import Findings
 from hybridrl.data.prompts import Prompt
-from hybridrl.doctor.__main__ import main
+from hybridrl.doctor.__main__ import command
 from hybridrl.doctor.full import try_on_rows
 from hybridrl.runs.reward_trial import reject_failing_reward, spread_rows
 from hybridrl.runs.trials import Subject
@@ -37,7 +37,7 @@ def files(tmp_path: Path) -> Path:
 
 
 def report(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, list[dict]]:
-    status = main(["reward", "--json", *arguments])
+    status = command("rescore", ["--json", *arguments])
     return status, json.loads(capsys.readouterr().out)["findings"]
 
 
@@ -46,7 +46,7 @@ def causes(findings: list[dict], code: str) -> list[str]:
 
 
 def test_stored_responses_are_scored_and_compared_with_their_stored_scores(files, capsys):
-    status, findings = report(capsys, "--rows", str(files / "rows.jsonl"), "--data-source", "gsm8k")
+    status, findings = report(capsys, str(files / "rows.jsonl"), "--data-source", "gsm8k")
     assert status == 0
     assert "3 responses in" in causes(findings, "reward.scores")[0]
     assert causes(findings, "reward.scores")[0].endswith("mean 0.6667; 0: 1, 1: 2")
@@ -66,7 +66,7 @@ def test_the_page_about_a_first_reward_shows_what_the_command_prints(tmp_path, d
     text = "".join(json.dumps({"input": "?", "gts": "757", "step": 1, **row}) + "\n" for row in rows)
     (tmp_path / "rows.jsonl").write_text(text)
     (tmp_path / "my_reward.py").write_text(code)
-    status, output = doctor("reward", "--rows", f"{tmp_path}/rows.jsonl", "--reward", f"{tmp_path}/my_reward.py")
+    status, output = doctor("rescore", f"{tmp_path}/rows.jsonl", "--reward", f"{tmp_path}/my_reward.py")
     seconds = re.compile(r"in \S+ s \(\S+/s\)")
     assert status == 0
     assert " ".join(seconds.sub("", output).split()).startswith(" ".join(seconds.sub("", shown).split()))
@@ -74,7 +74,7 @@ def test_the_page_about_a_first_reward_shows_what_the_command_prints(tmp_path, d
 
 def test_two_reward_files_are_compared_and_faults_are_reported(files, capsys):
     long, other = str(files / "long.py"), f"{files / 'other.py'}:strict"
-    _, findings = report(capsys, "--rows", str(files / "rows.jsonl"), "--reward", long, "--against", other)
+    _, findings = report(capsys, str(files / "rows.jsonl"), "--reward", long, "--against", other)
     assert causes(findings, "reward.constant") == ["every score is 6: a run learns nothing from identical scores"]
     assert causes(findings, "reward.fault.raised") == [
         f"1 of 3 responses have no score from {other}: raised:KeyError ({FAULT_KINDS['raised']}), first at line 3"
@@ -93,14 +93,14 @@ def test_a_batch_function_is_tried_as_a_run_calls_it(files, capsys):
     (directory / "my batch.py").write_text(BATCH)
     overrides = ["reward.reward_manager.name=batch", "+reward.reward_kwargs.bonus=3"]
     file = f"{directory / 'my batch.py'}:many"
-    status, findings = report(capsys, "--rows", str(files / "rows.jsonl"), "--reward", file, *overrides)
+    status, findings = report(capsys, str(files / "rows.jsonl"), "--reward", file, *overrides)
     assert status == 0
     assert causes(findings, "reward.scores")[0].endswith("mean 3.0000; 3: 3")
 
 
 def test_keys_of_rewards_may_be_set_and_scores_are_shaped_as_in_a_run(files, capsys):
     key = "reward.custom_reward_function.reward_kwargs.score=5"
-    _, findings = report(capsys, "--rows", str(files / "rows.jsonl"), "--data-source", "gsm8k", key, "reward.scale=2")
+    _, findings = report(capsys, str(files / "rows.jsonl"), "--data-source", "gsm8k", key, "reward.scale=2")
     assert causes(findings, "reward.scores")[0].endswith("0: 1, 10: 2")
 
 
@@ -116,7 +116,7 @@ def test_keys_of_rewards_may_be_set_and_scores_are_shaped_as_in_a_run(files, cap
     ],
 )
 def test_rows_that_cannot_be_scored_are_an_error_with_the_reason(files, capsys, arguments, cause):
-    status, findings = report(capsys, "--rows", str(files / "rows.jsonl"), *arguments)
+    status, findings = report(capsys, str(files / "rows.jsonl"), *arguments)
     assert (status, [finding["severity"] for finding in findings]) == (1, ["error"])
     assert cause in f"{findings[0]['cause']}; {findings[0]['fix']}"
 
@@ -127,22 +127,22 @@ def test_rows_may_have_json_text_and_with_a_custom_reward_a_truth_of_null(files,
     truths = [{"reward_model": NULL}, {"reward_model": json.dumps(NULL)}, {"gts": None}]
     rows = [{"output": "1", "extra_info": '{"level": 4}'} | truth for truth in truths]
     (files / "null.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    _, findings = report(capsys, "--rows", str(files / "null.jsonl"), "--reward", str(files / "own.py"))
+    _, findings = report(capsys, str(files / "null.jsonl"), "--reward", str(files / "own.py"))
     assert causes(findings, "reward.scores")[0].endswith("mean 5.0000; 5: 3")
-    _, findings = report(capsys, "--rows", str(files / "null.jsonl"), "--data-source", "gsm8k")
+    _, findings = report(capsys, str(files / "null.jsonl"), "--data-source", "gsm8k")
     assert "line 1: no ground truth" in findings[0]["cause"]
 
 
 def test_rows_without_a_response_are_reported_all_at_once(files, capsys):
     (files / "bad.jsonl").write_text('{"gts": "1"}\n{"output": "1"}\n')
-    _, findings = report(capsys, "--rows", str(files / "bad.jsonl"))
+    _, findings = report(capsys, str(files / "bad.jsonl"))
     text = " ".join(finding["cause"] for finding in findings)
     assert "line 1: no response (output, " in text and "line 2: no ground truth; the row has output" in text
 
 
 def test_without_rows_the_usage_is_shown():
     with pytest.raises(SystemExit) as ended:
-        main(["reward"])
+        command("rescore", [])
     assert ended.value.code == 2
 
 
@@ -205,7 +205,7 @@ def test_a_named_reward_is_tried_on_the_result_of_a_whole_solution(tried):
 
 def test_rows_of_a_csv_are_scored_by_a_named_reward_and_compared_with_stored_scores(files, capsys):
     (files / "rows.csv").write_text("output,gts,score\n#### 7,007,0\n#### 007,007,0\n")
-    _, findings = report(capsys, "--rows", str(files / "rows.csv"), "reward.name=gsm8k")
+    _, findings = report(capsys, str(files / "rows.csv"), "reward.name=gsm8k")
     assert causes(findings, "reward.scores")[0].endswith("mean 0.5000; 0: 1, 1: 1")
     (difference,) = causes(findings, "reward.differs")
     assert difference.startswith("row 3: 1 here, 0 stored; ground truth '007'")

@@ -1,4 +1,4 @@
-"""`doctor why`: the directories that runs leave, each as its fault leaves it, and the one cause that is reported."""
+"""`hybridrl why`: the directories that runs leave, each as its fault leaves it, and the one cause that is reported."""
 
 import json
 import os
@@ -85,8 +85,8 @@ def test_a_run_of_an_earlier_version_has_no_recorded_end(config):
 
 def test_the_command_to_continue_loads_the_run_s_configuration_with_the_override(config):
     directory = run(config, broken)
-    module, *arguments = shlex.split(diagnose(directory).command.removeprefix("python -m "))
-    assert module == "hybridrl.main_ppo" and arguments[:4] == ["-cp", str(directory), "-cn", "config"]
+    program, name, *arguments = shlex.split(diagnose(directory).command)
+    assert (program, name) == ("hybridrl", "train") and arguments[:4] == ["-cp", str(directory), "-cn", "config"]
     loaded = load_ppo_config(arguments[4:], config_name="config", config_dir=directory)
     assert loaded.actor_rollout_ref.actor.optim.lr == 1e-7
     assert loaded.trainer.default_local_dir == config.trainer.default_local_dir
@@ -98,8 +98,8 @@ def test_a_supervised_run_without_memory_continues_with_its_optimizer_on_the_hos
     files = Path(config.data.train_files[0]).parent
     own = [f"data.train_files={config.data.train_files[0]}", f"model.path={files}", "trainer.device=cpu"]
     save_config(as_yaml(load_sft_config(own)), directory / "config.yaml")
-    module, *arguments = shlex.split(diagnose(directory).command.removeprefix("python -m "))
-    assert module == "hybridrl.main_sft"
+    program, name, *arguments = shlex.split(diagnose(directory).command)
+    assert (program, name) == ("hybridrl", "sft")
     loaded = load_sft_config(arguments[4:], config_name="config", config_dir=directory)
     assert loaded.engine.fsdp_config.offload_policy
 
@@ -230,19 +230,19 @@ def test_a_run_that_finished_although_it_learned_nothing_shows_the_diagnosis(con
 
 
 def test_a_directory_that_is_not_there_is_rejected(capsys):
-    for command in ("why", "checkpoints", "rescore", "replay", "bundle"):
+    for name in ("why", "checkpoints", "replay", "bundle"):
         with pytest.raises(SystemExit) as ended:
-            doctor.main([command, "nope", *(["--reward", "r.py"] if command == "rescore" else [])])
+            doctor.command(name, ["nope"])
         assert ended.value.code == 2
         assert "nope: there is no such directory (a run whose configuration is" in capsys.readouterr().err
 
 
 def test_the_command_prints_cause_and_command_or_json_and_its_status_says_whether_all_is_well(config, capsys):
     directory = run(config, stopped)
-    assert doctor.main(["why", str(directory)]) == 1
+    assert doctor.command("why", [str(directory)]) == 1
     first, second, third = capsys.readouterr().out.splitlines()[-3:]
     assert first.startswith("why:  Ctrl-C stopped it in step 3") and first.endswith("[stopped]")
-    assert second.startswith("next: python -m hybridrl.main_ppo -cp ") and third.strip() == "(docs/errors.md#stopped)"
+    assert second.startswith("next: hybridrl train -cp ") and third.strip() == "(docs/errors.md#stopped)"
     config.trainer.default_local_dir += " to the end"
-    assert doctor.main(["why", str(run(config)), "--json"]) == 0
+    assert doctor.command("why", [str(run(config)), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["code"] == "finished"

@@ -188,7 +188,7 @@ def test_a_command_of_the_doctor_is_listed_and_imported_only_if_it_is_named(run:
     assert json.loads(run("-m", "hybridrl.doctor", "count", "3", "--json").removesuffix("counting\n")) == {"counted": 3}
     assert run("-m", "hybridrl", "doctor", "count", "12") == "error: 12 is too large; name a digit\n"
     assert "count mine.checks:COUNT" in run("-m", "hybridrl", "doctor", "--help")
-    code = "import sys; from hybridrl.doctor.__main__ import main; main(['keys', 'temperature']); print(*sys.modules)"
+    code = "import sys; from hybridrl.doctor.__main__ import command; command('explain', ['seed']); print(*sys.modules)"
     assert "mine" not in run("-c", code).split()
 
 

@@ -77,7 +77,7 @@ def test_help_has_an_example(operation, capsys):
         main([operation, "--help"])
     assert stop.value.code == 0
     output = capsys.readouterr().out
-    assert f"python -m hybridrl.model_merger {operation} --backend fsdp --local_dir" in output
+    assert "hybridrl merge --local_dir" in output and "hybridrl merge test --local_dir" in output
 
 
 def test_help_imports_neither_torch_nor_transformers():

@@ -210,7 +210,7 @@ def test_no_text_of_a_sample_changes_the_terminal(tmp_path, capsys, options):
 def test_no_error_of_a_run_changes_the_terminal(tmp_path, capsys, options):
     with pytest.raises(RuntimeError), recording(tmp_path):
         raise RuntimeError(f"a {CODES} b")
-    assert doctor.main(["why", str(tmp_path), *options]) == 1
+    assert doctor.command("why", [str(tmp_path), *options]) == 1
     assert not harmful(capsys.readouterr().out)
 
 
@@ -219,7 +219,7 @@ def test_no_word_of_a_launch_script_changes_the_terminal(tmp_path, capsys):
         "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m data.train_files=x "
         "trainer.experiment_name=$'a\\e[31m\\u202eb' own.x=$'\\x9b' 'unknown\x1b[31m=1'\n"
     )
-    doctor.main(["migrate", str(tmp_path / "run.sh")])
+    doctor.command("migrate", [str(tmp_path / "run.sh")])
     shown = capsys.readouterr().out
     assert not harmful(shown)
     assert "trainer.experiment_name='a" in shown

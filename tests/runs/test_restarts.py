@@ -151,7 +151,7 @@ def test_a_second_kill_for_lack_of_memory_ends_the_run_whatever_restarts_are_lef
     lowered, engine = OutOfMemory(low, "train worker.update_policy"), EngineOutOfMemory(low)  # built again
     for first, second in ((died, lowered), (lowered, scorer), (scorer, died), (engine, engine)):
         assert first is engine or len(run(load(*keys), first)) == 2
-        with pytest.raises(OutOfMemory, match=r"(?s)memory.*python -m hybridrl.doctor plans it") as error:
+        with pytest.raises(OutOfMemory, match=r"(?s)memory.*hybridrl doctor plans it") as error:
             run(load(*keys), first, second)
         assert code_of(error.value) == "host-memory"
     assert len(run(load(*keys), *[WorkerDied("gone")] * 3)) == 4

@@ -20,7 +20,7 @@ from hybridrl.config import ConfigError
 from hybridrl.config.load import load_ppo_config, load_sft_config
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.core.cluster import WorkerDied
-from hybridrl.doctor.__main__ import main as doctor
+from hybridrl.doctor.__main__ import command
 from hybridrl.doctor.leftovers import list_rows
 from hybridrl.report.contents import Contents
 from hybridrl.report.samples import ChosenSamples
@@ -118,7 +118,7 @@ def test_a_start_a_restart_the_doctor_and_the_page_agree_on_whether_a_run_resume
 
     (row,), _ = list_rows(run)
     assert row.resumes == resumes and bool(row.lacks) == (not {"model", "optimizer"} <= {*subset})
-    assert doctor(["checkpoints", str(run)]) == (0 if resumes else 1)
+    assert command("checkpoints", [str(run)]) == (0 if resumes else 1)
     assert ("a run resumes here" in checkpoints(Contents(run))) == resumes
     light = next(one for one in lights(Contents(run), ChosenSamples()) if one.question == "Is it resumable?")
     assert light.state == ("bad" if not resumes else "good" if "optimizer" in subset else "fair")

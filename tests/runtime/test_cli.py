@@ -80,7 +80,7 @@ def test_a_command_without_arguments_names_the_missing_keys_and_the_help(capsys)
         "data.train_files is not set; add data.train_files=...",
         "actor_rollout_ref.model.path is not set; add actor_rollout_ref.model.path=...",
     ]
-    assert "for example: python -m hybridrl.main_ppo \\" in lines
+    assert "for example: hybridrl train \\" in lines
     assert lines[-1] == "(--help all lists all keys)"
 
 
@@ -195,7 +195,7 @@ def test_an_unknown_option_is_a_usage_error(capsys):
 def test_help_shows_an_example_and_lists_the_keys(capsys, module):
     assert module.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert f"usage: python -m {module.__name__} [key=value ...]" in text
+    assert f"usage: hybridrl {module.COMMAND.name} [key=value ...]" in text
     assert module.COMMAND.purpose in text
     beginning = text.split("keys to begin with:")[1].split("\n\n")[0]
     assert all(key in beginning for key in module.COMMAND.first_keys)

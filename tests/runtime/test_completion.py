@@ -26,7 +26,7 @@ def test_the_shell_gets_commands_and_keys(tmp_path: Path) -> None:
     assert [word.strip() for word in complete("hybridrl sw", tmp_path)] == ["sweep"]
     found = complete("hybridrl train data.sh", tmp_path)
     assert found == ["data.shuffle="]
-    assert [word.strip() for word in complete("hybridrl doctor wh", tmp_path)] == ["why"]
+    assert [word.strip() for word in complete("hybridrl doctor temp", tmp_path)] == ["template"]
 
 
 def test_a_key_has_its_meaning() -> None:

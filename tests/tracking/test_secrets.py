@@ -57,7 +57,7 @@ def test_no_key_of_the_configuration_looks_like_a_secret():
 @pytest.mark.parametrize(
     "text",
     [
-        "KeyError: key: foo", "python -m hybridrl.main_ppo key=value ...", "http://127.0.0.1:8000/v1/models",
+        "KeyError: key: foo", "hybridrl train key=value ...", "http://127.0.0.1:8000/v1/models",
         "rollout_is=token: 0.2", "step:1 - actor/loss:0.5 - response_length/mean:12.5", "12:30:05: a:b",
         "--max-tokens 5",
         '{"tokens": [1, 2], "token": 17}', "loss_agg_mode: token-mean", "see --help key", "2026-11-26 10:10:10,123 x",

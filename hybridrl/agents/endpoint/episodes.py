@@ -214,7 +214,7 @@ def check_episodes(subject: Subject, findings: Findings) -> None:
         if differences := kit.dialogue.check(multi_turn.tokenization_sanity_check_mode, tools=uses_tools):
             raise ConfigError(
                 f"{MODE}={multi_turn.tokenization_sanity_check_mode}: {'; '.join(differences)}",
-                fix=f"see python -m hybridrl.doctor template {model.path}; set {TEMPLATE}, or {MODE}=disable",
+                fix=f"see hybridrl doctor template {model.path}; set {TEMPLATE}, or {MODE}=disable",
             )
     with findings.gathered():
         agents_of(rollout, trainer.nnodes, "", needs_reward=uses_built_in(config.reward))

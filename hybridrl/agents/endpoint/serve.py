@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible endpoint: `python -m hybridrl.serve model.path=...`
+"""A model behind an OpenAI-compatible endpoint: `hybridrl serve model.path=...`
 
 Keys are those of a run below actor_rollout_ref, such as model.path and rollout.max_model_len, and OWN.
 """
@@ -32,7 +32,7 @@ from hybridrl.runtime.keeper import work_in_private
 SECTION = "actor_rollout_ref."
 DEVICES, LARGEST_PORT = ("auto", "cpu", "cuda"), 65535
 OWN = {"port": "8000", "host": "127.0.0.1", "served_model_name": "policy", "device": "auto"}
-USAGE = f"""usage: python -m hybridrl.serve model.path=MODEL [key=value ...]
+USAGE = f"""usage: hybridrl serve model.path=MODEL [key=value ...]
 
 Serve a Hugging Face model, or a model of a checkpoint of hybridrl or verl, with OpenAI's API
 ({project_file("docs/endpoint.md")}).

@@ -132,7 +132,7 @@ class MemoryLadder:
     def _hint(self, reason: str) -> str:
         if SHARE_TOO_SMALL.search(reason):
             return f"raise {KEY}.{SHARE}, or lower {KEY}.max_model_len or {KEY}.max_num_batched_tokens"
-        return f"lower {KEY}.max_num_batched_tokens, or use more devices; see python -m hybridrl.doctor"
+        return f"lower {KEY}.max_num_batched_tokens, or use more devices; see hybridrl doctor"
 
     def overrides(self) -> str:
         """Return the overrides that start a run with the present settings."""

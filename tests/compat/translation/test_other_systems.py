@@ -61,7 +61,7 @@ def test_a_command_of_skyrl_is_translated():
 
 def test_a_run_rejects_the_keys_of_each_other_system_in_a_sentence_that_names_migrate(load):
     skyrl = ["generator.max_turns", "+trainer.policy.optimizer_config.lr", "data.train_data", "trainer.epochs"]
-    hint = "not of a run here; hybridrl doctor migrate run.sh prints the command for hybridrl"
+    hint = "not of a run here; hybridrl migrate run.sh prints the command for hybridrl"
     assert errors_of(load, *(f"{key}=3" for key in [*skyrl, "generator.x", "actor.path", "gconfig.n_samples"])) == [
         f"{', '.join(skyrl).replace('+', '')} and 1 more are keys of SkyRL, {hint}",
         f"actor.path, gconfig.n_samples are keys of AReaL, {hint}",
@@ -74,7 +74,7 @@ def test_a_file_with_keys_of_another_system_is_rejected_likewise(load, tmp_path)
     with pytest.raises(ValueError) as caught:
         load(*GRPO, config_dir=tmp_path, config_name="mine")
     sentence, unknown = str(caught.value).splitlines()
-    assert sentence.startswith("generator.max_turns is a key of SkyRL, not of a run here; hybridrl doctor migrate")
+    assert sentence.startswith("generator.max_turns is a key of SkyRL, not of a run here; hybridrl migrate")
     assert unknown.startswith(f"unknown key data.shufle in {tmp_path / 'mine.yaml'}; nearest: data.shuffle")
 
 
