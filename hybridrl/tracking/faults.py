@@ -1,4 +1,4 @@
-"""`faults.jsonl`: the reported faults of a run, and its end, for people and `hybridrl why`; and kinds of missing scores.
+"""`faults.jsonl`: the faults reported by a run, and its end, for people and `hybridrl why`; kinds of missing scores.
 
 Each record is a line, written at once: `{"time", "step", "code", "text", "tail", "memory", "end"}`. A run begins with
 the code `begun`, and its last record has `"end": true`, unless it was killed.

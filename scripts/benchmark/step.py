@@ -1,12 +1,12 @@
 """A whole step compared with TRL, vLLM and torch: `python scripts/benchmark/step.py [--peer trl/bin/python]`
 
 The case 25m: a random model of 25 M parameters, 16 prompts x 8 responses; quickstart: its warm start and task, 32 x 8;
-pretrained: the model of --model with the questions of recipes/pretrained, 16 x 8 (of Gemma 3 270M, two sides fit in
-24 GiB: give --no-bare with --peer). The lengths of responses are imposed (imposed.py) on all sides. First an update on
-the same samples from the same weights: gradient norms must agree. Then in turn, --rounds times each: a whole step of
-hybridrl, a step of TRL's GRPOTrainer, and separately from steps the rollout and the update of the same rows, by
-hybridrl and by bare vLLM and torch. `--peer` names the Python of an environment for trl_peer.py; without it TRL is left
-out.
+pretrained: the model of --model with the questions of recipes/pretrained, 16 x 8 (with Gemma 3 270M, 24 GiB are enough
+for one other part at a time: --bare generate, --bare update, or --bare none with --peer). The lengths of responses are
+imposed (imposed.py) on all sides. First an update on the same samples from the same weights: gradient norms must agree.
+Then in turn, --rounds times each: a whole step of hybridrl, a step of TRL's GRPOTrainer, and separately from steps the
+rollout and the update of the same rows, by hybridrl and by bare vLLM and torch. `--peer` names the Python of an
+environment for trl_peer.py; without it TRL is left out.
 """
 
 import argparse
@@ -69,7 +69,7 @@ class Case:
         return vars(self) | {"responses": asdict(self.responses) | {"lengths": self.responses.lengths}}
 
 
-def case_25m(directory: Path, tiny: bool, model: str) -> Case:
+def case_25m(directory: Path, tiny: bool, model: str = "") -> Case:
     name = "tiny" if tiny else "25m"
     make_model(SHAPES[name], directory / "model")
     rows = directory / "rows.jsonl"
@@ -81,12 +81,12 @@ def case_25m(directory: Path, tiny: bool, model: str) -> Case:
     return Case(str(directory / "model"), str(rows), RESPONSES[name], updates=1)
 
 
-def case_quickstart(directory: Path, tiny: bool, model: str) -> Case:
+def case_quickstart(directory: Path, tiny: bool, model: str = "") -> Case:
     rows, model, *_ = (override.partition("=")[2] for override in warm_start(0, directory, tiny))
     return Case(model, rows, RESPONSES["tiny" if tiny else "quickstart"], updates=4)
 
 
-def case_pretrained(directory: Path, tiny: bool, model: str) -> Case:
+def case_pretrained(directory: Path, tiny: bool, model: str = "") -> Case:
     if not model and not tiny:
         sys.exit("the case pretrained needs --model DIR, a small pretrained model")
     if not python(["recipes/pretrained/make_data.py", "--out", str(directory)], sys.stderr):
@@ -137,8 +137,10 @@ def configuration(case: Case, directory: Path, slots: int, more: list[str]) -> P
 class Sides:
     """The run's task and the other sides, each of which does one thing per round."""
 
-    def __init__(self, task: RLTask, case: Case, directory: Path, others: dict[str, Child]) -> None:
-        self.task, self.case, self.directory, self.others = task, case, directory, others
+    def __init__(
+        self, task: RLTask, case: Case, directory: Path, others: dict[str, Child], parts: Sequence[str]
+    ) -> None:
+        self.task, self.case, self.directory, self.others, self.parts = task, case, directory, others, parts
         assert isinstance(task.devices, HybridEngine) and isinstance(task.experience, SynchronousExperience)
         self.engine, self.prompts = task.devices, task.experience.prompts
         self.last_requests: dict[Key, Request] = {}
@@ -177,7 +179,7 @@ class Sides:
             batch = workers.forward_log_probs(batch)
         self.save_update(batch)
         norms = {"hybridrl": workers.update_policy(batch, 1)[1]["actor/grad_norm"]}
-        if "bare" in self.others:
+        if "update" in self.parts:
             norms["bare"] = self.others["bare"].call("update", file=str(self.directory / "update.pt"))["grad_norm"]
         # TRL shuffles rows before it splits them into several updates.
         if "TRL" in self.others and self.case.updates == 1:
@@ -267,17 +269,18 @@ class Sides:
         self.step()
         if "TRL" in self.others:
             self.peer()
-        if "bare" in self.others:
-            assert self.last_batch is not None
+        assert self.last_batch is not None
+        if "generate" in self.parts:
             lengths = self.last_batch.response_lengths.tolist()
             plain = [
                 {"prompt": request.prompt_ids, "seed": request.seed, "max_tokens": length}
                 for request, length in zip(self.last_requests.values(), lengths, strict=True)
             ]
             (self.directory / "requests.json").write_text(json.dumps(plain))
-            self.save_update(self.last_batch)
             self.rollout()
             self.bare("generate", "requests.json")
+        if "update" in self.parts:
+            self.save_update(self.last_batch)
             self.update(self.last_batch)
             self.bare("update", "update.pt")
 
@@ -290,13 +293,17 @@ def measure(task: RLTask, case: Case, directory: Path, options: argparse.Namespa
     (directory / "setting.json").write_text(json.dumps(case.setting()))
     with ExitStack() as stack:
         others = {}
-        if not options.no_bare:
+        if options.bare:
             bare = [sys.executable, str(HERE / "bare.py"), "--threads", str(options.threads)]
             # vLLM is fastest with its engine in the same process.
             environment = {"OMP_NUM_THREADS": str(options.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             others["bare"] = stack.enter_context(Child(bare, directory / "bare.log", environment))
-            others["bare"].call("start_engine", file=str(directory / "engine.pt"))
-            others["bare"].call("start_updates", file=str(directory / "model.pt"))
+            for part, call, file in (
+                ("generate", "start_engine", "engine.pt"),
+                ("update", "start_updates", "model.pt"),
+            ):
+                if part in options.bare:
+                    others["bare"].call(call, file=str(directory / file))
         if options.peer:
             peer = [
                 options.peer,
@@ -307,7 +314,7 @@ def measure(task: RLTask, case: Case, directory: Path, options: argparse.Namespa
             ]
             environment = {"OMP_NUM_THREADS": str(options.threads)}
             others["TRL"] = stack.enter_context(Child(peer, directory / "trl.log", environment))
-        sides = Sides(task, case, directory, others)
+        sides = Sides(task, case, directory, others, options.bare)
         norms = sides.agree()
         print("gradient norms on the same samples:", norms, flush=True)
         sides.watch()
@@ -336,16 +343,18 @@ def rows_of(sides: Sides, options: argparse.Namespace) -> list[Row]:
         )
         faster = measured["TRL"].median / step.median
         rows.append(Row(f"whole step against TRL ({name})", ours, other, faster, targets["TRL"]))
-    if "bare update" in measured:
-        generate, update = measured["bare generate"], measured["bare update"]
-        bare = generate.median + update.median
+    for part, what, other, figure in (
+        ("rollout", "rollout against vLLM's generate", "bare generate", "generate"),
+        ("update", "update against bare torch", "bare update", "update"),
+    ):
+        if other in measured:
+            ours, bare = measured[part], measured[other]
+            ratio = bare.median / ours.median
+            rows.append(Row(f"{what} ({name})", formatted(ours), formatted(bare), ratio, targets[figure]))
+    if {"bare generate", "bare update"} <= measured.keys():
+        bare = measured["bare generate"].median + measured["bare update"].median
         what = f"whole step over bare vLLM + torch ({name})"
         rows.append(Row(what, formatted(step), f"{bare:.2f} s", step.median / bare, targets["bare"]))
-        for what, ours, other, target in (
-            ("rollout against vLLM's generate", measured["rollout"], generate, targets["generate"]),
-            ("update against bare torch", measured["update"], update, targets["update"]),
-        ):
-            rows.append(Row(f"{what} ({name})", formatted(ours), formatted(other), other.median / ours.median, target))
     parts = ", ".join(f"{part} {median(shares[part]):.2f}" for part in (*PARTS, "update_weights", "switch", "other"))
     outside = median(shares["other"]) / step.median
     return [*rows, Row(f"share of a step outside its work ({name})", f"{parts} s", "", outside, targets["outside"])]
@@ -360,9 +369,11 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="threads of the other sides")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--no-bare", action="store_true")
+    parts = ["generate", "update", "both", "none"]
+    parser.add_argument("--bare", choices=parts, default="both", help="what bare vLLM and torch do as well")
     parser.add_argument("overrides", nargs="*", help="key=value of the run")
     options = parser.parse_args()
+    options.bare = {"both": ["generate", "update"], "none": []}.get(options.bare, [options.bare])
     impose("tiny" if options.tiny else options.case)
     with TemporaryDirectory() as place:
         directory = Path(place)

@@ -79,6 +79,25 @@ def test_the_page_of_a_run_has_its_sentence_its_lights_and_eight_panels(tmp_path
     assert len(page.data["panels"]) == 8
 
 
+@pytest.mark.parametrize(
+    ("config", "title"),
+    [
+        ("actor_rollout_ref: {model: {path: Qwen/Qwen3-0.6B}}\nalgorithm: {adv_estimator: grpo}\n"
+         "data: {train_files: [/data/gsm8k.parquet, math.jsonl]}", "Qwen3-0.6B · grpo · gsm8k.parquet and 1 more"),
+        ("actor_rollout_ref: {model: {path: runs/warmup/global_step_450/actor/huggingface}}\n"
+         "algorithm: {adv_estimator: gae}\ndata: {train_files: train.jsonl}", "warmup · gae · train.jsonl"),
+        ("model: {path: /models/base/}\ndata: {train_files: [chats.jsonl]}", "base · sft · chats.jsonl"),
+        ("actor_rollout_ref: [3]\nalgorithm: 7\ndata: {train_files: 5}", "5"),
+        ("", "run"),
+    ],
+)  # fmt: skip
+def test_the_page_of_a_run_is_titled_by_model_algorithm_and_rows(tmp_path, config, title):
+    run = write_run(tmp_path / "run")
+    (run / "config.yaml").write_text(config)
+    page = page_of(run)
+    assert page.texts["title"] == f"{title} · run report" and page.texts["h1"] == title
+
+
 def test_a_browser_without_scripts_shows_the_picture_that_the_run_has_drawn(tmp_path):
     run = write_run(tmp_path / "run")
     assert not any(tag == "img" for tag, _ in page_of(run).elements)

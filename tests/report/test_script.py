@@ -91,7 +91,7 @@ def test_the_page_opens_with_panels_and_samples(tmp_path):
 def test_texts_that_would_run_are_shown(tmp_path):
     run = write_run(tmp_path / "run", record=hostile, end="worker-died")
     dom = dom_of(render_page([run]), tmp_path)
-    assert 'data-ready="true"' in dom and "<title>run · run report</title>" in dom
+    assert 'data-ready="true"' in dom and "<title>model · grpo · train.parquet · run report</title>" in dom
     assert "&lt;script&gt;document.title='broken'&lt;/script&gt;" in dom
 
 
