@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 
 from hybridrl.agents.endpoint.serve import prepare, read_arguments
 from hybridrl.config import ConfigError
+from hybridrl.config.compose import as_override
 from hybridrl.evaluation.targets import find_targets
 from hybridrl.runtime import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REJECTED
 from hybridrl.runtime.guard import ended_by_closed_pipe, guarded
@@ -45,11 +46,10 @@ def main(argv: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """Start the engine, then respond to the prompt, or to each line of the input; return the exit status."""
     target = find_targets([options.model], key=NAME)[-1]
-    values = {"model.path": target.whole_path, "rollout.max_num_seqs": 1, "rollout.temperature": options.temperature}
+    values = {"model.path": target.path, "rollout.max_num_seqs": 1, "rollout.temperature": options.temperature}
     values["rollout.response_length"] = options.max_tokens
-    keys = [f"{key}={value}" for key, value in values.items() if value is not None]
+    keys = [f"{key}={as_override(value)}" for key, value in values.items() if value is not None]
     own, section = read_arguments([*keys, *options.keys])
-    section.model.path = target.path
     with asyncio.Runner() as runner:
         with redirect_stdout(sys.stderr), stage(f"starting an engine with {target.name}"):
             entry, device = prepare(section, own["device"])

@@ -11,15 +11,15 @@ PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.
 LINES = {
     ".": 993,
-    "agents": 7034,
+    "agents": 7043,
     "checkpoint": 1986,
     "compat": 3224,
-    "config": 4593,
+    "config": 4604,
     "core": 13136,
     "data": 1881,
     "doctor": 4584,
     "environments": 180,
-    "evaluation": 2235,
+    "evaluation": 2234,
     "health": 1017,
     "model_merger": 737,
     "report": 2505,
@@ -29,7 +29,7 @@ LINES = {
     "tracking": 1918,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 53804
+TOTAL = 53823
 FILES = {"core": 71, "hybridrl": 255}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

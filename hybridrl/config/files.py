@@ -226,6 +226,17 @@ def adapter_settings(path: str) -> dict[str, Any]:
     return json.loads((resolve_model(path) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
 
 
+def base_model(path: str, key: str) -> str:
+    """Return the base model of a LoRA adapter, or the path of a model that is none. Raises ConfigError, for `key`, if
+    the adapter's settings cannot be read."""
+    if not holds_adapter(path):
+        return path
+    try:
+        return adapter_settings(path).get("base_model_name_or_path") or path
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{key}={path}: {ADAPTER_CONFIG} cannot be read: {error}") from error
+
+
 def leads_outside(directory: Path, name: str) -> bool:
     """Whether a name in a file of a directory leads out of the directory. Links may lead to the blobs of the hub's
     cache, as in all files of a snapshot."""

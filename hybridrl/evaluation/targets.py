@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hybridrl.config import ConfigError
-from hybridrl.config.files import adapter_settings, holds_adapter
+from hybridrl.config.files import base_model
 from hybridrl.config.findings import Findings
 from hybridrl.runs.directory import CONFIG, RunDirectory, SavedCheckpoint
 from hybridrl.tracking.sink import is_validation_score
@@ -35,8 +35,7 @@ class Target:
     @property
     def whole_path(self) -> str:
         """The model to check: the path itself, or the base of an adapter (they are merged later)."""
-        base = adapter_settings(self.path).get("base_model_name_or_path") if holds_adapter(self.path) else None
-        return base or self.path
+        return base_model(self.path, self.key)
 
 
 def find_targets(names: list[str], keep_best: str | None = None, key: str = KEY) -> list[Target]:

@@ -19,6 +19,8 @@ from hybridrl.config import ConfigError
 from hybridrl.config.checks.engine import check_engine_name
 from hybridrl.config.checks.model import resolve_dtype
 from hybridrl.config.checks.training import this_machine
+from hybridrl.config.compose import as_override, read_argument
+from hybridrl.config.files import base_model, holds_adapter
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import read_config
 from hybridrl.config.schema import ServedConfig, ServingConfig
@@ -59,15 +61,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_arguments(arguments: list[str]) -> tuple[dict[str, str], ServedConfig]:
-    """Return the values of the command's own keys and the section of a run; ConfigError lists all that is wrong."""
+    """Return the values of the command's own keys and the section of a run; ConfigError lists all that is wrong. Of a
+    LoRA adapter, which will be merged, the base model is checked."""
     values = {key: value for key, _, value in (text.partition("=") for text in arguments) if key in OWN}
     others = [text for text in arguments if text.partition("=")[0] not in OWN]
+    paths = [str(read_argument(text).value) for text in others if text.removeprefix(SECTION).startswith("model.path=")]
+    adapter = next((path for path in paths[-1:] if holds_adapter(path)), "")
+    if adapter:
+        others.append(f"model.path={as_override(base_model(adapter, 'model.path'))}")
     result = read_config(ServingConfig, [f"{SECTION}{text.removeprefix(SECTION)}" for text in others])
     if result.config is not None:
         check_engine_name(result.config.actor_rollout_ref.rollout.name, result.findings)
     result.findings.items = [_by_own_name(finding) for finding in result.findings.items]
     _check_own(values, result.findings)
-    return OWN | values, result.accept(partial(print, "warning:", file=sys.stderr)).actor_rollout_ref
+    section = result.accept(partial(print, "warning:", file=sys.stderr)).actor_rollout_ref
+    section.model.path = adapter or section.model.path
+    return OWN | values, section
 
 
 def _check_own(values: dict[str, str], findings: Findings) -> None:

@@ -58,6 +58,21 @@ def test_what_cannot_be_served_is_rejected_by_key_and_value(tiny, arguments, exp
         serve.read_arguments([*model, *arguments])
 
 
+def test_an_adapter_is_checked_by_its_base_model_and_merged_from_its_own_path(tiny, tmp_path):
+    adapter = tmp_path / "an adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tiny), "r": 4}))
+    (adapter / "adapter_model.safetensors").touch()
+    _, section = serve.read_arguments([f"model.path='{adapter}'", "rollout.max_num_seqs=3"])
+    assert (section.model.path, section.rollout.max_num_seqs) == (str(adapter), 3)
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"{tmp_path}/gone"}))
+    with pytest.raises(ConfigError, match=f"model.path={tmp_path}/gone"):
+        serve.read_arguments([f"model.path='{adapter}'"])
+    (adapter / "adapter_config.json").write_text("[1")
+    with pytest.raises(ConfigError, match=r"model.path=.*an adapter: adapter_config.json cannot be read"):
+        serve.read_arguments([f"model.path='{adapter}'"])
+
+
 def test_a_key_of_verl_without_effect_is_a_warning(tiny, capsys):
     serve.read_arguments([f"model.path={tiny}", "rollout.expert_parallel_size=2"])
     expected = "warning: actor_rollout_ref.rollout.expert_parallel_size has no effect: there is one engine"
