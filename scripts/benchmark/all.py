@@ -1,7 +1,7 @@
-"""All comparisons of docs/performance.md: `python scripts/benchmark/all.py [NAME ...] [--peer PYTHON] [--out DIR]`
+"""All comparisons of docs/benchmarks.md: `python scripts/benchmark/all.py [NAME ...] [--peer PYTHON] [--out DIR]`
 
 Runs one script after another, each in a separate process, on a machine that should be otherwise idle. Writes to DIR the
-JSON of each and, for all results so far, performance.md (the tables) and performance.png (every value next to its
+JSON of each and, for all results so far, benchmarks.md (the tables) and benchmarks.png (every value next to its
 target). With --docs the tables in that file and the picture next to it are replaced.
 """
 
@@ -86,8 +86,8 @@ def main() -> None:
     names = list(SCRIPTS) if "all" in options.names else options.names
     failed = [name for name in names if not run(name, options.out, options.peer, options.tiny)]
     results = load_results(options.out)
-    (options.out / "performance.md").write_text(tables(results))
-    picture(results, options.out / "performance.png")
+    (options.out / "benchmarks.md").write_text(tables(results))
+    picture(results, options.out / "benchmarks.png")
     if options.docs:
         before, _, rest = options.docs.read_text().partition(BEGIN)
         options.docs.write_text(f"{before}{BEGIN}\n\n{tables(results)}\n{END}{rest.partition(END)[2]}")
