@@ -18,6 +18,9 @@ PAGES = [TOP / "README.md", TOP / "CONTRIBUTING.md", *sorted(TOP.glob("recipes/*
 UNITS = r"(?:s|seconds|minutes|ms|GiB|GB|MiB|kB|bytes|times)"
 FIGURE = rf"\b\d[\d,.]*(?: to [\d,.]+)? {UNITS}\b"
 MEASURED = re.compile(rf"\b(?:took|takes?|grew|gained|measured)\b[^.;:|]{{0,60}}?{FIGURE}")
+# Of words (`wc -w`), tables included: of a page that is read from its beginning, and of all pages together.
+WORDS_OF_A_PAGE, WORDS = 2_500, 42_300
+REFERENCES = {"algorithms", "configuration", "errors", "metrics"}
 PROOF = re.compile(r"(?:python|bash) scripts/|hybridrl [a-z]+ |python -m|pytest|tests/\w")
 
 
@@ -92,10 +95,11 @@ def test_a_section_with_a_measured_figure_names_a_command_that_gives_it(page: Pa
     assert [found[0] for section, found in measured.items() if found and not PROOF.search(section)] == []
 
 
-@pytest.mark.parametrize("page", PAGES[:1], ids=lambda page: page.name)
-def test_the_readme_s_figures_are_those_of_the_page_that_it_names(page: Path) -> None:
-    parts = re.findall(r"<!-- figures: (\S+\.md) -->(.*?)<!-- /figures -->", page.read_text(encoding="utf-8"), re.S)
-    assert len(parts) == 2
+@pytest.mark.parametrize(("name", "number"), [("README.md", 3), ("docs/performance.md", 1)])
+def test_the_figures_of_a_page_are_those_of_the_page_that_it_names(name: str, number: int) -> None:
+    text = (TOP / name).read_text(encoding="utf-8")
+    parts = re.findall(r"<!-- figures: (\S+\.md) -->(.*?)<!-- /figures -->", text, re.S)
+    assert len(parts) == number
     for source, text in parts:
         known = [float(number) for number in numbers((TOP / source).read_text(encoding="utf-8"))]
         prose = re.sub(r"\(\S+\.md\S*\)|TRL \d\S+", "", text)
@@ -116,6 +120,28 @@ def test_the_readme_begins_with_what_has_run_on_a_gpu_and_links_what_a_newcomer_
     first = " ".join(text.split("\n")[:10])
     assert "one H100 has run" in first and "have not run yet" in first
     assert "(docs/comparison.md)" in text and "(docs/extensions.md)" in text
+
+
+def test_pages_are_within_their_budgets_of_words_and_the_readme_of_lines() -> None:
+    words = {path.stem: len(path.read_text(encoding="utf-8").split()) for path in (TOP / "docs").glob("*.md")}
+    over = {name: count for name, count in words.items() if count > WORDS_OF_A_PAGE and name not in REFERENCES}
+    assert over == {} and sum(words.values()) <= WORDS
+    assert len((TOP / "README.md").read_text(encoding="utf-8").splitlines()) <= 90
+
+
+def test_commands_have_one_name_and_verl_s_is_said_once() -> None:
+    """`python -m hybridrl...` is the way of those who come from verl."""
+    pages = [TOP / "README.md", TOP / "CONTRIBUTING.md", *sorted(TOP.glob("docs/*.md"))]
+    lines = [(page.name, line) for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+    assert [name for name, line in lines if "python -m hybridrl" in line] == ["coming_from.md"]
+
+
+def test_a_figure_has_one_place() -> None:
+    """The duration of the quickstart is in its recipe, and in the README's figures, which are compared with it."""
+    pages = [*sorted(TOP.glob("docs/*.md")), TOP / "CONTRIBUTING.md"]
+    texts = {page.name: " ".join(page.read_text(encoding="utf-8").split()) for page in pages}
+    duration = re.compile(r"quickstart[^.|]{0,80} (?:takes?|took|in) (?:\w+ )?(?:\d+|two|three|four|five) (?:s|minutes)\b")
+    assert {name: found[0] for name, text in texts.items() if (found := duration.search(text))} == {}
 
 
 def test_the_page_about_asynchronous_rollout_names_its_loss_and_how_much_is_started() -> None:

@@ -31,6 +31,8 @@ PAGES = [
 ]
 NAMES = {module: name for name, (module, _) in COMMANDS.items() if name != "sweep"}
 DOCTOR = OWN_COMMANDS | {"migrate": MIGRATE}
+# Commands of the doctor's table under names of the first level: `hybridrl why RUN`.
+FIRST_LEVEL = ("why", "explain", "rescore", "migrate", "checkpoints", "bundle", "clean")
 PLACEHOLDERS = ("...", "…", "key=value", "key=a,b", "KEY", "NAME")
 # What a run must have and an example may leave out.
 SUPPOSED = {
@@ -88,7 +90,7 @@ def faults(command: str) -> list[str]:
         return command_faults(NAMES[module], words[2:])
     if program == "hybridrl":
         name = words[0] if words else "--help"
-        known = name in COMMANDS or name.startswith("-")
+        known = name in COMMANDS or name in FIRST_LEVEL or name.startswith("-")
         return command_faults(name, words[1:]) if known else [f"there is no command {name}"]
     script = words[0]
     return source_faults(TOP / script, words[1:]) if script.startswith(("scripts/", "recipes/")) else []
@@ -96,10 +98,13 @@ def faults(command: str) -> list[str]:
 
 def command_faults(name: str, words: list[str]) -> list[str]:
     module = COMMANDS[name][0] if name in COMMANDS else "hybridrl.__main__"
-    if name == "doctor":
-        if words and words[0] not in DOCTOR and "=" not in words[0] and not words[0].startswith("-"):
-            return [f"doctor has no command {words[0]}"]
-        arguments = DOCTOR[words[0]].arguments if words and words[0] in DOCTOR else RUN
+    if name == "doctor" or name in FIRST_LEVEL:
+        own = name if name in FIRST_LEVEL else words[0] if words else ""
+        if own not in DOCTOR and "=" not in own and own and not own.startswith("-"):
+            return [f"doctor has no command {own}"]
+        if name == "doctor" and own in FIRST_LEVEL:
+            return [f"it is hybridrl {own}"]
+        arguments = DOCTOR[own].arguments if own in DOCTOR else RUN
         options = " ".join(option for names, _ in arguments for option in names)
         return unknown_options(words, f"{options} --json --help") + unknown_keys(words)
     if name in ("train", "sft", "sweep"):
@@ -194,6 +199,8 @@ def test_commands_are_found_in_blocks_and_sentences() -> None:
     [
         ("hybridrl trian data.train_files=a.jsonl", "there is no command trian"),
         ("hybridrl doctor whyy outputs/run", "doctor has no command whyy"),
+        ("hybridrl doctor why outputs/run", "it is hybridrl why"),
+        ("hybridrl why outputs/run --jsn", "unknown option --jsn"),
         ("hybridrl train algorithm.adv_estimater=grpo", "algorithm.adv_estimater"),
         ("hybridrl train algorithm.adv_estimator=grop", "algorithm.adv_estimator=grop"),
         ("hybridrl train trainer.save_freq=often", "trainer.save_freq=often"),
