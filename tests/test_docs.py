@@ -53,7 +53,7 @@ def test_the_site_loads_nothing_from_elsewhere_and_colours_code(site: Path) -> N
     page = page_text(site, "start")
     loaded = re.findall(r'<(?:script|img|iframe)\b[^>]*src="([^"]+)"|<link\b[^>]*href="([^"]+)"', page)
     assert loaded and [name for names in loaded for name in names if re.match("(?:https?:)?//", name)] == []
-    assert '<span class="k">def</span>' in page and "data-md-color-scheme=\"slate\"" in page
+    assert '<span class="k">def</span>' in page and 'data-md-color-scheme="slate"' in page
     assert (site / "search" / "search_index.json").stat().st_size > 100_000
 
 
@@ -140,7 +140,9 @@ def test_a_figure_has_one_place() -> None:
     """The duration of the quickstart is in its recipe, and in the README's figures, which are compared with it."""
     pages = [*sorted(TOP.glob("docs/*.md")), TOP / "CONTRIBUTING.md"]
     texts = {page.name: " ".join(page.read_text(encoding="utf-8").split()) for page in pages}
-    duration = re.compile(r"quickstart[^.|]{0,80} (?:takes?|took|in) (?:\w+ )?(?:\d+|two|three|four|five) (?:s|minutes)\b")
+    duration = re.compile(
+        r"quickstart[^.|]{0,80} (?:takes?|took|in) (?:\w+ )?(?:\d+|two|three|four|five) (?:s|minutes)\b"
+    )
     assert {name: found[0] for name, text in texts.items() if (found := duration.search(text))} == {}
 
 

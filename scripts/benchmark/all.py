@@ -93,7 +93,9 @@ def main() -> None:
     picture(results, options.out / "benchmarks.png")
     if options.docs:
         before, _, rest = options.docs.read_text().partition(BEGIN)
-        options.docs.write_text(f"{before}{BEGIN}\n\n{tables(results, targets_only=True)}\n{END}{rest.partition(END)[2]}")
+        options.docs.write_text(
+            f"{before}{BEGIN}\n\n{tables(results, targets_only=True)}\n{END}{rest.partition(END)[2]}"
+        )
         picture(results, options.docs.with_suffix(".png"))
     if failed:
         sys.exit(f"failed, so their results are old or missing: {', '.join(failed)}")

@@ -1,8 +1,8 @@
 """SGLang itself behind the interface of engines; `scripts/test.sh --sglang` runs this, and other tests of real engines,
 where it is installed.
 
-What is known to go wrong with SGLang, from public bug reports, and what happens here. "vLLM alike": nothing in it depends
-on the engine. `tests/failures.yaml` names the tests.
+What is known to go wrong with SGLang, from public bug reports, and what happens here. "vLLM alike": nothing in it
+depends on the engine. `tests/failures.yaml` names the tests.
 
 - the package is not importable, or of another version -> rejected before the start: `doctor` names the environment
   and the command.
