@@ -18,7 +18,7 @@ from hybridrl.config.load import resolve_config
 from hybridrl.config.schema import ActorRolloutRefConfig, PPOConfig, SFTConfig
 from hybridrl.config.values import holds, tree
 from hybridrl.doctor.__main__ import COMMANDS as OWN_COMMANDS
-from hybridrl.doctor.__main__ import RUN
+from hybridrl.doctor.__main__ import FIRST_LEVEL, RUN
 from hybridrl.evaluation.config import VERL_NAMES
 from hybridrl.serve import OWN
 
@@ -96,12 +96,13 @@ def faults(command: str) -> list[str]:
 
 def command_faults(name: str, words: list[str]) -> list[str]:
     module = COMMANDS.get(name, "hybridrl.__main__")
-    if module == "":  # of the doctor's table
-        name, words = "doctor", [name, *words]
-    if name == "doctor":
-        if words and words[0] not in DOCTOR and "=" not in words[0] and not words[0].startswith("-"):
-            return [f"doctor has no command {words[0]}"]
-        arguments = DOCTOR[words[0]].arguments if words and words[0] in DOCTOR else RUN
+    if name == "doctor" or name in FIRST_LEVEL:
+        own = name if name in FIRST_LEVEL else words[0] if words else ""
+        if own not in DOCTOR and "=" not in own and own and not own.startswith("-"):
+            return [f"doctor has no command {own}"]
+        if name == "doctor" and own in FIRST_LEVEL:
+            return [f"it is hybridrl {own}"]
+        arguments = DOCTOR[own].arguments if own in DOCTOR else RUN
         options = " ".join(option for names, _ in arguments for option in names)
         return unknown_options(words, f"{options} --json --help") + unknown_keys(words)
     if name in ("train", "sft", "sweep"):
@@ -196,6 +197,8 @@ def test_commands_are_found_in_blocks_and_sentences() -> None:
     [
         ("hybridrl trian data.train_files=a.jsonl", "there is no command trian"),
         ("hybridrl doctor whyy outputs/run", "doctor has no command whyy"),
+        ("hybridrl doctor why outputs/run", "it is hybridrl why"),
+        ("hybridrl why outputs/run --jsn", "unknown option --jsn"),
         ("hybridrl train algorithm.adv_estimater=grpo", "algorithm.adv_estimater"),
         ("hybridrl train algorithm.adv_estimator=grop", "algorithm.adv_estimator=grop"),
         ("hybridrl train trainer.save_freq=often", "trainer.save_freq=often"),

@@ -1,8 +1,8 @@
-"""All comparisons of docs/performance.md: `python scripts/benchmark/all.py [NAME ...] [--peer PYTHON] [--out DIR]`
+"""All comparisons of docs/benchmarks.md: `python scripts/benchmark/all.py [NAME ...] [--peer PYTHON] [--out DIR]`
 
 Runs one script after another, each in a separate process, on a machine that should be otherwise idle. Writes to DIR the
-JSON of each and, for all results so far, performance.md (the tables) and performance.png (every value next to its
-target). With --docs the tables in that file and the picture next to it are replaced.
+JSON of each and, for all results so far, benchmarks.md (the tables) and benchmarks.png (every value next to its
+target). With --docs the tables in that file, with the rows that have a target, and the picture next to it are replaced.
 """
 
 import argparse
@@ -51,12 +51,15 @@ def rows_of(result: dict) -> list[Row]:
     return [Row(**row) for row in result["rows"]]
 
 
-def tables(results: dict[str, dict]) -> str:
+def tables(results: dict[str, dict], targets_only: bool = False) -> str:
     text = []
     for name, result in results.items():
+        rows = [row for row in rows_of(result) if row.target or not targets_only]
+        if not rows:
+            continue
         ran = re.sub(r"--peer \S+", "--peer PYTHON", result["command"])
         command = f"`python scripts/benchmark/{ran}` on {result['machine']}"
-        text += [f"### {SCRIPTS[name][0]}", "", command, "", table(rows_of(result)), ""]
+        text += [f"### {SCRIPTS[name][0]}", "", command, "", table(rows), ""]
     return "\n".join(text)
 
 
@@ -86,11 +89,13 @@ def main() -> None:
     names = list(SCRIPTS) if "all" in options.names else options.names
     failed = [name for name in names if not run(name, options.out, options.peer, options.tiny)]
     results = load_results(options.out)
-    (options.out / "performance.md").write_text(tables(results))
-    picture(results, options.out / "performance.png")
+    (options.out / "benchmarks.md").write_text(tables(results))
+    picture(results, options.out / "benchmarks.png")
     if options.docs:
         before, _, rest = options.docs.read_text().partition(BEGIN)
-        options.docs.write_text(f"{before}{BEGIN}\n\n{tables(results)}\n{END}{rest.partition(END)[2]}")
+        options.docs.write_text(
+            f"{before}{BEGIN}\n\n{tables(results, targets_only=True)}\n{END}{rest.partition(END)[2]}"
+        )
         picture(results, options.docs.with_suffix(".png"))
     if failed:
         sys.exit(f"failed, so their results are old or missing: {', '.join(failed)}")

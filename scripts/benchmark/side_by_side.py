@@ -37,7 +37,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of docs/performance.md: what was measured, the figures as text, a value, and its target."""
+    """A row of docs/benchmarks.md: what was measured, the figures as text, a value, and its target."""
 
     what: str
     ours: str

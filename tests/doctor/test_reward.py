@@ -56,7 +56,7 @@ def test_stored_responses_are_scored_and_compared_with_their_stored_scores(files
 
 def test_the_page_about_a_first_reward_shows_what_the_command_prints(tmp_path, doctor):
     """On responses of the same four kinds, as many of each as the page counts."""
-    page = (Path(__file__).parents[2] / "docs" / "first_reward.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "start.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(# my_reward.py\n.*?)```", page, re.S)
     (shown,) = re.findall(r"```\n(reward\n.*?)  \.\.\.\n```", page, re.S)
     work = "4+3+0=07; 3+2+0=05; 3+4+0=07\n#### "

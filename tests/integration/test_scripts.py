@@ -66,9 +66,9 @@ RUNS = {
     "advantages": Tiny(rows=["GAE [16, 32]", "GRPO 64 samples"]),
     "algorithms": Tiny("--tiny --out HERE/runs --docs HERE/docs", ["gae ", "| gae |"], "docs/algorithms.png"),
     "all": Tiny(
-        "--tiny export log_probs --out HERE/out --docs HERE/docs/performance.md",
+        "--tiny export log_probs --out HERE/out --docs HERE/docs/benchmarks.md",
         ["| export of", "| log-probs and gradients, any", "| log-probs and gradients, a sum", "| peak of that"],
-        "docs/performance.png",
+        "docs/benchmarks.png",
     ),
     "asynchronous": Tiny(rows=["| tail, continued: a step", "| its gain over the", "| seconds of rollout"]),
     "bfloat16_updates": Tiny(rows=["| 1e-06 | bfloat16 |", "| 0.001 | float32 |"]),
@@ -221,7 +221,7 @@ DRILLS = (
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with what scripts read: pages without their tables, rows, a run; and a stand-in of a browser."""
     (tmp_path / "docs").mkdir()
-    for page in ("algorithms.md", "lora.md", "models.md", "performance.md"):
+    for page in ("algorithms.md", "lora.md", "models.md", "benchmarks.md"):
         text = (ROOT / "docs" / page).read_text()
         (tmp_path / "docs" / page).write_text(re.sub(r"(?m)^\|.*$", "", text))
     files = {"he": HUMAN_EVAL, "mbpp": MBPP, "gsm8k": SOLVED, "math": FRACTION}

@@ -1,5 +1,41 @@
 """SGLang itself behind the interface of engines; `scripts/test.sh --sglang` runs this, and other tests of real engines,
-where it is installed."""
+where it is installed.
+
+What is known to go wrong with SGLang, from public bug reports, and what happens here. "vLLM alike": nothing in it
+depends on the engine. `tests/failures.yaml` names the tests.
+
+- the package is not importable, or of another version -> rejected before the start: `doctor` names the environment
+  and the command.
+- a class or function of it has moved -> rejected before the start: every name that is imported is looked up in the
+  installed source.
+- a kernel package is missing, or does not support the device -> the default is SGLang's own choice; on a CPU any
+  other than `torch_native` is rejected.
+- two GPU generations need two attention backends -> `engine_kwargs.sglang.attention_backend`.
+- no kernel image for the device -> vLLM alike: the start fails with SGLang's error, which `hybridrl why` shows.
+- multi-turn is the only mode, or the engine has no tokenizer -> impossible: one path for both, and the tokenizer is
+  the model's.
+- a training backend without this engine -> impossible: there is one.
+- allocation strings that do not add up -> translated from AReaL's, or rejected with the legal numbers.
+- slow -> little cache, few engines, no prefix cache: metrics and the advice of a run; prefixes are shared by default.
+- an argument that this version does not have -> rejected with the nearest name.
+- a prefix that is not cached is reported as an error -> a metric: `rollout/prefix_cache_hit_share`.
+- the token limit is reported as an error -> a response that is cut off, counted.
+- the queue is full -> requests wait in the client.
+- a request is aborted without a reason -> interrupted ones continue; SGLang's own reason is in the error, and the
+  server is tried again.
+- a request asks for more tokens than the context has -> shortened to what is left; a prompt that is too long is
+  rejected.
+- pausing an engine that does not run, or with active requests -> both do nothing harmful: what runs is ended and
+  continued.
+- waking what does not sleep -> nothing happens; SGLang's process would end.
+- the cache holds keys of old weights after waking -> it is emptied with every sync, which fails if a request still
+  has a part of it.
+- the update of weights fails in silence -> every flag is read; digests, the number of the sync and the probe prove
+  the rest.
+- a scheduler dies and takes the server with it -> its error becomes the server's; the server is rebuilt and its
+  responses are sampled again, with the same seeds.
+- a rebuilt engine repeats samples of a group -> impossible: a seed is a request's, not the engine's.
+"""
 
 import asyncio
 import json
