@@ -14,7 +14,7 @@ LINES = {
     "agents": 7034,
     "checkpoint": 1986,
     "compat": 3224,
-    "config": 4593,
+    "config": 4705,
     "core": 13136,
     "data": 1881,
     "doctor": 4557,
@@ -29,8 +29,8 @@ LINES = {
     "tracking": 1918,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 53733
-FILES = {"core": 71, "hybridrl": 255}
+TOTAL = 53845
+FILES = {"core": 71, "hybridrl": 256}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.

@@ -72,7 +72,7 @@ def guarded(work: Callable[[], int]) -> int:
             print(f"failed: the driver was killed ({how}); all its processes are stopped", flush=True)
             return EXIT_KILLED
         code = status if status >= 0 else 128 - status
-        if status == 0 or -status in FORWARDED or ENDED in said:
+        if status == 0 or -status in (*FORWARDED, signal.SIGPIPE) or ENDED in said:
             return code
         how = f"exit status {status}" if status > 0 else signal.Signals(-status).name
         ended, left = ENDED_BY_LIBRARY.format(how), int(said[-1]) if said else 0
