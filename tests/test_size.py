@@ -21,7 +21,7 @@ LINES = {
     "environments": 180,
     "evaluation": 2235,
     "health": 1017,
-    "model_merger": 736,
+    "model_merger": 870,
     "report": 2493,
     "rewards": 3098,
     "runs": 3081,
@@ -29,8 +29,8 @@ LINES = {
     "tracking": 1918,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 53845
-FILES = {"core": 71, "hybridrl": 256}
+TOTAL = 53979
+FILES = {"core": 71, "hybridrl": 257}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.
