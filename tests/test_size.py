@@ -14,9 +14,9 @@ LINES = {
     "agents": 7034,
     "checkpoint": 1986,
     "compat": 3224,
-    "config": 4705,
+    "config": 4724,
     "core": 13136,
-    "data": 1881,
+    "data": 1887,
     "doctor": 4557,
     "environments": 180,
     "evaluation": 2235,
@@ -29,7 +29,7 @@ LINES = {
     "tracking": 1918,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 53979
+TOTAL = 54004
 FILES = {"core": 71, "hybridrl": 257}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
