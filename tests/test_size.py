@@ -10,7 +10,7 @@ from hybridrl.config.values import value_keys
 PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.
 LINES = {
-    ".": 965,
+    ".": 1014,
     "agents": 7034,
     "checkpoint": 1986,
     "compat": 3224,
@@ -29,7 +29,7 @@ LINES = {
     "tracking": 1918,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 54004
+TOTAL = 54053
 FILES = {"core": 71, "hybridrl": 257}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
