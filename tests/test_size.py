@@ -10,7 +10,7 @@ from hybridrl.config.values import value_keys
 PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.
 LINES = {
-    ".": 1014,
+    ".": 1024,
     "agents": 7034,
     "checkpoint": 1986,
     "compat": 3224,
@@ -25,11 +25,11 @@ LINES = {
     "report": 2493,
     "rewards": 3098,
     "runs": 3081,
-    "runtime": 1599,
+    "runtime": 1593,
     "tracking": 1918,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 54053
+TOTAL = 54057
 FILES = {"core": 71, "hybridrl": 257}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
