@@ -2,26 +2,35 @@
 
 import argparse
 import asyncio
+import os
 import readline
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
+from typing import IO
 
 from hybridrl.agents.endpoint.serve import prepare, read_arguments
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_override
 from hybridrl.evaluation.targets import find_targets
 from hybridrl.runtime import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REJECTED
-from hybridrl.runtime.guard import ended_by_closed_pipe, guarded
-from hybridrl.tracking.console import print_text, printable, stage
+from hybridrl.runtime.guard import FORWARDED, ended_by_closed_pipe, guarded
+from hybridrl.tracking.console import console, print_text, printable, stage
+from hybridrl.tracking.secrets import mask_text
 
 NAME, RESET = "RUN_OR_MODEL", "/reset"
+LEVEL = "VLLM_LOGGING_LEVEL"  # if the user sets it, what libraries print is shown
+LINES = 40  # the end of a log that is shown after a failure
 PURPOSE = f"""Talk to a model. Ctrl-C stops a response, {RESET} forgets the conversation, Ctrl-D ends. A model without
 a chat template continues texts. Each line of a piped input gets a response."""
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, log: IO[str] | None = None) -> int:
+    """Return the exit status: 0, 1 (the engine failed), 2 (invalid input), 130 (Ctrl-C). `log`: a file for what
+    libraries print."""
     parser = argparse.ArgumentParser(prog="hybridrl chat", description=PURPOSE, allow_abbrev=False)
     add = parser.add_argument
     add("model", metavar=NAME, help="RUN, RUN:best, RUN:STEP, a checkpoint, a Hugging Face directory or a hub name")
@@ -30,20 +39,56 @@ def main(argv: list[str] | None = None) -> int:
     add("--max-tokens", metavar="N", help="the longest response (512)")
     add("--temperature", metavar="T", help="0 for the likeliest tokens (1.0)")
     add("--system", metavar="TEXT", help="the system message")
+    options = parser.parse_intermixed_args(argv)
+    log = log or new_log()
     try:
-        return run(parser.parse_intermixed_args(argv))
+        return run(options, log)
     except ConfigError as error:
+        show_end(log)  # such as why a checkpoint cannot be merged
         print_text(f"error: {error}", error=True)
         return EXIT_REJECTED
     except KeyboardInterrupt:
         print_text("", error=True)
         return EXIT_INTERRUPTED
     except Exception as error:  # whatever an engine raises
+        show_end(log)
         print_text(f"error: the engine failed: {type(error).__name__}: {error}", error=True)
         return EXIT_FAILED
 
 
-def run(options: argparse.Namespace) -> int:
+def new_log() -> IO[str]:
+    return tempfile.TemporaryFile("w+", buffering=1, errors="replace")
+
+
+def show_end(log: IO[str]) -> None:
+    """Print the last lines of a log, which may have the cause of a failure."""
+    log.seek(0)
+    if lines := log.read().splitlines()[-LINES:]:
+        print_text(mask_text("\n".join(lines)), error=True)
+
+
+@contextmanager
+def hidden(log: IO[str]) -> Iterator[None]:
+    """Write the output of libraries, and of their processes, to the log. Only the console still shows its messages, on
+    standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    before = {number: os.dup(number) for number in (1, 2)}
+    # A Python stream in place of standard error writes elsewhere.
+    console.file = os.fdopen(os.dup(2), "w") if sys.stderr is sys.__stderr__ else sys.stderr
+    try:
+        for number in before:
+            os.dup2(log.fileno(), number)
+        with redirect_stdout(log), redirect_stderr(log):
+            yield
+    finally:
+        for number, copy in before.items():
+            os.dup2(copy, number)
+            os.close(copy)
+        console.file = None  # standard output again
+
+
+def run(options: argparse.Namespace, log: IO[str]) -> int:
     """Start the engine, then respond to the prompt, or to each line of the input; return the exit status."""
     target = find_targets([options.model], key=NAME)[-1]
     values = {"model.path": target.path, "rollout.max_num_seqs": 1, "rollout.temperature": options.temperature}
@@ -51,7 +96,8 @@ def run(options: argparse.Namespace) -> int:
     keys = [f"{key}={as_override(value)}" for key, value in values.items() if value is not None]
     own, section = read_arguments([*keys, *options.keys])
     with asyncio.Runner() as runner:
-        with redirect_stdout(sys.stderr), stage(f"starting an engine with {target.name}"):
+        quiet = redirect_stdout(sys.stderr) if LEVEL in os.environ else hidden(log)
+        with quiet, stage(f"starting an engine with {target.name}"):
             entry, device = prepare(section, own["device"])
             from hybridrl.agents.endpoint.local import TerminalChat, make_kit, start
 
@@ -100,4 +146,8 @@ def converse(respond: Callable[[str], None], reset: Callable[[], None]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # the shell would stop the guard, not its child at the terminal
-    sys.exit(guarded(main))
+    guard, of_libraries = os.getpid(), new_log()
+    status = guarded(partial(main, log=of_libraries))
+    if os.getpid() == guard and status > 128 and status - 128 not in FORWARDED:  # nothing else has printed it
+        show_end(of_libraries)
+    sys.exit(status)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from hybridrl import PACKAGE, project_file
 from hybridrl.config.findings import ConfigError
-from hybridrl.runtime import EXIT_REJECTED
+from hybridrl.runtime import EXIT_INTERRUPTED, EXIT_REJECTED
 from hybridrl.runtime.environment import reject_foreign_builds
 from hybridrl.runtime.guard import end_with_parent, ended_by_closed_pipe
 
@@ -73,8 +73,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_command(command: Sequence[str], *, quiet: bool = False) -> int:
-    """Run a command to its end and return its status; `quiet` shows its output only if it fails. Ctrl-C reaches the
-    command as well; SIGTERM is passed on to it."""
+    """Run a command to its end and return its status, 128 + N for signal N; `quiet` shows its output only if it fails.
+    Ctrl-C reaches the command as well; SIGTERM is passed on to it."""
     if quiet:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         sys.stderr.buffer.write(done.stdout if done.returncode else b"")
@@ -83,7 +83,8 @@ def run_command(command: Sequence[str], *, quiet: bool = False) -> int:
     child = subprocess.Popen(command, preexec_fn=prepared)
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda number, _: child.send_signal(number))
-    return child.wait()
+    status = child.wait()
+    return status if status >= 0 else 128 - status
 
 
 def warm_start_key(recipe: Recipe, here: Path, seed: int) -> str:
@@ -92,6 +93,16 @@ def warm_start_key(recipe: Recipe, here: Path, seed: int) -> str:
     code = [file for pattern in CODE for file in sorted(Path(PACKAGE).glob(pattern))]
     files = [*(here / name for name in names), *sorted(Path(project_file("conf")).glob("**/*.yaml")), *code]
     return f"{hashlib.sha256(b''.join(file.read_bytes() for file in files)).hexdigest()} seed {seed}\n"
+
+
+def check_values(train: Sequence[str], run: Callable[..., int]) -> int:
+    """Name rejected values before the warm start, which takes minutes; return the exit status, 0 without any."""
+    try:
+        rejected = run([sys.executable, "-m", "hybridrl", "doctor", "--config-only", *train], quiet=True)
+        return EXIT_REJECTED if rejected else 0
+    except KeyboardInterrupt:
+        print("stopped (Ctrl-C); no process is left running")
+        return EXIT_INTERRUPTED
 
 
 def main(argv: list[str] | None = None, run: Callable[..., int] = run_command) -> int:
@@ -128,9 +139,8 @@ def main(argv: list[str] | None = None, run: Callable[..., int] = run_command) -
         if status := run([*command, *hidden]):
             raise SystemExit(status)
 
-    # The warm start takes minutes: rejected values are named before it.
-    if options.overrides and run([sys.executable, "-m", "hybridrl", "doctor", "--config-only", *train], quiet=True):
-        return EXIT_REJECTED
+    if options.overrides and (status := check_values(train, run)):
+        return status
     make = (str(here / recipe.make), "--out", str(out / "data"))
     if not recipe.warmup:
         stage("Data: questions with their answers, some of them held out", *make)

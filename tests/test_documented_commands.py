@@ -107,7 +107,8 @@ def command_faults(name: str, words: list[str]) -> list[str]:
         return unknown_options(words, f"{options} --json --help") + unknown_keys(words)
     if name in ("train", "sft", "sweep"):
         return configuration_faults(SFTConfig if name == "sft" else PPOConfig, words)
-    found = unknown_options(words, text_of(module.replace(".", "/")))
+    shared = text_of("hybridrl/runtime/cli") if name == "eval" else ""
+    found = unknown_options(words, text_of(module.replace(".", "/")) + shared)
     if name in ("serve", "chat"):
         known = tree(ActorRolloutRefConfig)
         return found + [f"unknown key {key}" for key in keys_of(words) if key not in OWN and not holds(known, key)]

@@ -10,27 +10,27 @@ from hybridrl.config.values import value_keys
 PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.
 LINES = {
-    ".": 993,
+    ".": 1053,
     "agents": 7043,
     "checkpoint": 1986,
     "compat": 3224,
-    "config": 4604,
+    "config": 4734,
     "core": 13136,
-    "data": 1881,
+    "data": 1887,
     "doctor": 4584,
     "environments": 180,
     "evaluation": 2234,
     "health": 1017,
-    "model_merger": 737,
+    "model_merger": 871,
     "report": 2505,
     "rewards": 3098,
     "runs": 3082,
-    "runtime": 1601,
+    "runtime": 1595,
     "tracking": 1918,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 53823
-FILES = {"core": 71, "hybridrl": 255}
+TOTAL = 54147
+FILES = {"core": 71, "hybridrl": 257}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.

@@ -26,8 +26,10 @@ from hybridrl.config.findings import ConfigError
 from hybridrl.config.values import ValueFault
 from hybridrl.plugins import row_source
 
-COLUMNS = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".csv", ".tsv", ".arrow")
-ROW_SUFFIXES = (*COLUMNS, ".txt")  # text only if it is named: in a directory it is more likely a licence
+CELLS = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+COLUMNS = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz", *CELLS, ".arrow")
+LINES = (".txt", ".txt.gz")
+ROW_SUFFIXES = (*COLUMNS, *LINES)  # text only if it is named: in a directory it is more likely a licence
 WRITTEN = tuple(suffix for suffix in ROW_SUFFIXES if suffix != ".arrow")  # .arrow is the library's own
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_SECONDS = 2.0  # for a connection to the hub

@@ -20,6 +20,7 @@ from hybridrl.config.checks import resolve_ppo, resolve_sft
 from hybridrl.config.checks.training import Machine, this_machine
 from hybridrl.config.compose import (
     CONF,
+    PRESET,
     SHIPPED,
     custom_values,
     nearest_keys,
@@ -133,7 +134,22 @@ def resolve_config(
         machine = Machine(gpus, gpus, sys.maxsize, here=False) if gpus else replace(this_machine(), here=False)
     resolve: Any = resolve_ppo if schema is PPOConfig else resolve_sft
     result.cross_check(functools.partial(resolve, machine=machine))
+    if isinstance(result.config, PPOConfig) and directory == CONF and not result.findings.errors:
+        _report_defaults(result.config, result.written, result.findings)
     return result
+
+
+def _report_defaults(config: PPOConfig, written: dict[str, str], findings: Findings) -> None:
+    """Report the defaults of a command that sets no estimator. `written`: its arguments by key."""
+    trainer, estimator = config.trainer, "algorithm.adv_estimator"
+    if {estimator, PRESET} & {*written} or trainer.val_only or not config.critic.enable:
+        return
+    epochs, steps = "trainer.total_epochs", "trainer.total_training_steps"
+    parts = ["PPO with a critic"]
+    parts += [f"{config.data.train_batch_size:,} prompts per step"] * ("data.train_batch_size" not in written)
+    parts += [f"{trainer.total_epochs} epochs"] * (not {epochs, steps} & {*written})
+    cause = f"{estimator} is not set, so the defaults apply: {', '.join(parts)}"
+    findings.info("setting", cause, f"+{PRESET}=grpo or {estimator}=grpo trains without a critic", keys=estimator)
 
 
 def read_config(

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.compose import as_section
 from hybridrl.config.custom_code import calling, construct, load_class
+from hybridrl.config.files import LINES
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.schema_parts import NO_SOURCE
@@ -282,7 +283,7 @@ def _parse(row: DataRow, config: DataConfig, *, needs_truth: bool = False) -> Pr
     if not has_truth:
         faults.append(_no_truth(row.values, values.get("reward_model"), key))
     elif ground_truth is None and needs_truth:
-        faults.append(NULL_TRUTH + " (a text file has none)" * row.place.partition(", ")[0].endswith(".txt"))
+        faults.append(NULL_TRUTH + " (a text file has none)" * row.place.partition(", ")[0].endswith(LINES))
     faults += [fault for fault in (multimodal_fault(row.values, messages), row_fault(row.values)) if fault]
     extra_info = values.get("extra_info") or {}
     if not isinstance(extra_info, dict):

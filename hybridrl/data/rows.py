@@ -17,12 +17,13 @@ import json
 import logging
 import pickle
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import IO, Any, TextIO, TypeVar
 
 import numpy as np
 import pyarrow
@@ -32,7 +33,7 @@ from pyarrow import types
 from rich.progress import track
 
 from hybridrl.config.custom_code import attempt
-from hybridrl.config.files import LFS_FIX, is_lfs_pointer
+from hybridrl.config.files import CELLS, LFS_FIX, LINES, is_lfs_pointer
 from hybridrl.config.findings import ConfigError
 from hybridrl.data.row_files import row_files
 
@@ -185,9 +186,9 @@ def _read(path: Path, faults: Faults, key: str) -> Iterator[tuple[str, Any]]:
     try:
         if is_lfs_pointer(path):
             raise ConfigError(f"{path} is a Git LFS pointer, not the file that it stands for", fix=LFS_FIX)
-        if name.endswith((".csv", ".tsv")):
-            yield from _read_cells(path, "\t" if name.endswith(".tsv") else "".join(DELIMITERS), faults, key)
-        elif name.endswith(".txt"):
+        if name.endswith(CELLS):
+            yield from _read_cells(path, "\t" if ".tsv" in name else "".join(DELIMITERS), faults, key)
+        elif name.endswith(LINES):
             yield from _read_lines(path, faults)
         elif ".json" in name:
             yield from _read_json(path, faults)
@@ -196,15 +197,19 @@ def _read(path: Path, faults: Faults, key: str) -> Iterator[tuple[str, Any]]:
                 yield f"{path}, row {number}", values
     except ConfigError:  # a ValueError too, raised by too many faults
         raise
-    except (pyarrow.ArrowException, OSError, EOFError, ValueError, RecursionError) as error:
+    except (pyarrow.ArrowException, OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         cause = f"{key}={path}: not a readable {path.suffix} file ({error})"
         raise ConfigError(cause, fix="write it again") from error
+
+
+def _open(path: Path, mode: Any = "rt", **options: Any) -> IO[Any]:
+    return (gzip.open if ".gz" in path.suffix.lower() else open)(path, mode, **options)
 
 
 def _read_json(path: Path, faults: Faults) -> Iterator[tuple[str, Any]]:
     """Read one object per line, or one list of objects; both occur under both suffixes. Lines end with a line feed
     only, since JSON strings may hold the other line ends of Unicode."""
-    with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
+    with _open(path, "rb") as file:
         if file.read(1024).lstrip(BYTE_ORDER_MARK + b" \t\r\n").startswith(b"["):
             file.seek(0)
             for number, values in enumerate(_parse(file.read().removeprefix(BYTE_ORDER_MARK)), 1):
@@ -239,7 +244,7 @@ def _parse(text: bytes) -> Any:
 
 def _read_lines(path: Path, faults: Faults) -> Iterator[tuple[str, dict[str, Any]]]:
     """Read one prompt per line, without a ground truth."""
-    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+    with _open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, 1):
             place = f"{path}, line {number}"
             if fault := _not_utf8(line):
@@ -260,7 +265,7 @@ def _read_cells(path: Path, delimiters: str, faults: Faults, key: str) -> Iterat
     """Read the rows below a header line. Of the delimiters the one that splits it into most columns is used. Raises
     ConfigError if the header cannot be used, or no row follows it."""
     csv.field_size_limit(LARGEST_CELL)
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+    with _open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         firsts = {delimiter: next(_records(path, file, delimiter), ("", [""])) for delimiter in delimiters}
         delimiter, (_, first) = max(firsts.items(), key=lambda item: len(item[1][1]))
         header = [name.strip() for name in first]

@@ -28,6 +28,7 @@ from hybridrl.checkpoint.resume import code_fingerprint
 from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.config import ConfigError
 from hybridrl.config.files import ADAPTER_CONFIG, resolve_model
+from hybridrl.model_merger.card import CARD, write_card
 from hybridrl.model_merger.source import (
     CONFIG,
     CheckFailed,
@@ -109,7 +110,8 @@ def _merge(source: MergeSource, arguments: argparse.Namespace, further: ParityCh
     try:  # creates the repository if needed
         hub = hub or HfApi()
         hub.create_repo(repo_id=repository, private=arguments.private, exist_ok=True)
-        address = hub.upload_folder(folder_path=target, repo_id=repository, ignore_patterns=[REPORT])
+        ignored = [REPORT, *[CARD] * hub.file_exists(repository, CARD)]  # a card there may be somebody's work
+        address = hub.upload_folder(folder_path=target, repo_id=repository, ignore_patterns=ignored)
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"--hf_upload_path={repository}: {reason}; the merged model is in {target}") from error
@@ -129,6 +131,7 @@ def merge(
             checked["source"] = check_damage(source)
         with watch("write"):
             write_model(source, writing, limit)
+            write_card(writing, source.directory, generates=not source.is_value_model)
         with watch("check"):
             checked["tensors"] = check_tensors(source, writing)
             checked |= {name: check(source, writing) for name, check in (further or {}).items()}
@@ -168,6 +171,7 @@ def publish_adapter(adapter: Adapter, target: Path) -> str:
     """Write an adapter by itself, as `merge` writes a model, with the same errors; return a description."""
     with _publishing(target.absolute(), adapter.tensors.meta) as writing:
         result = write_adapter(adapter, writing)
+        write_card(writing, adapter.directory, adapter=True)
         source = {"directory": str(adapter.directory.absolute()), "form": adapter.tensors.form}
         _write_report(writing, {"source": source, "files": _files_in(writing), "checked": {"tensors": result}})
     return result

@@ -6,6 +6,7 @@ the fork server.
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -27,7 +28,8 @@ from rich.text import Text
 from hybridrl import project_file
 from hybridrl.config import ConfigError, TrainingConfig
 from hybridrl.config.checks.training import this_machine
-from hybridrl.config.compose import CONF, as_override, as_yaml, split_sweep
+from hybridrl.config.compose import CONF, SHIPPED, as_override, as_yaml, split_sweep
+from hybridrl.config.json_schema import json_schema
 from hybridrl.config.load import explain_keys
 from hybridrl.runtime import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REJECTED
 from hybridrl.runtime.environment import reject_foreign_builds
@@ -110,6 +112,9 @@ def _help(command: RunCommand[T], parser: argparse.ArgumentParser, section: str)
 def _run(command: RunCommand[T], argv: list[str], arguments: argparse.Namespace) -> int:
     """Run once or as a sweep, or print the configurations of what would run."""
     place = {"config_name": arguments.config_name, "config_dir": arguments.config_path}
+    if arguments.schema:
+        schema = next(schema for schema, name in SHIPPED.items() if name == command.config_name)
+        return _show(json.dumps(json_schema(schema), indent=1, allow_nan=False))
     if arguments.multirun and arguments.cfg:
         with ended_by_closed_pipe():
             for point in load_points(command, arguments.overrides, place)[1]:  # a YAML document each
@@ -142,6 +147,7 @@ def _parser(command: RunCommand[T]) -> argparse.ArgumentParser:
     add("-c", "--cfg", nargs="?", const="job", choices=["job", "all"], help="print the resolved configuration and exit")
     section = "the section that --cfg prints, such as actor_rollout_ref.rollout"
     add("-p", "--package", metavar="SECTION", default="", help=section)
+    add("--schema", action="store_true", help="print a JSON Schema of configuration files, for editors, and exit")
     several = f"run every combination of the values given: key=a,b ({project_file('docs/sweeps.md')})"
     add("-m", "--multirun", action="store_true", help=several)
     at_once = "with -m: N runs at a time, each with its part of the machine"

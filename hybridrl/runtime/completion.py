@@ -12,24 +12,12 @@ import argcomplete
 from argcomplete.completers import FilesCompleter
 
 from hybridrl.config import PPOConfig, SFTConfig
-from hybridrl.config.catalog import ESTIMATORS, POLICY_LOSSES
 from hybridrl.config.compose import CONF, PRESET, SHIPPED, presets
+from hybridrl.config.json_schema import NAMES
 from hybridrl.config.load import key_meanings
-from hybridrl.config.schema_parts import PRESETS as EVAL_PRESETS
-from hybridrl.config.values import SCHEDULES, tree, value_keys
-from hybridrl.plugins import names
+from hybridrl.config.values import tree, value_keys
 
 SCHEMAS = dict.fromkeys(("train", "eval", "sweep", "doctor", "explain"), PPOConfig) | {"sft": SFTConfig}
-# Names that a key takes as well as a function in a file.
-NAMES = {
-    "algorithm.adv_estimator": ESTIMATORS,
-    "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
-    "eval.preset": EVAL_PRESETS,
-    "actor_rollout_ref.rollout.name": names("engine"),
-    **dict.fromkeys(
-        (f"{part}optim.lr_scheduler_type" for part in ("actor_rollout_ref.actor.", "critic.", "")), SCHEDULES
-    ),
-}
 
 
 def answer_shell(commands: Iterable[str], of_doctor: Mapping[str, str]) -> None:

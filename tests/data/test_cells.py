@@ -1,5 +1,7 @@
 """Rows of files with a header line and of text files: every value as it was written, every fault by row and column."""
 
+import gzip
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +45,34 @@ def test_every_value_is_the_text_of_its_cell(tmp_path: Path, name: str, delimite
     (tmp_path / name).write_text(text, encoding="utf-8", newline="")
     first, second = {"question": '1, 2; 3\t4 "é"', "answer": "007"}, {"question": "true", "answer": ""}
     assert rows(tmp_path / name) == [("row 2", first), ("row 4", second)]
+
+
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.TSV.GZ", "a.csv.gz?download=true"])
+def test_a_compressed_file_is_read_and_its_faults_have_row_and_column(tmp_path: Path, name: str) -> None:
+    table = "question,answer\n1,\u00e9\n".encode("utf-8-sig").replace(b",", b"\t" if "TSV" in name else b",")
+    (tmp_path / name).write_bytes(gzip.compress(table))
+    assert rows(tmp_path / name) == [("row 2", {"question": "1", "answer": "\u00e9"})]
+    (tmp_path / name).write_bytes(gzip.compress(table + b"3\n"))
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)}, row 3: 1 cell for 2 columns: there is none for answer"):
+        rows(tmp_path / name)
+
+
+def test_a_compressed_file_of_prompts_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\n\ntwo\n"))
+    assert [(place, values["prompt"]) for place, values in rows(tmp_path / "a.txt.gz")] == [
+        ("line 1", "one"),
+        ("line 3", "two"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.txt.gz", "a.jsonl.gz"])
+def test_a_damaged_compressed_file_is_rejected_by_name(tmp_path: Path, name: str) -> None:
+    data = bytearray(gzip.compress(bytes(range(32, 127)) * 1000))
+    data[12:40] = bytes(28)
+    for content in (b"a,b\n1,2\n", bytes(data)):  # not compressed, or damaged
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"{name}: not a readable .gz file .*; write it again"):
+            rows(tmp_path / name)
 
 
 def test_a_cell_may_have_several_lines_and_be_long_and_a_column_without_a_name_is_left_out(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Entries of data.train_files and their files. A local directory stands in for the hub dataset."""
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -181,6 +182,13 @@ def test_a_directory_gives_its_csv_files_and_a_text_file_only_if_it_is_named(tmp
     with pytest.raises(ConfigError, match=r"LICENSE.txt: .*, and .txt must be named itself; name the file"):
         files.row_files([str(tmp_path / "texts")])
     assert files.row_files([str(tmp_path / "texts" / "*.txt")]) == [[tmp_path / "texts" / "LICENSE.txt"]]
+
+
+def test_a_directory_gives_its_compressed_files(tmp_path):
+    for name in ("train", "test"):
+        (tmp_path / "rows").mkdir(exist_ok=True)
+        (tmp_path / "rows" / f"{name}.csv.gz").write_bytes(gzip.compress(b"prompt\n" + name.encode()))
+    assert files.row_files([str(tmp_path / "rows")], TRAIN) == [[tmp_path / "rows" / "train.csv.gz"]]
 
 
 def test_arrow_files_are_read_like_parquet(tmp_path):

@@ -31,6 +31,8 @@ def test_a_prompt_and_the_first_line_of_a_pipe_get_the_same_response_and_nothing
     asked = start(tiny / "model", *options, "--prompt", question)
     once, errors = asked.communicate(timeout=SECONDS)
     assert asked.returncode == 0 and once.strip() and once.endswith("\n"), errors
+    lines = [line for line in errors.splitlines() if line and "[cut off" not in line]
+    assert len(lines) == 2 and all(line.startswith("starting an engine with model") for line in lines), errors
     piped = start(tiny / "model", *options, "rollout.max_model_len=120")
     every, errors = piped.communicate(f"{question}\n{question}\n/reset\n{question}\n", timeout=SECONDS)
     assert piped.returncode == 0 and "Traceback" not in errors, errors

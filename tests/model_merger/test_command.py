@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridrl.model_merger import merge
 from hybridrl.model_merger.__main__ import command_parser, main
+from hybridrl.model_merger.card import CARD
 from hybridrl.model_merger.merge import REPORT
 from hybridrl.model_merger.source import CheckFailed, check_in_transformers, open_source
 from hybridrl.runtime.environment import worker_environment
@@ -193,9 +194,13 @@ def test_damage_is_reported_in_one_line(tmp_path, capsys):
 class Hub:
     """Stands in for the Hugging Face hub."""
 
-    def __init__(self) -> None:
+    def __init__(self, *cards: str) -> None:
+        self.cards = cards  # repositories that have one
         self.repositories: dict[str, bool] = {}
         self.files: dict[str, set[str]] = {}
+
+    def file_exists(self, repo_id: str, filename: str) -> bool:
+        return repo_id in self.cards and filename == CARD
 
     def create_repo(self, repo_id: str, private: bool, exist_ok: bool) -> None:
         assert exist_ok
@@ -219,6 +224,13 @@ def test_a_merged_model_is_uploaded(actor, tmp_path, capsys, private):
     assert hub.repositories == {"me/mine": bool(private)}
     assert hub.files["me/mine"] == {path.name for path in (tmp_path / "merged").iterdir()} - {REPORT}
     assert capsys.readouterr().out.endswith("uploaded to https://hub/me/mine\n")
+
+
+def test_a_card_in_the_repository_stays(actor, tmp_path):
+    arguments = merge_arguments(actor, tmp_path / "merged", "--hf_upload_path", "me/mine")
+    hub = Hub("me/mine")
+    assert merge.run(command_parser().parse_args(arguments), hub=hub) == 0
+    assert hub.files["me/mine"] == {path.name for path in (tmp_path / "merged").iterdir()} - {REPORT, CARD}
 
 
 def test_a_failed_upload_is_reported_and_the_model_is_kept(actor, tmp_path, capsys):

@@ -28,6 +28,7 @@ from hybridrl import __version__
 from hybridrl.checkpoint.files import write_manifest
 from hybridrl.checkpoint.tensors import Unreadable
 from hybridrl.config import ConfigError
+from hybridrl.model_merger.card import CARD
 from hybridrl.model_merger.merge import REPORT, merge, write_model
 from hybridrl.model_merger.source import (
     CheckFailed,
@@ -241,6 +242,17 @@ def test_the_report_lists_what_was_read_written_and_checked_and_the_versions(sav
     assert report["versions"]["hybridrl"] == __version__
     assert report["seconds"].keys() == {"write", "check"}
     assert report["peak_memory_bytes"] > 1e8
+
+
+def test_a_merge_has_a_card_which_the_report_lists_and_another_merge_replaces(saved, tmp_path):
+    report = merge(open_source(saved().directory), tmp_path / "merged")
+    card = tmp_path / "merged" / CARD
+    assert "no record of its training" in card.read_text() and CARD in report["files"]
+    merge(open_source(saved().directory), tmp_path / "merged")
+    card.write_text("mine")
+    with pytest.raises(ConfigError, match=f"{CARD} exists, and no merge wrote it"):
+        merge(open_source(saved().directory), tmp_path / "merged")
+    assert card.read_text() == "mine"
 
 
 def change_config(directory: Path, **changes: object) -> None:

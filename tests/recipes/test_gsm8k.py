@@ -2,10 +2,15 @@ import json
 from pathlib import Path
 
 import pytest
+from sizing import write_models
 
-from hybridrl.config import load_ppo_config
+from hybridrl.config import PPOConfig, load_ppo_config
+from hybridrl.config.load import resolve_config
 from hybridrl.data.prompts import load_prompts
 from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.doctor.memory import PlannedRun, make_plans
+from hybridrl.doctor.memory_sizes import read_models
+from hybridrl.required import required
 from tests.scripts import run_script
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "gsm8k" / "make_data.py"
@@ -59,3 +64,18 @@ def test_a_configuration_is_valid_and_as_the_readme_has_it(name, model, prompts,
     readme = SCRIPT.with_name("README.md").read_text(encoding="utf-8")
     assert f"| `{name}` | Qwen2.5-{model}-Instruct" in readme
     assert f"{prompts} x 8 = {samples:,}" in readme
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "gigabytes"), [("0.5b_1gpu", "0.5B", 24), ("1.5b_1gpu", "1.5B", 48), ("7b_8gpu", "7B", 80)]
+)
+def test_the_memory_in_the_readme_is_the_doctor_s_estimate(name, size, gigabytes, tmp_path):
+    write_models(tmp_path)
+    rows = [f"data.{part}_files={tmp_path / 'rows.jsonl'}" for part in ("train", "val")]
+    keys = ["trainer.device=cuda", *rows, f"actor_rollout_ref.model.path={tmp_path / size}"]
+    config = required(resolve_config(PPOConfig, keys, name, SCRIPT.parent, offline=True).config)
+    gpu, host = make_plans(PlannedRun(config, read_models(config), gigabytes * 10**9))
+    rollout, update = (gpu.needs[phase].total() / 1e9 for phase in ("rollout", "policy update"))
+    assert gpu.fullest == "rollout" and rollout < gigabytes
+    line = f"| `{name}` | {rollout:.1f} of {gigabytes} | {update:.1f} | {host.peak / 1e9:.1f} |"
+    assert line in SCRIPT.with_name("README.md").read_text(encoding="utf-8")

@@ -1,8 +1,13 @@
 """`hybridrl quickstart` with a stand-in that records the commands of its stages; the script that calls it."""
 
+import os
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,6 +62,30 @@ def test_a_first_call_warms_up_trains_and_shows_with_the_recipes_files_wherever_
     reward = f"reward.custom_reward_function.path={recipe}/reward.py"
     assert stages.commands[3].endswith(f"trainer.seed=3 {reward} trainer.total_training_steps=2")
     assert f"$ {stages.commands[3]}\n" in capsys.readouterr().out
+
+
+def test_ctrl_c_while_values_are_checked_ends_it_with_one_line(tmp_path):
+    # `sitecustomize` stands in for a check that takes long: it says that it has begun.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\nif 'doctor' in sys.orig_argv:\n    open('begun', 'w').close()\n    time.sleep(60)\n"
+    )
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(SCRIPT.parents[1])])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": variables}
+    command = [sys.executable, "-m", "hybridrl", "quickstart", "trainer.seed=1"]
+    interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job ignores it
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=interruptible, **pipes)
+    end = time.monotonic() + 60
+    while not Path("begun").exists():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (130, "stopped (Ctrl-C); no process is left running\n", "")
+
+
+def test_a_command_that_a_signal_ends_has_the_status_of_a_shell():
+    code = "from hybridrl.quickstart import run_command; raise SystemExit(run_command(['sh', '-c', 'kill -KILL $$']))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parents[1]).returncode == 128 + signal.SIGKILL
 
 
 def test_in_a_checkout_the_recipe_is_trained_as_it_stands(monkeypatch):

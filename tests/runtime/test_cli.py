@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -202,6 +203,12 @@ def test_help_shows_an_example_and_lists_the_keys(capsys, module):
     assert "--help SECTION" in text and "trainer" in text and "  device = auto" not in text
     assert module.main(["--help", "trainer"]) == 0
     assert capsys.readouterr().out.startswith("trainer:\n  device = auto")
+
+
+@pytest.mark.parametrize("module", [main_ppo, main_sft])
+def test_the_schema_of_configuration_files_is_printed_without_a_configuration(capsys, module):
+    assert module.main(["--schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == f"{module.COMMAND.config_name}.yaml"
 
 
 @pytest.mark.parametrize("module", [main_ppo, main_sft])

@@ -238,6 +238,7 @@ def test_kills_by_the_kernel_since_the_run_began_are_the_cause_if_it_counts_them
         ("return 1", 1, ""),
         ("os._exit(0)", 0, ""),
         ("os.kill(os.getpid(), 15)", 128 + 15, ""),  # a scheduler's
+        ("import signal; signal.signal(13, signal.SIG_DFL); os.kill(os.getpid(), 13)", 128 + 13, ""),  # of `| head`
     ],
 )
 def test_a_driver_that_a_library_ended_without_a_message_has_one(work, status, said):

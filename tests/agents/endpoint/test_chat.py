@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer, Qwen2Tokenizer
 from hybridrl import chat
 from hybridrl.core.rollout import Completion, Request
 from hybridrl.required import required
+from hybridrl.tracking.console import console
 from tests.agents.endpoint.conftest import completion_of
 
 CTRL_C = "^C"  # ends a line that is typed, or a response that is sampled
@@ -34,8 +36,14 @@ class ScriptedEngine:
     shown: list[str] = field(default_factory=list)
     interruptions: int = 0
     dead: str = ""
+    noise: str = ""
 
     async def connect(self) -> None:
+        if self.noise:  # of a library, and of a process that it starts
+            print(f"{self.noise} to sys.stderr", file=sys.stderr)
+            os.write(1, f"{self.noise} to 1\n".encode())
+            os.write(2, f"{self.noise} to 2\n".encode())
+            console.print("a message of hybridrl")
         if self.dead:
             raise RuntimeError(self.dead)
 
@@ -175,6 +183,24 @@ def test_an_engine_that_fails_ends_the_command_with_one_sentence(talk, dead):
     result = talk(dead=dead, texts=(), lines="1+2\n", terminal=True)
     assert result.status == 1 and "Traceback" not in result.errors
     assert f"error: the engine failed: RuntimeError: {dead or 'the engine is dead: no texts'}" in result.errors
+
+
+@pytest.mark.parametrize("dead", ["", "no memory"])
+def test_what_libraries_print_is_shown_only_with_the_failure_that_it_explains(talk, tmp_path, monkeypatch, dead):
+    log = (tmp_path / "log").open("w+", buffering=1)
+    monkeypatch.setattr(chat, "new_log", lambda: log)
+    result = talk("--prompt", "1+2", texts=("#### 3",), noise="Warning: old", dead=dead)
+    log.seek(0)
+    printed = log.read()
+    assert printed == "".join(f"Warning: old to {stream}\n" for stream in ("sys.stderr", "1", "2"))
+    assert result.errors.count("a message of hybridrl") == 1 and result.output == ("" if dead else "#### 3\n")
+    assert result.errors.endswith(f"{printed}error: the engine failed: RuntimeError: no memory\n") == bool(dead)
+    assert ("Warning" in result.errors) == bool(dead)
+
+
+def test_what_libraries_print_is_shown_if_their_level_is_set(talk, monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    assert "old to sys.stderr" in talk("--prompt", "1+2", texts=("#### 3",), noise="Warning: old").errors
 
 
 def made_run(directory: Path, *folders: str) -> Path:
