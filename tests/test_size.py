@@ -17,19 +17,19 @@ LINES = {
     "config": 4734,
     "core": 13136,
     "data": 1887,
-    "doctor": 4584,
+    "doctor": 4574,
     "environments": 180,
     "evaluation": 2234,
     "health": 1017,
-    "model_merger": 871,
+    "model_merger": 870,
     "report": 2505,
     "rewards": 3098,
     "runs": 3082,
     "runtime": 1595,
-    "tracking": 1918,
+    "tracking": 1927,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 54147
+TOTAL = 54145
 FILES = {"core": 71, "hybridrl": 257}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

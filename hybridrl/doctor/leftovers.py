@@ -42,21 +42,11 @@ from hybridrl.runtime import keeper
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking.faults import FILE, last_lines
 from hybridrl.tracking.records import CONFIGURED, open_records
-from hybridrl.tracking.secrets import mask_text, mask_values, remember
+from hybridrl.tracking.secrets import mask_names, mask_values, remember
 
 ROWS, TAIL_BYTES = 200, 1 << 17  # rows of metrics, bytes of each log
 QUIET_LOGS = ("train-", "rollout-")  # a reward may print samples into the others
 VARIABLES = re.compile(r"(CUDA|NCCL|RAY|VLLM|HF|HUGGINGFACE|TORCH|PYTORCH|OMP|PYTHON|WANDB|HYBRIDRL|SLURM|LD)_?\w*")
-
-USERS_HOME = re.compile(r"/(home|Users)/[^/\s\"':]+")
-
-
-def mask(text: str) -> str:
-    """Return a text without secrets and names of users."""
-    home = os.path.expanduser("~")
-    if len(home) > 1:
-        text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
-    return USERS_HOME.sub(r"/\1/USER", mask_text(text))
 
 
 def contents(directory: Path, *, samples: bool) -> Iterator[tuple[str, str]]:
@@ -125,7 +115,7 @@ def write_bundle(directory: Path, target: Path, *, samples: bool = False) -> lis
     remember(RunDirectory(directory).config)
     with tarfile.open(target, "w:gz") as archive:
         for name, text in contents(directory, samples=samples):
-            data = mask(text).encode()
+            data = mask_names(text).encode()
             entry = tarfile.TarInfo(f"{target.name.partition('.')[0]}/{name}")
             entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
             archive.addfile(entry, io.BytesIO(data))

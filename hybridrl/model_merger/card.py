@@ -19,7 +19,7 @@ from hybridrl.config.files import is_row_file, parse_dataset_name, read_mapping
 from hybridrl.config.findings import show
 from hybridrl.config.values import leaves, value_keys, value_of
 from hybridrl.tracking.report import read_metrics
-from hybridrl.tracking.secrets import mask_text, mask_values
+from hybridrl.tracking.secrets import mask_names, mask_values
 from hybridrl.tracking.sink import LOSSES, REWARD, is_validation_score
 
 CARD = "README.md"
@@ -32,24 +32,27 @@ SHOWN = (
     "actor_rollout_ref.rollout.n", "data.max_response_length", "actor_rollout_ref.model.lora_rank", "model.lora_rank",
 )  # fmt: skip
 SWITCHES = {KL_LOSS: f"{ACTOR}.use_kl_loss", KL_REWARD: "algorithm.use_kl_in_reward"}
+UNKNOWN = f"Merged by hybridrl {__version__} from a checkpoint that has no record of its training."
 OF_ONE_RUN = ("trainer.default_local_dir", "trainer.resume_", "trainer.logger", "ray_kwargs.")  # beginnings of keys
 
 
 def write_card(directory: Path, checkpoint: Path, *, adapter: bool = False, generates: bool = True) -> None:
     """Write the card of a saved model, `.../global_step_N/actor`, to the directory of its merge, if that has none."""
     if not (directory / CARD).exists():
-        text = mask_text(_Facts(checkpoint.absolute()).card(adapter, generates))
-        (directory / CARD).write_text(text, encoding="utf-8")
+        try:
+            text = _Facts(checkpoint.absolute()).card(adapter, generates)
+        except (LookupError, TypeError, ValueError, AttributeError):  # files of another program or version
+            text = _page({"library_name": "peft" if adapter else "transformers", "tags": ["hybridrl"]}, UNKNOWN)
+        (directory / CARD).write_text(mask_names(text), encoding="utf-8")
 
 
 class _Facts:
-    """The facts that the files of a checkpoint and of its run hold about a saved model."""
+    """The facts that the files of a checkpoint and of its run hold about a saved model. Raises LookupError, TypeError,
+    ValueError or AttributeError where a file is missing or another program's."""
 
     def __init__(self, checkpoint: Path) -> None:
         self.saved = checkpoint.parent
-        self.state, config = dict[str, Any](), dict[str, Any]()
-        with suppress(ValueError):  # a file is missing, or another program's
-            self.state, config = (read_mapping(self.saved / name) for name in (STATE, "config.yaml"))
+        self.state, config = (read_mapping(self.saved / name) for name in (STATE, "config.yaml"))
         config, self.values, self.supervised = mask_values(config), dict[str, Any](), "actor_rollout_ref" not in config
         self.schema = SFTConfig if self.supervised else PPOConfig
         for key in value_keys(self.schema):
@@ -59,16 +62,12 @@ class _Facts:
         self.base = self.values.get(f"{section}model.path")
 
     def card(self, adapter: bool, generates: bool) -> str:
-        library = "peft" if adapter else "transformers"
-        if not self.values:
-            text = f"Merged by hybridrl {__version__} from a checkpoint that has no record of its training."
-            return _page({"library_name": library, "tags": ["hybridrl"]}, text)
         algorithm = "sft" if self.supervised else str(self.values.get("algorithm.adv_estimator")).rpartition(":")[2]
         sources = (entry for entry in self.values["data.train_files"] if not is_row_file(Path(entry)))
         front = {
             "base_model": self.base if _on_hub(self.base) else None,
             "datasets": [name for entry in sources if _on_hub(name := parse_dataset_name(entry).name)],
-            "library_name": library,
+            "library_name": "peft" if adapter else "transformers",
             "tags": ["hybridrl", *["reinforcement-learning"] * (not self.supervised), algorithm],
             "pipeline_tag": "text-generation" if generates else None,
         }

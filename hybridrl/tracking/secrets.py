@@ -13,6 +13,7 @@ from typing import Any
 
 MASK = "***"
 SHORTEST = 8  # characters; shorter values are not masked everywhere
+USERS_HOME = re.compile(r"/(home|Users)/[^/\s\"':]+")
 PLAIN_WORD = re.compile(r"[a-z_]+")  # may be a column's name or a kind of key: only passwords are masked everywhere
 
 # Words before "token" and "key" that do not name a secret: tokens of a vocabulary, units, and names of columns.
@@ -100,6 +101,14 @@ def mask_text(text: str) -> str:
     for pattern in NAMED:
         text = _mask_named(text, pattern)
     return text
+
+
+def mask_names(text: str) -> str:
+    """Return a text without secrets and names of users, as it may be published."""
+    home = os.path.expanduser("~")
+    if len(home) > 1:
+        text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
+    return USERS_HOME.sub(r"/\1/USER", mask_text(text))
 
 
 def _mask_named(text: str, pattern: re.Pattern[str]) -> str:

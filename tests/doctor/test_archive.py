@@ -9,11 +9,12 @@ import pytest
 
 from hybridrl.checkpoint.store import Store
 from hybridrl.doctor import __main__ as doctor
-from hybridrl.doctor.leftovers import TAIL_BYTES, mask, write_bundle
+from hybridrl.doctor.leftovers import TAIL_BYTES, write_bundle
 from hybridrl.required import required
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import recording
+from hybridrl.tracking.secrets import mask_names
 
 SECRETS = {
     "hub": "hf_" + "a1B2" * 8,
@@ -134,4 +135,4 @@ def test_samples_are_packed_where_requested(run, tmp_path, capsys, monkeypatch, 
 def test_what_is_no_secret_is_left():
     numbers = ("eos_token_id: 2", "token: null", '"response_length/mean": 12.5', "max_tokens=17,")
     for text in (*numbers, "tokenizer: path/to/it", "a@b.c"):
-        assert mask(text) == text
+        assert mask_names(text) == text

@@ -134,3 +134,34 @@ def test_a_card_that_is_there_stays(tmp_path: Path) -> None:
     (tmp_path / CARD).write_text("mine")
     write_card(tmp_path, tmp_path / "actor")
     assert (tmp_path / CARD).read_text() == "mine"
+
+
+DAMAGED = [
+    "[1",
+    "{}",
+    "[]",
+    "7",
+    "data: 3",
+    "data: {train_files: 5}",
+    "actor_rollout_ref: [1]",
+    "trainer: {seed: 1}",
+    "\0",
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+@pytest.mark.parametrize("name", ["config.yaml", "state.json", "metrics.jsonl"])
+def test_a_damaged_file_costs_facts_and_not_the_merge(needed: list[str], run: Path, name: str, text: str) -> None:
+    checkpoint = save(as_yaml(load_ppo_config([*needed, *KEYS])), run)
+    (run / name if name == "metrics.jsonl" else checkpoint.parent / name).write_text(text)
+    card = card_of(checkpoint)
+    assert card.data.tags[0] == "hybridrl"
+    assert ("no record of its training" in card.text) == (name != "metrics.jsonl")
+
+
+def test_no_user_is_named(needed: list[str], run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/root/alice")
+    config = yaml.safe_load(as_yaml(load_ppo_config([*needed, *KEYS])))
+    config["data"]["train_files"] = ["/root/alice/rows.jsonl", "/home/bob/more.jsonl"]
+    text = card_of(save(yaml.safe_dump(config), run)).text
+    assert "~/rows.jsonl" in text and "/home/USER/more.jsonl" in text and "alice" not in text and "bob" not in text
