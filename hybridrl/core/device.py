@@ -50,10 +50,15 @@ def libraries() -> dict[str, str]:
     return {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
 
 
-@cache
+@torch.compiler.assume_constant_result  # a compiled layer has the answer, not the question
 def has_varlen_attention(device: torch.device) -> bool:
     """Return whether the device supports torch's variable-length attention: CUDA from Ampere on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cuda" and _capability(device) >= (8, 0)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def listen(address: str) -> socket.socket:

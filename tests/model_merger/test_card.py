@@ -155,7 +155,7 @@ def test_a_damaged_file_costs_facts_and_not_the_merge(needed: list[str], run: Pa
     checkpoint = save(as_yaml(load_ppo_config([*needed, *KEYS])), run)
     (run / name if name == "metrics.jsonl" else checkpoint.parent / name).write_text(text)
     card = card_of(checkpoint)
-    assert card.data.tags[0] == "hybridrl"
+    assert card.data.to_dict()["tags"][0] == "hybridrl"
     assert ("no record of its training" in card.text) == (name != "metrics.jsonl")
 
 

@@ -56,32 +56,48 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Return the attention output [B, T, heads, width], with the signature that transformers expects."""
     options = Options(scaling, dropout, sliding_window, softcap, s_aux)
+    if packed is not None and packed.group is None and kernel_computes(query, value, options):
+        return _by_kernel(query, key, value, packed, options), None
+    return _uncompiled(query, key, value, packed, options), None
+
+
+@torch.compiler.disable
+def _uncompiled(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows | None, options: Options) -> Tensor:
+    """Compute what compiled layers leave out: numbers of rows and lengths would become constants in their graphs."""
     if packed is None:
-        return _causal(query, key, value, options).transpose(1, 2), None
+        return _causal(query, key, value, options).transpose(1, 2)
     if packed.group is None:
-        return _packed(query, key, value, packed, options), None
+        return _packed(query, key, value, packed, options)
     of_heads = to_heads(query, key, value, packed.group)
-    if s_aux is not None:
-        options = options._replace(sinks=s_aux.chunk(packed.group.size())[packed.group.rank()])
-    return to_tokens(_packed(*of_heads, packed, options), packed.group), None
+    if options.sinks is not None:
+        options = options._replace(sinks=options.sinks.chunk(packed.group.size())[packed.group.rank()])
+    return to_tokens(_packed(*of_heads, packed, options), packed.group)
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, options: Options) -> Tensor:
-    plain = options.softcap is None and options.sinks is None and not options.dropout
-    if not (plain and devices.has_varlen_attention(query.device) and kernel_supports(query, value)):
-        rows = zip(*(tensor.split(packed.lengths, dim=2) for tensor in (query, key, value)), strict=True)
-        return torch.cat([_causal(q, k, v, options).transpose(1, 2) for q, k, v in rows], dim=1)
-    longest = max(packed.lengths)
+    if kernel_computes(query, value, options):
+        return _by_kernel(query, key, value, packed, options)
+    rows = zip(*(tensor.split(packed.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    return torch.cat([_causal(q, k, v, options).transpose(1, 2) for q, k, v in rows], dim=1)
+
+
+def _by_kernel(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, options: Options) -> Tensor:
     grouped: dict[str, Any] = grouped_option(varlen_attn) if query.shape[1] != key.shape[1] else {}
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # [T, heads, width]
     window = (-1 if options.window is None else options.window - 1, 0)
-    limits = (packed.boundaries, packed.boundaries, longest, longest)
+    limits = (packed.boundaries, packed.boundaries, packed.longest, packed.longest)
     attended: Any = varlen_attn(q, k, v, *limits, scale=options.scaling, window_size=window, **grouped)
     return attended[None]
 
 
+def kernel_computes(query: Tensor, value: Tensor, options: Options) -> bool:
+    """Return whether torch's variable-length kernel computes this attention; otherwise rows go one by one."""
+    plain = options.softcap is None and options.sinks is None and not options.dropout
+    return plain and devices.has_varlen_attention(query.device) and kernel_supports(query, value)
+
+
 def kernel_supports(query: Tensor, value: Tensor) -> bool:
-    """Return whether torch's variable-length kernel supports these types and widths; otherwise rows go one by one."""
+    """Return whether torch's variable-length kernel supports these types and widths."""
     width = query.shape[-1]
     half = query.dtype in (torch.bfloat16, torch.float16)
     return half and width == value.shape[-1] and width % 8 == 0 and width <= WIDEST_HEAD
@@ -123,8 +139,7 @@ def grouped_option(kernel: Callable[..., Any]) -> dict[str, bool]:
     return {"enable_gqa": True} if "enable_gqa" in signature(kernel).parameters else {}
 
 
-# Excluded from the compilation of the layers: row lengths differ per micro-batch, and would become constants.
-AttentionInterface.register(NAME, torch.compiler.disable(attend))
+AttentionInterface.register(NAME, attend)
 
 
 # -- Ulysses -----------------------------------------------------------------------------------------------------------

@@ -69,10 +69,10 @@ def reduce_gradients(model: nn.Module, *, offloaded: bool, last: bool) -> None:
         model.set_requires_gradient_sync(last)
 
 
-def compile_layers(layers: list[nn.Module]) -> None:
-    """Compile the forward pass of each layer for rows of any lengths; attention itself is not compiled."""
+def compile_layers(layers: list[nn.Module], backend: Any = "inductor") -> None:
+    """Compile the forward pass of each layer for rows of any lengths, as one graph where attention has a kernel."""
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
 
 def shard_and_fill(

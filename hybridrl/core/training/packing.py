@@ -16,15 +16,17 @@ from hybridrl.core.carried import declared
 @dataclass(frozen=True)
 class PackedRows:
     """The boundaries of packed rows, for attention. The lengths are kept on the host: reading them from a GPU would
-    make the host wait for it in every layer."""
+    make the host wait for it in every layer. Compiled layers read `longest` alone, a number that may vary, as lengths
+    would become constants."""
 
     lengths: tuple[int, ...]
+    longest: int
     boundaries: Tensor  # [rows + 1] int32, cumulative lengths
     group: ProcessGroup | None = None  # its ranks each hold a slice of the tokens
 
     @classmethod
     def of(cls, lengths: Sequence[int], group: ProcessGroup | None = None) -> "PackedRows":
-        return cls(tuple(lengths), torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), group)
+        return cls(tuple(lengths), max(lengths), torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), group)
 
     def to(self, device: torch.device) -> "PackedRows":
         return replace(self, boundaries=self.boundaries.to(device))

@@ -1,7 +1,5 @@
 """Recomputation and compilation change what a micro-batch costs, but not what it computes."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -57,12 +55,11 @@ def test_selective_recomputation_repeats_cheap_operations_and_no_matrix_product(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, RECOMPUTED], ids=["kept", "recomputed"])
-def test_compiled_layers_compute_the_same_and_are_compiled_for_any_lengths(directory, rows, options, monkeypatch):
+def test_compiled_layers_compute_the_same_and_are_compiled_for_any_lengths(directory, rows, options):
     expected = [gradients(load(directory, **options), rows.select(chosen)) for chosen in ([0, 1], [0], [1])]
-    # Traced and differentiated as usual, but not compiled to C++ or Triton, which takes half a minute.
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     model = load(directory, **options)
-    compile_layers(list(model.model.model.layers))
+    # Traced and differentiated as usual, but not compiled to C++ or Triton, which takes half a minute.
+    compile_layers(list(model.model.model.layers), "aot_eager")
     actual = []
     for chosen in ([0, 1], [0], [1]):
         counters["stats"].clear()
