@@ -14,14 +14,14 @@ LINES = {
     "agents": 7043,
     "checkpoint": 1986,
     "compat": 3224,
-    "config": 4734,
+    "config": 4724,
     "core": 13158,
     "data": 1887,
     "doctor": 4574,
     "environments": 180,
     "evaluation": 2234,
     "health": 1017,
-    "model_merger": 870,
+    "model_merger": 881,
     "report": 2505,
     "rewards": 3098,
     "runs": 3082,
@@ -29,7 +29,7 @@ LINES = {
     "tracking": 1927,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 54167
+TOTAL = 54168
 FILES = {"core": 71, "hybridrl": 257}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

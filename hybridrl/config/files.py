@@ -228,17 +228,6 @@ def adapter_settings(path: str) -> dict[str, Any]:
     return json.loads((resolve_model(path) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
 
 
-def base_model(path: str, key: str) -> str:
-    """Return the base model of a LoRA adapter, or the path of a model that is none. Raises ConfigError, for `key`, if
-    the adapter's settings cannot be read."""
-    if not holds_adapter(path):
-        return path
-    try:
-        return adapter_settings(path).get("base_model_name_or_path") or path
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{key}={path}: {ADAPTER_CONFIG} cannot be read: {error}") from error
-
-
 def leads_outside(directory: Path, name: str) -> bool:
     """Whether a name in a file of a directory leads out of the directory. Links may lead to the blobs of the hub's
     cache, as in all files of a snapshot."""
@@ -265,7 +254,8 @@ def _missing_rows(entry: str) -> str:
         return ""
     if directory.is_dir():
         has_rows = any(is_row_file(file, COLUMNS) for file in directory.rglob("*"))
-        return "" if has_rows else f"the directory {directory} has no files that end in {', '.join(COLUMNS[:-1])}"
+        endings = ", ".join(ending for ending in COLUMNS[:-1] if not ending.endswith(".gz"))
+        return "" if has_rows else f"the directory {directory} has no files that end in {endings}"
     if glob.has_magic(entry):
         plain, query, _ = entry.partition("?")
         if query and Path(plain).is_file():

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from hybridrl.config import ConfigError
-from hybridrl.config.files import base_model
 from hybridrl.config.findings import Findings
+from hybridrl.model_merger import base_model
 from hybridrl.runs.directory import CONFIG, RunDirectory, SavedCheckpoint
 from hybridrl.tracking.sink import is_validation_score
 

@@ -3,7 +3,18 @@
 from pathlib import Path
 
 from hybridrl.config import ConfigError
-from hybridrl.config.files import holds_adapter, is_sharded
+from hybridrl.config.files import ADAPTER_CONFIG, adapter_settings, holds_adapter, is_sharded
+
+
+def base_model(path: str, key: str) -> str:
+    """Return the base model of a LoRA adapter, or the path of a model that is none. Raises ConfigError, for `key`, if
+    the adapter's settings cannot be read."""
+    if not holds_adapter(path):
+        return path
+    try:
+        return adapter_settings(path).get("base_model_name_or_path") or path
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{key}={path}: {ADAPTER_CONFIG} cannot be read: {error}") from error
 
 
 def whole_model(path: str, directory: Path, key: str) -> str:

@@ -93,7 +93,7 @@ NOT_THERE = {
         {"data.train_files=": "data.train_files=: name one file or more: [a.jsonl, b.parquet]"},
         {
             "data.train_files=empty": "data.train_files=empty: the directory empty has no files that end in "
-            ".parquet, .json, .jsonl, .json.gz, .jsonl.gz, .csv, .tsv"
+            ".parquet, .json, .jsonl, .csv, .tsv"
         },
         {"data=mine": "data=mine: there is no such configuration file; choose ppo | sft"},
         {"trainer.project_name=${no.key}": "trainer.project_name=${no.key}: Interpolation key 'no.key' not found"},

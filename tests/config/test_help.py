@@ -30,7 +30,7 @@ def test_help_begins_with_a_few_keys_and_the_names_of_the_sections() -> None:
         "keys to begin with:",
         "  data.train_files (must be set)              Training rows: files (.parquet, .json,",
     ]
-    assert "more keys, by section (--help SECTION):" in lines and lines[-1].startswith("hybridrl doctor")
+    assert "more keys, by section (--help SECTION):" in lines and lines[-1].startswith("hybridrl explain KEY")
 
 
 def test_help_for_a_section_shows_what_is_in_it_and_below() -> None:

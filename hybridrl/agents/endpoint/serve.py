@@ -20,11 +20,11 @@ from hybridrl.config.checks.engine import check_engine_name
 from hybridrl.config.checks.model import resolve_dtype
 from hybridrl.config.checks.training import this_machine
 from hybridrl.config.compose import as_override, read_argument
-from hybridrl.config.files import base_model, holds_adapter
+from hybridrl.config.files import holds_adapter
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import read_config
 from hybridrl.config.schema import ServedConfig, ServingConfig
-from hybridrl.model_merger import whole_model
+from hybridrl.model_merger import base_model, whole_model
 from hybridrl.plugins import load
 from hybridrl.runtime import EXIT_FAILED, EXIT_REJECTED
 from hybridrl.runtime.environment import reject_foreign_builds, worker_environment
