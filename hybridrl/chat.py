@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from typing import IO
 
@@ -68,9 +68,9 @@ def show_end(log: IO[str]) -> None:
 
 
 @contextmanager
-def hidden(log: IO[str]) -> Iterator[None]:
-    """Write the output of libraries, and of their processes, to the log. Only the console still shows its messages, on
-    standard error."""
+def quiet_stage(name: str, log: IO[str]) -> Iterator[None]:
+    """Show a stage on standard error, with messages of the console, while the output of libraries, and of their
+    processes, goes to the log."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     before = {number: os.dup(number) for number in (1, 2)}
@@ -79,7 +79,7 @@ def hidden(log: IO[str]) -> Iterator[None]:
     try:
         for number in before:
             os.dup2(log.fileno(), number)
-        with redirect_stdout(log), redirect_stderr(log):
+        with stage(name), redirect_stdout(log), redirect_stderr(log):  # a stage shows what Python prints before
             yield
     finally:
         for number, copy in before.items():
@@ -96,8 +96,11 @@ def run(options: argparse.Namespace, log: IO[str]) -> int:
     keys = [f"{key}={as_override(value)}" for key, value in values.items() if value is not None]
     own, section = read_arguments([*keys, *options.keys])
     with asyncio.Runner() as runner:
-        quiet = redirect_stdout(sys.stderr) if LEVEL in os.environ else hidden(log)
-        with quiet, stage(f"starting an engine with {target.name}"):
+        with ExitStack() as stack:
+            name = f"starting an engine with {target.name}"
+            if LEVEL in os.environ:
+                stack.enter_context(redirect_stdout(sys.stderr))
+            stack.enter_context(stage(name) if LEVEL in os.environ else quiet_stage(name, log))
             entry, device = prepare(section, own["device"])
             from hybridrl.agents.endpoint.local import TerminalChat, make_kit, start
 
@@ -107,9 +110,10 @@ def run(options: argparse.Namespace, log: IO[str]) -> int:
             policy = runner.run(start(entry, section.model, section.rollout, device, kit, schemas=False))
 
         def respond(text: str) -> None:
-            if runner.run(chat.respond(policy, text.encode(errors="replace").decode(), _show)):
-                print("\n[cut off: --max-tokens allows more]", end="", file=sys.stderr, flush=True)
+            cut_off = runner.run(chat.respond(policy, text.encode(errors="replace").decode(), _show))
             _show("\n")
+            if cut_off:
+                print("[cut off: --max-tokens allows more]", file=sys.stderr, flush=True)
 
         if options.prompt is None:
             return converse(respond, chat.reset)

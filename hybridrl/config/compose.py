@@ -77,7 +77,13 @@ def shipped(config_name: str) -> Plain:
 
 
 def usual_value(schema: type, key: str) -> Any:
-    return value_of(shipped(SHIPPED[schema]).values, key)
+    """Return the value of a key in the shipped file; None for a name in a mapping, which takes any."""
+    try:
+        return value_of(shipped(SHIPPED[schema]).values, key)
+    except (KeyError, TypeError):
+        if key in tree(schema):
+            raise
+        return None
 
 
 def composed(file: Path, arguments: list[str]) -> DictConfig:

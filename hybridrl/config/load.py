@@ -22,6 +22,7 @@ from hybridrl.config.compose import (
     CONF,
     PRESET,
     SHIPPED,
+    as_override,
     custom_values,
     nearest_keys,
     parse_overrides,
@@ -39,6 +40,7 @@ Report = Callable[[str], None]
 WHOLE_WORDS: Any = {"break_on_hyphens": False, "break_long_words": False}  # for wrapped keys and paths
 COLUMN = 46  # column of meanings
 # Files in verl's commands, with --config-path=config or without; their values are in the table of verl's keys.
+RUN = "trainer.default_local_dir"
 VERL_FILES = re.compile(r"((fully_async_|one_step_off_)?ppo|dapo)_(megatron_)?trainer|sft_trainer(_engine)?")
 
 
@@ -173,7 +175,8 @@ def read_config(
     result: ResolvedConfig[T] = ResolvedConfig(findings, written=parsed.written)
     with findings.gathered("file"):
         file = existing(name, directory)
-        result.values = plain_values(file, whole, parsed.arguments, findings, translation, schema)
+        arguments = [*parsed.arguments, *_followers(around, parsed.written)]
+        result.values = plain_values(file, whole, arguments, findings, translation, schema)
     if result.values is None:
         return result
     # The shipped values are composed only if one is needed: it takes as long as everything else.
@@ -189,6 +192,18 @@ def read_config(
         findings.add(*problems)
     result.config, result.rejected = reading.config, reading.rejected
     return result
+
+
+def _followers(around: dict[str, Any], written: dict[str, str]) -> list[str]:
+    """Return overrides for directories of samples within a stored run's directory, in the configuration `around`: they
+    follow where the command names another directory, as the new run would write into those of the stored one."""
+    run = around.get(RUN)
+    if not isinstance(run, str) or RUN not in written:
+        return []
+    names = {key: around.get(key) for key in ("trainer.rollout_data_dir", "trainer.validation_data_dir")}
+    inside = {key: name for key, name in names.items() if isinstance(name, str) and key not in written}
+    parts = {key: Path(name).relative_to(run) for key, name in inside.items() if Path(name).is_relative_to(run)}
+    return [f"++{key}={as_override(f'${{{RUN}}}/{part}')}" for key, part in parts.items()]
 
 
 def _gpus(config: object) -> int:

@@ -42,7 +42,7 @@ from hybridrl.runtime import keeper
 from hybridrl.runtime.guard import oom_kills
 from hybridrl.tracking.faults import FILE, last_lines
 from hybridrl.tracking.records import CONFIGURED, open_records
-from hybridrl.tracking.secrets import mask_names, mask_values, remember
+from hybridrl.tracking.secrets import mask_text, mask_values, remember, without_users
 
 ROWS, TAIL_BYTES = 200, 1 << 17  # rows of metrics, bytes of each log
 QUIET_LOGS = ("train-", "rollout-")  # a reward may print samples into the others
@@ -115,7 +115,7 @@ def write_bundle(directory: Path, target: Path, *, samples: bool = False) -> lis
     remember(RunDirectory(directory).config)
     with tarfile.open(target, "w:gz") as archive:
         for name, text in contents(directory, samples=samples):
-            data = mask_names(text).encode()
+            data = without_users(mask_text(text)).encode()
             entry = tarfile.TarInfo(f"{target.name.partition('.')[0]}/{name}")
             entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
             archive.addfile(entry, io.BytesIO(data))

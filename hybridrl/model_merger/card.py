@@ -19,7 +19,7 @@ from hybridrl.config.files import is_row_file, parse_dataset_name, read_mapping
 from hybridrl.config.findings import show
 from hybridrl.config.values import leaves, value_keys, value_of
 from hybridrl.tracking.report import read_metrics
-from hybridrl.tracking.secrets import mask_names, mask_values
+from hybridrl.tracking.secrets import mask_values, without_users
 from hybridrl.tracking.sink import LOSSES, REWARD, is_validation_score
 
 CARD = "README.md"
@@ -33,7 +33,11 @@ SHOWN = (
 )  # fmt: skip
 SWITCHES = {KL_LOSS: f"{ACTOR}.use_kl_loss", KL_REWARD: "algorithm.use_kl_in_reward"}
 UNKNOWN = f"Merged by hybridrl {__version__} from a checkpoint that has no record of its training."
-OF_ONE_RUN = ("trainer.default_local_dir", "trainer.resume_", "trainer.logger", "ray_kwargs.")  # beginnings of keys
+# Beginnings of keys that another run has in another way, as another directory or machine.
+OF_ONE_RUN = (
+    "trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.resume_",
+    "trainer.logger", "trainer.device", "ray_kwargs.",
+)  # fmt: skip
 
 
 def write_card(directory: Path, checkpoint: Path, *, adapter: bool = False, generates: bool = True) -> None:
@@ -43,7 +47,7 @@ def write_card(directory: Path, checkpoint: Path, *, adapter: bool = False, gene
             text = _Facts(checkpoint.absolute()).card(adapter, generates)
         except (LookupError, TypeError, ValueError, AttributeError):  # files of another program or version
             text = _page({"library_name": "peft" if adapter else "transformers", "tags": ["hybridrl"]}, UNKNOWN)
-        (directory / CARD).write_text(mask_names(text), encoding="utf-8")
+        (directory / CARD).write_text(text, encoding="utf-8")
 
 
 class _Facts:
@@ -53,7 +57,9 @@ class _Facts:
     def __init__(self, checkpoint: Path) -> None:
         self.saved = checkpoint.parent
         self.state, config = (read_mapping(self.saved / name) for name in (STATE, "config.yaml"))
-        config, self.values, self.supervised = mask_values(config), dict[str, Any](), "actor_rollout_ref" not in config
+        # Value by value: within a command, quotes around one would be taken for a part of it.
+        config = _anonymous(mask_values(config))
+        self.values, self.supervised = dict[str, Any](), "actor_rollout_ref" not in config
         self.schema = SFTConfig if self.supervised else PPOConfig
         for key in value_keys(self.schema):
             with suppress(KeyError):  # a configuration of another version
@@ -111,9 +117,17 @@ class _Facts:
             if value not in (expected, [expected], expected or []) and not key.startswith(omitted):
                 keys[key] = value
         words += [shlex.quote(f"{key}={as_override(value)}") for key, value in keys.items()]
-        again = f"-cp {shlex.quote(str(self.saved.parent))} -cn config trainer.default_local_dir=NEW"
         block = "```sh\n" + " \\\n    ".join(words) + "\n```"
-        return f"To repeat the run:\n\n{block}\n\nor, where its directory is, `{words[0]} {again}`."
+        return f"To repeat the run:\n\n{block}"
+
+
+def _anonymous(value: Any) -> Any:
+    """Return nested values without the names of users."""
+    if isinstance(value, dict):
+        return {name: _anonymous(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_anonymous(each) for each in value]
+    return without_users(value) if isinstance(value, str) else value
 
 
 def _page(front: dict[str, Any], *parts: str) -> str:

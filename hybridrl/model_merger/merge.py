@@ -10,7 +10,7 @@ import platform
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -179,14 +179,17 @@ def publish_adapter(adapter: Adapter, target: Path) -> str:
 
 @contextmanager
 def _publishing(target: Path, meta: dict[str, Tensor]) -> Iterator[Path]:
-    """Yield a hidden directory that replaces the target by one rename at the end, or is removed on any error."""
+    """Yield a hidden directory that replaces the target by one rename at the end, or is removed on any error. A model
+    card that was edited since an earlier merge is kept."""
     writing, replaced = (target.with_name(f".{target.name}.{suffix}") for suffix in ("writing", "replaced"))
     if replaced.is_dir() and not target.exists():
         replaced.replace(target)  # an earlier merge was killed between its last two renames
     # Only files of an earlier merge are replaced, and the disk must have enough space.
     earlier = earlier_files(target)
     existing = sorted(path for path in target.rglob("*") if path.is_file()) if target.is_dir() else [target]
-    if others := [path for path in existing if path.exists() and earlier.get(path) != path.stat().st_size]:
+    card = _edited_card(target)
+    others = [path for path in existing if path.exists() and earlier.get(path) != path.stat().st_size]
+    if others := [path for path in others if path != target / CARD or card is None]:
         cause = f"--target_dir={target}: {others[0]} exists, and no merge wrote it"
         raise ConfigError(cause, fix="move it away, or name another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -197,6 +200,8 @@ def _publishing(target: Path, meta: dict[str, Tensor]) -> Iterator[Path]:
     shutil.rmtree(writing, ignore_errors=True)
     try:
         yield writing
+        if card is not None:
+            (writing / CARD).write_bytes(card)
         publish(writing, target, replaced)
     finally:
         for path in (writing, replaced):
@@ -211,6 +216,14 @@ def earlier_files(target: Path) -> dict[Path, int]:
         return {target / name: file["bytes"] for name, file in files.items()} | {report: report.stat().st_size}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}
+
+
+def _edited_card(target: Path) -> bytes | None:
+    """Return the model card of an earlier merge in a directory, None if it is as the merge wrote it, or not there."""
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        files, card = json.loads((target / REPORT).read_text(encoding="utf-8"))["files"], (target / CARD).read_bytes()
+        return card if hashlib.sha256(card).hexdigest() != files[CARD]["sha256"] else None
+    return None
 
 
 def _describe(source: MergeSource, written: Path, target: Path) -> dict[str, Any]:

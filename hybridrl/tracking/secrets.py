@@ -103,12 +103,12 @@ def mask_text(text: str) -> str:
     return text
 
 
-def mask_names(text: str) -> str:
-    """Return a text without secrets and names of users, as it may be published."""
+def without_users(text: str) -> str:
+    """Return a text without the names of users, in paths of home directories."""
     home = os.path.expanduser("~")
     if len(home) > 1:
         text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
-    return USERS_HOME.sub(r"/\1/USER", mask_text(text))
+    return USERS_HOME.sub(r"/\1/USER", text)
 
 
 def _mask_named(text: str, pattern: re.Pattern[str]) -> str:

@@ -1,11 +1,17 @@
 """Files are composed once for all commands of a process, to which the values of each are applied as Hydra does it."""
 
+from pathlib import Path
+from typing import Any, get_origin
+
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from hybridrl.config import ConfigError
-from hybridrl.config.compose import CONF, composed
+from hybridrl.config import ConfigError, PPOConfig, SFTConfig
+from hybridrl.config.compose import CONF, SHIPPED, composed
+from hybridrl.config.load import resolve_config
+from hybridrl.config.values import _unwrapped, tree
 
 FILE = CONF / "ppo_trainer.yaml"
 ARGUMENTS = [
@@ -41,3 +47,23 @@ def test_a_file_that_has_changed_is_read_again(tmp_path):
 def test_what_hydra_rejects_is_rejected(argument):
     with pytest.raises(ConfigError, match=r"ppo_trainer\.yaml: |preset=none: there is no such configuration file"):
         composed(FILE, [argument])
+
+
+MAPPINGS = [
+    (schema, key)
+    for schema in (PPOConfig, SFTConfig)
+    for key, hint in tree(schema).items()
+    if get_origin(_unwrapped(hint)[0]) is dict
+]
+
+
+@pytest.mark.parametrize(("schema", "key"), MAPPINGS, ids=[f"{schema.__name__} {key}" for schema, key in MAPPINGS])
+@pytest.mark.parametrize("value", [1, {"inner": {"deeper": "x"}}, None, [1]], ids=str)
+def test_a_file_may_name_anything_in_a_mapping(tmp_path: Path, schema: type, key: str, value: Any) -> None:
+    values: Any = {"any": value}
+    for name in reversed(key.split(".")):
+        values = {name: values}
+    text = yaml.safe_dump({"defaults": [SHIPPED[schema], "_self_"], **values})
+    (tmp_path / "mine.yaml").write_text(text)
+    findings = resolve_config(schema, [], "mine", tmp_path, offline=True).findings
+    assert not [finding for finding in findings.items if finding.code in ("file", "unknown-key")]

@@ -14,7 +14,7 @@ from hybridrl.required import required
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import warn
 from hybridrl.tracking.faults import recording
-from hybridrl.tracking.secrets import mask_names
+from hybridrl.tracking.secrets import mask_text, without_users
 
 SECRETS = {
     "hub": "hf_" + "a1B2" * 8,
@@ -135,4 +135,4 @@ def test_samples_are_packed_where_requested(run, tmp_path, capsys, monkeypatch, 
 def test_what_is_no_secret_is_left():
     numbers = ("eos_token_id: 2", "token: null", '"response_length/mean": 12.5', "max_tokens=17,")
     for text in (*numbers, "tokenizer: path/to/it", "a@b.c"):
-        assert mask_names(text) == text
+        assert without_users(mask_text(text)) == text

@@ -99,6 +99,15 @@ def test_its_command_has_the_same_configuration(needed: list[str], run: Path, mo
     assert again == config
 
 
+def test_a_secret_and_quotes_leave_the_command_as_one_that_can_be_read(needed: list[str], run: Path) -> None:
+    kwargs = ["+reward.reward_kwargs.api_key=c4n4ry-value", """+reward.reward_kwargs.path="/tmp/a b/it's\""""]
+    config = load_ppo_config([*needed, *KEYS, *kwargs, f"trainer.default_local_dir={run}"])
+    card = card_of(save(as_yaml(config), run))
+    again = load_ppo_config(command(card)[2:])
+    assert again.reward.custom_reward_function.reward_kwargs == {"api_key": "***", "path": "/tmp/a b/it's"}
+    assert "c4n4ry" not in card.text and str(run) not in card.text  # the repeated run writes nothing there
+
+
 def test_a_supervised_run_has_no_reward(needed: list[str], run: Path) -> None:
     config = load_sft_config(["data.train_files=train.jsonl", "model.path=model", "optim.lr=0.001"])
     card = card_of(save(as_yaml(config), run))

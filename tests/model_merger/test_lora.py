@@ -13,7 +13,7 @@ from hybridrl.checkpoint.tensors import Tensors
 from hybridrl.core.training.lora import add_adapter, export_adapter_settings
 from hybridrl.core.training.model import adapter_parameters
 from hybridrl.core.training.state import state_of
-from hybridrl.model_merger import source
+from hybridrl.model_merger import source, whole_model
 from hybridrl.model_merger.__main__ import main
 from tests.core.training.families import FAMILIES, load_language_model, load_value_model, model_config
 
@@ -132,6 +132,12 @@ def test_a_critics_adapter_makes_a_value_model(save, tmp_path):
     values = AutoModelForTokenClassification.from_pretrained(tmp_path / "merged")
     assert values.config.num_labels == 1 and values.score.weight.abs().max() > 0
     assert "lm_head.weight" not in load_file(tmp_path / "merged" / "model.safetensors")
+
+
+def test_in_place_of_an_untrained_adapter_its_base_is_used_where_a_model_is_needed(save, base, tmp_path, capsys):
+    assert whole_model(str(save(noise=0.0)), tmp_path, "model.path") == str(base)
+    assert "the adapter has not been trained yet (its B is zero), so its base is used" in capsys.readouterr().out
+    assert whole_model(str(save()), tmp_path, "model.path") == f"{tmp_path}/merged"
 
 
 def test_an_untrained_adapter_is_rejected_and_nothing_is_written(save, tmp_path, capsys):

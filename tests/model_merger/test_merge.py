@@ -244,15 +244,19 @@ def test_the_report_lists_what_was_read_written_and_checked_and_the_versions(sav
     assert report["peak_memory_bytes"] > 1e8
 
 
-def test_a_merge_has_a_card_which_the_report_lists_and_another_merge_replaces(saved, tmp_path):
+def test_a_merge_has_a_card_which_the_report_lists_and_another_merge_replaces_unless_it_was_edited(saved, tmp_path):
     report = merge(open_source(saved().directory), tmp_path / "merged")
     card = tmp_path / "merged" / CARD
     assert "no record of its training" in card.read_text() and CARD in report["files"]
     merge(open_source(saved().directory), tmp_path / "merged")
-    card.write_text("mine")
-    with pytest.raises(ConfigError, match=f"{CARD} exists, and no merge wrote it"):
+    for text in ("mine", card.read_text().replace("no", "NO")):  # the second is as long as the merge's
+        card.write_text(text)
+        for _ in range(2):
+            merge(open_source(saved().directory), tmp_path / "merged")
+            assert card.read_text() == text
+    (tmp_path / "merged" / REPORT).unlink()
+    with pytest.raises(ConfigError, match="exists, and no merge wrote it"):
         merge(open_source(saved().directory), tmp_path / "merged")
-    assert card.read_text() == "mine"
 
 
 def change_config(directory: Path, **changes: object) -> None:
