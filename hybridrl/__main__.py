@@ -58,6 +58,8 @@ def main() -> int:
     if first in ("-V", "--version"):
         print("hybridrl", pkgutil.resolve_name("hybridrl:__version__"))
         return 0
+    if first == "help" and arguments:
+        first, arguments = arguments[0], ["--help"]
     if first in ("-h", "--help", "help"):
         with pkgutil.resolve_name("hybridrl.runtime.guard:ended_by_closed_pipe")():
             print(usage(further))
@@ -66,7 +68,8 @@ def main() -> int:
         near = "".join(f"; {name}?" for name in difflib.get_close_matches(first, [*COMMANDS, *further], n=1))
         if first in pkgutil.resolve_name("hybridrl.doctor.__main__:uses")():
             near = f"; hybridrl doctor {first}?"
-        print(f"error: there is no command {first}{near} (hybridrl --help lists them)" if first else usage(further))
+        text = f"error: there is no command {first}{near} (hybridrl --help lists them)" if first else usage(further)
+        print(text, file=sys.stderr)
         return EXIT_REJECTED
     if COMMANDS.get(first) == "":
         guarded = pkgutil.resolve_name("hybridrl.runtime.guard:guarded")

@@ -62,7 +62,8 @@ def nearest_keys(key: str, schema: type) -> str:
     if (meant := translation.trl_names.get(key)) in valid:
         return f"TRL's {key} is {meant} here"
     names = nearest(translation.current_name(key), valid)
-    return f"nearest: {', '.join(names)}" if names else "--help all lists all keys"
+    command = "sft" if SHIPPED.get(schema) == "sft_trainer" else "train"
+    return f"nearest: {', '.join(names)}" if names else f"hybridrl {command} --help all lists all keys"
 
 
 def as_section(values: dict[str, Any]) -> DictConfig:

@@ -33,13 +33,13 @@ NAMES = {
 REFERENCE = r"\$\{"
 NUMBER = rf"{REFERENCE}|^[-+]?(\.?inf|[\d.]+(e[-+]?\d+)?)$"  # as text; 1e-6 is text in YAML 1.1
 TEXTS = {int: NUMBER, float: NUMBER, bool: rf"{REFERENCE}|^({'|'.join(SWITCH)})$", dict: REFERENCE}
-TYPES = {int: ["integer"], float: ["number"], bool: ["boolean"], dict: ["object", "null"]}
+TYPES = {int: ["integer"], float: ["number"], bool: ["boolean", "integer"], dict: ["object", "null"]}
 PLAIN = {
     kind: {"type": [*types, "string"], "pattern": TEXTS[kind], "patternErrorMessage": f"expected {EXPECTED[kind]}"}
     for kind, types in TYPES.items()
-} | {str: {"type": ["string", "number"], "minLength": 1}}
+} | {str: {"type": ["string", "number", "boolean"], "minLength": 1}}
 LIMITS = {"least": "minimum", "above": "exclusiveMinimum", "most": "maximum", "below": "exclusiveMaximum"}
-VERL = {"deprecated": True, "description": "a key of verl: hybridrl doctor explain KEY describes its effect"}
+VERL = {"deprecated": True, "description": "a key of verl: hybridrl explain KEY describes its effect"}
 
 
 def json_schema(schema: type) -> dict[str, Any]:
@@ -62,7 +62,8 @@ class _Sections:
         names = {form.rpartition(".")[2] for form in self._forms if fnmatchcase(place, f"{form.rpartition('.')[0]}.")}
         pattern = "|".join(sorted(re.escape(name).replace(r"\*", ".*") for name in names))
         _, entry, in_schema = self._verl.meets(f"{place}any_name", self._schema)
-        further = {"patternProperties": {f"^({pattern})$": {}}, "additionalProperties": bool(entry or in_schema)}
+        further: dict[str, Any] = {"patternProperties": {f"^({pattern})$": {}}} if names else {}
+        further["additionalProperties"] = bool(entry or in_schema)
         return {"type": "object", "properties": {**dict(self._old_names(place)), **keys}, **further}
 
     def _of_key(self, key: str, hint: Any) -> dict[str, Any]:

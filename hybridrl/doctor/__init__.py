@@ -77,8 +77,8 @@ class Command:
         parsed, further = parser.parse_known_args(words)
         if unknown := [word for word in further if word.startswith("-") or "overrides" not in parsed]:
             parser.error(f"unknown option {unknown[0]}; the command takes {self.use.partition(':')[0]}")
-        if further:  # keys between options
-            parsed.overrides += further
+        if "overrides" in parsed:
+            parsed.overrides = [*parsed.overrides, *further]  # keys may be between options
         return parsed
 
     def main(self, name: str, words: Sequence[str]) -> int:
@@ -119,7 +119,7 @@ def directory(text: str) -> Path:
 DIRECTORY = argument("directory", type=directory, metavar="RUN", help="the run's trainer.default_local_dir")
 # The keys of a run, and its configuration file.
 KEYS = [
-    argument("overrides", nargs="*", metavar="key=value", help="as for hybridrl train"),
+    argument("overrides", nargs="*", default=(), metavar="key=value", help="as for hybridrl train"),
     argument("-cp", "--config-path", type=Path, default=CONF, metavar="DIR", help="as for hybridrl train"),
     argument("-cn", "--config-name", default=SHIPPED[PPOConfig], metavar="NAME", help="likewise"),
 ]
@@ -130,16 +130,16 @@ def resolve(options: argparse.Namespace, *, offline: bool = False) -> ResolvedCo
     return resolve_config(PPOConfig, options.overrides, options.config_name, options.config_path, offline=offline)
 
 
-def config_of_run(directory: Path, *, offline: bool = False) -> PPOConfig:
-    """Return a run's configuration; keys that are newer than the run have their defaults. `offline`: whether or not
-    this machine could run it."""
+def config_of_run(directory: Path, overrides: Sequence[str] = (), *, offline: bool = False) -> PPOConfig:
+    """Return a run's configuration, changed by `overrides`; keys that are newer than the run have their defaults.
+    `offline`: whether or not this machine could run it."""
     with tempfile.TemporaryDirectory() as place:
         try:
             text = (directory / "config.yaml").read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ConfigError(f"{directory / 'config.yaml'} cannot be read: {error}") from error
         Path(place, "config.yaml").write_text(f"defaults: [{SHIPPED[PPOConfig]}, _self_]\n{text}", encoding="utf-8")
-        resolved = resolve_config(PPOConfig, [], "config", Path(place), offline=offline)
+        resolved = resolve_config(PPOConfig, [*overrides], "config", Path(place), offline=offline)
     config = resolved.accept()
     remember(asdict(config))
     return config

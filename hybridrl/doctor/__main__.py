@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from hybridrl import project_file
 from hybridrl.config import ConfigError, PPOConfig
-from hybridrl.config.compose import CONF, PRESET, SHIPPED, nearest_keys, shipped
+from hybridrl.config.compose import CONF, PRESET, SHIPPED, nearest_keys, presets, shipped
 from hybridrl.config.findings import Findings
 from hybridrl.config.findings import show as as_text
 from hybridrl.config.load import WHOLE_WORDS, ResolvedConfig, batch_arithmetic, key_meanings
@@ -72,19 +72,22 @@ def explain(options: argparse.Namespace) -> Result | dict[str, str] | str:
         if effect:
             return "\n".join([*renamed, f"{key} {effect}"])
         if key not in keys:
-            return search(options.key)
+            return search(options.key, resolve(options, offline=True))
     result = _explained(key, resolve(options, offline=True), f"the file {options.config_name}.yaml")
     return result._replace(shown=[*renamed, *result.shown])
 
 
-def search(word: str) -> Result:
-    """Search keys, metrics, and verl's other keys by name and meaning; matches of the name come first. Raises
+def search(word: str, resolved: ResolvedConfig) -> Result:
+    """Search keys, presets, metrics, and verl's other keys by name and meaning; matches of the name come first. Raises
     ConfigError if there are none."""
-    pattern, values = word.lower(), shipped(NAME).values
+    if not word:
+        raise ConfigError("there is no word to search for", fix="hybridrl explain lr")
+    pattern, values = word.lower(), (resolved.values or shipped(NAME)).values
     keys = [
         (f"{key} = {'(must be set)' if (value := value_of(values, key)) == MISSING else as_text(value)}", meaning)
         for key, meaning in key_meanings(CONF / f"{NAME}.yaml").items()
     ]
+    keys += [(f"+{PRESET}={name}", meaning) for name, meaning in presets().items()]
     keys += [(entry.name, entry.meaning) for entry in metric_entries()] + load("translation").listed()
     matches = [item for item in keys if pattern in item[0].lower()]
     matches += [item for item in keys if pattern in item[1].lower() and item not in matches]
@@ -119,7 +122,8 @@ def _explained(key: str, resolved: ResolvedConfig, file: str) -> Result:
     }
     findings = [finding for finding in resolved.findings.items if key in finding.keys or key in finding.text]
     lines = (f"{finding.severity:<9}[{finding.code}] {finding.text}" for finding in findings)
-    return Result({**fields, "findings": list(map(asdict, findings))}, [fields, *lines])
+    failed = key in resolved.written and any(finding.severity == "error" for finding in findings)
+    return Result({**fields, "findings": list(map(asdict, findings))}, [fields, *lines], failed)
 
 
 def explain_metric(name: str) -> dict[str, str]:
@@ -165,18 +169,18 @@ COMMANDS = {
         explain,
     ),
     "rescore": Command(
-        "RUN|FILE [--reward FILE.py] [--against OTHER.py]: scores stored responses again and compares the scores",
+        "RUN|FILE [--reward FILE.py] [reward.key=value ...]: scores stored responses again and compares the scores",
         [
             argument("source", metavar="RUN|FILE", help="the directory of a run, or rows: .jsonl, .csv, .parquet ..."),
             argument(
                 "--reward",
                 metavar="FILE.py[:NAME]",
-                help="the reward; default: built in, by data_source or reward.name",
+                help="the reward; default: that of the run, or for rows the built-in one of data_source or reward.name",
             ),
             argument("--against", metavar="FILE.py[:NAME]", help="for rows: a second reward, for the same responses"),
             argument("--data-source", metavar="NAME", default="", help="for rows that name none"),
             argument("--steps", metavar="N,N", help="for a run: steps to score; default: up to 10, evenly"),
-            argument("overrides", nargs="*", metavar="reward.key=value"),
+            argument("overrides", nargs="*", default=(), metavar="reward.key=value"),
         ],
         "hybridrl.doctor.reward:rescore",
         "Rows hold a response (output, solution_str, response or prediction), its ground truth (gts, ground_truth or "
@@ -189,7 +193,13 @@ COMMANDS = {
         "FILE.py:NAME [key=value ...]: calls a custom estimator or loss with made-up groups, next to grpo or ppo",
         [
             argument("name", metavar="FILE.py:NAME", help="an estimator, or a loss: its first parameter is log_probs"),
-            argument("overrides", nargs="*", metavar="key=value", help="keys of the run: parameters, rollout.n, own"),
+            argument(
+                "overrides",
+                nargs="*",
+                default=(),
+                metavar="key=value",
+                help="keys of the run: parameters, rollout.n, own",
+            ),
         ],
         "hybridrl.runs.trials:show_function",
         rejection="algorithm.rejected",

@@ -99,7 +99,8 @@ def rescore_rows(options: argparse.Namespace) -> Findings:
         for fault, count, first in count_faults(its_scores):
             cause = f"{count} of {len(stored)} responses have no score from {reward}: {fault} ({fault_kind(fault)}), "
             cause += f"first at {stored[first].place}"
-            findings.warn(f"reward.fault.{fault.partition(':')[0]}", cause, its_scores[first].detail)
+            add = findings.error if count == len(stored) else findings.warn
+            add(f"reward.fault.{fault.partition(':')[0]}", cause, its_scores[first].detail)
         pairs = [(score.value, value) for score, value in zip(scores, values, strict=True)]
         if both := sum(None not in pair for pair in pairs):
             agreeing = both - sum(_differ(*pair) for pair in pairs)
@@ -115,6 +116,8 @@ def reward_config(file: str | None, overrides: Sequence[str]) -> RewardConfig:
         if not override.lstrip("+").startswith("reward."):
             raise ConfigError(f"{override}: only keys of rewards can be set here", fix="for example reward.timeout=5")
     if file is not None:
+        if twice := [text for text in overrides if text.lstrip("+").startswith((f"{CUSTOM}.path=", f"{CUSTOM}.name="))]:
+            raise ConfigError(f"--reward={file} and {twice[0]} both name the reward", fix="give one of them")
         path, colon, name = file.rpartition(":")
         path, name = (path, name) if colon and not name.startswith("//") else (file, "")
         quoted = "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"  # for Hydra, whatever characters it has
@@ -219,9 +222,11 @@ def rescore_run(run: Path, options: argparse.Namespace) -> Findings:
     there is nothing to score, or the reward cannot be loaded."""
     findings = Findings()
     records = [record for path in chosen_files(run, options.steps) for record in read_records(path)]
-    config = run_config(run, findings)
-    rows = None if config is None else data_rows(config.data, findings)
     section = reward_config(options.reward, options.overrides)
+    config = run_config(run, findings, [] if options.reward else options.overrides)
+    rows = None if config is None else data_rows(config.data, findings)
+    if config is not None and not options.reward:
+        section = config.reward
     stored = [_stored(record, rows) for record in records]
     log = Path(tempfile.mkdtemp(prefix="hybridrl-doctor-"), "reward.log")
     shaped_by = section if options.overrides or config is None else config.reward
@@ -252,20 +257,19 @@ def chosen_files(run: Path, steps: str | None) -> list[Path]:
     if steps is None:
         evenly = np.linspace(0, len(files) - 1, min(STEPS, len(files))).round().astype(int)
         return [list(files.values())[place] for place in evenly]
-    numbers = [int(part) if part.isdecimal() else -1 for part in steps.split(",")]
-    if missing := [number for number in numbers if number not in files]:
-        raise ConfigError(
-            f"--steps={steps}: no samples of step {missing[0]}", fix=f"name some of {min(files)} to {max(files)}"
-        )
-    return [files[number] for number in numbers]
+    parts = [part.strip() for part in steps.split(",")]
+    if missing := [part for part in parts if not part.isdecimal() or int(part) not in files]:
+        fix = f"name some of {min(files)} to {max(files)}"
+        raise ConfigError(f"--steps={steps}: no samples of step {missing[0]}", fix=fix)
+    return [files[int(part)] for part in parts]
 
 
-def run_config(run: Path, findings: Findings) -> PPOConfig | None:
-    """Return the run's configuration; None if it left none that can be read, as verl's runs do."""
+def run_config(run: Path, findings: Findings, overrides: Sequence[str]) -> PPOConfig | None:
+    """Return the run's configuration with overrides; None if it left none that can be read, as verl's runs do."""
     if not (run / "config.yaml").is_file():
         return None
     try:
-        return config_of_run(run, offline=True)
+        return config_of_run(run, overrides, offline=True)
     except ConfigError as error:
         findings.warn("rescore.config", f"{run}/config.yaml cannot be used: {error}")
         return None

@@ -50,7 +50,7 @@ def _about_reward(steps: Sequence[Metrics]) -> str | None:
         return None
     return (
         f"the score was {score:g} for every response of all {len(steps)} steps, so nothing could be learned; "
-        "see what the reward gives to right and wrong responses: hybridrl rescore, with the run's keys"
+        "see what the reward gives to right and wrong responses: hybridrl rescore RUN"
     )
 
 

@@ -172,7 +172,7 @@ def no_signal(history: History) -> Diagnosis | None:
         cause = f"every response of the last 3 steps has the score {best[-1]:g}, so there is nothing to learn from"
         if unparsed := history.now("reward/unparsed", 1):
             cause += f", and in {unparsed:.0%} the reward function found no answer"
-        fix = "see what the reward gives to right and wrong responses: hybridrl rescore"
+        fix = "see what the reward gives to right and wrong responses: hybridrl rescore RUN"
         solved = best[-1] > min(history.last("critic/score/min", WINDOW))
         return Diagnosis(cause, "use harder data: these prompts are solved" if solved else fix)
     if history.last("critic/advantages/max", 3) + history.last("critic/advantages/min", 3) == [0.0] * 6:
@@ -204,7 +204,7 @@ def score_fall(history: History) -> Diagnosis | None:
     return Diagnosis(
         f"the mean score fell from {fell[0]:.2g} to {fell[1]:.2g}",
         f"set {ACTOR}.optim.lr={rate(history, 3)} and start from a checkpoint before the fall; if the reward or its "
-        "services may have changed, see what it gives: hybridrl rescore",
+        "services may have changed, see what it gives: hybridrl rescore RUN",
     )
 
 

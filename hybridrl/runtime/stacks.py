@@ -288,14 +288,21 @@ def memory_by_role(logs: Sequence[str]) -> dict[str, float]:
     return dict(sizes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="hybridrl stacks", description="Print the stacks of all threads of a process of a run."
-    )
-    parser.add_argument("pid", type=int, metavar="PID")
+def main() -> int:
+    """Print the stacks of a process; return the exit status."""
+    purpose = "Print the stacks of all threads of a process of a run."
+    status = "exit status: 0 printed, 1 the process does not reply, 2 there is no such process of a run"
+    parser = argparse.ArgumentParser(prog="hybridrl stacks", description=purpose, epilog=status)
+    parser.add_argument("pid", type=int, metavar="PID", help="such as that of a ray::TrainWorker")
     pid = parser.parse_args().pid
-    print(request(pid) or f"process {pid} does not reply")
+    if pid < 1 or not psutil.pid_exists(pid):
+        parser.error(f"there is no process {pid}")
+    stacks = request(pid)
+    if stacks is None:
+        parser.error(f"process {pid} is none of a run: it takes no requests for its stacks")
+    print(stacks or f"process {pid} did not reply within {REPLY_SECONDS:g} s")
+    return 0 if stacks else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

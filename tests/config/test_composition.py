@@ -67,3 +67,25 @@ def test_a_file_may_name_anything_in_a_mapping(tmp_path: Path, schema: type, key
     (tmp_path / "mine.yaml").write_text(text)
     findings = resolve_config(schema, [], "mine", tmp_path, offline=True).findings
     assert not [finding for finding in findings.items if finding.code in ("file", "unknown-key")]
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ([], ["/a b/run", "/a b/run/rollouts", "/elsewhere"]),
+        (["trainer.default_local_dir='/new one'"], ["/new one", "/new one/rollouts", "/elsewhere"]),
+        (["trainer.default_local_dir=/n", "trainer.rollout_data_dir=null"], ["/n", None, "/elsewhere"]),
+    ],
+)
+def test_samples_of_a_stored_run_are_not_written_into_its_directory_by_another(tmp_path, command, expected) -> None:
+    names = ["default_local_dir", "rollout_data_dir", "validation_data_dir"]
+    stored = {
+        "default_local_dir": "/a b/run",
+        "rollout_data_dir": "/a b/run/rollouts",
+        "validation_data_dir": "/elsewhere",
+    }
+    text = yaml.safe_dump({"defaults": ["ppo_trainer", "_self_"], "trainer": stored})
+    (tmp_path / "config.yaml").write_text(text)
+    needed = ["data.train_files=a.jsonl", "actor_rollout_ref.model.path=some/model"]
+    config = resolve_config(PPOConfig, [*needed, *command], "config", tmp_path, offline=True).config
+    assert [getattr(config.trainer, name) for name in names] == expected

@@ -19,7 +19,7 @@ UNKNOWN = {
     "critic.model.path",
     "critic.lr=1": "unknown key critic.lr; nearest: critic.optim.lr, actor_rollout_ref.actor.optim.lr",
     "n_gpus=1": "unknown key n_gpus; nearest: actor_rollout_ref.rollout.n_gpus_per_node, trainer.n_gpus_per_node",
-    "mine.thing=1": "unknown key mine.thing; --help all lists all keys",
+    "mine.thing=1": "unknown key mine.thing; hybridrl train --help all lists all keys",
 }
 UNREADABLE = {
     "data.seed": "cannot read data.seed: expected key=value",

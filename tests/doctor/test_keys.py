@@ -17,6 +17,22 @@ def test_keys_of_verl_and_old_names_match_too(doctor: Doctor) -> None:
     assert "is now critic.fsdp" in doctor("explain", "critic.model.fsdp")[1]
 
 
+def test_a_search_shows_the_values_of_the_file_and_the_command(doctor: Doctor, tmp_path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {seed: 77, project_name: mine}\n")
+    output = doctor("explain", "trainer.", "trainer.project_name=yours", "-cp", str(tmp_path), "-cn", "mine")[1]
+    assert "trainer.seed = 77\n" in output and "trainer.project_name = yours\n" in output
+
+
+def test_presets_and_metrics_match_too(doctor: Doctor) -> None:
+    assert "\n+preset=dr_grpo\n" in doctor("explain", "grpo")[1]
+    assert "\nactor/entropy\n" in doctor("explain", "entropy")[1]
+
+
+def test_a_value_that_is_rejected_is_an_error(doctor: Doctor) -> None:
+    status, output = doctor("explain", "trainer.seed", "trainer.seed=x")
+    assert status == 1 and "error" in output
+
+
 def test_no_match_is_reported(doctor: Doctor) -> None:
     status, output = doctor("explain", "xyzzy")
     assert status == 2 and output.startswith("error: unknown key xyzzy; ")

@@ -187,8 +187,10 @@ def test_stacks_are_printed_for_a_person_who_asks(start):
     command = [sys.executable, "-m", "hybridrl.runtime.stacks"]
     printed = subprocess.run([*command, str(pid)], capture_output=True, text=True).stdout
     assert f"stacks of process {pid}" in printed and " in wait\n" in printed
-    printed = subprocess.run([*command, "1"], capture_output=True, text=True).stdout
-    assert printed == "process 1 does not reply\n"
+    rejected = {"1": "process 1 is none of a run", "-1": "there is no process -1", "999999999": "there is no process"}
+    for other, cause in rejected.items():
+        done = subprocess.run([*command, "--", other], capture_output=True, text=True)
+        assert done.returncode == 2 and cause in done.stderr and not done.stdout
 
 
 def test_every_process_that_writes_to_a_log_is_named_and_one_that_only_helps_is_not(start, soon, tmp_path):
