@@ -100,7 +100,8 @@ class Batch:
     def response_row(self) -> Tensor:
         """Return the row that each response token belongs to."""
         rows = torch.arange(len(self), device=self.response_lengths.device)
-        return torch.repeat_interleave(rows, self.response_lengths)
+        # Without the size the host would wait for the device to count.
+        return torch.repeat_interleave(rows, self.response_lengths, output_size=len(self.response_ids))
 
     @property
     def sampled_mask(self) -> Tensor:

@@ -19,7 +19,7 @@ from gpu_work import Load
 from launches import DEVICE, Launches, counted, within
 from models import FSDP, SHAPES
 from side_by_side import Row, arguments, report
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2Config
 
 from hybridrl.config.values import Aggregation
 from hybridrl.core.algorithms.algorithm import loss_terms
@@ -28,9 +28,9 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.training import attention
 from hybridrl.core.training import learner as learning
 from hybridrl.core.training import model as models
-from hybridrl.core.training.learner import BatchLoss, Learner
+from hybridrl.core.training.learner import BatchLoss, Learner, Prepare
 from hybridrl.core.training.losses import LossConfig, policy_objective
-from hybridrl.core.training.model import LanguageModel, TokenModel
+from hybridrl.core.training.model import LanguageModel, TokenModel, ValueModel
 from hybridrl.core.training.optimizer import LossScale, Optimizers
 from hybridrl.core.training.planning import MiniBatch
 
@@ -65,6 +65,16 @@ def language_model(shape: str, *, recompute: bool = False) -> LanguageModel:
     return LanguageModel(made)
 
 
+def value_model(shape: str) -> ValueModel:
+    """Return a critic in bfloat16 on the meta device."""
+    config = Qwen2Config(**SHAPES[shape], num_labels=1)
+    with DEVICE:
+        made = AutoModelForTokenClassification.from_config(
+            config, attn_implementation=attention.NAME, dtype=torch.bfloat16
+        )
+    return ValueModel(made)
+
+
 def learner_of(model: TokenModel) -> Learner:
     """Return a learner of a model that is not sharded, without an optimizer."""
     if not dist.is_initialized():
@@ -89,9 +99,16 @@ def parts_of(rows: int, parts: int) -> list[list[int]]:
     return [part.tolist() for part in torch.arange(rows).chunk(parts)]
 
 
-def count(learner: Learner, loss: BatchLoss, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Launches:
-    """Run one update on the meta device and return what it launches."""
-    mini_batch = MiniBatch([*map(list, micro_batches)], Divisors.of(batch))
+def count(
+    learner: Learner,
+    loss: BatchLoss,
+    batch: Batch,
+    micro_batches: Sequence[Sequence[int]],
+    masks: Sequence[str] = (),
+    prepare: Prepare | None = None,
+) -> Launches:
+    """Run one update on the meta device and return what it launches; `masks` are those of the loss."""
+    mini_batch = MiniBatch([*map(list, micro_batches)], Divisors.of(batch, masks))
     with ExitStack() as stack:
         launches = stack.enter_context(counted())
         launches.part = LAYOUT
@@ -101,7 +118,8 @@ def count(learner: Learner, loss: BatchLoss, batch: Batch, micro_batches: Sequen
         stack.enter_context(patch.object(models, "token_outputs", outputs))
         stack.enter_context(patch.object(TokenModel, "hidden_states", hidden))
         stack.enter_context(patch.object(learning, "clip_gradient", clip))
-        learner.update(batch, [mini_batch], within(launches, LAYERS, loss, BACKWARD), 1.0, step=1)
+        objective = within(launches, LAYERS, loss, BACKWARD)
+        learner.update(batch, [mini_batch], objective, 1.0, step=1, prepare=prepare)
     return launches
 
 

@@ -143,16 +143,17 @@ def full_tensor(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return on_device.full_tensor()
 
 
-def clip_gradient(model: nn.Module, limit: float) -> float:
-    """Scale the gradients to a norm of at most `limit`; return the norm before; collective."""
+def clip_gradient(model: nn.Module, limit: float) -> Tensor:
+    """Scale the gradients to a norm of at most `limit`; return the norm before, on the device; collective. The host
+    does not wait for it."""
     groups = by_mesh([parameter for parameter in model.parameters() if parameter.grad is not None])
     if len(groups) == 1:
-        return float(full_tensor(nn.utils.clip_grad_norm_(groups[0], limit)))
+        return full_tensor(nn.utils.clip_grad_norm_(groups[0], limit))
     norms = [full_tensor(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups]
     norm = torch.stack(norms).norm()
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, limit, norm)
-    return float(norm)
+    return norm
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -100,6 +100,9 @@ class Learner(ModelShard):
 
     optimizers: Optimizers
     dump_prefix: Path
+    # Whether a loss may pass its gradient to the model early. False once the actual gradient was another one: that of a
+    # custom term that states `by_token` and reads the outputs of other tokens.
+    early_gradient: bool = True
     host_parameters: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # set when they are first offloaded
     on_host: bool = False
 
@@ -121,16 +124,14 @@ class Learner(ModelShard):
         """Run one optimizer update per mini-batch. Returns this rank's share of each metric; the shares of one rank
         per group add up to it. `on_retry` is called before forward passes are repeated."""
         self.model.train()
-        metrics, scale = [], self.optimizers.loss_scale
+        metrics, scale, early = [], self.optimizers.loss_scale, self.early_gradient
         ranks = self.ranks // (self.group.size() if self.group else 1)  # number of shares that are added up
         for number, mini_batch in enumerate(mini_batches, 1):
             part, mini_batch, extra_shares = prepare(batch, mini_batch) if prepare else (batch, mini_batch, {})
             factor = scale.factor
             shares, finite, all_finite, norm = self.gradient(part, mini_batch, loss, clip)
-            # In float16 too large a loss scale makes the gradient of a finite loss infinite. No row is at fault,
-            # so the mini-batch is repeated with half the scale until the gradient is finite. At scale 1 the rows are at
-            # fault. All ranks decide alike, as the norm and `all_finite` are reduced over them.
-            while all_finite and not math.isfinite(norm) and scale.shrink():
+            # All ranks decide alike, as the norm and `all_finite` are reduced over them.
+            while all_finite and not math.isfinite(norm) and self._can_retry():
                 self.optimizers.zero_grad()
                 on_retry()
                 shares, finite, all_finite, norm = self.gradient(part, mini_batch, loss, clip)
@@ -139,17 +140,17 @@ class Learner(ModelShard):
             if sound:
                 self.optimizers.skip() if empty else self.optimizers.step()
                 scale.grow()
-                shares |= extra_shares | {"grad_norm": torch.tensor(norm / ranks)}
+                early = self.early_gradient
+                shares |= {name: float(value) for name, value in extra_shares.items()} | {"grad_norm": norm / ranks}
             else:
-                scale.factor = factor  # the scale was not the cause
+                scale.factor, self.early_gradient = factor, early  # they were not the cause
                 self.optimizers.skip()
                 on_retry()
                 module = first_not_finite(self.model, partial(self._losses, part, mini_batch, loss))
                 self._write_rows(part, mini_batch, finite, all_finite, f"step-{step}-update-{number}", module)
                 shares = {}
             self.optimizers.zero_grad()
-            metrics.append({name: float(value) for name, value in shares.items()})
-            metrics[-1] |= {"lr": lr / ranks, "skipped_updates": (not sound) / ranks}
+            metrics.append(shares | {"lr": lr / ranks, "skipped_updates": (not sound) / ranks})
             if self.optimizers.skip_zero_gradient:
                 metrics[-1]["zero_gradient_share"] = empty / ranks
             if scale.adapts:
@@ -158,9 +159,10 @@ class Learner(ModelShard):
 
     def gradient(
         self, batch: Batch, mini_batch: MiniBatch, loss: BatchLoss, clip: float
-    ) -> tuple[dict[str, Tensor], Tensor, bool, float]:
+    ) -> tuple[Shares, Tensor, bool, float]:
         """Compute a mini-batch's gradient, clipped to a norm of `clip`. Returns shares of metrics; whether each
-        micro-batch's loss is finite; whether all ranks' are; and the norm before clipping, equal on every rank."""
+        micro-batch's loss is finite; whether all ranks' are; and the norm before clipping, equal on every rank. The
+        host waits for the device once, at the end, as all that it reads is in one vector."""
         shares: dict[str, Tensor] = {}
         losses = []
         for number, rows in enumerate(mini_batch.micro_batches, 1):
@@ -178,10 +180,20 @@ class Learner(ModelShard):
         self.optimizers.loss_scale.undo(self.model)
         finite = torch.stack(losses).isfinite()
         # An infinite loss may leave the gradient finite, so the ranks exchange it.
-        broken = torch.tensor(float(not finite.all()), device=self.device)
+        broken = (~finite.all()).float()
         dist.all_reduce(broken)
         norm = clip_gradient(self.model, clip)
-        return shares, finite, not broken, norm
+        any_broken, norm_before, *values = torch.stack([broken, norm, *shares.values()]).tolist()
+        return dict(zip(shares, values, strict=True)), finite, not any_broken, norm_before
+
+    def _can_retry(self) -> bool:
+        """Change what may have made the gradient of a finite loss infinite or NaN; False if nothing is left to change,
+        so that rows are at fault. In float16 the loss scale may be too large, and is halved. In other types the
+        gradient is NaN if a loss passed another one early."""
+        if self.optimizers.loss_scale.adapts:
+            return self.optimizers.loss_scale.shrink()
+        early, self.early_gradient = self.early_gradient, False
+        return early
 
     @torch.no_grad()
     def _losses(self, batch: Batch, mini_batch: MiniBatch, loss: BatchLoss) -> None:
@@ -192,11 +204,13 @@ class Learner(ModelShard):
     def gradient_norms(self, batch: Batch, mini_batches: list[MiniBatch], loss: BatchLoss) -> list[float]:
         """Return the norm of each mini-batch's gradient, without an update; collective."""
         self.model.train()
-        norms = []
+        norms, early = [], self.early_gradient
+        self.early_gradient = False  # as nothing is repeated here
         for mini_batch in mini_batches:
             *_, norm = self.gradient(batch, mini_batch, loss, math.inf)
             self.optimizers.zero_grad()
             norms.append(norm)
+        self.early_gradient = early
         return norms
 
     def _write_rows(

@@ -177,7 +177,7 @@ def policy_objective(
         inputs = learner.inputs(part)
         against = hidden_of(other, part) if other else None
         part = part.to(learner.device)
-        early = None if totals is None else gradient_function(part, totals, loss)
+        early = gradient_function(part, totals, loss) if totals and learner.early_gradient else None
         output = learner.model(inputs, loss.temperature, against=against, loss_gradient=early, **options)
         if loss.old_from_update:
             outputs.append(output.map(torch.detach))
@@ -226,20 +226,22 @@ def _without_rejected(learner: Learner, loss: LossConfig, batch: Batch, mini_bat
     the share of rejected tokens and, if it is logged, the entropy of all tokens that the policy wrote."""
     model = learner.model.eval()
     log_probs, entropies = (torch.zeros(batch.response_ids.shape) for _ in range(2))  # 0 for other ranks' rows
-    for rows in mini_batch.micro_batches:
-        outputs = model(learner.inputs(batch.select(rows or [0])), loss.temperature, entropies=loss.log_entropy)
-        places = spans(batch.response_lengths, torch.tensor(rows, dtype=torch.int64))
-        if rows:
-            log_probs[places] = outputs.log_probs.cpu()
-        if rows and loss.log_entropy:
-            entropies[places] = required(outputs.entropies).cpu()
+    outputs = [
+        model(learner.inputs(batch.select(rows or [0])), loss.temperature, entropies=loss.log_entropy)
+        for rows in mini_batch.micro_batches
+    ]
+    rows = [row for each in mini_batch.micro_batches for row in each]
+    places = spans(batch.response_lengths, torch.tensor(rows, dtype=torch.int64))
+    for into, column in zip((log_probs, entropies), zip(*outputs, strict=True), strict=False):
+        real = [values for values, each in zip(column, mini_batch.micro_batches, strict=True) if each]
+        if real and real[0] is not None:
+            into[places] = torch.cat(real).cpu()
     reshard(model)
     model.train()
 
     log_ratio = log_probs - required(batch.rollout_log_probs)
     correction, mask = required(loss.correction), required(batch.response_mask)
     accepted, weights = correction.accepted(log_ratio, batch), correction.weights(log_ratio, batch)
-    rows = [row for each in mini_batch.micro_batches for row in each]
     before, after = (batch.per_row(tokens.long())[rows] for tokens in (mask, accepted))
     tokens = max(mini_batch.totals.tokens, 1)
     shares = {"rollout_rs_masked_fraction": (before - after).sum() / tokens}

@@ -189,7 +189,7 @@ def test_a_model_is_given_the_gradient_of_the_loss_but_not_for_rows_that_only_ke
         given.append(options["loss_gradient"])
         return TokenOutputs(torch.zeros(15, requires_grad=True))  # certain tokens
 
-    learner = SimpleNamespace(model=model, inputs=lambda rows: rows, device=torch.device("cpu"))
+    learner = SimpleNamespace(model=model, inputs=lambda rows: rows, device=torch.device("cpu"), early_gradient=True)
     compute = policy_objective(learner, LOSS, hidden_of=pytest.fail, outputs=[])
     total, shares = compute(part, None)
     assert total.requires_grad and total.item() == 0 and shares == {}
