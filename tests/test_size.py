@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1986,
     "compat": 3224,
     "config": 4604,
-    "core": 13156,
+    "core": 13216,
     "data": 1881,
     "doctor": 4584,
     "environments": 180,
@@ -29,7 +29,7 @@ LINES = {
     "tracking": 1918,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 53843
+TOTAL = 53903
 FILES = {"core": 71, "hybridrl": 255}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

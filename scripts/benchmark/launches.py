@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from torch.fx.experimental import _config as fx_config
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -167,7 +166,7 @@ def counted() -> Iterator[Launches]:
 
     with ExitStack() as stack:
         as_on_a_gpu = {"meta": token_outputs.CHUNK_BYTES["cuda"]}
-        stack.enter_context(patch.object(fx_config, "meta_nonzero_assume_all_nonzero", True))
+        stack.enter_context(patch("torch.fx.experimental._config.meta_nonzero_assume_all_nonzero", True))
         stack.enter_context(patch.dict(token_outputs.CHUNK_BYTES, as_on_a_gpu))
         stack.enter_context(patch.object(devices, "has_varlen_attention", lambda device: True))
         stack.enter_context(patch.object(token_outputs.Chunks, "arithmetic", arithmetic))

@@ -348,8 +348,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _factor(arrived: TokenOutputs, early: TokenOutputs) -> Tensor:
-    """Return the ratio of the arriving gradient to the early one; NaN if it is not a multiple, e.g. has a NaN. The host
-    reads none of it, so that it need not wait for the forward pass."""
+    """Return the ratio of the arriving gradient to the early one; NaN if it is not a multiple. The host reads none."""
     pairs = [(late, soon) for late, soon in zip(arrived, early, strict=True) if soon is not None]
     late, soon = (torch.cat(values) for values in zip(*pairs, strict=True))
     largest = soon.abs().argmax()

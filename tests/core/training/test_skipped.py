@@ -8,11 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.core.algorithms.objective import Divisors
-from hybridrl.core.batch import Batch
 from hybridrl.core.training import token_outputs
 from hybridrl.core.training.fsdp import full_tensor, local, reshard
 from hybridrl.core.training.learner import Learner
-from hybridrl.core.training.packing import pack_rows
+from hybridrl.core.training.packing import MicroBatch
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.token_outputs import TokenOutputs
 from tests.core.training.on_ranks import on_ranks
@@ -23,8 +22,8 @@ def update(learner: Learner, weight: float, step: int) -> dict[str, float]:
     """One update of a loss of this weight; the first rank has a row, the others a dummy."""
     batch = rows(0)
 
-    def loss(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs = learner.model(pack_rows(part, padded=False), 1.0).log_probs
+    def loss(part: MicroBatch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs = learner.model(part.inputs, 1.0).log_probs
         return (0.0 if totals is None else weight) * log_probs.sum(), {}
 
     mini_batch = MiniBatch([[] if dist.get_rank() else [0]], Divisors.of(batch))
@@ -74,9 +73,9 @@ def early(path: str, right: bool) -> tuple[list[dict[str, float]], dict[str, Ten
         values = outputs.log_probs * torch.arange(1, 11)
         return TokenOutputs(2 * outputs.log_probs if right else values)
 
-    def loss(part: Batch, _: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(part: MicroBatch, _: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
         given = of if learner.early_gradient else None
-        log_probs = learner.model(pack_rows(part, padded=False), 1.0, loss_gradient=given).log_probs
+        log_probs = learner.model(part.inputs, 1.0, loss_gradient=given).log_probs
         return log_probs.square().sum(), {}
 
     for step in (1, 2):

@@ -1,4 +1,5 @@
-"""In an update the host waits for the device once, at its end; counted on the meta device as on a GPU."""
+"""In an update the host copies to the device once, before the first forward pass, and waits for it once, at the end;
+counted on the meta device, as on a GPU."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,8 @@ from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrec
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.losses import LossConfig, critic_objective, policy_objective, prepare_rejection
+from hybridrl.core.training.model import LanguageModel
+from hybridrl.core.training.packing import ModelInputs
 from hybridrl.core.training.token_outputs import ReferenceOutputs
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 
@@ -63,21 +66,37 @@ def learner(monkeypatch) -> Learner:
 
 
 def reference(learner: Learner) -> Callable[..., ReferenceOutputs]:
-    def hidden_of(_: str, rows: Batch) -> ReferenceOutputs:
-        with torch.no_grad():
-            return ReferenceOutputs(learner.model.hidden_states(learner.inputs(rows)), learner.model.head)
+    model = learner.model
+    assert isinstance(model, LanguageModel)
+
+    @torch.no_grad()
+    def hidden_of(_: str, inputs: ModelInputs) -> ReferenceOutputs:
+        return ReferenceOutputs(model.hidden_states(inputs), model.head)
 
     return hidden_of
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_in_an_update_the_host_waits_only_for_what_it_reads_at_the_end(name, learner):
-    from count_update import END, count
+def test_in_an_update_the_host_waits_only_at_its_end_and_copies_only_before_its_first_forward_pass(name, learner):
+    from count_update import END, LAYOUT, count
 
     loss = LOSSES[name]
+    learner.against = learner if loss.against else None
     objective = policy_objective(learner, loss, reference(learner), [])
     launches = count(learner, objective, batch(), PARTS, loss.masks)
     assert [part for part, _ in launches.waits.elements()] == [END], launches.waits
+    assert [part for part, _ in launches.copies.elements()] == [LAYOUT], launches.copies
+
+
+def test_routes_are_copied_with_each_micro_batch(learner):
+    """Of all micro-batches together they would take too much memory."""
+    from count_update import LAYOUT, count
+
+    rows, learner.reads = batch(), ("routes",)
+    rows.carried["routes"] = torch.zeros(int(rows.lengths.sum()), 2, 1, dtype=torch.int16)
+    launches = count(learner, policy_objective(learner, PLAIN, reference(learner), []), rows, PARTS)
+    assert sum(launches.copies.values()) == len(PARTS) and sum(launches.waits.values()) == 1
+    assert [part for part, _ in launches.copies.elements()].count(LAYOUT) == 1
 
 
 def test_a_critic_waits_no_more_often(monkeypatch):
@@ -87,6 +106,7 @@ def test_a_critic_waits_no_more_often(monkeypatch):
     learner = learner_of(value_model("tiny"))
     launches = count(learner, critic_objective(learner, section), batch(), PARTS)
     assert [part for part, _ in launches.waits.elements()] == [END], launches.waits
+    assert sum(launches.copies.values()) == 1
 
 
 def test_a_rejection_before_an_update_waits_for_log_probs_entropies_and_counts(learner):
