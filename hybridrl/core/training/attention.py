@@ -72,7 +72,7 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, optio
         rows = zip(*(tensor.split(packed.lengths, dim=2) for tensor in (query, key, value)), strict=True)
         return torch.cat([_causal(q, k, v, options).transpose(1, 2) for q, k, v in rows], dim=1)
     longest = max(packed.lengths)
-    grouped: dict[str, Any] = grouped_option(varlen_attn) if query.shape[1] != key.shape[1] else {}
+    grouped: dict[str, Any] = GROUPED if query.shape[1] != key.shape[1] else {}
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # [T, heads, width]
     window = (-1 if options.window is None else options.window - 1, 0)
     limits = (packed.boundaries, packed.boundaries, longest, longest)
@@ -122,6 +122,8 @@ def grouped_option(kernel: Callable[..., Any]) -> dict[str, bool]:
     """Return the option for grouped-query attention; torch 2.11 has none, and accepts fewer key heads without it."""
     return {"enable_gqa": True} if "enable_gqa" in signature(kernel).parameters else {}
 
+
+GROUPED = grouped_option(varlen_attn)
 
 # Excluded from the compilation of the layers: row lengths differ per micro-batch, and would become constants.
 AttentionInterface.register(NAME, torch.compiler.disable(attend))
