@@ -125,7 +125,7 @@ def timed_updates(rank: int, options: argparse.Namespace, name: str, ranks: int,
         (TokenModel, "hidden_states", "layers"),
         (learning, "clip_gradient", "norm and clipping"),
         (optimizers, "step", "optimizer"),
-        (learner, "inputs", "inputs"),
+        (learner, "lay_out", "layout of inputs"),
         (Tensor, "backward", "backward pass"),
     ]
     best = Seconds()
