@@ -124,6 +124,20 @@ def test_the_kernels_of_a_trace_are_added_by_kind_and_overlapping_ones_count_onc
     assert read_trace(tmp_path / "trace.json") is None  # of a CPU
 
 
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<c10::BFloat16, float, 2, 1, 1>>", "copies"),
+        ("split_with_sizes_copy_out_contiguous_no_cast_kernel", "copies"),
+        ("multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>", "optimizer"),
+    ],
+)
+def test_copies_of_many_tensors_at_once_are_not_the_optimizers(kernel, kind):
+    from kernel_trace import kind_of
+
+    assert kind_of(kernel) == kind
+
+
 def test_the_sleep_of_engines_is_counted_as_a_call(monkeypatch):
     from weight_sync import count_calls
 

@@ -15,7 +15,7 @@ A field that no station of the step has filled yet is None.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,8 @@ class Batch:
     def response_row(self) -> Tensor:
         """Return the row that each response token belongs to."""
         rows = torch.arange(len(self), device=self.response_lengths.device)
-        return torch.repeat_interleave(rows, self.response_lengths)
+        # Without the size the host would wait for the device to count.
+        return torch.repeat_interleave(rows, self.response_lengths, output_size=len(self.response_ids))
 
     @property
     def sampled_mask(self) -> Tensor:
@@ -191,9 +192,9 @@ class Batch:
         carried = {name: value for name, value in self.carried.items() if name in sent}
         return replace(self, **{name: None for name in OPTIONAL if name not in names}, carried=carried)
 
-    def to(self, device: torch.device) -> "Batch":
-        """Return the same rows on a device."""
-        return self._with({name: value.to(device) for name, _, value in self.filled()})
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """Apply a function to every tensor, for example to move it to a device."""
+        return self._with({name: function(value) for name, _, value in self.filled()})
 
     def padded(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """Return response-axis values padded on the right [B, T]."""

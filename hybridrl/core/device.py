@@ -4,7 +4,7 @@ import ctypes
 import mmap
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -27,6 +27,7 @@ CGROUP_FILES = *MEMORY_FILES, "cpu.max cpu.cfs_quota_us cpu.cfs_period_us", "mem
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # a variable of the environment
 ALL_ARENAS = b"arena.4096.purge"  # MALLCTL_ARENAS_ALL of jemalloc
+ALIGNMENT = 64  # bytes, as in torch's own CPU allocator
 KEPT_BYTES = 2**29  # unused bytes that an allocator on CPU may keep
 CANCELLED, CANCEL_SECONDS = "cancelled", 1.0  # a key of a group's store, and how often it is looked for
 
@@ -261,6 +262,20 @@ def host_buffer(size: int, device: str) -> torch.Tensor:
     torch.cuda.check_error(int(required(torch.cuda.cudart()).cudaHostRegister(buffer.data_ptr(), size, 0)))
     pages.address = buffer.data_ptr()
     return buffer
+
+
+def room(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of a buffer that holds these tensors, each aligned."""
+    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+
+
+def carve(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of a buffer of bytes, with the types and shapes of these tensors."""
+    views, begin = [], 0
+    for tensor in tensors:
+        views.append(buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        begin += room([tensor])
+    return views
 
 
 def memory_left() -> int:

@@ -26,7 +26,6 @@ from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import Group, RaySession, spawn
-from hybridrl.core.training import losses
 from hybridrl.core.training.fsdp import full_tensor
 from hybridrl.core.training.learner import MiniBatch
 from hybridrl.core.training.losses import LossConfig
@@ -57,7 +56,7 @@ class GradientRank(TrainWorker):
     """A training rank that writes the gradient of a mini-batch to a file."""
 
     def gradient(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig, file: Path) -> None:
-        objective = losses.policy_objective(self.actor, loss, self.hidden_of, [])
+        objective = self.objective(loss, [])
         self.actor.model.train()
         self.actor.gradient(batch, mini_batch, objective, float("inf"))
         named = self.actor.model.named_parameters()

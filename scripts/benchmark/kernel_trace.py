@@ -16,8 +16,9 @@ KINDS = {
     "attention": ("flash", "fmha"),
     "matrix products": ("nvjet", "gemm", "cutlass"),
     "logit kernels": ("_outputs", "_gradient"),
+    # Before the optimizer: FSDP copies many tensors at once by the same means, multi_tensor_apply.
+    "copies": ("Mem", "copy", "CopyFunctor", "CatArray", "chunk_cat"),
     "optimizer": ("multi_tensor_apply",),
-    "copies": ("Mem", "copy", "CatArray", "chunk_cat"),
 }
 OTHER = "elementwise operations and reductions"
 

@@ -74,7 +74,7 @@ def test_the_row_and_the_last_token_of_each_response(three_rows):
 
 
 def test_moving_to_a_device_moves_every_filled_field(three_rows):
-    moved = three_rows.to(torch.device("meta"))
+    moved = three_rows.map(lambda value: value.to("meta"))
     filled = [value for _, _, value in moved.filled()]
     assert len(filled) == 11 and all(value.is_meta for value in filled)
 

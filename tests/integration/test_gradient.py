@@ -54,7 +54,7 @@ class GradientRank(TrainWorker):
         if isinstance(loss, LossConfig):
             learner = self.actor
             reject, loss = losses.prepare_rejection(learner, loss)
-            objective = losses.policy_objective(learner, loss, self.hidden_of, [])
+            objective = self.objective(loss, [])
         else:
             learner, reject = self.models["critic"], None
             objective = losses.critic_objective(learner, loss)

@@ -73,6 +73,13 @@ RUNS = {
     "asynchronous": Tiny(rows=["| tail, continued: a step", "| its gain over the", "| seconds of rollout"]),
     "bfloat16_updates": Tiny(rows=["| 1e-06 | bfloat16 |", "| 0.001 | float32 |"]),
     "compiled": Tiny(rows=["| update, layers compiled", "| first two updates"]),
+    "count_update": Tiny(
+        rows=[
+            "| tiny, token-mean, micro-batches: 1: launches, layers",
+            "| tiny, token-mean, micro-batches: 4: waits of the host",
+            "| tiny, seq-mean-token-mean, micro-batches: 4: copies from the host",
+        ]
+    ),
     "data": Tiny("--tiny QUICKSTART/model", [".jsonl: 100 prompts", ".parquet: 100 prompts"]),
     "data_plane": Tiny(
         rows=[
@@ -104,6 +111,12 @@ RUNS = {
             "| update, share of the peak, without recomputation, tiny |",
             "| rollout against vLLM's generate, its engine in the caller's process, tiny |",
             "| rollout against vLLM's generate, its engine in its own process, vLLM's default, tiny |",
+        ]
+    ),
+    "host_floor": Tiny(
+        rows=[
+            "| sharded, ranks: 1, micro-batches: 1, token-mean: update",
+            "| not sharded, ranks: 1, micro-batches: 1, token-mean: norm and clipping",
         ]
     ),
     "kills": Tiny("--tiny --out HERE", ["synchronous, run 0: as the unbroken one", "1 of 1 runs"]),
@@ -203,7 +216,7 @@ RUNS = {
 # of them in turn.
 DRILLS = (
     *("algorithms", "asynchronous", "compiled", "data_plane", "engine_memory", "episodes", "episodes --sleeping"),
-    *("evaluation", "fuzz_endpoint", "gpu", "kills", "length_bias", "lora", "memory_plan", "merge"),
+    *("evaluation", "fuzz_endpoint", "gpu", "host_floor", "kills", "length_bias", "lora", "memory_plan", "merge"),
     *(
         "pretrained",
         "reading_pictures",

@@ -82,7 +82,7 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, optio
 
 
 def _by_kernel(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, options: Options) -> Tensor:
-    grouped: dict[str, Any] = grouped_option(varlen_attn) if query.shape[1] != key.shape[1] else {}
+    grouped: dict[str, Any] = GROUPED if query.shape[1] != key.shape[1] else {}
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # [T, heads, width]
     window = (-1 if options.window is None else options.window - 1, 0)
     limits = (packed.boundaries, packed.boundaries, packed.longest, packed.longest)
@@ -138,6 +138,8 @@ def grouped_option(kernel: Callable[..., Any]) -> dict[str, bool]:
     """Return the option for grouped-query attention; torch 2.11 has none, and accepts fewer key heads without it."""
     return {"enable_gqa": True} if "enable_gqa" in signature(kernel).parameters else {}
 
+
+GROUPED = grouped_option(varlen_attn)
 
 AttentionInterface.register(NAME, attend)
 

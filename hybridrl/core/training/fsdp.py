@@ -1,7 +1,7 @@
 """Sharding a model over the training ranks with FSDP2, and working with its sharded tensors (DTensors)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -17,9 +17,6 @@ from hybridrl.core import device as devices
 from hybridrl.core.training.layout import Layout, by_mesh, cut, shard_experts
 from hybridrl.core.training.loading import fill, layer_classes
 from hybridrl.core.training.model import LanguageModel, ValueModel, new_head, without_pairs
-
-ALIGNMENT = 64  # bytes, as in torch's own CPU allocator
-
 
 Model = TypeVar("Model", bound=LanguageModel | ValueModel)
 
@@ -143,16 +140,16 @@ def full_tensor(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return on_device.full_tensor()
 
 
-def clip_gradient(model: nn.Module, limit: float) -> float:
-    """Scale the gradients to a norm of at most `limit`; return the norm before; collective."""
+def clip_gradient(model: nn.Module, limit: float) -> Tensor:
+    """Scale the gradients to a norm of at most `limit`; return the norm before, which is not read; collective."""
     groups = by_mesh([parameter for parameter in model.parameters() if parameter.grad is not None])
     if len(groups) == 1:
-        return float(full_tensor(nn.utils.clip_grad_norm_(groups[0], limit)))
+        return full_tensor(nn.utils.clip_grad_norm_(groups[0], limit))
     norms = [full_tensor(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups]
     norm = torch.stack(norms).norm()
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, limit, norm)
-    return float(norm)
+    return norm
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -172,11 +169,7 @@ def host_copies(tensors: Sequence[Tensor], device: str) -> list[Tensor]:
     """Return a tensor in host memory for each tensor, of the same shape, type and sharding; uninitialised, all in one
     allocation (`device.host_buffer`)."""
     shards = [local(tensor) for tensor in tensors]
-    sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in shards]
-    ends = list(accumulate(sizes, initial=0))
-    buffer = devices.host_buffer(ends[-1], device)
-    cut = zip(shards, ends, strict=False)
-    copies = [buffer[begin : begin + part.nbytes].view(part.dtype).view(part.shape) for part, begin in cut]
+    copies = devices.carve(devices.host_buffer(devices.room(shards), device), shards)
     # DTensor.from_local would move a tensor that is not on the mesh's device.
     return [
         DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy

@@ -6,7 +6,7 @@ rows that caused it, if known, are written to a file, with the name of the first
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.training.attention import slice_of
 from hybridrl.core.training.fsdp import clip_gradient, host_parameters, move_parameters, reduce_gradients
 from hybridrl.core.training.optimizer import Optimizers
-from hybridrl.core.training.packing import ModelInputs, pack_rows
+from hybridrl.core.training.packing import MicroBatch, ModelInputs, pack_rows, to_device
 from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch
 
 MOST_FILES = 100  # limit on the files of skipped updates, per rank and model
@@ -64,9 +64,9 @@ class RankModel:
         return self.compute_dtype if frozen else getattr(torch, self.fsdp.model_dtype)
 
 
-# Maps the rows of a micro-batch and the divisors of its mini-batch to this micro-batch's share of the loss and of each
-# metric. Divisors are None for a dummy row (see `Learner.gradient`): the loss is then 0 times the model's outputs.
-BatchLoss = Callable[[Batch, Divisors | None], tuple[Tensor, dict[str, Tensor]]]
+# Maps a micro-batch and the divisors of its mini-batch to this micro-batch's share of the loss and of each metric.
+# Divisors are None for a dummy row (see `Learner.micro_batches`): the loss is then 0 times the model's outputs.
+BatchLoss = Callable[[MicroBatch, Divisors | None], tuple[Tensor, dict[str, Tensor]]]
 Shares = dict[str, float]
 
 # Rows and mini-batch as they are trained on, and shares of metrics measured before the gradient.
@@ -87,10 +87,14 @@ class ModelShard:
     tensor_ranks: int = 1  # size of a tensor group: its ranks have the same tokens, too
     reads: tuple[str, ...] = ()
 
+    def lay_out(self, rows: Batch) -> ModelInputs:
+        """Return this rank's model inputs for these rows, in host memory."""
+        carried = {name: value for name, value in rows.carried.items() if name in self.reads}
+        return slice_of(pack_rows(replace(rows, carried=carried), self.padded), self.group)
+
     def inputs(self, rows: Batch) -> ModelInputs:
         """Return this rank's model inputs for these rows."""
-        carried = {name: value for name, value in rows.carried.items() if name in self.reads}
-        return slice_of(pack_rows(replace(rows, carried=carried), self.padded), self.group).to(self.device)
+        return self.lay_out(rows).to(self.device)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -100,6 +104,10 @@ class Learner(ModelShard):
 
     optimizers: Optimizers
     dump_prefix: Path
+    # Whether a loss may pass its gradient to the model early. False once the actual gradient was another one, as for a
+    # custom term that wrongly states `by_token`.
+    early_gradient: bool = True
+    against: ModelShard | None = None  # the model with which a term of the current loss compares this one
     host_parameters: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # set when they are first offloaded
     on_host: bool = False
 
@@ -121,16 +129,14 @@ class Learner(ModelShard):
         """Run one optimizer update per mini-batch. Returns this rank's share of each metric; the shares of one rank
         per group add up to it. `on_retry` is called before forward passes are repeated."""
         self.model.train()
-        metrics, scale = [], self.optimizers.loss_scale
+        metrics, scale, early = [], self.optimizers.loss_scale, self.early_gradient
         ranks = self.ranks // (self.group.size() if self.group else 1)  # number of shares that are added up
         for number, mini_batch in enumerate(mini_batches, 1):
             part, mini_batch, extra_shares = prepare(batch, mini_batch) if prepare else (batch, mini_batch, {})
             factor = scale.factor
             shares, finite, all_finite, norm = self.gradient(part, mini_batch, loss, clip)
-            # In float16 too large a loss scale makes the gradient of a finite loss infinite. No row is at fault,
-            # so the mini-batch is repeated with half the scale until the gradient is finite. At scale 1 the rows are at
-            # fault. All ranks decide alike, as the norm and `all_finite` are reduced over them.
-            while all_finite and not math.isfinite(norm) and scale.shrink():
+            # All ranks decide alike, as the norm and `all_finite` are reduced over them.
+            while all_finite and not math.isfinite(norm) and self._can_retry():
                 self.optimizers.zero_grad()
                 on_retry()
                 shares, finite, all_finite, norm = self.gradient(part, mini_batch, loss, clip)
@@ -139,64 +145,88 @@ class Learner(ModelShard):
             if sound:
                 self.optimizers.skip() if empty else self.optimizers.step()
                 scale.grow()
-                shares |= extra_shares | {"grad_norm": torch.tensor(norm / ranks)}
+                early = self.early_gradient
+                shares |= {name: float(value) for name, value in extra_shares.items()} | {"grad_norm": norm / ranks}
             else:
-                scale.factor = factor  # the scale was not the cause
+                scale.factor, self.early_gradient = factor, early  # they were not the cause
                 self.optimizers.skip()
                 on_retry()
                 module = first_not_finite(self.model, partial(self._losses, part, mini_batch, loss))
                 self._write_rows(part, mini_batch, finite, all_finite, f"step-{step}-update-{number}", module)
                 shares = {}
             self.optimizers.zero_grad()
-            metrics.append({name: float(value) for name, value in shares.items()})
-            metrics[-1] |= {"lr": lr / ranks, "skipped_updates": (not sound) / ranks}
+            metrics.append(shares | {"lr": lr / ranks, "skipped_updates": (not sound) / ranks})
             if self.optimizers.skip_zero_gradient:
                 metrics[-1]["zero_gradient_share"] = empty / ranks
             if scale.adapts:
                 metrics[-1]["loss_scale"] = scale.factor / ranks
         return metrics
 
+    def micro_batches(self, batch: Batch, mini_batch: MiniBatch) -> Iterator[tuple[MicroBatch, Divisors | None]]:
+        """Yield the micro-batches on the device, each with the divisors of its loss. All are copied there together,
+        before the first forward pass. With fields for the model, such as routes, they are copied one by one: together
+        these take much memory."""
+        against, planned = self.against, mini_batch.micro_batches
+        # Every forward and backward pass gathers and reduces shards with all ranks. A rank whose micro-batch is empty
+        # therefore runs one dummy row with a loss of 0: otherwise the others' collectives would wait forever.
+        selected = (batch.select(rows or [0]) for rows in planned)
+        parts = (MicroBatch(rows, self.lay_out(rows), against.lay_out(rows) if against else None) for rows in selected)
+        reads = batch.carried.keys() & {*self.reads, *(against.reads if against else ())}
+        groups = ([part] for part in parts) if reads else [[*parts]]
+        copied = (part for group in groups for part in to_device(group, self.device))
+        for rows, part in zip(planned, copied, strict=True):
+            yield part, mini_batch.totals if rows else None
+
     def gradient(
         self, batch: Batch, mini_batch: MiniBatch, loss: BatchLoss, clip: float
-    ) -> tuple[dict[str, Tensor], Tensor, bool, float]:
+    ) -> tuple[Shares, Tensor, bool, float]:
         """Compute a mini-batch's gradient, clipped to a norm of `clip`. Returns shares of metrics; whether each
         micro-batch's loss is finite; whether all ranks' are; and the norm before clipping, equal on every rank."""
         shares: dict[str, Tensor] = {}
         losses = []
-        for number, rows in enumerate(mini_batch.micro_batches, 1):
+        for number, (part, totals) in enumerate(self.micro_batches(batch, mini_batch), 1):
             last = number == len(mini_batch.micro_batches)
             reduce_gradients(self.model, offloaded=self.fsdp.offload_policy, last=last)
-            # Every forward and backward pass gathers and reduces shards with all ranks. A rank whose micro-batch is
-            # empty therefore runs one dummy row with a loss of 0: otherwise the others' collectives would wait forever.
-            total, metrics = loss(batch.select(rows or [0]), mini_batch.totals if rows else None)
+            total, metrics = loss(part, totals)
             # FSDP averages over ranks, while the divisors already are those of the complete mini-batch. When the ranks
             # of a group share a loss, each has the gradient of its own slice.
             (total * (self.ranks * self.optimizers.loss_scale.factor)).backward()
             losses.append(total.detach())
-            for name, value in ({"loss": total} | metrics).items() if rows else ():
+            for name, value in ({"loss": total} | metrics).items() if totals else ():
                 shares[name] = shares.get(name, 0.0) + value.detach()
         self.optimizers.loss_scale.undo(self.model)
         finite = torch.stack(losses).isfinite()
         # An infinite loss may leave the gradient finite, so the ranks exchange it.
-        broken = torch.tensor(float(not finite.all()), device=self.device)
+        broken = (~finite.all()).float()
         dist.all_reduce(broken)
         norm = clip_gradient(self.model, clip)
-        return shares, finite, not broken, norm
+        # The host waits for the device here alone, and reads one vector.
+        any_broken, norm_before, *values = torch.stack([broken, norm, *shares.values()]).tolist()
+        return dict(zip(shares, values, strict=True)), finite, not any_broken, norm_before
+
+    def _can_retry(self) -> bool:
+        """Change what may have made the gradient of a finite loss infinite or NaN: in float16 too large a loss scale,
+        otherwise an early gradient that was another one. False if nothing is left to change: rows are at fault."""
+        if self.optimizers.loss_scale.shrink():
+            return True
+        early, self.early_gradient = self.early_gradient, False
+        return early
 
     @torch.no_grad()
     def _losses(self, batch: Batch, mini_batch: MiniBatch, loss: BatchLoss) -> None:
         """Run the forward passes of a mini-batch; collective."""
-        for rows in mini_batch.micro_batches:
-            loss(batch.select(rows or [0]), mini_batch.totals if rows else None)
+        for part, totals in self.micro_batches(batch, mini_batch):
+            loss(part, totals)
 
     def gradient_norms(self, batch: Batch, mini_batches: list[MiniBatch], loss: BatchLoss) -> list[float]:
         """Return the norm of each mini-batch's gradient, without an update; collective."""
         self.model.train()
-        norms = []
+        norms, early, self.early_gradient = [], self.early_gradient, False  # as nothing is repeated here
         for mini_batch in mini_batches:
             *_, norm = self.gradient(batch, mini_batch, loss, math.inf)
             self.optimizers.zero_grad()
             norms.append(norm)
+        self.early_gradient = early
         return norms
 
     def _write_rows(

@@ -19,6 +19,7 @@ from hybridrl.core.batch import Batch, spans
 from hybridrl.core.training.fsdp import reshard
 from hybridrl.core.training.learner import BatchLoss, Learner, Prepare, Prepared
 from hybridrl.core.training.model import LanguageModel
+from hybridrl.core.training.packing import MicroBatch, ModelInputs
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.token_outputs import LossGradient, ReferenceOutputs, TokenOutputs
 from hybridrl.required import required
@@ -166,26 +167,25 @@ def _token_means(statistics: dict[str, Tensor], part: Batch, totals: Divisors) -
 def policy_objective(
     learner: Learner,
     loss: LossConfig,
-    hidden_of: Callable[[str, Batch], ReferenceOutputs],
+    hidden_of: Callable[[str, ModelInputs], ReferenceOutputs],
     outputs: list[TokenOutputs],
 ) -> BatchLoss:
     """Return the policy's loss; `hidden_of` computes another model's hidden states for the same rows. It appends the
     model's outputs to `outputs` if they serve as the old policy's."""
     options, other = loss.options, loss.against
 
-    def compute(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
-        inputs = learner.inputs(part)
-        against = hidden_of(other, part) if other else None
-        part = part.to(learner.device)
-        early = None if totals is None else gradient_function(part, totals, loss)
+    def compute(part: MicroBatch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
+        rows, inputs = part.rows, part.inputs
+        against = hidden_of(other, required(part.against)) if other else None
+        early = gradient_function(rows, totals, loss) if totals and learner.early_gradient else None
         output = learner.model(inputs, loss.temperature, against=against, loss_gradient=early, **options)
         if loss.old_from_update:
             outputs.append(output.map(torch.detach))
         statistics = learner.model.route_statistics(inputs) if isinstance(learner.model, LanguageModel) else {}
         if totals is None:
             return 0 * output.log_probs.sum(), {}
-        total, shares = policy_loss(output, part, totals, loss)
-        return total, shares | _token_means(statistics, part, totals)
+        total, shares = policy_loss(output, rows, totals, loss)
+        return total, shares | _token_means(statistics, rows, totals)
 
     return compute
 
@@ -193,15 +193,14 @@ def policy_objective(
 def critic_objective(learner: Learner, section: CriticConfig) -> BatchLoss:
     """Return the critic's loss: the clipped value loss."""
 
-    def compute(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
-        values = learner.model(learner.inputs(part))
+    def compute(part: MicroBatch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
+        values, rows = learner.model(part.inputs), part.rows
         if totals is None:
             return 0 * values.sum(), {}
-        part = part.to(learner.device)
-        per_token, statistics = value_loss(values, part, section.cliprange_value)
-        weights = token_weights(part, section.loss_agg_mode, totals, section.loss_scale_factor or 1.0)
+        per_token, statistics = value_loss(values, rows, section.cliprange_value)
+        weights = token_weights(rows, section.loss_agg_mode, totals, section.loss_scale_factor or 1.0)
         total = (per_token * weights).sum()
-        return total, {"vf_loss": total} | _token_means(statistics, part, totals)
+        return total, {"vf_loss": total} | _token_means(statistics, rows, totals)
 
     return compute
 
@@ -226,20 +225,20 @@ def _without_rejected(learner: Learner, loss: LossConfig, batch: Batch, mini_bat
     the share of rejected tokens and, if it is logged, the entropy of all tokens that the policy wrote."""
     model = learner.model.eval()
     log_probs, entropies = (torch.zeros(batch.response_ids.shape) for _ in range(2))  # 0 for other ranks' rows
-    for rows in mini_batch.micro_batches:
-        outputs = model(learner.inputs(batch.select(rows or [0])), loss.temperature, entropies=loss.log_entropy)
-        places = spans(batch.response_lengths, torch.tensor(rows, dtype=torch.int64))
-        if rows:
-            log_probs[places] = outputs.log_probs.cpu()
-        if rows and loss.log_entropy:
-            entropies[places] = required(outputs.entropies).cpu()
+    parts = (part for part, _ in learner.micro_batches(batch, mini_batch))
+    outputs = [model(part.inputs, loss.temperature, entropies=loss.log_entropy) for part in parts]
+    rows = [row for each in mini_batch.micro_batches for row in each]
+    places = spans(batch.response_lengths, torch.tensor(rows, dtype=torch.int64))
+    for into, column in zip((log_probs, entropies), zip(*outputs, strict=True), strict=False):
+        real = [values for values, each in zip(column, mini_batch.micro_batches, strict=True) if each]
+        if real and real[0] is not None:
+            into[places] = torch.cat(real).cpu()
     reshard(model)
     model.train()
 
     log_ratio = log_probs - required(batch.rollout_log_probs)
     correction, mask = required(loss.correction), required(batch.response_mask)
     accepted, weights = correction.accepted(log_ratio, batch), correction.weights(log_ratio, batch)
-    rows = [row for each in mini_batch.micro_batches for row in each]
     before, after = (batch.per_row(tokens.long())[rows] for tokens in (mask, accepted))
     tokens = max(mini_batch.totals.tokens, 1)
     shares = {"rollout_rs_masked_fraction": (before - after).sum() / tokens}

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from hybridrl.core import device as devices
 from hybridrl.core.batch import Batch, places
 from hybridrl.core.carried import declared
 
@@ -27,9 +28,6 @@ class PackedRows:
     @classmethod
     def of(cls, lengths: Sequence[int], group: ProcessGroup | None = None) -> "PackedRows":
         return cls(tuple(lengths), max(lengths), torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), group)
-
-    def to(self, device: torch.device) -> "PackedRows":
-        return replace(self, boundaries=self.boundaries.to(device))
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,48 @@ class ModelInputs:
     carried: dict[str, Tensor] = field(default_factory=dict)
     slice: SequenceSlice | None = None  # set if the tokens are only a slice of the packed rows
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> "ModelInputs":
+        """Apply a function to every tensor."""
+        packed = self.packed and replace(self.packed, boundaries=function(self.packed.boundaries))
+        own: dict[str, Any] = {name: function(item) for name, item in vars(self).items() if isinstance(item, Tensor)}
+        carried = {name: function(value) for name, value in self.carried.items()}
+        return replace(self, **own, packed=packed, carried=carried)
+
     def to(self, device: torch.device) -> "ModelInputs":
-        inputs = vars(self).items()
-        moved: dict[str, Any] = {
-            name: value.to(device) for name, value in inputs if isinstance(value, Tensor | PackedRows)
-        }
-        return replace(self, **moved, carried={name: value.to(device) for name, value in self.carried.items()})
+        """Return the same inputs on a device; the host does not wait for the copy."""
+        return to_device([self], device)[0]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows for a loss, and the inputs of the models that compute its outputs for them."""
+
+    rows: Batch
+    inputs: ModelInputs
+    against: ModelInputs | None = None  # for the model with which a term compares the policy
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        """Apply a function to every tensor."""
+        against = self.against and self.against.map(function)
+        return MicroBatch(self.rows.map(function), self.inputs.map(function), against)
+
+
+Part = TypeVar("Part", ModelInputs, MicroBatch)
+
+
+def to_device(parts: Sequence[Part], device: torch.device) -> list[Part]:
+    """Return these parts on a device, moved in one copy, for which the host does not wait."""
+    if device.type == "cpu":
+        return list(parts)
+    tensors: dict[int, Tensor] = {}  # one that several parts have is sent once
+    for part in parts:
+        part.map(lambda tensor: tensors.setdefault(id(tensor), tensor))
+    # Page-locked: a copy from other memory waits for all that runs on the device. Torch reuses it after the copy.
+    staged = torch.empty(devices.room(tensors.values()), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for view, tensor in zip(devices.carve(staged, tensors.values()), tensors.values(), strict=True):
+        view.copy_(tensor)
+    moved = dict(zip(tensors, devices.carve(staged.to(device, non_blocking=True), tensors.values()), strict=True))
+    return [part.map(lambda tensor: moved[id(tensor)]) for part in parts]
 
 
 def pack_rows(batch: Batch, padded: bool) -> ModelInputs:

@@ -229,8 +229,9 @@ def tokens_at_once(device: str, vocabulary: int) -> int:
 
 def token_outputs(hidden: Tensor, head: Head, targets: Tensor, spec: OutputSpec) -> TokenOutputs:
     """Return the outputs for these targets [N], given the head's inputs `hidden` [N, width]. The backward pass
-    computes the logits again, with two exceptions: if one chunk holds them all, they are kept; if the arriving gradient
-    is a multiple of the early one, the gradients that were computed with the outputs are scaled."""
+    computes the logits again, with two exceptions: if one chunk holds them all, they are kept; with an early gradient,
+    the gradients that were computed with the outputs are scaled. All are then NaN if the arriving gradient is not a
+    multiple of the early one (`Learner.update` repeats the mini-batch without it)."""
     chunks = Chunks(hidden, head, targets, spec)
     if torch.is_grad_enabled():
         return TokenOutputs(*_Differentiable.apply(hidden, head.weight, head.bias, chunks))
@@ -340,17 +341,19 @@ class _Differentiable(torch.autograd.Function):
         arrived = TokenOutputs._make(by)
         # Both are used up: a second backward pass computes the logits again.
         filled, gradients, ctx.filled, ctx.gradients = ctx.filled, ctx.gradients, None, None
-        factor = None if gradients is None else _factor(arrived, ctx.early)
-        if factor is not None:
-            return *(value if value is None or factor == 1 else value.mul_(factor) for value in gradients), None
-        del gradients
+        if gradients is not None:
+            factor = _factor(arrived, ctx.early)
+            if factor.is_cpu and factor == 1:  # read where that waits for nothing: the gradients are large
+                return *gradients, None
+            return *(value if value is None else value.mul_(factor) for value in gradients), None
         return *ctx.chunks.gradients(ctx.needs_input_grad[:3], arrived, filled), None
 
 
-def _factor(arrived: TokenOutputs, early: TokenOutputs) -> Tensor | None:
-    """Return the ratio of the arriving gradient to the early one; None if it is not a multiple, e.g. has a NaN."""
+def _factor(arrived: TokenOutputs, early: TokenOutputs) -> Tensor:
+    """Return the ratio of the arriving gradient to the early one; NaN if it is not a multiple. The host reads none."""
     pairs = [(late, soon) for late, soon in zip(arrived, early, strict=True) if soon is not None]
     late, soon = (torch.cat(values) for values in zip(*pairs, strict=True))
     largest = soon.abs().argmax()
-    factor = torch.where(soon[largest] == 0, 0.0, late[largest] / soon[largest])
-    return factor if (late - factor * soon).abs().max() <= SAME * late.abs().max() else None
+    factor = torch.where(soon.take(largest) == 0, 0.0, late.take(largest) / soon.take(largest))
+    multiple = (late - factor * soon).abs().max() <= SAME * late.abs().max()
+    return torch.where(multiple, factor, torch.nan)

@@ -27,11 +27,12 @@ from hybridrl.core.training import losses
 from hybridrl.core.training import model as models
 from hybridrl.core.training.building import WorkerConfig, build_shards
 from hybridrl.core.training.fsdp import full_tensors, local, reshard
-from hybridrl.core.training.learner import Learner, ModelShard, Shares
+from hybridrl.core.training.learner import BatchLoss, Learner, ModelShard, Shares
 from hybridrl.core.training.lora import export_adapter, export_adapter_settings
 from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.optimizer import Optimizers
+from hybridrl.core.training.packing import ModelInputs
 from hybridrl.core.training.planning import MicroBatches, MiniBatch, training_seed
 from hybridrl.core.training.state import Sender, StateWriter, load_state, state_of
 from hybridrl.core.training.token_outputs import Head, ReferenceOutputs, TokenOutputs
@@ -112,18 +113,18 @@ class TrainWorker:
                 inputs = shard.inputs(part)
                 if not isinstance(shard.model, LanguageModel):
                     return (shard.model(inputs),)
-                against = self.hidden_of(spec.against, part) if spec.against else None
+                against = self.hidden_of(spec.against, self.models[spec.against].inputs(part)) if spec.against else None
                 options = {"entropies": spec.entropies, "sum_pi_squared": spec.sum_pi_squared, "against": against}
                 return shard.model(inputs, spec.temperature, **options)
 
             return concatenated([compute(batch.select(rows or [0])) for rows in micro_batches], micro_batches)
 
     @torch.no_grad()
-    def hidden_of(self, name: str, rows: Batch) -> ReferenceOutputs:
-        """Return a model's hidden states and head, for rows of a micro-batch of another model; collective."""
+    def hidden_of(self, name: str, inputs: ModelInputs) -> ReferenceOutputs:
+        """Return a model's hidden states and head, for a micro-batch of another model; collective."""
         with self._in_use(name) as shard:
             assert isinstance(shard.model, LanguageModel)
-            hidden = shard.model.hidden_states(shard.inputs(rows))
+            hidden = shard.model.hidden_states(inputs)
             weight, bias, rule = shard.model.head  # unsharded until the model is resharded
             return ReferenceOutputs(hidden, Head(weight.clone(), None if bias is None else bias.clone(), rule))
 
@@ -161,13 +162,18 @@ class TrainWorker:
         self._begin_updates(step, "actor", loss.against)
         outputs: list[TokenOutputs] = []
         reject, loss = losses.prepare_rejection(self.actor, loss)
-        compute = losses.policy_objective(self.actor, loss, self.hidden_of, outputs)
+        compute = self.objective(loss, outputs)
         # The outputs are used only if there is a single mini-batch: a retry repeats all of them.
         options = {"on_retry": outputs.clear, "prepare": reject}
         shares = self.actor.update(batch, mini_batches, compute, loss.grad_clip, step, **options)
         if self.config.device == "cpu":  # supervised runs have no weight sync, before which ranks give memory back
             devices.release_host_memory(devices.KEPT_BYTES, times_used=1)
         return shares, concatenated(outputs, [rows for part in mini_batches for rows in part.micro_batches])
+
+    def objective(self, loss: LossConfig, outputs: list[TokenOutputs]) -> BatchLoss:
+        """Return the policy's loss (see `policy_objective`)."""
+        self.actor.against = self.models.get(loss.against)
+        return losses.policy_objective(self.actor, loss, self.hidden_of, outputs)
 
     def update_critic(
         self, batch: Batch, mini_batches: list[MiniBatch], section: CriticConfig, step: int
@@ -186,8 +192,7 @@ class TrainWorker:
     def gradient_norms(self, batch: Batch, mini_batches: list[MiniBatch], loss: LossConfig) -> list[float]:
         """Return the norm of the policy's gradient of each mini-batch, without an update; for diagnosis."""
         self._on_device("actor", loss.against)
-        objective = losses.policy_objective(self.actor, loss, self.hidden_of, [])
-        return self.actor.gradient_norms(batch, mini_batches, objective)
+        return self.actor.gradient_norms(batch, mini_batches, self.objective(loss, []))
 
     @torch.no_grad()
     def refresh(self, name: str) -> None:

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.core.algorithms.objective import Divisors
-from hybridrl.core.batch import Batch
 from hybridrl.core.training.learner import MiniBatch
-from hybridrl.core.training.packing import pack_rows
+from hybridrl.core.training.packing import MicroBatch, ModelInputs, pack_rows
 from hybridrl.required import required
 from tests.core.training.families import load_language_model, model_config
 from tests.core.training.on_ranks import on_ranks, whole_gradient
@@ -36,8 +35,8 @@ class Operations(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def loss_of(model: Any, part: Batch) -> Tensor:
-    return model(pack_rows(part, padded=False), 1.0).log_probs.square().sum()
+def loss_of(model: Any, inputs: ModelInputs) -> Tensor:
+    return model(inputs, 1.0).log_probs.square().sum()
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------------------
@@ -47,8 +46,8 @@ def gradients(path: str, dtype: str, micro_batches: list[list[int]]) -> tuple[di
     """The gradient that micro-batches leave, twice in a row the same, and the operations that it took."""
     learner, batch = build(path, dtype), rows(0)
 
-    def loss(part: Batch, _: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
-        return loss_of(learner.model, part) / dist.get_world_size(), {}
+    def loss(part: MicroBatch, _: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
+        return loss_of(learner.model, part.inputs) / dist.get_world_size(), {}
 
     mini_batch = MiniBatch(micro_batches, Divisors.of(batch))
     first = whole_gradient(learner, batch, mini_batch, loss)
@@ -62,7 +61,7 @@ def right(path: str, micro_batches: list[list[int]]) -> dict[str, Tensor]:
     """The gradient of these rows of every rank, of a model that is not sharded."""
     model = load_language_model(model_config(path), torch.float32)
     for part in micro_batches:
-        loss_of(model, rows(0).select(part)).backward()
+        loss_of(model, pack_rows(rows(0).select(part), padded=False)).backward()
     gradient = {name: required(value.grad) for name, value in model.named_parameters()}
     for value in gradient.values():
         dist.all_reduce(value)

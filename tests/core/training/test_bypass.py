@@ -14,7 +14,7 @@ from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrec
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.learner import BatchLoss, Learner
 from hybridrl.core.training.losses import LossConfig, policy_loss, prepare_rejection
-from hybridrl.core.training.packing import pack_rows
+from hybridrl.core.training.packing import MicroBatch, pack_rows
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.required import required
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
@@ -76,9 +76,9 @@ def batch_for(learner: Learner) -> tuple[Batch, Tensor]:
 
 
 def loss_of(learner: Learner, loss: LossConfig) -> BatchLoss:
-    def compute(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
-        found = learner.model(pack_rows(part, padded=False), loss.temperature, entropies=True, entropy_gradient=True)
-        return (0 * found.log_probs.sum(), {}) if totals is None else policy_loss(found, part, totals, loss)
+    def compute(part: MicroBatch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
+        found = learner.model(part.inputs, loss.temperature, entropies=True, entropy_gradient=True)
+        return (0 * found.log_probs.sum(), {}) if totals is None else policy_loss(found, part.rows, totals, loss)
 
     return compute
 

@@ -156,7 +156,7 @@ def test_an_early_gradient_of_zero_needs_no_more_logits(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"entropies": True, "entropy_gradient": True}, {"against": True}])
-def test_a_gradient_that_differs_from_the_early_one_is_correct(options, monkeypatch):
+def test_a_gradient_that_differs_from_the_early_one_is_not_a_number_and_so_reaches_no_parameter(options, monkeypatch):
     chunks_of(4, monkeypatch)
 
     def other(outputs: TokenOutputs) -> Tensor:
@@ -164,8 +164,7 @@ def test_a_gradient_that_differs_from_the_early_one_is_correct(options, monkeypa
         return loss(outputs) + last.sum().square()
 
     made = case(loss_gradient=loss_gradient, **options)
-    torch.testing.assert_close(gradients(made, other), gradients(case(**options), other))
-    assert products(made, other)[0] == products(case(**options), other)[0]
+    assert all(value.isnan().all() for value in gradients(made, other))
 
 
 def test_a_gradient_that_is_not_finite_arrives(monkeypatch):

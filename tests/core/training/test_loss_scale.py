@@ -9,13 +9,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from hybridrl.core.algorithms.objective import Divisors
-from hybridrl.core.batch import Batch
 from hybridrl.core.training.fsdp import shard_and_fill
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.model import HOST, blank_language_model
 from hybridrl.core.training.optimizer import FIRST_LOSS_SCALE, GROWTH_INTERVAL, LossScale, Optimizers
-from hybridrl.core.training.packing import pack_rows
+from hybridrl.core.training.packing import MicroBatch
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.state import load_state, state_of
 from hybridrl.required import required
@@ -36,8 +35,8 @@ def update(learner: Learner, weight: float) -> dict[str, float]:
     """One update of a loss of this weight; its shares of the metrics, and how often it was repeated."""
     batch, again = rows(0), []
 
-    def loss(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
-        actual = learner.model(pack_rows(part, padded=False), 1.0).log_probs
+    def loss(part: MicroBatch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
+        actual = learner.model(part.inputs, 1.0).log_probs
         return -weight * actual.sum() / (required(totals).tokens * dist.get_world_size()), {}
 
     mini_batch = MiniBatch([[0], [1]], Divisors.of(batch))
@@ -64,8 +63,8 @@ def broken_gradient(path: str) -> tuple[dict[str, float], float]:
     """An update whose loss is 0 and whose gradient is not a number, at any scale."""
     learner, batch = build(path, "float16"), rows(0)
 
-    def loss(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
-        actual = learner.model(pack_rows(part, padded=False), 1.0).log_probs
+    def loss(part: MicroBatch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
+        actual = learner.model(part.inputs, 1.0).log_probs
         return (actual - actual.detach()).abs().sqrt().sum(), {}
 
     (shares,) = learner.update(batch, [MiniBatch([[0, 1]], Divisors.of(batch))], loss, 1.0, step=1)

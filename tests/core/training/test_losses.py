@@ -14,13 +14,13 @@ from hybridrl.core.algorithms import algorithm
 from hybridrl.core.algorithms.algorithm import loss_terms
 from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
-from hybridrl.core.batch import Batch
+from hybridrl.core.batch import Batch, token_rows
 from hybridrl.core.training import token_outputs
 from hybridrl.core.training.fsdp import full_tensor, shard
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.losses import LossConfig, critic_objective, gradient_function, policy_loss, policy_objective
 from hybridrl.core.training.model import LanguageModel
-from hybridrl.core.training.packing import pack_rows
+from hybridrl.core.training.packing import MicroBatch, pack_rows
 from hybridrl.core.training.token_outputs import ReferenceOutputs, TokenOutputs
 from hybridrl.required import required
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
@@ -29,6 +29,7 @@ from tests.core.training.head_cases import chunks_of
 from tests.core.training.on_ranks import on_ranks
 from tests.core.training.test_state import fsdp_config
 
+NO_INPUTS = pack_rows(token_rows([[0, 1]]), padded=False)  # for stand-ins of a model, which read none
 LOSS = LossConfig(
     loss_terms("vanilla"), "seq-mean-token-mean", 1.0, temperature=0.9, grad_clip=1.0, parameters=LOSS_PARAMETERS
 )
@@ -189,11 +190,11 @@ def test_a_model_is_given_the_gradient_of_the_loss_but_not_for_rows_that_only_ke
         given.append(options["loss_gradient"])
         return TokenOutputs(torch.zeros(15, requires_grad=True))  # certain tokens
 
-    learner = SimpleNamespace(model=model, inputs=lambda rows: rows, device=torch.device("cpu"))
+    learner = SimpleNamespace(model=model, early_gradient=True)
     compute = policy_objective(learner, LOSS, hidden_of=pytest.fail, outputs=[])
-    total, shares = compute(part, None)
+    total, shares = compute(MicroBatch(part, NO_INPUTS), None)
     assert total.requires_grad and total.item() == 0 and shares == {}
-    assert compute(part, Divisors.of(part))[0].item() != 0
+    assert compute(MicroBatch(part, NO_INPUTS), Divisors.of(part))[0].item() != 0
     assert given[0] is None and callable(given[1])
 
 
@@ -214,16 +215,16 @@ def test_importance_weights_apply_to_the_policy_loss_alone(part):
 @pytest.mark.parametrize(("factor", "divisor"), [(4.0, 4), (None, 1)])
 def test_a_critic_learns_from_each_counted_token_and_an_empty_mini_batch_has_no_gradient(part, factor, divisor):
     values = torch.linspace(-1, 1, 15).requires_grad_()
-    learner = SimpleNamespace(inputs=lambda rows: rows, model=lambda inputs: values, device="cpu")
+    learner = SimpleNamespace(model=lambda inputs: values)
     section = SimpleNamespace(cliprange_value=9.0, loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=factor)
     rows = replace(part, values=torch.zeros(15), returns=torch.ones(15))
     compute, mask, error = critic_objective(learner, section), part.response_mask, values.detach() - 1
-    loss, shares = compute(rows, Divisors.of(rows))
+    loss, shares = compute(MicroBatch(rows, NO_INPUTS), Divisors.of(rows))
     loss.backward()
     divisor *= Divisors.of(rows).rows
     assert loss.item() == shares["vf_loss"].item() == pytest.approx(float(0.5 * error[mask].square().sum() / divisor))
     torch.testing.assert_close(values.grad, error * mask / divisor)
-    nothing, shares = compute(rows, None)
+    nothing, shares = compute(MicroBatch(rows, NO_INPUTS), None)
     assert nothing.item() == 0 and not shares and not torch.autograd.grad(nothing, values)[0].any()
 
 
@@ -235,10 +236,10 @@ def test_an_entropy_bonus_asks_for_entropies_with_their_gradient(part, coefficie
         asked.update(options)
         return TokenOutputs(*(torch.zeros(15, requires_grad=True) for _ in TokenOutputs._fields))
 
-    learner = SimpleNamespace(inputs=lambda rows: rows, model=model, device="cpu")
+    learner = SimpleNamespace(model=model)
     terms = loss_terms("vanilla", coefficient)
     objective = policy_objective(learner, replace(LOSS, terms=terms), pytest.fail, [])
-    loss, _ = objective(part, None)
+    loss, _ = objective(MicroBatch(part, NO_INPUTS), None)
     assert loss.item() == 0 and (asked["entropies"], asked.get("entropy_gradient", False)) == (wanted, wanted)
 
 

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridrl.core.training.packing import PackedRows, pack_rows, separate_rows
+from hybridrl.core.training.packing import MicroBatch, PackedRows, pack_rows, separate_rows, to_device
 from hybridrl.required import required
 
 
@@ -41,6 +43,33 @@ def test_the_experts_of_each_token_lie_where_it_does(two_rows):
     padded = pack_rows(two_rows, padded=True).carried["routes"]
     assert padded[:, 0].tolist() == [[0, 1], [2, 3], [4, 5], [-1, -1], [6, 7], [8, 9], [10, 11], [12, 13]]
     assert padded.dtype == torch.int16
+
+
+def test_micro_batches_keep_their_values_in_one_copy_and_a_tensor_of_several_is_sent_once(two_rows, monkeypatch):
+    """With another place in host memory as the device."""
+    rows = replace(two_rows, response_mask=torch.tensor([True, False, True]))
+    inputs, sent = pack_rows(rows, padded=False), []
+    parts = [MicroBatch(rows, inputs), MicroBatch(rows, replace(inputs, targets=inputs.targets + 1), inputs)]
+
+    class Device:
+        type = "other"
+
+    def moved(buffer: torch.Tensor, device: Device, **_: object) -> torch.Tensor:
+        sent.append(buffer.numel())
+        return buffer.clone()
+
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    again = to_device(parts, Device())
+    monkeypatch.undo()
+    for before, after in zip(parts, again, strict=True):
+        values: list[list[torch.Tensor]] = [[], []]
+        for part, tensors in zip((before, after), values, strict=True):
+            part.map(lambda tensor, tensors=tensors: tensors.append(tensor) or tensor)
+        assert len(values[0]) == len(values[1]) > 10
+        for one, other in zip(*values, strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other)
+    assert required(again[1].against).targets.data_ptr() == again[0].inputs.targets.data_ptr()
+    assert len(sent) == 1 and sent[0] <= 14 * 64, "each of 14 tensors, all small, takes the bytes of its alignment"
 
 
 def test_moving_inputs_moves_every_tensor(two_rows):

@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.core.algorithms.objective import Divisors
-from hybridrl.core.batch import Batch
+from hybridrl.core.training import token_outputs
 from hybridrl.core.training.fsdp import full_tensor, local, reshard
 from hybridrl.core.training.learner import Learner
-from hybridrl.core.training.packing import pack_rows
+from hybridrl.core.training.packing import MicroBatch
 from hybridrl.core.training.planning import MiniBatch
+from hybridrl.core.training.token_outputs import TokenOutputs
 from tests.core.training.on_ranks import on_ranks
 from tests.core.training.test_state import build, rows
 
@@ -21,8 +22,8 @@ def update(learner: Learner, weight: float, step: int) -> dict[str, float]:
     """One update of a loss of this weight; the first rank has a row, the others a dummy."""
     batch = rows(0)
 
-    def loss(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs = learner.model(pack_rows(part, padded=False), 1.0).log_probs
+    def loss(part: MicroBatch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs = learner.model(part.inputs, 1.0).log_probs
         return (0.0 if totals is None else weight) * log_probs.sum(), {}
 
     mini_batch = MiniBatch([[] if dist.get_rank() else [0]], Divisors.of(batch))
@@ -62,6 +63,28 @@ def without_gradient(path: str, skip: bool) -> tuple[list[dict[str, float]], lis
     return metrics, moved, learner.optimizers.updates
 
 
+def early(path: str, right: bool) -> tuple[list[dict[str, float]], dict[str, Tensor], list[int]]:
+    """Two updates of a loss that passes a gradient early, which is right or another one: the metrics, the weights, and
+    how many repetitions there have been after each."""
+    token_outputs.FEWEST_TOKENS, token_outputs.CHUNK_BYTES["cpu"] = 4, 1  # three chunks
+    learner, batch, repeated, metrics, after = build(path), rows(0), [], [], []
+
+    def of(outputs: TokenOutputs) -> TokenOutputs:
+        values = outputs.log_probs * torch.arange(1, 11)
+        return TokenOutputs(2 * outputs.log_probs if right else values)
+
+    def loss(part: MicroBatch, _: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
+        given = of if learner.early_gradient else None
+        log_probs = learner.model(part.inputs, 1.0, loss_gradient=given).log_probs
+        return log_probs.square().sum(), {}
+
+    for step in (1, 2):
+        mini_batch = MiniBatch([[0, 1]], Divisors.of(batch))
+        metrics += learner.update(batch, [mini_batch], loss, 1.0, step, on_retry=lambda: repeated.append(1))
+        after.append(len(repeated))
+    return metrics, weights(learner), after
+
+
 # -- tests -------------------------------------------------------------------------------------------------------------
 
 
@@ -80,3 +103,16 @@ def test_an_update_without_a_gradient_moves_nothing_if_it_is_to_be_skipped(direc
         assert moved == [True, not skip] and updates == 2
         assert [shares["skipped_updates"] for shares in metrics] == [0, 0]
         assert [shares.get("zero_gradient_share") for shares in metrics] == ([0, 0.5] if skip else [None, None])
+
+
+def test_an_update_whose_loss_passed_another_gradient_early_is_repeated_without_it_and_no_later_one_passes_any(
+    directory,
+):
+    ((metrics, moved, repeated), (right_metrics, right, unrepeated)) = (
+        on_ranks(1, early, directory, passed)[0] for passed in (False, True)
+    )
+    assert (repeated, unrepeated) == ([1, 1], [0, 0])
+    assert [shares["skipped_updates"] for shares in metrics] == [0, 0]
+    assert metrics == [pytest.approx(shares, rel=1e-5) for shares in right_metrics]
+    for name, value in moved.items():
+        torch.testing.assert_close(value, right[name], rtol=1e-5, atol=1e-7)

@@ -36,7 +36,7 @@ from hybridrl.core.training.layout import layout
 from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.model import ValueModel, blank_language_model
 from hybridrl.core.training.optimizer import Optimizers
-from hybridrl.core.training.packing import pack_rows
+from hybridrl.core.training.packing import MicroBatch
 from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.state import StateWriter, load_state, state_of
 from hybridrl.required import required
@@ -96,8 +96,8 @@ def rows(update: int) -> Batch:
 def train(learner: Learner, updates: range) -> list[float]:
     """Run updates of these numbers. Returns their learning rates."""
 
-    def loss(part: Batch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
-        inputs = pack_rows(part, padded=False)
+    def loss(part: MicroBatch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs = part.inputs
         critic = isinstance(learner.model, ValueModel)
         actual = (learner.model(inputs) - 1).square() if critic else -learner.model(inputs, 1.0).log_probs
         return actual.sum() / (required(totals).tokens * dist.get_world_size()), {}
