@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1986,
     "compat": 3224,
     "config": 4747,
-    "core": 13240,
+    "core": 13242,
     "data": 1887,
     "doctor": 4588,
     "environments": 180,
@@ -29,7 +29,7 @@ LINES = {
     "tracking": 1927,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 54337
+TOTAL = 54339
 FILES = {"core": 71, "hybridrl": 257}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

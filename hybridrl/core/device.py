@@ -270,12 +270,14 @@ def room(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def carve(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of a buffer of bytes, with the types and shapes of these tensors."""
-    views, begin = [], 0
+    """Return tensors in the memory of a buffer of bytes, with the types and shapes of these tensors. Autograd does not
+    take a change of one for a change of the others, as it would with views."""
+    parts, begin = [], buffer.storage_offset()
     for tensor in tensors:
-        views.append(buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        part = torch.empty(0, dtype=tensor.dtype, device=buffer.device)
+        parts.append(part.set_(buffer.untyped_storage(), begin // tensor.itemsize, tensor.shape))
         begin += room([tensor])
-    return views
+    return parts
 
 
 def memory_left() -> int:

@@ -20,8 +20,8 @@ def base_model(path: str, key: str) -> str:
 
 def whole_model(path: str, directory: Path, key: str) -> str:
     """Return the Hugging Face directory of a model: `path` itself, or for shards and adapters a merge of them in
-    `directory`; the base of an adapter that is untrained, which the merger rejects. Raises ConfigError if it cannot be
-    merged; `key` is the setting that names it."""
+    `directory`. The merger rejects an untrained adapter: its base is returned. Raises ConfigError if the model cannot
+    be merged; `key` is the setting that names it."""
     from hybridrl.checkpoint.read import open_adapter
     from hybridrl.model_merger.__main__ import main
 

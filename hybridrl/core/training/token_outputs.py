@@ -343,7 +343,7 @@ class _Differentiable(torch.autograd.Function):
         filled, gradients, ctx.filled, ctx.gradients = ctx.filled, ctx.gradients, None, None
         if gradients is not None:
             factor = _factor(arrived, ctx.early)
-            if factor.is_cpu and factor == 1:  # read where that waits for nothing: the gradients are large
+            if factor.is_cpu and factor == 1:  # reading it waits for nothing here, and the gradients are large
                 return *gradients, None
             return *(value if value is None else value.mul_(factor) for value in gradients), None
         return *ctx.chunks.gradients(ctx.needs_input_grad[:3], arrived, filled), None

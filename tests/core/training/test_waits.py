@@ -1,7 +1,7 @@
 """In an update the host copies to the device once, before the first forward pass, and waits for it once, at the end;
 counted on the meta device, as on a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybridrl.config.catalog import ENTROPY, POLICY_LOSSES, POLICY_READS, LossTerm
 from hybridrl.config.values import Aggregation
@@ -39,8 +40,12 @@ LOSSES |= {
 
 
 @pytest.fixture(autouse=True)
-def scripts(monkeypatch) -> None:
+def scripts(monkeypatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(SCRIPTS))
+    had_group = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not had_group:  # by a script
+        dist.destroy_process_group()
 
 
 def batch() -> Batch:
