@@ -274,7 +274,7 @@ def carve(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.T
     take a change of one for a change of the others, as it would with views."""
     parts, begin = [], buffer.storage_offset()
     for tensor in tensors:
-        part = torch.empty(0, dtype=tensor.dtype, device=buffer.device)
+        part: Any = torch.empty(0, dtype=tensor.dtype, device=buffer.device)
         parts.append(part.set_(buffer.untyped_storage(), begin // tensor.itemsize, tensor.shape))
         begin += room([tensor])
     return parts
