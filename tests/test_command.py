@@ -59,7 +59,6 @@ def test_merge_is_the_mergers_first_operation(tmp_path):
         (["explain", "trainer.seed"], "explain"),
         (["reward", "reward.scale=2", "--rows", "rows.jsonl", "reward.name=gsm8k"], "rescore"),
         (["reward", "--rows=rows.jsonl", "--data-source", "gsm8k"], "rescore"),
-        (["clean"], "clean"),
     ],
 )
 def test_former_names_work_and_print_the_present_one(tmp_path, monkeypatch, words, name):

@@ -1,5 +1,6 @@
 """Launch scripts are evaluated as bash does, without any effect."""
 
+import re
 import socket
 import subprocess
 import time
@@ -257,7 +258,7 @@ def test_what_is_no_launch_script_is_rejected(doctor, script, content):
 
 def printed(output: str, name: str = "train") -> list[str]:
     """The words of the printed command, which must be accepted unchanged."""
-    command = output[output.index(start := f"hybridrl {name} ") + len(start) :]
+    command = re.split(rf"^hybridrl {name} ", output, maxsplit=1, flags=re.M)[1]
     made = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True)
     words = made.stdout.split("\0")[:-1]
     schema, file = (PPOConfig, "ppo_trainer") if name == "train" else (SFTConfig, "sft_trainer")
