@@ -1,4 +1,4 @@
-"""What the micro-batches of an update ask of a GPU, without one: `python scripts/benchmark/count_update.py`
+"""Count what an update asks of a GPU, without one: `python scripts/benchmark/count_update.py`
 
 The update's own code runs on the meta device (launches.py): kernels are counted with the bytes that they read and write
 and the operations of matrix products; waits of the host and copies from it are listed with their lines. FSDP and the
@@ -155,7 +155,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def unused(*_: object) -> None:
-    raise NotImplementedError("a loss without another model")
+    raise RuntimeError("no term of this loss compares the policy with another model")
 
 
 if __name__ == "__main__":
