@@ -1,5 +1,7 @@
 """Sharding a model over the training ranks with FSDP2, and working with its sharded tensors (DTensors)."""
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -14,7 +16,7 @@ from transformers import PreTrainedModel
 from hybridrl.checkpoint.export import Part, own_tensors
 from hybridrl.config.schema import FSDPConfig
 from hybridrl.core import device as devices
-from hybridrl.core.training.layout import Layout, by_mesh, cut, shard_experts
+from hybridrl.core.training.layout import Layout, cut, shard_experts
 from hybridrl.core.training.loading import fill, layer_classes
 from hybridrl.core.training.model import LanguageModel, ValueModel, new_head, without_pairs
 
@@ -141,15 +143,29 @@ def full_tensor(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def clip_gradient(model: nn.Module, limit: float) -> Tensor:
-    """Scale the gradients to a norm of at most `limit`; return the norm before, which is not read; collective."""
-    groups = by_mesh([parameter for parameter in model.parameters() if parameter.grad is not None])
-    if len(groups) == 1:
-        return full_tensor(nn.utils.clip_grad_norm_(groups[0], limit))
-    norms = [full_tensor(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups]
-    norm = torch.stack(norms).norm()
-    for group in groups:
-        nn.utils.clip_grads_with_norm_(group, limit, norm)
+    """Scale the gradients to a norm of at most `limit`; return the norm before, which is not read; collective. It works
+    on shards, as DTensor's operations keep the host busy for several times as long."""
+    shards: dict[int, list[Tensor]] = defaultdict(list)  # by the number of ranks that have the same
+    for gradient in (parameter.grad for parameter in model.parameters() if parameter.grad is not None):
+        shards[dist.get_world_size() // _cuts(gradient)].append(local(gradient))
+    squares = [torch.stack(_norms(same)).double().square().sum() / ranks for ranks, same in shards.items()]
+    total = torch.stack(squares).sum()
+    dist.all_reduce(total)
+    norm = total.sqrt().float()
+    torch._foreach_mul_([shard for same in shards.values() for shard in same], (limit / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch._foreach_norm(tensors, 2, torch.float32)
+
+
+def _cuts(tensor: Tensor) -> int:
+    """Return the number of shards of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    placed = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in placed if not placement.is_replicate())
 
 
 def local(tensor: Tensor) -> Tensor:

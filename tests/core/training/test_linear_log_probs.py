@@ -126,7 +126,7 @@ def test_logits_of_a_single_chunk_are_computed_once_for_any_loss():
 @pytest.mark.parametrize("tokens", [0, 1, TOKENS])
 def test_no_gradient_has_what_was_in_its_memory_before(early, tokens, monkeypatch):
     chunks_of(4, monkeypatch)
-    made = case(bias=True, loss_gradient=early and (lambda outputs: TokenOutputs(torch.ones_like(outputs.log_probs))))
+    made = case(bias=True, loss_gradient=early and (lambda outputs, _: TokenOutputs(torch.ones_like(outputs.log_probs))))
     made = made._replace(hidden=made.hidden.detach()[:tokens].requires_grad_(), targets=made.targets[:tokens])
     right = made._replace(spec=OutputSpec())
     expected = gradients(right, lambda outputs: outputs.log_probs.sum())
@@ -150,7 +150,7 @@ def test_a_multiple_of_the_early_gradient_needs_no_more_logits(factor, monkeypat
 
 def test_an_early_gradient_of_zero_needs_no_more_logits(monkeypatch):
     chunks_of(4, monkeypatch)
-    made = case(loss_gradient=lambda outputs: TokenOutputs(torch.zeros(TOKENS)))
+    made = case(loss_gradient=lambda outputs, _: TokenOutputs(torch.zeros_like(outputs.log_probs)))
     assert products(made, lambda outputs: 0 * outputs.log_probs.sum()) == [3, 3, 3]
     assert not any(required(value.grad).any() for value in made.inputs)
 
@@ -215,7 +215,7 @@ def test_in_float16_the_early_gradient_is_not_used_as_it_would_vanish_unscaled(m
         hidden, weight = (value.detach().half().requires_grad_() for value in (full.hidden, full.head.weight))
         return Case(hidden, Head(weight), full.targets, OutputSpec(loss_gradient=early))
 
-    made = half(lambda outputs: TokenOutputs(torch.full((TOKENS,), tiny)))
+    made = half(lambda outputs, _: TokenOutputs(torch.full_like(outputs.log_probs, tiny)))
     actual = gradients(made, lambda outputs: 2.0**16 * tiny * outputs.log_probs.sum())
     torch.testing.assert_close(actual, gradients(half(None), lambda outputs: 2.0**16 * tiny * outputs.log_probs.sum()))
     assert actual[0].any()
