@@ -97,7 +97,8 @@ class PlannedRun:
         for name, sizes in models.sizes.items():
             entry, language = worker.models[name], worker.models[name].head == "language"
             muon = entry.trained is not None and entry.trained.optimizer.optimizer == "Muon"
-            shard = Shard(sizes, entry.fsdp, muon=muon, frozen=entry.trained is None)
+            whole = self.devices * config.trainer.nnodes == 1 and not entry.fsdp.offload_policy
+            shard = Shard(sizes, entry.fsdp, muon=muon, frozen=entry.trained is None, whole=whole)
             if entry.trained is None:
                 self.frozen[name] = shard, entry.fsdp.offload_policy and not self.on_cpu
             else:

@@ -20,6 +20,7 @@ from hybridrl.core.training.loading import layer_classes
 from hybridrl.core.training.lora import add_adapter
 from hybridrl.core.training.model import blank_language_model, blank_value_model, without_pairs
 from hybridrl.core.training.token_outputs import tokens_at_once
+from hybridrl.core.training.working_copies import GRADIENT_BYTES
 from hybridrl.core.weights.buckets import buffer_bytes, plan_buckets
 from hybridrl.runs.models import SECTIONS
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
@@ -148,9 +149,11 @@ def sync_buffer(model: PreTrainedModel, dtype: str, limit: int) -> int:
 
 
 class Shard:
-    """One rank's share of a model, `frozen` or trained."""
+    """One rank's share of a model, `frozen` or trained; `whole`: on a single rank, where it is not sharded."""
 
-    def __init__(self, sizes: ModelSizes, fsdp: FSDPConfig, *, muon: bool = False, frozen: bool = False) -> None:
+    def __init__(
+        self, sizes: ModelSizes, fsdp: FSDPConfig, *, muon: bool = False, frozen: bool = False, whole: bool = False
+    ) -> None:
         self.sizes, self.computed, ranks = sizes, ITEMSIZE[fsdp.dtype or "float32"], fsdp.fsdp_size
         computed, self.adapted, self.reshards = self.computed, sizes.trained < sizes.held, fsdp.reshard_after_forward
         # By how many ranks the same part is sharded, for dense parameters and for experts.
@@ -172,6 +175,10 @@ class Shard:
         # once the embedding has its gradient; or a layer's, while the head's gradient waits for the embedding's.
         outside, layer = sizes.outside * (computed + FULL), sizes.layer * (computed + FULL)
         self.reduced = 0 if self.adapted else max(outside, layer + sizes.vocabulary * sizes.hidden * computed)
+        if whole:  # copies in the computed type; a matrix's gradient, of which there may be a sum already, and its copy
+            copied = computed < FULL
+            self.gathered = sizes.trained * computed * copied
+            self.reduced = sizes.largest * (computed + FULL * copied) + GRADIENT_BYTES * copied
 
     def activations(self, tokens: int, model: ModelConfig, *, by_rows: bool) -> float:
         """Activations that autograd keeps of a micro-batch, at most. Under checkpointing: every layer's input, and all

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -18,13 +19,15 @@ from hybridrl.config.schema import FSDPConfig
 from hybridrl.core import device as devices
 from hybridrl.core.training.layout import Layout, cut, shard_experts
 from hybridrl.core.training.loading import fill, layer_classes
-from hybridrl.core.training.model import LanguageModel, ValueModel, new_head, without_pairs
+from hybridrl.core.training.model import LanguageModel, TokenModel, ValueModel, new_head, without_pairs
+from hybridrl.core.training.working_copies import WorkingCopies
 
 Model = TypeVar("Model", bound=LanguageModel | ValueModel)
 
 
 def shard(model: Model, config: FSDPConfig, meshes: Layout, *, offloaded: bool = False) -> Model:
-    """Shard a model in place, layer by layer, then the rest; `offloaded` expects shards and gradients on the host."""
+    """Shard a model in place, layer by layer, then the rest; `offloaded` expects shards and gradients on the host. A
+    model on a single rank stays whole, with `WorkingCopies`, unless it is offloaded."""
     dtype = getattr(torch, config.dtype or "float32")
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if dtype == torch.float32 and config.model_dtype == "float32":
@@ -38,6 +41,11 @@ def shard(model: Model, config: FSDPConfig, meshes: Layout, *, offloaded: bool =
         compile_layers(layers)
     if isinstance(model, LanguageModel) and meshes.dense.device_type == "cpu":
         add_rows_to_the_heads_gradient(model)
+    if dist.get_world_size() == 1 and not offloaded:
+        model.copies = WorkingCopies(model, dtype)
+        for layer in layers if dtype != torch.float32 else ():
+            layer.register_forward_pre_hook(partial(_in_type, dtype), with_kwargs=True)
+        return model
     for experts in cut(model.model, meshes):
         shard_experts(experts, meshes, {"reshard_after_forward": config.reshard_after_forward, **options})
     for layer in layers:
@@ -61,11 +69,15 @@ def add_rows_to_the_heads_gradient(model: LanguageModel) -> None:
         embedding.sparse = True
 
 
-def reduce_gradients(model: nn.Module, *, offloaded: bool, last: bool) -> None:
-    """Make the next backward pass reduce gradients over the ranks. A single rank reduces only after the `last`
-    micro-batch: until then autograd accumulates its gradients, without copies and without more memory."""
-    if isinstance(model, fsdp2.FSDPModule) and dist.get_world_size() == 1 and not offloaded:
-        model.set_requires_gradient_sync(last)
+def _in_type(dtype: torch.dtype, _: nn.Module, arguments: tuple, options: dict[str, Any]) -> tuple[tuple, dict]:
+    """Return a layer's inputs with floating-point tensors in this type, as FSDP2 passes them to a sharded layer."""
+
+    def cast(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(cast, value))
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return cast(arguments), {name: cast(value) for name, value in options.items()}
 
 
 def compile_layers(layers: list[nn.Module], backend: Any = "inductor") -> None:
@@ -90,7 +102,10 @@ def shard_and_fill(
 
 
 def reshard(model: nn.Module) -> None:
-    """Free every gathered parameter: a forward pass without a backward pass leaves some, always the root's."""
+    """Free every gathered parameter: a forward pass without a backward pass leaves some, always the root's. A model
+    that is not sharded gets its parameters back, with their gradients."""
+    if isinstance(model, TokenModel) and model.copies is not None:
+        return model.copies.release()
     for module in model.modules():
         if isinstance(module, fsdp2.FSDPModule):
             module.reshard()

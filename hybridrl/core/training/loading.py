@@ -109,10 +109,12 @@ def fill(
     """Read a model's weights to this device; for a sharded model only this rank's part. `fresh` has the
     tensors that the directory or hub name may lack. Raises ValueError if a tensor has another shape, or is missing and
     would stay uninitialised."""
-    weights = dict(fresh or {}) | open_weights(path)
+    weights, frozen = dict(fresh or {}) | open_weights(path), _frozen(model)
     plan = LoadStateDictConfig(device_map={"": device}, weight_mapping=get_model_conversion_mapping(model))
     result, _ = convert_and_load_state_dict_in_model(model, weights, plan)
     model.tie_weights(missing_keys=result.missing_keys, recompute_mapping=False)
+    for name in frozen:  # it makes new parameters of a model that is not sharded, all trained
+        model.get_parameter(name).requires_grad_(False)
     # Checkpoints are written in the family's standard form, whichever form was read.
     model._weight_conversions = None
     if other := sorted(f"{name}: {list(ours)} for {list(theirs)}" for name, ours, theirs in result.mismatched_keys):
@@ -122,6 +124,10 @@ def fill(
     if names := sorted(result.missing_keys):
         raise ValueError(f"{path}: {len(names)} of the model's weights are missing ({', '.join(names[:3])})")
     return model
+
+
+def _frozen(model: PreTrainedModel) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
 
 def open_weights(path: str) -> dict[str, Weight]:
