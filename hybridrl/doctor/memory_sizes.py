@@ -175,10 +175,11 @@ class Shard:
         # once the embedding has its gradient; or a layer's, while the head's gradient waits for the embedding's.
         outside, layer = sizes.outside * (computed + FULL), sizes.layer * (computed + FULL)
         self.reduced = 0 if self.adapted else max(outside, layer + sizes.vocabulary * sizes.hidden * computed)
-        if whole:  # copies in the computed type; a matrix's gradient, of which there may be a sum already, and its copy
-            copied = computed < FULL
-            self.gathered = sizes.trained * computed * copied
-            self.reduced = sizes.largest * (computed + FULL * copied) + GRADIENT_BYTES * copied
+        if whole and computed == FULL:  # a matrix's gradient, of which there may be a sum already
+            self.gathered, self.reduced = 0, sizes.largest * FULL
+        elif whole:  # copies of the parameters; gradients and their copies in float32
+            arrived = min(sizes.trained, sizes.largest + GRADIENT_BYTES // computed)
+            self.gathered, self.reduced = sizes.trained * computed, arrived * (computed + FULL)
 
     def activations(self, tokens: int, model: ModelConfig, *, by_rows: bool) -> float:
         """Activations that autograd keeps of a micro-batch, at most. Under checkpointing: every layer's input, and all

@@ -268,12 +268,14 @@ def test_an_update_holds_parameters_gradients_moments_and_one_micro_batch(load):
     assert needs["optimizer"] == 8 * PARAMETERS
     assert needs["activations"] == 512 * 4 * token
     assert needs["logits"] == 2.5 * (512 * 80 * 4)
-    reduced = 2 * 4 * LAYER + 4 * EMBEDDING  # a layer's gradient, twice, and the head's
-    assert needs["gathered"] == 4 * (EMBEDDING + NORM + 2 * LAYER) + reduced
+    assert needs["gathered"] == 4 * EMBEDDING, "the largest gradient of a micro-batch, which its sum takes up"
     assert engine_memory(run, "policy update")["rollout weights"] == 4 * (2 * PARAMETERS + EMBEDDING)
+    half = trainer_memory(run_of(load(f"{ACTOR}.fsdp_config.dtype=bfloat16")), "policy update")
+    assert half["gathered"] == 2 * PARAMETERS + (2 + 4) * PARAMETERS, "copies, and gradients that have arrived"
 
 
 CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
+REDUCED = 2 * 4 * LAYER + 4 * EMBEDDING  # a layer's gradient, twice, and the head's
 LAYER_WIDTH = 6 * 8 + 3 * 64 + 2 * 32 + 4 * 16
 PRODUCTS = 3 * 8 + 2 * 64 + 2 * 32 + 2 * 16  # results of matrix products, of attention, and the layer's input
 
@@ -284,12 +286,13 @@ PRODUCTS = 3 * 8 + 2 * 64 + 2 * 32 + 2 * 16  # results of matrix products, of at
         (f"{CHECKPOINTING}=false", "activations", 512 * 4 * 2 * LAYER_WIDTH),
         ("actor_rollout_ref.model.selective_checkpointing=true", "activations", 512 * 4 * (2 * PRODUCTS + LAYER_WIDTH)),
         (f"{ACTOR}.optim.optimizer=Muon", "optimizer", 4 * (2 * LAYER + 2 * (EMBEDDING + NORM))),
-        (f"{FSDP}.reshard_after_forward=false", "gathered", 4 * PARAMETERS + 2 * 4 * LAYER + 4 * EMBEDDING),
+        ("trainer.n_gpus_per_node=2", "gathered", 4 * (EMBEDDING + NORM + 2 * LAYER) + REDUCED),
+        (f"trainer.n_gpus_per_node=2 {FSDP}.reshard_after_forward=false", "gathered", 4 * PARAMETERS + REDUCED),
     ],
 )
 def test_an_update_depends_on_how_the_model_is_trained(load, key, kind, size):
-    needs = trainer_memory(run_of(load(f"{ACTOR}.ppo_max_token_len_per_gpu=512", key)), "policy update")
-    assert needs[kind] == size
+    keys = [f"{ACTOR}.ppo_max_token_len_per_gpu=512", *key.split()]
+    assert trainer_memory(run_of(load(*keys)), "policy update")[kind] == size
 
 
 def test_a_frozen_model_under_an_adapter_has_the_computed_type_and_neither_gradients_nor_moments(load):
@@ -297,8 +300,7 @@ def test_a_frozen_model_under_an_adapter_has_the_computed_type_and_neither_gradi
     needs, trained = trainer_memory(run, "policy update"), run.models.policy.trained
     assert needs["parameters"] == 4 * trained + 2 * PARAMETERS
     assert (needs["gradients"], needs["optimizer"]) == (4 * trained, 8 * trained)
-    gathered = run.models.policy.outside + 2 * run.models.policy.layer
-    assert needs["gathered"] == 2 * gathered, "no gradient of the base is reduced"
+    assert needs["gathered"] == (2 + 2 + 4) * trained, "its copies and gradients, none of the base"
 
 
 def test_log_probs_hold_the_largest_tensors_of_one_layer(load):
@@ -418,7 +420,7 @@ HALF_B |= {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64}
         (SEVEN_B, 2 * 3584 * 3584 + 3584 + 2 * (3584 * 512 + 512) + 3 * 3584 * 18944 + 2 * 3584,
          2 * 152064 * 3584 + 3584, 7_615_616_512, 8, 33.0),
         (HALF_B, 2 * 896 * 896 + 896 + 2 * (896 * 128 + 128) + 3 * 896 * 4864 + 2 * 896,
-         151936 * 896 + 896, 494_032_768, 1, 13.3),
+         151936 * 896 + 896, 494_032_768, 1, 14.1),
     ],
     ids=["7B", "0.5B"],
 )  # fmt: skip
@@ -431,14 +433,18 @@ def test_the_update_of_a_real_model(load, model_file, shape, layer, outside, par
     run = run_of(load("trainer.device=cuda", f"trainer.n_gpus_per_node={gpus}", *LONG_ROWS))
     update = trainer_memory(run, "policy update") + engine_memory(run, "policy update")
     keys = shape["num_key_value_heads"] * shape["head_dim"]
+    # Embedding and head, a layer and the next; gradients of embedding and head, and their copy in float32. On one GPU
+    # copies of all parameters; gradients of the largest matrix and of 64 MiB more.
+    gathered = 2 * (outside + 2 * layer) + (2 + 4) * outside
+    if gpus == 1:
+        gathered = 2 * parameters + (2 + 4) * (vocabulary * hidden + 2**25)
     assert update == {
         "CUDA contexts": (1.3 + 0.7) * GIB,
         "sleeping engine": 0.8 * GIB,
         "parameters": 4 * parameters / gpus,
         "gradients": 4 * parameters / gpus,
         "optimizer": 8 * parameters / gpus,
-        # Embedding and head, a layer and the next; gradients of embedding and head, and their copy in float32.
-        "gathered": 2 * (outside + 2 * layer) + (2 + 4) * outside,
+        "gathered": gathered,
         # Every layer's input, and one layer: 8 of norms and residual stream, query and key, four of the MLP.
         "activations": 16384 * 2 * (layers * hidden + 8 * hidden + 2 * (hidden + keys) + 4 * intermediate),
         "logits": (2**30 // (4 * vocabulary)) * vocabulary * 2,  # a chunk
