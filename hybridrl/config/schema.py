@@ -91,7 +91,7 @@ class ModelConfig(LoRAConfig):
 
     @property
     def recomputes_every(self) -> int:
-        """N where every N-th layer is recomputed, 0 where none is. Undecided: all are."""
+        """N for every N-th layer, 0 for no layer; all layers if it is undecided."""
         return 1 if self.enable_gradient_checkpointing is None else int(self.enable_gradient_checkpointing)
 
 

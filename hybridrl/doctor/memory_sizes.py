@@ -185,8 +185,9 @@ class Shard:
         layer = norms * sizes.hidden + 2 * attention + by_rows * sizes.query / sizes.heads + 4 * inner + routed
         every = model.recomputes_every
         recomputed = -(-sizes.layers // every) if every else 0
-        kept = KEPT if model.selective_checkpointing and self.compiled else 1
-        saved = (sizes.layers - recomputed) * layer * kept + recomputed * sizes.hidden + layer * (every > 0 or kept < 1)
+        share = KEPT if model.selective_checkpointing and self.compiled else 1
+        saved = (sizes.layers - recomputed) * layer * share + recomputed * sizes.hidden
+        saved += layer * (every > 0 or share < 1)
         return tokens * saved * self.computed
 
     def forward(self, tokens: int) -> float:
