@@ -54,7 +54,7 @@ BASE = "with recomputation"
 # Settings with which the update is also measured, in separate training ranks without an engine on the device.
 VARIANTS = {
     "without recomputation": ["actor_rollout_ref.model.enable_gradient_checkpointing=false"],
-    "selective recomputation": ["actor_rollout_ref.model.selective_checkpointing=true"],
+    "every second layer recomputed": ["actor_rollout_ref.model.enable_gradient_checkpointing=2"],
     "compiled layers": [
         "actor_rollout_ref.actor.fsdp_config.compile_layers=true",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
@@ -148,6 +148,7 @@ class Bench:
             f"data.max_response_length={load.width}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens or load.rows * load.width}",
+            "actor_rollout_ref.actor.fsdp_config.compile_layers=false",
             "actor_rollout_ref.rollout.max_num_seqs=256",
             "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
         ]
