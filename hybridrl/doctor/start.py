@@ -167,7 +167,9 @@ def choose_recomputation(run: PlannedRun, findings: Findings) -> PlannedRun:
         model = section.model if isinstance(section, CriticConfig) else run.config.actor_rollout_ref.model
         tokens, least = section.ppo_max_token_len_per_gpu, max(FEWEST_TOKENS, run.longest)
         halved = [tokens >> times for times in range(1, tokens.bit_length()) if tokens >> times >= least]
-        tried = [*product((False, 2), [tokens, *halved] if budget.rows is None else [tokens]), (True, tokens)]
+        # Not by the memory that is free on a CPU: a resumed run, which repeats the same numbers, may find another one.
+        sizes = [tokens] if run.on_cpu or budget.rows is not None else [tokens, *halved]
+        tried = [*product((False, 2), sizes), (True, tokens)]
         if model.enable_gradient_checkpointing is not None:
             tried = [(model.enable_gradient_checkpointing, tokens)]
         for choice in tried:

@@ -135,14 +135,18 @@ def large(tmp_path, monkeypatch) -> Callable[..., PPOConfig]:
     return load
 
 
-@pytest.mark.parametrize(("left", "adapter", "learned"), [(5.4, True, True), (8.6, False, True), (9.0, False, False)])
-def test_a_run_that_does_not_fit_is_rejected_with_keys_with_which_it_does(large, left, adapter, learned):
-    start.check_start(large(left), findings := Findings())
+@pytest.mark.parametrize(
+    ("left", "longest", "adapter", "learned"),
+    [(5.4, 16, True, True), (7.8, 16, False, True), (8.6, 900, False, False)],
+)
+def test_a_run_that_does_not_fit_is_rejected_with_keys_with_which_it_does(large, left, longest, adapter, learned):
+    rows = f"data.max_response_length={longest}"
+    start.check_start(large(left, rows), findings := Findings())
     (error,) = findings.errors
     assert error.code == "memory.lack" and error.cause.endswith(f", and {start.MARGIN * left:.2f} GiB are free")
     keys, _, note = error.fix.removeprefix("set ").partition(", which ")
     assert ("lora_rank=32" in keys, note) == (adapter, "changes what is learned" * learned)
-    start.check_start(large(left, *keys.split()), findings := Findings())
+    start.check_start(large(left, rows, *keys.split()), findings := Findings())
     assert not findings.errors
 
 

@@ -46,9 +46,9 @@ class WorkingCopies:
         for each in self.copies:
             same = each.parameter.dtype == self.dtype
             each.copy.data = each.parameter.data if same else torch.empty_like(each.parameter, dtype=self.dtype)
-        others = [(each.copy.data, each.parameter.data) for each in self.copies if each.parameter.dtype != self.dtype]
+        others = [each for each in self.copies if each.parameter.dtype != self.dtype]
         if others:
-            torch._foreach_copy_(*map(list, zip(*others, strict=True)))
+            torch._foreach_copy_([each.copy.data for each in others], [each.parameter.data for each in others])
         self._put(copies=True)
 
     def release(self) -> None:
@@ -96,9 +96,11 @@ class WorkingCopies:
         gradients = [required(each.copy.grad) for each in self.arrived]
         wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
         torch._foreach_copy_(wide, gradients)
-        sums = [(each.total, more) for each, more in zip(self.arrived, wide, strict=True) if each.total is not None]
+        sums = [each.total for each in self.arrived if each.total is not None]
         if sums:
-            torch._foreach_add_(*map(list, zip(*sums, strict=True)))
+            torch._foreach_add_(
+                sums, [more for each, more in zip(self.arrived, wide, strict=True) if each.total is not None]
+            )
         for each, first in zip(self.arrived, wide, strict=True):
             each.copy.grad, each.total = None, first if each.total is None else each.total
         self.arrived, self.arrived_bytes = [], 0

@@ -126,7 +126,9 @@ def test_logits_of_a_single_chunk_are_computed_once_for_any_loss():
 @pytest.mark.parametrize("tokens", [0, 1, TOKENS])
 def test_no_gradient_has_what_was_in_its_memory_before(early, tokens, monkeypatch):
     chunks_of(4, monkeypatch)
-    made = case(bias=True, loss_gradient=early and (lambda outputs, _: TokenOutputs(torch.ones_like(outputs.log_probs))))
+    made = case(
+        bias=True, loss_gradient=early and (lambda outputs, _: TokenOutputs(torch.ones_like(outputs.log_probs)))
+    )
     made = made._replace(hidden=made.hidden.detach()[:tokens].requires_grad_(), targets=made.targets[:tokens])
     right = made._replace(spec=OutputSpec())
     expected = gradients(right, lambda outputs: outputs.log_probs.sum())

@@ -90,6 +90,7 @@ def memory(path: str) -> tuple[list[int], int]:
     """Bytes of the copies while they are used, of gradients in the type of computation after each that arrives, and of
     the copies at the end; and the number of parameters."""
     learner, sizes = build(path, "bfloat16"), []
+    assert isinstance(learner.model, LanguageModel)
     copies, inputs = required(learner.model.copies), pack_rows(rows(0), padded=False)
     with patch.object(working_copies, "GRADIENT_BYTES", 1):
         loss = learner.model(inputs, 1.0).log_probs.sum()
@@ -141,6 +142,7 @@ def test_copies_and_their_gradients_take_memory_only_while_they_are_used(directo
     (((gathered, *arriving, released), every),) = on_ranks(1, memory, directories[TIED])
     assert gathered == 2 * every and released == 0
     assert len(arriving) > 20 and max(arriving) == 0, "each joins its sum at once"
+
 
 def test_a_frozen_model_stays_frozen(directories):
     ((has_gradient, *trained),) = on_ranks(1, frozen, directories[TIED])
