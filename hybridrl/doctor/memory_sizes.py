@@ -20,7 +20,6 @@ from hybridrl.core.training.loading import KEPT, layer_classes
 from hybridrl.core.training.lora import add_adapter
 from hybridrl.core.training.model import blank_language_model, blank_value_model, without_pairs
 from hybridrl.core.training.token_outputs import tokens_at_once
-from hybridrl.core.training.working_copies import GRADIENT_BYTES
 from hybridrl.core.weights.buckets import buffer_bytes, plan_buckets
 from hybridrl.runs.models import SECTIONS
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
@@ -178,9 +177,8 @@ class Shard:
         self.reduced = 0 if self.adapted else max(outside, layer + sizes.vocabulary * sizes.hidden * computed)
         if whole and computed == FULL:  # a matrix's gradient, of which there may be a sum already
             self.gathered, self.reduced = 0, sizes.largest * FULL
-        elif whole:  # copies of the parameters; gradients and their copies in float32
-            arrived = min(sizes.trained, sizes.largest + GRADIENT_BYTES // computed)
-            self.gathered, self.reduced = sizes.trained * computed, arrived * (computed + FULL)
+        elif whole:  # copies of the parameters; a gradient, and in float32
+            self.gathered, self.reduced = sizes.trained * computed, sizes.largest * (computed + FULL)
 
     def activations(self, tokens: int, model: ModelConfig, *, by_rows: bool) -> float:
         """Activations that autograd keeps of a micro-batch, at most. Of recomputed layers: their inputs, and all of the

@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -43,8 +42,6 @@ def shard(model: Model, config: FSDPConfig, meshes: Layout, *, offloaded: bool =
         add_rows_to_the_heads_gradient(model)
     if dist.get_world_size() == 1 and not offloaded:
         model.copies = WorkingCopies(model, dtype)
-        for layer in layers if dtype != torch.float32 else ():
-            layer.register_forward_pre_hook(partial(_in_type, dtype), with_kwargs=True)
         return model
     for experts in cut(model.model, meshes):
         shard_experts(experts, meshes, {"reshard_after_forward": config.reshard_after_forward, **options})
@@ -67,17 +64,6 @@ def add_rows_to_the_heads_gradient(model: LanguageModel) -> None:
     embedding, head = model.model.get_input_embeddings(), model.model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding) and embedding.weight is head.weight:
         embedding.sparse = True
-
-
-def _in_type(dtype: torch.dtype, _: nn.Module, arguments: tuple, options: dict[str, Any]) -> tuple[tuple, dict]:
-    """Return a layer's inputs with floating-point tensors in this type, as FSDP2 passes them to a sharded layer."""
-
-    def cast(value: Any) -> Any:
-        if type(value) is tuple:
-            return tuple(map(cast, value))
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    return cast(arguments), {name: cast(value) for name, value in options.items()}
 
 
 def compile_layers(layers: list[nn.Module], backend: Any = "inductor") -> None:
@@ -163,16 +149,12 @@ def clip_gradient(model: nn.Module, limit: float) -> Tensor:
     shards: dict[int, list[Tensor]] = defaultdict(list)  # by the number of ranks that have the same
     for gradient in (parameter.grad for parameter in model.parameters() if parameter.grad is not None):
         shards[dist.get_world_size() // _cuts(gradient)].append(local(gradient))
-    squares = [torch.stack(_norms(same)).double().square().sum() / ranks for ranks, same in shards.items()]
-    total = torch.stack(squares).sum()
-    dist.all_reduce(total)
-    norm = total.sqrt().float()
+    norms = {ranks: torch.stack(torch._foreach_norm(same, 2, torch.float32)) for ranks, same in shards.items()}
+    squares = torch.stack([each.double().square().sum() / ranks for ranks, each in norms.items()]).sum()
+    dist.all_reduce(squares)
+    norm = squares.sqrt().float()
     torch._foreach_mul_([shard for same in shards.values() for shard in same], (limit / (norm + 1e-6)).clamp(max=1.0))
     return norm
-
-
-def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    return torch._foreach_norm(tensors, 2, torch.float32)
 
 
 def _cuts(tensor: Tensor) -> int:

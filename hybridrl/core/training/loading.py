@@ -101,7 +101,8 @@ def fill(
     """Read a model's weights to this device; for a sharded model only this rank's part. `fresh` has the
     tensors that the directory or hub name may lack. Raises ValueError if a tensor has another shape, or is missing and
     would stay uninitialised."""
-    weights, frozen = dict(fresh or {}) | open_weights(path), _frozen(model)
+    weights = dict(fresh or {}) | open_weights(path)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     plan = LoadStateDictConfig(device_map={"": device}, weight_mapping=get_model_conversion_mapping(model))
     result, _ = convert_and_load_state_dict_in_model(model, weights, plan)
     model.tie_weights(missing_keys=result.missing_keys, recompute_mapping=False)
@@ -116,10 +117,6 @@ def fill(
     if names := sorted(result.missing_keys):
         raise ValueError(f"{path}: {len(names)} of the model's weights are missing ({', '.join(names[:3])})")
     return model
-
-
-def _frozen(model: PreTrainedModel) -> list[str]:
-    return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
 
 def open_weights(path: str) -> dict[str, Weight]:

@@ -1,106 +1,66 @@
 """The parameters of a model that is not sharded, in the type in which it computes."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from hybridrl.required import required
-
-GRADIENT_BYTES = 64 << 20  # of gradients in the type of computation, from which on they are added to their sums
-
-
-@dataclass(eq=False)
-class Copy:
-    """A parameter's copy, the modules that have it by name, and the sum of its gradients so far in float32."""
-
-    parameter: nn.Parameter
-    copy: nn.Parameter
-    places: list[tuple[nn.Module, str]]
-    total: Tensor | None = None
-
 
 class WorkingCopies:
-    """Copies of the parameters whose type is not that of the computation, and of trained ones in half precision, whose
-    gradients have to add up in float32. `gather` puts the copies in the parameters' place, `release` puts these back
-    with their gradients.
+    """Copies of the parameters whose type is not that of the computation, and of trained ones in half precision, as
+    gradients are added in float32. `gather` puts the copies in the parameters' place; `release` undoes this, and gives
+    the parameters the sums of their gradients since then.
 
     On a single rank FSDP2 gathers nothing, and yet casts, allocates, copies and reduces each parameter by itself in
     every forward and backward pass of a layer, which keeps the host busy for half of an update. Here one operation
-    copies all parameters. Gradients leave the type of computation during the backward pass, so that both kinds are
-    never in memory together.
+    copies all parameters.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.model, self.dtype, self.gathered = model, dtype, False
-        self.copies: list[Copy] | None = None  # made when they are first needed, since loading replaces parameters
-        self.arrived: list[Copy] = []  # whose gradients are not in their sums yet
-        self.arrived_bytes = 0
+        self.copies: dict[nn.Parameter, nn.Parameter] | None = None  # later, as loading replaces parameters
+        self.sums: dict[nn.Parameter, Tensor] = {}
 
     def gather(self) -> None:
-        """Let the model compute with the copies, of the parameters' present values, if it does not yet."""
-        self._add()  # before the next backward pass adds to the same gradients
+        """Let the model compute with copies of the parameters' present values, if it does not yet."""
         if self.gathered:
             return
-        self.gathered, self.copies = True, self._made() if self.copies is None else self.copies
-        for each in self.copies:
-            same = each.parameter.dtype == self.dtype
-            each.copy.data = each.parameter.data if same else torch.empty_like(each.parameter, dtype=self.dtype)
-        others = [each for each in self.copies if each.parameter.dtype != self.dtype]
+        if self.copies is None:
+            parameters = (p for p in self.model.parameters() if p.dtype != self.dtype or p.requires_grad)
+            self.copies = {p: self._copy_of(p) for p in parameters if not p.dtype == self.dtype == torch.float32}
+        for parameter, copy in self.copies.items():
+            same = parameter.dtype == self.dtype
+            copy.data = parameter.data if same else torch.empty_like(parameter, dtype=self.dtype)
+        others = {parameter: copy for parameter, copy in self.copies.items() if parameter.dtype != self.dtype}
         if others:
-            torch._foreach_copy_([each.copy.data for each in others], [each.parameter.data for each in others])
-        self._put(copies=True)
+            torch._foreach_copy_([copy.data for copy in others.values()], [parameter.data for parameter in others])
+        self._replace(self.copies)
+        self.gathered = True
 
     def release(self) -> None:
-        """Put the parameters back, with the gradients of all backward passes since `gather`, and free the copies."""
-        if not self.gathered:
+        """Put the parameters back with their gradients, and free the copies, if the model computes with them."""
+        if not self.gathered or self.copies is None:
             return
-        self._add()
-        self._put(copies=False)
-        self.gathered = False
-        for each in required(self.copies):
-            each.copy.data = each.copy.data.new_empty(0)
-            if each.total is not None:
-                each.parameter.grad, each.total = each.total.to(each.parameter.dtype), None
+        self._replace({copy: parameter for parameter, copy in self.copies.items()})
+        for copy in self.copies.values():
+            copy.data = copy.data.new_empty(0)
+        for parameter, total in self.sums.items():
+            parameter.grad = total.to(parameter.dtype)
+        self.sums, self.gathered = {}, False
 
-    def _made(self) -> list[Copy]:
-        copies: dict[nn.Parameter, Copy] = {}
+    def _copy_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        copy = nn.Parameter(torch.empty(0, dtype=self.dtype, device=parameter.device), parameter.requires_grad)
+
+        def add(_: Tensor) -> None:
+            gradient, total, copy.grad = copy.grad, self.sums.get(parameter), None
+            if gradient is not None:
+                self.sums[parameter] = gradient.float() if total is None else total.add_(gradient)
+
+        if parameter.requires_grad:
+            copy.register_post_accumulate_grad_hook(add)
+        return copy
+
+    def _replace(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
         for module in self.model.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                if parameter.dtype == self.dtype and not (parameter.requires_grad and self.dtype != torch.float32):
-                    continue
-                if parameter not in copies:
-                    data = torch.empty(0, dtype=self.dtype, device=parameter.device)
-                    copies[parameter] = made = Copy(parameter, nn.Parameter(data, parameter.requires_grad), [])
-                    if parameter.requires_grad:
-                        made.copy.register_post_accumulate_grad_hook(lambda _, made=made: self._arrive(made))
-                copies[parameter].places.append((module, name))
-        return [*copies.values()]
-
-    def _put(self, *, copies: bool) -> None:
-        for each in required(self.copies):
-            for module, name in each.places:
-                module._parameters[name] = each.copy if copies else each.parameter
-
-    def _arrive(self, made: Copy) -> None:
-        self.arrived.append(made)
-        self.arrived_bytes += made.copy.nbytes
-        if self.arrived_bytes >= GRADIENT_BYTES:
-            self._add()
-
-    @torch.no_grad()
-    def _add(self) -> None:
-        """Add the gradients that have arrived to their sums."""
-        if not self.arrived:
-            return
-        gradients = [required(each.copy.grad) for each in self.arrived]
-        wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
-        torch._foreach_copy_(wide, gradients)
-        sums = [each.total for each in self.arrived if each.total is not None]
-        if sums:
-            torch._foreach_add_(
-                sums, [more for each, more in zip(self.arrived, wide, strict=True) if each.total is not None]
-            )
-        for each, first in zip(self.arrived, wide, strict=True):
-            each.copy.grad, each.total = None, first if each.total is None else each.total
-        self.arrived, self.arrived_bytes = [], 0
+                module._parameters[name] = others.get(parameter, parameter)
