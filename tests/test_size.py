@@ -15,9 +15,9 @@ LINES = {
     "checkpoint": 1986,
     "compat": 3224,
     "config": 4777,
-    "core": 13242,
+    "core": 13355,
     "data": 1887,
-    "doctor": 4627,
+    "doctor": 4636,
     "environments": 180,
     "evaluation": 2234,
     "health": 1017,
@@ -29,8 +29,8 @@ LINES = {
     "tracking": 1927,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 54409
-FILES = {"core": 71, "hybridrl": 257}
+TOTAL = 54531
+FILES = {"core": 72, "hybridrl": 258}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.
