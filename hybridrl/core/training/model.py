@@ -46,7 +46,7 @@ class TokenModel(nn.Module):
         super().__init__()
         self.model = model
         self.replay: RouterReplay | None = None
-        self.copies: WorkingCopies | None = None  # of a model that is not sharded
+        self.copies: WorkingCopies | None = None  # on a single rank
         # Larger ids are clamped: they are padding rows of the policy's head, hardly ever sampled.
         self.last_id = model.config.get_text_config().vocab_size - 1
         separate_rows(model)

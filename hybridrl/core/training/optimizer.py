@@ -108,9 +108,8 @@ class ShardedAdamW(AdamW):
     """AdamW that steps on this rank's shards: through DTensor the host would take several times as long. Parameters and
     moments stay DTensors, so that checkpoints know how they are sharded."""
 
-    def _init_group(
-        self, group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
-    ) -> bool:  # which fills these lists with the tensors of a step
+    def _init_group(self, group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps) -> bool:
+        # It fills these lists with the tensors of a step.
         lists = params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
         is_complex = super()._init_group(group, *lists)
         for tensors in lists:

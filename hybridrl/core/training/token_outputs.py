@@ -215,7 +215,7 @@ def _expected(values: Tensor, probabilities: Tensor) -> Tensor:
 # -- chunk by chunk ----------------------------------------------------------------------------------------------------
 
 # Size of a chunk's float32 logits. Large on CUDA, as each chunk adds to the head's gradient in the gradient's type: in
-# bfloat16 ten chunks leave an error of 0.4% of its norm, a single one of 0.2% (tests/core/training/test_linear_log_probs).
+# bfloat16 ten chunks leave an error of 0.4% of its norm, a single one of 0.2% (test_linear_log_probs.py).
 CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 1 << 30}
 # Per chunk, for any vocabulary: each chunk reads the entire head, and reads and writes its entire gradient.
 FEWEST_TOKENS = 256

@@ -1,4 +1,4 @@
-"""The parameters of a model that is not sharded, in the type in which it computes."""
+"""Parameters in the type of the computation, for a model that is not sharded."""
 
 from collections.abc import Mapping
 
@@ -11,9 +11,8 @@ class WorkingCopies:
     gradients are added in float32. `gather` puts the copies in the parameters' place; `release` undoes this, and gives
     the parameters the sums of their gradients since then.
 
-    On a single rank FSDP2 gathers nothing, and yet casts, allocates, copies and reduces each parameter by itself in
-    every forward and backward pass of a layer, which keeps the host busy for half of an update. Here one operation
-    copies all parameters.
+    On a single rank FSDP2 gathers nothing. It still casts, allocates, copies and reduces each parameter by itself in
+    every pass of a layer, half of the host's work in an update. Here one operation copies all parameters.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
