@@ -14,8 +14,8 @@ LINES = {
     "agents": 7043,
     "checkpoint": 1986,
     "compat": 3224,
-    "config": 4777,
-    "core": 13355,
+    "config": 4778,
+    "core": 13353,
     "data": 1887,
     "doctor": 4636,
     "environments": 180,
@@ -24,12 +24,12 @@ LINES = {
     "model_merger": 917,
     "report": 2505,
     "rewards": 3098,
-    "runs": 3083,
+    "runs": 3092,
     "runtime": 1602,
     "tracking": 1927,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 54531
+TOTAL = 54539
 FILES = {"core": 72, "hybridrl": 258}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
