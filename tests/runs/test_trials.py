@@ -106,7 +106,6 @@ def test_a_loss_that_no_update_could_use_is_rejected(tmp_path, body, cause):
     ],
 )
 def test_a_loss_that_reads_other_tokens_is_rejected_if_it_states_that_it_does_not(tmp_path, body, cause):
-    loss(tmp_path, body)
     with pytest.raises(ConfigError, match=f"policy_loss.loss_mode=.*mine.py:mine.*{cause}"):
         loss(tmp_path, f"{body}\nmine.by_token = True")
 
