@@ -193,10 +193,10 @@ def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tens
         raise _unusable(LOSS, name, "its loss does not depend on the log-probs", "a loss with a gradient")
     _check(LOSS, name, "the gradient", gradient, log_probs.shape, "a loss with a finite gradient")
     if entry.by_token:
-        some = slice(1, log_probs.numel() - 1)
-        rows = replace(batch, token_row=batch.response_row).tokens(some)
-        alone, _ = call_custom(LOSS, name, bound, log_probs[some], rows, trial=SOME, page=project_file(PAGE))
-        if alone.shape != log_probs[some].shape or not torch.allclose(alone, per_token[some]):
+        span = slice(1, log_probs.numel() - 1)
+        rows = replace(batch, token_row=batch.response_row).tokens(span)
+        alone, _ = call_custom(LOSS, name, bound, log_probs[span], rows, trial=SOME, page=project_file(PAGE))
+        if alone.shape != log_probs[span].shape or not torch.allclose(alone, per_token[span]):
             expected = "a loss that reads a token's own fields, or by_token=False"
             raise _unusable(LOSS, name, "it returns another loss, though it is by_token", expected, SOME)
     return per_token.detach(), gradient
