@@ -143,6 +143,7 @@ def full_tensor(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return on_device.full_tensor()
 
 
+@torch.no_grad()
 def clip_gradient(model: nn.Module, limit: float) -> Tensor:
     """Scale the gradients to a norm of at most `limit`; return the norm before, which is not read; collective. It works
     on shards, as DTensor's operations keep the host busy for several times as long."""

@@ -1,7 +1,5 @@
 """Parameters in the type of the computation, for a model that is not sharded."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +16,7 @@ class WorkingCopies:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.model, self.dtype, self.gathered = model, dtype, False
         self.copies: dict[nn.Parameter, nn.Parameter] | None = None  # later, as loading replaces parameters
+        self.places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []  # by module and name
         self.sums: dict[nn.Parameter, Tensor] = {}
 
     def gather(self) -> None:
@@ -27,20 +26,25 @@ class WorkingCopies:
         if self.copies is None:
             parameters = (p for p in self.model.parameters() if p.dtype != self.dtype or p.requires_grad)
             self.copies = {p: self._copy_of(p) for p in parameters if not p.dtype == self.dtype == torch.float32}
+            registers = [module._parameters for module in self.model.modules()]
+            items = [(register, *item) for register in registers for item in register.items()]
+            self.places = [(register, name, p) for register, name, p in items if p in self.copies]
         for parameter, copy in self.copies.items():
             same = parameter.dtype == self.dtype
             copy.data = parameter.data if same else torch.empty_like(parameter, dtype=self.dtype)
         others = {parameter: copy for parameter, copy in self.copies.items() if parameter.dtype != self.dtype}
         if others:
             torch._foreach_copy_([copy.data for copy in others.values()], [parameter.data for parameter in others])
-        self._replace(self.copies)
+        for register, name, parameter in self.places:
+            register[name] = self.copies[parameter]
         self.gathered = True
 
     def release(self) -> None:
         """Put the parameters back with their gradients, and free the copies, if the model computes with them."""
         if not self.gathered or self.copies is None:
             return
-        self._replace({copy: parameter for parameter, copy in self.copies.items()})
+        for register, name, parameter in self.places:
+            register[name] = parameter
         for copy in self.copies.values():
             copy.data = copy.data.new_empty(0)
         for parameter, total in self.sums.items():
@@ -58,8 +62,3 @@ class WorkingCopies:
         if parameter.requires_grad:
             copy.register_post_accumulate_grad_hook(add)
         return copy
-
-    def _replace(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        for module in self.model.modules():
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                module._parameters[name] = others.get(parameter, parameter)
