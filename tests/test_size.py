@@ -14,23 +14,23 @@ LINES = {
     "agents": 7043,
     "checkpoint": 1986,
     "compat": 3224,
-    "config": 4747,
-    "core": 13242,
+    "config": 4778,
+    "core": 13353,
     "data": 1887,
-    "doctor": 4588,
+    "doctor": 4636,
     "environments": 180,
     "evaluation": 2234,
     "health": 1017,
     "model_merger": 917,
     "report": 2505,
     "rewards": 3098,
-    "runs": 3082,
+    "runs": 3092,
     "runtime": 1602,
     "tracking": 1927,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 54339
-FILES = {"core": 71, "hybridrl": 257}
+TOTAL = 54539
+FILES = {"core": 72, "hybridrl": 258}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.

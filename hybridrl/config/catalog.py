@@ -60,8 +60,9 @@ class PolicyLoss:
     """A policy loss: `function` is "module:function", a function of log-probs and the rows of a micro-batch.
 
     `keys`: keys of actor_rollout_ref.actor, passed as keyword arguments; `parameters`: those of its subsection
-    policy_loss. `by_token`: the loss of a token does not depend on other tokens' log-probs; its gradient is then
-    computed together with the log-probs, with the logits formed once instead of twice. `aggregation` replaces
+    policy_loss. `by_token`: the loss of a token depends on its own log-prob and the fields of token and row alone. It
+    is then called for a span of tokens as well: the gradient is computed together with the log-probs, with the logits
+    formed once instead of twice. `aggregation` replaces
     loss_agg_mode. `clips_ratio`: quantity in the window clip_ratio_low to clip_ratio_high. `token_selector`: function
     that fills the batch's `chosen` once per mini-batch. A loss that is not `selectable` cannot be set as loss_mode:
     bypass mode or supervised fine-tuning uses it.
@@ -91,7 +92,7 @@ class LossTerm:
     `function` ("module:function") maps a model's outputs (`TokenOutputs`) and the rows of a micro-batch to the loss per
     response token and to statistics per token; the policy's term, POLICY_TERM, names a policy loss instead. Keyword
     arguments are `parameters` and the values of the policy loss. Outputs and fields of the batch are 0 on tokens that
-    the policy did not write. `by_token`: the loss of a token does not depend on other tokens' outputs.
+    the policy did not write. `by_token`: as that of a policy loss.
     """
 
     name: str

@@ -85,9 +85,14 @@ class ModelConfig(LoRAConfig):
     external_lib: list[str]
     custom_chat_template: str | None
     override_config: dict[str, Any]
-    enable_gradient_checkpointing: bool
+    enable_gradient_checkpointing: values.Recomputation | None
     selective_checkpointing: bool
     use_remove_padding: bool
+
+    @property
+    def recomputes_every(self) -> int:
+        """N for every N-th layer, 0 for no layer; all layers if it is undecided."""
+        return 1 if self.enable_gradient_checkpointing is None else int(self.enable_gradient_checkpointing)
 
 
 class OptimizerConfig(Section):
@@ -121,7 +126,7 @@ class FSDPConfig(Section):
     offload_policy: bool
     reshard_after_forward: bool
     forward_prefetch: bool
-    compile_layers: bool
+    compile_layers: bool | None
     model_dtype: values.DType
     dtype: values.DType | None
     full_determinism: bool

@@ -178,6 +178,7 @@ PACKAGES = LOGGERS[3:]  # loggers whose package has their name
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
+Recomputation = Annotated[Literal[True, False, 2, 3, 4], Means({**SWITCH, "2": 2, "3": 3, "4": 4})]
 # The texts in Means are SkyRL's.
 ResumeMode = Annotated[
     Literal["auto", "disable", "resume_path"],

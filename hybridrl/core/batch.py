@@ -57,6 +57,7 @@ class Batch:
     reward_parts: Tensor | None = field(default=None, metadata=ROW)  # [B, K] components of `rewards`
     greedy_rewards: Tensor | None = field(default=None, metadata=ROW)  # [B] of the prompt's greedy response
     truncated: Tensor | None = field(default=None, metadata=ROW)  # [B] bool: stopped by the length limit
+    token_row: Tensor | None = field(default=None, metadata=RESPONSE)  # int64; given where only a span is left
     # bool: the policy wrote this token, and it is trained on
     response_mask: Tensor | None = field(default=None, metadata=RESPONSE)
     # bool: the policy wrote this token, trained on or not; None: that is the response mask
@@ -99,6 +100,8 @@ class Batch:
     @property
     def response_row(self) -> Tensor:
         """Return the row that each response token belongs to."""
+        if self.token_row is not None:
+            return self.token_row
         rows = torch.arange(len(self), device=self.response_lengths.device)
         # Without the size the host would wait for the device to count.
         return torch.repeat_interleave(rows, self.response_lengths, output_size=len(self.response_ids))
@@ -185,6 +188,10 @@ class Batch:
             )
             selected[name] = torch.from_numpy(picked)
         return self._with(selected)
+
+    def tokens(self, span: slice) -> "Batch":
+        """Return the same rows with only a span of all response tokens, given `token_row`; other fields stay whole."""
+        return self._with({name: value[span] for name, axis, value in self.filled() if axis == "response"})
 
     def only(self, *names: str) -> "Batch":
         """Return the same rows with only the required fields and those named, so that the rest is not sent."""

@@ -1,7 +1,5 @@
-"""Estimate of a run's memory in each phase, and of the overrides that make it fit.
-
-It is of a run from its second step on, when every buffer has been allocated. Sizes are bytes.
-"""
+"""Estimate of a run's memory in each phase, from its second step on, when every buffer has been allocated; and of the
+overrides that make it fit. Sizes are bytes."""
 
 import copy
 from collections import Counter, defaultdict
@@ -97,7 +95,8 @@ class PlannedRun:
         for name, sizes in models.sizes.items():
             entry, language = worker.models[name], worker.models[name].head == "language"
             muon = entry.trained is not None and entry.trained.optimizer.optimizer == "Muon"
-            shard = Shard(sizes, entry.fsdp, muon=muon, frozen=entry.trained is None)
+            whole = self.devices * config.trainer.nnodes == 1 and not entry.fsdp.offload_policy
+            shard = Shard(sizes, entry.fsdp, muon=muon, frozen=entry.trained is None, whole=whole)
             if entry.trained is None:
                 self.frozen[name] = shard, entry.fsdp.offload_policy and not self.on_cpu
             else:
@@ -281,21 +280,22 @@ def _times(count: int, memory: Bytes) -> Bytes:
     return Bytes({kind: count * size for kind, size in memory.items()})
 
 
-def memory_plan(config: PPOConfig, findings: Findings, gpus: Sequence[int], free: int) -> None:
-    """Report the estimate, with an error if what is counted exactly does not fit by itself, else with a warning. `gpus`
-    is the memory of those that would be used, none if unknown; `free` that of this machine, 0 if unknown."""
+def plan_run(config: PPOConfig, findings: Findings, gpus: Sequence[int], free: int) -> PlannedRun | None:
+    """Plan a run; None if a model cannot be read. `gpus` is the memory of those that would be used, none if unknown;
+    `free` that of this machine, 0 if unknown."""
     try:
-        run = PlannedRun(config, read_models(config), min(gpus, default=0), free)
-        plans = make_plans(run)
+        return PlannedRun(config, read_models(config), min(gpus, default=0), free)
     except OSError as error:
         findings.info("memory.unknown", f"memory is not estimated: a model's config.json cannot be read ({error})")
-        return
-    except ConfigError:  # reported with the model or the algorithm
-        return
     except ValueError as error:
-        findings.error("memory.unknown", f"the model cannot be trained as configured: {error}")
-        return
-    for index, plan in enumerate(plans):
+        if not isinstance(error, ConfigError):  # reported with the model or the algorithm
+            findings.error("memory.unknown", f"the model cannot be trained as configured: {error}")
+    return None
+
+
+def memory_plan(run: PlannedRun, findings: Findings) -> None:
+    """Report the estimate, with an error if what is counted exactly does not fit by itself, else with a warning."""
+    for index, plan in enumerate(make_plans(run)):
         phase = "the run" if plan.fullest == HOST else plan.fullest
         short = plan.available and plan.peak > plan.available
         most = f"at most {_gib(plan.peak)} GiB" + f" of {_gib(plan.available)}" * (plan.available > 0)
@@ -315,7 +315,7 @@ def _report_moved(run: PlannedRun, findings: Findings) -> None:
     """Report the bytes exchanged by ranks where layouts can be chosen: in mixtures, and between parts of a layer."""
     for name, shard, config, section, budget in run.learners:
         tokens = run.micro_batch(budget, section.ppo_mini_batch_size)
-        moved = shard.moved(tokens, recomputed=config.model.enable_gradient_checkpointing)
+        moved = shard.moved(tokens, recomputed=config.model.recomputes_every)
         if any(moved.values()) and (shard.sizes.routed or shard.sizes.tensor > 1):
             sizes = ", ".join(f"{size / GIB:.2f} of {kind}" for kind, size in moved.items() if size)
             cause = f"{name}: per layer and micro-batch of {tokens} tokens each device receives, in GiB: {sizes} "
@@ -381,7 +381,7 @@ def _enough_devices(run: PlannedRun, peak: Callable[[PlannedRun], float], limit:
 def _candidates(run: PlannedRun) -> Iterator[dict[str, list[Any]]]:
     """Values of keys that may take less memory, from the mildest to the strongest; first those that cost no speed."""
     present = {key: attrgetter(key)(run.config) for key in (*SWITCHES, *SLOW_SWITCHES, *TOKENS, *ROWS, UTILIZATION)}
-    values: dict[str, list[Any]] = {key: [True] for key in SWITCHES if present[key] is False}
+    values: dict[str, list[Any]] = {key: [True] for key in SWITCHES if present[key] not in (True, None)}
     for keys, least in ((TOKENS, run.longest), (ROWS, 1)):
         for key in keys:
             halves = [(present[key] or 1) >> shift for shift in range(1, (present[key] or 1).bit_length())]

@@ -16,7 +16,7 @@ from hybridrl.checkpoint.export import LAYER, parts
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema import FSDPConfig, ModelConfig
 from hybridrl.core.training.layout import DISPATCH, division
-from hybridrl.core.training.loading import layer_classes
+from hybridrl.core.training.loading import KEPT, layer_classes
 from hybridrl.core.training.lora import add_adapter
 from hybridrl.core.training.model import blank_language_model, blank_value_model, without_pairs
 from hybridrl.core.training.token_outputs import tokens_at_once
@@ -148,11 +148,14 @@ def sync_buffer(model: PreTrainedModel, dtype: str, limit: int) -> int:
 
 
 class Shard:
-    """One rank's share of a model, `frozen` or trained."""
+    """One rank's share of a model, `frozen` or trained; `whole`: on a single rank, where it is not sharded."""
 
-    def __init__(self, sizes: ModelSizes, fsdp: FSDPConfig, *, muon: bool = False, frozen: bool = False) -> None:
+    def __init__(
+        self, sizes: ModelSizes, fsdp: FSDPConfig, *, muon: bool = False, frozen: bool = False, whole: bool = False
+    ) -> None:
         self.sizes, self.computed, ranks = sizes, ITEMSIZE[fsdp.dtype or "float32"], fsdp.fsdp_size
         computed, self.adapted, self.reshards = self.computed, sizes.trained < sizes.held, fsdp.reshard_after_forward
+        self.compiled = bool(fsdp.compile_layers)
         # By how many ranks the same part is sharded, for dense parameters and for experts.
         self.shards = {"dense": ranks // sizes.tensor, "experts": ranks // sizes.expert}
         stored = computed if frozen else ITEMSIZE[fsdp.model_dtype]
@@ -172,20 +175,25 @@ class Shard:
         # once the embedding has its gradient; or a layer's, while the head's gradient waits for the embedding's.
         outside, layer = sizes.outside * (computed + FULL), sizes.layer * (computed + FULL)
         self.reduced = 0 if self.adapted else max(outside, layer + sizes.vocabulary * sizes.hidden * computed)
+        if whole and computed == FULL:  # a matrix's gradient, of which there may be a sum already
+            self.gathered, self.reduced = 0, sizes.largest * FULL
+        elif whole:  # copies of the parameters; a gradient, and in float32
+            self.gathered, self.reduced = sizes.trained * computed, sizes.largest * (computed + FULL)
 
     def activations(self, tokens: int, model: ModelConfig, *, by_rows: bool) -> float:
-        """Activations that autograd keeps of a micro-batch, at most. Under checkpointing: every layer's input, and all
-        of the layer whose backward pass runs; selective checkpointing keeps the results of matrix products and
-        attention as well. `by_rows`: attention runs row by row and its output is kept twice, per row and packed. Of a
-        tensor group each rank has its heads, its part of the width, and the experts of its part of the tokens."""
+        """Activations that autograd keeps of a micro-batch, at most. Of recomputed layers: their inputs, and all of the
+        layer whose backward pass runs; of layers compiled under selective checkpointing: a share, and all of that one.
+        `by_rows`: attention runs row by row and its output is kept twice, per row and packed. Of a tensor group each
+        rank has its heads, its part of the width, and the experts of its part of the tokens."""
         sizes, norms = self.sizes, 6 if self.computed == FULL else 8  # norms compute in float32
         attention, inner = (sizes.query + sizes.key) / sizes.heads, sizes.intermediate / sizes.tensor
         routed = 2 * sizes.routed / sizes.tensor  # a mixture's inputs and outputs of experts
         layer = norms * sizes.hidden + 2 * attention + by_rows * sizes.query / sizes.heads + 4 * inner + routed
-        saved = sizes.layers * layer
-        if model.enable_gradient_checkpointing:
-            products = 2 * (attention + sizes.hidden + inner)
-            saved = sizes.layers * (sizes.hidden + products * model.selective_checkpointing) + layer
+        every = model.recomputes_every
+        recomputed = -(-sizes.layers // every) if every else 0
+        share = KEPT if model.selective_checkpointing and self.compiled else 1
+        saved = (sizes.layers - recomputed) * layer * share + recomputed * sizes.hidden
+        saved += layer * (every > 0 or share < 1)
         return tokens * saved * self.computed
 
     def forward(self, tokens: int) -> float:
@@ -199,9 +207,10 @@ class Shard:
         at_once = tokens_at_once(device, self.sizes.vocabulary)
         return min(tokens, at_once) * self.sizes.vocabulary * (CHUNKS * FULL if device == "cpu" else self.computed)
 
-    def moved(self, tokens: int, *, recomputed: bool) -> dict[str, float]:
+    def moved(self, tokens: int, *, recomputed: int) -> dict[str, float]:
         """Return the bytes that a rank receives for the largest layer in one micro-batch of an update, by kind. This is
-        arithmetic: tokens are spread evenly over the experts. `recomputed`: the forward pass runs twice.
+        arithmetic: tokens are spread evenly over the experts. `recomputed`: N, if the forward pass of
+        every N-th layer runs twice.
 
         FSDP gathers the other ranks' shards, before the backward pass again if they were freed, and reduces gradients
         in float32 (Rajbhandari et al., arXiv:1910.02054, section 7). In each pass, tokens travel to their experts and
@@ -212,11 +221,12 @@ class Shard:
         absent = {kind: 1 - 1 / count for kind, count in self.shards.items()}
         parameters = (sizes.layer - sizes.experts) * absent["dense"] + sizes.experts * absent["experts"]
         routed = tokens / sizes.tensor * sizes.routed * self.computed
+        twice = 1 / recomputed if recomputed else 0
         # A layer's last sum is not computed again. What experts return and its gradient are gathered: together a sum.
-        again = recomputed * (sizes.by_rows - (not sizes.routed))
+        again = twice * (sizes.by_rows - (not sizes.routed))
         sums = sizes.by_rows + sizes.by_columns + again + (sizes.expert > 1)
         return {
             "parameters and gradients": parameters * ((1 + self.reshards) * self.computed + FULL * (not self.adapted)),
-            "tokens of experts": 2 * routed * (2 + recomputed) * (1 - 1 / sizes.expert),
+            "tokens of experts": 2 * routed * (2 + twice) * (1 - 1 / sizes.expert),
             "sums of a tensor group": 2 * sums * tokens * sizes.hidden * self.computed * (1 - 1 / sizes.tensor),
         }

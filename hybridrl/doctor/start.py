@@ -6,7 +6,9 @@ import importlib.util
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from hybridrl.config import ConfigError, PPOConfig, SFTConfig, TrainingConfig
 from hybridrl.config.custom_code import attempt, import_libraries, publish_own_keys
 from hybridrl.config.files import HUB_NAME, is_sharded, resolve_model
 from hybridrl.config.findings import Finding, Findings
-from hybridrl.config.schema import DataConfig, ModelConfig
+from hybridrl.config.schema import CriticConfig, DataConfig, ModelConfig
 from hybridrl.config.values import PACKAGES
 from hybridrl.core.cluster.session import (
     RayMachine,
@@ -31,7 +33,7 @@ from hybridrl.core.cluster.session import (
 )
 from hybridrl.core.device import memory_left
 from hybridrl.doctor.machine import GIB, check_gpus, check_machine, check_versions, machine_resources, visible_gpus
-from hybridrl.doctor.memory import memory_plan
+from hybridrl.doctor.memory import PlannedRun, make_plans, memory_plan, plan_run
 from hybridrl.doctor.memory_sizes import ITEMSIZE
 from hybridrl.runs.prepare import reject_unusable_overrides
 from hybridrl.runs.settings import build_algorithm, contents_to_save
@@ -39,7 +41,7 @@ from hybridrl.runs.setup import save_times
 from hybridrl.runtime.environment import joins
 from hybridrl.runtime.guard import LOG_BYTES
 from hybridrl.runtime.stacks import largest_processes, run_processes, shared_bytes
-from hybridrl.tracking.console import warn
+from hybridrl.tracking.console import info, warn
 from hybridrl.tracking.records import COMPRESSED
 
 HUB_SECONDS = 10.0
@@ -55,6 +57,10 @@ COPIES = {"model": 1, "optimizer": 2, "hf_model": 1}
 # weight of a token, and of one that is written with its log-probs (trainer.rollout_tokens). Large files are compressed,
 # prose to a third.
 TEXT_BYTES, SAMPLE_BYTES, WEIGHT_BYTES, TOKEN_BYTES, COMPRESSION = 4.5, 420, 6.5, 70, 3
+# An update without recomputation may take this share of the memory: the plan is not measured on CUDA, and other
+# programs use a machine's. Smaller micro-batches than this would slow a GPU down.
+GPU_SHARE, CPU_SHARE, FEWEST_TOKENS = 0.8, 0.6, 8192
+LAYERS = {0: "none", 1: "all layers", 2: "every second layer", 3: "every third layer", 4: "every fourth layer"}
 
 
 def check_run_start(config: TrainingConfig) -> None:
@@ -65,6 +71,8 @@ def check_run_start(config: TrainingConfig) -> None:
     for finding in findings.items:
         if finding.severity == "warning":
             warn(finding.text, finding.code)
+        elif finding.code == "memory.recomputation":
+            info(finding.text)
     findings.close()
 
 
@@ -143,11 +151,40 @@ def check_start(config: TrainingConfig, findings: Findings) -> bool:
         check_gpus(gpus, utilization, findings)
     if isinstance(config, PPOConfig):
         publish_own_keys(config.own)
-        memory_plan(config, findings, [gpu.total for gpu in gpus], memory_left() * here)
+        if run := plan_run(config, findings, [gpu.total for gpu in gpus], memory_left() * here):
+            memory_plan(choose_recomputation(run, findings), findings)
         if lack := Room(config).lack(saving=False):
             findings.items = [finding for finding in findings.items if finding.code != "memory.lack"]
             findings.error("memory.lack", *lack.rsplit("; ", 1))
     return True
+
+
+def choose_recomputation(run: PlannedRun, findings: Findings) -> PlannedRun:
+    """Decide in the configuration what it leaves open about recomputation, and report it: no layer, every second or
+    all, the first for which the update fits; each with a micro-batch as configured, then with a half, a quarter ..."""
+    share = CPU_SHARE if run.on_cpu else GPU_SHARE
+    for name, shard, _, section, budget in run.learners:
+        model = section.model if isinstance(section, CriticConfig) else run.config.actor_rollout_ref.model
+        tokens, least = section.ppo_max_token_len_per_gpu, max(FEWEST_TOKENS, run.longest)
+        halved = [tokens >> times for times in range(1, tokens.bit_length()) if tokens >> times >= least]
+        # Not by the memory that is free on a CPU: a resumed run, which repeats the same numbers, may find another one.
+        sizes = [tokens] if run.on_cpu or budget.rows is not None else [tokens, *halved]
+        tried = [*product((False, 2), sizes), (True, tokens)]
+        if model.enable_gradient_checkpointing is not None:
+            tried = [(model.enable_gradient_checkpointing, tokens)]
+        for choice in tried:
+            model.enable_gradient_checkpointing, section.ppo_max_token_len_per_gpu = choice
+            plan = make_plans(replace(run))[0]
+            need = plan.needs[f"{name} update"].total()
+            if need <= share * plan.available:
+                break
+        of = f"of {plan.available / GIB:.1f} GiB" if plan.available else "GiB, of memory that is not known here"
+        layers = LAYERS[model.recomputes_every] + ", layers are compiled" * shard.compiled
+        cause = f"recomputation: {layers}; the plan of the {name} update takes {need / GIB:.1f} {of}"
+        if section.ppo_max_token_len_per_gpu < tokens:
+            cause += f" in micro-batches of {section.ppo_max_token_len_per_gpu} tokens, not {tokens}"
+        findings.info("memory.recomputation", cause)
+    return replace(run)
 
 
 def query_cluster(ray_init: dict[str, Any]) -> list[RayMachine]:
@@ -232,7 +269,8 @@ class Room:
 
 
 def _lacking(config: PPOConfig, limit: float) -> Finding | None:
-    memory_plan(config, findings := Findings(), [], int(limit))
+    if run := plan_run(config, findings := Findings(), [], int(limit)):
+        memory_plan(run, findings)
     return next((finding for finding in findings.items if finding.code == "memory.lack"), None)
 
 

@@ -49,6 +49,7 @@ RESETTABLE = ("optimizer", "schedule")
 DIRECTORY = "trainer.default_local_dir"
 MOST_CHANGED = 5  # values that a message names
 LEARNED = ("trainer.seed", "trainer.critic_warmup")
+PLANNED = ("enable_gradient_checkpointing", "compile_layers", "ppo_max_token_len_per_gpu")  # follow from the machine
 
 Say = Callable[[str], None]
 
@@ -158,7 +159,7 @@ def _changed_values(settings: str, file: Path) -> list[str]:
     except ValueError as error:
         raise ConfigError(f"{file} cannot be read: {error}", fix=f"set another {DIRECTORY}", keys=DIRECTORY) from error
     counted = [key for key in now if key in LEARNED or not key.startswith(("trainer.", "eval."))]
-    changed = [key for key in counted if key in before and before[key] != now[key]]
+    changed = [key for key in counted if before.get(key, now[key]) != now[key] and not key.endswith(PLANNED)]
     return [f"{key}={before[key]}, not {now[key]}" for key in changed]
 
 
@@ -341,7 +342,7 @@ class Adjustments:
             values[sizes.tokens] = min(self.value(sizes.tokens), tokens) // 2
         on_cpu = self.config.trainer.device == "cpu"  # where offloading has no effect
         switches = (key for key in sizes.switches if not (on_cpu and key.endswith("_offload")))
-        return values | {key: True for key in switches if not self.value(key)}
+        return values | {key: True for key in switches if self.value(key) not in (True, None)}
 
     def exhausted(self, error: Exception) -> OutOfMemory:
         """Return the error of a run without a further setting to lower, or of one that is killed though its plan

@@ -41,6 +41,7 @@ ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_los
 SINKS, RUN = "trainer.logger", ("project_name", "experiment_name")
 # Keys with names of plug-ins that are loaded after the trials.
 ASKING = {"engine": "actor_rollout_ref.rollout.name", "reward_manager": "reward.reward_manager.name"}
+SOME = "on some of the tokens of made-up groups"
 PAGE, EXTENSIONS = "docs/algorithms.md", "docs/extensions.md"
 UPDATES, STEPS = 10, 20  # length of the synthetic runs for trials of custom schedules and health rules
 # Parameters that a custom sink's constructor may have; it gets the ones that it has.
@@ -178,7 +179,8 @@ def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tens
     batch = with_absent(batch, entry.reads)
     if entry.token_selector is not None:
         batch = replace(batch, chosen=torch.ones_like(required(batch.response_mask)))
-    result = call_custom(LOSS, name, bind(function, parameters, rows=2), log_probs, batch, page=project_file(PAGE))
+    bound = bind(function, parameters, rows=2)
+    result = call_custom(LOSS, name, bound, log_probs, batch, page=project_file(PAGE))
     expected = f"the loss, a tensor [{log_probs.numel()}] with a value per response token, and a dict of statistics"
     if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], dict):
         raise _unusable(LOSS, name, f"it returns {_kind(result)}", expected)
@@ -190,6 +192,13 @@ def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tens
     if gradient is None:
         raise _unusable(LOSS, name, "its loss does not depend on the log-probs", "a loss with a gradient")
     _check(LOSS, name, "the gradient", gradient, log_probs.shape, "a loss with a finite gradient")
+    if entry.by_token:
+        span = slice(1, log_probs.numel() - 1)
+        rows = replace(batch, token_row=batch.response_row).tokens(span)
+        alone, _ = call_custom(LOSS, name, bound, log_probs[span], rows, trial=SOME, page=project_file(PAGE))
+        if alone.shape != log_probs[span].shape or not torch.allclose(alone, per_token[span]):
+            expected = "a loss that reads a token's own fields, or by_token=False"
+            raise _unusable(LOSS, name, "it returns another loss, though it is by_token", expected, SOME)
     return per_token.detach(), gradient
 
 

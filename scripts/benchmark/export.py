@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from side_by_side import ROUNDS, Row, arguments, formatted, in_turn, report
 
 from hybridrl.checkpoint.export import export_model, parts
-from hybridrl.core.training.fsdp import full_tensors, reshard
+from hybridrl.core.training.fsdp import full_tensor, full_tensors, reshard
 
 BLOCK = 16 << 20
 
@@ -49,7 +49,7 @@ def main() -> None:
         size = sum(file.stat().st_size for file in files)
         tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
         own = dict(model.model.state_dict())
-        assert all(torch.equal(tensor, own[name].full_tensor()) for name, tensor in tensors.items())
+        assert all(torch.equal(tensor, full_tensor(own[name])) for name, tensor in tensors.items())
         tensors, block = {name: tensor.clone() for name, tensor in tensors.items()}, os.urandom(BLOCK)
 
         def plain() -> None:

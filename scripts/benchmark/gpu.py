@@ -16,7 +16,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -49,12 +49,12 @@ from hybridrl.runtime.guard import guarded
 GIB = 2**30
 # Targets by shape: seconds of a weight sync, and the share of the GPU's peak in an update.
 SYNC_SECONDS = {"0.5b": 0.3, "7b": 1.5}
-SHARES = {"0.5b": 0.28, "1.5b": 0.40, "7b": 0.48}
+SHARES = {"0.5b": 0.28, "1.5b": 0.50, "7b": 0.48}
 BASE = "with recomputation"
 # Settings with which the update is also measured, in separate training ranks without an engine on the device.
 VARIANTS = {
     "without recomputation": ["actor_rollout_ref.model.enable_gradient_checkpointing=false"],
-    "selective recomputation": ["actor_rollout_ref.model.selective_checkpointing=true"],
+    "every second layer recomputed": ["actor_rollout_ref.model.enable_gradient_checkpointing=2"],
     "compiled layers": [
         "actor_rollout_ref.actor.fsdp_config.compile_layers=true",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
@@ -148,6 +148,7 @@ class Bench:
             f"data.max_response_length={load.width}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens or load.rows * load.width}",
+            "actor_rollout_ref.actor.fsdp_config.compile_layers=false",
             "actor_rollout_ref.rollout.max_num_seqs=256",
             "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
         ]
@@ -188,8 +189,8 @@ class Bench:
             Row(f"sleep and wake, seconds, {self.name}", "", "", asleep, "at most 0.2"),
         ]
 
-    def batch(self) -> Batch:
-        return self.algorithm.advantages(self.load.batch(self.options.gpus))[0]
+    def batch(self, **changes: int) -> Batch:
+        return self.algorithm.advantages(replace(self.load, **changes).batch(self.options.gpus))[0]
 
     def update(self, variant: str) -> list[Row]:
         batch = self.batch()
@@ -209,7 +210,14 @@ class Bench:
             speed / most if most else None,
             f"at least {SHARES[self.name]}" if self.name in SHARES else "",
         )
-        return [row, *self.kernels(batch, variant)]
+        return [row, *self.kernels(batch, variant), self.floor(variant)]
+
+    def floor(self, variant: str) -> Row:
+        """Measure the host's own time: an update with one response token per row."""
+        batch = self.batch(width=2)
+        seconds = in_turn({"floor": lambda: self.workers.update_policy(batch, 1)})["floor"]
+        what = f"update, floor, seconds with one response token per row, {variant}, {self.name}"
+        return Row(what, cell(seconds.wall), "", seconds.median)
 
     def kernels(self, batch: Batch, variant: str) -> list[Row]:
         """Record one more update of the first rank, which takes longer than the others as it is recorded."""
@@ -219,7 +227,8 @@ class Bench:
         found = read_trace(file)
         if found is None:
             return []
-        return [Row(f"update, kernels, {variant}, {self.name}", str(found), "", found.busy / found.span)]
+        what = f"update, idle share of the device, {variant}, {self.name}"
+        return [Row(what, str(found), "", 1 - found.busy / found.span, "at most 0.05")]
 
     def log_probs(self) -> list[Row]:
         batch, before = self.batch(), memory(self.group, reset=True)

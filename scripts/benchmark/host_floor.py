@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +23,6 @@ from models import FSDP
 from side_by_side import ROUNDS, Row, arguments, report
 from torch import Tensor, nn
 from torch.multiprocessing import spawn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.schema import OptimizerConfig
@@ -35,7 +33,6 @@ from hybridrl.core.training import learner as learning
 from hybridrl.core.training import model as models
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.learner import Learner
-from hybridrl.core.training.loading import COSTLY
 from hybridrl.core.training.losses import policy_objective
 from hybridrl.core.training.model import HOST, LanguageModel, TokenModel
 from hybridrl.core.training.optimizer import Optimizers
@@ -46,9 +43,9 @@ VARIANTS = {
     "sharded": {},
     "gathered once": {"gathered": True},
     "not sharded": {"bare": True},
-    "recomputed": {"recompute": "all"},
-    "costly operations kept": {"recompute": "selective"},
-    "not sharded, recomputed": {"bare": True, "recompute": "all"},
+    "recomputed": {"recompute": 1},
+    "every second recomputed": {"recompute": 2},
+    "not sharded, recomputed": {"bare": True, "recompute": 1},
 }
 OPTIMIZER = OptimizerConfig(
     optimizer="AdamW",
@@ -86,20 +83,13 @@ def copied(module: nn.Module, query: Tensor, *_: object, **__: object) -> tuple[
     return (query * 1.0).transpose(1, 2), None
 
 
-def costly(_context: object, operation: Any, *_: object, **__: object) -> CheckpointPolicy:
-    kept = operation.name().partition(".")[0] in COSTLY
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def narrow_model(layers: int, variant: Mapping[str, Any], ranks: int) -> LanguageModel:
     """Return a model of this many layers whose products are small."""
     sizes = {"vocab_size": 300, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": layers}
     config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
     made = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
-    if recompute := variant.get("recompute"):
-        kept = partial(create_selective_checkpoint_contexts, costly)
-        options = {"context_fn": kept} if recompute == "selective" else {}
-        made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **options})
+    if every := variant.get("recompute"):
+        made.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False}, every_n_layers=every)
     model = LanguageModel(made).train()
     if variant.get("bare"):
         return model.bfloat16()

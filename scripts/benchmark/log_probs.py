@@ -37,7 +37,7 @@ class Case:
         self._backward(OutputSpec())
 
     def sum_over_tokens(self) -> None:
-        self._backward(OutputSpec(loss_gradient=lambda _: TokenOutputs(self.loss_weights)))
+        self._backward(OutputSpec(loss_gradient=lambda _, span: TokenOutputs(self.loss_weights[span])))
 
     def entropies_alone(self) -> None:
         with torch.no_grad():

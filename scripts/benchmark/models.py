@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.schema import FSDPConfig, WrapPolicyConfig
 from hybridrl.core.training import attention
-from hybridrl.core.training.fsdp import shard
+from hybridrl.core.training.fsdp import local, shard
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.model import LanguageModel
 
@@ -106,7 +106,7 @@ def sharded_model(shape: str) -> LanguageModel:
     base = sharded.model.model
     base.rotary_emb = type(base.rotary_emb)(config)  # its frequencies are not parameters
     for name, parameter in base.named_parameters():
-        local = parameter.to_local().detach()
+        own = local(parameter.detach())
         # The layers' outputs outweigh the embedding: otherwise a greedy response would repeat one token.
-        local.fill_(1) if name.endswith("norm.weight") else local.normal_(std=0.001 if "embed" in name else 0.05)
+        own.fill_(1) if name.endswith("norm.weight") else own.normal_(std=0.001 if "embed" in name else 0.05)
     return sharded

@@ -160,7 +160,7 @@ def replay(model: Path, *keys: str) -> tuple[str, list[str], PPOConfig]:
     """The mode that results, with errors and warnings about it."""
     overrides = ["data.train_files=x", f"actor_rollout_ref.model.path={model}", *keys]
     resolved = resolve_config(PPOConfig, overrides, "ppo_trainer", offline=True)
-    config, found = required(resolved.config), [one.text for one in resolved.findings.items if REPLAY in one.text]
+    config, found = required(resolved.config), [one.text for one in resolved.findings.items if REPLAY in one.keys]
     return config.actor_rollout_ref.actor.router_replay.mode, found, config
 
 

@@ -199,16 +199,77 @@ def test_parameters_in_float16_are_rejected_and_a_computation_in_it_is_not(load)
 ELSEWHERE = ("trainer.device=cuda", "ray_kwargs.ray_init.address=auto")  # GPUs of other machines
 
 
-def test_recomputation_that_is_selective_is_rejected_for_compiled_layers(load):
-    key, fsdp = "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config"
-    chosen = (f"{key}.selective_checkpointing=true", f"{fsdp}.compile_layers=true", *ELSEWHERE)
-    with pytest.raises(ConfigError, match=f"set {key}.enable_gradient_checkpointing=false .* or {fsdp}.compile_layers"):
-        load(*chosen)
-    config = load(*chosen, f"{key}.enable_gradient_checkpointing=false").config
-    assert config.actor_rollout_ref.actor.fsdp_config.compile_layers
-    on_cpu = load(f"{fsdp}.compile_layers=true")
-    assert not on_cpu.config.actor_rollout_ref.actor.fsdp_config.compile_layers
-    assert any("compile_layers=true has no effect on CPU" in note for note in on_cpu.notes)
+ACTOR, POLICY = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+COMPILED = f"{ACTOR}.fsdp_config.compile_layers"
+CHECKPOINTING, SELECTIVE = f"{POLICY}.enable_gradient_checkpointing", f"{POLICY}.selective_checkpointing"
+
+
+def compiled(load: Load, *keys: str) -> tuple[bool | None, list[str]]:
+    """Whether layers are compiled, and what is reported about it."""
+    loaded = load(*keys)
+    lines = [note for note in loaded.notes if note.startswith(COMPILED)]
+    return loaded.config.actor_rollout_ref.actor.fsdp_config.compile_layers, lines
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        f"{POLICY}.lora_rank=8",
+        f"{POLICY}.use_remove_padding=false",
+        f"{ACTOR}.fsdp_config.tensor_parallel_size=2",
+        f"{ACTOR}.fsdp_config.expert_parallel_size=2",
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+        f"{ACTOR}.router_replay.mode=R3",
+    ],
+)
+def test_layers_are_compiled_on_cuda_unless_something_rules_it_out(load, reason):
+    if "expert" in reason or "R3" in reason:
+        write(num_experts=8, num_experts_per_tok=2, num_attention_heads=4)
+    keys = (*ELSEWHERE, "trainer.n_gpus_per_node=2")
+    assert compiled(load, *keys, reason) == (False, [f"{COMPILED}: layers are not compiled, with {reason}"])
+    assert compiled(load, *keys) == (True, [])
+    assert compiled(load, *keys, f"{COMPILED}=false") == (False, [])
+
+
+def test_layers_are_not_compiled_on_cpu(load):
+    assert compiled(load) == (False, [])
+    made, (line,) = compiled(load, f"{COMPILED}=true")
+    assert not made and "compile_layers=true has no effect on CPU" in line
+
+
+def test_experts_are_replayed_rather_than_layers_compiled(load):
+    write(num_experts=8, num_experts_per_tok=2)
+    config = load(*ELSEWHERE, f"{ACTOR}.router_replay.mode=auto").config.actor_rollout_ref
+    assert (config.actor.router_replay.mode, config.actor.fsdp_config.compile_layers) == ("R3", False)
+
+
+def test_compiled_layers_recompute_selectively_by_themselves_and_others_in_full(load):
+    def recomputed(*keys: str) -> tuple[bool | int | None, list[str]]:
+        loaded = load(f"{SELECTIVE}=true", *keys)
+        notes = [note for note in loaded.notes if SELECTIVE in note or "compiled selectively" in note]
+        return loaded.config.actor_rollout_ref.model.enable_gradient_checkpointing, notes
+
+    assert recomputed(*ELSEWHERE) == (False, [])
+    made, (note,) = recomputed(*ELSEWHERE, f"{CHECKPOINTING}=true")
+    assert (made, note) == (False, f"{CHECKPOINTING} has no effect in layers compiled selectively")
+    made, (note,) = recomputed(*ELSEWHERE, f"{COMPILED}=false")
+    full = f"{SELECTIVE}=true: without compiled layers all are recomputed in full; set {COMPILED}=true"
+    assert (made, note) == (True, full)
+    made, (note,) = recomputed(f"{CHECKPOINTING}=false")
+    assert made is False and "has no effect with enable_gradient_checkpointing=false" in note
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("1", True), ("False", False), ("2", 2), ("4", 4), ("null", None), ("", None)]
+)
+def test_recomputation_is_a_switch_or_every_so_manieth_layer(load, text, value):
+    actual = load(f"{CHECKPOINTING}={text}").config.actor_rollout_ref.model
+    assert actual.enable_gradient_checkpointing is value
+    assert actual.recomputes_every == (1 if value is None else int(value))
+    with pytest.raises(
+        ConfigError, match=r"enable_gradient_checkpointing=9: choose true \| false \| 2 \| 3 \| 4 \| null"
+    ):
+        load(f"{CHECKPOINTING}=9")
 
 
 def test_parameters_in_bfloat16_are_warned_of_at_a_learning_rate_that_they_lose(load):

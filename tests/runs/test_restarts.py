@@ -109,6 +109,9 @@ def test_when_every_micro_batch_is_one_row_activations_are_recomputed(load):
     config = load("actor_rollout_ref.model.enable_gradient_checkpointing=false")
     key = "actor_rollout_ref.model.enable_gradient_checkpointing"
     assert run(config, lacks("update_policy", None)) == [{}, {key: True}]
+    assert run(load(f"{key}=2"), lacks("update_policy", None)) == [{}, {key: True}]
+    with pytest.raises(OutOfMemory, match="no setting is left"):  # undecided: all are
+        run(load(), lacks("update_policy", None))
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ def test_a_run_that_is_complete_is_not_trained_with_other_values(saved, tmp_path
     save_config(as_yaml(config_of(tmp_path)), tmp_path / "config.yaml")
     assert check_complete(config_of(tmp_path), plan(tmp_path, 4), tmp_path)
     assert check_complete(config_of(tmp_path, "trainer.test_freq=3"), plan(tmp_path, 4), tmp_path)
+    planned = "actor_rollout_ref.model.enable_gradient_checkpointing=2"
+    assert check_complete(config_of(tmp_path, planned), plan(tmp_path, 4), tmp_path)
     with pytest.raises(ConfigError, match=r"trainer.seed=\d+, not 77"):
         check_complete(config_of(tmp_path, "trainer.seed=77"), plan(tmp_path, 4), tmp_path)
     other = config_of(tmp_path, "actor_rollout_ref.actor.optim.lr=0.5")

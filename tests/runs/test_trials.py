@@ -98,6 +98,22 @@ def test_a_loss_that_no_update_could_use_is_rejected(tmp_path, body, cause):
         loss(tmp_path, body)
 
 
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [
+        ("return log_probs * batch.per_row(batch.advantages)[batch.response_row], {}", "it returns another loss"),
+        ("return log_probs * torch.cat([*batch.padded(batch.advantages)])[: len(log_probs)], {}", "fails on some of"),
+    ],
+)
+def test_a_loss_that_reads_other_tokens_is_rejected_if_it_states_that_it_does_not(tmp_path, body, cause):
+    with pytest.raises(ConfigError, match=f"policy_loss.loss_mode=.*mine.py:mine.*{cause}"):
+        loss(tmp_path, f"{body}\nmine.by_token = True")
+
+
+def test_a_loss_by_token_knows_the_row_of_a_token(tmp_path):
+    loss(tmp_path, "return log_probs * batch.response_lengths[batch.response_row], {}\nmine.by_token = True")
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_loss_of_the_catalog_passes(name):
     per_token, gradient = try_policy_loss(name, LOSS_PARAMETERS)

@@ -20,6 +20,7 @@ from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trai
 from hybridrl.config.findings import Checker, Findings
 from hybridrl.config.schema import (
     DataConfig,
+    FSDPConfig,
     ModelConfig,
     OptimizerConfig,
     PPOConfig,
@@ -65,6 +66,9 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
         check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")
     check_engine(rollout, trainer, check.at(ROLLOUT))
     resolve_router_replay(section, check)
+    _resolve_compilation(MODEL, model, policy.fsdp_key, actor.fsdp_config, check, actor.router_replay.mode)
+    if config.critic.enable:
+        _resolve_compilation("critic.model", config.critic.model, "critic.fsdp", config.critic.fsdp, check)
     algorithm.check_data(data, check)
     resolve_asynchronous(config, check)
     algorithm.check_estimator(config.algorithm, rollout.n, check, val_only=trainer.val_only)
@@ -91,6 +95,7 @@ def resolve_sft(config: SFTConfig, findings: Findings, machine: Machine | None =
     training.resolve_updates(model, config.trainer, check)
     resolve_trained(model, config.data.max_length, "lower data.max_length", config.trainer, check)
     check_plans("model", config.model, model.fsdp_key, engine.fsdp_config, check)
+    _resolve_compilation("model", config.model, model.fsdp_key, engine.fsdp_config, check)
     training.check_save_contents(config.trainer, {"checkpoint": config.checkpoint}, check)
     if config.trainer.test_freq > 0 and not config.data.val_files:
         check.warn("trainer.test_freq data.val_files", "has no effect without data.val_files")
@@ -116,6 +121,32 @@ def _resolve_run(
         check.error("trainer.max_restarts trainer.resume_mode", cause, "set resume_mode=auto")
     algorithm.resolve_loggers(trainer, check)
     algorithm.check_diagnoses(trainer, check)
+
+
+def _resolve_compilation(
+    model_key: str, model: ModelConfig, fsdp_key: str, fsdp: FSDPConfig, check: Checker, replay: str = "disabled"
+) -> None:
+    """Decide whether layers are compiled, and what they recompute then. `replay`: the mode of router replay."""
+    key, selective = f"{fsdp_key}.compile_layers", f"{model_key}.selective_checkpointing"
+    if fsdp.compile_layers is None:
+        sizes = [f"{kind}_parallel_size" for kind in ("tensor", "expert", "ulysses_sequence")]
+        obstacles = [f"{fsdp_key}.{name}={vars(fsdp)[name]}" for name in sizes if vars(fsdp)[name] > 1]
+        obstacles += [f"{model_key}.lora_rank={model.lora_rank}"] * (model.lora_rank > 0)
+        obstacles += [f"{model_key}.use_remove_padding=false"] * (not model.use_remove_padding)
+        obstacles += [f"{ACTOR}.router_replay.mode={replay}"] * (replay != "disabled")
+        fsdp.compile_layers = not obstacles
+        if obstacles:
+            check.findings.info("setting", f"layers are not compiled, with {obstacles[0]}", keys=key)
+    if model.selective_checkpointing and fsdp.compile_layers:
+        if model.enable_gradient_checkpointing:
+            check.idle(f"{model_key}.enable_gradient_checkpointing {selective}", "in layers compiled selectively")
+        model.enable_gradient_checkpointing = False
+    elif model.selective_checkpointing and model.enable_gradient_checkpointing is False:
+        enabled = f"{model_key}.enable_gradient_checkpointing"
+        check.warn(f"{selective} {enabled}", "has no effect with enable_gradient_checkpointing=false")
+    elif model.selective_checkpointing:
+        check.warn(f"{selective} {key}", "without compiled layers all are recomputed in full", f"set {key}=true")
+        model.enable_gradient_checkpointing = True
 
 
 def resolve_rollout(

@@ -182,18 +182,11 @@ def resolve_trained(
     check_model(part.model_key, model, longest, hint, check.muted() if reported else check)
     check_recurrence(part.model_key, model, trainer.device, check)
 
-    # Recomputation and compilation of layers.
-    compile_key, selective_key = f"{part.fsdp_key}.compile_layers", f"{part.model_key}.selective_checkpointing"
-    checkpointing_key = f"{part.model_key}.enable_gradient_checkpointing"
-    if fsdp.compile_layers and trainer.device == "cpu":
-        check.warn(compile_key, "has no effect on CPU, where compiled layers make updates no faster")
+    if trainer.device == "cpu":
+        if fsdp.compile_layers:
+            cause = "has no effect on CPU, where compiled layers make updates no faster"
+            check.warn(f"{part.fsdp_key}.compile_layers", cause)
         fsdp.compile_layers = False
-    if model.selective_checkpointing and not model.enable_gradient_checkpointing:
-        check.warn(f"{selective_key} {checkpointing_key}", "has no effect with enable_gradient_checkpointing=false")
-    elif model.selective_checkpointing and fsdp.compile_layers:
-        cause = "the operations of compiled layers cannot be selected one by one"
-        fix = f"set {checkpointing_key}=false (compiled layers recompute what is cheap by themselves), or "
-        check.error(f"{selective_key} {compile_key}", cause, fix + f"{compile_key}=false")
     resolve_lora(part.model_key, model, check, served=part.key == ACTOR)
 
     resolve_division(part, trainer.devices, check)

@@ -25,11 +25,13 @@ def log_ratio(log_probs: Tensor, batch: Batch) -> Tensor:
 
 
 def clipped_loss(ratio: Tensor, batch: Batch, clip_ratio_low: float, clip_ratio_high: float) -> tuple[Tensor, Tensor]:
-    """The larger of the losses with the ratio unchanged and clipped to its window; where clipping made it larger."""
-    advantages = required(batch.advantages)
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    return torch.maximum(unclipped, clipped), clipped > unclipped
+    """The larger of the losses with the ratio unchanged and clipped to its window; where clipping made it larger. A
+    ratio that is clipped is constant."""
+    factor = -required(batch.advantages)
+    unclipped = factor * ratio
+    clipped = factor * ratio.detach().clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    larger = clipped > unclipped
+    return torch.where(larger, clipped, unclipped), larger
 
 
 def vanilla(

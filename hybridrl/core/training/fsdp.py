@@ -1,5 +1,7 @@
 """Sharding a model over the training ranks with FSDP2, and working with its sharded tensors (DTensors)."""
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -14,15 +16,17 @@ from transformers import PreTrainedModel
 from hybridrl.checkpoint.export import Part, own_tensors
 from hybridrl.config.schema import FSDPConfig
 from hybridrl.core import device as devices
-from hybridrl.core.training.layout import Layout, by_mesh, cut, shard_experts
+from hybridrl.core.training.layout import Layout, cut, shard_experts
 from hybridrl.core.training.loading import fill, layer_classes
-from hybridrl.core.training.model import LanguageModel, ValueModel, new_head, without_pairs
+from hybridrl.core.training.model import LanguageModel, TokenModel, ValueModel, new_head, without_pairs
+from hybridrl.core.training.working_copies import WorkingCopies
 
 Model = TypeVar("Model", bound=LanguageModel | ValueModel)
 
 
 def shard(model: Model, config: FSDPConfig, meshes: Layout, *, offloaded: bool = False) -> Model:
-    """Shard a model in place, layer by layer, then the rest; `offloaded` expects shards and gradients on the host."""
+    """Shard a model in place, layer by layer, then the rest; `offloaded` expects shards and gradients on the host. A
+    model on a single rank stays whole, with `WorkingCopies`, unless it is offloaded."""
     dtype = getattr(torch, config.dtype or "float32")
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if dtype == torch.float32 and config.model_dtype == "float32":
@@ -36,6 +40,9 @@ def shard(model: Model, config: FSDPConfig, meshes: Layout, *, offloaded: bool =
         compile_layers(layers)
     if isinstance(model, LanguageModel) and meshes.dense.device_type == "cpu":
         add_rows_to_the_heads_gradient(model)
+    if dist.get_world_size() == 1 and not offloaded:
+        model.copies = WorkingCopies(model, dtype)
+        return model
     for experts in cut(model.model, meshes):
         shard_experts(experts, meshes, {"reshard_after_forward": config.reshard_after_forward, **options})
     for layer in layers:
@@ -57,13 +64,6 @@ def add_rows_to_the_heads_gradient(model: LanguageModel) -> None:
     embedding, head = model.model.get_input_embeddings(), model.model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding) and embedding.weight is head.weight:
         embedding.sparse = True
-
-
-def reduce_gradients(model: nn.Module, *, offloaded: bool, last: bool) -> None:
-    """Make the next backward pass reduce gradients over the ranks. A single rank reduces only after the `last`
-    micro-batch: until then autograd accumulates its gradients, without copies and without more memory."""
-    if isinstance(model, fsdp2.FSDPModule) and dist.get_world_size() == 1 and not offloaded:
-        model.set_requires_gradient_sync(last)
 
 
 def compile_layers(layers: list[nn.Module], backend: Any = "inductor") -> None:
@@ -88,7 +88,10 @@ def shard_and_fill(
 
 
 def reshard(model: nn.Module) -> None:
-    """Free every gathered parameter: a forward pass without a backward pass leaves some, always the root's."""
+    """Free every gathered parameter: a forward pass without a backward pass leaves some, always the root's. A model
+    that is not sharded gets its parameters back, with their gradients."""
+    if isinstance(model, TokenModel) and model.copies is not None:
+        return model.copies.release()
     for module in model.modules():
         if isinstance(module, fsdp2.FSDPModule):
             module.reshard()
@@ -140,16 +143,27 @@ def full_tensor(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return on_device.full_tensor()
 
 
+@torch.no_grad()
 def clip_gradient(model: nn.Module, limit: float) -> Tensor:
-    """Scale the gradients to a norm of at most `limit`; return the norm before, which is not read; collective."""
-    groups = by_mesh([parameter for parameter in model.parameters() if parameter.grad is not None])
-    if len(groups) == 1:
-        return full_tensor(nn.utils.clip_grad_norm_(groups[0], limit))
-    norms = [full_tensor(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups]
-    norm = torch.stack(norms).norm()
-    for group in groups:
-        nn.utils.clip_grads_with_norm_(group, limit, norm)
+    """Scale the gradients to a norm of at most `limit`; return the norm before, which is not read; collective. It works
+    on shards, as DTensor's operations keep the host busy for several times as long."""
+    shards: dict[int, list[Tensor]] = defaultdict(list)  # by the number of ranks that have the same
+    for gradient in (parameter.grad for parameter in model.parameters() if parameter.grad is not None):
+        shards[dist.get_world_size() // _cuts(gradient)].append(local(gradient))
+    norms = {ranks: torch.stack(torch._foreach_norm(same, 2, torch.float32)) for ranks, same in shards.items()}
+    squares = torch.stack([each.double().square().sum() / ranks for ranks, each in norms.items()]).sum()
+    dist.all_reduce(squares)
+    norm = squares.sqrt().float()
+    torch._foreach_mul_([shard for same in shards.values() for shard in same], (limit / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def _cuts(tensor: Tensor) -> int:
+    """Return the number of shards of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    placed = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in placed if not placement.is_replicate())
 
 
 def local(tensor: Tensor) -> Tensor:

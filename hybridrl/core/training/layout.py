@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import (
     ALL_PARALLEL_STYLES,
@@ -149,11 +148,3 @@ def shard_experts(experts: nn.Module, meshes: Layout, options: Mapping[str, Any]
     experts.set_gradient_divide_factor(float(dist.get_world_size() // meshes.tensor_ranks))
     if meshes.experts.device_type != "cuda" and meshes.experts.size() > 1:
         experts.set_force_sum_reduction_for_comms(True)
-
-
-def by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by their mesh: operations of torch on several tensors accept only one mesh."""
-    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    return list(groups.values())

@@ -22,7 +22,7 @@ from hybridrl.core import device as devices
 from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.attention import slice_of
-from hybridrl.core.training.fsdp import clip_gradient, host_parameters, move_parameters, reduce_gradients
+from hybridrl.core.training.fsdp import clip_gradient, host_parameters, move_parameters, reshard
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import MicroBatch, ModelInputs, pack_rows, to_device
 from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch
@@ -184,9 +184,7 @@ class Learner(ModelShard):
         micro-batch's loss is finite; whether all ranks' are; and the norm before clipping, equal on every rank."""
         shares: dict[str, Tensor] = {}
         losses = []
-        for number, (part, totals) in enumerate(self.micro_batches(batch, mini_batch), 1):
-            last = number == len(mini_batch.micro_batches)
-            reduce_gradients(self.model, offloaded=self.fsdp.offload_policy, last=last)
+        for part, totals in self.micro_batches(batch, mini_batch):
             total, metrics = loss(part, totals)
             # FSDP averages over ranks, while the divisors already are those of the complete mini-batch. When the ranks
             # of a group share a loss, each has the gradient of its own slice.
@@ -194,6 +192,7 @@ class Learner(ModelShard):
             losses.append(total.detach())
             for name, value in ({"loss": total} | metrics).items() if totals else ():
                 shares[name] = shares.get(name, 0.0) + value.detach()
+        reshard(self.model)
         self.optimizers.loss_scale.undo(self.model)
         finite = torch.stack(losses).isfinite()
         # An infinite loss may leave the gradient finite, so the ranks exchange it.
@@ -217,6 +216,7 @@ class Learner(ModelShard):
         """Run the forward passes of a mini-batch; collective."""
         for part, totals in self.micro_batches(batch, mini_batch):
             loss(part, totals)
+        reshard(self.model)
 
     def gradient_norms(self, batch: Batch, mini_batches: list[MiniBatch], loss: BatchLoss) -> list[float]:
         """Return the norm of each mini-batch's gradient, without an update; collective."""

@@ -5,7 +5,6 @@ checkpoint are converted to the model's (which stacks a layer's experts, for exa
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch._functorch import config as functorch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -30,12 +29,7 @@ from hybridrl.core.training import attention
 
 FROM_HUB = ["model*.safetensors", "*.json", "*.py"]
 PICKLED = ["pytorch_model*.bin", "*.json", "*.py"]
-# Matrix products and attention, by the names of torch's operations: selective checkpointing keeps their results.
-COSTLY = {
-    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"),
-    *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
-    *("aten::_scaled_dot_product_flash_attention_for_cpu", "torch_attn::_varlen_attn"),
-}
+KEPT = 0.5  # share of what a compiled layer would keep for its backward pass, under selective checkpointing
 
 
 class Weight:
@@ -85,18 +79,16 @@ def blank_model(
     directory = resolve_model(config.path)
     if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
-    if config.enable_gradient_checkpointing:
-        # Selective recomputation (Korthikanti et al. 2022) also keeps the results of COSTLY operations.
-        options: dict[str, Any] = {"use_reentrant": False}
-        if config.selective_checkpointing:
-
-            def policy(_context: object, operation: Any, *_: object, **__: object) -> CheckpointPolicy:
-                costly = operation.name().partition(".")[0] in COSTLY
-                return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
-
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    if config.selective_checkpointing:  # read when layers are compiled; all others ignore it
+        functorch.activation_memory_budget = KEPT
+    if every := config.recomputes_every:
+        # The state of random numbers is only kept, per layer, where activations may be dropped.
+        parts = (settings, settings.get_text_config())
+        custom = config.trust_remote_code or config.external_lib  # may drop some whatever the settings
+        random = custom or config.lora.dropout or any(disturbances(vars(part)) for part in parts)
+        options = {"use_reentrant": False, "preserve_rng_state": bool(random)}
         try:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            model.gradient_checkpointing_enable(options, every_n_layers=every)
         except ValueError as error:
             raise ValueError(f"{config.path}: {error}; set model.enable_gradient_checkpointing=false") from error
     return model
@@ -110,9 +102,12 @@ def fill(
     tensors that the directory or hub name may lack. Raises ValueError if a tensor has another shape, or is missing and
     would stay uninitialised."""
     weights = dict(fresh or {}) | open_weights(path)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     plan = LoadStateDictConfig(device_map={"": device}, weight_mapping=get_model_conversion_mapping(model))
     result, _ = convert_and_load_state_dict_in_model(model, weights, plan)
     model.tie_weights(missing_keys=result.missing_keys, recompute_mapping=False)
+    for name in frozen:  # it makes new parameters of a model that is not sharded, all trained
+        model.get_parameter(name).requires_grad_(False)
     # Checkpoints are written in the family's standard form, whichever form was read.
     model._weight_conversions = None
     if other := sorted(f"{name}: {list(ours)} for {list(theirs)}" for name, ours, theirs in result.mismatched_keys):

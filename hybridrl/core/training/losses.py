@@ -1,7 +1,7 @@
 """Losses as functions of a model's outputs: a micro-batch's share of the mini-batch's loss and of each metric. Also the
 rejection of tokens before each update in bypass mode."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -80,34 +80,51 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this micro-batch's share of the loss, the sum of its weighted terms, and metrics: each
     term's unweighted share, and statistics."""
-    if loss.old_from_update:
-        part = replace(part, old_log_probs=outputs.log_probs.detach())
-    if loss.correction is not None:  # for the difference to the rollout engine
-        log_ratio = outputs.log_probs.detach() - required(part.rollout_log_probs)
-        part = replace(part, importance_weights=loss.correction.weights(log_ratio, part))
     mask = required(part.response_mask)
-
-    def written(values: Tensor) -> Tensor:
-        """Return 0 on tokens that the policy did not write: a NaN there cannot reach the sums or their gradient."""
-        return torch.where(mask, values, 0.0)
-
-    of_written, rows = outputs.map(written), part
-    for name in WRITTEN_ONLY:
-        if (value := part.value(name)) is not None:
-            rows = rows.put(name, written(value))
     total, shares, statistics = torch.zeros((), device=mask.device), {}, {}
-    for term in loss.terms:
-        per_token, of_term = _function(term, loss.parameters)(of_written, rows)
-        inside, divisors = rows, totals
-        if term.mask:
-            inside, divisors = rows.masked(term.mask, loss.masks.index(term.mask)), totals.masked[term.mask]
-        weights = token_weights(inside, term.aggregation or loss.aggregation, divisors, loss.scale)
-        shares[f"{term.name}_loss"] = share = (written(per_token) * weights).sum()
+    of_terms = zip(loss.terms, _weights(part, totals, loss), _token_losses(outputs, _written(part), loss), strict=True)
+    for term, weights, (per_token, of_term) in of_terms:
+        shares[f"{term.name}_loss"] = share = (torch.where(mask, per_token, 0.0) * weights).sum()
         total = total + term.weight * share
         statistics |= of_term
     if loss.log_entropy:
         statistics["entropy"] = required(outputs.entropies).detach()
     return total, shares | _token_means(statistics, part, totals)
+
+
+def _weights(part: Batch, totals: Divisors, loss: LossConfig) -> list[Tensor]:
+    """Return the weights of each term's tokens."""
+    weights = []
+    for term in loss.terms:
+        inside, divisors = part, totals
+        if term.mask:
+            inside, divisors = part.masked(term.mask, loss.masks.index(term.mask)), totals.masked[term.mask]
+        weights.append(token_weights(inside, term.aggregation or loss.aggregation, divisors, loss.scale))
+    return weights
+
+
+def _written(part: Batch) -> Batch:
+    """Return the rows with 0 in WRITTEN_ONLY on the tokens that the policy did not write."""
+    for name in WRITTEN_ONLY:
+        if (value := part.value(name)) is not None:
+            part = part.put(name, torch.where(required(part.response_mask), value, 0.0))
+    return part
+
+
+def _token_losses(outputs: TokenOutputs, rows: Batch, loss: LossConfig) -> Iterator[TermLoss]:
+    """Yield each term's loss per token and statistics, given rows of `_written`. The terms see 0 for the outputs of
+    tokens that the policy did not write: a NaN there cannot reach the gradient."""
+    mask = required(rows.response_mask)
+    if not any("entropies" in term.outputs for term in loss.terms):  # they are logged
+        outputs = outputs._replace(entropies=None)
+    outputs = outputs.map(lambda values: torch.where(mask, values, 0.0))
+    own = outputs.log_probs.detach()
+    if loss.old_from_update:
+        rows = replace(rows, old_log_probs=own)
+    if loss.correction is not None:  # for the difference to the rollout engine
+        rows = replace(rows, importance_weights=loss.correction.weights(own - required(rows.rollout_log_probs), rows))
+    for term in loss.terms:
+        yield _function(term, loss.parameters)(outputs, rows)
 
 
 def _function(term: LossTerm, values: Mapping[str, Any]) -> Callable[[TokenOutputs, Batch], TermLoss]:
@@ -118,7 +135,7 @@ def _function(term: LossTerm, values: Mapping[str, Any]) -> Callable[[TokenOutpu
 
     def corrected(outputs: TokenOutputs, rows: Batch) -> TermLoss:
         per_token, statistics = function(outputs.log_probs, rows)
-        return per_token * (1.0 if rows.importance_weights is None else rows.importance_weights), statistics
+        return per_token if rows.importance_weights is None else per_token * rows.importance_weights, statistics
 
     return corrected
 
@@ -139,18 +156,23 @@ def full_kl(outputs: TokenOutputs, rows: Batch) -> TermLoss:
 
 
 def gradient_function(part: Batch, totals: Divisors, loss: LossConfig) -> LossGradient | None:
-    """Return a function of a model's outputs: the gradient of `policy_loss` with respect to them, for computing it
-    together with the outputs. None if the loss of a token may depend on the outputs of other tokens."""
+    """Return a function of a model's outputs for a span of the response tokens: the gradient of `policy_loss` with
+    respect to them, for computing it together with the outputs. None if the loss of a token may depend on the outputs
+    of other tokens."""
     if not all(term.by_token for term in loss.terms) or (loss.correction and not loss.correction.by_token):
         return None
+    rows = replace(_written(part), token_row=part.response_row)
+    weights = [term.weight * each for term, each in zip(loss.terms, _weights(part, totals, loss), strict=True)]
 
-    def gradient(outputs: TokenOutputs) -> TokenOutputs:
+    def gradient(outputs: TokenOutputs, span: slice) -> TokenOutputs:
         with torch.enable_grad():
-            leaves = [None if value is None else value.detach().requires_grad_() for value in outputs]
-            total, _ = policy_loss(TokenOutputs._make(leaves), part, totals, loss)
-        present = [value for value in leaves if value is not None]
-        gradients = iter(torch.autograd.grad(total, present, allow_unused=True, materialize_grads=True))
-        return TokenOutputs._make(None if value is None else next(gradients) for value in leaves)
+            per_token = [losses for losses, _ in _token_losses(outputs, rows.tokens(span), loss)]
+        learned = [(each, weight[span]) for each, weight in zip(per_token, weights, strict=True) if each.requires_grad]
+        leaves = [value for value in outputs if value is not None and value.requires_grad]
+        ends, by = zip(*learned, strict=True)
+        gradients = iter(torch.autograd.grad(ends, leaves, by, allow_unused=True, materialize_grads=True))
+        learns = (value is not None and value.requires_grad for value in outputs)
+        return TokenOutputs._make(next(gradients) if each else None for each in learns)
 
     return gradient
 

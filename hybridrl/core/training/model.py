@@ -29,6 +29,7 @@ from hybridrl.core.training.loading import blank_model, load_settings
 from hybridrl.core.training.packing import ModelInputs, pack_rows, separate_rows
 from hybridrl.core.training.routes import RouterReplay
 from hybridrl.core.training.token_outputs import Head, LogitRule, LossGradient, OutputSpec, TokenOutputs, token_outputs
+from hybridrl.core.training.working_copies import WorkingCopies
 from hybridrl.required import required
 
 HOST = torch.device("cpu")
@@ -45,12 +46,15 @@ class TokenModel(nn.Module):
         super().__init__()
         self.model = model
         self.replay: RouterReplay | None = None
+        self.copies: WorkingCopies | None = None  # on a single rank
         # Larger ids are clamped: they are padding rows of the policy's head, hardly ever sampled.
         self.last_id = model.config.get_text_config().vocab_size - 1
         separate_rows(model)
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Return the head's inputs at the predictors [response tokens, width]; for a slice, at the slice's."""
+        if self.copies is not None:
+            self.copies.gather()
         if self.replay is not None:
             self.replay.begin(inputs.carried.get("routes"))
         ids = inputs.input_ids.clamp(max=self.last_id)
@@ -101,6 +105,8 @@ class LanguageModel(TokenModel):
 
     def own_log_probs(self, row: Tensor) -> Tensor:
         """Return the log-probs of a row's tokens after the first, from the model's own forward pass."""
+        if self.copies is not None:
+            self.copies.gather()
         # In float64, as log_softmax in float32 loses small probabilities of a large vocabulary on CPU.
         logits = self.model(input_ids=row[None], use_cache=False).logits[0, :-1].double()
         return logits.log_softmax(-1).gather(-1, row[1:, None]).squeeze(-1)

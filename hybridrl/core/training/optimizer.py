@@ -14,7 +14,6 @@ from hybridrl.config.custom_code import load_function
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.core.algorithms.algorithm import bind
 from hybridrl.core.training.fsdp import full_tensor, host_copies, local, own_shard
-from hybridrl.core.training.layout import by_mesh
 
 # Coefficients of Muon's quintic iteration, from the author's description: steepest at zero, not exact at one.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -105,6 +104,19 @@ class LossScale:
         self.finite_updates = int(state.get("sound_updates", 0))
 
 
+class ShardedAdamW(AdamW):
+    """AdamW that steps on this rank's shards: through DTensor the host would take several times as long. Parameters and
+    moments stay DTensors, so that checkpoints know how they are sharded."""
+
+    def _init_group(self, group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps) -> bool:
+        # It fills these lists with the tensors of a step.
+        lists = params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
+        is_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return is_complex
+
+
 class Muon(Optimizer):
     """Muon (Jordan et al. 2024): orthogonalised momentum as the update of a matrix, unsharded or sharded by FSDP2; with
     Nesterov momentum and decoupled weight decay. torch's own Muon iterates on shards: two ranks take another step
@@ -143,7 +155,7 @@ def orthogonalise(matrix: Tensor) -> Tensor:
     return (wide.mT if tall else wide).to(matrix.dtype)
 
 
-MOMENTS: dict[type[Optimizer], tuple[str, ...]] = {AdamW: ("exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}
+MOMENTS: dict[type[Optimizer], tuple[str, ...]] = {ShardedAdamW: ("exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}
 
 
 @contextmanager
@@ -174,9 +186,7 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, *, offloaded: bo
     options: dict[str, Any] = {"fused": None if config.override_optimizer_config.get("foreach") else True}
     options |= config.override_optimizer_config
     rest, betas = [p for _, p in named if id(p) not in taken], (config.betas[0], config.betas[1])
-    optimizers: list[Optimizer] = [
-        AdamW(group, lr=config.lr, betas=betas, weight_decay=decay, **options) for group in by_mesh(rest)
-    ]
+    optimizers: list[Optimizer] = [ShardedAdamW(rest, lr=config.lr, betas=betas, weight_decay=decay, **options)]
     if matrices:
         optimizers.append(Muon(matrices, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=decay))
     for optimizer in optimizers:

@@ -96,19 +96,19 @@ def full(of: Case) -> TokenOutputs:
     )
 
 
-def loss(outputs: TokenOutputs) -> Tensor:
-    """A nonlinear sum over all outputs, with a different weight for each token."""
+def loss(outputs: TokenOutputs, span: slice = slice(None)) -> Tensor:
+    """A nonlinear sum over all outputs of a span, with a different weight for each token."""
     weights = torch.linspace(-1, 2, TOKENS)
-    terms = [(0.1 * value).exp() * weights.roll(k) for k, value in enumerate(outputs) if value is not None]
+    terms = [(0.1 * value).exp() * weights.roll(k)[span] for k, value in enumerate(outputs) if value is not None]
     return torch.stack(terms).sum()
 
 
-def loss_gradient(outputs: TokenOutputs) -> TokenOutputs:
+def loss_gradient(outputs: TokenOutputs, span: slice) -> TokenOutputs:
+    present = [value for value in outputs if value is not None and value.requires_grad]
     with torch.enable_grad():
-        leaves = [value if value is None else value.detach().requires_grad_() for value in outputs]
-        present = [value for value in leaves if value is not None]
-        gradients = iter(torch.autograd.grad(loss(TokenOutputs(*leaves)), present))
-    return TokenOutputs(*(value if value is None else next(gradients) for value in leaves))
+        gradients = iter(torch.autograd.grad(loss(outputs, span), present))
+    learned = (value is not None and value.requires_grad for value in outputs)
+    return TokenOutputs(*(next(gradients) if each else None for each in learned))
 
 
 def gradients(of: Case, of_loss: Callable[[TokenOutputs], Tensor] = loss) -> tuple[Tensor, ...]:

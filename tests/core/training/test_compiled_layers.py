@@ -22,6 +22,7 @@ from hybridrl.core import device as devices
 from hybridrl.core.training import attention
 from hybridrl.core.training.fsdp import compile_layers
 from hybridrl.core.training.packing import PackedRows
+from hybridrl.core.training.working_copies import WorkingCopies
 
 ROWS = [[3, 5], [4, 4, 9], [7], [2, 2, 2, 11]]
 MOST_KERNELS = 37  # of a layer, forward and backward, besides the matrix products
@@ -84,23 +85,28 @@ def model_of(layers: int) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.bfloat16)
 
 
-def gradients(model: torch.nn.Module, lengths: list[int]) -> list[Tensor]:
+def gradients(model: torch.nn.Module, lengths: list[int], copies: WorkingCopies | None = None) -> list[Tensor]:
     """Run a model forward and backward on rows of these lengths."""
     model.zero_grad()
     ids = torch.randint(300, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     packed = PackedRows.of(lengths)
+    if copies is not None:
+        copies.gather()
     logits = model(input_ids=ids, position_ids=positions, packed=packed, use_cache=False).logits
     logits.float().square().mean().backward()
+    if copies is not None:
+        copies.release()
     return [gradient for parameter in model.parameters() if (gradient := parameter.grad) is not None]
 
 
-@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_layer_is_one_graph_for_any_rows(kernel_of_a_gpu, one_rank, monkeypatch, sharded):
+@pytest.mark.parametrize("kind", ["plain", "with copies", pytest.param("sharded", marks=pytest.mark.slow)])
+def test_a_layer_is_one_graph_for_any_rows(kernel_of_a_gpu, one_rank, monkeypatch, kind):
     plain, model = model_of(9), model_of(9)
+    copies = WorkingCopies(model.float(), torch.bfloat16) if kind == "with copies" else None
     backend = CompileCounterWithBackend("aot_eager")
     compile_layers(list(model.model.layers), backend)
-    if sharded:
+    if kind == "sharded":
         for layer in model.model.layers:
             fsdp.fully_shard(layer)
         fsdp.fully_shard(model)
@@ -110,9 +116,9 @@ def test_a_layer_is_one_graph_for_any_rows(kernel_of_a_gpu, one_rank, monkeypatc
     for lengths in ROWS:
         own = [
             gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            for gradient in gradients(model, lengths)
+            for gradient in gradients(model, lengths, copies)
         ]
-        torch.testing.assert_close(own, gradients(plain, lengths))
+        torch.testing.assert_close(own, gradients(plain, lengths), check_dtype=False)
         compiled.append(backend.frame_count)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert compiled[1:] == [compiled[1]] * (len(ROWS) - 1) and compiled[1] <= 2  # all layers share them

@@ -126,7 +126,9 @@ def test_logits_of_a_single_chunk_are_computed_once_for_any_loss():
 @pytest.mark.parametrize("tokens", [0, 1, TOKENS])
 def test_no_gradient_has_what_was_in_its_memory_before(early, tokens, monkeypatch):
     chunks_of(4, monkeypatch)
-    made = case(bias=True, loss_gradient=early and (lambda outputs: TokenOutputs(torch.ones_like(outputs.log_probs))))
+    made = case(
+        bias=True, loss_gradient=early and (lambda outputs, _: TokenOutputs(torch.ones_like(outputs.log_probs)))
+    )
     made = made._replace(hidden=made.hidden.detach()[:tokens].requires_grad_(), targets=made.targets[:tokens])
     right = made._replace(spec=OutputSpec())
     expected = gradients(right, lambda outputs: outputs.log_probs.sum())
@@ -150,7 +152,7 @@ def test_a_multiple_of_the_early_gradient_needs_no_more_logits(factor, monkeypat
 
 def test_an_early_gradient_of_zero_needs_no_more_logits(monkeypatch):
     chunks_of(4, monkeypatch)
-    made = case(loss_gradient=lambda outputs: TokenOutputs(torch.zeros(TOKENS)))
+    made = case(loss_gradient=lambda outputs, _: TokenOutputs(torch.zeros_like(outputs.log_probs)))
     assert products(made, lambda outputs: 0 * outputs.log_probs.sum()) == [3, 3, 3]
     assert not any(required(value.grad).any() for value in made.inputs)
 
@@ -207,6 +209,23 @@ def test_in_half_precision_logits_are_rounded_and_nothing_after_them(dtype, monk
     torch.testing.assert_close(torch.autograd.grad(loss(actual), made.inputs), expected, atol=0.02, rtol=0.02)
 
 
+def test_in_bfloat16_the_heads_gradient_of_ten_chunks_errs_by_less_than_half_a_percent(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 64, generator=generator).bfloat16() for size in (640, 300))
+    weights, targets = torch.randn(640, generator=generator), torch.randint(300, (640,), generator=generator)
+
+    def gradient_in(dtype: torch.dtype, tokens: int) -> Tensor:
+        chunks_of(tokens, monkeypatch)
+        head = Head((0.1 * weight).to(dtype).requires_grad_())
+        outputs = Case(hidden.to(dtype), head, targets, OutputSpec()).outputs()
+        (outputs.log_probs * weights).sum().backward()
+        return required(head.weight.grad).float()
+
+    right = gradient_in(torch.float32, 64)
+    ten, one = (float((gradient_in(torch.bfloat16, tokens) - right).norm() / right.norm()) for tokens in (64, 640))
+    assert one < ten < 0.005
+
+
 def test_in_float16_the_early_gradient_is_not_used_as_it_would_vanish_unscaled(monkeypatch):
     chunks_of(4, monkeypatch)
     full, tiny = case(), 1e-9
@@ -215,7 +234,7 @@ def test_in_float16_the_early_gradient_is_not_used_as_it_would_vanish_unscaled(m
         hidden, weight = (value.detach().half().requires_grad_() for value in (full.hidden, full.head.weight))
         return Case(hidden, Head(weight), full.targets, OutputSpec(loss_gradient=early))
 
-    made = half(lambda outputs: TokenOutputs(torch.full((TOKENS,), tiny)))
+    made = half(lambda outputs, _: TokenOutputs(torch.full_like(outputs.log_probs, tiny)))
     actual = gradients(made, lambda outputs: 2.0**16 * tiny * outputs.log_probs.sum())
     torch.testing.assert_close(actual, gradients(half(None), lambda outputs: 2.0**16 * tiny * outputs.log_probs.sum()))
     assert actual[0].any()

@@ -210,6 +210,7 @@ def trained_on_ranks(directory: str, rows: Batch, dtype: str) -> dict:
         reshard(model)
         model.train()
         (log_probs(model, rows) * torch.linspace(-1, 1, 15)).sum().backward()
+        reshard(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizers.step()
         optimizers.zero_grad()

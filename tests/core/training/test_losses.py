@@ -178,9 +178,36 @@ def test_the_loss_is_the_policy_loss_less_the_entropy_bonus_plus_the_kl_of_the_w
 def test_the_gradient_is_minus_the_advantage_and_zero_for_an_output_that_the_loss_does_not_read(make_batch):
     batch = make_batch([2], advantages=[1.0, 2.0])
     compute = gradient_function(batch, Divisors.of(batch), LossConfig(loss_terms("gpg"), "token-sum", 1.0, 1.0, 1.0))
-    gradient = required(compute)(TokenOutputs(torch.tensor([-1.0, -2.0]), entropies=torch.tensor([0.5, 1.5])))
+    outputs = TokenOutputs(torch.tensor([-1.0, -2.0]), torch.tensor([0.5, 1.5]), torch.tensor([0.1, 0.2]))
+    for value in outputs[:2]:
+        required(value).requires_grad_()
+    gradient = required(compute)(outputs, slice(0, 2))
     assert gradient.log_probs.tolist() == [-1, -2]
     assert required(gradient.entropies).tolist() == [0, 0]
+    assert gradient.sum_pi_squared is None, "it has no gradient"
+
+
+def test_the_early_gradient_of_a_span_is_the_same_part_of_the_gradient_of_all_tokens(part):
+    loss = replace(LOSS, terms=loss_terms("vanilla", 0.1), aggregation="seq-mean-token-mean")
+    compute = required(gradient_function(part, Divisors.of(part), loss))
+
+    def gradient(span: slice) -> Tensor:
+        values = torch.linspace(-3, -0.1, 15)
+        leaves = [values[span].clone().requires_grad_(), (0.5 - values)[span].clone().requires_grad_()]
+        of_log_probs, of_entropies, *_ = compute(TokenOutputs(*leaves), span)
+        return torch.stack([of_log_probs, required(of_entropies)])
+
+    parts = [gradient(slice(start, stop)) for start, stop in ((0, 4), (4, 5), (5, 15))]
+    assert torch.equal(torch.cat(parts, 1), gradient(slice(0, 15)))
+    assert gradient(slice(0, 15)).any(1).all()
+
+
+def test_a_span_of_tokens_knows_the_rows_of_its_tokens(make_batch):
+    batch = make_batch([2, 1, 3], advantages=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    span = replace(batch, token_row=batch.response_row).tokens(slice(1, 4))
+    assert span.response_row.tolist() == [0, 1, 2]
+    assert required(span.advantages).tolist() == [2.0, 3.0, 4.0]
+    assert span.response_lengths.tolist() == [2, 1, 3], "the lengths of whole rows"
 
 
 def test_a_model_is_given_the_gradient_of_the_loss_but_not_for_rows_that_only_keep_ranks_aligned(part):

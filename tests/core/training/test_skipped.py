@@ -69,8 +69,8 @@ def early(path: str, right: bool) -> tuple[list[dict[str, float]], dict[str, Ten
     token_outputs.FEWEST_TOKENS, token_outputs.CHUNK_BYTES["cpu"] = 4, 1  # three chunks
     learner, batch, repeated, metrics, after = build(path), rows(0), [], [], []
 
-    def of(outputs: TokenOutputs) -> TokenOutputs:
-        values = outputs.log_probs * torch.arange(1, 11)
+    def of(outputs: TokenOutputs, span: slice) -> TokenOutputs:
+        values = outputs.log_probs * torch.arange(1, 11)[span]
         return TokenOutputs(2 * outputs.log_probs if right else values)
 
     def loss(part: MicroBatch, _: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:

@@ -124,6 +124,17 @@ def test_a_rejection_before_an_update_waits_for_log_probs_entropies_and_counts(l
     assert sum(launches.waits.values()) == 4, launches.waits
 
 
+def test_an_update_of_a_model_of_24_layers_launches_at_most_3300_kernels(monkeypatch):
+    """Of 16,384 tokens, whose logits are computed in ten chunks; nothing is compiled."""
+    from count_update import HEAD, count, language_model, learner_of, parts_of, policy_loss_config, update_rows
+
+    learner, rows = learner_of(language_model("0.5b")), update_rows(32, 512)
+    objective = policy_objective(learner, policy_loss_config("token-mean"), reference(learner), [])
+    launches = count(learner, objective, rows, parts_of(len(rows), 1))
+    assert launches.kernels[HEAD] <= 350
+    assert launches.kernels.total() <= 3300
+
+
 def test_the_waits_of_an_operation_are_counted():
     """Of those that the update does without: a value, a size that depends on values, and a truth."""
     from launches import DEVICE, counted
