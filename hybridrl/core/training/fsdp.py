@@ -151,9 +151,9 @@ def clip_gradient(model: nn.Module, limit: float) -> Tensor:
     for gradient in (parameter.grad for parameter in model.parameters() if parameter.grad is not None):
         shards[dist.get_world_size() // _cuts(gradient)].append(local(gradient))
     norms = {ranks: torch.stack(torch._foreach_norm(same, 2, torch.float32)) for ranks, same in shards.items()}
-    squares = torch.stack([each.double().square().sum() / ranks for ranks, each in norms.items()]).sum()
+    squares = torch.cat([each.square() / ranks for ranks, each in norms.items()])
     dist.all_reduce(squares)
-    norm = squares.sqrt().float()
+    norm = torch.linalg.vector_norm(squares.sqrt())  # in torch's order, so that runs stay the same
     torch._foreach_mul_([shard for same in shards.values() for shard in same], (limit / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
