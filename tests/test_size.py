@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1986,
     "compat": 3224,
     "config": 4778,
-    "core": 13353,
+    "core": 13355,
     "data": 1887,
     "doctor": 4636,
     "environments": 180,
@@ -29,7 +29,7 @@ LINES = {
     "tracking": 1927,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 54539
+TOTAL = 54541
 FILES = {"core": 72, "hybridrl": 258}
 KEYS = 428  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

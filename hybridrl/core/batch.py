@@ -57,7 +57,7 @@ class Batch:
     reward_parts: Tensor | None = field(default=None, metadata=ROW)  # [B, K] components of `rewards`
     greedy_rewards: Tensor | None = field(default=None, metadata=ROW)  # [B] of the prompt's greedy response
     truncated: Tensor | None = field(default=None, metadata=ROW)  # [B] bool: stopped by the length limit
-    token_row: Tensor | None = field(default=None, metadata=RESPONSE)  # int64; given where only a span is left
+    token_row: Tensor | None = field(default=None, metadata=RESPONSE)  # int64; None: `response_lengths` says it
     # bool: the policy wrote this token, and it is trained on
     response_mask: Tensor | None = field(default=None, metadata=RESPONSE)
     # bool: the policy wrote this token, trained on or not; None: that is the response mask
@@ -190,8 +190,9 @@ class Batch:
         return self._with(selected)
 
     def tokens(self, span: slice) -> "Batch":
-        """Return the same rows with only a span of all response tokens, given `token_row`; other fields stay whole."""
-        return self._with({name: value[span] for name, axis, value in self.filled() if axis == "response"})
+        """Return the same rows with only a span of all response tokens; fields of other axes stay whole."""
+        rows = replace(self, token_row=self.response_row)
+        return rows._with({name: value[span] for name, axis, value in rows.filled() if axis == "response"})
 
     def only(self, *names: str) -> "Batch":
         """Return the same rows with only the required fields and those named, so that the rest is not sent."""

@@ -21,7 +21,7 @@ from hybridrl.config import ConfigError, PPOConfig, SFTConfig, TrainingConfig
 from hybridrl.config.custom_code import attempt, import_libraries, publish_own_keys
 from hybridrl.config.files import HUB_NAME, is_sharded, resolve_model
 from hybridrl.config.findings import Finding, Findings
-from hybridrl.config.schema import CriticConfig, DataConfig, ModelConfig
+from hybridrl.config.schema import DataConfig, ModelConfig
 from hybridrl.config.values import PACKAGES
 from hybridrl.core.cluster.session import (
     RayMachine,
@@ -161,10 +161,10 @@ def check_start(config: TrainingConfig, findings: Findings) -> bool:
 
 def choose_recomputation(run: PlannedRun, findings: Findings) -> PlannedRun:
     """Decide in the configuration what it leaves open about recomputation, and report it: no layer, every second or
-    all, the first for which the update fits; each with a micro-batch as configured, then with a half, a quarter ..."""
+    all, the first for which the update fits; on a GPU each with a micro-batch as configured, then a half, a quarter."""
     share = CPU_SHARE if run.on_cpu else GPU_SHARE
-    for name, shard, _, section, budget in run.learners:
-        model = section.model if isinstance(section, CriticConfig) else run.config.actor_rollout_ref.model
+    for name, shard, entry, section, budget in run.learners:
+        model = entry.model  # the configuration's own section
         tokens, least = section.ppo_max_token_len_per_gpu, max(FEWEST_TOKENS, run.longest)
         halved = [tokens >> times for times in range(1, tokens.bit_length()) if tokens >> times >= least]
         # Not by the memory that is free on a CPU: a resumed run, which repeats the same numbers, may find another one.

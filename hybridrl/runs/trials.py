@@ -194,8 +194,8 @@ def try_policy_loss(name: str, parameters: dict[str, Any]) -> tuple[Tensor, Tens
     _check(LOSS, name, "the gradient", gradient, log_probs.shape, "a loss with a finite gradient")
     if entry.by_token:
         span = slice(1, log_probs.numel() - 1)
-        rows = replace(batch, token_row=batch.response_row).tokens(span)
-        alone, _ = call_custom(LOSS, name, bound, log_probs[span], rows, trial=SOME, page=project_file(PAGE))
+        rows, page = batch.tokens(span), project_file(PAGE)
+        alone, _ = call_custom(LOSS, name, bound, log_probs[span], rows, trial=SOME, page=page)
         if alone.shape != log_probs[span].shape or not torch.allclose(alone, per_token[span]):
             expected = "a loss that reads a token's own fields, or by_token=False"
             raise _unusable(LOSS, name, "it returns another loss, though it is by_token", expected, SOME)

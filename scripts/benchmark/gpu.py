@@ -2,11 +2,11 @@
 
 One shape with random weights in bfloat16. Each row is printed, and written with --json, as soon as it is measured, in
 this order: start-up, weight sync by CUDA IPC, the switch, one update of 16k tokens per GPU as a share of the GPU's
-peak, memory of log-probs, rollout, difference of log-probs between engine and trainer, memory that a sleeping engine
-keeps, the update with each of --variants (all of VARIANTS by default), and vLLM's own `generate`, with its engine in
-the caller's process and, as is vLLM's default, in a process of its own. Rows that are not reached within --seconds are
-listed as not measured. Status 1 means that a row failed; the workers' logs are then printed. `--device cpu` only tests
-the script, with few tokens; its figures have no meaning.
+peak, with its idle share and the host's own time, memory of log-probs, rollout, difference of log-probs between engine
+and trainer, memory that a sleeping engine keeps, the update with each of --variants (all of VARIANTS by default), and
+vLLM's own `generate`, with its engine in the caller's process and, as is vLLM's default, in a process of its own. Rows
+that are not reached within --seconds are listed as not measured. Status 1 means that a row failed; the workers' logs
+are then printed. `--device cpu` only tests the script, with few tokens; its figures have no meaning.
 """
 
 import json

@@ -494,7 +494,7 @@ def test_gpus_of_rollout_servers_have_a_plan_of_their_own(load):
 
 
 def chosen(config: PPOConfig, gpu: float = 0, free: float = 0) -> tuple[bool | int | None, int, list[str]]:
-    """What is recomputed, the tokens of a micro-batch, and the lines about it."""
+    """The layers that are recomputed, the tokens of a micro-batch, and the lines about both."""
     run = choose_recomputation(run_of(config, gpu, free), findings := Findings())
     section = run.config.actor_rollout_ref
     assert section is config.actor_rollout_ref

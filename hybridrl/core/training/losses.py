@@ -161,7 +161,7 @@ def gradient_function(part: Batch, totals: Divisors, loss: LossConfig) -> LossGr
     of other tokens."""
     if not all(term.by_token for term in loss.terms) or (loss.correction and not loss.correction.by_token):
         return None
-    rows = replace(_written(part), token_row=part.response_row)
+    rows = replace(_written(part), token_row=part.response_row)  # once, as spans are many
     weights = [term.weight * each for term, each in zip(loss.terms, _weights(part, totals, loss), strict=True)]
 
     def gradient(outputs: TokenOutputs, span: slice) -> TokenOutputs:

@@ -24,8 +24,9 @@ class WorkingCopies:
         if self.gathered:
             return
         if self.copies is None:
-            parameters = (p for p in self.model.parameters() if p.dtype != self.dtype or p.requires_grad)
-            self.copies = {p: self._copy_of(p) for p in parameters if not p.dtype == self.dtype == torch.float32}
+            adds = self.dtype == torch.float32  # parameters of this type take their gradients themselves
+            copied = (p for p in self.model.parameters() if p.dtype != self.dtype or (p.requires_grad and not adds))
+            self.copies = {p: self._copy_of(p) for p in copied}
             registers = [module._parameters for module in self.model.modules()]
             items = [(register, *item) for register in registers for item in register.items()]
             self.places = [(register, name, p) for register, name, p in items if p in self.copies]

@@ -220,7 +220,9 @@ def test_sizes_of_an_engine_are_those_of_fsdp(engine: str) -> None:
 def test_a_section_that_is_set_at_once_is_read_as_its_keys() -> None:
     section = f"++{MEGATRON}={{tensor_model_parallel_size:2,override_transformer_config:{{moe_aux_loss_coeff:0.1}}}}"
     assert accepted(section).actor_rollout_ref.actor.fsdp_config.tensor_parallel_size == 2
-    assert f"{LAYERS}.moe_aux_loss_coeff has no effect: {LOSSES}" in notes(section)
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    uncompiled = f"{fsdp}.compile_layers: layers are not compiled, with {fsdp}.tensor_parallel_size=2"
+    assert notes(section) == [f"{LAYERS}.moe_aux_loss_coeff has no effect: {LOSSES}", uncompiled]
 
 
 def test_each_size_is_reported_once_and_a_size_of_one_device_not_at_all() -> None:

@@ -204,7 +204,7 @@ def test_the_early_gradient_of_a_span_is_the_same_part_of_the_gradient_of_all_to
 
 def test_a_span_of_tokens_knows_the_rows_of_its_tokens(make_batch):
     batch = make_batch([2, 1, 3], advantages=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    span = replace(batch, token_row=batch.response_row).tokens(slice(1, 4))
+    span = batch.tokens(slice(1, 4))
     assert span.response_row.tolist() == [0, 1, 2]
     assert required(span.advantages).tolist() == [2.0, 3.0, 4.0]
     assert span.response_lengths.tolist() == [2, 1, 3], "the lengths of whole rows"

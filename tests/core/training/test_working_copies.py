@@ -99,7 +99,7 @@ def memory(path: str) -> tuple[list[int], int]:
 
 
 def frozen(path: str) -> list[bool]:
-    """Which parameters of a frozen model are trained, and whether a gradient reaches one."""
+    """For a frozen model: whether its outputs have a gradient, then whether each parameter is trained."""
     blank = blank_language_model(model_config(path), torch.float32).requires_grad_(False)
     model = shard_and_fill(blank, path, fsdp_config(dtype="bfloat16"), layout("cpu", 1, 1), HOST)
     assert isinstance(model, LanguageModel)
