@@ -141,7 +141,7 @@ def act(what: str):
         case "fork return" if os.fork() == 0:
             return "child"
         case "write":
-            link = next(one for one in range(3, 99) if os.path.exists(f"/proc/self/fd/{one}")
+            link = next(one for one in range(3, 4096) if os.path.exists(f"/proc/self/fd/{one}")
                         and "socket" in os.readlink(f"/proc/self/fd/{one}"))
             content = pickle.dumps((99, ("", "forged", None, {})))
             os.write(link, b"\\0hybridrl" + len(content).to_bytes(8) + content)
