@@ -23,13 +23,13 @@ LINES = {
     "health": 1017,
     "model_merger": 917,
     "report": 2505,
-    "rewards": 3410,
+    "rewards": 3416,
     "runs": 3097,
     "runtime": 1602,
     "tracking": 1928,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 54988
+TOTAL = 54994
 FILES = {"core": 72, "hybridrl": 261}
 KEYS = 437  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

@@ -52,6 +52,7 @@ SCORERS = {source: scorer for scorer, sources in _SOURCES.items() for source in 
 FAMILIES = {"numina_": "math", "amc": "math", "aime": "math_dapo", "searchR1_": "search_qa"}
 # CPU seconds per response, beyond which it counts as wrong; the slowest correct response takes half a second.
 CPU_SECONDS = 3
+_SCORING = threading.Lock()  # the timer is the process's: one response at a time, also next to a judge's calls
 
 # A ground truth on which a scorer can be tried with an empty response, if not an empty text.
 _TRIAL_TRUTH = {"code": "pass"}
@@ -83,11 +84,12 @@ def cpu_limited_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **options: Any
 ) -> Any:
     """`compute_score`; the kernel ends this process (SIGPROF) when it needs more than CPU_SECONDS."""
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-    try:
-        return compute_score(data_source, solution_str, ground_truth, extra_info, **options)
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+    with _SCORING:
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        try:
+            return compute_score(data_source, solution_str, ground_truth, extra_info, **options)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _prepare(names: list[str], options: dict[str, Any]) -> None:

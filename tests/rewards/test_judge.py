@@ -20,7 +20,14 @@ from hybridrl.core.experience.evaluator import validation_metrics
 from hybridrl.core.rollout import Completion, Request, Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.judge import Judge
-from hybridrl.rewards.load import calls_at_once, load_reward, processes, seconds_between_calls, uses_built_in
+from hybridrl.rewards.load import (
+    CPU_SECONDS,
+    calls_at_once,
+    load_reward,
+    processes,
+    seconds_between_calls,
+    uses_built_in,
+)
 from hybridrl.rewards.pool import DecodingScorer, ScorerPool, packed, unpacked
 from hybridrl.rewards.process import CallerScorer
 from hybridrl.rewards.score import FaultGuard, NoScore, RewardFaults, Score, ScoringRequest
@@ -403,6 +410,20 @@ def test_a_judge_is_a_component_next_to_a_built_in_scorer(reward_config, weights
         values = [score.value for score in scored(config, rows)]
     assert values[:2] == pytest.approx([right, wrong])
     assert values[2] == (None if weights == {"score": 2} else pytest.approx(0.5 * weights.get("judge", 1)))
+
+
+def test_the_response_that_is_slow_to_score_counts_as_empty_and_those_judged_meanwhile_do_not(reward_config):
+    def reply(number: int, body: dict[str, Any]) -> Reply:
+        time.sleep(0 if number else CPU_SECONDS + 1.5)  # the first is still judged when the process is ended
+        return Reply("VERDICT: 5.5")
+
+    with serving(reply) as server:
+        config = reward_of(reward_config, server)
+        texts = ["\\boxed{42}", "\\boxed{x+10^{10^{10}}}", "\\boxed{41}"]
+        rows = [ScoringRequest("math_dapo", text, "42", {}, prompt="6 * 7?") for text in texts]
+        scores = scored(config, rows)
+    assert [score.value for score in scores] == [1.5, -0.5, -0.5]
+    assert [bool(score.detail) for score in scores] == [False, True, False]
 
 
 def test_a_judge_is_a_component_next_to_a_custom_function(reward_config):
