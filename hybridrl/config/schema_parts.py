@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from hybridrl.config import values
 from hybridrl.config.catalog import BYPASS_LOSSES, ESTIMATOR_NAMES, POLICY_LOSS_NAMES, parameter_types
 from hybridrl.config.files import RowNames, Script
+from hybridrl.config.judge import JudgeConfig
 from hybridrl.config.values import Section, ValueFault
 
 SHIPPED_SHARE, WHOLE_SHARE = 0.5, 0.9  # share of GPU memory for an engine: by default, and without a trainer
@@ -180,6 +181,7 @@ class RewardConfig(Section):
     custom_reward_function: CustomRewardConfig
     reward_manager: RewardManagerConfig
     sandbox_fusion: SandboxConfig
+    judge: JudgeConfig
     reward_kwargs: RewardKwargsConfig
 
 

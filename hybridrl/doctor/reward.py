@@ -47,6 +47,7 @@ KEY = "FILE"
 SHOWN = 5  # responses whose scores differ
 TRUTH, ENDING = 60, 160  # characters shown of a ground truth, and of a response
 RESPONSE_COLUMNS = ("output", "solution_str", "response", "prediction")
+PROMPT_COLUMNS = ("input", "prompt")
 TRUTH_COLUMNS = ("gts", "ground_truth")
 MAX_VALUES = 8  # more values are summarized by quantiles
 CUSTOM = "reward.custom_reward_function"
@@ -139,11 +140,12 @@ def _parse(row: DataRow, data_source: str, bad_rows: Faults, needs_truth: bool) 
         return None
     source, score, episode = values.get("data_source"), values.get("score"), values.get(OWN_KEY)
     episode = checked_episode(episode) if isinstance(episode, dict) else {}
+    prompt = next((values[name] for name in PROMPT_COLUMNS if isinstance(values.get(name), str | list)), None)
     number = attempt(lambda: float(score))  # also from a text
     extra = (as_object(values.get("extra_info")) or {}) | conversation_facts(episode)
     return Stored(
         row.place.rpartition(", ")[2],  # without the file, which is the same for all
-        ScoringRequest(str(source or data_source), response, truth, extra),
+        ScoringRequest(str(source or data_source), response, truth, extra, prompt=prompt),
         None if isinstance(number, Exception) else number,
         _length(episode),
     )
@@ -293,7 +295,7 @@ def _stored(record: SampleRecord, rows: Rows | None) -> Stored:
         extra = as_object(rows[row].values.get("extra_info"))
     extra = (extra or {}) | conversation_facts(episode)
     place = f"row {row}, sample {sample}" if row is not None else f"prompt {record.prompt[:40]!r}"
-    request = ScoringRequest(source, record.response, record.truth, extra)
+    request = ScoringRequest(source, record.response, record.truth, extra, prompt=record.prompt)
     return Stored(f"step {record.step}, {place}", request, record.score, _length(episode))
 
 

@@ -97,7 +97,7 @@ def score_again(rescorer: Rescorer, stale: Sequence[tuple[PlannedResponse, Sampl
 def scoring_request(prompt: Prompt, sample: Sample) -> ScoringRequest:
     """Return the request to score a sample as the response to its prompt."""
     extra = prompt.extra_info | conversation_facts(sample.conversation | {"stop": sample.finish})
-    return ScoringRequest(prompt.data_source, sample.response, prompt.ground_truth, extra)
+    return ScoringRequest(prompt.data_source, sample.response, prompt.ground_truth, extra, prompt=prompt.messages)
 
 
 def write_responses(directory: Path, questions: Sequence[Question], samples: Sequence[Sample]) -> None:

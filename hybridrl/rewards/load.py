@@ -52,6 +52,7 @@ SCORERS = {source: scorer for scorer, sources in _SOURCES.items() for source in 
 FAMILIES = {"numina_": "math", "amc": "math", "aime": "math_dapo", "searchR1_": "search_qa"}
 # CPU seconds per response, beyond which it counts as wrong; the slowest correct response takes half a second.
 CPU_SECONDS = 3
+_SCORING = threading.Lock()  # the timer is the process's: one response at a time, also next to a judge's calls
 
 # A ground truth on which a scorer can be tried with an empty response, if not an empty text.
 _TRIAL_TRUTH = {"code": "pass"}
@@ -64,12 +65,15 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     *,
     named: str | None = None,
+    optional: bool = False,
     **options: Any,
 ) -> Any:
-    """Score by the `named` scorer or that of `data_source`, with its options; ConfigError if there is none. Of a
-    conversation only what the policy wrote is scored: a tool may have said the truth."""
+    """Score by the `named` scorer or that of `data_source`, with its options; ConfigError if there is none, or None if
+    it is `optional`. Of a conversation only what the policy wrote is scored: a tool may have said the truth."""
     name = scorer_of(data_source, named)
     if name is None:
+        if optional:
+            return None
         check_data_sources([data_source])
     scorer, taken = _load(name)
     text = (extra_info or {}).get(WRITTEN, solution_str)
@@ -80,11 +84,12 @@ def cpu_limited_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **options: Any
 ) -> Any:
     """`compute_score`; the kernel ends this process (SIGPROF) when it needs more than CPU_SECONDS."""
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-    try:
-        return compute_score(data_source, solution_str, ground_truth, extra_info, **options)
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+    with _SCORING:
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        try:
+            return compute_score(data_source, solution_str, ground_truth, extra_info, **options)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _prepare(names: list[str], options: dict[str, Any]) -> None:
@@ -131,6 +136,8 @@ def _load(scorer: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
 
 REQUEST_KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_KEYWORDS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+# The judge's, which no other function gets.
+JUDGE, JUDGE_KEYWORDS = "judge", (*REQUEST_KEYWORDS[1:], "prompt")
 # Passed only to a function that names it: sending tokens to the scoring processes costs as much as the text.
 TOKENS = "response_ids"
 # verl adds these to every response's extra_info; here a response is the one turn after the prompt's.
@@ -214,6 +221,7 @@ def _values(request: ScoringRequest) -> dict[str, Any]:
         "ground_truth": request.ground_truth,
         "extra_info": request.extra_info | _ROLLOUT_FACTS,
         TOKENS: request.response_ids,
+        "prompt": request.prompt,
     }
 
 
@@ -296,6 +304,9 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
         path, name = (path, name) if colon and not name.startswith("//") else (str(place), "compute_score")
         function = _member(path, f"reward.functions.{key}", name, f"reward.functions.{key}={place}")
         further[key] = _bind(function, {}, config.timeout, key, REQUEST_KEYWORDS)
+    if config.judge.base_url:  # its file imports a client of HTTP, which takes as long as all others together
+        judge = importlib.import_module("hybridrl.rewards.judge").Judge(config.judge)
+        further[JUDGE] = Bound(judge, {name: name for name in JUDGE_KEYWORDS}, {}, config.timeout)
     if not uses_main(config):
         return Reward(None, further, config.weights)
 
@@ -308,7 +319,8 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
         if "code" in scorers:
             fixed.setdefault("memory_mb", config.sandbox_fusion.memory_limit_mb)
         _prepare(sorted(filter(None, scorers)), fixed)
-        function = functools.partial(cpu_limited_score if cpu_limited else compute_score, named=config.name)
+        function = cpu_limited_score if cpu_limited else compute_score
+        function = functools.partial(function, named=config.name, optional=JUDGE in further)
     added = manager.source != "importlib" and manager.name in names("reward_manager")
     if added or manager.source == "importlib":
         fixed, name = {"compute_score": functools.partial(function, **fixed)}, manager.name
@@ -326,12 +338,13 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
 
 def uses_main(config: RewardConfig) -> bool:
     """Whether the custom or built-in function is called: not if only further functions have a weight."""
-    return not config.weights or not set(config.weights) <= set(config.functions)
+    judged = {JUDGE} if config.judge.base_url else set()
+    return not config.weights or not set(config.weights) <= set(config.functions) | judged
 
 
 def uses_built_in(config: RewardConfig) -> bool:
-    """Whether the built-in scorers are called."""
-    return uses_main(config) and config.custom_reward_function.path is None
+    """Whether the built-in scorers decide: with a judge, rows need none of them."""
+    return uses_main(config) and config.custom_reward_function.path is None and not config.judge.base_url
 
 
 def in_one_call(config: RewardConfig) -> bool:
@@ -339,26 +352,29 @@ def in_one_call(config: RewardConfig) -> bool:
     return config.reward_manager.source == "register" and config.reward_manager.name == "batch"
 
 
-def _is_limited(config: RewardConfig) -> bool:
-    return config.reward_manager.source == "register" and config.reward_manager.name == "rate_limited"
+def _is_limited(config: RewardConfig, *, is_set: bool) -> bool:
+    """Whether a limit on calls applies: with a judge one that `is_set`, whatever the manager."""
+    by_manager = config.reward_manager.source == "register" and config.reward_manager.name == "rate_limited"
+    return by_manager or bool(config.judge.base_url and is_set)
 
 
 def processes(config: RewardConfig) -> int:
     """Return how many scoring processes can be used; 0: none is wanted."""
-    most = 1 if in_one_call(config) else config.max_concurrent if _is_limited(config) else config.num_workers
+    limited = _is_limited(config, is_set=config.max_concurrent > 1)
+    most = 1 if in_one_call(config) else config.max_concurrent if limited else config.num_workers
     return min(config.num_workers, most)
 
 
 def calls_at_once(config: RewardConfig, is_async: bool) -> int:
     """Return the concurrent calls per process."""
-    if _is_limited(config):
+    if _is_limited(config, is_set=config.max_concurrent > 1):
         return max(config.max_concurrent // max(processes(config), 1), 1)
     return COROUTINES if is_async else 1
 
 
 def seconds_between_calls(config: RewardConfig) -> float:
     """Return the seconds between calls of each process with which all together keep the limits of `rate_limited`."""
-    if not _is_limited(config):
+    if not _is_limited(config, is_set=True):
         return 0.0
     by_tokens = config.max_tpm / config.estimated_tokens_per_request if config.max_tpm else None
     rates = [rate for rate in (config.max_rpm, by_tokens) if rate]

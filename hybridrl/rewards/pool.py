@@ -287,11 +287,9 @@ class DecodingScorer:
         for request in requests:
             texts.append(self._decode(required(request.response_ids)) if request.solution is None else None)
             text = request.solution if texts[-1] is None else texts[-1]
-            ids = request.response_ids if self._takes_tokens else None
-            ids = None if ids is None else np.asarray(ids).tolist()
-            ready.append(
-                ScoringRequest(request.data_source, text, request.ground_truth, self._decoded(request.extra_info), ids)
-            )
+            ids = np.asarray(request.response_ids).tolist() if self._takes_tokens else None  # None remains None
+            extra = self._decoded(request.extra_info)
+            ready.append(replace(request, solution=text, extra_info=extra, response_ids=ids))
         for text, score in zip(texts, self._scorer.score(ready), strict=True):
             yield score if text is None else replace(score, text=text)
 
@@ -342,21 +340,22 @@ class ScoringActor:
             scorer.stop()
 
 
-def packed(requests: Sequence[ScoringRequest]) -> bytes:
+def packed(requests: Sequence[ScoringRequest], prompts: bool = False) -> bytes:
     """Return requests as bytes, which Ray passes through: its own pickling visits every dataclass in Python. Pickling
     an array takes several times as long as the rest of its request, so that token ids become bytes first."""
     rows = []
     for request in requests:
         ids = None if request.response_ids is None else np.asarray(request.response_ids, np.int32).tobytes()
-        rows.append((request.data_source, request.solution, request.ground_truth, request.extra_info, ids))
+        content = request.data_source, request.solution, request.ground_truth, request.extra_info, ids
+        rows.append((*content, request.prompt if prompts else None))
     return pickle.dumps(rows, pickle.HIGHEST_PROTOCOL)
 
 
 def unpacked(content: bytes) -> list[ScoringRequest]:
     """Return the requests of `packed`."""
     return [
-        ScoringRequest(source, solution, truth, extra, None if ids is None else np.frombuffer(ids, np.int32))
-        for source, solution, truth, extra, ids in pickle.loads(content)
+        ScoringRequest(source, solution, truth, extra, None if ids is None else np.frombuffer(ids, np.int32), prompt)
+        for source, solution, truth, extra, ids, prompt in pickle.loads(content)
     ]
 
 
@@ -365,6 +364,7 @@ class RemoteScorer:
 
     def __init__(self, actor: ReplacedActor, index: int, config: RewardConfig) -> None:
         self._actor, self._index, self._whole, self.stop = actor, index, in_one_call(config), actor.stop
+        self._prompts = bool(config.judge.base_url)  # only a judge reads them
         # Bounds a call: the limits within the actor end it long before.
         self._seconds = LOAD_TIMEOUT + 2 * (config.timeout + seconds_between_calls(config))
 
@@ -381,7 +381,7 @@ class RemoteScorer:
         """Yield one Score per request, in order. Those during which the actor was lost are `suspects`: scored again
         with no others, then in halves, until one is left, whose reward may have killed its parent."""
         limits = {"seconds": self._seconds * (1 + len(requests)), "key": "reward.timeout"}
-        reply = self._actor.call("score", self._index, packed(requests), alone=suspects, **limits)
+        reply = self._actor.call("score", self._index, packed(requests, self._prompts), alone=suspects, **limits)
         if reply is not None:
             scores, reason = pickle.loads(reply)
             yield from scores

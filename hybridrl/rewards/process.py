@@ -134,6 +134,10 @@ class ScoringProcess:
         self._send(waiting)
         while waiting:
             score, request = self._receive(), waiting.popleft()
+            if score.fault == "overran" and waiting and (self._config.judge.base_url or self._config.functions):
+                for suspect in (request, *waiting):  # calls may run concurrently: any of them may be the slow one
+                    yield from self.score([suspect])
+                return
             divided = whole and len(waiting) + 1 < len(requests)  # others of its call have their scores
             if score.fault == "overran" and request.solution:
                 detail = f"scoring took more than {CPU_SECONDS} s of CPU time, so the response counts as empty"

@@ -36,6 +36,7 @@ class ScoringRequest:
     ground_truth: Any
     extra_info: dict[str, Any]
     response_ids: "Sequence[int] | np.ndarray | None" = None
+    prompt: Any = None  # its text or messages; None: unknown
 
 
 @dataclass
@@ -84,6 +85,14 @@ class OutOfTime(Exception):
     """A call of a reward function was cancelled at its time limit."""
 
 
+class NoScore(Exception):
+    """A call of a reward function has no score; `fault` and `detail` are those of its Score."""
+
+    def __init__(self, *, fault: str, detail: str) -> None:
+        super().__init__(detail)
+        self.fault = fault
+
+
 def score_request(reward: Callable[[ScoringRequest], Score], request: ScoringRequest) -> Score:
     """Call the reward; an exception becomes a fault, and its traceback goes to the log."""
     try:
@@ -96,6 +105,9 @@ def fault_of(error: Exception | SystemExit, context: str) -> Score:
     """Return the fault for an exception of a reward function."""
     if isinstance(error, OutOfTime):
         return Score(None, fault="timeout", detail=str(error))
+    if isinstance(error, NoScore):
+        logger.warning("no score (%s): %s", error.fault, error)
+        return Score(None, fault=error.fault, detail=str(error))
     logger.warning("the reward function failed on %s", context, exc_info=error)
     message = " ".join(str(error).split())
     if isinstance(error, SystemExit):
@@ -140,6 +152,7 @@ def combined(main: Score, further: Mapping[str, Score], weights: Mapping[str, fl
     """Combine scores into one, keeping each under its name; the first fault among them is the result's.
 
     The keys of `weights` are keys of the main score's extras, names of `further`, or "score", the main score's value.
+    A "text" in the extras of a further one is kept, without a weight.
     Empty: the main value and all further ones have equal weight. One that is None abstains: the others are added.
     """
     for name, score in further.items():
@@ -147,6 +160,7 @@ def combined(main: Score, further: Mapping[str, Score], weights: Mapping[str, fl
             return replace(score, detail=f"{name}: {score.detail}")
     if main.fault not in (None, "none"):
         return main
+    texts = {f"{name}_text": score.extras["text"] for name, score in further.items() if "text" in score.extras}
     components = main.extras | {name: score.value for name, score in further.items()} | {"score": main.value}
     weights = weights or dict.fromkeys(["score", *further], 1.0)
     if main.fault == "none" and not main.extras:  # no dict, whose keys would be the others
@@ -161,7 +175,8 @@ def combined(main: Score, further: Mapping[str, Score], weights: Mapping[str, fl
     total = as_score(sum(weight * float(components[name]) for name, weight in voting.items()))
     if total.value is None:
         return replace(total, detail=f"the weighted sum: {total.detail}")
-    return replace(main.with_value(total.value), extras=components | {"score": total.value}, fault=None, detail="")
+    extras = components | texts | {"score": total.value}
+    return replace(main.with_value(total.value), extras=extras, fault=None, detail="")
 
 
 def component_means(scores: Sequence[Score]) -> dict[str, float]:

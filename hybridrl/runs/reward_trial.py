@@ -98,7 +98,10 @@ def try_reward(subject: Subject, findings: Findings, log: Path, seconds: float) 
     sources = {source for data in datasets.values() for source in data.data_sources}
     _report_left_out(subject, findings)
     try:
-        with Rescorer(replace(reward, num_workers=1, retries=0), sources, log) as rescorer:
+        judge = replace(
+            reward.judge, retries=min(reward.judge.retries, 1)
+        )  # one that is down fails in the trial's time
+        with Rescorer(replace(reward, num_workers=1, retries=0, judge=judge), sources, log) as rescorer:
             rows = _rows(datasets, reward) if seconds else []
             begun = _score_rows(rescorer, rows, subject.decoder, seconds)
     except ScorerDied as error:
@@ -152,7 +155,8 @@ def _request(prompt: Prompt, response: TrialResponse, decoder: ResponseDecoder |
     if decoder is not None:
         ids = response_ids(response.text, decoder.tokenizer)
         response.tokens, response.text = len(ids), decoder(ids)
-    return ScoringRequest(prompt.data_source, response.text, prompt.ground_truth, prompt.extra_info, ids)
+    truth, extra = prompt.ground_truth, prompt.extra_info
+    return ScoringRequest(prompt.data_source, response.text, truth, extra, ids, prompt.messages)
 
 
 def reject_failing_reward(subject: Subject, log: Path) -> None:

@@ -247,9 +247,10 @@ def score_fingerprint(reward: RewardConfig, data: str) -> str:
 
 
 def reward_files(reward: RewardConfig) -> list[Path]:
-    """The files of custom reward functions."""
+    """The files of custom reward functions and of the judge's template."""
     scripts = (SCRIPT.fullmatch(str(value)) for value in flatten(asdict(reward)).values())
-    return [file for script in scripts if script and (file := script_path(script[1])).is_file()]
+    files = [script_path(script[1]) for script in scripts if script] + [Path(reward.judge.template).expanduser()]
+    return [file for file in files if file.is_file()]
 
 
 def reward_code(reward: RewardConfig) -> list[str]:

@@ -232,6 +232,7 @@ FAULT_KINDS = {
     "no reward": FaultKind("the agent set no reward", "return one, or set reward.custom_reward_function.path"),
     "rejected": FaultKind("the engine rejected the request", "change the prompt or parameter that is named"),
     "engine died": FaultKind("engines died of the request", "read rollout-*.log, or leave the prompt out"),
+    "judge": FaultKind("the judge gave no verdict", "check its server and the keys of reward.judge", rejects=True),
     "reply": FaultKind("the reply of the model's server has no message", "read the server's log"),
 }
 

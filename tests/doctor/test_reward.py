@@ -15,6 +15,7 @@ from hybridrl.doctor.full import try_on_rows
 from hybridrl.runs.reward_trial import reject_failing_reward, spread_rows
 from hybridrl.runs.trials import Subject
 from hybridrl.tracking.faults import FAULT_KINDS
+from tests.rewards.judge_server import Reply, serving
 
 NULL = {"style": "model", "ground_truth": None}
 ROWS = [
@@ -401,6 +402,15 @@ def test_a_run_warns_of_its_reward_and_the_next_run_of_a_sweep_repeats_that_and_
 def test_a_run_whose_reward_does_not_load_or_fails_on_every_row_of_a_source_is_rejected(reject, source, said):
     with pytest.raises(ConfigError, match=said):
         reject(source, "1")
+
+
+def test_a_judge_that_is_away_or_rejects_every_request_stops_a_run_before_it_starts(reject):
+    with serving(Reply(status=401, body="no such key")) as server:
+        keys = [f"reward.judge.base_url={server.url}", "reward.judge.model=critic", "reward.judge.cache=null"]
+        with pytest.raises(ConfigError, match=r"the judge gave no verdict: .* answered 401: 'no such key'"):
+            reject("def compute_score(solution_str): return 0.5", "1", more=keys)
+    with pytest.raises(ConfigError, match=r"the judge gave no verdict: .* ConnectError"):
+        reject("def compute_score(solution_str): return 0.5", "1", more=keys)
 
 
 def test_one_row_of_several_on_which_the_reward_fails_does_not_stop_a_run(reject, capsys):

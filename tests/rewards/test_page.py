@@ -19,7 +19,6 @@ ANSWER = ScoringRequest("test", "1 + 1 = 2", "2", {}, [5, 6, 7])
 SCORES = {
     "my_reward.py": 1.0,
     "detailed.py": 1.1,
-    "judge.py": 0.5,
     "step_by_step.py": 0.997,
     "brevity.py": 0.1,
     "together.py": 1.0,

@@ -23,13 +23,13 @@ from hybridrl.tracking.records import SampleRecord
 
 TOP = Path(__file__).parent.parent.parent
 FILES = {path.relative_to(TOP).as_posix(): path.read_text(encoding="utf-8") for path in TOP.glob("hybridrl/**/*.py")}
-JUDGE = """
+REFEREE = """
 from hybridrl.tracking.faults import FaultKind
 
-JUDGE = FaultKind("the judge gave no verdict", "raise reward.judge.retries", rejects=True)
+REFEREE = FaultKind("the referee gave no verdict", "raise reward.judge.retries", rejects=True)
 """
-JUDGED = "judge:429 (the judge gave no verdict; raise reward.judge.retries)"
-UNSCORED = Score(None, fault="judge:429", detail="Too Many Requests")
+REFEREED = "referee:429 (the referee gave no verdict; raise reward.judge.retries)"
+UNSCORED = Score(None, fault="referee:429", detail="Too Many Requests")
 
 
 def names_of_faults(tree: ast.Module) -> Iterator[ast.expr]:
@@ -70,25 +70,25 @@ def test_the_page_explains_every_kind():
 
 def stopped_run(tmp_path: Path, capsys) -> str:
     guard, scores = FaultGuard("exclude", max_fault_rate=0.4, max_fault_steps=2), [UNSCORED, Score(1.0)]
-    assert guard.check(scores) == {"reward/faults": 1, "reward/faults/judge:429": 1}
+    assert guard.check(scores) == {"reward/faults": 1, "reward/faults/referee:429": 1}
     with pytest.raises(RewardFaults) as raised:
         guard.check(scores)
     return str(raised.value)
 
 
 def evaluation(tmp_path: Path, capsys) -> str:
-    sample = SimpleNamespace(fault="judge:429", detail="", dataset="maths", id="7")
+    sample = SimpleNamespace(fault="referee:429", detail="", dataset="maths", id="7")
     assert tables.explain_faults(SimpleNamespace(name="m", samples=[sample], directory=tmp_path)) == 1.0
     return capsys.readouterr().out
 
 
 def shown_sample(tmp_path: Path, capsys) -> str:
-    return facts(SampleRecord("2+2?", "4", "4", None, 7, {}, {"fault": "judge:429"}))
+    return facts(SampleRecord("2+2?", "4", "4", None, 7, {}, {"fault": "referee:429"}))
 
 
 def page(tmp_path: Path, capsys) -> str:
     samples = ChosenSamples(read=2)
-    samples.faults["judge:429"] = 1
+    samples.faults["referee:429"] = 1
     return str(health_rows(SimpleNamespace(trained={}, held={}), samples))
 
 
@@ -96,7 +96,7 @@ def page(tmp_path: Path, capsys) -> str:
 def test_a_kind_of_another_distribution_is_explained_where_a_fault_is_of_it(distribution, tmp_path, capsys, printer):
     fault_kind("timeout")
     assert "kinds_of_others" not in sys.modules
-    assert JUDGED in " ".join(printer(tmp_path, capsys).replace('"', "").split())
+    assert REFEREED in " ".join(printer(tmp_path, capsys).replace('"', "").split())
     assert "kinds_of_others" in sys.modules
 
 
@@ -105,23 +105,23 @@ def test_a_trial_rejects_a_reward_whose_faults_are_all_of_such_kinds(distributio
     findings = Findings()
     report_faults("maths", rows, tmp_path / "log", findings, rejects=True)
     (finding,) = findings.items
-    assert (finding.code, finding.severity) == ("reward.fault.judge", "error")
-    assert "the judge gave no verdict: Too Many Requests" in finding.cause
+    assert (finding.code, finding.severity) == ("reward.fault.referee", "error")
+    assert "the referee gave no verdict: Too Many Requests" in finding.cause
     assert finding.fix.startswith("raise reward.judge.retries, or set reward.on_error=zero")
 
 
 def test_a_stored_fault_of_a_kind_that_is_not_declared_is_shown(tmp_path, capsys):
-    assert "no score: judge:429 (its kind is not declared here; " in shown_sample(tmp_path, capsys)
+    assert "no score: referee:429 (its kind is not declared here; " in shown_sample(tmp_path, capsys)
 
 
 @pytest.fixture
 def distribution(tmp_path: Path, monkeypatch) -> Iterator[None]:
-    """Install a distribution that declares the kind `judge`."""
+    """Install a distribution that declares the kind `referee`."""
     about = tmp_path / "site" / "kinds_of_others-1.0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kinds_of_others\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[hybridrl.plugins]\nfault.judge = kinds_of_others:JUDGE\n")
-    (about.parent / "kinds_of_others.py").write_text(JUDGE)
+    (about / "entry_points.txt").write_text("[hybridrl.plugins]\nfault.referee = kinds_of_others:REFEREE\n")
+    (about.parent / "kinds_of_others.py").write_text(REFEREE)
     monkeypatch.syspath_prepend(str(about.parent))
     monkeypatch.delitem(sys.modules, "kinds_of_others", raising=False)
     plugins.installed.cache_clear()

@@ -206,13 +206,14 @@ def check_diagnoses(trainer: SFTTrainerConfig, check: Checker) -> None:
 
 
 def resolve_reward(reward: RewardConfig, check: Checker) -> None:
-    """Fill in the function's usual name; check the reward and its manager."""
+    """Fill in the function's usual name and the time that a judge needs; check the reward and its manager."""
     function, check = reward.custom_reward_function, check.at("reward")
     function.name = function.name or "compute_score"
     if reward.name and function.path:
         keys, fix = ".name .custom_reward_function.path", "leave one of them out"
         check.error(keys, "a built-in and a custom reward for the same rows", fix)
     _check_reward_manager(reward, check)
+    _resolve_judge(reward, check)
     buffer, longest = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len
     if buffer.enable and reward.reward_manager.name != "dapo":
         keys = ".reward_kwargs.overlong_buffer_cfg.enable .reward_manager.name"
@@ -256,12 +257,36 @@ def _check_reward_manager(reward: RewardConfig, check: Checker) -> None:
         check.error(".reward_manager.name .custom_reward_function.path", cause, fix)
     # Rate limits, which verl has for the manager rate_limited only.
     limits = {"max_concurrent": reward.max_concurrent > 1, "max_rpm": reward.max_rpm, "max_tpm": reward.max_tpm}
+    if reward.judge.base_url is not None:  # they limit its calls
+        return
     if custom or manager.name != "rate_limited":
         for name in (name for name, is_set in limits.items() if is_set):
             check.warn(f".{name} .reward_manager.name", f"has no effect without {MANAGER}.name=rate_limited")
     elif reward.on_error != "zero":
         cause = "a response whose call fails is left out of the step; reward.on_error=zero scores it 0, as verl does"
         check.warn(".reward_manager.name .on_error", cause)
+
+
+def _resolve_judge(reward: RewardConfig, check: Checker) -> None:
+    """Check the judge, and raise reward.timeout to the time of all its attempts."""
+    judge, manager = reward.judge, reward.reward_manager
+    if judge.base_url is None:
+        if judge.model is not None:
+            check.idle(".judge.model .judge.base_url", "without reward.judge.base_url")
+        return
+    if judge.model is None:
+        fix = f"set reward.judge.model to a name that the server lists: curl {judge.base_url.rstrip('/')}/models"
+        check.error(".judge.model .judge.base_url", "the judge's model is not named", fix)
+    if "judge" in reward.functions:
+        check.error(["reward.functions.judge"], "the judge of reward.judge has this name", "choose another name")
+    if manager.source == "register" and manager.name == "batch":
+        cause = "batch scores the responses of a step in one call, and a judge each one"
+        check.error(".reward_manager.name .judge.base_url", cause, f"set {MANAGER}.name=naive")
+    if reward.timeout < judge.longest:
+        cause = f"reward.timeout={judge.longest:g} instead of {reward.timeout:g}: the judge may need as long with "
+        cause += f"{judge.retries} retries"
+        check.findings.info("setting", cause, keys="reward.timeout")
+        reward.timeout = judge.longest
 
 
 def _meant(name: str, valid: tuple[str, ...]) -> str:

@@ -262,7 +262,7 @@ def _scoring_request(prompt: Prompt, trajectory: Trajectory) -> ScoringRequest:
     """Return the input of the reward function: the response of the last row, and the conversation in `extra_info`."""
     source, truth, extra = prompt.data_source, prompt.ground_truth, prompt.extra_info
     if trajectory.text is None:  # a single response: its scorer decodes it
-        return ScoringRequest(source, None, truth, extra, trajectory.turns[0].sampled)
+        return ScoringRequest(source, None, truth, extra, trajectory.turns[0].sampled, prompt.messages)
     turns = trajectory.turns
     last = max(index for index, turn in enumerate(turns) if turn.fresh or not index)
     conversation = {
@@ -274,4 +274,5 @@ def _scoring_request(prompt: Prompt, trajectory: Trajectory) -> ScoringRequest:
         "episode_metrics": dict(trajectory.metrics),
         "stop": trajectory.stop,
     }
-    return ScoringRequest(source, trajectory.text, truth, extra | conversation, trajectory.rows()[-1].response_ids)
+    ids = trajectory.rows()[-1].response_ids
+    return ScoringRequest(source, trajectory.text, truth, extra | conversation, ids, prompt.messages)
