@@ -17,11 +17,12 @@ from hybridrl.core.algorithms.objective import Divisors, kl_estimate, token_weig
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
 from hybridrl.core.training.fsdp import reshard
+from hybridrl.core.training.heads import ReferenceOutputs
 from hybridrl.core.training.learner import BatchLoss, Learner, Prepare, Prepared
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import MicroBatch, ModelInputs
 from hybridrl.core.training.planning import MiniBatch
-from hybridrl.core.training.token_outputs import LossGradient, ReferenceOutputs, TokenOutputs
+from hybridrl.core.training.token_outputs import LossGradient, TokenOutputs
 from hybridrl.required import required
 
 TermLoss = tuple[Tensor, dict[str, Tensor]]  # per response token, and statistics per token

@@ -16,11 +16,11 @@ from hybridrl.config.values import Aggregation
 from hybridrl.core.algorithms.algorithm import loss_terms
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
+from hybridrl.core.training.heads import ReferenceOutputs
 from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.losses import LossConfig, critic_objective, policy_objective, prepare_rejection
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import ModelInputs
-from hybridrl.core.training.token_outputs import ReferenceOutputs
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "benchmark"
