@@ -10,6 +10,7 @@ from hybridrl.config import values
 from hybridrl.config.files import AdapterPath, ModelOrTokenizer, ModelPath, RowNames, Script, TrainFiles
 from hybridrl.config.schema_parts import (
     AlgorithmConfig,
+    DistillationConfig,
     EvalConfig,
     PolicyLossConfig,
     RayOptions,
@@ -299,6 +300,7 @@ class PPOConfig(Section):
     critic: CriticConfig
     reward: RewardConfig
     algorithm: AlgorithmConfig
+    distillation: DistillationConfig
     trainer: TrainerConfig
     eval: EvalConfig
     ray_kwargs: RayConfig

@@ -12,11 +12,13 @@ factor; elsewhere it makes a KL infinite.
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hybridrl.config.catalog import Divergence
 
 
 class LogitRule(NamedTuple):
@@ -68,14 +70,7 @@ class ReferenceOutputs(NamedTuple):
     head: Head
 
 
-class Divergence(NamedTuple):
-    """A divergence of the policy from another model."""
-
-    kind: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
-    beta: float = 0.5  # of a JSD: the other model's share of the mixture, in (0, 1)
-
-
-TABLES = {"reverse_kl": 1, "forward_kl": 2, "jsd": 3}  # of logits, that a chunk needs to compute a divergence
+TABLES = {"reverse_kl": 1, "forward_kl": 2, "jsd": 3}  # the tables of logits of a divergence in a chunk
 
 
 class ComparedTables:
@@ -83,7 +78,7 @@ class ComparedTables:
     their order."""
 
     def __init__(self, head: Head, divergence: Divergence, rows: int, tokens: int) -> None:
-        """Allocate tables for the tokens that this head and the policy's, of so many rows, have in common."""
+        """Allocate tables for the tokens of both this head and the policy's, which has this number of rows."""
         self.head, (self.kind, self.beta) = head.first(rows), divergence
         self.rows = len(self.head.weight)
         self.has_fewer = self.rows < rows
@@ -122,7 +117,7 @@ class ComparedTables:
                 self.slopes, self.level = self.others[0].neg_(), -torch.ones_like(value)
             case "jsd":
                 q, mixed = self.others
-                shares = [gaps.new_tensor(math.log(share)) for share in (self.beta, 1 - self.beta)]
+                shares = [gaps.new_full((), math.log(share)) for share in (self.beta, 1 - self.beta)]
                 torch.logaddexp(torch.add(gaps, shares[1], out=mixed), shares[0], out=mixed)  # log m - log q
                 of_q = -expected(mixed, q)
                 torch.logaddexp(torch.sub(shares[0], gaps, out=gaps), shares[1], out=gaps)  # log m - log p
@@ -146,6 +141,7 @@ def expected(values: Tensor, probabilities: Tensor) -> Tensor:
     """Multiply values [tokens, vocabulary] by probabilities in place and return each token's sum. A
     probability of 0 contributes 0 even where the value is infinite."""
     sums = values.mul_(probabilities).sum(-1)
-    if sums.isnan().any():  # rare, and one more pass over the table
+    # One more pass over the table. On a CPU it is rare; elsewhere the host would wait to read whether it is needed.
+    if not sums.is_cpu or sums.isnan().any():
         sums = values.masked_fill_(probabilities == 0, 0).sum(-1)
     return sums

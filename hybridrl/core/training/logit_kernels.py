@@ -36,7 +36,7 @@ class LogitKernels(LogitTables):
         head, other, self.targets = self.head, self.other, targets
         if other is not None:
             self.others = logits = other.linear(others[0], self.tables[1][: len(targets)])
-            _, self.others_normalisers, _ = self._read(logits, other, (True, False, False, False))
+            _, self.others_normalisers, _ = self._read(logits, other, (True,))
         self.logits = head.linear(hidden, self.tables[0][: len(targets)])
         self.outputs, self.normalisers, self.common_normalisers = self._read(self.logits, head, self.spec.outputs)
         return self.outputs
@@ -45,7 +45,7 @@ class LogitKernels(LogitTables):
         """Return the outputs of these logits, and two logsumexps per token: over the vocabulary, and with a KL over the
         entries that both heads have."""
         columns = iter(torch.empty(sum(requested) + 2, len(logits), dtype=torch.float32, device=logits.device))
-        outputs = TokenOutputs(*(next(columns) if want else None for want in requested[:4]))
+        outputs = TokenOutputs(next(columns), *(next(columns) if want else None for want in requested[1:4]))
         normalisers, common = columns
         _outputs[(len(logits),)](
             logits, self.targets, *self._numbers(head), self.others, self.others_normalisers,

@@ -19,15 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.core.training.heads import (
-    TABLES,
-    ComparedTables,
-    Divergence,
-    Head,
-    ReferenceOutputs,
-    below_largest,
-    expected,
-)
+from hybridrl.config.catalog import Divergence
+from hybridrl.core.training.heads import TABLES, ComparedTables, Head, ReferenceOutputs, below_largest, expected
 from hybridrl.required import required
 
 

@@ -173,7 +173,8 @@ class TrainWorker:
 
     def objective(self, loss: LossConfig, outputs: list[TokenOutputs]) -> BatchLoss:
         """Return the policy's loss (see `policy_objective`)."""
-        self.actor.against = self.models.get(loss.against)
+        self.actor.against = {name: self.models[name] for name in (loss.against,) if name}
+        self.actor.teachers = {name: self.models[name] for name in loss.teachers}
         return losses.policy_objective(self.actor, loss, self.hidden_of, outputs)
 
     def update_critic(

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.config.catalog import Divergence
 from hybridrl.core.training import token_outputs as module
-from hybridrl.core.training.heads import Divergence, Head, LogitRule, ReferenceOutputs
+from hybridrl.core.training.heads import Head, LogitRule, ReferenceOutputs
 from hybridrl.core.training.token_outputs import OutputSpec, TokenOutputs, token_outputs
 from hybridrl.required import required
 

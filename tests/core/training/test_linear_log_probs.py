@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.core.training.heads import Divergence, Head, LogitRule, ReferenceOutputs
+from hybridrl.config.catalog import Divergence
+from hybridrl.core.training.heads import Head, LogitRule, ReferenceOutputs
 from hybridrl.core.training.token_outputs import OutputSpec, TokenOutputs, token_outputs, tokens_at_once
 from hybridrl.required import required
 from tests.core.training.head_cases import (
@@ -116,7 +117,7 @@ P, Q = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]  # of three tokens
         (Divergence("forward_kl"), 0.173287, [0.25, 0.0, -0.25]),  # 0.5 ln 2 - 0.25 ln 2; then p - q
         # m = 0.375, 0.25, 0.375: both KLs are 0.5 ln (4/3) + 0.25 ln (2/3) = 0.042475
         (Divergence("jsd", 0.5), 0.042475, [0.061302, -0.005309, -0.055992]),
-        # m = 0.3, 0.25, 0.45; KL(q, m) = 0.25 ln (5/6) + 0.5 ln (10/9) = 0.0071, KL(p, m) = 0.5 ln (5/3) + 0.25 ln (5/9)
+        # m = 0.3, 0.25, 0.45: 0.25 ln (5/6) + 0.5 ln (10/9) = 0.0071, and 0.5 ln (5/3) + 0.25 ln (5/9) = 0.108466
         (Divergence("jsd", 0.8), 0.027373, [0.040236, -0.005423, -0.034813]),
     ],
     ids=str,
