@@ -12,7 +12,7 @@ function, under the names of the fields below.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hybridrl.config.values import AboveZero, Aggregation, NonNegative, ShareAboveZero
 
@@ -85,6 +85,16 @@ class PolicyLoss:
 Output = Literal["entropies", "entropy_gradient", "sum_pi_squared"]  # options of OutputSpec
 
 
+class Divergence(NamedTuple):
+    """A divergence of the policy from another model."""
+
+    kind: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    beta: float = 0.5  # the other model's share of the mixture of a JSD, in (0, 1)
+
+
+REVERSE_KL = Divergence()
+
+
 @dataclass(frozen=True)
 class LossTerm:
     """A term of the policy's loss: `weight` times the weighted sum of its tokens' losses, logged as `NAME_loss`.
@@ -101,7 +111,9 @@ class LossTerm:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     reads: tuple[str, ...] = ()  # fields of the batch, and names of carried fields, that are sent to the ranks
     outputs: tuple[Output, ...] = ()  # in addition to log-probs
-    against: str = ""  # the model with which the policy is compared over the whole vocabulary
+    # The model with which the policy is compared over the whole vocabulary; "teacher": the one that teaches the row.
+    against: str = ""
+    divergence: Divergence = REVERSE_KL  # from the teacher
     mask: str = ""  # a bool field per row or response token: only its tokens count, with divisors of their own
     aggregation: Aggregation | None = None  # None: that of the run
     by_token: bool = True
@@ -178,6 +190,12 @@ _TERMS = "hybridrl.core.training.losses"
 ENTROPY = LossTerm("entropy", f"{_TERMS}:entropy", outputs=("entropies", "entropy_gradient"))
 SAMPLED_KL = LossTerm("kl", f"{_TERMS}:sampled_kl", reads=("reference_log_probs",))
 FULL_KL = LossTerm("kl", f"{_TERMS}:full_kl", against="reference")
+
+EXACT_TEACHER = LossTerm("distillation", f"{_TERMS}:exact_divergence", against="teacher")
+SAMPLED_TEACHER = LossTerm("distillation", f"{_TERMS}:sampled_divergence", reads=("teacher_log_probs",))
+TEACHER_REWARD = LossTerm(
+    "distillation", f"{_TERMS}:teacher_reward", reads=("teacher_log_probs", "old_log_probs", "importance_weights")
+)
 
 ESTIMATORS = {entry.name: entry for entry in _ESTIMATORS}
 POLICY_LOSSES = {entry.name: entry for entry in _POLICY_LOSSES}

@@ -22,8 +22,9 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 
 from hybridrl import plugins, project_file
 from hybridrl.config.findings import ConfigError, Finding, Findings, nearest, show
+from hybridrl.config.reading import Plain
 from hybridrl.config.schema import EvaluationConfig, PPOConfig, SFTConfig, TrainingConfig
-from hybridrl.config.values import MISSING, Plain, hints, holds, leaves, tree, value_keys, value_of
+from hybridrl.config.values import MISSING, hints, holds, leaves, tree, value_keys, value_of
 
 PRESET = "preset"  # the group of files that set keys of several sections
 # In a wheel conf/ is inside the package, in a checkout next to it.

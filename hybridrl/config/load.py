@@ -31,9 +31,10 @@ from hybridrl.config.compose import (
     usual_value,
 )
 from hybridrl.config.findings import ConfigError, Findings, nearest, show
+from hybridrl.config.reading import Plain, Reading
 from hybridrl.config.schema import PPOConfig, SFTConfig, TrainingConfig
 from hybridrl.config.schema_parts import RolloutConfig
-from hybridrl.config.values import MISSING, Plain, Reading, holds, leaves, tree, value_keys, value_of
+from hybridrl.config.values import MISSING, holds, leaves, tree, value_keys, value_of
 
 T = TypeVar("T")
 Report = Callable[[str], None]

@@ -17,6 +17,7 @@ from hybridrl.config.schema_parts import (
     RolloutConfig,
     V1Config,
 )
+from hybridrl.config.teachers import DistillationConfig
 from hybridrl.config.values import Section
 
 
@@ -299,6 +300,7 @@ class PPOConfig(Section):
     critic: CriticConfig
     reward: RewardConfig
     algorithm: AlgorithmConfig
+    distillation: DistillationConfig
     trainer: TrainerConfig
     eval: EvalConfig
     ray_kwargs: RayConfig

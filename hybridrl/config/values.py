@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from pydantic_core import SchemaValidator, ValidationError, core_schema
+from pydantic_core import SchemaValidator, core_schema
 
-from hybridrl.config.findings import Finding, Findings, show
+from hybridrl.config.findings import show
 
 T = TypeVar("T")
 
@@ -218,7 +218,7 @@ def holds(keys: dict[str, Any], key: str) -> bool:
     """Whether a key is in the schema, or in a mapping of it, which takes any names. `keys`: the result of `tree`."""
     parts = key.split(".")
     above = (keys.get(".".join(parts[:count])) for count in range(1, len(parts)))
-    return key in keys or any(typing.get_origin(_unwrapped(hint)[0]) is dict for hint in above)
+    return key in keys or any(typing.get_origin(unwrapped(hint)[0]) is dict for hint in above)
 
 
 def value_of(values: Mapping[str, Any], key: str) -> Any:
@@ -235,110 +235,21 @@ def leaves(values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     return flat
 
 
-@dataclass(frozen=True)
-class Plain:
-    """Nested plain values. `follows`: for a key with a reference, the key that it refers to. `faults`: errors of
-    references by key; None for a consequence of another key's error.
-    """
-
-    values: dict[str, Any]
-    follows: dict[str, str]
-    faults: dict[str, Finding | None]
-
-
-class Reading(Generic[T]):
-    """A typed configuration, and the findings about its values.
-
-    The shipped value (`usual`, by key) replaces each `rejected` one, so that the others can be checked. `foreign`:
-    values of keys that are not in the schema. `offline`: files and directories may be missing on this machine.
-    """
-
-    def __init__(self, schema: type[T], plain: Plain, usual: Callable[[str], Any], *, offline: bool = False) -> None:
-        self._usual, self._offline = usual, offline
-        self._messages: dict[str, Finding] = {}
-        self.rejected: set[str] = {*plain.faults}
-        self.foreign: dict[str, Any] = {}
-        self.config: T = self._section(schema, plain.values, "")
-        reported = self._messages | plain.faults
-        # A key that follows another one fails for the same reason.
-        ordered = [key for key in dict.fromkeys([*tree(schema), *reported]) if key in reported]
-        own = [reported[key] for key in ordered if plain.follows.get(key) not in reported]
-        self.findings = Findings([finding for finding in own if finding])
-
-    def _section(self, schema: type, values: Mapping[str, Any], place: str) -> Any:
-        fields: dict[str, Any] = {}
-        for name, hint in hints(schema).items():
-            key, value = f"{place}{name}", values.get(name, MISSING)
-            if dataclasses.is_dataclass(hint):
-                if not isinstance(value, Mapping):
-                    fix = f"set the keys in it, such as {key}.{next(iter(hints(hint)))}=..."
-                    self._reject(Finding("value", "error", (key,), show(value), "is a section", fix))
-                    value = self._usual(key)
-                fields[name] = self._section(hint, value, f"{key}.")
-            elif value == MISSING and NoneType in get_args(hint):
-                fields[name] = None
-            elif value == MISSING:
-                self._reject(Finding("value", "error", (key,), cause=f"{key} is not set", fix=f"add {key}=..."))
-                fields[name] = _validator(hint).validate_python(self._usual(key))
-            else:
-                fields[name] = self._value(key, hint, value)
-        for name in [name for name in values if name not in fields]:
-            self.foreign |= leaves({name: values[name]}, place)
-        return schema(**fields)
-
-    def _value(self, key: str, hint: Any, value: Any) -> Any:
-        validator, (kind, metadata, or_null), typed = _validator(hint), _unwrapped(hint), None
-        try:
-            typed = validator.validate_python(value)
-            rules = () if typed is None else filter(callable, metadata)
-            fault = next((fault for rule in rules if (fault := rule(typed)) is not None), None)
-        except OSError as error:  # an overlong name, or a directory without permission
-            fault = ValueFault(str(error.strerror), "name another path")
-        except ValidationError as invalid:
-            ranges = [item for item in metadata if isinstance(item, Range)]
-            if get_origin(kind) is Literal:
-                fault = choices(value, get_args(kind), [*get_args(kind), *[None] * or_null])
-            elif invalid.errors()[0]["type"] == "finite_number":
-                fault = ValueFault("must be finite")
-            elif ranges and invalid.errors()[0]["type"].startswith(("greater", "less")):
-                fault = ValueFault(f"must be {ranges[0].requirement}")
-            else:
-                fault = ValueFault(f"expected {EXPECTED[get_origin(kind) or kind]}{' or null' * or_null}")
-        if fault is None:
-            return typed
-        cause, fix, absent = fault
-        if absent and self._offline:
-            self._messages[key] = Finding("not-here", "info", (key,), show(value), cause, fix)
-            return typed
-        if value == "" and key.startswith("trainer."):  # storage and frequencies do not change training
-            cause = f"{key} is empty (is a shell variable not set?): {show(self._usual(key))} is used"
-            self._messages[key] = Finding("empty-value", "warning", (key,), cause=cause)
-        else:
-            suffix = " (a shell variable that was not replaced?)" if str(value).startswith("$") else ""
-            cause, fix = (cause, fix + suffix) if fix else (cause + suffix, fix)
-            self._reject(Finding("value", "error", (key,), show(value), cause, fix))
-        return validator.validate_python(self._usual(key))
-
-    def _reject(self, finding: Finding) -> None:
-        self._messages[finding.keys[0]] = finding
-        self.rejected.add(finding.keys[0])
-
-
-def _unwrapped(hint: Any, or_null: bool = False) -> tuple[Any, list[Any], bool]:
+def unwrapped(hint: Any, or_null: bool = False) -> tuple[Any, list[Any], bool]:
     """The innermost type of a hint (for a list, the type of its items), its metadata, and whether null is possible."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        kind, metadata, or_null = _unwrapped(arguments[0], or_null)
+        kind, metadata, or_null = unwrapped(arguments[0], or_null)
         return kind, [*metadata, *arguments[1:]], or_null
     if origin is list:
-        return _unwrapped(arguments[0])
+        return unwrapped(arguments[0])
     if origin in (Union, UnionType):
-        return _unwrapped(next(item for item in arguments if item is not NoneType), or_null=True)
+        return unwrapped(next(item for item in arguments if item is not NoneType), or_null=True)
     return hint, [], or_null
 
 
 @functools.cache
-def _validator(hint: Any) -> SchemaValidator:
+def validator(hint: Any) -> SchemaValidator:
     return SchemaValidator(_typed(hint))
 
 

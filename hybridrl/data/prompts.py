@@ -8,10 +8,11 @@ import difflib
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +22,7 @@ from hybridrl.config.files import LINES
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.schema_parts import NO_SOURCE
-from hybridrl.core.carried import Fields, brought
+from hybridrl.core.carried import TEACHER, Fields, brought
 from hybridrl.data import PROMPT_NAMES, TRUTH_NAMES, TRUTHS
 from hybridrl.data.rows import DataRow, Faults, Rows, load_rows, report_overlong, with_progress
 from hybridrl.data.template_arguments import (
@@ -90,6 +91,7 @@ class PromptDataset(Sequence[Prompt]):
     over: int
     environments: set[str] = field(default_factory=set)
     fields: set[str] = field(default_factory=set)
+    teacher_of: Callable[[Mapping[str, Any]], int] | None = None  # number of the teacher by a row's columns; -1: none
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -97,6 +99,9 @@ class PromptDataset(Sequence[Prompt]):
     def __getitem__(self, index: int) -> Prompt:
         prompt = _parse(self.rows[index], self.config)
         assert isinstance(prompt, Prompt)  # checked by load_prompts
+        if self.teacher_of is not None:
+            number = np.array([self.teacher_of(prompt.columns)])
+            prompt = replace(prompt, carried={**prompt.carried, TEACHER: number, "taught": number >= 0})
         return replace(prompt, ids=self.ids[index])
 
     @property

@@ -15,9 +15,9 @@ from hybridrl.config.compose import CONF, usual_value
 from hybridrl.config.files import HUB_NAME, path_or_hub
 from hybridrl.config.findings import Checker, Findings
 from hybridrl.config.load import Report, read_config
+from hybridrl.config.reading import Plain, Reading
 from hybridrl.config.schema import EvaluationConfig, PPOConfig, ServingConfig
 from hybridrl.config.schema_parts import PRESETS, SHIPPED_SHARE, WHOLE_SHARE, EvalConfig, RolloutConfig
-from hybridrl.config.values import Plain, Reading
 from hybridrl.tracking.console import warn
 
 PATH, LENGTH = f"{MODEL}.path", "data.max_response_length"

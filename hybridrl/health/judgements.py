@@ -166,7 +166,10 @@ def _longer(history: History) -> str:
 
 
 def no_signal(history: History) -> Diagnosis | None:
-    """Every advantage is 0 for three steps, or in ten steps nearly all groups have responses of equal score."""
+    """Every advantage is 0 for three steps, or in ten steps nearly all groups have responses of equal score. A policy
+    that learns from a teacher alone needs neither."""
+    if history.now("distillation/kl", 1) is not None and history.now("actor/pg_loss", 1) is None:
+        return None
     best, worst = history.last("critic/score/max", 3), history.last("critic/score/min", 3)
     if len(best) == 3 and best == worst:
         cause = f"every response of the last 3 steps has the score {best[-1]:g}, so there is nothing to learn from"

@@ -37,7 +37,7 @@ from hybridrl.data.tokenizer import ResponseDecoder, end_tokens, load_tokenizer
 from hybridrl.plugins import load
 from hybridrl.required import required
 from hybridrl.rewards.load import check_data_sources, uses_built_in
-from hybridrl.runs.models import CRITIC, POLICY, check_readers, run_models, text_settings
+from hybridrl.runs.models import CRITIC, POLICY, check_readers, path_key, run_models, taught, text_settings
 from hybridrl.runs.settings import build_algorithm, build_policy_plan
 from hybridrl.runs.trials import Subject, run_trials
 from hybridrl.tracking.console import info
@@ -146,8 +146,8 @@ def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
     for key, model in models.items():
         with rejections.gathered():
             served = section.rollout if model is section.model else None
-            reject_hub_model(model, f"{key}.path", served, config.trainer.device)
-            reject_damaged_weights(model, f"{key}.path")
+            reject_hub_model(model, path_key(key), served, config.trainer.device)
+            reject_damaged_weights(model, path_key(key))
     for key, division in {POLICY: section.actor.fsdp_config, CRITIC: config.critic.fsdp}.items():
         if key in models:
             with rejections.gathered():
@@ -200,6 +200,9 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
         with rejections.gathered():
             limit, shuffle = data.val_max_samples, data.validation_shuffle
             inputs.validation = read(data.val_files, max_samples=limit, shuffle=shuffle, key="data.val_files")
+    if inputs.prompts is not None and config.distillation.chooses:
+        with rejections.gathered():
+            inputs.prompts = taught(inputs.prompts, config.distillation)
     if inputs.prompts is not None:
         with rejections.gathered():
             inputs.order = build_order(data, inputs.prompts, user_keys)

@@ -14,9 +14,13 @@ from hybridrl.config.catalog import (
     ACTOR_KEYS,
     BYPASS_LOSSES,
     ESTIMATOR_KEYS,
+    EXACT_TEACHER,
     PARAMETERS,
     SAMPLED_KL,
+    SAMPLED_TEACHER,
     SFT_POLICY_LOSS,
+    TEACHER_REWARD,
+    Divergence,
     Estimator,
     LossTerm,
     disturbances,
@@ -34,12 +38,19 @@ from hybridrl.config.schema import (
     ReferenceConfig,
     SFTDataConfig,
 )
-from hybridrl.config.schema_parts import RewardConfig, RolloutConfig, RolloutCorrectionConfig
+from hybridrl.config.schema_parts import (
+    RewardConfig,
+    RolloutConfig,
+    RolloutCorrectionConfig,
+)
+from hybridrl.config.teachers import EXACT_FORMS, DistillationConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, bind, find_estimator, find_policy_loss, loss_terms
 from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement
+from hybridrl.core.algorithms.estimators import no_advantages
 from hybridrl.core.algorithms.objective import KLWeight
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
+from hybridrl.core.carried import TEACHER
 from hybridrl.core.rounding import coarser
 from hybridrl.core.training.building import WorkerConfig
 from hybridrl.core.training.learner import LearnerConfig, RankModel
@@ -47,6 +58,9 @@ from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.planning import MicroBatchBudget, UpdatePlan
 from hybridrl.core.training.worker_group import OLD_FIELDS, SKIPPED_UPDATES, PolicyPlan
 
+TEACHERS = "teacher."  # begins their names among a run's models
+TAUGHT_BY = "teacher_log_probs"
+DUAL_CLIP = 3.0  # verl's, for a sampled divergence as a reward
 SCRIPT = re.compile(r"(.+\.py)(?::\w+)?")  # with the name of a function or without
 
 
@@ -88,6 +102,10 @@ def rank_model(name: str, config: PPOConfig, steps: int = 1) -> RankModel:
             sizes = critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu
             budget = MicroBatchBudget.of(critic.model, critic.fsdp, *sizes, critic.use_dynamic_bsz)
             return RankModel(critic.model, critic.fsdp, budget, "value", trained)
+        case teacher if teacher.startswith(TEACHERS):
+            path = config.distillation.teacher_models[teacher.removeprefix(TEACHERS)].model_path
+            plain = replace(model, path=path, lora_rank=0, lora_adapter_path=None)
+            return RankModel(plain, actor.fsdp_config, log_prob_budget(section, ref))
         case _:
             return plugins.load(f"model.{name}")(config)
 
@@ -122,6 +140,8 @@ def build_algorithm(config: PPOConfig) -> Algorithm:
     algorithm = config.algorithm
     control, correction = algorithm.kl_ctrl, algorithm.rollout_correction
     entry, function = find_estimator(algorithm.adv_estimator)
+    if not config.distillation.rewarded:
+        entry, function = Estimator("", ""), no_advantages
     # Only here are the facts of a custom function known; the checks of the configuration do not import it.
     name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if "values" in entry.reads and not config.critic.enable:
@@ -132,7 +152,7 @@ def build_algorithm(config: PPOConfig) -> Algorithm:
     if "sum_pi_squared" in entry.reads and correction.bypass_mode:
         cause = f"{name} reads sum_pi_squared, which is not computed in bypass mode"
         raise ConfigError(cause, fix="set algorithm.rollout_correction.bypass_mode=false")
-    terms = policy_terms(config.actor_rollout_ref.actor, correction)
+    terms = policy_terms(config.actor_rollout_ref.actor, correction, config.distillation)
     kl = algorithm.kl_penalty if algorithm.use_kl_in_reward else None
     return Algorithm(
         estimator=bind(function, {key: vars(algorithm)[key] for key in ESTIMATOR_KEYS} | {OWN: config.own}),
@@ -143,6 +163,7 @@ def build_algorithm(config: PPOConfig) -> Algorithm:
         bypass=correction.bypass_mode,
         signals=tuple(_signals(config, entry, terms, sampled_kl=kl not in (None, "full"))),
         terms=terms,
+        teachers=tuple(f"{TEACHERS}{name}" for name in config.distillation.teachers),
     )
 
 
@@ -154,9 +175,16 @@ def _signals(config: PPOConfig, entry: Estimator, terms: Sequence[LossTerm], *, 
         yield Signal(("reference_log_probs",), "reference", ForwardSpec(temperature), timing="ref")
     if config.critic.enable:
         yield Signal(("values",), "critic")
+    for number, name in enumerate(config.distillation.teachers if _reads(terms, TAUGHT_BY) else ()):
+        rows = (TEACHER, number) if config.distillation.chooses else None
+        yield Signal((TAUGHT_BY,), f"{TEACHERS}{name}", ForwardSpec(temperature), rows, "teacher")
     for name in dict.fromkeys([*entry.reads, *(name for term in terms for name in term.reads)]):
         if name in named:
             yield plugins.load(f"signal.{name}")
+
+
+def _reads(terms: Sequence[LossTerm], field: str) -> bool:
+    return any(field in term.reads for term in terms)
 
 
 def build_policy_plan(config: PPOConfig) -> PolicyPlan:
@@ -206,14 +234,34 @@ def training_temperature(rollout: RolloutConfig) -> float:
     return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
 
 
-def policy_terms(actor: ActorConfig, correction: RolloutCorrectionConfig) -> tuple[LossTerm, ...]:
+def policy_terms(
+    actor: ActorConfig, correction: RolloutCorrectionConfig, distillation: DistillationConfig
+) -> tuple[LossTerm, ...]:
     """The terms of the policy's loss."""
     name = (BYPASS_LOSSES[correction.loss_type] if correction.bypass_mode else None) or actor.policy_loss.loss_mode
     if ":" in name:  # workers find a custom file from any directory
         find_policy_loss(name)  # rejected with the name that the user wrote
         name = str(Path(name).expanduser().absolute())
     kl_form = actor.kl_loss_type if actor.use_kl_loss else None
-    return loss_terms(name, actor.entropy_coeff, kl_form, actor.kl_loss_coef)
+    teaching = teaching_term(distillation) if distillation.enabled else None
+    return loss_terms(
+        name if distillation.rewarded else None, actor.entropy_coeff, kl_form, actor.kl_loss_coef, teaching
+    )
+
+
+def teaching_term(distillation: DistillationConfig) -> LossTerm:
+    """The term by which the policy learns from its teachers."""
+    loss, mask = distillation.distillation_loss, "taught" if distillation.leaves_out else ""
+    form, common = str(loss.loss_mode), {"weight": loss.distillation_loss_coef, "mask": mask}
+    if form in EXACT_FORMS:
+        parameters = {"most": loss.loss_max_clamp}
+        return replace(EXACT_TEACHER, divergence=Divergence(form, loss.beta), parameters=parameters, **common)
+    parameters = {"form": form, "most": loss.loss_max_clamp}
+    if not loss.use_policy_gradient:
+        return replace(SAMPLED_TEACHER, parameters=parameters, **common)
+    low, high = loss.clip_ratio_low, loss.clip_ratio_high
+    clip = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": DUAL_CLIP}
+    return replace(TEACHER_REWARD, parameters=parameters | {"clip": clip}, **common)
 
 
 def policy_loss_config(config: PPOConfig) -> LossConfig:
@@ -221,8 +269,10 @@ def policy_loss_config(config: PPOConfig) -> LossConfig:
     bypass = RolloutCorrection.of(config.algorithm) if correction.bypass_mode else None
     if bypass is not None and not BYPASS_LOSSES[correction.loss_type]:
         bypass = replace(bypass, level=None)  # the ratio to the rollout's log-probs is in the policy loss already
+    terms = policy_terms(actor, correction, config.distillation)
+    teachers = config.distillation.teachers if any(term.against == TEACHER for term in terms) else ()
     return LossConfig(
-        policy_terms(actor, correction),
+        terms,
         parameters={key: vars(actor)[key] for key in ACTOR_KEYS}
         | {key: vars(actor.policy_loss)[key] for key in PARAMETERS}
         | {OWN: config.own},
@@ -231,6 +281,7 @@ def policy_loss_config(config: PPOConfig) -> LossConfig:
         temperature=training_temperature(config.actor_rollout_ref.rollout),
         grad_clip=actor.grad_clip,
         correction=bypass,
+        teachers=tuple(f"{TEACHERS}{name}" for name in teachers),
     )
 
 

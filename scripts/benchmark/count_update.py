@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import get_args
 from unittest.mock import patch
@@ -107,8 +108,10 @@ def count(
     masks: Sequence[str] = (),
     prepare: Prepare | None = None,
 ) -> Launches:
-    """Run one update on the meta device and return what it launches; `masks` are those of the loss."""
-    mini_batch = MiniBatch([*map(list, micro_batches)], Divisors.of(batch, masks))
+    """Run one update on the meta device and return what it launches; `masks` are those of the loss. Teachers take turns
+    from micro-batch to micro-batch."""
+    teachers = tuple(islice(cycle(learner.teachers), len(micro_batches)))
+    mini_batch = MiniBatch([*map(list, micro_batches)], Divisors.of(batch, masks), teachers)
     with ExitStack() as stack:
         launches = stack.enter_context(counted())
         launches.part = LAYOUT

@@ -140,7 +140,7 @@ class _Kernels(logit_kernels.LogitKernels):
 
     def _read(self, logits: Tensor, head: Any, requested: tuple[bool, ...]) -> tuple[TokenOutputs, Tensor, Tensor]:
         columns = iter(torch.empty(sum(requested) + 2, len(logits), dtype=torch.float32, device=logits.device))
-        outputs = TokenOutputs._make(next(columns) if want else None for want in requested)
+        outputs = TokenOutputs(*(next(columns) if want else None for want in requested[:4]))
         self.launches.kernel([logits])
         normalisers, common = columns
         return outputs, normalisers, common
@@ -156,7 +156,9 @@ def counted() -> Iterator[Launches]:
     """Count what runs on the meta device. It computes as a GPU does: with the kernels of attention and logits."""
     launches = Launches()
 
-    def arithmetic(chunks: token_outputs.Chunks) -> _Kernels:
+    def arithmetic(chunks: token_outputs.Chunks) -> token_outputs.LogitTables:
+        if chunks.spec.teacher is not None:
+            return token_outputs.LogitTables(chunks.head, chunks.spec, chunks.size)
         kernels = _Kernels(chunks.head, chunks.spec, chunks.size)
         kernels.launches = launches
         return kernels

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from side_by_side import Row, arguments, formatted, in_turn, report
 
-from hybridrl.core.training.token_outputs import Head, OutputSpec, TokenOutputs, token_outputs
+from hybridrl.core.training.heads import Head
+from hybridrl.core.training.token_outputs import OutputSpec, TokenOutputs, token_outputs
 
 HEAD, LARGE, LONG = (1024, 32_000), (640, 262_144), (8192, 896, 151_936)  # width, vocabulary; the tokens before them
 

@@ -96,8 +96,8 @@ def test_every_difference_is_reported(doctor, script):
 
 
 def test_rejected_settings_are_reported_and_left_out(migrate):
-    status, output = migrate(f"{RUN} data.train_files=x distillation.enabled=true model_engine=dp\n")
-    assert status == 1 and "# error [unsupported] distillation.enabled=true: " in output
+    status, output = migrate(f"{RUN} data.train_files=x trainer.scheduler=x model_engine=dp\n")
+    assert status == 1 and "# error [unsupported] trainer.scheduler=x: " in output
     assert "# error [value] actor_rollout_ref.model.path is not set" in output
     assert output.rstrip().endswith("data.train_files=x \\\n    actor_rollout_ref.model.path=path/to/model")
 
@@ -392,14 +392,14 @@ def test_the_programs_that_run_are_named_if_none_trains(migrate):
 def test_what_changes_nothing_is_named_in_one_line(migrate):
     output = migrate(
         f"{RUN} {MODEL} trainer.critic_warmup=0 trainer.balance_batch=true "
-        "data.return_raw_chat=True distillation.enabled=false "
+        "data.return_raw_chat=True distillation.nnodes=0 "
         "data.continuous_token.enable=true actor_rollout_ref.model.lora.rank=null\n"
     )[1]
     (line,) = [line for line in output.splitlines() if "left-out" in line]
     assert "trainer.critic_warmup" not in line  # it is in the command
     assert "trainer.balance_batch=true (rows are always balanced over the devices by their lengths)" in line
     assert "data.return_raw_chat=True (" in line
-    assert "distillation.enabled=false" in line and "actor_rollout_ref.model.lora.rank=null" in line
+    assert "distillation.nnodes=0" in line and "actor_rollout_ref.model.lora.rank=null" in line
     assert "data.continuous_token.enable=true (responses always stay token ids" in line
 
 

@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,10 @@ from transformers import Qwen2Tokenizer
 from hybridrl.agents.environments import ground_truth, interaction_kwargs, tools_kwargs
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
+from hybridrl.config.teachers import DistillationConfig, TeacherConfig
 from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts
+from hybridrl.runs.models import taught
+from tests.sections import section_of
 
 Write = Callable[..., str]
 
@@ -378,3 +382,32 @@ def test_tools_that_are_no_list_of_schemas_are_bad_rows(write, config, tokenizer
     for tools in ("weather", {"type": "function"}, ["weather"]):
         message = rejection(write(row(user("a"), tools=tools)), config, tokenizer)
         assert "line 1: data.tools_key=tools must hold a list of schemas of tools" in message
+
+
+def teachers(**models: tuple[str, str | None]) -> DistillationConfig:
+    section = section_of(DistillationConfig, "distillation")
+    named = {name: TeacherConfig(key=key, model_path=path) for name, (key, path) in models.items()}
+    return replace(section, enabled=True, teacher_key="kind", teacher_models=named)
+
+
+def test_each_row_has_the_number_of_the_teacher_that_its_column_names(write, config, tokenizer):
+    data = load(write(*(row("x", kind=kind) for kind in ("a", "b", "c", "a", 7))), config, tokenizer)
+    section = teachers(one=("b", "model"), none=("c", None), rest=("*", "other"))
+    carried = [prompt.carried for prompt in taught(data, section)]
+    assert [fields["teacher"].tolist() for fields in carried] == [[1], [0], [-1], [1], [1]]
+    assert [fields["taught"].tolist() for fields in carried] == [[True], [True], [False], [True], [True]]
+
+
+@pytest.mark.parametrize(
+    ("models", "cause"),
+    [
+        ({"one": ("a", "m")}, "values without a teacher, b (2 rows), c (1 rows); there are one (key=a)"),
+        ({"one": ("*", "m"), "two": ("d", "m")}, "two.key=d: no row has it in the column kind"),
+        ({"one": ("*", "m"), "none": ("d", None)}, "none.key=d: no row has it in the column kind"),
+    ],
+)
+def test_rows_without_a_teacher_and_teachers_without_a_row_are_rejected(write, config, tokenizer, models, cause):
+    data = load(write(*(row("x", kind=kind) for kind in "abbc")), config, tokenizer)
+    with pytest.raises(ConfigError, match=re.escape(cause)) as caught:
+        taught(data, teachers(**models))
+    assert "model_path=null for rows without one" in str(caught.value)

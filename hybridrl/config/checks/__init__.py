@@ -16,6 +16,7 @@ from hybridrl.config.checks.model import (
     resolve_dtype,
     resolve_for_cpu,
 )
+from hybridrl.config.checks.teachers import resolve_distillation
 from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings
 from hybridrl.config.schema import (
@@ -54,6 +55,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     hint = training.shorten(rollout, data)
     training.resolve_retention(trainer, check, has_critic=bool(config.critic.enable))
     training.resolve_reference(section, hint, check, kl_in_reward=config.algorithm.use_kl_in_reward)
+    resolve_distillation(config, hint, check)
     check_served(MODEL, model, rollout, trainer.device, check)
     resolve_trained(policy, rollout.max_model_len or 0, hint, trainer, check)
     check_plans(MODEL, model, policy.fsdp_key, actor.fsdp_config, check)
@@ -71,7 +73,8 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
         _resolve_compilation("critic.model", config.critic.model, "critic.fsdp", config.critic.fsdp, check)
     algorithm.check_data(data, check)
     resolve_asynchronous(config, check)
-    algorithm.check_estimator(config.algorithm, rollout.n, check, val_only=trainer.val_only)
+    if config.distillation.rewarded:
+        algorithm.check_estimator(config.algorithm, rollout.n, check, val_only=trainer.val_only)
     algorithm.check_filter(config.algorithm.filter_groups, rollout.n, data, trainer.total_training_steps, check)
     algorithm.check_bypass(config.algorithm.rollout_correction, section, check)
     algorithm.check_policy_loss(actor, check)

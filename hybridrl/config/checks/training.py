@@ -328,12 +328,13 @@ def resolve_critic(config: PPOConfig, check: Checker) -> None:
     critic, trainer, name = config.critic, config.trainer, config.algorithm.adv_estimator
     section, data = config.actor_rollout_ref, config.data
     keys, estimator = "critic.enable algorithm.adv_estimator", ESTIMATORS.get(name)
-    needed = estimator is not None and "values" in estimator.reads
+    rewarded = config.distillation.rewarded
+    needed = rewarded and estimator is not None and "values" in estimator.reads
     if critic.enable is False and needed:
         check.error(keys, f"algorithm.adv_estimator={name} needs a critic", "set algorithm.adv_estimator=grpo")
-    if critic.enable and estimator and not needed:
+    if critic.enable and rewarded and estimator and not needed:
         check.warn(keys, f"has no effect: algorithm.adv_estimator={name} reads no values")
-    critic.enable = needed or bool(critic.enable and estimator is None)
+    critic.enable = needed or bool(critic.enable and rewarded and estimator is None)
     if not critic.enable:
         if trainer.critic_warmup:
             check.warn("trainer.critic_warmup", "has no effect without a critic")

@@ -32,7 +32,7 @@ from hybridrl.config.values import Aggregation
 from hybridrl.core.algorithms.objective import KLWeight, penalized
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch
-from hybridrl.core.carried import declared_names
+from hybridrl.core.carried import TEACHER, declared_names
 from hybridrl.required import required
 
 
@@ -79,11 +79,13 @@ class Algorithm:
     bypass: bool = False
     signals: tuple[Signal, ...] = ()
     terms: tuple[LossTerm, ...] = ()
+    teachers: tuple[str, ...] = ()  # names of models
 
     @property
     def models(self) -> list[str]:
         """Return the names of the models in the order in which every rank builds them; the policy's is `actor`."""
-        compared = ["reference"] * (self.kl_in_reward == "full") + [term.against for term in self.terms]
+        compared = ["reference"] * (self.kl_in_reward == "full")
+        compared += [term.against for term in self.terms if term.against != TEACHER] + [*self.teachers]
         named = ["actor", *compared, *(name for signal in self.signals for name in (signal.model, signal.spec.against))]
         return [*filter(None, dict.fromkeys(named))]
 
@@ -180,21 +182,29 @@ def find_policy_loss(name: str) -> tuple[PolicyLoss, Callable[..., Any]]:
 
 
 def loss_terms(
-    policy_loss: str, entropy_coeff: float = 0.0, kl_form: str | None = None, kl_coef: float = 0.0
+    policy_loss: str | None,
+    entropy_coeff: float = 0.0,
+    kl_form: str | None = None,
+    kl_coef: float = 0.0,
+    teaching: LossTerm | None = None,
 ) -> tuple[LossTerm, ...]:
-    """The terms of the policy's loss: a policy loss, less the entropy, plus the KL to the reference in one of the forms
-    of `kl_estimate` or "full" (None: without), and those that a custom policy loss names."""
-    entry, _ = find_policy_loss(policy_loss)
-    reads = (*POLICY_READS, *entry.reads)
-    terms = [LossTerm(POLICY_TERM, policy_loss, reads=reads, aggregation=entry.aggregation, by_token=entry.by_token)]
+    """The terms of the policy's loss: a policy loss (None: without), less the entropy, plus the KL to the reference in
+    one of the forms of `kl_estimate` or "full" (None: without), a term of the teachers, and those that a custom policy
+    loss names."""
+    entry, terms = PolicyLoss("", "", by_token=True), []
+    if policy_loss is not None:
+        entry, _ = find_policy_loss(policy_loss)
+        options = {"aggregation": entry.aggregation, "by_token": entry.by_token}
+        terms.append(LossTerm(POLICY_TERM, policy_loss, reads=(*POLICY_READS, *entry.reads), **options))
     if entropy_coeff:
         terms.append(replace(ENTROPY, weight=-entropy_coeff))
     if kl_form == "full":
         terms.append(replace(FULL_KL, weight=kl_coef))
     elif kl_form is not None:
         terms.append(replace(SAMPLED_KL, weight=kl_coef, parameters={"form": kl_form}))
+    terms += [teaching] if teaching else []
     terms += [plugins.load(f"term.{name}") for name in entry.terms]
-    compared = {term.against for term in terms if term.against}
+    compared = {term.against for term in terms if term.against not in ("", TEACHER)}
     if len(compared) > 1 or len({term.name for term in terms}) < len(terms):
         names = ", ".join(f"{term.name} ({term.against})" if term.against else term.name for term in terms)
         cause = (

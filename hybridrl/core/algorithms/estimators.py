@@ -25,6 +25,12 @@ PART = 1 << 18  # elements at a time, or one longer row: re-using the intermedia
 # whitening: before it). verl uses the bare score instead. Returns are the same as advantages.
 
 
+def no_advantages(batch: Batch) -> Advantages:
+    """Zeros, of a policy that does not learn from rewards."""
+    zeros = torch.zeros(batch.response_ids.shape)
+    return zeros, zeros
+
+
 def grpo(batch: Batch, *, norm_adv_by_std_in_grpo: bool) -> Advantages:
     """(score - group mean) / (group standard deviation + 1e-6) on every written token (GRPO, Shao et al. 2024).
 

@@ -6,7 +6,7 @@ rows that caused it, if known, are written to a file, with the name of the first
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -107,7 +107,8 @@ class Learner(ModelShard):
     # Whether a loss may pass its gradient to the model early. False once the actual gradient was another one, as for a
     # custom term that wrongly states `by_token`.
     early_gradient: bool = True
-    against: ModelShard | None = None  # the model with which a term of the current loss compares this one
+    against: Mapping[str, ModelShard] = field(default_factory=dict)  # with which the current loss compares this model
+    teachers: Mapping[str, ModelShard] = field(default_factory=dict)  # the same, each for the rows that it teaches
     host_parameters: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # set when they are first offloaded
     on_host: bool = False
 
@@ -166,16 +167,22 @@ class Learner(ModelShard):
         """Yield the micro-batches on the device, each with the divisors of its loss. All are copied there together,
         before the first forward pass. With fields for the model, such as routes, they are copied one by one: together
         these take much memory."""
-        against, planned = self.against, mini_batch.micro_batches
+        planned, teachers = mini_batch.micro_batches, mini_batch.teachers or [""] * len(mini_batch.micro_batches)
         # Every forward and backward pass gathers and reduces shards with all ranks. A rank whose micro-batch is empty
         # therefore runs one dummy row with a loss of 0: otherwise the others' collectives would wait forever.
-        selected = (batch.select(rows or [0]) for rows in planned)
-        parts = (MicroBatch(rows, self.lay_out(rows), against.lay_out(rows) if against else None) for rows in selected)
-        reads = batch.carried.keys() & {*self.reads, *(against.reads if against else ())}
+        selected = ((batch.select(rows or [0]), teacher) for rows, teacher in zip(planned, teachers, strict=True))
+        parts = (MicroBatch(rows, self.lay_out(rows), self._others(rows, name), name) for rows, name in selected)
+        others = [*self.against.values(), *self.teachers.values()]
+        reads = batch.carried.keys() & {*self.reads, *(name for other in others for name in other.reads)}
         groups = ([part] for part in parts) if reads else [[*parts]]
         copied = (part for group in groups for part in to_device(group, self.device))
         for rows, part in zip(planned, copied, strict=True):
             yield part, mini_batch.totals if rows else None
+
+    def _others(self, rows: Batch, teacher: str) -> dict[str, ModelInputs]:
+        """Return the inputs of the models with which the loss of these rows compares this one."""
+        others = {**self.against, **({teacher: self.teachers[teacher]} if teacher else {})}
+        return {name: shard.lay_out(rows) for name, shard in others.items()}
 
     def gradient(
         self, batch: Batch, mini_batch: MiniBatch, loss: BatchLoss, clip: float

@@ -6,12 +6,15 @@ gradient. Logits stay in the head's type, as the matrix product writes them; sum
 `token_outputs`.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrl.core.training.token_outputs import Head, LogitTables, OutputSpec, TokenOutputs
+from hybridrl.core.training.heads import Head
+from hybridrl.core.training.token_outputs import LogitTables, OutputSpec, TokenOutputs
 from hybridrl.required import required
 
 BLOCK, WARPS = 4096, 8  # logits per block of a program, and its warps
@@ -22,16 +25,18 @@ class LogitKernels(LogitTables):
     """`LogitTables` computed by kernels, in the head's type; the gradient overwrites the logits."""
 
     def __init__(self, head: Head, spec: OutputSpec, tokens: int) -> None:
-        self._allocate(head, spec, tokens, 1, head.weight.dtype)
+        self.head, self.spec = head, spec
+        self.other = None if spec.against is None else spec.against.head.first(len(head.weight))
+        heads = [head] if self.other is None else [head, self.other]
+        self.tables = [head.weight.new_empty(tokens, len(each.weight)) for each in heads]
         self.others: Tensor | None = None
         self.others_normalisers: Tensor | None = None
 
-    def fill(self, hidden: Tensor, targets: Tensor, against: Tensor | None, *, keep: bool) -> TokenOutputs:
-        head, self.targets = self.head, targets
-        if against is not None:
-            other = required(self.other)
-            self.others = others = other.linear(against, self.tables[1][: len(targets)])
-            _, self.others_normalisers, _ = self._read(others, other, (True, False, False, False))
+    def fill(self, hidden: Tensor, targets: Tensor, others: Sequence[Tensor], *, keep: bool) -> TokenOutputs:
+        head, other, self.targets = self.head, self.other, targets
+        if other is not None:
+            self.others = logits = other.linear(others[0], self.tables[1][: len(targets)])
+            _, self.others_normalisers, _ = self._read(logits, other, (True,))
         self.logits = head.linear(hidden, self.tables[0][: len(targets)])
         self.outputs, self.normalisers, self.common_normalisers = self._read(self.logits, head, self.spec.outputs)
         return self.outputs
@@ -40,17 +45,17 @@ class LogitKernels(LogitTables):
         """Return the outputs of these logits, and two logsumexps per token: over the vocabulary, and with a KL over the
         entries that both heads have."""
         columns = iter(torch.empty(sum(requested) + 2, len(logits), dtype=torch.float32, device=logits.device))
-        outputs = TokenOutputs._make(next(columns) if want else None for want in requested)
+        outputs = TokenOutputs(next(columns), *(next(columns) if want else None for want in requested[1:4]))
         normalisers, common = columns
         _outputs[(len(logits),)](
             logits, self.targets, *self._numbers(head), self.others, self.others_normalisers,
-            normalisers, common, *outputs, BLOCK, num_warps=WARPS,
+            normalisers, common, *outputs[:4], BLOCK, num_warps=WARPS,
         )  # fmt: skip
         return outputs, normalisers, common
 
     def gradient(self, by: TokenOutputs) -> Tensor:
         pairs = zip(by, self.spec.differentiable, strict=True)
-        by_log_probs, by_entropies, _, by_kl = (
+        by_log_probs, by_entropies, _, by_kl, _ = (
             required(value).contiguous() if learns else None for value, learns in pairs
         )
         tokens, vocabulary = self.logits.shape

@@ -14,19 +14,22 @@ from hybridrl.config.catalog import POLICY_TERM, LossTerm, PolicyLoss
 from hybridrl.config.schema import CriticConfig
 from hybridrl.core.algorithms.algorithm import bind, find_policy_loss, imported
 from hybridrl.core.algorithms.objective import Divisors, kl_estimate, token_weights, value_loss
+from hybridrl.core.algorithms.policy_losses import vanilla
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
+from hybridrl.core.carried import TEACHER
 from hybridrl.core.training.fsdp import reshard
+from hybridrl.core.training.heads import ReferenceOutputs
 from hybridrl.core.training.learner import BatchLoss, Learner, Prepare, Prepared
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import MicroBatch, ModelInputs
 from hybridrl.core.training.planning import MiniBatch
-from hybridrl.core.training.token_outputs import LossGradient, ReferenceOutputs, TokenOutputs
+from hybridrl.core.training.token_outputs import LossGradient, TokenOutputs
 from hybridrl.required import required
 
 TermLoss = tuple[Tensor, dict[str, Tensor]]  # per response token, and statistics per token
 # Other tokens than the policy's may have values in these fields; no term of its loss sees them.
-WRITTEN_ONLY = ("old_log_probs", "reference_log_probs", "advantages")
+WRITTEN_ONLY = ("old_log_probs", "reference_log_probs", "teacher_log_probs", "advantages")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class LossConfig:
     correction: RolloutCorrection | None = None
     old_from_update: bool = False  # the micro-batch's own log-probs are the old ones: nothing has been updated since
     log_entropy: bool = False  # set if no forward pass before the update computed it
+    teachers: tuple[str, ...] = ()  # models by the number that a row has, if a term compares the policy with them
 
     @property
     def entry(self) -> PolicyLoss:
@@ -53,8 +57,8 @@ class LossConfig:
 
     @property
     def against(self) -> str:
-        """Return the model with which a term compares the policy; empty if none does."""
-        return next((term.against for term in self.terms if term.against), "")
+        """Return the model, not a teacher, with which a term compares the policy; empty if none does."""
+        return next((term.against for term in self.terms if term.against not in ("", TEACHER)), "")
 
     @property
     def masks(self) -> list[str]:
@@ -68,11 +72,12 @@ class LossConfig:
         return (*fields, *dict.fromkeys(name for term in self.terms for name in term.reads))
 
     @property
-    def options(self) -> dict[str, bool]:
+    def options(self) -> dict[str, Any]:
         """Return the options of `OutputSpec` for what the terms, the logs and the old policy's outputs need."""
         named = {name for term in self.terms for name in term.outputs}
         logged = {"entropies": "entropies" in named or self.old_from_update or self.log_entropy}
-        return logged | {name: True for name in named}
+        divergences = [term.divergence for term in self.terms if term.against == TEACHER]
+        return logged | {name: True for name in named} | ({"divergence": divergences[0]} if divergences else {})
 
 
 def policy_loss(
@@ -155,6 +160,36 @@ def full_kl(outputs: TokenOutputs, rows: Batch) -> TermLoss:
     return required(outputs.reference_kl), {}
 
 
+def exact_divergence(outputs: TokenOutputs, rows: Batch, *, most: float | None) -> TermLoss:
+    """The exact divergence from the teacher, at most so large; 0 in rows without one."""
+    if outputs.teacher_divergence is None:
+        return 0 * outputs.log_probs, {}
+    return _bounded(outputs.teacher_divergence, most)
+
+
+def sampled_divergence(outputs: TokenOutputs, rows: Batch, *, form: str, most: float | None) -> TermLoss:
+    """An estimate of the divergence from the teacher, from the log-probs of sampled tokens."""
+    return _bounded(kl_estimate(outputs.log_probs, rows.carried["teacher_log_probs"], form), most)
+
+
+def teacher_reward(
+    outputs: TokenOutputs, rows: Batch, *, form: str, most: float | None, clip: Mapping[str, float]
+) -> TermLoss:
+    """The clipped policy loss, whose advantage is less an estimate of the divergence from the teacher at each token."""
+    distances, statistics = sampled_divergence(outputs.map(torch.detach), rows, form=form, most=most)
+    clipped, _ = vanilla(outputs.log_probs, replace(rows, advantages=-distances), **clip)
+    return clipped if rows.importance_weights is None else clipped * rows.importance_weights, statistics
+
+
+def _bounded(distances: Tensor, most: float | None) -> TermLoss:
+    """Return distances [tokens] within +-most, beyond which they have no gradient, and statistics."""
+    statistics = {"distillation/kl": distances.detach()}
+    if most is None:
+        return distances, statistics
+    beyond = (distances.detach().abs() > most).float()
+    return distances.clamp(-most, most), statistics | {"distillation/clamped_share": beyond}
+
+
 def gradient_function(part: Batch, totals: Divisors, loss: LossConfig) -> LossGradient | None:
     """Return a function of a model's outputs for a span of the response tokens: the gradient of `policy_loss` with
     respect to them, for computing it together with the outputs. None if the loss of a token may depend on the outputs
@@ -194,13 +229,14 @@ def policy_objective(
 ) -> BatchLoss:
     """Return the policy's loss; `hidden_of` computes another model's hidden states for the same rows. It appends the
     model's outputs to `outputs` if they serve as the old policy's."""
-    options, other = loss.options, loss.against
+    options = loss.options
 
     def compute(part: MicroBatch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
         rows, inputs = part.rows, part.inputs
-        against = hidden_of(other, required(part.against)) if other else None
+        others = {name: hidden_of(name, of_other) for name, of_other in part.others.items()}
         early = gradient_function(rows, totals, loss) if totals and learner.early_gradient else None
-        output = learner.model(inputs, loss.temperature, against=against, loss_gradient=early, **options)
+        compared = {"against": others.get(loss.against), "teacher": others.get(part.teacher)}
+        output = learner.model(inputs, loss.temperature, **compared, loss_gradient=early, **options)
         if loss.old_from_update:
             outputs.append(output.map(torch.detach))
         statistics = learner.model.route_statistics(inputs) if isinstance(learner.model, LanguageModel) else {}

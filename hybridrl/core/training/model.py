@@ -25,10 +25,11 @@ from hybridrl.core.batch import token_rows
 from hybridrl.core.rounding import beyond_rounding, rounded_otherwise
 from hybridrl.core.training import attention
 from hybridrl.core.training.attention import gather_slices, slice_of
+from hybridrl.core.training.heads import Head, LogitRule
 from hybridrl.core.training.loading import blank_model, load_settings
 from hybridrl.core.training.packing import ModelInputs, pack_rows, separate_rows
 from hybridrl.core.training.routes import RouterReplay
-from hybridrl.core.training.token_outputs import Head, LogitRule, LossGradient, OutputSpec, TokenOutputs, token_outputs
+from hybridrl.core.training.token_outputs import LossGradient, OutputSpec, TokenOutputs, token_outputs
 from hybridrl.core.training.working_copies import WorkingCopies
 from hybridrl.required import required
 

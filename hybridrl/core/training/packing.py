@@ -1,6 +1,6 @@
 """Rows laid out as the inputs of a model: packed into one sequence without padding, or padded to the longest."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -71,12 +71,14 @@ class MicroBatch:
 
     rows: Batch
     inputs: ModelInputs
-    against: ModelInputs | None = None  # for the model with which a term compares the policy
+    # Inputs of the models with which the loss compares the policy. One of them may be the teacher of these rows.
+    others: Mapping[str, ModelInputs] = field(default_factory=dict)
+    teacher: str = ""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
         """Apply a function to every tensor."""
-        against = self.against and self.against.map(function)
-        return MicroBatch(self.rows.map(function), self.inputs.map(function), against)
+        others = {name: inputs.map(function) for name, inputs in self.others.items()}
+        return replace(self, rows=self.rows.map(function), inputs=self.inputs.map(function), others=others)
 
 
 Part = TypeVar("Part", ModelInputs, MicroBatch)

@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridrl.config.schema import ActorRolloutRefConfig, CriticConfig, FSDPConfig, ModelConfig
 from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch, pieces
+from hybridrl.core.carried import TEACHER
 from hybridrl.core.training.partition import partition
 
 UNEVEN = 2e-4  # a rank may have this much more work than the mean; half of it would double the time of planning
@@ -100,6 +101,7 @@ class MiniBatch:
 
     micro_batches: MicroBatches
     totals: Divisors
+    teachers: tuple[str, ...] = ()  # the model that teaches the rows of each micro-batch, "" for none; empty: of all
 
 
 @dataclass(frozen=True)
@@ -204,13 +206,31 @@ def rank_mini_batches(
     mini_batches: Sequence[Sequence[int]],
     budget: MicroBatchBudget,
     masks: Sequence[str] = (),
+    teachers: Sequence[str] = (),
 ) -> list[list[MiniBatch]]:
     """Return each rank's micro-batches of every mini-batch, with the divisors of the whole mini-batch, for these masks
-    of the loss too."""
+    of the loss too. With teachers a micro-batch has rows of one, and the n-th of every rank of the same one."""
     lengths, counted = batch.lengths.numpy(), batch.only("response_mask", "episode", *masks)
-    plans = [plan(Pieces.single(lengths, rows), ranks, budget) for rows in mini_batches]
     totals = [Divisors.of(counted.select(rows), masks) for rows in mini_batches]
-    return [list(map(MiniBatch, of_rank, totals)) for of_rank in zip(*plans, strict=True)]
+    planned: list[list[MiniBatch]] = [[] for _ in range(ranks)]
+    for rows, divisors in zip(mini_batches, totals, strict=True):
+        parts = [
+            (name, plan(Pieces.single(lengths, taught), ranks, budget))
+            for name, taught in _taught(batch, rows, teachers)
+        ]
+        names = tuple(name for name, of_ranks in parts for _ in of_ranks[0]) if teachers else ()
+        for rank, into in enumerate(planned):
+            into.append(MiniBatch([each for _, of_ranks in parts for each in of_ranks[rank]], divisors, names))
+    return planned
+
+
+def _taught(batch: Batch, rows: Sequence[int], teachers: Sequence[str]) -> list[tuple[str, Sequence[int]]]:
+    """Return these rows by the model that teaches them: the only one all of them, unless they name theirs."""
+    if (numbers := batch.carried.get(TEACHER)) is None or not teachers:
+        return [(next(iter(teachers), ""), rows)]
+    of_rows = numbers.numpy()[np.asarray(rows)]
+    names = {-1: "", **dict(enumerate(teachers))}
+    return [(name, np.asarray(rows)[of_rows == number].tolist()) for number, name in names.items() if number in of_rows]
 
 
 def reassemble(parts: Sequence[np.ndarray], rows: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:

@@ -5,22 +5,22 @@ Gradients are computed here and not by autograd, so that a chunk's logits and th
 kernels. Knows neither models nor losses, but a loss can pass in a function that computes its gradient early.
 
 Logits become probabilities, and these become the gradient with respect to the logits, in place. p is the softmax of the
-logits, H its entropy, and KL = KL(p || q). For a token y, the gradients with respect to the logit of a token v are
+logits and H its entropy; `heads` has the divergences from another model. For a token y, the gradients with respect to
+the logit of a token v are
 
-    log p_y:  1[v = y] - p_v        H:  -p_v (log p_v + H)        KL:  p_v (log p_v - log q_v - KL)
+    log p_y:  1[v = y] - p_v        H:  -p_v (log p_v + H)
 
-A token of probability 0, such as one whose logit is masked with -inf, contributes 0 to H and KL. A token that only q
-masks makes the KL infinite. If one head has fewer rows than the other, the KL is over the tokens of both, with p and q
-normalised over them.
+A token of probability 0, such as one whose logit is masked with -inf, contributes 0 to H.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from hybridrl.config.catalog import Divergence
+from hybridrl.core.training.heads import TABLES, ComparedTables, Head, ReferenceOutputs, below_largest, expected
 from hybridrl.required import required
 
 
@@ -32,59 +32,11 @@ class TokenOutputs(NamedTuple):
     entropies: Tensor | None = None  # [response tokens]
     sum_pi_squared: Tensor | None = None  # [response tokens] sum of squared probabilities; without a gradient
     reference_kl: Tensor | None = None  # [response tokens] exact KL(policy || reference), over the rows of both heads
+    teacher_divergence: Tensor | None = None  # [response tokens] exact, over the rows of both heads
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TokenOutputs":
         """Apply a function to the fields that are not None."""
         return TokenOutputs._make(value if value is None else function(value) for value in self)
-
-
-class LogitRule(NamedTuple):
-    """The transformation that a model family applies to its logits after the head: a scale, then a soft cap."""
-
-    scale: float = 1.0
-    cap: float | None = None
-
-    def apply_(self, logits: Tensor) -> Tensor:
-        if self.scale != 1:
-            logits.mul_(self.scale)
-        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
-
-    def slopes(self, logits: Tensor) -> Tensor | None:
-        """Return the derivative of the cap at capped logits; None without a cap, where it is 1."""
-        return None if self.cap is None else 1 - (logits / self.cap).square_()
-
-
-class Head(NamedTuple):
-    """Maps hidden states to logits."""
-
-    weight: Tensor  # [vocabulary, width], unsharded
-    bias: Tensor | None = None  # [vocabulary]
-    rule: LogitRule = LogitRule()
-
-    def linear(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """Write logits before the rule, in the head's type, into `out` [tokens, vocabulary]; without a gradient."""
-        if self.bias is None:
-            return torch.mm(hidden, self.weight.t(), out=out)
-        return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
-
-    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """Write float32 logits into `out` [tokens, vocabulary]; without a gradient."""
-        if self.weight.dtype == torch.float32:
-            self.linear(hidden, out)
-        else:
-            out.copy_(F.linear(hidden, self.weight, self.bias))
-        return self.rule.apply_(out)
-
-    def first(self, rows: int) -> "Head":
-        """Return the head of the first `rows` tokens, which shares its memory."""
-        return Head(self.weight[:rows], None if self.bias is None else self.bias[:rows], self.rule)
-
-
-class ReferenceOutputs(NamedTuple):
-    """The hidden states and head that give the reference's logits for the same response tokens."""
-
-    hidden: Tensor  # [response tokens, width]
-    head: Head
 
 
 # Maps the outputs of a span of response tokens to the gradient of a loss with respect to those that require one.
@@ -99,17 +51,30 @@ class OutputSpec(NamedTuple):
     entropy_gradient: bool = False
     sum_pi_squared: bool = False
     against: ReferenceOutputs | None = None
+    teacher: ReferenceOutputs | None = None
+    divergence: Divergence = Divergence()  # from the teacher
     loss_gradient: LossGradient | None = None
 
     @property
     def outputs(self) -> tuple[bool, ...]:
         """Return which fields of `TokenOutputs` are requested."""
-        return True, self.entropies, self.sum_pi_squared, self.against is not None
+        return True, self.entropies, self.sum_pi_squared, self.against is not None, self.teacher is not None
 
     @property
     def differentiable(self) -> tuple[bool, ...]:
         """Return which fields of `TokenOutputs` have a gradient."""
-        return True, self.entropies and self.entropy_gradient, False, self.against is not None
+        return True, self.entropies and self.entropy_gradient, False, *self.outputs[3:]
+
+    @property
+    def compared(self) -> list[tuple[ReferenceOutputs, Divergence]]:
+        """Return the other models, in the order of their fields of `TokenOutputs`, each with its divergence."""
+        pairs = (self.against, Divergence()), (self.teacher, self.divergence)
+        return [(other, divergence) for other, divergence in pairs if other is not None]
+
+    @property
+    def tables(self) -> int:
+        """Return how many tables of other models' logits a chunk has."""
+        return sum(TABLES[divergence.kind] for _, divergence in self.compared)
 
 
 class LogitTables:
@@ -117,34 +82,24 @@ class LogitTables:
     are allocated once for all chunks: on CPU new memory costs time."""
 
     def __init__(self, head: Head, spec: OutputSpec, tokens: int) -> None:
-        self._allocate(head, spec, tokens, 1 + spec.entropies, torch.float32)
-
-    def _allocate(self, head: Head, spec: OutputSpec, tokens: int, tables: int, dtype: torch.dtype) -> None:
-        """Allocate `tables` for the head, and one for the reference's logits of the tokens that both heads have."""
-        self.head, self.spec = head, spec
         rows = len(head.weight)
-        self.other = None if spec.against is None else spec.against.head.first(rows)
-        self.tables = list(head.weight.new_empty((tables + (self.other is not None), tokens, rows), dtype=dtype))
-        common = len(self.other.weight) if self.other else rows
-        self.other_has_fewer = common < rows
-        if self.other_has_fewer:  # its rows are contiguous
-            self.tables[-1] = self.tables[-1].flatten()[: tokens * common].view(tokens, common)
+        self.head, self.spec = head, spec
+        self.tables = list(head.weight.new_empty((1 + spec.entropies, tokens, rows), dtype=torch.float32))
+        self.compared = [ComparedTables(other.head, kind, rows, tokens) for other, kind in spec.compared]
 
-    def fill(self, hidden: Tensor, targets: Tensor, against: Tensor | None, *, keep: bool) -> TokenOutputs:
-        """Return a chunk's outputs from its hidden states, the reference's (`against`), both [tokens, width], and its
+    def fill(self, hidden: Tensor, targets: Tensor, others: Sequence[Tensor], *, keep: bool) -> TokenOutputs:
+        """Return a chunk's outputs from its hidden states, those of the other models, all [tokens, width], and its
         targets [tokens]. With `keep`, `gradient` can be called until the next chunk."""
         self.targets, spec = targets[:, None], self.spec
         # Where nothing else needs the logits, the probabilities overwrite them.
-        others = others_normaliser = gaps = None
-        first, second, last = (self.tables[index][: len(targets)] for index in (0, int(spec.entropies), -1))
-        if against is not None:
-            others = self._below_largest(required(self.other).logits(against, last))
-            others_normaliser = torch.exp(others, out=first[:, : others.shape[1]]).sum(-1, keepdim=True).log()
+        first, second = (self.tables[index][: len(targets)] for index in (0, int(spec.entropies)))
+        for compared, other in zip(self.compared, others, strict=True):
+            compared.read(other, spec.temperature, first)
         logits = self.head.logits(hidden, first)
         self.slopes = self.head.rule.slopes(logits) if keep else None
-        own = self._below_largest(logits).gather(-1, self.targets)
-        if against is not None:
-            gaps = torch.sub(logits[:, : last.shape[1]], required(others), out=last)
+        own = below_largest(logits, spec.temperature).gather(-1, self.targets)
+        for compared in self.compared:
+            compared.subtract_from(logits)
         probabilities = torch.exp(logits, out=second)
         sums = probabilities.sum(-1, keepdim=True)
         self.normaliser = sums.log()  # log of the sum, of logits less each token's largest
@@ -152,64 +107,39 @@ class LogitTables:
         if not keep and not any(spec.outputs[1:]):
             return TokenOutputs(log_probs)
         self.probabilities = probabilities.div_(sums)
-        entropies = squares = kl = None
-        if spec.entropies:  # logits and gaps are multiplied by the probabilities in place
+        entropies = squares = None
+        if spec.entropies:  # the logits are multiplied by the probabilities in place
             self.logits = logits
-            entropies = self.normaliser.squeeze(-1) - _expected(logits, probabilities)
+            entropies = self.normaliser.squeeze(-1) - expected(logits, probabilities)
         if spec.sum_pi_squared:
             squares = torch.linalg.vector_norm(probabilities, dim=-1).square()
-        if against is not None:
-            self.gaps = required(gaps).add_(required(others_normaliser) - self.normaliser)
-            kl = self._kl(probabilities[:, : self.gaps.shape[1]])
-        self.outputs = TokenOutputs(log_probs, entropies, squares, kl)
+        values = iter([compared.diverge(probabilities, self.normaliser) for compared in self.compared])
+        divergences = (next(values) if requested else None for requested in spec.outputs[3:])
+        self.outputs = TokenOutputs(log_probs, entropies, squares, *divergences)
         return self.outputs
-
-    def _kl(self, common: Tensor) -> Tensor:
-        """Return the KL [tokens] over the tokens that both heads have, given the policy's probabilities of them. The
-        gaps log p - log q become the KL's summands or, if the policy has more tokens, its gradients."""
-        kl = _expected(self.gaps, common)
-        if self.other_has_fewer:
-            share = common.sum(-1)
-            kl = kl / share
-            self.gaps.addcmul_(common, kl[:, None], value=-1).div_(share[:, None])
-            kl = kl - share.log()
-        return kl
-
-    def _below_largest(self, logits: Tensor) -> Tensor:
-        """Divide by the temperature and subtract each token's largest logit, in place."""
-        if self.spec.temperature != 1:
-            logits.div_(self.spec.temperature)
-        return logits.sub_(logits.amax(-1, keepdim=True))
 
     def gradient(self, by: TokenOutputs) -> Tensor:
         """Return the gradient with respect to a chunk's logits [tokens, vocabulary], in the head's type, given the
         gradient with respect to its outputs; can be called once per chunk."""
-        _, entropies, _, kl = self.spec.differentiable
-        outputs, by = (of.map(lambda value: value[:, None]) for of in (self.outputs, by))
+        by = by.map(lambda value: value[:, None])
+        pairs = [*zip(self.compared, (value for value in by[3:] if value is not None), strict=True)]
         factor = -by.log_probs
-        if entropies:
-            factor = factor + required(by.entropies) * (self.normaliser - required(outputs.entropies))
-        if kl and not self.other_has_fewer:
-            factor = factor - required(by.reference_kl) * required(outputs.reference_kl)
+        if entropies := self.spec.differentiable[1]:
+            own = required(self.outputs.entropies)[:, None]
+            factor = factor + required(by.entropies) * (self.normaliser - own)
+        for compared, by_divergence in pairs:
+            if compared.level is not None:
+                factor = factor - by_divergence * compared.level[:, None]
         table = self.probabilities.mul_(factor)
         if entropies:
             table.addcmul_(self.logits, required(by.entropies), value=-1)
-        if kl:
-            table[:, : self.gaps.shape[1]].addcmul_(self.gaps, required(by.reference_kl))
+        for compared, by_divergence in pairs:
+            table[:, : compared.rows].addcmul_(compared.slopes, by_divergence)
         table.scatter_add_(-1, self.targets, by.log_probs)
         if self.slopes is not None:
             table.mul_(self.slopes)
         scale = self.head.rule.scale / self.spec.temperature
         return (table if scale == 1 else table.mul_(scale)).to(self.head.weight.dtype)
-
-
-def _expected(values: Tensor, probabilities: Tensor) -> Tensor:
-    """Multiply values [tokens, vocabulary] by probabilities in place and return each token's sum. A
-    probability of 0 contributes 0 even where the value is infinite."""
-    sums = values.mul_(probabilities).sum(-1)
-    if sums.isnan().any():  # rare, and one more pass over the table
-        sums = values.masked_fill_(probabilities == 0, 0).sum(-1)
-    return sums
 
 
 # -- chunk by chunk ----------------------------------------------------------------------------------------------------
@@ -247,7 +177,7 @@ class Chunks:
     def __init__(self, hidden: Tensor, head: Head, targets: Tensor, spec: OutputSpec) -> None:
         self.hidden, self.targets, self.spec = hidden.detach(), targets, spec
         self.head = Head(head.weight.detach(), None if head.bias is None else head.bias.detach(), head.rule)
-        most = tokens_at_once(hidden.device.type, len(head.weight)) // (1 if spec.against is None else 2)
+        most = tokens_at_once(hidden.device.type, len(head.weight)) // (1 + spec.tables)
         self.size = max(min(most, len(hidden)), 1)  # a slice of packed rows may have no response token
         self.spans = [slice(start, start + self.size) for start in range(0, len(hidden), self.size)]
 
@@ -260,8 +190,9 @@ class Chunks:
         return TokenOutputs._make(None if column[0] is None else torch.cat([*column]) for column in columns)
 
     def arithmetic(self) -> LogitTables:
-        """Return the computation of chunks: by torch's operations, or on CUDA by kernels that read each logit once."""
-        if self.hidden.device.type != "cuda":
+        """Return the computation of chunks: by torch's operations, or on CUDA by kernels that read each logit once,
+        but for a teacher."""
+        if self.hidden.device.type != "cuda" or self.spec.teacher is not None:
             return LogitTables(self.head, self.spec, self.size)
         from hybridrl.core.training.logit_kernels import LogitKernels  # needs Triton
 
@@ -274,8 +205,8 @@ class Chunks:
 
     def fill(self, memory: LogitTables, span: slice, *, keep: bool) -> TokenOutputs:
         """Return the outputs of a chunk."""
-        against = None if self.spec.against is None else self.spec.against.hidden[span]
-        return memory.fill(self.hidden[span], self.targets[span], against, keep=keep)
+        others = [other.hidden[span] for other, _ in self.spec.compared]
+        return memory.fill(self.hidden[span], self.targets[span], others, keep=keep)
 
     def gradients(self, needed: tuple[bool, ...], by: TokenOutputs, filled: LogitTables | None) -> _Gradients:
         """Return the gradients given those of the outputs; `filled` is the memory of the only chunk, if it was kept."""

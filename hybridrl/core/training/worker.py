@@ -27,6 +27,7 @@ from hybridrl.core.training import losses
 from hybridrl.core.training import model as models
 from hybridrl.core.training.building import WorkerConfig, build_shards
 from hybridrl.core.training.fsdp import full_tensors, local, reshard
+from hybridrl.core.training.heads import Head, ReferenceOutputs
 from hybridrl.core.training.learner import BatchLoss, Learner, ModelShard, Shares
 from hybridrl.core.training.lora import export_adapter, export_adapter_settings
 from hybridrl.core.training.losses import LossConfig
@@ -35,7 +36,7 @@ from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import ModelInputs
 from hybridrl.core.training.planning import MicroBatches, MiniBatch, training_seed
 from hybridrl.core.training.state import Sender, StateWriter, load_state, state_of
-from hybridrl.core.training.token_outputs import Head, ReferenceOutputs, TokenOutputs
+from hybridrl.core.training.token_outputs import TokenOutputs
 from hybridrl.core.weights.buckets import Bucket, Handle, SyncPlan
 from hybridrl.runtime.guard import begin_actor
 
@@ -172,7 +173,8 @@ class TrainWorker:
 
     def objective(self, loss: LossConfig, outputs: list[TokenOutputs]) -> BatchLoss:
         """Return the policy's loss (see `policy_objective`)."""
-        self.actor.against = self.models.get(loss.against)
+        self.actor.against = {name: self.models[name] for name in (loss.against,) if name}
+        self.actor.teachers = {name: self.models[name] for name in loss.teachers}
         return losses.policy_objective(self.actor, loss, self.hidden_of, outputs)
 
     def update_critic(

@@ -215,9 +215,9 @@ class TrainWorkers:
         """Run one policy update per mini-batch. Returns mean metrics, and the outputs if they are the old policy's."""
         budget = self.policy.updates.budget
         self.updates_begun += 1
-        models = ["actor", *filter(None, [loss.against])]
+        models = ["actor", *[loss.against][: bool(loss.against)], *loss.teachers]
         fields = (*loss.reads, *(name for model in models for name in self.models[model].reads))
-        shares, parts = self._mini_batches(batch, fields, mini_batches, budget, loss.masks)
+        shares, parts = self._mini_batches(batch, fields, mini_batches, budget, loss.masks, loss.teachers)
         parts = [(*part, loss, step) for part in parts]
         results = self._scatter(TrainWorker.update_policy, parts, shares, batch, "actor")
         metrics = self._mean_metrics([share for share, _ in results[:: budget.devices]], "actor")
@@ -244,9 +244,10 @@ class TrainWorkers:
         mini_batches: Sequence[Sequence[int]],
         budget: MicroBatchBudget,
         masks: Sequence[str] = (),
+        teachers: Sequence[str] = (),
     ) -> tuple[list[MicroBatches], list[tuple[Pending, list[MiniBatch]]]]:
         """Return each rank's micro-batches of all mini-batches, flat; and the shared rows with its mini-batches."""
-        of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget, masks)
+        of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget, masks, teachers)
         shared = self.group.share(batch.with_episode_tokens(masks).only(*fields))
         flat = [[rows for part in of_rank for rows in part.micro_batches] for of_rank in of_ranks]
         return flat, [(shared, of_rank) for of_rank in of_ranks]
@@ -262,7 +263,9 @@ class TrainWorkers:
         for each in skipped:
             self.skipped_in_a_row[model] = self.skipped_in_a_row[model] + 1 if each else 0
             self.most_skipped_in_a_row = max(self.most_skipped_in_a_row, self.skipped_in_a_row[model])
-        means = {f"{model}/{name}": sum(values[name]) / len(values[name]) for name in sorted(values)}
+        means = {
+            name if "/" in name else f"{model}/{name}": sum(values[name]) / len(values[name]) for name in sorted(values)
+        }
         last = {f"{model}/lr": rates[-1]} if (rates := values.get("lr")) else {}
         return means | last | {f"{model}/skipped_updates": sum(skipped)}
 

@@ -215,8 +215,8 @@ FIRE = f"{ROLLOUT}.use_fire_sampling=true: that sampling is not supported; set f
 @pytest.mark.parametrize(
     ("overrides", "errors"),
     [
-        ([f"{ROLLOUT}.use_fire_sampling=True", "distillation.enabled=true"],
-         [FIRE, "distillation.enabled=true: learning from a teacher model is not supported; set false"]),
+        ([f"{ROLLOUT}.use_fire_sampling=True", "trainer.scheduler=x"],
+         [FIRE, "trainer.scheduler=x: learning from a teacher model is not supported; set false"]),
         ([f"{ROLLOUT}.use_fire_sampling=${{data.shuffle}}"], [FIRE]),
         (["data.train_batch_size='$SIZE'"],
          ["data.train_batch_size=$SIZE: expected an integer (a shell variable that was not replaced?)"]),
@@ -363,9 +363,9 @@ def test_a_trainer_key_left_empty_by_the_shell_takes_its_default_with_a_warning(
 
 
 def test_all_that_is_wrong_is_reported_at_once(load: Load) -> None:
-    wrong = errors_of(load, "data.shufle=1", "trainer.seed=x", "trainer.val_only=true", "distillation.enabled=true")
+    wrong = errors_of(load, "data.shufle=1", "trainer.seed=x", "trainer.val_only=true", "trainer.scheduler=x")
     named = [line.split("=")[0].split(";")[0] for line in wrong]
-    assert named == ["unknown key data.shufle", "trainer.seed", "distillation.enabled", "trainer.val_only"]
+    assert named == ["unknown key data.shufle", "trainer.seed", "trainer.scheduler", "trainer.val_only"]
 
 
 def test_what_follows_from_a_rejected_value_is_not_reported() -> None:

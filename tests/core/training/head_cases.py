@@ -7,15 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.config.catalog import Divergence
 from hybridrl.core.training import token_outputs as module
-from hybridrl.core.training.token_outputs import (
-    Head,
-    LogitRule,
-    OutputSpec,
-    ReferenceOutputs,
-    TokenOutputs,
-    token_outputs,
-)
+from hybridrl.core.training.heads import Head, LogitRule, ReferenceOutputs
+from hybridrl.core.training.token_outputs import OutputSpec, TokenOutputs, token_outputs
 from hybridrl.required import required
 
 TOKENS, WIDTH, VOCABULARY = 9, 5, 13
@@ -47,9 +42,12 @@ def case(
     other_rows: int = VOCABULARY,
     masked: tuple[int, ...] = (),
     other_masked: tuple[int, ...] = (),
+    divergence: Divergence | None = None,
+    teacher_rows: int = VOCABULARY,
     **options,
 ) -> Case:
-    """A case in which the reference has `other_rows`, and these tokens' logits are -inf."""
+    """A case in which the reference has `other_rows`, and these tokens' logits are -inf; with a divergence, there is a
+    teacher, too."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -65,12 +63,15 @@ def case(
     reference = ReferenceOutputs(draw(TOKENS, WIDTH), other) if against else None
     present = torch.tensor([token for token in range(VOCABULARY) if token not in masked])
     targets = present[torch.randint(len(present), (TOKENS,), generator=generator)]
-    return Case(draw(TOKENS, WIDTH), head, targets, OutputSpec(against=reference, **options))
+    hidden = draw(TOKENS, WIDTH)
+    if divergence is not None:
+        teacher = ReferenceOutputs(draw(TOKENS, WIDTH + 2), Head(draw(teacher_rows, WIDTH + 2), None, LogitRule(0.7)))
+        options |= {"teacher": teacher, "divergence": divergence}
+    return Case(hidden, head, targets, OutputSpec(against=reference, **options))
 
 
 def full(of: Case) -> TokenOutputs:
     """By the formulas."""
-    rows = None if of.spec.against is None else min(len(of.head.weight), len(of.spec.against.head.weight))
 
     def logits_of(hidden: Tensor, head: Head) -> Tensor:
         logits = hidden.double() @ head.weight.double().T * head.rule.scale
@@ -80,20 +81,36 @@ def full(of: Case) -> TokenOutputs:
             logits = head.rule.cap * torch.tanh(logits / head.rule.cap)
         return logits / of.spec.temperature
 
-    logits, against, kl = logits_of(of.hidden, of.head), of.spec.against, None
+    def divergence(other: ReferenceOutputs, kind: Divergence) -> Tensor:
+        rows = min(len(of.head.weight), len(other.head.weight))
+        log_p = logits[:, :rows].log_softmax(-1)
+        log_q = logits_of(other.hidden, other.head)[:, :rows].log_softmax(-1).detach()
+        return diverge(log_p, log_q, kind)
+
+    logits, against, teacher = logits_of(of.hidden, of.head), of.spec.against, of.spec.teacher
     log_p = logits.log_softmax(-1)
     p = log_p.exp()
-    if against is not None:
-        ours = logits[:, :rows].log_softmax(-1)
-        theirs = logits_of(against.hidden, against.head)[:, :rows].log_softmax(-1).detach()
-        kl = (ours.exp() * (ours.clamp(min=LEAST) - theirs.clamp(min=LEAST))).sum(-1)
     entropies, squares = -(p * log_p.clamp(min=LEAST)).sum(-1), p.square().sum(-1).detach()
     return TokenOutputs(
         log_p.gather(-1, of.targets[:, None]).squeeze(-1),
         entropies if of.spec.entropies else None,
         squares if of.spec.sum_pi_squared else None,
-        kl,
+        None if against is None else divergence(against, Divergence()),
+        None if teacher is None else divergence(teacher, of.spec.divergence),
     )
+
+
+def diverge(log_p: Tensor, log_q: Tensor, kind: Divergence) -> Tensor:
+    """The divergence of p from q, by its definition."""
+    p, q = log_p.exp(), log_q.exp()
+    if kind.kind == "jsd":
+        log_m = (kind.beta * q + (1 - kind.beta) * p).log()
+        return kind.beta * _kl(q, log_q, log_m) + (1 - kind.beta) * _kl(p, log_p, log_m)
+    return _kl(p, log_p, log_q) if kind.kind == "reverse_kl" else _kl(q, log_q, log_p)
+
+
+def _kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    return (p * (log_p.clamp(min=LEAST) - log_q.clamp(min=LEAST))).sum(-1)
 
 
 def loss(outputs: TokenOutputs, span: slice = slice(None)) -> Tensor:

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.core.training.token_outputs import Head, LogitRule, OutputSpec, TokenOutputs, tokens_at_once
+from hybridrl.config.catalog import Divergence
+from hybridrl.core.training.heads import Head, LogitRule, ReferenceOutputs
+from hybridrl.core.training.token_outputs import OutputSpec, TokenOutputs, token_outputs, tokens_at_once
 from hybridrl.required import required
 from tests.core.training.head_cases import (
     MASKED,
@@ -77,6 +79,75 @@ def test_the_kl_to_a_reference_with_other_rows_is_that_of_the_tokens_that_both_h
     with pytest.MonkeyPatch.context() as patch:
         chunks_of(tokens, patch)
         check(case(seed, against=True, entropy_gradient=True, loss_gradient=early, **options))
+
+
+KINDS = [Divergence("reverse_kl"), Divergence("forward_kl"), *(Divergence("jsd", beta) for beta in (0.1, 0.5, 0.9))]
+
+
+@pytest.mark.parametrize("early", [None, loss_gradient], ids=["recomputed", "early"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@given(
+    seed=st.integers(0, 1000),
+    teacher_rows=st.sampled_from([VOCABULARY - 6, VOCABULARY, VOCABULARY + 4]),
+    tokens=st.sampled_from([1, 4, 100]),
+    bias=st.booleans(),
+    against=st.booleans(),
+    masked=st.sampled_from([(), MASKED]),
+    rule=st.builds(LogitRule, st.sampled_from([1.0, 0.3]), st.sampled_from([None, 2.0])),
+    temperature=st.sampled_from([1.0, 0.7]),
+    entropies=st.booleans(),
+    sum_pi_squared=st.booleans(),
+)
+def test_the_divergence_from_a_teacher_is_over_the_tokens_that_both_have(early, kind, seed, tokens, **options):
+    if kind.kind == "forward_kl":
+        options["masked"] = ()  # infinite: see below
+    with pytest.MonkeyPatch.context() as patch:
+        chunks_of(tokens, patch)
+        check(case(seed, divergence=kind, entropy_gradient=True, loss_gradient=early, **options))
+
+
+P, Q = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]  # of three tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "slopes"),
+    [
+        # ln 2 = 0.693147: 0.5 ln 2 - 0.25 ln 2; then p (log p - log q - D)
+        (Divergence("reverse_kl"), 0.173287, [0.259930, -0.043322, -0.216608]),
+        (Divergence("forward_kl"), 0.173287, [0.25, 0.0, -0.25]),  # 0.5 ln 2 - 0.25 ln 2; then p - q
+        # m = 0.375, 0.25, 0.375: both KLs are 0.5 ln (4/3) + 0.25 ln (2/3) = 0.042475
+        (Divergence("jsd", 0.5), 0.042475, [0.061302, -0.005309, -0.055992]),
+        # m = 0.3, 0.25, 0.45: 0.25 ln (5/6) + 0.5 ln (10/9) = 0.0071, and 0.5 ln (5/3) + 0.25 ln (5/9) = 0.108466
+        (Divergence("jsd", 0.8), 0.027373, [0.040236, -0.005423, -0.034813]),
+    ],
+    ids=str,
+)
+def test_a_divergence_worked_out_by_hand(kind, value, slopes):
+    hidden, identity = torch.tensor(P).log()[None].requires_grad_(), torch.eye(3)
+    teacher = ReferenceOutputs(torch.tensor(Q).log()[None], Head(identity))
+    spec = OutputSpec(teacher=teacher, divergence=kind)
+    divergence = required(token_outputs(hidden, Head(identity), torch.tensor([0]), spec).teacher_divergence)
+    divergence.sum().backward()
+    torch.testing.assert_close(divergence, torch.tensor([value]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(required(hidden.grad), torch.tensor([slopes]), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_teacher_that_is_the_policy_is_at_distance_0_and_gives_no_gradient(kind):
+    made = case(divergence=kind, temperature=0.7)
+    far = torch.autograd.grad(required(made.outputs().teacher_divergence).sum(), made.inputs)
+    same = made._replace(spec=made.spec._replace(teacher=ReferenceOutputs(made.hidden.detach(), made.head)))
+    divergence = required(same.outputs().teacher_divergence)
+    assert divergence.abs().max() <= 1e-6
+    near = torch.autograd.grad(divergence.sum(), made.inputs)
+    assert all(a.norm() <= 1e-6 * b.norm() for a, b in zip(near, far, strict=True))
+
+
+def test_a_forward_kl_is_infinite_where_the_policy_masks_a_token_and_its_gradient_is_finite():
+    made = case(divergence=Divergence("forward_kl"), masked=(3,))
+    divergence = required(made.outputs().teacher_divergence)
+    assert divergence.eq(torch.inf).all()
+    assert all(value.isfinite().all() for value in torch.autograd.grad(divergence.sum(), made.inputs))
 
 
 @pytest.mark.parametrize("early", [None, loss_gradient], ids=["recomputed", "early"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from hybridrl.core.training.token_outputs import LogitRule
+from hybridrl.core.training.heads import LogitRule
 from tests.core.training.head_cases import MASKED, VOCABULARY, case, check, chunks_of, loss_gradient
 
 triton = pytest.importorskip("triton")

@@ -17,11 +17,12 @@ from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrec
 from hybridrl.core.batch import Batch, token_rows
 from hybridrl.core.training import token_outputs
 from hybridrl.core.training.fsdp import full_tensor, shard
+from hybridrl.core.training.heads import ReferenceOutputs
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.losses import LossConfig, critic_objective, gradient_function, policy_loss, policy_objective
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import MicroBatch, pack_rows
-from hybridrl.core.training.token_outputs import ReferenceOutputs, TokenOutputs
+from hybridrl.core.training.token_outputs import TokenOutputs
 from hybridrl.required import required
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.families import load_language_model, model_config

@@ -8,9 +8,10 @@ from transformers import AutoModelForCausalLM, FalconH1Config, Qwen2Config, Seed
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.training import attention
+from hybridrl.core.training.heads import LogitRule, ReferenceOutputs
 from hybridrl.core.training.model import LanguageModel, check_log_probs, packed_rows_interact
 from hybridrl.core.training.packing import pack_rows
-from hybridrl.core.training.token_outputs import LogitRule, ReferenceOutputs, TokenOutputs
+from hybridrl.core.training.token_outputs import TokenOutputs
 from hybridrl.model_merger.source import outputs
 from hybridrl.required import required
 from tests.core.training.families import (

@@ -49,7 +49,10 @@ def test_micro_batches_keep_their_values_in_one_copy_and_a_tensor_of_several_is_
     """With another place in host memory as the device."""
     rows = replace(two_rows, response_mask=torch.tensor([True, False, True]))
     inputs, sent = pack_rows(rows, padded=False), []
-    parts = [MicroBatch(rows, inputs), MicroBatch(rows, replace(inputs, targets=inputs.targets + 1), inputs)]
+    parts = [
+        MicroBatch(rows, inputs),
+        MicroBatch(rows, replace(inputs, targets=inputs.targets + 1), {"reference": inputs}),
+    ]
 
     class Device:
         type = "other"
@@ -68,7 +71,7 @@ def test_micro_batches_keep_their_values_in_one_copy_and_a_tensor_of_several_is_
         assert len(values[0]) == len(values[1]) > 10
         for one, other in zip(*values, strict=True):
             assert one.dtype == other.dtype and torch.equal(one, other)
-    assert required(again[1].against).targets.data_ptr() == again[0].inputs.targets.data_ptr()
+    assert again[1].others["reference"].targets.data_ptr() == again[0].inputs.targets.data_ptr()
     assert len(sent) == 1 and sent[0] <= 14 * 64, "each of 14 tensors, all small, takes the bytes of its alignment"
 
 

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.attention import sequence_group, slice_of
+from hybridrl.core.training.heads import Head, ReferenceOutputs
 from hybridrl.core.training.model import check_log_probs
 from hybridrl.core.training.packing import ModelInputs, pack_rows
 from hybridrl.core.training.planning import MicroBatchBudget, Pieces, plan
-from hybridrl.core.training.token_outputs import Head, ReferenceOutputs
 from hybridrl.required import required
 from tests.core.training.families import (
     FAMILIES,

@@ -21,10 +21,10 @@ from transformers import (
 
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.fsdp import full_tensor
+from hybridrl.core.training.heads import ReferenceOutputs
 from hybridrl.core.training.loading import layer_classes
 from hybridrl.core.training.model import LanguageModel, ValueModel
 from hybridrl.core.training.packing import pack_rows
-from hybridrl.core.training.token_outputs import ReferenceOutputs
 from tests.core.training.families import (
     FAMILIES,
     SMALL,

@@ -11,16 +11,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrl.config.catalog import ENTROPY, POLICY_LOSSES, POLICY_READS, LossTerm
+from hybridrl.config.catalog import (
+    ENTROPY,
+    EXACT_TEACHER,
+    POLICY_LOSSES,
+    POLICY_READS,
+    SAMPLED_TEACHER,
+    Divergence,
+    LossTerm,
+)
 from hybridrl.config.values import Aggregation
 from hybridrl.core.algorithms.algorithm import loss_terms
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
+from hybridrl.core.training.heads import ReferenceOutputs
 from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.losses import LossConfig, critic_objective, policy_objective, prepare_rejection
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import ModelInputs
-from hybridrl.core.training.token_outputs import ReferenceOutputs
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "benchmark"
@@ -37,6 +45,13 @@ LOSSES |= {
     "weights of tokens": replace(PLAIN, correction=RolloutCorrection("token", None, 2.0, False, ())),
     "weights of rows": replace(PLAIN, correction=RolloutCorrection("sequence", 0.5, 2.0, False, ())),
 }
+for form in ("forward_kl", "reverse_kl", "jsd"):
+    term = replace(EXACT_TEACHER, divergence=Divergence(form, 0.5), parameters={"most": 10.0})
+    LOSSES[f"teachers, {form}"] = replace(
+        PLAIN, terms=loss_terms(None, 0.1, "full", 0.1, term), teachers=("teacher.one", "teacher.two")
+    )
+SAMPLED = replace(SAMPLED_TEACHER, parameters={"form": "k3", "most": None})
+LOSSES["a teacher, k3"] = replace(PLAIN, terms=loss_terms("vanilla", teaching=SAMPLED))
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +70,9 @@ def batch() -> Batch:
     rows = update_rows(4, 64)
     fields = dict.fromkeys((*POLICY_READS, "values", "returns"), torch.zeros(len(rows.response_ids)))
     fields["chosen"] = torch.ones(len(rows.response_ids), dtype=torch.bool)
+    rows.carried["teacher_log_probs"] = torch.zeros(len(rows.response_ids))
     rows = replace(rows, **fields, episode=torch.tensor([0, 0, 1, 2]))
-    return rows.with_episode_tokens(["chosen"]).only(*PLAIN.reads, *fields)
+    return rows.with_episode_tokens(["chosen"]).only(*PLAIN.reads, *fields, "teacher_log_probs")
 
 
 @pytest.fixture
@@ -86,7 +102,8 @@ def test_in_an_update_the_host_waits_only_at_its_end_and_copies_only_before_its_
     from count_update import END, LAYOUT, count
 
     loss = LOSSES[name]
-    learner.against = learner if loss.against else None
+    learner.against = {loss.against: learner} if loss.against else {}
+    learner.teachers = dict.fromkeys(loss.teachers, learner)
     objective = policy_objective(learner, loss, reference(learner), [])
     launches = count(learner, objective, batch(), PARTS, loss.masks)
     assert [part for part, _ in launches.waits.elements()] == [END], launches.waits

@@ -1,0 +1,60 @@
+"""The section of the models that teach the policy."""
+
+from typing import Annotated, Literal, get_args
+
+from hybridrl.config import values
+from hybridrl.config.catalog import Divergence
+from hybridrl.config.files import ModelPath
+from hybridrl.config.values import Section
+
+EXACT_FORMS = get_args(Divergence.__annotations__["kind"])
+DistillationForm = Annotated[
+    Literal[
+        "forward_kl", "reverse_kl", "jsd", "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
+        "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
+    ],
+    values.Means({"forward_kl_topk": "forward_kl"}),
+]  # fmt: skip
+
+
+class TeacherConfig(Section):
+    key: str | None
+    model_path: ModelPath | None
+
+
+class DistillationLossConfig(Section):
+    loss_mode: DistillationForm | None
+    beta: Annotated[float, values.Range(above=0, below=1)]
+    use_task_rewards: bool
+    distillation_loss_coef: values.AboveZero
+    loss_max_clamp: values.AboveZero | None
+    use_policy_gradient: bool
+    clip_ratio_low: values.NonNegative
+    clip_ratio_high: values.NonNegative
+
+
+class DistillationConfig(Section):
+    enabled: bool
+    teacher_key: str
+    teacher_models: dict[str, TeacherConfig]
+    distillation_loss: DistillationLossConfig
+
+    @property
+    def teachers(self) -> dict[str, TeacherConfig]:
+        """Return the teachers that have a model, by name, if there are any in this run."""
+        return {name: teacher for name, teacher in self.teacher_models.items() if self.enabled and teacher.model_path}
+
+    @property
+    def chooses(self) -> bool:
+        """Return whether rows name their teachers."""
+        return self.enabled and any(teacher.key is not None for teacher in self.teacher_models.values())
+
+    @property
+    def leaves_out(self) -> bool:
+        """Return whether there may be rows without a teacher."""
+        return self.chooses and any(teacher.model_path is None for teacher in self.teacher_models.values())
+
+    @property
+    def rewarded(self) -> bool:
+        """Return whether the policy learns from rewards."""
+        return not self.enabled or self.distillation_loss.use_task_rewards

@@ -1,0 +1,88 @@
+"""Teachers and the loss by which a policy learns from them: values that are filled in, and what is rejected."""
+
+import pytest
+
+from tests.config.conftest import Load, errors_of
+
+ON, LOSS, MODELS = "distillation.enabled=true", "distillation.distillation_loss", "distillation.teacher_models"
+ONE = f"+{MODELS}.teacher_model.model_path=model"
+
+
+def test_a_teacher_is_named_by_its_path_alone(load: Load) -> None:
+    section = load(ON, ONE).config.distillation
+    assert [*section.teachers] == ["teacher_model"] and str(section.teachers["teacher_model"].model_path).endswith(
+        "/model"
+    )
+    assert section.distillation_loss.loss_mode == "forward_kl" and not section.chooses
+    assert load(ON, ONE, f"{LOSS}.use_policy_gradient=true").config.distillation.distillation_loss.loss_mode == "k1"
+
+
+def test_the_teacher_of_the_default_name_stays_when_others_are_added(load: Load) -> None:
+    several = (ON, ONE, f"{MODELS}.teacher_model.key=a", f"{MODELS}.other.key=b", f"{MODELS}.other.model_path=model")
+    none = (f"{MODELS}.none.key=c",)
+    section = load(*several, *none).config.distillation
+    assert [*section.teachers] == ["teacher_model", "other"] and section.chooses and section.leaves_out
+    assert not load(*several).config.distillation.leaves_out
+
+
+def test_keys_of_a_pool_and_of_a_truncated_table_have_no_effect(load: Load) -> None:
+    more = [f"{MODELS}.teacher_model.inference.gpu_memory_utilization=0.4", "distillation.nnodes=1", f"{LOSS}.topk=64"]
+    notes = load(ON, ONE, *more, f"{LOSS}.loss_mode=forward_kl_topk").notes
+    assert any("need no pool of servers" in note for note in notes)
+    assert any("topk has no effect: the divergence is exact" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "errors"),
+    [
+        ((ON,), [f"no teacher has a model; add {MODELS}.teacher_model.model_path=..."]),
+        ((ON, f"+{MODELS}.one.model_paht=model"), [f"unknown key {MODELS}.one.model_paht; did you mean model_path?"]),
+        ((ON, f"+{MODELS}.one=model"), ["is a section"]),
+        ((ON, f"+{MODELS}.one.model_path=nowhere/at/all"), ["nowhere/at/all"]),
+        ((ON, ONE, f"+{MODELS}.none.key=null"), ["it has neither a model nor a key"]),
+        ((ON, ONE, f"+{MODELS}.other.model_path=model", f"{MODELS}.other.key=b"), ["each needs the value of"]),
+        (
+            (ON, ONE, f"+{MODELS}.other.model_path=model", f"{MODELS}.other.key=b", f"{MODELS}.teacher_model.key=b"),
+            ["teacher_model and other have the same key=b, and a row has one teacher"],
+        ),
+        ((ON, ONE, f"{LOSS}.loss_mode=k1"), ["its gradient does not depend on the teacher"]),
+        ((ON, ONE, f"{LOSS}.loss_mode=jsd", f"{LOSS}.use_policy_gradient=true"), ["has no sampled token to reward"]),
+        ((ON, ONE, f"{LOSS}.loss_mode=jsd", f"{LOSS}.beta=1"), ["must be more than 0 and less than 1"]),
+        ((ON, ONE, f"{LOSS}.loss_mode=revers_kl"), ["did you mean reverse_kl?"]),
+        ((ON, ONE, f"{LOSS}.use_task_rewards=false", "critic.enable=true", "algorithm.adv_estimator=gae"),
+         ["critic.enable=true: nothing learns from it without task rewards"]),
+        ((ON, ONE, f"{LOSS}.use_task_rewards=false", "algorithm.use_kl_in_reward=true"),
+         ["algorithm.use_kl_in_reward=true: nothing learns from it without task rewards"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_teach_is_rejected_with_the_fix(load: Load, overrides, errors) -> None:
+    found = errors_of(load, *overrides)
+    for error in errors:
+        assert any(error in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        ((ONE,), f"{MODELS} has no effect without distillation.enabled=true"),
+        ((ON, ONE, f"{LOSS}.beta=0.3"), f"{LOSS}.beta has no effect without {LOSS}.loss_mode=jsd"),
+        (
+            (ON, ONE, f"{LOSS}.use_task_rewards=false", f"{LOSS}.distillation_loss_coef=0.5"),
+            f"{LOSS}.distillation_loss_coef has no effect: it weighs the distillation next to task rewards",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_said(load: Load, overrides, note) -> None:
+    assert note in load(*overrides).notes
+
+
+def test_one_response_to_a_prompt_is_enough_without_task_rewards(load: Load) -> None:
+    alone = ("actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=grpo")
+    cause = "in a group of one every advantage is 0"
+    assert not any(cause in note for note in load(ON, ONE, f"{LOSS}.use_task_rewards=false", *alone).notes)
+    assert any(cause in note for note in load(ON, ONE, *alone).notes)
+
+
+def test_without_task_rewards_no_critic_is_trained_whatever_the_estimator(load: Load) -> None:
+    assert load(ON, ONE, "algorithm.adv_estimator=gae").config.critic.enable
+    assert not load(ON, ONE, f"{LOSS}.use_task_rewards=false", "algorithm.adv_estimator=gae").config.critic.enable

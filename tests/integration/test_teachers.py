@@ -1,0 +1,258 @@
+"""The gradient of learning from teachers, in whole training ranks, against models in float64."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybridrl.config.catalog import Divergence, LossTerm
+from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, loss_terms
+from hybridrl.core.batch import Batch
+from hybridrl.core.carried import TEACHER
+from hybridrl.core.cluster import Group, spawn
+from hybridrl.core.training import losses
+from hybridrl.core.training.learner import RankModel
+from hybridrl.core.training.losses import LossConfig
+from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, rank_mini_batches
+from hybridrl.core.training.worker import TrainWorker
+from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
+from hybridrl.required import required
+from hybridrl.runs.ranks import build_models
+from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config, teaching_term
+from tests.core.training.head_cases import diverge
+from tests.core.training.on_ranks import whole_gradient
+
+NAMES = ("teacher.same", "teacher.larger")  # of the policy's shape; wider, and with 64 rows more in its head
+TEMPERATURE, SCALE, ROWS = 0.7, 24.0, 7
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KINDS = [Divergence("reverse_kl"), Divergence("forward_kl"), Divergence("jsd", 0.3)]
+
+
+class TaughtRank(TrainWorker):
+    """A training rank whose gradients can be read."""
+
+    def gradient(self, batch: Batch, mini_batch: MiniBatch, loss: LossConfig) -> dict[str, Tensor]:
+        reject, loss = losses.prepare_rejection(self.actor, loss)
+        return whole_gradient(self.actor, batch, mini_batch, self.objective(loss, []), reject)
+
+
+@pytest.fixture(scope="module")
+def paths(config, tmp_path_factory) -> dict[str, str]:
+    """The directories of the teachers."""
+    made = {}
+    for number, (name, more) in enumerate(zip(NAMES, (0, 64), strict=True)):
+        settings = AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)
+        settings.vocab_size += more
+        settings.hidden_size += more
+        torch.manual_seed(number + 1)
+        made[name] = str(tmp_path_factory.mktemp(name))
+        AutoModelForCausalLM.from_config(settings).save_pretrained(made[name])
+    return made
+
+
+@pytest.fixture(scope="module")
+def groups(config, session, paths, tmp_path_factory) -> Iterator[dict[str, Group]]:
+    """One rank, two ranks, and two that share rows (Ulysses)."""
+    built, logs = {}, tmp_path_factory.mktemp("logs")
+    for key, ranks in (("one", 1), ("two", 2), ("sharing", 2)):
+        settings = deepcopy(config)
+        if key == "sharing":
+            settings.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size = 2
+        files = [str(logs / f"{key}-{rank}.log") for rank in range(ranks)]
+        actors = [spawn(TaughtRank, session, r, {"OMP_NUM_THREADS": "1"}, r, ranks, files[r]) for r in range(ranks)]
+        built[key] = Group(actors, "train worker", files)
+        worker = ppo_worker_config(settings, build_algorithm(config), logs, steps=1)
+        actor = replace(worker.models["actor"], fsdp=replace(worker.models["actor"].fsdp, fsdp_size=ranks))
+        frozen = {name: replace(actor, model=replace(actor.model, path=paths[name]), trained=None) for name in NAMES}
+        build_models(built[key], replace(worker, models={"actor": actor, **frozen}), 120)
+    return built
+
+
+@pytest.fixture(scope="module")
+def exact_models(config, paths) -> dict[str, torch.nn.Module]:
+    """Policy and teachers in float64."""
+    places = {"actor": config.actor_rollout_ref.model.path, **paths}
+    return {name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for name, path in places.items()}
+
+
+def rows_of(teachers: list[int] | None) -> Batch:
+    """Seven rows of different lengths, whose responses have tokens that the policy did not write."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = torch.randint(2, 9, (ROWS,), generator=generator)
+    responses = torch.randint(1, 21, (ROWS,), generator=generator)
+    tokens = int(responses.sum())
+    numbers = torch.tensor(teachers or [])
+    return Batch(
+        prompt_lengths=prompts,
+        response_lengths=responses,
+        prompt_ids=torch.randint(3, 280, (int(prompts.sum()),), generator=generator),
+        response_ids=torch.randint(3, 280, (tokens,), generator=generator),
+        group=torch.arange(ROWS),
+        position=torch.arange(ROWS),
+        sample=torch.zeros(ROWS, dtype=torch.int64),
+        response_mask=torch.rand(tokens, generator=generator) > 0.1,
+        old_log_probs=torch.full((tokens,), -5.0),
+        importance_weights=torch.rand(tokens, generator=generator),
+        carried={TEACHER: numbers, "taught": numbers >= 0} if teachers else {},
+    )
+
+
+def loss_of(term: LossTerm, mode: str = "token-mean") -> LossConfig:
+    """The loss of this term alone."""
+    terms = loss_terms(None, teaching=term)
+    exact = NAMES if term.against == TEACHER else ()
+    return LossConfig(terms, mode, SCALE, TEMPERATURE, grad_clip=1.0, parameters={}, teachers=exact)
+
+
+def term_of(config, **keys) -> LossTerm:
+    section = deepcopy(config.distillation)
+    section.enabled = True
+    for key, value in {"use_task_rewards": False, **keys}.items():
+        setattr(section.distillation_loss, key, value)
+    return teaching_term(section)
+
+
+def gradient(group: Group, batch: Batch, loss: LossConfig, budget: MicroBatchBudget) -> dict[str, Tensor]:
+    plans = rank_mini_batches(batch, len(group), [range(len(batch))], budget, loss.masks, loss.teachers)
+    counted = batch.with_episode_tokens(loss.masks)
+    parts = [(counted, mini_batch, loss) for (mini_batch,) in plans]
+    return group.scatter(TaughtRank.gradient, parts, timeout=120)[0]
+
+
+def teacher_log_probs(models, batch: Batch, numbers: list[int]) -> Tensor:
+    """The teachers' log-probs of the response tokens, 0 where a row has none, in float64."""
+    values = []
+    for row, number in enumerate(numbers):
+        log_p, ids = _log_probs(models[NAMES[number]], batch, row)
+        values.append(log_p.gather(-1, ids[:, None]).squeeze(-1).detach() if number >= 0 else torch.zeros(len(ids)))
+    return torch.cat([value.double() for value in values])
+
+
+def _log_probs(model: torch.nn.Module, batch: Batch, row: int) -> tuple[Tensor, Tensor]:
+    """The log-probs of a row's predictors [response tokens, vocabulary], and its response."""
+    one = batch.select([row])
+    ids = torch.cat([one.prompt_ids, one.response_ids])
+    logits = model(input_ids=ids[None]).logits[0, len(one.prompt_ids) - 1 : -1]
+    return (logits / TEMPERATURE).log_softmax(-1), one.response_ids
+
+
+def expected_gradient(models, batch: Batch, numbers: list[int], mode: str, kind: Divergence) -> dict[str, Tensor]:
+    """The gradient of the mean divergence, one row at a time, weighted by the definition of the mode."""
+    policy = models["actor"]
+    policy.zero_grad()
+    masks = [required(batch.select([row]).response_mask).double() for row in range(ROWS)]
+    counted = [row for row in range(ROWS) if numbers[row] >= 0 and masks[row].sum() > 0]
+    tokens = sum(float(masks[row].sum()) for row in counted)
+    for row in counted:
+        log_p, _ = _log_probs(policy, batch, row)
+        log_q, _ = _log_probs(models[NAMES[numbers[row]]], batch, row)
+        common = log_q.detach()[:, : log_p.shape[1]].log_softmax(-1)
+        of_row = float(masks[row].sum())
+        weight = {
+            "token-mean": 1 / tokens,
+            "token-sum": 1.0,
+            "seq-mean-token-sum": 1 / len(counted),
+            "seq-mean-token-mean": 1 / (len(counted) * of_row),
+            "seq-mean-token-sum-norm": 1 / (len(counted) * SCALE),
+        }[mode]
+        (weight * (masks[row] * diverge(log_p, common, kind)).sum()).backward()
+    return {name: value.grad.clone() for name, value in policy.named_parameters() if value.grad is not None}
+
+
+def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The norm of the difference over the norm."""
+    names = {name: next(other for other in actual if other.endswith(name)) for name in expected}
+    gaps = sum(float((actual[names[name]].double() - expected[name].double()).square().sum()) for name in expected)
+    return (gaps / sum(float(value.double().square().sum()) for value in expected.values())) ** 0.5
+
+
+UNEVEN = [0, 0, 1, 0, 0, 0, 0]
+LEFT_OUT = [0, -1, 1, 0, -1, 0, 1]
+DIVISIONS = [
+    ("one", MicroBatchBudget(10_000)),
+    ("one", MicroBatchBudget(10_000, rows=1)),
+    ("two", MicroBatchBudget(30)),
+    ("sharing", MicroBatchBudget(60, devices=2)),
+]
+
+
+@pytest.mark.parametrize("numbers", [UNEVEN, LEFT_OUT], ids=["all", "some"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_exact_divergences_have_the_gradient_of_models_in_float64(groups, config, exact_models, kind, numbers):
+    term = term_of(config, loss_mode=kind.kind, beta=kind.beta)
+    term = replace(term, mask="taught" if -1 in numbers else "")
+    batch = rows_of(numbers)
+    for mode in MODES:
+        expected = expected_gradient(exact_models, batch, numbers, mode, kind)
+        for key, budget in DIVISIONS if mode == "token-mean" else DIVISIONS[2:3]:
+            actual = gradient(groups[key], batch, loss_of(term, mode), budget)
+            assert distance(actual, expected) <= 1e-5, (mode, key, budget)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", ["abs", "k2", "k3", "k3+", "k1"])
+def test_sampled_divergences_as_losses_and_as_rewards(groups, config, exact_models, form, mode):
+    batch = rows_of(None)
+    numbers = [1] * ROWS
+    teacher = teacher_log_probs(exact_models, batch, numbers)
+    batch = batch.put("teacher_log_probs", teacher.float())
+    for as_reward in {form == "k1", "+" not in form and form != "k2"}:
+        term = term_of(config, loss_mode=form, use_policy_gradient=as_reward, loss_max_clamp=3.0)
+        loss = loss_of(term, mode)
+        actual = gradient(groups["two"], batch, loss, MicroBatchBudget(30))
+        expected = _sampled(exact_models["actor"], batch, teacher, form, mode, as_reward=as_reward)
+        assert distance(actual, expected) <= 1e-5
+
+
+def _sampled(policy, batch: Batch, teacher: Tensor, form: str, mode: str, *, as_reward: bool) -> dict[str, Tensor]:
+    policy.zero_grad()
+    log_p = torch.cat(
+        [lp.gather(-1, ids[:, None]).squeeze(-1) for lp, ids in (_log_probs(policy, batch, row) for row in range(ROWS))]
+    )
+    gap = log_p - teacher
+    k2, k3 = gap.square() / 2, (-gap).exp() - 1 + gap
+    value = {"k1": gap, "abs": gap.abs(), "k2": k2, "k3": k3, "k3+": k3.detach() + k2 - k2.detach()}[form]
+    value = value.clamp(-3.0, 3.0)
+    if as_reward:
+        ratio, advantage = (log_p - batch.old_log_probs).exp(), -value.detach()
+        worse = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+        value = torch.where(advantage < 0, torch.minimum(worse, -3.0 * advantage), worse) * batch.importance_weights
+    mask = required(batch.response_mask).double()
+    of_rows = [part.sum() for part in mask.split(batch.response_lengths.tolist())]
+    rows = sum(float(each > 0) for each in of_rows)
+    of_row = torch.cat([total.expand(n) for total, n in zip(of_rows, batch.response_lengths.tolist(), strict=True)])
+    weights = {
+        "token-mean": mask / mask.sum(),
+        "token-sum": mask,
+        "seq-mean-token-sum": mask / rows,
+        "seq-mean-token-mean": mask / (rows * of_row.clamp(min=1)),
+        "seq-mean-token-sum-norm": mask / (rows * SCALE),
+    }[mode]
+    (weights * torch.where(mask > 0, value, 0.0)).sum().backward()
+    return {name: value.grad.clone() for name, value in policy.named_parameters() if value.grad is not None}
+
+
+def test_the_signal_of_each_teacher_fills_its_rows(groups, config, exact_models):
+    batch, models = rows_of(LEFT_OUT), {"actor": RankModel(None, None, MicroBatchBudget(40))}
+    models |= {name: replace(models["actor"], reads=()) for name in NAMES}
+    workers = TrainWorkers(groups["two"], RankPlan(models, build_policy_plan(config)), "float32", 120)
+    for number, name in enumerate(NAMES):
+        signal = Signal(("teacher_log_probs",), name, ForwardSpec(TEMPERATURE), (TEACHER, number), "teacher")
+        batch = workers.fill(batch, signal)
+    filled, row = required(batch.value("teacher_log_probs")), batch.response_row
+    right = teacher_log_probs(exact_models, batch, LEFT_OUT)
+    taught = torch.tensor(LEFT_OUT)[row] >= 0
+    torch.testing.assert_close(filled[taught], right[taught].float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_nan_on_a_token_that_the_policy_did_not_write_reaches_no_gradient(groups, config):
+    batch = rows_of(None).put("teacher_log_probs", torch.full((int(rows_of(None).response_lengths.sum()),), -4.0))
+    loss, budget = loss_of(term_of(config, loss_mode="k3")), MicroBatchBudget(30)
+    expected = gradient(groups["two"], batch, loss, budget)
+    spoiled = torch.where(required(batch.response_mask), required(batch.value("teacher_log_probs")), torch.nan)
+    actual = gradient(groups["two"], batch.put("teacher_log_probs", spoiled), loss, budget)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
