@@ -163,8 +163,10 @@ def resolved(node: DictConfig, place: str = "", around: Plain | None = None) -> 
         except OmegaConfBaseException as error:
             plain.values[name], cause = MISSING, str(error).splitlines()[0]
             # Other keys may refer to this one in turn, and fail for the same reason.
+            missing = re.search(r"([^.']*)' not found", cause)
+            refers = missing is not None and missing[1] not in str(written)
             reported = any(finding is not None and finding.cause == cause for finding in plain.faults.values())
-            plain.faults[key] = None if reported else Finding("value", "error", (key,), show(written), cause)
+            plain.faults[key] = None if refers or reported else Finding("value", "error", (key,), show(written), cause)
     return plain
 
 

@@ -53,7 +53,7 @@ MAPPINGS = [
     (schema, key)
     for schema in (PPOConfig, SFTConfig)
     for key in value_keys(schema)
-    if holds(tree(schema), f"{key}.any")
+    if holds(tree(schema), f"{key}.any") and key != "distillation.teacher_models"  # a section under each name
 ]
 
 

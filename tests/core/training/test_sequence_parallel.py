@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridrl.config.catalog import Divergence
 from hybridrl.core.batch import Batch
 from hybridrl.core.training.attention import sequence_group, slice_of
 from hybridrl.core.training.heads import Head, ReferenceOutputs
@@ -33,14 +34,15 @@ SOME = [
 
 
 def outputs_and_gradient(path: str, inputs: ModelInputs) -> list[Tensor]:
-    """Log-probs, entropies and exact KL, the values of a critic, and the gradients of both by parameter."""
+    """Outputs of a policy with a reference and a teacher, the values of a critic, and both gradients by parameter."""
     torch.manual_seed(0)
     head = torch.randn(VOCABULARY, 32)
     model, critic = (load(model_config(path), torch.float32) for load in (load_language_model, load_value_model))
     nn.init.normal_(critic.model.get_submodule(critic.head_name).weight)
     hidden = model.hidden_states(inputs).detach()
     wanted = {"entropies": True, "entropy_gradient": True, "sum_pi_squared": True}
-    actual = model(inputs, 0.8, against=ReferenceOutputs(hidden, Head(head)), **wanted)
+    others = {"against": ReferenceOutputs(hidden, Head(head)), "teacher": ReferenceOutputs(-hidden, Head(head[:-2]))}
+    actual = model(inputs, 0.8, divergence=Divergence("jsd", 0.3), **others, **wanted)
     columns = [*actual, critic(inputs)]
     # A different weight for every token, and a term that couples the tokens.
     weights = torch.linspace(-1, 1, len(actual.log_probs))
@@ -62,7 +64,7 @@ def assert_equal_to_the_rows_alone(paths: list[str], rows: Batch, ranks: int) ->
     for path, *actual in zip(paths, *by_rank, strict=True):
         columns, gradients = zip(*actual, strict=True), outputs_and_gradient(path, inputs)
         for number, (values, right) in enumerate(zip(columns, gradients, strict=True)):
-            if number < 5:
+            if number < 6:
                 for value in values:
                     torch.testing.assert_close(value, right, rtol=1e-5, atol=1e-5)
             else:
