@@ -23,7 +23,7 @@ NO_TOKENS = (
 )
 PLAIN_KEYS = (
     "ground_truth|prompt|response|messages|tools|images?|videos?|audios?|reward_fn|reward_model|data_source|gdpo_reward"
-    "|public|primary|foreign|sort|cache|group"
+    "|public|primary|foreign|sort|cache|group|teacher"
 )
 WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[\s-]")  # refreshToken, APIKey, x-api-key
 CERTAIN = re.compile(
@@ -148,7 +148,9 @@ def mask_values(value: Any, name: str = "", secrets: set[str] | None = None) -> 
     """Return nested values with secrets masked: all values below a secret's key or after a secret's option, and secrets
     within texts. `name`: name of the secret around the value. `secrets` collects the values to mask everywhere."""
     if isinstance(value, dict):
-        return {key: mask_values(each, name or str(key) * is_secret(str(key)), secrets) for key, each in value.items()}
+        plain = {"key"} if "model_path" in value else set()  # a teacher's: the value of a column
+        inner = {key: name or str(key) * (key not in plain and is_secret(str(key))) for key in value}
+        return {key: mask_values(each, inner[key], secrets) for key, each in value.items()}
     if isinstance(value, list | tuple):
         before = (last if _is_option(last) else "" for last in ["", *value])
         return [mask_values(each, name or last, secrets) for last, each in zip(before, value, strict=False)]

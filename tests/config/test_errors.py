@@ -315,7 +315,7 @@ def test_an_own_file_is_checked_like_the_command(load, tmp_path, text, messages)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "has no critic, reward, algorithm, distillation, trainer, eval, ray_kwargs, own; begin it with defaults: ["),
+        ("", "has no critic, reward, algorithm, distillation, trainer, eval, ray_kwargs, own; begin it with"),
         ("- a", "must be a DictConfig"),
         ("7", "Invalid loaded object type"),
         ("defaults: 3", "defaults must be a list"),

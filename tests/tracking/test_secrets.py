@@ -8,7 +8,7 @@ import pytest
 from hybridrl.config import PPOConfig, SFTConfig
 from hybridrl.config.values import value_keys
 from hybridrl.tracking.faults import read_faults, record, recording
-from hybridrl.tracking.secrets import is_secret, mask_text, mask_values, remember
+from hybridrl.tracking.secrets import MASK, is_secret, mask_text, mask_values, remember
 
 C = "cAnArY7x9Q"
 PEM = f"-----BEGIN RSA PRIVATE KEY-----\nMIIEowIBAAKCAQEA{C}ab/+==\n{C}def\n-----END RSA PRIVATE KEY-----"
@@ -114,3 +114,8 @@ def test_texts_keep_all_but_the_secret():
 
 def test_everything_below_a_secret_is_masked():
     assert mask_values({"secrets": [{"a": 1}, "x"], "b": None}) == {"secrets": [{"a": "***"}, "***"], "b": None}
+
+
+def test_the_column_of_teachers_and_their_values_in_it_are_no_secrets():
+    section = {"teacher_key": "kind", "teacher_models": {"one": {"key": "gsm8k", "model_path": "/m"}}, "key": "abc"}
+    assert mask_values({"distillation": section}) == {"distillation": section | {"key": MASK}}
