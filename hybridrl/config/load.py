@@ -42,6 +42,7 @@ WHOLE_WORDS: Any = {"break_on_hyphens": False, "break_long_words": False}  # for
 COLUMN = 46  # column of meanings
 # Files in verl's commands, with --config-path=config or without; their values are in the table of verl's keys.
 RUN = "trainer.default_local_dir"
+WITHIN = ("trainer.rollout_data_dir", "trainer.validation_data_dir", "reward.judge.cache")
 VERL_FILES = re.compile(r"((fully_async_|one_step_off_)?ppo|dapo)_(megatron_)?trainer|sft_trainer(_engine)?")
 
 
@@ -196,12 +197,12 @@ def read_config(
 
 
 def _followers(around: dict[str, Any], written: dict[str, str]) -> list[str]:
-    """Return overrides for directories of samples within a stored run's directory, in the configuration `around`: they
+    """Return overrides for places within a stored run's directory, in the configuration `around`: they
     follow where the command names another directory, as the new run would write into those of the stored one."""
     run = around.get(RUN)
     if not isinstance(run, str) or RUN not in written:
         return []
-    names = {key: around.get(key) for key in ("trainer.rollout_data_dir", "trainer.validation_data_dir")}
+    names = {key: around.get(key) for key in WITHIN}
     inside = {key: name for key, name in names.items() if isinstance(name, str) and key not in written}
     parts = {key: Path(name).relative_to(run) for key, name in inside.items() if Path(name).is_relative_to(run)}
     return [f"++{key}={as_override(f'${{{RUN}}}/{part}')}" for key, part in parts.items()]

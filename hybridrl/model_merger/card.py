@@ -36,7 +36,7 @@ UNKNOWN = f"Merged by hybridrl {__version__} from a checkpoint that has no recor
 # Beginnings of keys that another run has in another way, as another directory or machine.
 OF_ONE_RUN = (
     "trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.resume_",
-    "trainer.logger", "trainer.device", "ray_kwargs.",
+    "trainer.logger", "trainer.device", "ray_kwargs.", "reward.judge.cache",
 )  # fmt: skip
 
 

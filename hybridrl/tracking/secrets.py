@@ -78,9 +78,10 @@ PATTERNS = [
 
 @functools.lru_cache(1 << 14)
 def is_secret(name: str) -> bool:
-    """Return whether a key or variable of this name holds a secret; a dotted name does if any part does."""
+    """Return whether a key or variable of this name holds a secret; a dotted name does if any part does. One that ends
+    in _env holds the name of a variable."""
     parts = (WORDS.sub("_", part.strip("_-+~ ")).lower() for part in name.split("."))
-    return name not in WORKING_DIRECTORIES and any(map(NAMES.search, parts))
+    return name not in WORKING_DIRECTORIES and any(NAMES.search(part) and not part.endswith("_env") for part in parts)
 
 
 _remembered: set[str] = set()
