@@ -11,7 +11,7 @@ TOP = Path(__file__).parent.parent
 TREES = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(TOP.glob("hybridrl/**/*.py"))]
 # Exceptions that never reach the end of a run: caught where they are raised, or of commands that are no run.
 CAUGHT = {
-    "ActorLost", "OutOfTime", "SandboxError", "_MemoryExceeded", "NoMessage", "CheckFailed", "RunFailed",
+    "ActorLost", "NoScore", "OutOfTime", "SandboxError", "_MemoryExceeded", "NoMessage", "CheckFailed", "RunFailed",
     "CommandFailed", "Unreadable", "EpisodeFault", "ToolError", "TagError", "RequestFault", "UserCodeError",
 }  # fmt: skip
 
