@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1986,
     "compat": 3224,
     "config": 5112,
-    "core": 13533,
+    "core": 13542,
     "data": 1892,
     "doctor": 4638,
     "environments": 180,
@@ -24,12 +24,12 @@ LINES = {
     "model_merger": 917,
     "report": 2505,
     "rewards": 3416,
-    "runs": 3193,
+    "runs": 3192,
     "runtime": 1602,
     "tracking": 1931,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 55486
+TOTAL = 55494
 FILES = {"core": 73, "hybridrl": 265}
 KEYS = 448  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

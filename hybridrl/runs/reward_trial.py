@@ -98,9 +98,8 @@ def try_reward(subject: Subject, findings: Findings, log: Path, seconds: float) 
     sources = {source for data in datasets.values() for source in data.data_sources}
     _report_left_out(subject, findings)
     try:
-        judge = replace(
-            reward.judge, retries=min(reward.judge.retries, 1)
-        )  # one that is down fails in the trial's time
+        # One that is down fails in the trial's time.
+        judge = replace(reward.judge, retries=min(reward.judge.retries, 1))
         with Rescorer(replace(reward, num_workers=1, retries=0, judge=judge), sources, log) as rescorer:
             rows = _rows(datasets, reward) if seconds else []
             begun = _score_rows(rescorer, rows, subject.decoder, seconds)

@@ -91,7 +91,7 @@ def policy_loss(
     for term, weights, (per_token, of_term) in of_terms:
         shares[f"{term.name}_loss"] = share = (torch.where(mask, per_token, 0.0) * weights).sum()
         total = total + term.weight * share
-        statistics |= of_term
+        shares |= _token_means(of_term, *_counted(term, part, totals, loss))
     if loss.log_entropy:
         statistics["entropy"] = required(outputs.entropies).detach()
     return total, shares | _token_means(statistics, part, totals)
@@ -99,13 +99,18 @@ def policy_loss(
 
 def _weights(part: Batch, totals: Divisors, loss: LossConfig) -> list[Tensor]:
     """Return the weights of each term's tokens."""
-    weights = []
-    for term in loss.terms:
-        inside, divisors = part, totals
-        if term.mask:
-            inside, divisors = part.masked(term.mask, loss.masks.index(term.mask)), totals.masked[term.mask]
-        weights.append(token_weights(inside, term.aggregation or loss.aggregation, divisors, loss.scale))
-    return weights
+    counted = (_counted(term, part, totals, loss) for term in loss.terms)
+    return [
+        token_weights(inside, term.aggregation or loss.aggregation, divisors, loss.scale)
+        for term, (inside, divisors) in zip(loss.terms, counted, strict=True)
+    ]
+
+
+def _counted(term: LossTerm, part: Batch, totals: Divisors, loss: LossConfig) -> tuple[Batch, Divisors]:
+    """Return the rows with the mask of the tokens that count in a term, and their numbers in the mini-batch."""
+    if not term.mask:
+        return part, totals
+    return part.masked(term.mask, loss.masks.index(term.mask)), totals.masked[term.mask]
 
 
 def _written(part: Batch) -> Batch:
@@ -168,8 +173,12 @@ def exact_divergence(outputs: TokenOutputs, rows: Batch, *, most: float | None) 
 
 
 def sampled_divergence(outputs: TokenOutputs, rows: Batch, *, form: str, most: float | None) -> TermLoss:
-    """An estimate of the divergence from the teacher, from the log-probs of sampled tokens."""
-    return _bounded(kl_estimate(outputs.log_probs, rows.carried["teacher_log_probs"], form), most)
+    """An estimate of the divergence from the teacher, from the log-probs of sampled tokens; 0 if no row of the step has
+    one."""
+    teacher = rows.value("teacher_log_probs")
+    if teacher is None:
+        return 0 * outputs.log_probs, {}
+    return _bounded(kl_estimate(outputs.log_probs, teacher, form), most)
 
 
 def teacher_reward(

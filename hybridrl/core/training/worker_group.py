@@ -215,7 +215,7 @@ class TrainWorkers:
         """Run one policy update per mini-batch. Returns mean metrics, and the outputs if they are the old policy's."""
         budget = self.policy.updates.budget
         self.updates_begun += 1
-        models = ["actor", *[loss.against][: bool(loss.against)], *loss.teachers]
+        models = [name for name in ("actor", loss.against, *loss.teachers) if name]
         fields = (*loss.reads, *(name for model in models for name in self.models[model].reads))
         shares, parts = self._mini_batches(batch, fields, mini_batches, budget, loss.masks, loss.teachers)
         parts = [(*part, loss, step) for part in parts]

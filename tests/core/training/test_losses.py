@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.config.catalog import ENTROPY, FULL_KL, POLICY_LOSSES, LossTerm
+from hybridrl.config.catalog import ENTROPY, FULL_KL, POLICY_LOSSES, SAMPLED_TEACHER, LossTerm
 from hybridrl.config.findings import ConfigError
 from hybridrl.core.algorithms import algorithm
 from hybridrl.core.algorithms.algorithm import loss_terms
@@ -319,3 +319,17 @@ def test_a_loss_compares_the_policy_with_one_model_alone(tmp_path, monkeypatch):
     assert loss_terms(f"{tmp_path}/mine.py:mine", 0.0, "k3")[-1] == other
     with pytest.raises(ConfigError, match=r"one model over the whole vocabulary: pg, kl \(reference\), pull \(first\)"):
         loss_terms(f"{tmp_path}/mine.py:mine", 0.0, "full")
+
+
+def test_the_mean_divergence_is_that_of_the_tokens_with_a_teacher_and_no_teacher_gives_no_loss(part):
+    """At a distance of 2 from the teacher's log-probs of 0; the others, at 9, count nowhere."""
+    taught = torch.arange(len(part)) % 2 == 0
+    rows = replace(part, carried={"taught": taught, "teacher_log_probs": torch.zeros(len(part.response_ids))})
+    term = replace(SAMPLED_TEACHER, parameters={"form": "abs", "most": None}, mask="taught")
+    loss = replace(LOSS, terms=loss_terms(None, teaching=term), correction=None)
+    outputs = TokenOutputs(torch.where(taught[rows.response_row], -2.0, -9.0))
+    total, shares = policy_loss(outputs, rows, Divisors.of(rows, ["taught"]), loss)
+    assert float(shares["distillation/kl"]) == pytest.approx(2) and float(total) == pytest.approx(2)
+    without = replace(rows, carried={"taught": torch.zeros(len(part), dtype=torch.bool)})
+    total, shares = policy_loss(outputs, without, Divisors.of(without, ["taught"]), loss)
+    assert float(total) == 0 and "distillation/kl" not in shares
