@@ -4,8 +4,9 @@ from typing import Annotated, Literal, get_args
 
 from hybridrl.config import values
 from hybridrl.config.catalog import Divergence
-from hybridrl.config.files import ModelPath
-from hybridrl.config.values import Section
+from hybridrl.config.files import model_path
+from hybridrl.config.judge import FIELD
+from hybridrl.config.values import Section, ValueFault
 
 EXACT_FORMS = get_args(Divergence.__annotations__["kind"])
 DistillationForm = Annotated[
@@ -17,9 +18,38 @@ DistillationForm = Annotated[
 ]  # fmt: skip
 
 
+POLICY, BASE = "policy", "base"  # as a path: the weights in training, and those at the start
+CONTEXT_FIELDS = ("prompt", "context")
+
+
+def teacher_path(value: str) -> ValueFault | None:
+    """A rule: the path of a model, or a word for the policy's weights."""
+    return None if value in (POLICY, BASE) else model_path(value)
+
+
+def sources(value: list[str]) -> ValueFault | None:
+    """A rule: the sources of a teacher's context, in the order in which they are tried."""
+    unknown = [name for name in value if name not in ("sibling", "feedback") and not name.partition("column:")[2]]
+    return (
+        ValueFault(f"has the unknown source {unknown[0]}", "name sibling, feedback, column:NAME") if unknown else None
+    )
+
+
+def context_template(value: str) -> ValueFault | None:
+    """A rule: a text that shows a prompt and its context."""
+    fields = FIELD.findall(value)
+    if unknown := [name for name in fields if name not in CONTEXT_FIELDS]:
+        return ValueFault(f"has the unknown field {unknown[0]}", "write {{prompt}} and {{context}}")
+    return None if "context" in fields else ValueFault("does not show the context", "add {{context}} to it")
+
+
 class TeacherConfig(Section):
     key: str | None
-    model_path: ModelPath | None
+    model_path: Annotated[str, teacher_path] | None
+    ema: Annotated[float, values.Range(above=0, below=1)] | None
+    context: Annotated[list[str], sources] | None
+    template: Annotated[str, context_template] | None
+    threshold: float | None
 
 
 class DistillationLossConfig(Section):
@@ -52,7 +82,13 @@ class DistillationConfig(Section):
     @property
     def leaves_out(self) -> bool:
         """Return whether there may be rows without a teacher."""
-        return self.chooses and any(teacher.model_path is None for teacher in self.teacher_models.values())
+        teachers = self.teacher_models.values()
+        return self.reads_contexts or (self.chooses and any(teacher.model_path is None for teacher in teachers))
+
+    @property
+    def reads_contexts(self) -> bool:
+        """Return whether a teacher reads more than the policy: a row for which there is no more has no teacher."""
+        return any(teacher.context for teacher in self.teachers.values())
 
     @property
     def rewarded(self) -> bool:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.core.carried import declared, declared_names
+from hybridrl.core.carried import CONTEXT, CONTEXT_LENGTHS, declared, declared_names
 from hybridrl.required import required
 
 if TYPE_CHECKING:
@@ -156,6 +156,21 @@ class Batch:
             inside = inside[self.response_row]
         tokens = self.masked_tokens if self.masked_tokens is None else self.masked_tokens[:, number]
         return replace(self, response_mask=required(self.response_mask) & inside, episode_tokens=tokens)
+
+    def in_context(self) -> "Batch":
+        """Return the rows as a teacher with a context reads them: a row's context is its prompt, if it has one. Carried
+        fields of tokens of the prompt are left out."""
+        if CONTEXT not in self.carried:
+            return self
+        own, lengths = self.prompt_lengths, self.carried[CONTEXT_LENGTHS]
+        starts = len(self.prompt_ids) + lengths.cumsum(0) - lengths
+        starts = torch.where(lengths > 0, starts, own.cumsum(0) - own)
+        lengths = torch.where(lengths > 0, lengths, own)
+        ids = torch.cat([self.prompt_ids, self.carried[CONTEXT].to(self.prompt_ids.dtype)])[places(starts, lengths)]
+        kept = {
+            name: value for name, axis, value in self.filled() if name in self.carried and axis in ("row", "response")
+        }
+        return replace(self, prompt_ids=ids, prompt_lengths=lengths, carried=kept)
 
     def value(self, name: str) -> Tensor | None:
         """Return the values of a field or of a carried field; None if it is not filled."""

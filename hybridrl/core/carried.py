@@ -21,6 +21,7 @@ import numpy as np
 from hybridrl import plugins
 
 TEACHER = "teacher"
+CONTEXT, CONTEXT_LENGTHS = "context_ids", "context_lengths"
 UNROUTED = -1  # in `routes`, of a token that the engine has not computed: the router chooses
 Fields = Mapping[str, np.ndarray]
 
@@ -53,13 +54,16 @@ class Encoded:
     carried: Fields = field(default_factory=dict)
 
 
-# The number of a row's teacher (-1: none), whether it has one, and its log-probs of the response tokens.
+# The number of a row's teacher (-1: none), whether it has one, its log-probs of the response tokens, and the token ids
+# that it reads in place of the prompt.
 # Routes: the experts that a mixture's routers chose [tokens, layers, experts of a token] int16, for all tokens of
 # prompt and response but the last, which the engine does not compute. Layers without experts have arbitrary numbers.
 FIELDS = {
     TEACHER: Carried("row", absent=-1, filled_by="prompt"),
     "taught": Carried("row", filled_by="prompt"),
     "teacher_log_probs": Carried("response", stored=False, filled_by="batch"),
+    CONTEXT: Carried("items", lengths=CONTEXT_LENGTHS, stored=False, enters=True, filled_by="batch"),
+    CONTEXT_LENGTHS: Carried("row", stored=False, filled_by="batch"),
     "routes": Carried("token", absent=UNROUTED, enters=True),
 }
 

@@ -207,7 +207,6 @@ class RLTask(Task):
     workers: TrainWorkers
     evaluator: Evaluator | None
     sample_log: Samples
-    refresh_reference_every: int = -1
     watch: Stopwatch = field(default_factory=Stopwatch, init=False)
 
     @property
@@ -229,8 +228,9 @@ class RLTask(Task):
         with self.watch("adv"):
             batch, metrics = algorithm.advantages(batch)
         batch, update_metrics = workers.update(batch, step)  # critic and policy, each in the steps that update it
-        if _due(step, self.refresh_reference_every):
-            workers.refresh("reference")
+        for name, (every, share) in algorithm.copies.items():
+            if _due(step, every):
+                workers.refresh(name, share)
         self.sample_log.training_samples(step, collected.samples, batch)
         return metrics | update_metrics | self.watch.take() | self._step_metrics(collected, batch)
 

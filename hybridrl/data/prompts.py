@@ -136,7 +136,8 @@ def load_prompts(
         rows = load_rows(files, faults, key=key, max_samples=max_samples, **selection)
     sources, environments, fields = _check(rows, config, tokenizer, faults, key, needs_truth)
     kept, ids, overlong = [], TokenRows(), []
-    tokenized = zip(rows, _tokens(rows, config, tokenizer), strict=True)
+    parsed = (prompt for row in rows if isinstance(prompt := _parse(row, config), Prompt))
+    tokenized = zip(rows, prompt_tokens(parsed, config, tokenizer), strict=True)
     for index, (row, tokens) in enumerate(with_progress(tokenized, len(rows))):
         if isinstance(tokens, TemplateError):
             prompt = _parse(row, config)
@@ -161,9 +162,10 @@ def load_prompts(
     return PromptDataset(rows.of(kept), ids, config, sources, len(overlong), environments, fields)
 
 
-def _tokens(rows: Rows, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int] | TemplateError]:
-    """The token ids of each prompt, or the chat template's error for it."""
-    prompts = (prompt for row in rows if isinstance(prompt := _parse(row, config), Prompt))
+def prompt_tokens(
+    prompts: Iterable[Prompt], config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[list[int] | TemplateError]:
+    """Yield the token ids of each prompt's messages, or the chat template's error for it."""
     if not tokenizer.chat_template:
         return encode(tokenizer, (str(prompt.messages) for prompt in prompts))
     read = arguments_read(tokenizer)

@@ -119,7 +119,7 @@ def read_models(config: PPOConfig) -> Models:
     models = {
         name: meta_model(entry.model, SECTIONS.get(name, name), values=entry.head == "value")
         for name, entry in worker.models.items()
-        if entry.weights != "base"
+        if entry.weights not in ("live", "base")
     }
     try:
         layer_classes(models["actor"], section.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap)

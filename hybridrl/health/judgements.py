@@ -193,6 +193,24 @@ def no_signal(history: History) -> Diagnosis | None:
     return Diagnosis(f"{cause}, at a mean score of {score:.2g}", fix)
 
 
+def teacher_far(history: History) -> Diagnosis | None:
+    """In the first two steps the teacher finds the sampled tokens improbable: it expects another format."""
+    probs = history.last("distillation/teacher_log_prob", 3)
+    if len(probs) != 2 or max(probs) > -5:
+        return None
+    cause = f"the teacher gives the sampled tokens a log-prob of {probs[-1]:.1f} on average"
+    return Diagnosis(cause, "compare its chat template with the policy's, or choose a teacher of the same format")
+
+
+def no_context(history: History) -> Diagnosis | None:
+    """No row of three steps has a context for its teacher."""
+    if history.last("distillation/without_context", 3) != [1.0] * 3:
+        return None
+    fix = "name further sources in distillation.teacher_models.NAME.context, or raise "
+    cause = "no row of the last 3 steps had a context for its teacher, so nothing was learned from it"
+    return Diagnosis(cause, f"{fix}{ROLLOUT}.n, so that a response has right siblings")
+
+
 def score_fall(history: History) -> Diagnosis | None:
     """The mean score has lost half of its distance to the lowest score of a response, in a usual step."""
     lowest, highest = (median(history.last(f"critic/score/{end}", WINDOW) or [0.0]) for end in ("min", "max"))

@@ -137,6 +137,26 @@ RULES = (
         shows=True,
     ),
     Rule(
+        "teacher-far",
+        judgements.teacher_far,
+        "-5 in the first two steps",
+        reads=("distillation/teacher_log_prob",),
+        explains=("teacher-diverges",),
+        shows=True,
+    ),
+    Rule("no-context", judgements.no_context, "all rows of 3 steps", reads=("distillation/without_context",)),
+    Rule(
+        "teacher-diverges",
+        rising(
+            ("distillation/kl",),
+            3,
+            "the policy moves away from its teacher",
+            f"lower {ACTOR}.optim.lr, or raise distillation.distillation_loss.distillation_loss_coef",
+        ),
+        "3 times its lowest",
+        reads=("distillation/kl",),
+    ),
+    Rule(
         "score-fall",
         judgements.score_fall,
         "half of its best",

@@ -269,5 +269,5 @@ class RunDirectory:
 
 
 def _misses(path: Path) -> str:
-    indices = [index for index in path.glob(f"*/{SHARDS}") if index.parent.name != "reference"]  # has no optimizer
+    indices = [index for index in path.glob(f"*/{SHARDS}") if index.parent.name in ("actor", "critic")]
     return "" if all(b"optimizer." in index.read_bytes() for index in indices) else "no optimizer state"

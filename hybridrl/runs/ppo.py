@@ -36,6 +36,7 @@ from hybridrl.required import required
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.rewards.score import FaultGuard, Shaping
+from hybridrl.runs.contexts import Contexts
 from hybridrl.runs.prepare import decoder_elsewhere, prepare, tokenizer_elsewhere
 from hybridrl.runs.ranks import padded_plan, start_train_workers
 from hybridrl.runs.resume import ResumePlan, plan_resume
@@ -147,7 +148,6 @@ class PPOJob:
             workers,
             evaluator,
             sample_log,
-            config.actor_rollout_ref.ref.refresh_freq if "reference" in self.algorithm.models else -1,
         )
         parts = {
             "experience": experience,
@@ -177,11 +177,13 @@ class PPOJob:
             prompts_in_all=sys.maxsize if total is None else total,
         )
         parts = self.engine, self.prompts, self.order, runner, guard, plan, self.store
+        contexts = self._contexts(stop_ids) if config.distillation.reads_contexts else None
         if not continues_rollouts(config.trainer.v1, rollout):
-            return SynchronousExperience(*parts)
+            return SynchronousExperience(*parts, contexts=contexts)
         engines = len(self.engine.fleet)
         experience = AsynchronousExperience(
             *parts,
+            contexts=contexts,
             bound=config.trainer.v1.sampler.max_off_policy_threshold,
             most=most_in_flight(config.trainer.v1, rollout, data.train_batch_size),
             slots=engines * rollout.max_num_seqs,
@@ -192,6 +194,11 @@ class PPOJob:
             self.engine.pause = experience.pause
         self.stack.callback(experience.close)
         return experience
+
+    def _contexts(self, stop_ids: tuple[int, ...]) -> Contexts:
+        config, policy, tokenizer = self.config, self.config.actor_rollout_ref.model, self.tokenizer
+        drops = bool(tokenizer.chat_template) and plugin("dialogue")(tokenizer, stop_ids).strips_reasoning
+        return Contexts.of(config.distillation, policy, config.data, tokenizer, drops_reasoning=drops)
 
     def schedule(self, steps: int) -> Schedule:
         trainer = self.config.trainer

@@ -113,8 +113,9 @@ def plan_resume(
 
     saved = find_checkpoint(trainer, asdict(config), directory, identity, from_verl, say)
     actor = section.actor.checkpoint
-    requested = {"actor": actor.load_contents, "critic": critic.checkpoint.load_contents, "reference": ["model"]}
-    requested = {name: requested[name] for name in contents_to_save(section, critic, algorithm)}
+    trained = {"actor": actor.load_contents, "critic": critic.checkpoint.load_contents}
+    saves = contents_to_save(section, critic, algorithm)
+    requested = {name: trained.get(name, parts) for name, parts in saves.items()}
     contents = contents_to_load(trainer, requested, saved.path, say) if saved else {}
     plan = ResumePlan(identity, saved, contents, trainer.total_training_steps or 0)
     if plan.steps:
@@ -196,8 +197,8 @@ def contents_to_load(
     loaded, optional = set() if resets_optimizer(trainer) else {"optimizer", "extra"}, trainer.resume_mode == "auto"
     contents = {}
     for name, parts in requested.items():
-        if name == "reference" and not (checkpoint / name).is_dir():
-            say(f"{checkpoint} has no reference: it starts from actor_rollout_ref.ref.model.path")
+        if name not in ("actor", "critic") and not (checkpoint / name).is_dir():
+            say(f"{checkpoint} has no {name}: it starts from the weights of its path")
             continue
         parts = ["model", *(part for part in parts if part in loaded)]
         contents[name] = check_parts(checkpoint / name, parts, optional=optional)

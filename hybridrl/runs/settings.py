@@ -43,14 +43,14 @@ from hybridrl.config.schema_parts import (
     RolloutConfig,
     RolloutCorrectionConfig,
 )
-from hybridrl.config.teachers import EXACT_FORMS, DistillationConfig
+from hybridrl.config.teachers import BASE, EXACT_FORMS, POLICY, DistillationConfig, TeacherConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, bind, find_estimator, find_policy_loss, loss_terms
 from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement
 from hybridrl.core.algorithms.estimators import no_advantages
 from hybridrl.core.algorithms.objective import KLWeight
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
-from hybridrl.core.carried import TEACHER
+from hybridrl.core.carried import CONTEXT, TEACHER
 from hybridrl.core.rounding import coarser
 from hybridrl.core.training.building import WorkerConfig
 from hybridrl.core.training.learner import LearnerConfig, RankModel
@@ -103,11 +103,22 @@ def rank_model(name: str, config: PPOConfig, steps: int = 1) -> RankModel:
             budget = MicroBatchBudget.of(critic.model, critic.fsdp, *sizes, critic.use_dynamic_bsz)
             return RankModel(critic.model, critic.fsdp, budget, "value", trained)
         case teacher if teacher.startswith(TEACHERS):
-            path = config.distillation.teacher_models[teacher.removeprefix(TEACHERS)].model_path
-            plain = replace(model, path=path, lora_rank=0, lora_adapter_path=None)
-            return RankModel(plain, actor.fsdp_config, log_prob_budget(section, ref))
+            return _teacher(config.distillation.teacher_models[teacher.removeprefix(TEACHERS)], section)
         case _:
             return plugins.load(f"model.{name}")(config)
+
+
+def _teacher(teacher: TeacherConfig, section: ActorRolloutRefConfig) -> RankModel:
+    model, own = section.model, teacher.model_path in (POLICY, BASE)
+    plain = replace(model, path=model.path if own else teacher.model_path, lora_rank=0, lora_adapter_path=None)
+    weights = "own"
+    if teacher.model_path == POLICY:
+        weights = "average" if teacher.ema else "live"
+    elif teacher.model_path == BASE and model.lora_rank:
+        weights = "base"
+    reads = (CONTEXT,) if teacher.context else ()
+    budget = log_prob_budget(section, section.ref)
+    return RankModel(plain, section.actor.fsdp_config, budget, weights=weights, reads=reads)
 
 
 def log_prob_budget(section: ActorRolloutRefConfig, forward: RolloutConfig | ReferenceConfig) -> MicroBatchBudget:
@@ -154,7 +165,7 @@ def build_algorithm(config: PPOConfig) -> Algorithm:
         raise ConfigError(cause, fix="set algorithm.rollout_correction.bypass_mode=false")
     terms = policy_terms(config.actor_rollout_ref.actor, correction, config.distillation)
     kl = algorithm.kl_penalty if algorithm.use_kl_in_reward else None
-    return Algorithm(
+    built = Algorithm(
         estimator=bind(function, {key: vars(algorithm)[key] for key in ESTIMATOR_KEYS} | {OWN: config.own}),
         entry=entry,
         kl_in_reward=kl,
@@ -165,6 +176,10 @@ def build_algorithm(config: PPOConfig) -> Algorithm:
         terms=terms,
         teachers=tuple(f"{TEACHERS}{name}" for name in config.distillation.teachers),
     )
+    copies = {f"{TEACHERS}{name}": (1, each.ema) for name, each in config.distillation.teachers.items() if each.ema}
+    if (every := config.actor_rollout_ref.ref.refresh_freq) > 0 and "reference" in built.models:
+        copies["reference"] = (every, 1.0)
+    return replace(built, copies=copies)
 
 
 def _signals(config: PPOConfig, entry: Estimator, terms: Sequence[LossTerm], *, sampled_kl: bool) -> Iterator[Signal]:
@@ -176,7 +191,8 @@ def _signals(config: PPOConfig, entry: Estimator, terms: Sequence[LossTerm], *, 
     if config.critic.enable:
         yield Signal(("values",), "critic")
     for number, name in enumerate(config.distillation.teachers if _reads(terms, TAUGHT_BY) else ()):
-        rows = (TEACHER, number) if config.distillation.chooses else None
+        chooses = config.distillation.chooses or config.distillation.reads_contexts
+        rows = (TEACHER, number) if chooses else None
         yield Signal((TAUGHT_BY,), f"{TEACHERS}{name}", ForwardSpec(temperature), rows, "teacher")
     for name in dict.fromkeys([*entry.reads, *(name for term in terms for name in term.reads)]):
         if name in named:
@@ -312,8 +328,7 @@ def reward_code(reward: RewardConfig) -> list[str]:
 def contents_to_save(
     section: ActorRolloutRefConfig, critic: CriticConfig, algorithm: Algorithm
 ) -> dict[str, list[str]]:
-    """The parts saved of each model that changes: a reference has its own state only if it is refreshed."""
+    """The parts saved of each model that changes: a frozen one has a state of its own only if it follows the policy."""
     contents = {"actor": section.actor.checkpoint.save_contents, "critic": critic.checkpoint.save_contents}
-    if section.ref.refresh_freq > 0:
-        contents["reference"] = ["model"]
+    contents |= {name: ["model"] for name in algorithm.copies}
     return {name: parts for name, parts in contents.items() if name in algorithm.models}

@@ -2,9 +2,9 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -298,6 +298,7 @@ class RecordingStep:
     """Experience, algorithm and workers of a step in one; every call fills its field and is appended to `calls`."""
 
     bypass, signals = False, ()
+    copies: Mapping[str, tuple[int, float]] = MappingProxyType({})
 
     def __init__(self, batch, **facts: Any) -> None:
         self.batch, self.calls = batch, []
@@ -325,8 +326,8 @@ class RecordingStep:
         self.calls.append(("update", step))
         return batch, {"actor/grad_norm": 1.0}
 
-    def refresh(self, name: str) -> None:
-        self.calls.append(f"refresh {name}")
+    def refresh(self, name: str, share: float) -> None:
+        self.calls.append(("refresh", name, share))
 
 
 @pytest.fixture
@@ -358,11 +359,13 @@ def test_the_signals_of_the_algorithm_are_filled_in_their_order_before_the_advan
     assert parts.calls[1:-1] == ["old_log_probs", "reference", "values", "advantages"]
 
 
-def test_the_reference_is_refreshed_at_its_frequency(rows):
-    for step, every, expected in ((4, 2, True), (3, 2, False), (4, -1, False)):
-        parts = RecordingStep(rows)
-        run_step(parts, step, refresh_reference_every=every)
-        assert ("refresh reference" in parts.calls) is expected
+def test_copies_of_the_policy_follow_it_at_their_frequency_by_their_share(rows):
+    for step, refreshed in ((4, ["reference", "teacher.mean"]), (3, ["teacher.mean"])):
+        parts = RecordingStep(rows, copies={"reference": (2, 1.0), "teacher.mean": (1, 0.05)})
+        run_step(parts, step)
+        assert [call[1:] for call in parts.calls if call[0] == "refresh"] == [
+            (name, {"reference": 1.0, "teacher.mean": 0.05}[name]) for name in refreshed
+        ]
 
 
 def test_in_bypass_mode_nothing_is_reported_of_a_difference_that_cannot_be(rows):

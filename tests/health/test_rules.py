@@ -37,6 +37,10 @@ HEALTHY = {
     "sampling/unknown_tokens": 0,
     "perf/response_tokens": 10_000,
     "actor/kl_loss": 0.01,
+    "actor/pg_loss": 0.01,
+    "distillation/kl": 0.1,
+    "distillation/teacher_log_prob": -1.0,
+    "distillation/without_context": 0.1,
     "perf/host_memory_free_gb": 100.0,
     "perf/device_free_gb": 20.0,
     "timing_s/step": 360.0,
@@ -98,6 +102,11 @@ def exploding(value: float, step: int) -> float:
         (series(5, response_length_clip_ratio=lambda step: 0.5 * (step % 2)), []),
         (series(5, critic_score_max=0.0, critic_score_mean=0.0), [(3, "no-signal")]),
         (series(5, critic_advantages_max=0.0, critic_advantages_min=0.0), [(3, "no-signal")]),
+        (series(5, distillation_teacher_log_prob=-7.0), [(2, "teacher-far")]),
+        (series(5, distillation_teacher_log_prob=lambda step: -7.0 if step > 1 else -2.0), []),
+        (series(5, distillation_without_context=1.0), [(3, "no-context")]),
+        (series(5, distillation_without_context=lambda step: 1.0 - 0.1 * (step == 3)), []),
+        (series(40, distillation_kl=lambda step: exploding(0.1, step)), [(25, "teacher-diverges")]),
         (series(2, critic_score_max=0.0, critic_score_mean=0.0), []),
         (series(4, actor_ppo_kl=lambda step: 9.2 if step == 3 else 0.01), [(3, "policy-jump")]),
         (series(4, actor_ppo_kl=lambda step: -0.7 if step == 3 else 0.01), [(3, "policy-jump")]),
@@ -134,6 +143,7 @@ def exploding(value: float, step: int) -> float:
     ],
     ids=[
         "healthy", "truncated", "truncated every other step", "constant score", "no advantages",
+        "far teacher", "teacher that was near", "no context", "hardly a context", "away from the teacher",
         "constant for two steps", "one large update", "one large update downwards",
         "an update that is not finite", "padded embedding",
         "single tokens of a padded embedding", "clipped",
@@ -346,6 +356,7 @@ WALKS = {
     "length-collapse": ("response_length/mean", walk, 300, 8),
     "length-rise": ("response_length/mean", walk, 300, 8),
     "repetition": ("response/repeated_ngrams", walk, 0.1, 0.005, 1),
+    "teacher-diverges": ("distillation/kl", factors, 0.3, 0.1),
     "memory-full": ("perf/host_memory_free_gb", walk, 50, 0.5),
 }
 

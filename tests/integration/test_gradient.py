@@ -318,7 +318,7 @@ def test_every_forward_pass_fills_its_fields_even_if_a_rank_has_no_rows(groups, 
 def test_a_refreshed_reference_is_the_policy(groups, config):
     """Changes the reference for the tests that follow."""
     workers = workers_of(groups, 2, build_policy_plan(config))
-    workers.refresh("reference")
+    workers.refresh("reference", 1.0)
     filled = workers.fill(workers.forward_log_probs(ragged_batch()), REFERENCE)
     torch.testing.assert_close(filled.reference_log_probs, filled.old_log_probs, rtol=1e-5, atol=1e-6)
 

@@ -3,16 +3,18 @@
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybridrl.checkpoint.read import read_shards
 from hybridrl.config.catalog import Divergence, LossTerm
 from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, loss_terms
 from hybridrl.core.batch import Batch
-from hybridrl.core.carried import TEACHER
+from hybridrl.core.carried import CONTEXT, CONTEXT_LENGTHS, TEACHER
 from hybridrl.core.cluster import Group, spawn
 from hybridrl.core.training import losses
 from hybridrl.core.training.learner import RankModel
@@ -25,6 +27,8 @@ from hybridrl.runs.ranks import build_models
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config, teaching_term
 from tests.core.training.head_cases import diverge
 from tests.core.training.on_ranks import whole_gradient
+from tests.integration.test_resume import compared_metrics
+from tests.integration.test_run import driver_of, finish, start, wait_for_step
 
 NAMES = ("teacher.same", "teacher.larger")  # of the policy's shape; wider, and with 64 rows more in its head
 TEMPERATURE, SCALE, ROWS = 0.7, 24.0, 7
@@ -256,3 +260,100 @@ def test_a_nan_on_a_token_that_the_policy_did_not_write_reaches_no_gradient(grou
     spoiled = torch.where(required(batch.response_mask), required(batch.value("teacher_log_probs")), torch.nan)
     actual = gradient(groups["two"], batch.put("teacher_log_probs", spoiled), loss, budget)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+# -- a teacher with a context: the policy itself, or an average of its weights ------------------------------------------
+
+LIVE, MEAN = "teacher.live", "teacher.mean"
+
+
+@pytest.fixture(scope="module")
+def own_groups(config, session, tmp_path_factory) -> Iterator[dict[str, Group]]:
+    """Ranks as in `groups`, whose teachers are the policy and an average of it; both read contexts."""
+    built, logs = {}, tmp_path_factory.mktemp("own")
+    for key, ranks in (("one", 1), ("two", 2), ("sharing", 2)):
+        settings = deepcopy(config)
+        if key == "sharing":
+            settings.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size = 2
+        files = [str(logs / f"{key}-{rank}.log") for rank in range(ranks)]
+        actors = [spawn(TaughtRank, session, r, {"OMP_NUM_THREADS": "1"}, r, ranks, files[r]) for r in range(ranks)]
+        built[key] = Group(actors, "train worker", files)
+        worker = ppo_worker_config(settings, build_algorithm(config), logs, steps=1)
+        actor = replace(worker.models["actor"], fsdp=replace(worker.models["actor"].fsdp, fsdp_size=ranks))
+        frozen = replace(actor, trained=None, reads=(CONTEXT,))
+        models = {"actor": actor, LIVE: replace(frozen, weights="live"), MEAN: replace(frozen, weights="average")}
+        build_models(built[key], replace(worker, models=models), 120)
+    return built
+
+
+def with_contexts(batch: Batch) -> Batch:
+    """Contexts that are longer and shorter than the prompts; the third row has none."""
+    lengths = torch.tensor([30, 3, 0, 17, 1, 9, 40])
+    ids = torch.randint(3, 280, (int(lengths.sum()),), generator=torch.Generator().manual_seed(7))
+    numbers = torch.where(lengths > 0, 0, -1)
+    fields = {CONTEXT: ids.int(), CONTEXT_LENGTHS: lengths, TEACHER: numbers, "taught": numbers >= 0}
+    return replace(batch, carried=fields)
+
+
+@pytest.mark.parametrize("name", [LIVE, MEAN])
+def test_a_policy_learns_from_itself_with_a_context(own_groups, config, exact_models, name):
+    batch, mode, kind = with_contexts(rows_of(None)), "seq-mean-token-mean", Divergence("reverse_kl")
+    term = replace(term_of(config, loss_mode=kind.kind), mask="taught")
+    policy = exact_models["actor"]
+    policy.zero_grad()
+    read, taught = batch.in_context(), [row for row in range(ROWS) if batch.carried["taught"][row]]
+    masks = {row: required(batch.select([row]).response_mask).double() for row in taught}
+    taught = [row for row in taught if masks[row].sum() > 0]
+    for row in taught:
+        log_p, log_q = _log_probs(policy, batch, row)[0], _log_probs(policy, read, row)[0].detach()
+        of_row = (masks[row] * diverge(log_p, log_q, kind)).sum() / masks[row].sum()
+        (of_row / len(taught)).backward()
+    expected = {name: value.grad.clone() for name, value in policy.named_parameters() if value.grad is not None}
+    loss = replace(loss_of(term, mode), teachers=(name,))
+    for key, budget in DIVISIONS:
+        assert distance(gradient(own_groups[key], batch, loss, budget), expected) <= 1e-5, (key, budget)
+
+
+def test_the_log_probs_of_a_teacher_are_those_of_the_response_after_its_context(own_groups, config, exact_models):
+    batch = with_contexts(rows_of(None))
+    models = {LIVE: RankModel(None, None, MicroBatchBudget(40), reads=(CONTEXT,))}
+    workers = TrainWorkers(own_groups["two"], RankPlan(models, build_policy_plan(config)), "float32", 120)
+    signal = Signal(("teacher_log_probs",), LIVE, ForwardSpec(TEMPERATURE), (TEACHER, 0), "teacher")
+    filled, read = required(workers.fill(batch, signal).value("teacher_log_probs")), batch.in_context()
+    for row in range(ROWS):
+        log_q, ids = _log_probs(exact_models["actor"], read, row)
+        right = log_q.gather(-1, ids[:, None]).squeeze(-1).detach().float()
+        right = right if batch.carried["taught"][row] else torch.zeros_like(right)
+        torch.testing.assert_close(filled[batch.response_row == row], right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_taught_by_averages_and_by_another_model_ends_as_one_that_was_never_killed(overrides, tiny, tmp_path):
+    def arguments(directory: Path) -> list[str]:
+        of_teachers = "+distillation.teacher_models"
+        more = {
+            "trainer.n_gpus_per_node": 1,
+            "trainer.total_training_steps": 4,
+            "trainer.save_freq": 1,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+            "actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra]",
+            "distillation.enabled": True,
+            f"{of_teachers}.mean.model_path": "policy",
+            f"{of_teachers}.mean.ema": 0.1,
+            f"{of_teachers}.mean.context": "[sibling]",
+            f"{of_teachers}.mean.threshold": -1e9,
+        }
+        return overrides(directory, more)
+
+    unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
+    finish(start("main_ppo", arguments(unbroken)))
+    process = start("main_ppo", arguments(killed))
+    wait_for_step(process, killed, 2)
+    driver_of(process).kill()
+    process.communicate(timeout=60)
+    finish(start("main_ppo", arguments(killed)))
+    assert compared_metrics(killed) == compared_metrics(unbroken)
+    assert all(values["distillation/without_context"] == 0 for values in compared_metrics(killed).values())
+    for name in ("actor", "teacher.mean"):
+        resumed, expected = (read_shards(place / "global_step_4" / name, section="") for place in (killed, unbroken))
+        assert all(torch.equal(resumed.read(each), expected.read(each)) for each in expected.meta)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hybridrl.config.checks.model import absolute, check_model
 from hybridrl.config.findings import Checker
 from hybridrl.config.schema import PPOConfig
-from hybridrl.config.teachers import EXACT_FORMS, DistillationConfig
+from hybridrl.config.teachers import BASE, EXACT_FORMS, POLICY, DistillationConfig
 
 LOSS, MODELS, KEY = "distillation.distillation_loss", "distillation.teacher_models", "distillation.teacher_key"
 NAME_ONE = f"add {MODELS}.teacher_model.model_path=..."
@@ -21,10 +21,33 @@ def resolve_distillation(config: PPOConfig, hint: str, check: Checker) -> None:
         return
     _check_names(section, check)
     for name, teacher in section.teachers.items():
+        if teacher.model_path in (POLICY, BASE):
+            continue
         model = replace(config.actor_rollout_ref.model, path=teacher.model_path, lora_rank=0, lora_adapter_path=None)
         check_model(f"{MODELS}.{name}.model", model, rollout.max_model_len or 0, hint, check)
         teacher.model_path = absolute(model.path)
+    _check_own(config, check)
     _check_loss(config, check)
+
+
+def _check_own(config: PPOConfig, check: Checker) -> None:
+    """Check teachers that are the policy itself, and contexts."""
+    for name, teacher in config.distillation.teachers.items():
+        here = check.at(f"{MODELS}.{name}")
+        if teacher.ema is not None and teacher.model_path != POLICY:
+            here.error(".ema .model_path", "an average is one of the policy's weights", f"set model_path={POLICY}")
+        elif teacher.ema is not None and config.actor_rollout_ref.model.lora_rank:
+            key, cause = "actor_rollout_ref.model.lora_rank", "an average of an adapter is not supported"
+            here.error(f".ema {key}", cause, f"set {key}=0, or model_path={BASE} without ema")
+        if teacher.model_path == POLICY and teacher.ema is None and not teacher.context:
+            cause = "the policy is equal to itself, so it learns nothing from itself"
+            here.error(".model_path", cause, f"set {MODELS}.{name}.context=[sibling,feedback], or ema=0.05")
+        if "sibling" in (teacher.context or ()) and config.actor_rollout_ref.rollout.n == 1:
+            key = "actor_rollout_ref.rollout.n"
+            here.error(f".context {key}", "a prompt has no other responses", f"set {key}=8, or name another source")
+        for option in ("template", "threshold"):
+            if vars(teacher)[option] is not None and not teacher.context:
+                here.idle(f".{option} .context", f"without {MODELS}.{name}.context")
 
 
 def _check_names(section: DistillationConfig, check: Checker) -> None:
@@ -46,9 +69,11 @@ def _check_names(section: DistillationConfig, check: Checker) -> None:
 
 
 def _check_loss(config: PPOConfig, check: Checker) -> None:
-    """Check the loss, which null makes a forward KL: a reverse KL teaches nothing that the policy never samples."""
+    """Check the loss, which null makes a forward KL: a reverse KL teaches nothing that the policy never samples. A
+    teacher that is the policy with a context samples the same."""
     loss, check = config.distillation.distillation_loss, check.at(LOSS)
-    loss.loss_mode = loss.loss_mode or ("k1" if loss.use_policy_gradient else "forward_kl")
+    exact = "reverse_kl" if config.distillation.reads_contexts else "forward_kl"
+    loss.loss_mode = loss.loss_mode or ("k1" if loss.use_policy_gradient else exact)
     exact = loss.loss_mode in EXACT_FORMS
     if loss.use_policy_gradient and exact:
         cause = "a divergence over the whole vocabulary has no sampled token to reward"

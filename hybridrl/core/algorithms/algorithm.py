@@ -80,6 +80,8 @@ class Algorithm:
     signals: tuple[Signal, ...] = ()
     terms: tuple[LossTerm, ...] = ()
     teachers: tuple[str, ...] = ()  # names of models
+    # Models that follow the policy: after every so many steps they take this share of its weights.
+    copies: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def models(self) -> list[str]:

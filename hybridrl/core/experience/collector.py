@@ -3,7 +3,7 @@
 import sys
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from hybridrl.data.prompts import PromptDataset
 from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard, Score, component_means, diagnosis
 
+Groups = Sequence[list[Episode]]
 IN_FLIGHT = "under_way"  # in a checkpoint: the groups that were started and not trained on
 
 
@@ -82,6 +83,8 @@ class Experience(ABC):
     guard: FaultGuard
     plan: SamplingPlan
     store: ResponseStore
+    # Gives the rows of these groups what their teachers read; with metrics. None: they read what the policy reads.
+    contexts: Callable[[Groups], tuple[Groups, dict[str, float]]] | None = field(default=None, kw_only=True)
     position: int = field(default=0, init=False)  # prompts drawn since the run began
 
     @abstractmethod
@@ -123,8 +126,9 @@ class Experience(ABC):
         if not groups:
             raise NothingToLearnFrom(diagnosis([episode.score for episode in episodes]))
         mask_truncated, vocabulary = self.plan.mask_truncated, self.plan.vocabulary
+        groups, of_contexts = self.contexts(groups) if self.contexts else (groups, {})
         batch = to_batch(groups, self.plan.reward_keys, greedy=greedy, mask_truncated=mask_truncated, version=version)
-        metrics = self.guard.check(scores) | component_means(scores) | self.runner.metrics(episodes)
+        metrics = self.guard.check(scores) | component_means(scores) | self.runner.metrics(episodes) | of_contexts
         if mask_truncated:
             truncated = required(batch.by_episode().truncated)
             if truncated.all():

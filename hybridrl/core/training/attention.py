@@ -240,7 +240,7 @@ class _GatherSlices(Function):
     @staticmethod
     def forward(ctx, own: Tensor, slice_: SequenceSlice) -> Tensor:
         ctx.span = slice(slice_.start, slice_.start + len(own))
-        outputs = own.new_zeros(slice_.total)
+        outputs = own.new_zeros(slice_.total, *own.shape[1:])
         outputs[ctx.span] = own
         dist.all_reduce(outputs, group=slice_.group)  # exact: all other ranks add zeros
         return outputs

@@ -37,9 +37,10 @@ def build_shards(config: WorkerConfig, ranks: int, device: torch.device) -> dict
     """Return this rank's part of every model; collective."""
     shards: dict[str, ModelShard] = {}
     for name, entry in config.models.items():
-        if entry.weights == "base":
+        if entry.weights in ("live", "base"):
             actor = shards["actor"]
-            shard = ModelShard(actor.model, entry.fsdp, device, actor.padded, actor.group, actor.tensor_ranks)
+            layout_of_actor = actor.padded, actor.group, actor.tensor_ranks
+            shard = ModelShard(actor.model, entry.fsdp, device, *layout_of_actor, entry.reads)
         else:
             shard = _load_shard(name, config, ranks, device, shards)
             _check(name, config, shard, {config.models[other].model.path for other in shards})
@@ -59,7 +60,7 @@ def _load_shard(
     meshes = layout(config.device, ranks, fsdp.fsdp_size, fsdp.tensor_parallel_size, fsdp.expert_parallel_size)
     if section.lora_rank:
         add_adapter(model.model, section, getattr(torch, fsdp.model_dtype), config.seed, f"the {name}'s model")
-    if entry.weights == "copy":
+    if entry.weights in ("copy", "average"):
         _check_shapes(model, others["actor"].model, section.path, config.models["actor"].model.path)
     if entry.trained is None:
         model = model.requires_grad_(False).eval()

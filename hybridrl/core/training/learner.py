@@ -21,6 +21,7 @@ from hybridrl.config.schema import FSDPConfig, ModelConfig, OptimizerConfig
 from hybridrl.core import device as devices
 from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch
+from hybridrl.core.carried import CONTEXT
 from hybridrl.core.training.attention import slice_of
 from hybridrl.core.training.fsdp import clip_gradient, host_parameters, move_parameters, reshard
 from hybridrl.core.training.optimizer import Optimizers
@@ -48,9 +49,10 @@ class RankModel:
     budget: MicroBatchBudget  # size of its micro-batches without a gradient
     head: Literal["language", "value"] = "language"
     trained: LearnerConfig | None = None  # None: frozen
-    # own: read from the path; copy: read from the path, later replaced by the actor's (`TrainWorker.refresh`); base:
-    # the actor's without its adapter, so that this model takes no memory
-    weights: Literal["own", "copy", "base"] = "own"
+    # own: read from the path; copy: read from the path, later replaced by the actor's (`TrainWorker.refresh`); average:
+    # a copy in the actor's type of storage; live: the actor's; base: the actor's without its adapter. The last two take
+    # no memory.
+    weights: Literal["own", "copy", "average", "live", "base"] = "own"
     reads: tuple[str, ...] = ()  # names of the carried fields that its forward passes read
 
     @property
@@ -60,7 +62,7 @@ class RankModel:
     @property
     def storage_dtype(self) -> torch.dtype:
         """Return the type of the model's own parameters; the type of computation if they are frozen."""
-        frozen = self.trained is None or self.model.lora_rank
+        frozen = (self.trained is None and self.weights != "average") or self.model.lora_rank
         return self.compute_dtype if frozen else getattr(torch, self.fsdp.model_dtype)
 
 
@@ -89,6 +91,7 @@ class ModelShard:
 
     def lay_out(self, rows: Batch) -> ModelInputs:
         """Return this rank's model inputs for these rows, in host memory."""
+        rows = rows.in_context() if CONTEXT in self.reads else rows
         carried = {name: value for name, value in rows.carried.items() if name in self.reads}
         return slice_of(pack_rows(replace(rows, carried=carried), self.padded), self.group)
 
@@ -173,7 +176,7 @@ class Learner(ModelShard):
         selected = ((batch.select(rows or [0]), teacher) for rows, teacher in zip(planned, teachers, strict=True))
         parts = (MicroBatch(rows, self.lay_out(rows), self._others(rows, name), name) for rows, name in selected)
         others = [*self.against.values(), *self.teachers.values()]
-        reads = batch.carried.keys() & {*self.reads, *(name for other in others for name in other.reads)}
+        reads = batch.carried.keys() & {*self.reads, *(name for other in others for name in other.reads)} - {CONTEXT}
         groups = ([part] for part in parts) if reads else [[*parts]]
         copied = (part for group in groups for part in to_device(group, self.device))
         for rows, part in zip(planned, copied, strict=True):

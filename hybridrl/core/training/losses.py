@@ -18,6 +18,7 @@ from hybridrl.core.algorithms.policy_losses import vanilla
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
 from hybridrl.core.carried import TEACHER
+from hybridrl.core.training.attention import gather_slices
 from hybridrl.core.training.fsdp import reshard
 from hybridrl.core.training.heads import ReferenceOutputs
 from hybridrl.core.training.learner import BatchLoss, Learner, Prepare, Prepared
@@ -178,7 +179,8 @@ def sampled_divergence(outputs: TokenOutputs, rows: Batch, *, form: str, most: f
     teacher = rows.value("teacher_log_probs")
     if teacher is None:
         return 0 * outputs.log_probs, {}
-    return _bounded(kl_estimate(outputs.log_probs, teacher, form), most)
+    distances, statistics = _bounded(kl_estimate(outputs.log_probs, teacher, form), most)
+    return distances, statistics | {"distillation/teacher_log_prob": teacher}
 
 
 def teacher_reward(
@@ -242,7 +244,9 @@ def policy_objective(
 
     def compute(part: MicroBatch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
         rows, inputs = part.rows, part.inputs
-        others = {name: hidden_of(name, of_other) for name, of_other in part.others.items()}
+        others = {
+            name: _in_slice(hidden_of(name, of_other), of_other, inputs) for name, of_other in part.others.items()
+        }
         early = gradient_function(rows, totals, loss) if totals and learner.early_gradient else None
         compared = {"against": others.get(loss.against), "teacher": others.get(part.teacher)}
         output = learner.model(inputs, loss.temperature, **compared, loss_gradient=early, **options)
@@ -255,6 +259,16 @@ def policy_objective(
         return total, shares | _token_means(statistics, rows, totals)
 
     return compute
+
+
+def _in_slice(outputs: ReferenceOutputs, inputs: ModelInputs, policy: ModelInputs) -> ReferenceOutputs:
+    """Return another model's hidden states at the response tokens of the policy's slice. The slices differ where a
+    context makes its rows longer; collective then."""
+    ours, theirs = policy.slice, inputs.slice
+    if ours is None or theirs is None or required(policy.packed).lengths == required(inputs.packed).lengths:
+        return outputs
+    hidden = gather_slices(outputs.hidden, theirs)
+    return outputs._replace(hidden=hidden[ours.start : ours.start + len(policy.predictors)])
 
 
 def critic_objective(learner: Learner, section: CriticConfig) -> BatchLoss:

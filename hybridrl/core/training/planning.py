@@ -211,11 +211,12 @@ def rank_mini_batches(
     """Return each rank's micro-batches of every mini-batch, with the divisors of the whole mini-batch, for these masks
     of the loss too. With teachers a micro-batch has rows of one, and the n-th of every rank of the same one."""
     lengths, counted = batch.lengths.numpy(), batch.only("response_mask", "episode", *masks)
+    read = np.maximum(lengths, batch.in_context().lengths.numpy())  # by the policy or by the teacher of a row
     totals = [Divisors.of(counted.select(rows), masks) for rows in mini_batches]
     planned: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for rows, divisors in zip(mini_batches, totals, strict=True):
         parts = [
-            (name, plan(Pieces.single(lengths, taught), ranks, budget))
+            (name, plan(replace(Pieces.single(lengths, taught), memory=read[taught]), ranks, budget))
             for name, taught in _taught(batch, rows, teachers)
         ]
         names = tuple(name for name, of_ranks in parts for _ in of_ranks[0]) if teachers else ()

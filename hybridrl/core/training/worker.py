@@ -197,13 +197,14 @@ class TrainWorker:
         return self.actor.gradient_norms(batch, mini_batches, self.objective(loss, []))
 
     @torch.no_grad()
-    def refresh(self, name: str) -> None:
-        """Overwrite the weights of a copy with those of the current policy."""
+    def refresh(self, name: str, share: float) -> None:
+        """Move the weights of a copy towards those of the current policy; a share of 1 makes them equal."""
         copy, policy = self.models[name].model, self.actor.model
         reshard(policy)
         reshard(copy)
         for frozen, present in zip(copy.parameters(), policy.parameters(), strict=True):
-            local(frozen).copy_(local(present))
+            ours = local(frozen)
+            ours.lerp_(local(present).to(ours), share)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 

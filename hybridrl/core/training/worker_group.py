@@ -139,7 +139,8 @@ class TrainWorkers:
     def _forward(self, name: str, batch: Batch, spec: ForwardSpec) -> Outputs:
         """Compute a model's outputs on every rank's share of these rows; return them in the batch's row order."""
         budget = self.models[name].budget
-        shares = plan(Pieces.single(batch.lengths.numpy()), len(self.group), budget)
+        # A teacher reads longer rows than the policy: its context replaces the prompt.
+        shares = plan(Pieces.single(batch.in_context().lengths.numpy()), len(self.group), budget)
         rows = self.group.share(batch)
         parts = [(name, rows, micro_batches, spec) for micro_batches in shares]
         columns = self._scatter(TrainWorker.forward, parts, shares, batch, name)
@@ -289,9 +290,9 @@ class TrainWorkers:
         skipped = [name for name, count in self.skipped_in_a_row.items() if count]
         return f"the last update of {' and '.join(skipped)} was not finite" if skipped else ""
 
-    def refresh(self, name: str) -> None:
-        """Give a copy the weights of the current policy."""
-        self.group.broadcast(TrainWorker.refresh, name, timeout=self.timeout)
+    def refresh(self, name: str, share: float) -> None:
+        """Move a copy's weights towards those of the current policy by this share."""
+        self.group.broadcast(TrainWorker.refresh, name, share, timeout=self.timeout)
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,138 @@
+"""What the teachers of a step's rows read, by hand."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridrl.config.schema import DataConfig
+from hybridrl.config.teachers import TeacherConfig
+from hybridrl.core.carried import CONTEXT, TEACHER
+from hybridrl.core.experience.batching import to_batch
+from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
+from hybridrl.data.prompts import Prompt
+from hybridrl.rewards.score import Score
+from hybridrl.runs.contexts import Contexts
+from tests.sections import section_of
+
+SHOWN = "{{prompt}}|{{context}}"
+
+
+class Tokenizer:
+    """One id per character; no chat template."""
+
+    chat_template = None
+
+    def __call__(self, texts: Sequence[str], add_special_tokens: bool = True) -> dict[str, Any]:
+        return {"input_ids": [self.encode(text) for text in texts]}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def contexts(*teachers: TeacherConfig, longest: int = 1000, drops_reasoning: bool = False) -> Contexts:
+    data = section_of(DataConfig, "data", train_files=["none"])
+    return Contexts(teachers, [longest] * len(teachers), data, Tokenizer(), drops_reasoning)  # type: ignore[arg-type]
+
+
+def teacher(*sources: str, template: str | None = SHOWN, threshold: float | None = None) -> TeacherConfig:
+    section = TeacherConfig(key=None, model_path="policy", ema=None, context=None, template=None, threshold=None)
+    return replace(section, context=[*sources] or None, template=template, threshold=threshold)
+
+
+def episode(
+    text: str, score: float, sample: int, *, prompt: Any = "q", turns: int = 1, fresh: bool = False, **extras: Any
+) -> Episode:
+    written = [
+        Turn([1], np.array([5, 6]), np.zeros(2, np.float32), 0, "stop", fresh=fresh and number > 0)
+        for number in range(turns)
+    ]
+    columns = {"answer": "41"}
+    row = Prompt(0, [1], prompt, "maths", None, {"hint": "add"}, columns)
+    return Episode(row, 0, sample, Trajectory(written), text, Score(score, extras=extras))
+
+
+def read(groups: Sequence[list[Episode]]) -> list[str]:
+    """The context of each row as text, "" for a row without one; a row without a teacher is "-"."""
+    batch = to_batch(groups)
+    lengths, ids = batch.carried.get("context_lengths"), batch.carried.get(CONTEXT)
+    texts = [""] * len(batch)
+    if lengths is not None and ids is not None:
+        texts = [Tokenizer().decode(part.tolist()) for part in ids.split(lengths.tolist())]
+    return [text if number >= 0 else "-" for text, number in zip(texts, batch.carried[TEACHER].tolist(), strict=True)]
+
+
+def test_a_sibling_is_the_first_other_right_response_and_never_the_row_itself() -> None:
+    group = [episode("wrong", 0.0, 0), episode("right", 1.0, 1), episode("also right", 1.0, 2)]
+    groups, metrics = contexts(teacher("sibling"))([group])
+    assert read(groups) == ["q|right", "q|also right", "q|right"]
+    assert metrics == {"distillation/without_context": 0.0, "distillation/cut_contexts": 0.0}
+    groups, metrics = contexts(teacher("sibling"))([group[:2]])
+    assert read(groups) == ["q|right", "-"] and metrics["distillation/without_context"] == 0.5
+    groups, _ = contexts(teacher("sibling", threshold=0.3))([[episode("x", 0.4, 0), episode("y", 0.2, 1)]])
+    assert read(groups) == ["-", "q|x"]
+
+
+def test_sources_are_tried_in_their_order() -> None:
+    group = [episode("wrong", 0.0, 0, feedback="too small"), episode("right", 1.0, 1)]
+    assert read(contexts(teacher("sibling", "feedback"))([group])[0]) == ["q|right", "-"]
+    assert read(contexts(teacher("feedback", "sibling"))([group])[0]) == ["q|too small", "-"]
+    assert read(contexts(teacher("feedback", "column:answer"))([group])[0]) == ["q|too small", "q|41"]
+    assert read(contexts(teacher("column:hint"))([group])[0]) == ["q|add", "q|add"]
+    assert read(contexts(teacher("column:absent"))([group])[0]) == ["-", "-"]
+
+
+def test_each_source_has_a_template_of_its_own_and_fields_are_replaced_once() -> None:
+    group = [episode("{{prompt}} {{context}}", 1.0, 0), episode("wrong", 0.0, 1)]
+    shown = read(contexts(teacher("sibling", template=None))([group])[0])[1]
+    assert shown.startswith("q\n\nThis is a correct response:\n\n{{prompt}} {{context}}\n\n")
+
+
+def test_reasoning_that_the_template_drops_is_not_shown() -> None:
+    group = [episode("<think>\nlong\n</think>\n\n42", 1.0, 0), episode("wrong", 0.0, 1)]
+    assert read(contexts(teacher("sibling"), drops_reasoning=True)([group])[0]) == ["-", "q|42"]
+    assert "long" in read(contexts(teacher("sibling"))([group])[0])[1]
+
+
+def test_a_context_that_is_too_long_is_cut_in_its_middle_and_never_the_response() -> None:
+    group = [episode("wrong", 0.0, 0, feedback="a" * 40 + "b" * 40)]
+    (context,), metrics = (lambda found: (read(found[0]), found[1]))(contexts(teacher("feedback"), longest=50)([group]))
+    assert len(context) <= 48 and context.startswith("q|aaaa") and context.endswith("bbbb") and " [...] " in context
+    assert metrics["distillation/cut_contexts"] == 1
+    assert read(contexts(teacher("feedback"), longest=12)([group])[0]) == ["-"]  # nothing of it fits
+
+
+def test_a_row_that_began_with_another_prompt_has_no_teacher() -> None:
+    group = [episode("wrong", 0.0, 0, turns=2, fresh=True, feedback="no"), episode("x", 0.0, 1, turns=2, feedback="no")]
+    groups, metrics = contexts(teacher("feedback"))([group])
+    assert read(groups) == ["q|no", "-", "q|no"] and metrics["distillation/without_context"] == pytest.approx(1 / 3)
+
+
+def test_only_teachers_with_a_context_read_one() -> None:
+    group = [episode("wrong", 0.0, number, feedback="no") for number in range(3)]
+    numbered = [
+        replace(each, prompt=replace(each.prompt, carried={TEACHER: np.array([number])}))
+        for each, number in zip(group, (1, 0, -1), strict=True)
+    ]
+    groups, metrics = contexts(teacher("feedback"), teacher())([numbered])
+    assert read(groups) == ["", "q|no", "-"] and metrics["distillation/without_context"] == 0
+
+
+def test_the_hint_is_in_the_last_message_of_a_user() -> None:
+    from hybridrl.runs.contexts import Hint
+
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    prompt = episode("", 0.0, 0, prompt=messages).prompt
+    shown = Hint("h", SHOWN).shown_in(prompt)
+    assert shown is not None and shown.messages == [*messages[:3], {"role": "user", "content": "c|h"}]
+    assert Hint("h", SHOWN).shown_in(replace(prompt, messages=messages[:1])) is None
