@@ -156,7 +156,7 @@ class RewardKwargsConfig(Section):
     overlong_buffer_cfg: OverlongBufferConfig
 
 
-Scorer = Literal["gsm8k", "countdown", "multiple_choice", "search_qa", "math", "math_dapo", "code"]
+Scorer = Literal["gsm8k", "countdown", "multiple_choice", "search_qa", "math", "math_dapo", "code", "none"]
 NO_SOURCE = "unknown"  # the data source of a row that names none; there is no built-in scorer for this name
 
 

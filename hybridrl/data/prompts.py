@@ -4,7 +4,6 @@ verl) -> token ids, and the columns that the reward needs.
 Independent of models and scorers; the order of the prompts is in order.py.
 """
 
-import difflib
 import logging
 import re
 from collections import Counter
@@ -23,7 +22,7 @@ from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.schema_parts import NO_SOURCE
 from hybridrl.core.carried import TEACHER, Fields, brought
-from hybridrl.data import PROMPT_NAMES, TRUTH_NAMES, TRUTHS
+from hybridrl.data import NO_TRUTH, TRUTHS, no_prompt, no_truth
 from hybridrl.data.rows import DataRow, Faults, Rows, load_rows, report_overlong, with_progress
 from hybridrl.data.template_arguments import (
     arguments_read,
@@ -278,17 +277,18 @@ def _parse(row: DataRow, config: DataConfig, *, needs_truth: bool = False) -> Pr
     if tools is None:
         faults.append(f"data.tools_key={config.tools_key} must hold a list of schemas of tools ([{{...}}, ...])")
     if not messages:
-        faults.append(_no_prompt(columns, config.prompt_key))
-    if key := config.ground_truth_key:
+        faults.append(no_prompt(columns, config.prompt_key))
+    has_truth, ground_truth = True, None
+    if (key := config.ground_truth_key) and key != NO_TRUTH:
         has_truth, ground_truth = key in columns, columns.get(key)
         ground_truth = (as_object(ground_truth) or {}).get("ground_truth", ground_truth)  # from an object that has it
         # Put it into the columns in which environments look for it.
         columns |= {name: (as_object(columns.get(name)) or {}) | {"ground_truth": ground_truth} for name in TRUTHS}
-    else:
+    elif not key:
         reward = as_object(values.get("reward_model")) or {}
         has_truth, ground_truth = "ground_truth" in reward, reward.get("ground_truth")
     if not has_truth:
-        faults.append(_no_truth(row.values, values.get("reward_model"), key))
+        faults.append(no_truth(row.values, values.get("reward_model"), key))
     elif ground_truth is None and needs_truth:
         faults.append(NULL_TRUTH + " (a text file has none)" * row.place.partition(", ")[0].endswith(LINES))
     faults += [fault for fault in (multimodal_fault(row.values, messages), row_fault(row.values)) if fault]
@@ -319,30 +319,6 @@ def with_objects(columns: dict[str, Any]) -> dict[str, Any]:
 def _decoded(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     held = {name: from_json(values[name]) for name in names if isinstance(values.get(name), str)}
     return values | {n: one for n, one in held.items() if isinstance(one, dict) or (one and n in EPISODE_FIELDS)}
-
-
-def _no_prompt(columns: dict[str, Any], key: str) -> str:
-    """Describe why a row has no prompt, with the column that may hold it."""
-    near = difflib.get_close_matches(key, columns, n=1) or [name for name in PROMPT_NAMES if name in columns]
-    hint = "; it is empty" if isinstance(columns.get(key), str) else ""
-    hint = f"; set data.prompt_key={near[0]}?" if near and key not in columns else hint
-    needed = f"no prompt: data.prompt_key={key} must hold chat messages ([{{role, content}}, ...]) or a text; "
-    return f"{needed}the row has {', '.join(columns) or 'no columns'}{hint}"
-
-
-def _no_truth(columns: dict[str, Any], reward: Any, key: str | None) -> str:
-    """Describe why a row has no ground truth, with the column that may hold it."""
-    near = difflib.get_close_matches(key or "", columns, n=1) or [name for name in TRUTH_NAMES if name in columns]
-    hint = f"; set data.ground_truth_key={near[0]}?" if near and key not in near[:1] else ""
-    if key:
-        return f"no ground truth: data.ground_truth_key={key} is not a column: the row has {', '.join(columns)}{hint}"
-    if isinstance(reward, str | list):
-        kind = "a text" if isinstance(reward, str) else "a list"
-        return (
-            f'reward_model holds {kind}, {reward!r:.60}, not an object {{"ground_truth": ...}}; if it is the ground '
-            "truth, set data.ground_truth_key=reward_model, else convert it"
-        )
-    return f'no ground truth: the column reward_model must hold {{"style": "rule", "ground_truth": ...}}{hint}'
 
 
 def to_verl_format(values: dict[str, Any], source_key: str) -> tuple[str, dict[str, Any]]:

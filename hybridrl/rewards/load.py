@@ -37,6 +37,7 @@ _FUNCTIONS = {
     "math": "math:compute_score",
     "math_dapo": "math:compute_dapo_score",
     "code": "code:compute_score",
+    "none": "short_answers:score_nothing",
 }
 # The data sources of each scorer.
 _SOURCES = {

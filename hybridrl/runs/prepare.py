@@ -36,7 +36,7 @@ from hybridrl.data.prompts import PromptDataset, load_prompts
 from hybridrl.data.tokenizer import ResponseDecoder, end_tokens, load_tokenizer
 from hybridrl.plugins import load
 from hybridrl.required import required
-from hybridrl.rewards.load import check_data_sources, uses_built_in
+from hybridrl.rewards.load import check_data_sources, scorer_of, uses_built_in
 from hybridrl.runs.models import CRITIC, POLICY, check_readers, path_key, run_models, taught, text_settings
 from hybridrl.runs.settings import build_algorithm, build_policy_plan
 from hybridrl.runs.trials import Subject, run_trials
@@ -192,7 +192,8 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
     """Load prompts; reject rows with tokens that the model does not have, and data sources without a scorer."""
     data, rejections, user_keys = config.data, inputs.rejections, config.own.get("data")
     rollout, built_in = config.actor_rollout_ref.rollout, uses_built_in(config.reward)
-    read = partial(load_prompts, config=data, tokenizer=tokenizer, custom_keys=user_keys, needs_truth=built_in)
+    needs_truth = built_in and config.distillation.rewarded
+    read = partial(load_prompts, config=data, tokenizer=tokenizer, custom_keys=user_keys, needs_truth=needs_truth)
     with rejections.gathered():
         limit, shuffle = data.train_max_samples, data.shuffle
         inputs.prompts = read(data.train_files, max_samples=limit, shuffle=shuffle, key="data.train_files")
@@ -218,6 +219,9 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
     inputs.runs_episodes = load("episodes").runs_episodes(rollout, inputs.environments)
     inputs.function_scores = not (built_in and inputs.runs_episodes)
     if built_in and inputs.scored:
+        if not config.distillation.rewarded and not all(map(scorer_of, inputs.data_sources)) and not config.reward.name:
+            config.reward.name = "none"
+            inputs.messages.append("no reward function: scores are 0, and only teachers are learned from")
         with rejections.gathered():
             check_data_sources(inputs.data_sources, config.reward.name)
 

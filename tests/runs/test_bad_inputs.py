@@ -424,6 +424,16 @@ def test_custom_sinks_schedules_and_rules_that_work_are_accepted(answer):
     assert found.started, found.text
 
 
+def test_a_run_that_learns_from_a_teacher_alone_needs_neither_rewards_nor_ground_truths(answer):
+    teacher = "+distillation.teacher_models.teacher_model.model_path=model", "distillation.enabled=true"
+    rows = "data.train_files=no_truth.jsonl", "data.train_batch_size=1", "data.ground_truth_key=none"
+    none = f"{REWARD}.path=null"
+    alone = answer(*teacher, *rows, none, "distillation.distillation_loss.use_task_rewards=false")
+    assert alone.started and "no reward function: scores are 0, and only teachers are learned from" in alone.text
+    both = answer(*teacher, *rows, none)
+    assert both.status == 2 and "the ground truth is null" in both.text
+
+
 def test_the_command_without_a_fault_starts(answer):
     found = answer()
     assert found.started, found.text

@@ -89,6 +89,7 @@ def _check_loss(config: PPOConfig, check: Checker) -> None:
     if loss.distillation_loss_coef != 1:
         check.idle(".distillation_loss_coef .use_task_rewards", ": it weighs the distillation next to task rewards")
         loss.distillation_loss_coef = 1.0
+    config.reward.on_error, config.reward.max_fault_rate = "zero", 1.0  # a score is only logged
     without = f"without task rewards ({LOSS}.use_task_rewards=false)"
     for key, used in {
         "critic.enable": check.values["critic"]["enable"] is True,

@@ -1,0 +1,39 @@
+"""Make the inputs of the recipes with teachers: those of the quickstart, and demonstrations for two other students.
+
+The careless one forgets every carry, so that it never samples the right way. The hinted one is as undecided as the
+quickstart's, but has learned what a comment on a wrong response means: it then minds the carries.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from make_data import WARMUP_PROBLEMS, WARMUP_ROWS, careful, careless, draw_problems, files, make, question, warmup_rows
+
+COMMENT = "The carries were wrong."
+
+
+def demonstration(prompt: str, response: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]}
+
+
+def careless_rows(seed: int) -> Iterator[dict[str, Any]]:
+    problems, draw = draw_problems("train", WARMUP_PROBLEMS, 1000 + seed), random.Random(f"careless {seed}")
+    for problem in draw.choices(problems, k=WARMUP_ROWS):
+        yield demonstration(question(problem), careless(problem))
+
+
+def hinted_rows(seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the quickstart's demonstrations, every other one replaced by a careful one after a comment."""
+    problems, draw = draw_problems("train", WARMUP_PROBLEMS, 1000 + seed), random.Random(f"hinted {seed}")
+    for number, row in enumerate(warmup_rows(seed)):
+        problem = draw.choice(problems)
+        commented = demonstration(f"{question(problem)}\n{COMMENT}", careful(problem))
+        yield commented if number % 2 else row
+
+
+if __name__ == "__main__":
+    words = question((767, 488)), careful((767, 488))
+    description = "Make the model, tokenizer and data of the recipes with teachers."
+    of_students = {"careless.jsonl": careless_rows, "hinted.jsonl": hinted_rows}
+    make(description, words, lambda seed: files(seed) | {name: rows(seed) for name, rows in of_students.items()})
