@@ -158,8 +158,8 @@ Frequency = Annotated[int, Means({"false": -1})]
 
 DIAGNOSES = (
     "policy-jump", "kl-jump", "kl-drift", "truncation", "no-signal", "teacher-far", "no-context", "teacher-diverges",
-    "score-fall", "not-finite", "unknown-tokens", "clipping", "entropy-collapse", "length-collapse", "entropy-rise", "length-rise", "gradient-rise",
-    "value-loss-rise", "repetition", "overfitting", "memory-full", "flat-score",
+    "score-fall", "not-finite", "unknown-tokens", "clipping", "entropy-collapse", "length-collapse", "entropy-rise",
+    "length-rise", "gradient-rise", "value-loss-rise", "repetition", "overfitting", "memory-full", "flat-score",
 )  # fmt: skip
 SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 # Includes the names of transformers, of verl's other engines and of Megatron.
@@ -172,7 +172,7 @@ ScheduleName = Annotated[
     }),
 ]  # fmt: skip
 ACTIONS = ("off", "warn", "stop", "rollback", "rebuild")
-REWARD_MANAGERS = ("naive", "dapo", "gdpo", "prime", "remote", "batch", "rate_limited")
+REWARD_MANAGERS = ("naive", "dapo", "gdpo", "prime", "remote", "batch", "group", "rate_limited")
 LOGGERS = ("console", "verl_console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml")
 PACKAGES = LOGGERS[3:]  # loggers whose package has their name
 

@@ -43,8 +43,8 @@ from hybridrl.evaluation.scoring import (
     write_responses,
 )
 from hybridrl.evaluation.targets import Target
+from hybridrl.rewards.actors import open_scorer_pool
 from hybridrl.rewards.load import check_data_sources, uses_built_in
-from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.rewards.rescoring import Rescorer
 from hybridrl.rewards.score import Shaping
 from hybridrl.runs.prepare import (

@@ -4,6 +4,7 @@ It is loaded with `reward.judge.base_url` only. A response without a verdict is 
 """
 
 import asyncio
+import hashlib
 import json
 import math
 import re
@@ -12,12 +13,13 @@ from contextlib import suppress
 from typing import Any
 
 from hybridrl.config.findings import nearest
-from hybridrl.config.judge import BEGIN, END, FIELD, JudgeConfig, template_parts
+from hybridrl.config.judge import BEGIN, END, FIELD, PAIR, JudgeConfig, template_parts
 from hybridrl.rewards.judge_client import SHOWN, CallFailed, JudgeClient
-from hybridrl.rewards.score import WRITTEN
+from hybridrl.rewards.score import WRITTEN, NoScore
 
 # The replacement has characters that no marker has: what it leaves cannot join to another marker.
 _MARKER, _REMOVED = re.compile(r"<<<\s*RESPONSE|RESPONSE\s*>>>", re.IGNORECASE), "[...]"
+_WINS = {"a": 1.0, "b": 0.0, "tie": 0.5}  # of the response that is shown first
 _KEPT = 20_000  # characters of the judge's text that are kept with a sample
 
 
@@ -25,7 +27,8 @@ class Judge:
     """The reward function `judge`: a coroutine function, so that many calls of a process run at the same time."""
 
     def __init__(self, config: JudgeConfig) -> None:
-        self._parse, (self._least, self._most) = re.compile(config.parse), config.scale
+        self._parse, (self._least, self._most) = re.compile(config.verdict), config.scale
+        self._pairs, self._compares = config.pairs, config.compares
         self._parts, self._client = template_parts(config.template), JudgeClient(config, self._score)
         self._per_criterion = "criterion" in FIELD.findall(" ".join(self._parts))
 
@@ -33,8 +36,7 @@ class Judge:
         self, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], prompt: Any
     ) -> dict[str, Any]:
         """Return the score from 0 to 1 and the judge's text; CallFailed if there is no verdict."""
-        response = _MARKER.sub(_REMOVED, extra_info.get(WRITTEN, solution_str))
-        fields = extra_info | {"ground_truth": ground_truth, "response": f"{BEGIN}\n{response}\n{END}"}
+        fields = extra_info | {"ground_truth": ground_truth, "response": _marked(solution_str, extra_info)}
         fields |= {"least": f"{self._least:g}", "most": f"{self._most:g}"}
         fields |= {} if prompt is None else {"prompt": _prompt_text(prompt)}
         if self._per_criterion:
@@ -42,6 +44,32 @@ class Judge:
         else:
             score, text = await self._verdict(fields)
         return {"score": score, "text": text[-_KEPT:]}
+
+    async def compare(
+        self, solution_strs: Sequence[str], extra_infos: Sequence[dict[str, Any]], prompts: Sequence[Any]
+    ) -> list[dict[str, Any] | NoScore]:
+        """Return the share of comparisons that each response to a prompt wins, and the judge's texts. Each pair is
+        shown in both orders, as judges prefer the first or the second; a tie is half a win. A pair with a failed call
+        is left out, and a response without any pair has no score."""
+        shown = list(map(_marked, solution_strs, extra_infos))
+        fields = extra_infos[0] | ({} if prompts[0] is None else {"prompt": _prompt_text(prompts[0])})
+        orders = [order for i, j in compared_pairs(shown, self._pairs, str(fields.get("prompt"))) for order in ((i, j), (j, i))]
+        calls = [self._verdict(fields | dict(zip(PAIR, (shown[i], shown[j]), strict=True))) for i, j in orders]
+        verdicts = await asyncio.gather(*calls, return_exceptions=True)
+        won: list[list[tuple[float, str]]] = [[] for _ in shown]
+        failed: list[NoScore | None] = [None] * len(shown)
+        for number in range(0, len(orders), 2):
+            both, (i, j) = verdicts[number : number + 2], orders[number]
+            errors = [verdict for verdict in both if isinstance(verdict, BaseException)]
+            for error in errors:
+                if not isinstance(error, NoScore):
+                    raise error
+                failed[i] = failed[j] = error
+            if not errors:
+                (of_i, text), (of_j, other) = both
+                won[i] += [(of_i, text), (1 - of_j, other)]
+                won[j] += [(1 - of_i, text), (of_j, other)]
+        return [_share(wins, error) for wins, error in zip(won, failed, strict=True)]
 
     async def _by_criteria(self, criteria: Sequence[tuple[str, float]], fields: dict[str, Any]) -> tuple[float, str]:
         """Return the weighted share of criteria that are met, and the texts; CallFailed if one has no verdict."""
@@ -69,6 +97,10 @@ class Judge:
             cause = f"reward.judge.parse finds no verdict in the judge's text, which ends with {text[-SHOWN:]!r}"
             raise CallFailed("unparsed", cause)
         verdict = verdicts[-1].strip()
+        if self._compares:
+            if verdict.lower() in _WINS:
+                return _WINS[verdict.lower()]
+            raise CallFailed("unparsed", f"the verdict {verdict[:SHOWN]!r} is neither A, B nor tie")
         if verdict.lower() in ("yes", "no"):
             return float(verdict.lower() == "yes")
         with suppress(ValueError):
@@ -76,6 +108,30 @@ class Judge:
                 return (number - self._least) / (self._most - self._least)
         scale = f"a number from {self._least:g} to {self._most:g} (reward.judge.scale)"
         raise CallFailed("unparsed", f"the verdict {verdict[:SHOWN]!r} is neither yes, no nor {scale}")
+
+
+def compared_pairs(responses: Sequence[str], pairs: int, prompt: str) -> list[tuple[int, int]]:
+    """Return the pairs of responses to compare, by number: each with at least `pairs` others, or with all. They are
+    neighbours in a circle, whose order depends on the texts and the prompt alone."""
+    count = len(responses)
+    circle = sorted(range(count), key=lambda at: hashlib.sha256(f"{prompt} {at} {responses[at]}".encode()).digest())
+    reach = min((pairs + 1) // 2, count // 2)
+    steps = [(circle[at], circle[(at + by) % count]) for by in range(1, reach + 1) for at in range(count)]
+    return sorted({(min(pair), max(pair)) for pair in steps})
+
+
+def _share(wins: Sequence[tuple[float, str]], failed: NoScore | None) -> dict[str, Any] | NoScore:
+    """Return a response's share of wins; the failure if none of its comparisons has a verdict. One that is alone with
+    its prompt is worth as much as itself."""
+    if not wins:
+        return failed or {"score": 0.5}
+    text = "\n\n".join(text for _, text in wins)
+    return {"score": math.fsum(win for win, _ in wins) / len(wins), "text": text[-_KEPT:]}
+
+
+def _marked(solution: str, extra_info: Mapping[str, Any]) -> str:
+    """Return a response between its markers, which are removed from it."""
+    return f"{BEGIN}\n{_MARKER.sub(_REMOVED, extra_info.get(WRITTEN, solution))}\n{END}"
 
 
 def _filled(part: str, fields: Mapping[str, Any]) -> str:

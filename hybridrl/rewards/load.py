@@ -7,26 +7,32 @@ here, since every function runs in processes with a time limit.
 A new built-in scorer is a function in `scorers/`, a line in the tables here and a name in `config.schema_parts.Scorer`.
 """
 
-import asyncio
 import functools
 import importlib
 import inspect
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import TimeoutError as NotDone
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
 from difflib import SequenceMatcher
-from inspect import Parameter
-from typing import Any
+from typing import Any, Literal
 
 from hybridrl.config import ConfigError
-from hybridrl.config.custom_code import EndingForks, load_module, once, own
+from hybridrl.config.custom_code import load_module
 from hybridrl.config.schema_parts import NO_SOURCE, RewardConfig
 from hybridrl.config.values import REWARD_MANAGERS
 from hybridrl.plugins import load as plugin
 from hybridrl.plugins import names
-from hybridrl.rewards.score import WRITTEN, OutOfTime, Score, ScoringRequest, combined, to_score
+from hybridrl.rewards.functions import (
+    BATCH_KEYWORDS,
+    COROUTINES,
+    JUDGE,
+    JUDGE_KEYWORDS,
+    REQUEST_KEYWORDS,
+    Bound,
+    Reward,
+    bind,
+)
+from hybridrl.rewards.score import WRITTEN
 
 # The function of each scorer; its file is imported when rows need it, since one of them imports sympy.
 _FUNCTIONS = {
@@ -135,162 +141,8 @@ def _load(scorer: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
     return function, tuple(inspect.signature(function).parameters)[2:]
 
 
-REQUEST_KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
-BATCH_KEYWORDS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-# The judge's, which no other function gets.
-JUDGE, JUDGE_KEYWORDS = "judge", (*REQUEST_KEYWORDS[1:], "prompt")
-# Passed only to a function that names it: sending tokens to the scoring processes costs as much as the text.
-TOKENS = "response_ids"
-# verl adds these to every response's extra_info; here a response is the one turn after the prompt's.
-_ROLLOUT_FACTS: dict[str, Any] = {"num_turns": 2, "rollout_reward_scores": {}}
-
 _CUSTOM = "reward.custom_reward_function"
 _MANAGER = "reward.reward_manager"
-# Coroutines that one process runs concurrently. Other functions are called one at a time.
-COROUTINES = 64
-
-
-@dataclass(frozen=True)
-class Bound:
-    """`function` with the request keywords it takes (its name of each -> ours) and fixed ones, which take precedence.
-
-    A coroutine is cancelled after `timeout` seconds: OutOfTime. Any other call must be ended from outside.
-    """
-
-    function: Callable[..., Any]
-    keywords: dict[str, str]
-    fixed: dict[str, Any]
-    timeout: float
-
-    @property
-    def is_async(self) -> bool:
-        """Whether a function, a partial one or a callable object is a coroutine function, whose calls may overlap."""
-        inner = self.function.func if isinstance(self.function, functools.partial) else self.function
-        return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
-
-    def __call__(self, request: ScoringRequest) -> Any:
-        return self._call(_values(request))
-
-    def call_batch(self, requests: list[ScoringRequest]) -> Any:
-        """Call the function once for all requests, by the plural keywords."""
-        rows = [_values(request) for request in requests]
-        names = zip(REQUEST_KEYWORDS, BATCH_KEYWORDS, strict=True)
-        return self._call({plural: [row[name] for row in rows] for name, plural in names})
-
-    def _call(self, values: Mapping[str, Any]) -> Any:
-        named = {name: values[ours] for name, ours in self.keywords.items()} | self.fixed
-        with EndingForks():
-            returned = self.function(**own(named))
-        if not inspect.iscoroutine(returned):
-            return returned
-
-        async def ended() -> tuple[Any, SystemExit | None]:  # a SystemExit would end the event loop
-            try:
-                with EndingForks():
-                    return await returned, None
-            except SystemExit as exited:
-                return None, exited
-
-        call = asyncio.run_coroutine_threadsafe(ended(), _event_loop())
-        try:
-            value, exited = call.result(self.timeout)
-        except NotDone:
-            if call.done():  # the function's own exception
-                raise
-            call.cancel()
-            raise OutOfTime(f"no score within {self.timeout:g} s (reward.timeout)") from None
-        if exited is not None:
-            raise exited
-        return value
-
-
-@once
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return the one event loop of the process: clients that the user's file keeps stay bound to it.
-
-    It runs in its own thread, since the caller's may be running a loop already.
-    """
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="reward-event-loop", daemon=True).start()
-    return loop
-
-
-def _values(request: ScoringRequest) -> dict[str, Any]:
-    return {
-        "data_source": request.data_source,
-        "solution_str": request.solution,
-        "ground_truth": request.ground_truth,
-        "extra_info": request.extra_info | _ROLLOUT_FACTS,
-        TOKENS: request.response_ids,
-        "prompt": request.prompt,
-    }
-
-
-def _bind(
-    function: Callable[..., Any], fixed: dict[str, Any], timeout: float, key: str, keywords: tuple[str, ...]
-) -> Bound:
-    """Bind `function` to those of `keywords` that it takes; ConfigError if it cannot be called so.
-
-    Required parameters with other names are bound by position, as in (data_source, response, ground_truth), only if at
-    least two known names are in their own positions: verl's manager prime and its evaluation call so.
-    """
-    signature = inspect.signature(function)
-    parameters = signature.parameters
-    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-    bound = {name: name for name in keywords if takes_any or name in parameters}
-    names, named = list(parameters), [name for name in parameters if name in keywords]
-    if len(named) >= 2 and all(names.index(name) == keywords.index(name) for name in named):
-        pairs = [pair for pair in zip(names, keywords, strict=False) if pair[0] not in {*named, *fixed}]
-        bound |= {name: ours for name, ours in pairs if parameters[name].default is Parameter.empty}
-    bound |= {TOKENS: TOKENS} if TOKENS in parameters and keywords is REQUEST_KEYWORDS else {}
-    try:
-        signature.bind(**dict.fromkeys(bound) | fixed)
-    except TypeError as error:
-        options = {name: value for name, value in fixed.items() if name != "compute_score"}
-        raise ConfigError(
-            f"{key}: a function{signature} cannot be called with {', '.join(keywords)} and "
-            f"reward_kwargs={options} as keywords: {error}",
-            fix="name its parameters like these, or give the others a default or a value in reward_kwargs",
-        ) from error
-    return Bound(function, bound, fixed, timeout)
-
-
-@dataclass(frozen=True)
-class Reward:
-    """The main function, further functions by name, and weights; all are applied to every response."""
-
-    main: Bound | None
-    further: dict[str, Bound]
-    weights: dict[str, float]
-
-    @property
-    def functions(self) -> list[Bound]:
-        return [*self.further.values(), *([self.main] if self.main else [])]
-
-    @property
-    def takes_tokens(self) -> bool:
-        """Whether a function reads the token ids of the response."""
-        return any(TOKENS in function.keywords for function in self.functions)
-
-    def score(self, request: ScoringRequest) -> Score:
-        """Score one response; raises what the functions raise."""
-        return self._combined(self.main(request) if self.main else 0.0, request)
-
-    def score_all(self, requests: list[ScoringRequest]) -> list[Score]:
-        """Score all responses in one call of the main function; raises what the functions raise."""
-        assert self.main is not None
-        returned = list(self.main.call_batch(requests))
-        if len(returned) != len(requests):
-            detail = f"returned {len(returned)} scores for {len(requests)} responses"
-            return [Score(None, fault="type", detail=detail)] * len(requests)
-        return [self._combined(value, request) for value, request in zip(returned, requests, strict=True)]
-
-    def _combined(self, returned: Any, request: ScoringRequest) -> Score:
-        score = to_score(returned, needs_score=not self.weights or "score" in self.weights)
-        if not self.further and not self.weights:
-            return score
-        further = {name: to_score(function(request)) for name, function in self.further.items()}
-        return combined(score, further, self.weights)
 
 
 def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu_limited: bool = False) -> Reward:
@@ -299,17 +151,21 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
     `cpu_limited`: the kernel ends this process (SIGPROF) when a built-in scorer needs more than CPU_SECONDS for one
     response.
     """
-    further = {}
+    further, compared = {}, None
     for key, place in config.functions.items():
         path, colon, name = str(place).rpartition(":")  # path/to/file.py:function, or a file alone
         path, name = (path, name) if colon and not name.startswith("//") else (str(place), "compute_score")
         function = _member(path, f"reward.functions.{key}", name, f"reward.functions.{key}={place}")
-        further[key] = _bind(function, {}, config.timeout, key, REQUEST_KEYWORDS)
+        further[key] = bind(function, {}, config.timeout, key, REQUEST_KEYWORDS)
     if config.judge.base_url:  # its file imports a client of HTTP, which takes as long as all others together
         judge = importlib.import_module("hybridrl.rewards.judge").Judge(config.judge)
-        further[JUDGE] = Bound(judge, {name: name for name in JUDGE_KEYWORDS}, {}, config.timeout)
+        if config.judge.compares:
+            keywords = {name: name for name in ("solution_strs", "extra_infos", "prompts")}
+            compared = Bound(judge.compare, keywords, {}, config.timeout)
+        else:
+            further[JUDGE] = Bound(judge, {name: name for name in JUDGE_KEYWORDS}, {}, config.timeout)
     if not uses_main(config):
-        return Reward(None, further, config.weights)
+        return Reward(None, further, config.weights, compared)
 
     custom, manager = config.custom_reward_function, config.reward_manager
     fixed = dict(custom.reward_kwargs)
@@ -321,7 +177,7 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
             fixed.setdefault("memory_mb", config.sandbox_fusion.memory_limit_mb)
         _prepare(sorted(filter(None, scorers)), fixed)
         function = cpu_limited_score if cpu_limited else compute_score
-        function = functools.partial(function, named=config.name, optional=JUDGE in further)
+        function = functools.partial(function, named=config.name, optional=bool(config.judge.base_url))
     added = manager.source != "importlib" and manager.name in names("reward_manager")
     if added or manager.source == "importlib":
         fixed, name = {"compute_score": functools.partial(function, **fixed)}, manager.name
@@ -333,8 +189,10 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
         if inspect.isclass(function):
             fix = "write a function: it is called like a reward function, with the reward function itself as the "
             raise ConfigError(f"{_MANAGER}.name={name} is a class", fix=f"{fix}further keyword compute_score")
-    keywords = BATCH_KEYWORDS if in_one_call(config) else REQUEST_KEYWORDS
-    return Reward(_bind(function, fixed, config.timeout, _CUSTOM, keywords), further, config.weights)
+    whole = in_one_call(config) and custom.path is not None
+    keywords = BATCH_KEYWORDS if whole else REQUEST_KEYWORDS
+    main = bind(function, fixed, config.timeout, _CUSTOM, keywords)
+    return Reward(main, further, config.weights, compared, whole=whole)
 
 
 def uses_main(config: RewardConfig) -> bool:
@@ -348,9 +206,17 @@ def uses_built_in(config: RewardConfig) -> bool:
     return uses_main(config) and config.custom_reward_function.path is None and not config.judge.base_url
 
 
+def unit_of(config: RewardConfig) -> Literal["response", "group", "step"]:
+    """Return what a function takes in one call: a response, or with the manager group the responses to a prompt, or
+    with verl's manager batch those of a step."""
+    units: dict[str, Literal["group", "step"]] = {"group": "group", "batch": "step"}
+    manager = config.reward_manager
+    return units.get(manager.name, "response") if manager.source == "register" else "response"
+
+
 def in_one_call(config: RewardConfig) -> bool:
-    """Whether the function takes all responses of a step in one call (verl's manager "batch")."""
-    return config.reward_manager.source == "register" and config.reward_manager.name == "batch"
+    """Whether the function takes several responses in one call."""
+    return unit_of(config) != "response"
 
 
 def _is_limited(config: RewardConfig, *, is_set: bool) -> bool:
@@ -362,7 +228,7 @@ def _is_limited(config: RewardConfig, *, is_set: bool) -> bool:
 def processes(config: RewardConfig) -> int:
     """Return how many scoring processes can be used; 0: none is wanted."""
     limited = _is_limited(config, is_set=config.max_concurrent > 1)
-    most = 1 if in_one_call(config) else config.max_concurrent if limited else config.num_workers
+    most = 1 if unit_of(config) == "step" else config.max_concurrent if limited else config.num_workers
     return min(config.num_workers, most)
 
 

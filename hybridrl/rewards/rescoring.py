@@ -6,6 +6,7 @@ The doctor, the trial of a reward and evaluations choose the texts and describe 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,7 +38,10 @@ class Rescorer:
             texts = [required(request.solution) for request in requests]
             ids = [response_ids(text, self.tokenizer) for text in texts]
             requests = [replace(request, response_ids=each) for request, each in zip(requests, ids, strict=True)]
-        return self.pool.submit(requests)
+        if self.pool.per != "group":
+            return self.pool.submit(requests)
+        groups = groupby(requests, key=lambda each: repr((each.data_source, each.prompt, each.ground_truth)))
+        return [future for _, group in groups for future in self.pool.submit(list(group))]
 
     def rescore(self, requests: list[ScoringRequest], lengths: Sequence[int]) -> Iterator[Score]:
         """Yield the shaped scores of responses of these lengths in tokens, in order."""

@@ -33,8 +33,8 @@ from hybridrl.core.weights.sync import BroadcastSync, ColocatedSync
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.plugins import load as plugin
 from hybridrl.required import required
+from hybridrl.rewards.actors import open_scorer_pool
 from hybridrl.rewards.load import uses_built_in
-from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.rewards.score import FaultGuard, Shaping
 from hybridrl.runs.contexts import Contexts
 from hybridrl.runs.prepare import decoder_elsewhere, prepare, tokenizer_elsewhere

@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 from hybridrl.core.cluster import RaySession
 from hybridrl.data.tokenizer import ResponseDecoder, load_tokenizer
 from hybridrl.doctor.reward import reward_config
-from hybridrl.rewards.pool import ScorerPool, open_scorer_pool
+from hybridrl.rewards.actors import open_scorer_pool
+from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import ScoringRequest
 
 CONFIG = reward_config(None, ["reward.num_workers=2"])

@@ -41,6 +41,9 @@ JUDGED = [f"{JUDGE}.base_url={URL}", f"{JUDGE}.model=critic"]
             [*JUDGED, f"{MANAGER}.name=batch", f"reward.custom_reward_function.path={__file__}"],
             "batch scores the responses of a step in one call, and a judge each one",
         ),
+        ([*JUDGED, f"{JUDGE}.template=pairwise", f"{MANAGER}.name=dapo"], "which only group scores together"),
+        ([*JUDGED, f"{JUDGE}.template=pairwise", "reward.max_rpm=9"], "that compares responses are not limited"),
+        ([f"{MANAGER}.name=group"], "the built-in rewards score responses one by one"),
     ],
 )
 def test_what_cannot_work_is_rejected_with_the_fix(load, overrides, message):
@@ -52,6 +55,7 @@ def test_what_cannot_work_is_rejected_with_the_fix(load, overrides, message):
     ("overrides", "note"),
     [
         ([f"{JUDGE}.model=critic"], "reward.judge.model has no effect without reward.judge.base_url"),
+        ([*JUDGED, f"{JUDGE}.template=pairwise"], f"{MANAGER}.name=group: the judge compares responses"),
         (JUDGED, "reward.timeout=540 instead of 60: the judge may need as long with 4 retries"),
         (["reward.max_rpm=60"], f"reward.max_rpm=60 has no effect without {MANAGER}.name=rate_limited"),
         (["reward.max_concurrent=4"], f"reward.max_concurrent=4 has no effect without {MANAGER}.name=rate_limited"),

@@ -25,7 +25,8 @@ from hybridrl.evaluation.results import write_results
 from hybridrl.evaluation.samples import GREEDY, read_samples
 from hybridrl.evaluation.targets import Target
 from hybridrl.required import required
-from hybridrl.rewards.pool import DecodingScorer, ScorerPool
+from hybridrl.rewards.actors import DecodingScorer
+from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import CallerScorer
 from hybridrl.tracking.faults import FAULT_KINDS
 from tests.scripts import run_script

@@ -15,7 +15,8 @@ from hybridrl.config import ConfigError
 from hybridrl.core.cluster import RaySession, WorkerDied
 from hybridrl.core.cluster.failures import Cause
 from hybridrl.data.tokenizer import ResponseDecoder
-from hybridrl.rewards.pool import DecodingScorer, RemoteScorer, ScorerPool, open_scorer_pool, unpacked
+from hybridrl.rewards.actors import DecodingScorer, RemoteScorer, open_scorer_pool, unpacked
+from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import CallerScorer
 from hybridrl.rewards.score import Score, ScoringRequest
 from tests.rewards.test_pool import OBEDIENT, exists, results, values, wait_until

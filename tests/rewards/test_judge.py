@@ -3,9 +3,12 @@
 import asyncio
 import itertools
 import json
+import random
 import time
+from collections import Counter
 from dataclasses import replace
 from email.utils import formatdate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,8 @@ from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.evaluator import validation_metrics
 from hybridrl.core.rollout import Completion, Request, Sampling
 from hybridrl.data.prompts import Prompt
-from hybridrl.rewards.judge import Judge
+from hybridrl.rewards.actors import DecodingScorer, packed, unpacked
+from hybridrl.rewards.judge import Judge, compared_pairs
 from hybridrl.rewards.load import (
     CPU_SECONDS,
     calls_at_once,
@@ -28,7 +32,7 @@ from hybridrl.rewards.load import (
     seconds_between_calls,
     uses_built_in,
 )
-from hybridrl.rewards.pool import DecodingScorer, ScorerPool, packed, unpacked
+from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import CallerScorer
 from hybridrl.rewards.score import FaultGuard, NoScore, RewardFaults, Score, ScoringRequest
 from tests.rewards.judge_server import JudgeServer, Reply, serving
@@ -522,3 +526,91 @@ def test_prompts_are_sent_to_the_processes_of_a_judge_only():
     rows = requests("4")
     assert [row.prompt for row in unpacked(packed(rows, True))] == ["2 + 2?"]
     assert [row.prompt for row in unpacked(packed(rows))] == [None]
+
+
+# -- pairs of responses to a prompt ------------------------------------------------------------------------------------
+
+
+def compared(config: JudgeConfig, responses: list[str], prompt: str = "2 + 2?") -> list[Any]:
+    judge = Judge(config)
+    return asyncio.run(judge.compare(responses, [{}] * len(responses), [prompt] * len(responses)))
+
+
+def quality(text: str) -> int:
+    return int(text.split()[-1])
+
+
+def shown(body: dict[str, Any]) -> list[int]:
+    """The qualities of the responses that a request shows, A first."""
+    content = body["messages"][-1]["content"]
+    return [quality(part.partition(END)[0]) for part in content.split(BEGIN)[1:]]
+
+
+def test_each_pair_is_compared_in_both_orders_and_a_response_with_enough_others() -> None:
+    for count, pairs, others in ((8, 4, 4), (8, 7, 7), (8, 100, 7), (5, 1, 2), (2, 4, 1), (3, 4, 2), (1, 4, 0)):
+        found = compared_pairs([f"response {number}" for number in range(count)], pairs, "2 + 2?")
+        met = Counter(number for pair in found for number in pair)
+        assert len(set(found)) == len(found) and all(met[number] == others for number in range(count))
+    asked: list[list[int]] = []
+
+    def answer(number: int, body: dict[str, Any]) -> Reply:
+        asked.append(shown(body))
+        return Reply("VERDICT: A" if asked[-1][0] > asked[-1][1] else "VERDICT: B")
+
+    with serving(answer) as server:
+        values = compared(judge_config(server.url, template="pairwise"), ["say 1", "say 3", "say 2"])
+    assert [value["score"] for value in values] == [0.0, 1.0, 0.5]
+    assert sorted(map(tuple, asked)) == [(1, 2), (1, 3), (2, 1), (2, 3), (3, 1), (3, 2)]
+
+
+def test_the_order_is_found_behind_a_judge_that_prefers_the_first_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, texts, totals = random.Random(5), [f"say {number}" for number in range(8)], [0.0] * 8
+
+    async def verdict(judge: Judge, fields: dict[str, str]) -> tuple[float, str]:
+        first, second = (quality(fields[name].removesuffix(END)) for name in ("response_a", "response_b"))
+        return float(draw.random() < 0.8 or first > second), ""
+
+    monkeypatch.setattr(Judge, "_verdict", verdict)
+    for number in range(50):
+        values = compared(judge_config("http://127.0.0.1:1", template="pairwise"), texts, f"question {number}")
+        assert sum(value["score"] for value in values) / 8 == pytest.approx(0.5, abs=1e-3)
+        totals = [total + value["score"] for total, value in zip(totals, values, strict=True)]
+    pairs = [(i, j) for i in range(8) for j in range(i + 1, 8)]
+    concordant = sum(totals[i] < totals[j] for i, j in pairs)
+    assert 2 * concordant / len(pairs) - 1 >= 0.9  # Kendall's tau
+
+
+def test_a_pair_with_a_failed_call_is_left_out_and_a_response_without_any_has_no_score() -> None:
+    def answer(number: int, body: dict[str, Any]) -> Reply:
+        first, second = shown(body)
+        return Reply("no verdict") if 1 in (first, second) else Reply("VERDICT: tie")
+
+    with serving(answer) as server:
+        config = judge_config(server.url, template="pairwise")
+        one, *others = compared(config, ["say 1", "say 2", "say 3"])
+        alone = compared(config, ["say 2"])
+    assert isinstance(one, NoScore) and one.fault == "judge:unparsed"
+    assert [value["score"] for value in others] == [0.5, 0.5] and alone == [{"score": 0.5}]
+
+
+def test_groups_are_scored_together_in_processes_and_a_failed_group_is_tried_again(tmp_path: Path) -> None:
+    asked: list[list[int]] = []
+
+    def answer(number: int, body: dict[str, Any]) -> Reply:
+        asked.append(shown(body))
+        return Reply("VERDICT: A" if asked[-1][0] > asked[-1][1] else "VERDICT: B")
+
+    with serving(answer) as server:
+        manager = replace(section_of(RewardConfig, "reward").reward_manager, name="group")
+        judge = judge_config(server.url, template="pairwise")
+        reward = section_of(RewardConfig, "reward", num_workers=2)
+        reward = replace(reward, judge=judge, reward_manager=manager, timeout=20, retries=1)
+        groups = [["say 1", "say 2"], ["say 5", "say 4", "say 3"]]
+        with ScorerPool(reward, tmp_path / "log") as pool:
+            assert pool.per == "group"
+            futures = [
+                pool.submit([ScoringRequest("chat", text, None, {}, None, f"q{number}") for text in group])
+                for number, group in enumerate(groups)
+            ]
+            scores = [[future.result().value for future in group] for group in futures]
+    assert scores == [[0.0, 1.0], [1.0, 0.5, 0.0]] and len(asked) == 8

@@ -27,7 +27,8 @@ from hybridrl.core.rollout.ladder import MemoryLadder
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
 from hybridrl.required import required
-from hybridrl.rewards.pool import RemoteScorer, ReplacedActor, ScorerPool
+from hybridrl.rewards.actors import RemoteScorer, ReplacedActor
+from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.score import ScoringRequest
 from hybridrl.runs.resume import with_restarts

@@ -250,7 +250,8 @@ def _check_reward_manager(reward: RewardConfig, check: Checker) -> None:
         fix = f"{_meant(manager.name, managers)} For a custom manager set {MANAGER}.source=importlib and "
         fix = f"{fix}{MANAGER}.module.path".lstrip()
         check.error(".reward_manager.name", f"choose {' | '.join(managers)}", fix)
-    if not custom and manager.name == "batch" and reward.custom_reward_function.path is None:
+    several = manager.name in ("batch", "group") and not (manager.name == "group" and reward.judge.base_url)
+    if not custom and several and reward.custom_reward_function.path is None:
         fix = f"set {MANAGER}.name=naive, or reward.custom_reward_function.path to a function of data_sources, "
         fix += "solution_strs, ground_truths, extra_infos"
         cause = "the built-in rewards score responses one by one"
@@ -282,6 +283,18 @@ def _resolve_judge(reward: RewardConfig, check: Checker) -> None:
     if manager.source == "register" and manager.name == "batch":
         cause = "batch scores the responses of a step in one call, and a judge each one"
         check.error(".reward_manager.name .judge.base_url", cause, f"set {MANAGER}.name=naive")
+    if judge.compares:
+        if manager.source == "register" and manager.name == "naive":
+            check.findings.info(
+                "setting", f"{MANAGER}.name=group: the judge compares responses", keys=f"{MANAGER}.name"
+            )
+            manager.name = "group"
+        elif manager.name != "group":
+            cause = "the judge's template compares the responses to a prompt, which only group scores together"
+            check.error(".judge.template .reward_manager.name", cause, f"set {MANAGER}.name=group")
+        if reward.max_rpm or reward.max_tpm:
+            cause = "the calls of a judge that compares responses are not limited in number"
+            check.error(".max_rpm .max_tpm .judge.template", cause, "set max_rpm=null and max_tpm=null")
     if reward.timeout < judge.longest:
         cause = f"reward.timeout={judge.longest:g} instead of {reward.timeout:g}: the judge may need as long with "
         cause += f"{judge.retries} retries"

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import chain
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Literal
 
@@ -187,11 +187,13 @@ class EpisodeRunner:
             index: score or self._known_score(trajectory) for index, trajectory, score in ended
         }
         unscored = [(index, trajectory) for index, trajectory, _ in ended if scores[index] is None]
-        to_score = [_scoring_request(requests[index].prompt, trajectory) for index, trajectory in unscored]
-        futures = self.scorers.submit(to_score) if to_score else []
-        for (index, trajectory), future in zip(unscored, futures, strict=True):
-            source.scoring_started(index, trajectory, future)
-            scores[index] = future
+        by_prompt = self.scorers.per == "group"
+        for _, unit in groupby(unscored, key=lambda pair: requests[pair[0]].number if by_prompt else 0):
+            together = list(unit)
+            to_score = [_scoring_request(requests[index].prompt, trajectory) for index, trajectory in together]
+            for (index, trajectory), future in zip(together, self.scorers.submit(to_score), strict=True):
+                source.scoring_started(index, trajectory, future)
+                scores[index] = future
         return [(index, trajectory, required(scores[index])) for index, trajectory, _ in ended]
 
     def _known_score(self, trajectory: Trajectory) -> Score | None:
