@@ -53,7 +53,11 @@ class Judge:
         is left out, and a response without any pair has no score."""
         shown = list(map(_marked, solution_strs, extra_infos))
         fields = extra_infos[0] | ({} if prompts[0] is None else {"prompt": _prompt_text(prompts[0])})
-        orders = [order for i, j in compared_pairs(shown, self._pairs, str(fields.get("prompt"))) for order in ((i, j), (j, i))]
+        orders = [
+            order
+            for i, j in compared_pairs(shown, self._pairs, str(fields.get("prompt")))
+            for order in ((i, j), (j, i))
+        ]
         calls = [self._verdict(fields | dict(zip(PAIR, (shown[i], shown[j]), strict=True))) for i, j in orders]
         verdicts = await asyncio.gather(*calls, return_exceptions=True)
         won: list[list[tuple[float, str]]] = [[] for _ in shown]

@@ -80,7 +80,7 @@ class Algorithm:
     signals: tuple[Signal, ...] = ()
     terms: tuple[LossTerm, ...] = ()
     teachers: tuple[str, ...] = ()  # names of models
-    # Models that follow the policy: after every so many steps they take this share of its weights.
+    # Models that follow the policy: every N steps they move towards its weights, by a share of the distance.
     copies: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
     @property
