@@ -167,10 +167,10 @@ class Batch:
         starts = torch.where(lengths > 0, starts, own.cumsum(0) - own)
         lengths = torch.where(lengths > 0, lengths, own)
         ids = torch.cat([self.prompt_ids, self.carried[CONTEXT].to(self.prompt_ids.dtype)])[places(starts, lengths)]
-        kept = {
+        carried = {
             name: value for name, axis, value in self.filled() if name in self.carried and axis in ("row", "response")
         }
-        return replace(self, prompt_ids=ids, prompt_lengths=lengths, carried=kept)
+        return replace(self, prompt_ids=ids, prompt_lengths=lengths, carried=carried)
 
     def value(self, name: str) -> Tensor | None:
         """Return the values of a field or of a carried field; None if it is not filled."""

@@ -19,7 +19,7 @@ from hybridrl.rewards.score import WRITTEN, NoScore
 
 # The replacement has characters that no marker has: what it leaves cannot join to another marker.
 _MARKER, _REMOVED = re.compile(r"<<<\s*RESPONSE|RESPONSE\s*>>>", re.IGNORECASE), "[...]"
-_WINS = {"a": 1.0, "b": 0.0, "tie": 0.5}  # of the response that is shown first
+_WINS = {"a": 1.0, "b": 0.0, "tie": 0.5}  # the wins of the response that is shown first
 _KEPT = 20_000  # characters of the judge's text that are kept with a sample
 
 

@@ -153,7 +153,7 @@ class ScorerPool:
             scorer.close()
 
     def _take(self, count: int) -> deque[_Job]:
-        """Take so many waiting jobs; or all that wait, or those of one group, if they are scored in one call."""
+        """Take a number of waiting jobs; or all of them, or those of one group, if they are scored in one call."""
         if self.per == "group" and self._waiting:
             count = sum(job.submitted is self._waiting[0].submitted for job in self._waiting)
         elif self.per == "step":
@@ -170,8 +170,8 @@ class ScorerPool:
                 return
         for score in scores:
             job = jobs.popleft()
-            one = self.per != "group" and score.fault is not None and job.tries_left
-            if not (one and self._put_back([job])):
+            again = self.per != "group" and score.fault is not None and job.tries_left
+            if not (again and self._put_back([job])):
                 job.future.set_result(score)
 
     def _put_back(self, jobs: Iterable[_Job]) -> bool:

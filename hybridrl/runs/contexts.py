@@ -32,7 +32,7 @@ CUT = " [...] "  # in place of the middle of a context that is too long
 
 @dataclass(frozen=True)
 class Hint:
-    """What a teacher reads in addition to a prompt, and the text that shows both."""
+    """A text for a teacher, in addition to a prompt; the template shows both."""
 
     text: str
     template: str
@@ -63,7 +63,7 @@ class Contexts:
     longest: Sequence[int]  # number of positions of each teacher's model
     data: DataConfig
     tokenizer: PreTrainedTokenizerBase
-    drops_reasoning: bool  # of a response, before others read it
+    drops_reasoning: bool  # in a response that others read
 
     @classmethod
     def of(
@@ -155,7 +155,9 @@ class Contexts:
         """Return an episode whose first row has these tokens as its context; further rows began with another prompt,
         and have no teacher."""
         number, turns = self._number(episode), [*episode.trajectory.turns]
-        last = [at for at, turn in enumerate(turns) if at + 1 == len(turns) or turns[at + 1].fresh]  # of each row
+        last = [
+            at for at, turn in enumerate(turns) if at + 1 == len(turns) or turns[at + 1].fresh
+        ]  # the last turn of each row
         fields = [_numbered(number)] * len(last)
         if number >= 0 and self.teachers[number].context:
             context = {CONTEXT: np.array(tokens, dtype=np.int32)} if tokens else {}
