@@ -26,7 +26,10 @@ JUDGED = [f"{JUDGE}.base_url={URL}", f"{JUDGE}.model=critic"]
         ([f"{JUDGE}.base_url={URL}"], r"the judge's model is not named.* curl http://127\.0\.0\.1:8001/v1/models"),
         ([f"{JUDGE}.base_url=127.0.0.1:8001"], "is not the address of a server.* such as http://127"),
         ([f"{JUDGE}.base_url={URL}/chat/completions"], "names one path too many"),
-        ([*JUDGED, f"{JUDGE}.template=rubrics"], r"choose equivalence \| rubric \| pairwise \| quality .*; did you mean rubric\?"),
+        (
+            [*JUDGED, f"{JUDGE}.template=rubrics"],
+            r"choose equivalence \| rubric \| pairwise \| quality .*; did you mean rubric\?",
+        ),
         ([*JUDGED, f"{JUDGE}.template=my/template.txt"], "there is no file my/template.txt"),
         ([*JUDGED, f"{JUDGE}.template=train.jsonl"], "does not show the response; add {{response}}"),
         ([*JUDGED, f"{JUDGE}.parse='(yes'"], "is not a regular expression"),

@@ -1,5 +1,6 @@
 """The gradient of learning from teachers, in whole training ranks, against models in float64."""
 
+import json
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -262,7 +263,7 @@ def test_a_nan_on_a_token_that_the_policy_did_not_write_reaches_no_gradient(grou
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-# -- a teacher with a context: the policy itself, or an average of its weights ------------------------------------------
+# -- a teacher with a context: the policy itself, or an average of its weights -----------------------------------------
 
 LIVE, MEAN = "teacher.live", "teacher.mean"
 
@@ -328,20 +329,30 @@ def test_the_log_probs_of_a_teacher_are_those_of_the_response_after_its_context(
 
 
 @pytest.mark.slow
-def test_a_run_taught_by_averages_and_by_another_model_ends_as_one_that_was_never_killed(overrides, tiny, tmp_path):
+def test_a_killed_run_of_an_average_and_another_model_ends_as_one_that_was_never_killed(overrides, tiny, tmp_path):
+    """Their names are those of other models of a run."""
+    rows = [json.loads(line) for line in (tiny / "train.jsonl").read_text().splitlines()[:64]]
+    kinds = ({**row, "kind": "ab"[number % 2]} for number, row in enumerate(rows))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kinds))
+
     def arguments(directory: Path) -> list[str]:
-        of_teachers = "+distillation.teacher_models"
+        mean, other = "+distillation.teacher_models.actor", "+distillation.teacher_models.reference"
         more = {
+            "data.train_files": tmp_path / "rows.jsonl",
             "trainer.n_gpus_per_node": 1,
             "trainer.total_training_steps": 4,
             "trainer.save_freq": 1,
             "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
             "actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra]",
             "distillation.enabled": True,
-            f"{of_teachers}.mean.model_path": "policy",
-            f"{of_teachers}.mean.ema": 0.1,
-            f"{of_teachers}.mean.context": "[sibling]",
-            f"{of_teachers}.mean.threshold": -1e9,
+            "distillation.teacher_key": "kind",
+            f"{mean}.key": "a",
+            f"{mean}.model_path": "policy",
+            f"{mean}.ema": 0.1,
+            f"{mean}.context": "[sibling]",
+            f"{mean}.threshold": -1e9,
+            f"{other}.key": "b",
+            f"{other}.model_path": tiny / "model",
         }
         return overrides(directory, more)
 
@@ -354,6 +365,8 @@ def test_a_run_taught_by_averages_and_by_another_model_ends_as_one_that_was_neve
     finish(start("main_ppo", arguments(killed)))
     assert compared_metrics(killed) == compared_metrics(unbroken)
     assert all(values["distillation/without_context"] == 0 for values in compared_metrics(killed).values())
-    for name in ("actor", "teacher.mean"):
-        resumed, expected = (read_shards(place / "global_step_4" / name, section="") for place in (killed, unbroken))
+    last = [place / "global_step_4" for place in (killed, unbroken)]
+    assert {path.name for path in last[0].iterdir() if (path / ".metadata").is_file()} == {"actor", "teacher.actor"}
+    for name in ("actor", "teacher.actor"):
+        resumed, expected = (read_shards(place / name, section="") for place in last)
         assert all(torch.equal(resumed.read(each), expected.read(each)) for each in expected.meta)
