@@ -61,7 +61,7 @@ def test_a_policy_that_teaches_itself_with_a_context_has_a_reverse_divergence(lo
         ((ON, SELF, f"+{MODELS}.me.context=[siblings]"), ["has the unknown source siblings"]),
         ((ON, SELF, f"+{MODELS}.me.context=['column:']"), ["has the unknown source column:"]),
         ((ON, SELF, f"+{MODELS}.me.context=[sibling]", "actor_rollout_ref.rollout.n=1"), ["has no other responses"]),
-        ((ON, SELF, f"+{MODELS}.me.context=[feedback]", f"+{MODELS}.me.template='{{{{hint}}}}'"), ["unknown field hint"]),
+        ((ON, SELF, f"+{MODELS}.me.context=[feedback]", f"+{MODELS}.me.template='{{{{hint}}}}'"), ["field hint"]),
         ((ON, SELF, f"+{MODELS}.me.context=[feedback]", f"+{MODELS}.me.template=x"), ["does not show the context"]),
         ((ON, ONE, f"{LOSS}.loss_mode=k1"), ["its gradient does not depend on the teacher"]),
         ((ON, ONE, f"{LOSS}.loss_mode=jsd", f"{LOSS}.use_policy_gradient=true"), ["has no sampled token to reward"]),

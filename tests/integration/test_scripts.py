@@ -193,6 +193,9 @@ RUNS = {
         ]
     ),
     "sweep": Tiny("--tiny -- --cfg job", ["| 2 runs of 1 steps"]),  # prints the configurations
+    "teacher_update": Tiny(
+        rows=["| tiny, 4 x 8 tokens: teacher and exact KL |", "| tiny, 4 x 8 tokens: two teachers and teacher |"]
+    ),
     "threads": Tiny(
         rows=[
             "| 20 products of 128 x 384 x 1,280 over 300,000 spins |",
@@ -224,6 +227,7 @@ DRILLS = (
         "sequence_parallel",
         "start_up",
         "step",
+        "teacher_update",
         "threads",
         "weight_sync",
     ),
