@@ -115,7 +115,8 @@ class VllmEngine:
 
     async def score(self, token_ids: list[int]) -> list[float]:
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        return (await self._respond(f"probe-{os.urandom(4).hex()}", token_ids, parameters)).prompt_log_probs
+        probe = await self._respond(f"probe-{os.urandom(4).hex()}", token_ids, parameters)
+        return probe.carried["prompt_log_probs"][1:, 0, 1].tolist()
 
     async def hold(self) -> None:
         if not self.loop.responses:  # an episode's later turn comes while others run, and continues a cached prefix
@@ -281,6 +282,7 @@ def _params(request: Request) -> SamplingParams:
         ignore_eos=sampling.ignore_eos,
         seed=request.seed if sampling.temperature > 0 else None,
         logprobs=0,
+        prompt_logprobs=request.prompt_log_probs,
         flat_logprobs=True,
         stop=list(sampling.stop),
         include_stop_str_in_output=True,
