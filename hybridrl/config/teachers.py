@@ -5,6 +5,7 @@ from typing import Annotated, Literal, get_args
 from hybridrl.config import values
 from hybridrl.config.catalog import Divergence
 from hybridrl.config.files import ModelPath
+from hybridrl.config.judge import address
 from hybridrl.config.values import Section
 
 EXACT_FORMS = get_args(Divergence.__annotations__["kind"])
@@ -20,6 +21,9 @@ DistillationForm = Annotated[
 class TeacherConfig(Section):
     key: str | None
     model_path: ModelPath | None
+    base_url: Annotated[str, address] | None
+    served_name: str | None
+    api_key_env: str | None
 
 
 class DistillationLossConfig(Section):
@@ -42,7 +46,13 @@ class DistillationConfig(Section):
     @property
     def teachers(self) -> dict[str, TeacherConfig]:
         """Return the teachers that have a model, by name, if there are any in this run."""
-        return {name: teacher for name, teacher in self.teacher_models.items() if self.enabled and teacher.model_path}
+        named = self.teacher_models.items()
+        return {name: each for name, each in named if self.enabled and (each.model_path or each.base_url)}
+
+    @property
+    def endpoints(self) -> dict[str, TeacherConfig]:
+        """Return those of them that are behind an endpoint."""
+        return {name: teacher for name, teacher in self.teachers.items() if teacher.base_url}
 
     @property
     def chooses(self) -> bool:
@@ -52,7 +62,7 @@ class DistillationConfig(Section):
     @property
     def leaves_out(self) -> bool:
         """Return whether there may be rows without a teacher."""
-        return self.chooses and any(teacher.model_path is None for teacher in self.teacher_models.values())
+        return self.chooses and len(self.teachers) < len(self.teacher_models)
 
     @property
     def rewarded(self) -> bool:

@@ -60,7 +60,7 @@ class Encoded:
 FIELDS = {
     TEACHER: Carried("row", absent=-1, filled_by="prompt"),
     "taught": Carried("row", filled_by="prompt"),
-    "teacher_log_probs": Carried("response", stored=False, filled_by="batch"),
+    "teacher_log_probs": Carried("response", filled_by="episode"),
     "prompt_log_probs": Carried("prompt", stored=False),
     "routes": Carried("token", absent=UNROUTED, enters=True),
 }

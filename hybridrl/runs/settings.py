@@ -3,9 +3,10 @@ of the inputs of responses and scores."""
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from hybridrl import plugins
 from hybridrl.checkpoint.resume import code_fingerprint, fingerprint, flatten
@@ -43,7 +44,7 @@ from hybridrl.config.schema_parts import (
     RolloutConfig,
     RolloutCorrectionConfig,
 )
-from hybridrl.config.teachers import EXACT_FORMS, DistillationConfig
+from hybridrl.config.teachers import EXACT_FORMS, DistillationConfig, TeacherConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, bind, find_estimator, find_policy_loss, loss_terms
 from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement
@@ -163,7 +164,7 @@ def build_algorithm(config: PPOConfig) -> Algorithm:
         bypass=correction.bypass_mode,
         signals=tuple(_signals(config, entry, terms, sampled_kl=kl not in (None, "full"))),
         terms=terms,
-        teachers=tuple(f"{TEACHERS}{name}" for name in config.distillation.teachers),
+        teachers=tuple(f"{TEACHERS}{name}" for name, each in config.distillation.teachers.items() if each.model_path),
     )
 
 
@@ -175,7 +176,9 @@ def _signals(config: PPOConfig, entry: Estimator, terms: Sequence[LossTerm], *, 
         yield Signal(("reference_log_probs",), "reference", ForwardSpec(temperature), timing="ref")
     if config.critic.enable:
         yield Signal(("values",), "critic")
-    for number, name in enumerate(config.distillation.teachers if _reads(terms, TAUGHT_BY) else ()):
+    for number, (name, teacher) in enumerate(config.distillation.teachers.items()):
+        if teacher.base_url or not _reads(terms, TAUGHT_BY):
+            continue
         rows = (TEACHER, number) if config.distillation.chooses else None
         yield Signal((TAUGHT_BY,), f"{TEACHERS}{name}", ForwardSpec(temperature), rows, "teacher")
     for name in dict.fromkeys([*entry.reads, *(name for term in terms for name in term.reads)]):
@@ -285,10 +288,14 @@ def policy_loss_config(config: PPOConfig) -> LossConfig:
     )
 
 
-def engine_fingerprint(model: ModelConfig, rollout: RolloutConfig) -> str:
-    """Fingerprint of everything but request and weights that determines a response."""
+def engine_fingerprint(
+    model: ModelConfig, rollout: RolloutConfig, endpoints: Mapping[str, TeacherConfig] = MappingProxyType({})
+) -> str:
+    """Fingerprint of everything but request and weights that determines a response, and what teachers say of it."""
     routes = ["routes"] if rollout.enable_rollout_routing_replay else []  # stored responses must then have them
-    return fingerprint(rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha, *routes)
+    taught = [f"{name} {each.base_url} {each.served_name}" for name, each in endpoints.items()]
+    engine = rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha
+    return fingerprint(*engine, *routes, *taught)
 
 
 def score_fingerprint(reward: RewardConfig, data: str) -> str:

@@ -21,9 +21,15 @@ def resolve_distillation(config: PPOConfig, hint: str, check: Checker) -> None:
         return
     _check_names(section, check)
     for name, teacher in section.teachers.items():
+        if teacher.model_path is None:
+            continue
         model = replace(config.actor_rollout_ref.model, path=teacher.model_path, lora_rank=0, lora_adapter_path=None)
         check_model(f"{MODELS}.{name}.model", model, rollout.max_model_len or 0, hint, check)
         teacher.model_path = absolute(model.path)
+    if section.endpoints and rollout.do_sample and rollout.temperature not in (0, 1):
+        cause = "a teacher behind an endpoint gives log-probs at temperature 1, which no other one follows from"
+        fix = "set it to 1, or give the teacher a model_path"
+        check.error("actor_rollout_ref.rollout.temperature distillation.teacher_models", cause, fix)
     _check_loss(config, check)
 
 
@@ -33,7 +39,15 @@ def _check_names(section: DistillationConfig, check: Checker) -> None:
     if not section.teachers:
         check.error("distillation.enabled", "no teacher has a model", NAME_ONE)
     for name, teacher in named.items():
-        if teacher.model_path is None and teacher.key is None:
+        place = f"{MODELS}.{name}"
+        if teacher.model_path and teacher.base_url:
+            check.error(
+                f"{place}.base_url {place}.model_path", "it has a model_path too", f"leave {place}.base_url out"
+            )
+        for key in ("served_name", "api_key_env"):
+            if vars(teacher)[key] and not teacher.base_url:
+                check.idle(f"{place}.{key} {place}.base_url", f"without {place}.base_url")
+        if name not in section.teachers and teacher.key is None:
             fix = f"set {MODELS}.{name}.model_path, or {MODELS}.{name}.key for rows without a teacher"
             check.error(f"{MODELS}.{name}", "it has neither a model nor a key", fix, valued=False)
         elif len(named) > 1 and teacher.key is None:
@@ -46,10 +60,16 @@ def _check_names(section: DistillationConfig, check: Checker) -> None:
 
 
 def _check_loss(config: PPOConfig, check: Checker) -> None:
-    """Check the loss, which null makes a forward KL: a reverse KL teaches nothing that the policy never samples."""
-    loss, check = config.distillation.distillation_loss, check.at(LOSS)
+    """Check the loss, which null makes a forward KL: a reverse KL teaches nothing that the policy never samples. With a
+    teacher behind an endpoint it is k1 as a reward, for which log-probs of sampled tokens are enough."""
+    loss, check, endpoints = config.distillation.distillation_loss, check.at(LOSS), config.distillation.endpoints
+    loss.use_policy_gradient |= loss.loss_mode is None and bool(endpoints)
     loss.loss_mode = loss.loss_mode or ("k1" if loss.use_policy_gradient else "forward_kl")
     exact = loss.loss_mode in EXACT_FORMS
+    if exact and endpoints:
+        cause = f"it needs the whole vocabulary, and {', '.join(endpoints)} gives log-probs of single tokens"
+        fix = f"set {LOSS}.loss_mode=k1 and use_policy_gradient=true, or a model_path in place of base_url"
+        check.error(f".loss_mode {MODELS}", cause, fix)
     if loss.use_policy_gradient and exact:
         cause = "a divergence over the whole vocabulary has no sampled token to reward"
         fix = f"set {LOSS}.loss_mode=k1, or use_policy_gradient=false"

@@ -1,0 +1,149 @@
+"""Teachers behind an endpoint: the log-probs of a response's tokens, requested as soon as its episode has ended.
+
+A response without them is a fault of its episode, which is excluded: no value takes their place.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import httpx
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.teachers import DistillationConfig, TeacherConfig
+from hybridrl.core.carried import TEACHER
+from hybridrl.core.experience.trajectory import EpisodeRequest, Finished, Row, Source, Trajectory
+from hybridrl.required import required
+from hybridrl.rewards.judge_client import CallFailed, Endpoint, shown
+from hybridrl.rewards.score import Score
+from hybridrl.runs.settings import TAUGHT_BY
+
+TIMEOUT, RETRIES = 600.0, 4  # seconds of a request, and further attempts
+AT_ONCE = 64  # requests of a step to all teachers
+
+
+class TaughtSource:
+    """Episodes with the log-probs that their teachers give. Those of a validation, and of teachers in the training
+    ranks, pass as they are."""
+
+    def __init__(
+        self,
+        section: DistillationConfig,
+        source: Source,
+        requests: Sequence[EpisodeRequest],
+        *,
+        timeout: float = TIMEOUT,
+        retries: int = RETRIES,
+    ) -> None:
+        self._source, self._requests = source, requests
+        self.scoring_started = source.scoring_started
+        self._teachers = {
+            number: Teacher(name, teacher, timeout, retries)
+            for number, (name, teacher) in enumerate(section.teachers.items())
+            if teacher.base_url
+        }
+        self._turn = asyncio.Semaphore(AT_ONCE)
+
+    async def finished(self) -> AsyncIterator[list[Finished]]:
+        """Yield episodes once they are taught, while others are in flight."""
+        episodes = aiter(self._source.finished())
+        coming: asyncio.Future | None = asyncio.ensure_future(anext(episodes, None))
+        asked: set[asyncio.Future] = set()
+        try:
+            while coming or asked:
+                done, _ = await asyncio.wait(asked | ({coming} if coming else set()), return_when="FIRST_COMPLETED")
+                if coming in done:
+                    ended = coming.result()
+                    asked |= {asyncio.ensure_future(self._taught(*episode)) for episode in ended or ()}
+                    coming = None if ended is None else asyncio.ensure_future(anext(episodes, None))
+                if taught := [task.result() for task in done & asked]:
+                    yield taught
+                asked -= done
+        finally:
+            for task in [*asked, *([coming] if coming else [])]:
+                task.cancel()
+            await asyncio.gather(*(teacher.endpoint.close() for teacher in self._teachers.values()))
+
+    async def _taught(self, index: int, trajectory: Trajectory, score: Score | None) -> Finished:
+        """Return the episode with the field on the last turn of each row, or without turns if a request fails."""
+        prompt = self._requests[index].prompt
+        teacher = self._teachers.get(int(prompt.carried.get(TEACHER, [0])[0]))
+        if teacher is None or trajectory.fault is not None or self._requests[index].stream:
+            return index, trajectory, score
+        turns = list(trajectory.turns)
+        ends = [end for end in range(len(turns)) if end + 1 == len(turns) or turns[end + 1].fresh]
+        try:
+            for end, row in zip(ends, trajectory.rows(), strict=True):
+                if TAUGHT_BY not in row.carried:
+                    async with self._turn:
+                        log_probs = await teacher.log_probs(row)
+                    turns[end] = replace(turns[end], carried={**turns[end].carried, TAUGHT_BY: log_probs})
+        except CallFailed as failure:
+            fault, detail = f"teacher:{failure.kind}", str(failure)
+            return index, replace(trajectory, turns=[], stop="fault", fault=fault, detail=detail), None
+        return index, replace(trajectory, turns=turns), score
+
+
+class Teacher:
+    """A model behind an endpoint."""
+
+    def __init__(self, name: str, config: TeacherConfig, timeout: float, retries: int) -> None:
+        place, url = f"distillation.teacher_models.{name}", f"{str(config.base_url).rstrip('/')}/completions"
+        self.endpoint = Endpoint(url, config.api_key_env, place, timeout=timeout, retries=retries)
+        self._model = {"model": config.served_name} if config.served_name else {}
+
+    async def log_probs(self, row: Row) -> np.ndarray:
+        """Return the log-probs of a row's response tokens [T] float32; CallFailed if there are none."""
+        tokens = await self.tokens([*row.prompt_ids, *row.response_ids.tolist()])
+        return np.array([token["logprob"] for token in tokens[-len(row.response_ids) :]], np.float32)
+
+    async def tokens(self, ids: list[int]) -> list[dict[str, Any]]:
+        """Return the entry of each token but the first."""
+        body = {**self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
+        return await self.endpoint.ask(body, partial(_own_tokens, ids))
+
+
+def _own_tokens(ids: Sequence[int], reply: httpx.Response) -> list[dict[str, Any]]:
+    """Return the entry of each token but the first; CallFailed if the reply has others."""
+    try:
+        entries, tokens = reply.json()["choices"][0]["prompt_logprobs"], []
+        for position, (own, entry) in enumerate(zip_longest(ids[1:], entries[1:], fillvalue={}), start=1):
+            if str(own) not in entry:
+                pair = "none" if own == {} else own, next(iter(entry), "none")
+                cause = "{}: at position {} the row has the token {}, and the reply {}".format(
+                    reply.url, position, *pair
+                )
+                raise CallFailed("other-tokens", cause)
+            if not math.isfinite(entry[str(own)]["logprob"]):
+                raise ValueError("not a log-prob")
+            tokens.append(entry[str(own)])
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        cause = f"{reply.url} sent something other than the log-probs of a prompt: {shown(reply)}"
+        raise CallFailed("reply", cause) from None
+    return tokens
+
+
+def check_endpoints(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
+    """Request the log-probs of a row of the greatest length. Raises ConfigError if there are none, or if the teacher
+    has other tokens at the same ids."""
+    longest = required(config.actor_rollout_ref.rollout.max_model_len)
+    ids = (list(prompt) * (longest // len(prompt) + 1))[:longest]
+    for name, teacher in config.distillation.endpoints.items():
+        key = f"distillation.teacher_models.{name}.base_url"
+        try:
+            tokens = asyncio.run(Teacher(name, teacher, TIMEOUT, retries=0).tokens(ids))
+        except CallFailed as failure:
+            fix = f"name a server that returns prompt_logprobs for {longest} tokens: vLLM's, or hybridrl serve"
+            raise ConfigError(f"{key}={teacher.base_url}: {failure}", fix=fix, keys=key) from failure
+        for number, token in zip(ids[1:], tokens, strict=True):
+            ours = tokenizer.decode([number])
+            theirs = token.get("decoded_token") or ours
+            if ours.strip() != theirs.strip() and "\ufffd" not in ours + theirs:  # half a character
+                cause = f"{key}={teacher.base_url}: the token {number} is {theirs!r}, and the policy's {ours!r}"
+                raise ConfigError(cause, fix="choose a teacher with the policy's tokens", keys=key)
