@@ -6,6 +6,7 @@ from tests.config.conftest import Load, errors_of
 
 ON, LOSS, MODELS = "distillation.enabled=true", "distillation.distillation_loss", "distillation.teacher_models"
 ONE = f"+{MODELS}.teacher_model.model_path=model"
+FAR = f"+{MODELS}.far.base_url=http://127.0.0.1:8001/v1"
 
 
 def test_a_teacher_is_named_by_its_path_alone(load: Load) -> None:
@@ -15,6 +16,21 @@ def test_a_teacher_is_named_by_its_path_alone(load: Load) -> None:
     )
     assert section.distillation_loss.loss_mode == "forward_kl" and not section.chooses
     assert load(ON, ONE, f"{LOSS}.use_policy_gradient=true").config.distillation.distillation_loss.loss_mode == "k1"
+
+
+def test_behind_an_endpoint_the_loss_is_k1_as_a_reward_unless_another_is_chosen(load: Load) -> None:
+    section = load(ON, FAR, f"{MODELS}.far.served_name=big").config.distillation
+    assert [*section.teachers] == [*section.endpoints] == ["far"] and section.endpoints["far"].served_name == "big"
+    assert (section.distillation_loss.loss_mode, section.distillation_loss.use_policy_gradient) == ("k1", True)
+    loss = load(ON, FAR, f"{LOSS}.loss_mode=k3").config.distillation.distillation_loss
+    assert (loss.loss_mode, loss.use_policy_gradient) == ("k3", False)
+
+
+def test_teachers_of_both_kinds_have_different_rows(load: Load) -> None:
+    both = (ON, ONE, FAR, f"{MODELS}.teacher_model.key=a", f"{MODELS}.far.key=b")
+    section = load(*both).config.distillation
+    assert [*section.teachers] == ["teacher_model", "far"] and [*section.endpoints] == ["far"]
+    assert section.distillation_loss.loss_mode == "k1" and not section.leaves_out
 
 
 def test_the_teacher_of_the_default_name_stays_when_others_are_added(load: Load) -> None:
@@ -48,6 +64,10 @@ def test_keys_of_a_pool_and_of_a_truncated_table_have_no_effect(load: Load) -> N
         ((ON, ONE, f"{LOSS}.loss_mode=k1"), ["its gradient does not depend on the teacher"]),
         ((ON, ONE, f"{LOSS}.loss_mode=jsd", f"{LOSS}.use_policy_gradient=true"), ["has no sampled token to reward"]),
         ((ON, ONE, f"{LOSS}.loss_mode=jsd", f"{LOSS}.beta=1"), ["must be more than 0 and less than 1"]),
+        ((ON, FAR, f"{LOSS}.loss_mode=reverse_kl"), ["far gives log-probs of single tokens"]),
+        ((ON, FAR, "actor_rollout_ref.rollout.temperature=0.7"), ["gives log-probs at temperature 1"]),
+        ((ON, FAR, f"{MODELS}.far.model_path=model"), [f"it has a model_path too; leave {MODELS}.far.base_url out"]),
+        ((ON, f"{FAR}/chat/completions"), ["names one path too many"]),
         ((ON, ONE, f"{LOSS}.loss_mode=revers_kl"), ["did you mean reverse_kl?"]),
         ((ON, ONE, f"{LOSS}.use_task_rewards=false", "critic.enable=true", "algorithm.adv_estimator=gae"),
          ["critic.enable=true: nothing learns from it without task rewards"]),
@@ -65,6 +85,10 @@ def test_what_cannot_teach_is_rejected_with_the_fix(load: Load, overrides, error
     ("overrides", "note"),
     [
         ((ONE,), f"{MODELS} has no effect without distillation.enabled=true"),
+        (
+            (ON, ONE, f"{MODELS}.teacher_model.served_name=a"),
+            f"{MODELS}.teacher_model.served_name has no effect without {MODELS}.teacher_model.base_url",
+        ),
         ((ON, ONE, f"{LOSS}.beta=0.3"), f"{LOSS}.beta has no effect without {LOSS}.loss_mode=jsd"),
         (
             (ON, ONE, f"{LOSS}.use_task_rewards=false", f"{LOSS}.distillation_loss_coef=0.5"),

@@ -386,7 +386,8 @@ def test_tools_that_are_no_list_of_schemas_are_bad_rows(write, config, tokenizer
 
 def teachers(**models: tuple[str, str | None]) -> DistillationConfig:
     section = section_of(DistillationConfig, "distillation")
-    named = {name: TeacherConfig(key=key, model_path=path) for name, (key, path) in models.items()}
+    far = dict.fromkeys(("base_url", "served_name", "api_key_env"))
+    named = {name: TeacherConfig(key=key, model_path=path, **far) for name, (key, path) in models.items()}
     return replace(section, enabled=True, teacher_key="kind", teacher_models=named)
 
 
