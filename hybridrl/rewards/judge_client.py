@@ -43,11 +43,11 @@ class CallFailed(NoScore):
         self.kind, self.transient, self.wait = kind, transient, wait
 
 
-class Endpoint:
+class ModelServer:
     """A path of a model's server. All calls run in one event loop. `section`: the keys of `api_key_env`."""
 
     def __init__(self, url: str, api_key_env: str | None, section: str, *, timeout: float, retries: int) -> None:
-        self.url, self._timeout, self._retries = url, timeout, retries
+        self.url, self._seconds, self._retries = url, timeout, retries
         self._headers = {"Content-Type": "application/json"}
         if api_key_env:
             if not (key := os.environ.get(api_key_env, "").strip()):
@@ -77,10 +77,10 @@ class Endpoint:
             proxied, limits = urlsplit(self.url).hostname not in _ON_THIS_MACHINE, httpx.Limits(max_connections=None)
             self._http = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits, trust_env=proxied)
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._seconds):
                 reply = await self._http.post(self.url, content=content)
         except TimeoutError:
-            cause = f"{self.url} sent no response within {self._timeout:g} s"
+            cause = f"{self.url} sent no response within {self._seconds:g} s"
             raise CallFailed("timeout", cause, transient=True) from None
         except httpx.HTTPError as error:
             cause = mask_text(f"{self.url}: {type(error).__name__}: {error}")
@@ -104,7 +104,7 @@ class JudgeClient:
     def __init__(self, config: JudgeConfig, read: Callable[[str], float]) -> None:
         self._config, self._read, self._verdicts = config, read, Verdicts(config.cache)
         url, limits = f"{str(config.base_url).rstrip('/')}/chat/completions", {"timeout": config.timeout}
-        self._endpoint = Endpoint(url, config.api_key_env, "reward.judge", **limits, retries=config.retries)
+        self._endpoint = ModelServer(url, config.api_key_env, "reward.judge", **limits, retries=config.retries)
         self._calls: dict[str, asyncio.Task[tuple[float, str]]] = {}  # in progress, by the key of the request
 
     async def ask(self, messages: Sequence[Mapping[str, str]]) -> tuple[float, str]:

@@ -291,7 +291,7 @@ def policy_loss_config(config: PPOConfig) -> LossConfig:
 def engine_fingerprint(
     model: ModelConfig, rollout: RolloutConfig, endpoints: Mapping[str, TeacherConfig] = MappingProxyType({})
 ) -> str:
-    """Fingerprint of everything but request and weights that determines a response, and what teachers say of it."""
+    """Fingerprint of everything but request and weights that determines a response and its teachers' log-probs."""
     routes = ["routes"] if rollout.enable_rollout_routing_replay else []  # stored responses must then have them
     taught = [f"{name} {each.base_url} {each.served_name}" for name, each in endpoints.items()]
     engine = rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha

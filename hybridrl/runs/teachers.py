@@ -20,7 +20,7 @@ from hybridrl.config.teachers import DistillationConfig, TeacherConfig
 from hybridrl.core.carried import TEACHER
 from hybridrl.core.experience.trajectory import EpisodeRequest, Finished, Row, Source, Trajectory
 from hybridrl.required import required
-from hybridrl.rewards.judge_client import CallFailed, Endpoint, shown
+from hybridrl.rewards.judge_client import CallFailed, ModelServer, shown
 from hybridrl.rewards.score import Score
 from hybridrl.runs.settings import TAUGHT_BY
 
@@ -33,21 +33,11 @@ class TaughtSource:
     ranks, pass as they are."""
 
     def __init__(
-        self,
-        section: DistillationConfig,
-        source: Source,
-        requests: Sequence[EpisodeRequest],
-        *,
-        timeout: float = TIMEOUT,
-        retries: int = RETRIES,
+        self, section: DistillationConfig, source: Source, requests: Sequence[EpisodeRequest], **limits: Any
     ) -> None:
-        self._source, self._requests = source, requests
-        self.scoring_started = source.scoring_started
-        self._teachers = {
-            number: Teacher(name, teacher, timeout, retries)
-            for number, (name, teacher) in enumerate(section.teachers.items())
-            if teacher.base_url
-        }
+        self._source, self._requests, self.scoring_started = source, requests, source.scoring_started
+        numbered = enumerate(section.teachers.items())
+        self._teachers = {number: Teacher(*named, **limits) for number, named in numbered if named[1].base_url}
         self._turn = asyncio.Semaphore(AT_ONCE)
 
     async def finished(self) -> AsyncIterator[list[Finished]]:
@@ -93,9 +83,9 @@ class TaughtSource:
 class Teacher:
     """A model behind an endpoint."""
 
-    def __init__(self, name: str, config: TeacherConfig, timeout: float, retries: int) -> None:
+    def __init__(self, name: str, config: TeacherConfig, timeout: float = TIMEOUT, retries: int = RETRIES) -> None:
         place, url = f"distillation.teacher_models.{name}", f"{str(config.base_url).rstrip('/')}/completions"
-        self.endpoint = Endpoint(url, config.api_key_env, place, timeout=timeout, retries=retries)
+        self.endpoint = ModelServer(url, config.api_key_env, place, timeout=timeout, retries=retries)
         self._model = {"model": config.served_name} if config.served_name else {}
 
     async def log_probs(self, row: Row) -> np.ndarray:
@@ -115,11 +105,10 @@ def _own_tokens(ids: Sequence[int], reply: httpx.Response) -> list[dict[str, Any
         entries, tokens = reply.json()["choices"][0]["prompt_logprobs"], []
         for position, (own, entry) in enumerate(zip_longest(ids[1:], entries[1:], fillvalue={}), start=1):
             if str(own) not in entry:
-                pair = "none" if own == {} else own, next(iter(entry), "none")
-                cause = "{}: at position {} the row has the token {}, and the reply {}".format(
-                    reply.url, position, *pair
+                pair = (
+                    f"the token {own if isinstance(own, int) else 'none'}, and the reply {', '.join(entry) or 'none'}"
                 )
-                raise CallFailed("other-tokens", cause)
+                raise CallFailed("other-tokens", f"{reply.url}: at position {position} the row has {pair}")
             if not math.isfinite(entry[str(own)]["logprob"]):
                 raise ValueError("not a log-prob")
             tokens.append(entry[str(own)])
@@ -137,7 +126,7 @@ def check_endpoints(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, promp
     for name, teacher in config.distillation.endpoints.items():
         key = f"distillation.teacher_models.{name}.base_url"
         try:
-            tokens = asyncio.run(Teacher(name, teacher, TIMEOUT, retries=0).tokens(ids))
+            tokens = asyncio.run(Teacher(name, teacher, retries=0).tokens(ids))
         except CallFailed as failure:
             fix = f"name a server that returns prompt_logprobs for {longest} tokens: vLLM's, or hybridrl serve"
             raise ConfigError(f"{key}={teacher.base_url}: {failure}", fix=fix, keys=key) from failure

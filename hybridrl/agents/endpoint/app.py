@@ -97,7 +97,7 @@ class Api:
 
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         sampling, tokenizer = body.wanted(self.rules), self.core.kit.tokenizer
-        # A policy may sample rows of its head that are no token: a teacher scores them too, if its model has them.
+        # A policy may sample padding rows of its head: a teacher scores them if its model has them.
         prompt = body.single_prompt(len(tokenizer) if body.prompt_logprobs is None else 2**31)
         form = partial(completion_body, request=body, model=self.model, tokenizer=tokenizer)
         return await self._answered(request, body, sampling, form, partial(self.core.complete, prompt=prompt))

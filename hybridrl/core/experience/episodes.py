@@ -72,7 +72,7 @@ class EpisodeRunner:
     """Runs episodes and submits them for scoring: single responses, or `conversations`.
 
     The reward function scores episodes that already have an environment's reward only with `function_scores`; with
-    `add_environment_reward` both rewards are added. `taught` adds what teachers behind an endpoint say of episodes.
+    `add_environment_reward` both rewards are added. `taught` adds the log-probs of teachers behind an endpoint.
     """
 
     client: Sampler
