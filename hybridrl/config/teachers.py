@@ -8,13 +8,10 @@ from hybridrl.config.files import ModelPath
 from hybridrl.config.judge import address
 from hybridrl.config.values import Section
 
-EXACT_FORMS = get_args(Divergence.__annotations__["kind"])
-DistillationForm = Annotated[
-    Literal[
-        "forward_kl", "reverse_kl", "jsd", "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
-        "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
-    ],
-    values.Means({"forward_kl_topk": "forward_kl"}),
+*EXACT_FORMS, TOP_FORM = get_args(Divergence.__annotations__["kind"])
+DistillationForm = Literal[
+    "forward_kl", "reverse_kl", "jsd", "forward_kl_topk", "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
+    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
 ]  # fmt: skip
 
 
@@ -29,6 +26,8 @@ class TeacherConfig(Section):
 class DistillationLossConfig(Section):
     loss_mode: DistillationForm | None
     beta: Annotated[float, values.Range(above=0, below=1)]
+    topk: values.Positive
+    log_prob_min_clamp: Annotated[float, values.Range(below=0)] | None
     use_task_rewards: bool
     distillation_loss_coef: values.AboveZero
     loss_max_clamp: values.AboveZero | None

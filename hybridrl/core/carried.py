@@ -54,6 +54,7 @@ class Encoded:
 
 
 # The number of a row's teacher (-1: none), whether it has one, and its log-probs of the response tokens.
+# The teacher's k most probable tokens in place of each: id, and the bits of the float32 log-prob [k, 2] int32.
 # A scored prompt: of each token (the first: zeros), then of the k most probable ones, id, log-prob and rank [1 + k, 3].
 # Routes: the experts that a mixture's routers chose [tokens, layers, experts of a token] int16, for all tokens of
 # prompt and response but the last, which the engine does not compute. Layers without experts have arbitrary numbers.
@@ -61,6 +62,7 @@ FIELDS = {
     TEACHER: Carried("row", absent=-1, filled_by="prompt"),
     "taught": Carried("row", filled_by="prompt"),
     "teacher_log_probs": Carried("response", filled_by="episode"),
+    "teacher_top": Carried("response", filled_by="episode"),
     "prompt_log_probs": Carried("prompt", stored=False),
     "routes": Carried("token", absent=UNROUTED, enters=True),
 }

@@ -21,6 +21,7 @@ from hybridrl.config.catalog import (
     SAMPLED_TEACHER,
     SFT_POLICY_LOSS,
     TEACHER_REWARD,
+    TOP_TEACHER,
     Divergence,
     Estimator,
     LossTerm,
@@ -44,7 +45,7 @@ from hybridrl.config.schema_parts import (
     RolloutConfig,
     RolloutCorrectionConfig,
 )
-from hybridrl.config.teachers import EXACT_FORMS, DistillationConfig, TeacherConfig
+from hybridrl.config.teachers import EXACT_FORMS, TOP_FORM, DistillationConfig, TeacherConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, bind, find_estimator, find_policy_loss, loss_terms
 from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement
@@ -259,6 +260,9 @@ def teaching_term(distillation: DistillationConfig) -> LossTerm:
     if form in EXACT_FORMS:
         parameters = {"most": loss.loss_max_clamp}
         return replace(EXACT_TEACHER, divergence=Divergence(form, loss.beta), parameters=parameters, **common)
+    if form == TOP_FORM:
+        divergence = Divergence(TOP_FORM, least=loss.log_prob_min_clamp)
+        return replace(TOP_TEACHER, divergence=divergence, parameters={"most": loss.loss_max_clamp}, **common)
     parameters = {"form": form, "most": loss.loss_max_clamp}
     if not loss.use_policy_gradient:
         return replace(SAMPLED_TEACHER, parameters=parameters, **common)

@@ -5,7 +5,7 @@ A response without them is a fault of its episode, which is excluded: no value t
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -16,15 +16,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import ConfigError, PPOConfig
-from hybridrl.config.teachers import DistillationConfig, TeacherConfig
+from hybridrl.config.teachers import TOP_FORM, DistillationConfig, TeacherConfig
 from hybridrl.core.carried import TEACHER
 from hybridrl.core.experience.trajectory import EpisodeRequest, Finished, Row, Source, Trajectory
+from hybridrl.core.training.losses import TOP_FIELD
 from hybridrl.required import required
 from hybridrl.rewards.judge_client import CallFailed, ModelServer, shown
 from hybridrl.rewards.score import Score
 from hybridrl.runs.settings import TAUGHT_BY
 
 TIMEOUT, RETRIES = 600.0, 4  # seconds of a request, and further attempts
+Table = Mapping[str, Mapping[str, Any]]  # entries by token
 AT_ONCE = 64  # requests of a step to all teachers
 
 
@@ -36,8 +38,9 @@ class TaughtSource:
         self, section: DistillationConfig, source: Source, requests: Sequence[EpisodeRequest], **limits: Any
     ) -> None:
         self._source, self._requests, self.scoring_started = source, requests, source.scoring_started
-        numbered = enumerate(section.teachers.items())
-        self._teachers = {number: Teacher(*named, **limits) for number, named in numbered if named[1].base_url}
+        numbered, loss = enumerate(section.teachers.items()), section.distillation_loss
+        self._field, top = (TOP_FIELD, loss.topk) if loss.loss_mode == TOP_FORM else (TAUGHT_BY, 0)
+        self._teachers = {number: Teacher(*named, top, **limits) for number, named in numbered if named[1].base_url}
         self._turn = asyncio.Semaphore(AT_ONCE)
 
     async def finished(self) -> AsyncIterator[list[Finished]]:
@@ -70,10 +73,10 @@ class TaughtSource:
         ends = [end for end in range(len(turns)) if end + 1 == len(turns) or turns[end + 1].fresh]
         try:
             for end, row in zip(ends, trajectory.rows(), strict=True):
-                if TAUGHT_BY not in row.carried:
+                if self._field not in row.carried:
                     async with self._turn:
-                        log_probs = await teacher.log_probs(row)
-                    turns[end] = replace(turns[end], carried={**turns[end].carried, TAUGHT_BY: log_probs})
+                        values = await teacher.values(row)
+                    turns[end] = replace(turns[end], carried={**turns[end].carried, self._field: values})
         except CallFailed as failure:
             fault, detail = f"teacher:{failure.kind}", str(failure)
             return index, replace(trajectory, turns=[], stop="fault", fault=fault, detail=detail), None
@@ -81,58 +84,70 @@ class TaughtSource:
 
 
 class Teacher:
-    """A model behind an endpoint."""
+    """A model behind an endpoint, with its `top` most probable tokens if that is not 0."""
 
-    def __init__(self, name: str, config: TeacherConfig, timeout: float = TIMEOUT, retries: int = RETRIES) -> None:
+    def __init__(
+        self, name: str, config: TeacherConfig, top: int, timeout: float = TIMEOUT, retries: int = RETRIES
+    ) -> None:
         place, url = f"distillation.teacher_models.{name}", f"{str(config.base_url).rstrip('/')}/completions"
         self.endpoint = ModelServer(url, config.api_key_env, place, timeout=timeout, retries=retries)
-        self._model = {"model": config.served_name} if config.served_name else {}
+        self._top, self._model = top, {"model": config.served_name} if config.served_name else {}
 
-    async def log_probs(self, row: Row) -> np.ndarray:
-        """Return the log-probs of a row's response tokens [T] float32; CallFailed if there are none."""
-        tokens = await self.tokens([*row.prompt_ids, *row.response_ids.tolist()])
-        return np.array([token["logprob"] for token in tokens[-len(row.response_ids) :]], np.float32)
+    async def values(self, row: Row) -> np.ndarray:
+        """Return the log-probs of a row's response tokens [T] float32, or the field teacher_top; CallFailed if there
+        are none."""
+        tables = (await self.tables([*row.prompt_ids, *row.response_ids.tolist()]))[-len(row.response_ids) :]
+        if not self._top:
+            return np.array([table[own]["logprob"] for own, table in tables], np.float32)
+        likeliest = [sorted(_log_probs(table), reverse=True)[: self._top] for _, table in tables]
+        log_probs, ids = np.moveaxis(np.array(likeliest), -1, 0)
+        return np.stack([ids.astype(np.int32), log_probs.astype(np.float32).view(np.int32)], -1)
 
-    async def tokens(self, ids: list[int]) -> list[dict[str, Any]]:
-        """Return the entry of each token but the first."""
-        body = {**self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
-        return await self.endpoint.ask(body, partial(_own_tokens, ids))
+    async def tables(self, ids: list[int]) -> list[tuple[str, Table]]:
+        """Return each token but the first, with its table: itself and the most probable tokens in its place."""
+        body = {**self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self._top}
+        return await self.endpoint.ask(body, partial(_tables, ids, self._top))
 
 
-def _own_tokens(ids: Sequence[int], reply: httpx.Response) -> list[dict[str, Any]]:
-    """Return the entry of each token but the first; CallFailed if the reply has others."""
+def _tables(ids: Sequence[int], top: int, reply: httpx.Response) -> list[tuple[str, Table]]:
+    """Return each token but the first, and its table; CallFailed if the reply has others."""
     try:
-        entries, tokens = reply.json()["choices"][0]["prompt_logprobs"], []
+        entries, tables = reply.json()["choices"][0]["prompt_logprobs"], []
         for position, (own, entry) in enumerate(zip_longest(ids[1:], entries[1:], fillvalue={}), start=1):
             if str(own) not in entry:
                 pair = (
                     f"the token {own if isinstance(own, int) else 'none'}, and the reply {', '.join(entry) or 'none'}"
                 )
                 raise CallFailed("other-tokens", f"{reply.url}: at position {position} the row has {pair}")
-            if not math.isfinite(entry[str(own)]["logprob"]):
-                raise ValueError("not a log-prob")
-            tokens.append(entry[str(own)])
+            if len(entry) < max(top, 1) or not all(math.isfinite(log_prob) for log_prob, _ in _log_probs(entry)):
+                raise ValueError("too few, or not log-probs")
+            tables.append((str(own), entry))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         cause = f"{reply.url} sent something other than the log-probs of a prompt: {shown(reply)}"
         raise CallFailed("reply", cause) from None
-    return tokens
+    return tables
+
+
+def _log_probs(table: Table) -> list[tuple[float, int]]:
+    return [(token["logprob"], int(number)) for number, token in table.items()]
 
 
 def check_endpoints(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
     """Request the log-probs of a row of the greatest length. Raises ConfigError if there are none, or if the teacher
     has other tokens at the same ids."""
     longest = required(config.actor_rollout_ref.rollout.max_model_len)
-    ids = (list(prompt) * (longest // len(prompt) + 1))[:longest]
+    ids, loss = (list(prompt) * (longest // len(prompt) + 1))[:longest], config.distillation.distillation_loss
+    top = loss.topk if loss.loss_mode == TOP_FORM else 0
     for name, teacher in config.distillation.endpoints.items():
         key = f"distillation.teacher_models.{name}.base_url"
         try:
-            tokens = asyncio.run(Teacher(name, teacher, retries=0).tokens(ids))
+            tables = asyncio.run(Teacher(name, teacher, top, retries=0).tables(ids))
         except CallFailed as failure:
             fix = f"name a server that returns prompt_logprobs for {longest} tokens: vLLM's, or hybridrl serve"
             raise ConfigError(f"{key}={teacher.base_url}: {failure}", fix=fix, keys=key) from failure
-        for number, token in zip(ids[1:], tokens, strict=True):
-            ours = tokenizer.decode([number])
-            theirs = token.get("decoded_token") or ours
+        for number, table in tables:
+            ours = tokenizer.decode([int(number)])
+            theirs = table[number].get("decoded_token") or ours
             if ours.strip() != theirs.strip() and "\ufffd" not in ours + theirs:  # half a character
                 cause = f"{key}={teacher.base_url}: the token {number} is {theirs!r}, and the policy's {ours!r}"
                 raise ConfigError(cause, fix="choose a teacher with the policy's tokens", keys=key)

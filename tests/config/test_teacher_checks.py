@@ -26,6 +26,14 @@ def test_behind_an_endpoint_the_loss_is_k1_as_a_reward_unless_another_is_chosen(
     assert (loss.loss_mode, loss.use_policy_gradient) == ("k3", False)
 
 
+def test_the_most_probable_tokens_come_from_an_endpoint(load: Load) -> None:
+    keys = (f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=8", f"{LOSS}.log_prob_min_clamp=-10")
+    loaded = load(ON, FAR, *keys)
+    loss = loaded.config.distillation.distillation_loss
+    assert (loss.loss_mode, loss.topk, loss.log_prob_min_clamp) == ("forward_kl_topk", 8, -10)
+    assert not any("no effect" in note for note in loaded.notes)
+
+
 def test_teachers_of_both_kinds_have_different_rows(load: Load) -> None:
     both = (ON, ONE, FAR, f"{MODELS}.teacher_model.key=a", f"{MODELS}.far.key=b")
     section = load(*both).config.distillation
@@ -45,7 +53,8 @@ def test_keys_of_a_pool_and_of_a_truncated_table_have_no_effect(load: Load) -> N
     more = [f"{MODELS}.teacher_model.inference.gpu_memory_utilization=0.4", "distillation.nnodes=1", f"{LOSS}.topk=64"]
     notes = load(ON, ONE, *more, f"{LOSS}.loss_mode=forward_kl_topk").notes
     assert any("need no pool of servers" in note for note in notes)
-    assert any("topk has no effect: the divergence is exact" in note for note in notes)
+    assert any(f"{LOSS}.topk has no effect without {LOSS}.loss_mode=forward_kl_topk" in note for note in notes)
+    assert any("in the training ranks it is forward_kl" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +74,11 @@ def test_keys_of_a_pool_and_of_a_truncated_table_have_no_effect(load: Load) -> N
         ((ON, ONE, f"{LOSS}.loss_mode=jsd", f"{LOSS}.use_policy_gradient=true"), ["has no sampled token to reward"]),
         ((ON, ONE, f"{LOSS}.loss_mode=jsd", f"{LOSS}.beta=1"), ["must be more than 0 and less than 1"]),
         ((ON, FAR, f"{LOSS}.loss_mode=reverse_kl"), ["far gives log-probs of single tokens"]),
+        ((ON, FAR, f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.use_policy_gradient=true"), ["has no sampled token"]),
+        (
+            (ON, ONE, FAR, f"{MODELS}.teacher_model.key=a", f"{MODELS}.far.key=b", f"{LOSS}.loss_mode=forward_kl_topk"),
+            ["a teacher with a model_path sends no most probable tokens"],
+        ),
         ((ON, FAR, "actor_rollout_ref.rollout.temperature=0.7"), ["gives log-probs at temperature 1"]),
         ((ON, FAR, f"{MODELS}.far.model_path=model"), [f"it has a model_path too; leave {MODELS}.far.base_url out"]),
         ((ON, f"{FAR}/chat/completions"), ["names one path too many"]),

@@ -89,6 +89,40 @@ def test_requests_go_out_while_other_responses_are_sampled():
     assert len(client.calls[0][0]) == 6 and len(server.requests) == 6 and seen[0] == 0
 
 
+def with_likeliest(table: list) -> list:
+    """A table with the two most probable tokens, of which the token itself may be one."""
+    return [
+        None,
+        *(each | {"41": {"logprob": -0.25, "rank": 1}, "42": {"logprob": -0.5, "rank": 2}} for each in table[1:]),
+    ]
+
+
+def test_the_most_probable_tokens_are_those_of_each_place_without_the_sampled_one_unless_it_is_one_of_them():
+    config = section("")
+    config.distillation_loss.loss_mode, config.distillation_loss.topk = "forward_kl_topk", 2
+    with serving(lambda _, body: answer(body, with_likeliest)) as server:
+        config.teacher_models["far"].base_url = server.url
+        experience = build([[1, 0]], step=1)
+        experience.runner.taught = partial(TaughtSource, config)
+        top = required(experience.collect(1).batch.value("teacher_top"))
+    assert {each["prompt_logprobs"] for each in server.requests} == {2} and top.dtype == torch.int32
+    likeliest, own = [[41, -0.25], [42, -0.5]], log_prob(0, 3)  # the token 0 comes first in the row 0
+    ids, log_probs = top[..., 0], top[..., 1].contiguous().view(torch.float32)
+    rows = torch.stack([ids.float(), log_probs], -1).tolist()
+    first = sorted([*likeliest, [0, own]], key=lambda pair: -pair[1])[:2]
+    assert rows[0] == first != likeliest and rows[2] == likeliest
+
+
+def test_fewer_most_probable_tokens_than_requested_are_no_answer():
+    config = section("")
+    config.distillation_loss.loss_mode, config.distillation_loss.topk = "forward_kl_topk", 2
+    with serving(lambda _, body: answer(body)) as server, pytest.raises(NothingToLearnFrom, match="teacher:reply"):
+        config.teacher_models["far"].base_url = server.url
+        experience = build([[1, 0]], step=1)
+        experience.runner.taught = partial(TaughtSource, config)
+        experience.collect(1)
+
+
 FAILURES = {
     "429": Reply(status=429, body="later"),
     "500": Reply(status=500, body="<html>"),

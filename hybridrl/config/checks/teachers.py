@@ -5,7 +5,7 @@ from dataclasses import replace
 from hybridrl.config.checks.model import absolute, check_model
 from hybridrl.config.findings import Checker
 from hybridrl.config.schema import PPOConfig
-from hybridrl.config.teachers import EXACT_FORMS, DistillationConfig
+from hybridrl.config.teachers import EXACT_FORMS, TOP_FORM, DistillationConfig
 
 LOSS, MODELS, KEY = "distillation.distillation_loss", "distillation.teacher_models", "distillation.teacher_key"
 NAME_ONE = f"add {MODELS}.teacher_model.model_path=..."
@@ -65,12 +65,21 @@ def _check_loss(config: PPOConfig, check: Checker) -> None:
     loss, check, endpoints = config.distillation.distillation_loss, check.at(LOSS), config.distillation.endpoints
     loss.use_policy_gradient |= loss.loss_mode is None and bool(endpoints)
     loss.loss_mode = loss.loss_mode or ("k1" if loss.use_policy_gradient else "forward_kl")
-    exact = loss.loss_mode in EXACT_FORMS
-    if exact and endpoints:
+    if loss.loss_mode == TOP_FORM and not endpoints:
+        check.warn(".loss_mode", "in the training ranks it is forward_kl, over the whole vocabulary")
+        loss.loss_mode = "forward_kl"
+    top = loss.loss_mode == TOP_FORM
+    if loss.loss_mode in EXACT_FORMS and endpoints:
         cause = f"it needs the whole vocabulary, and {', '.join(endpoints)} gives log-probs of single tokens"
-        fix = f"set {LOSS}.loss_mode=k1 and use_policy_gradient=true, or a model_path in place of base_url"
+        fix = f"set {LOSS}.loss_mode={TOP_FORM}, or a model_path in place of base_url"
         check.error(f".loss_mode {MODELS}", cause, fix)
-    if loss.use_policy_gradient and exact:
+    if top and len(endpoints) < len(config.distillation.teachers):
+        cause, fix = "a teacher with a model_path sends no most probable tokens", f"set {LOSS}.loss_mode=k1"
+        check.error(f".loss_mode {MODELS}", cause, f"{fix} and use_policy_gradient=true")
+    for key, default in {"topk": 32, "log_prob_min_clamp": None}.items():
+        if vars(loss)[key] != default and not top:
+            check.idle(f".{key} .loss_mode", f"without {LOSS}.loss_mode={TOP_FORM} and teachers behind endpoints")
+    if loss.use_policy_gradient and (top or loss.loss_mode in EXACT_FORMS):
         cause = "a divergence over the whole vocabulary has no sampled token to reward"
         fix = f"set {LOSS}.loss_mode=k1, or use_policy_gradient=false"
         check.error(".use_policy_gradient .loss_mode", cause, fix)
