@@ -1,5 +1,6 @@
 """A teacher behind `hybridrl serve` against the same one in the training ranks, in whole runs."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,10 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from hybridrl.config.teachers import TeacherConfig
+from hybridrl.core.experience.trajectory import Row
+from hybridrl.runs.teachers import Teacher
 from tests.agents.endpoint.test_serve import wait_for
 from tests.integration.test_resume import victim
 from tests.integration.test_run import finish, metrics, start
@@ -58,6 +63,21 @@ def arguments(overrides) -> Callable[..., list[str]]:
         return overrides(directory, short | contents | more)
 
     return build
+
+
+def test_a_served_model_gives_its_log_probs_of_a_row_and_its_most_probable_tokens(address, teacher):
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
+    ids = torch.randint(3, model.config.vocab_size, (40,), generator=torch.Generator().manual_seed(1))
+    log_q = model(ids[None]).logits[0, 9:-1].log_softmax(-1).detach()  # of the tokens after ten
+    row = Row(ids[:10].tolist(), ids[10:].numpy(), *[np.zeros(30)] * 4)
+    config = TeacherConfig(key=None, model_path=None, base_url=address, served_name="policy", api_key_env=None)
+    own = torch.from_numpy(asyncio.run(Teacher("one", config, 0).values(row)))
+    top = torch.from_numpy(asyncio.run(Teacher("one", config, 32).values(row)))
+    expected, likeliest = log_q.gather(-1, ids[10:, None]).squeeze(-1), log_q.topk(32)
+    torch.testing.assert_close(own.double(), expected, atol=1e-4, rtol=0)
+    values = top[..., 1].contiguous().view(torch.float32).double()
+    torch.testing.assert_close(values, likeliest.values, atol=1e-4, rtol=0)
+    torch.testing.assert_close(log_q.gather(-1, top[..., 0].long()), values, atol=1e-4, rtol=0)  # as ids may be tied
 
 
 def test_a_run_that_is_killed_and_resumed_learns_what_the_teacher_in_the_ranks_teaches(

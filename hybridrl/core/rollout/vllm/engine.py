@@ -212,6 +212,7 @@ def vllm_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, engi
         "enable_sleep_mode": rollout.free_cache_engine,
         # Log-probs of the distribution that was sampled from: the trainer divides by the same temperature.
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 128,  # the most probable tokens that a client of a served model may request
         "seed": rollout.seed,
         "cudagraph_capture_sizes": rollout.cudagraph_capture_sizes or None,
         "disable_log_stats": False,  # the observer's; vLLM's own log shows them at its level INFO only
