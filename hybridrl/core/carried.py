@@ -20,7 +20,7 @@ import numpy as np
 
 from hybridrl import plugins
 
-TEACHER = "teacher"
+TEACHER, TEACHER_TOP = "teacher", "teacher_top"
 UNROUTED = -1  # in `routes`, of a token that the engine has not computed: the router chooses
 Fields = Mapping[str, np.ndarray]
 
@@ -62,7 +62,7 @@ FIELDS = {
     TEACHER: Carried("row", absent=-1, filled_by="prompt"),
     "taught": Carried("row", filled_by="prompt"),
     "teacher_log_probs": Carried("response", filled_by="episode"),
-    "teacher_top": Carried("response", filled_by="episode"),
+    TEACHER_TOP: Carried("response", filled_by="episode"),
     "prompt_log_probs": Carried("prompt", stored=False),
     "routes": Carried("token", absent=UNROUTED, enters=True),
 }

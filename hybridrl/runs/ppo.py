@@ -4,6 +4,7 @@ import gc
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -101,7 +102,8 @@ class PPOJob:
         whole, carries = section.rollout.full_determinism, continues_rollouts(trainer.v1, section.rollout)
         spool: tuple = ()
         if trainer.spool_samples and not (whole and carries):
-            engine = engine_fingerprint(section.model, section.rollout, config.distillation.endpoints)
+            taught = [asdict(config.distillation)] if config.distillation.endpoints else []
+            engine = engine_fingerprint(section.model, section.rollout, *taught)
             spool = (directory / "spool", engine, score_fingerprint(config.reward, plan.identity.data))
         self.store = stack.enter_context(ResponseStore(*spool, whole_steps=whole, carries=carries))
         rank_plan = RankPlan(worker.models, required(inputs.policy), inputs.critic)

@@ -3,10 +3,9 @@ of the inputs of responses and scores."""
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from hybridrl import plugins
 from hybridrl.checkpoint.resume import code_fingerprint, fingerprint, flatten
@@ -45,7 +44,7 @@ from hybridrl.config.schema_parts import (
     RolloutConfig,
     RolloutCorrectionConfig,
 )
-from hybridrl.config.teachers import EXACT_FORMS, TOP_FORM, DistillationConfig, TeacherConfig
+from hybridrl.config.teachers import EXACT_FORMS, TOP_FORM, DistillationConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, bind, find_estimator, find_policy_loss, loss_terms
 from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement
@@ -292,14 +291,12 @@ def policy_loss_config(config: PPOConfig) -> LossConfig:
     )
 
 
-def engine_fingerprint(
-    model: ModelConfig, rollout: RolloutConfig, endpoints: Mapping[str, TeacherConfig] = MappingProxyType({})
-) -> str:
-    """Fingerprint of everything but request and weights that determines a response and its teachers' log-probs."""
+def engine_fingerprint(model: ModelConfig, rollout: RolloutConfig, *further: object) -> str:
+    """Fingerprint of everything but request and weights that determines a response and, with the `further`, its
+    fields."""
     routes = ["routes"] if rollout.enable_rollout_routing_replay else []  # stored responses must then have them
-    taught = [f"{name} {each.base_url} {each.served_name}" for name, each in endpoints.items()]
     engine = rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha
-    return fingerprint(*engine, *routes, *taught)
+    return fingerprint(*engine, *routes, *further)
 
 
 def score_fingerprint(reward: RewardConfig, data: str) -> str:

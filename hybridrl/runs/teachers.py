@@ -17,17 +17,16 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.teachers import TOP_FORM, DistillationConfig, TeacherConfig
-from hybridrl.core.carried import TEACHER
+from hybridrl.core.carried import TEACHER, TEACHER_TOP
 from hybridrl.core.experience.trajectory import EpisodeRequest, Finished, Row, Source, Trajectory
-from hybridrl.core.training.losses import TOP_FIELD
 from hybridrl.required import required
 from hybridrl.rewards.judge_client import CallFailed, ModelServer, shown
 from hybridrl.rewards.score import Score
 from hybridrl.runs.settings import TAUGHT_BY
 
-TIMEOUT, RETRIES = 600.0, 4  # seconds of a request, and further attempts
-Table = Mapping[str, Mapping[str, Any]]  # entries by token
+LIMITS = {"timeout": 600.0, "retries": 4}  # seconds of a request, and further attempts
 AT_ONCE = 64  # requests of a step to all teachers
+Table = Mapping[str, Mapping[str, Any]]  # entries by token
 
 
 class TaughtSource:
@@ -39,7 +38,7 @@ class TaughtSource:
     ) -> None:
         self._source, self._requests, self.scoring_started = source, requests, source.scoring_started
         numbered, loss = enumerate(section.teachers.items()), section.distillation_loss
-        self._field, top = (TOP_FIELD, loss.topk) if loss.loss_mode == TOP_FORM else (TAUGHT_BY, 0)
+        self._field, top = (TEACHER_TOP, loss.topk) if loss.loss_mode == TOP_FORM else (TAUGHT_BY, 0)
         self._teachers = {number: Teacher(*named, top, **limits) for number, named in numbered if named[1].base_url}
         self._turn = asyncio.Semaphore(AT_ONCE)
 
@@ -86,11 +85,9 @@ class TaughtSource:
 class Teacher:
     """A model behind an endpoint, with its `top` most probable tokens if that is not 0."""
 
-    def __init__(
-        self, name: str, config: TeacherConfig, top: int, timeout: float = TIMEOUT, retries: int = RETRIES
-    ) -> None:
+    def __init__(self, name: str, config: TeacherConfig, top: int, **limits: Any) -> None:
         place, url = f"distillation.teacher_models.{name}", f"{str(config.base_url).rstrip('/')}/completions"
-        self.endpoint = ModelServer(url, config.api_key_env, place, timeout=timeout, retries=retries)
+        self.endpoint = ModelServer(url, config.api_key_env, place, **LIMITS | limits)
         self._top, self._model = top, {"model": config.served_name} if config.served_name else {}
 
     async def values(self, row: Row) -> np.ndarray:
@@ -115,10 +112,9 @@ def _tables(ids: Sequence[int], top: int, reply: httpx.Response) -> list[tuple[s
         entries, tables = reply.json()["choices"][0]["prompt_logprobs"], []
         for position, (own, entry) in enumerate(zip_longest(ids[1:], entries[1:], fillvalue={}), start=1):
             if str(own) not in entry:
-                pair = (
-                    f"the token {own if isinstance(own, int) else 'none'}, and the reply {', '.join(entry) or 'none'}"
-                )
-                raise CallFailed("other-tokens", f"{reply.url}: at position {position} the row has {pair}")
+                ours, theirs = own if isinstance(own, int) else "none", ", ".join(entry) or "none"
+                cause = f"{reply.url}: at position {position} the row has the token {ours}, and the reply {theirs}"
+                raise CallFailed("other-tokens", cause)
             if len(entry) < max(top, 1) or not all(math.isfinite(log_prob) for log_prob, _ in _log_probs(entry)):
                 raise ValueError("too few, or not log-probs")
             tables.append((str(own), entry))
@@ -141,7 +137,7 @@ def check_endpoints(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, promp
     for name, teacher in config.distillation.endpoints.items():
         key = f"distillation.teacher_models.{name}.base_url"
         try:
-            tables = asyncio.run(Teacher(name, teacher, top, retries=0).tables(ids))
+            tables = asyncio.run(Teacher(name, teacher, top).tables(ids))
         except CallFailed as failure:
             fix = f"name a server that returns prompt_logprobs for {longest} tokens: vLLM's, or hybridrl serve"
             raise ConfigError(f"{key}={teacher.base_url}: {failure}", fix=fix, keys=key) from failure

@@ -129,7 +129,7 @@ def _prompt_token(entry: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Json
     """Return a token of a scored prompt, and the most probable in its place, in vLLM's form."""
     return {
         str(int(token)): {"logprob": log_prob, "rank": int(rank), "decoded_token": tokenizer.decode([int(token)])}
-        for token, log_prob, rank in np.nan_to_num(entry, nan=LOWEST, neginf=LOWEST).tolist()
+        for token, log_prob, rank in np.maximum(entry, LOWEST).tolist()  # NaN becomes null
     }
 
 

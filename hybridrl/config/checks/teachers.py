@@ -41,9 +41,8 @@ def _check_names(section: DistillationConfig, check: Checker) -> None:
     for name, teacher in named.items():
         place = f"{MODELS}.{name}"
         if teacher.model_path and teacher.base_url:
-            check.error(
-                f"{place}.base_url {place}.model_path", "it has a model_path too", f"leave {place}.base_url out"
-            )
+            fix = f"leave {place}.base_url out"
+            check.error(f"{place}.base_url {place}.model_path", "it has a model_path too", fix)
         for key in ("served_name", "api_key_env"):
             if vars(teacher)[key] and not teacher.base_url:
                 check.idle(f"{place}.{key} {place}.base_url", f"without {place}.base_url")

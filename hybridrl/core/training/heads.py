@@ -77,7 +77,7 @@ class TopTokens(NamedTuple):
 
 
 TABLES = {"reverse_kl": 1, "forward_kl": 2, "jsd": 3, "forward_kl_topk": 0}  # tables of logits in a chunk
-LARGEST_SHARE = 1 - 1e-6  # of the most probable tokens: the others have the rest
+LARGEST_SHARE = 1 - 1e-6  # sum of the most probable tokens; the others have the rest
 
 
 class ComparedTables:

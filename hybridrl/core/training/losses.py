@@ -17,7 +17,7 @@ from hybridrl.core.algorithms.objective import Divisors, kl_estimate, token_weig
 from hybridrl.core.algorithms.policy_losses import vanilla
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
-from hybridrl.core.carried import TEACHER
+from hybridrl.core.carried import TEACHER, TEACHER_TOP
 from hybridrl.core.training.fsdp import reshard
 from hybridrl.core.training.heads import ReferenceOutputs, TopTokens
 from hybridrl.core.training.learner import BatchLoss, Learner, Prepare, Prepared
@@ -27,7 +27,6 @@ from hybridrl.core.training.planning import MiniBatch
 from hybridrl.core.training.token_outputs import LossGradient, TokenOutputs
 from hybridrl.required import required
 
-TOP_FIELD = "teacher_top"
 TermLoss = tuple[Tensor, dict[str, Tensor]]  # per response token, and statistics per token
 # Other tokens than the policy's may have values in these fields; no term of its loss sees them.
 WRITTEN_ONLY = ("old_log_probs", "reference_log_probs", "teacher_log_probs", "advantages")
@@ -77,7 +76,7 @@ class LossConfig:
         """Return the options of `OutputSpec` for what the terms, the logs and the old policy's outputs need."""
         named = {name for term in self.terms for name in term.outputs}
         logged = {"entropies": "entropies" in named or self.old_from_update or self.log_entropy}
-        divergences = [term.divergence for term in self.terms if term.against == TEACHER or TOP_FIELD in term.reads]
+        divergences = [term.divergence for term in self.terms if term.against == TEACHER or TEACHER_TOP in term.reads]
         return logged | {name: True for name in named} | ({"divergence": divergences[0]} if divergences else {})
 
 
@@ -245,7 +244,7 @@ def policy_objective(
         rows, inputs = part.rows, part.inputs
         others = {name: hidden_of(name, of_other) for name, of_other in part.others.items()}
         early = gradient_function(rows, totals, loss) if totals and learner.early_gradient else None
-        top = rows.value(TOP_FIELD)
+        top = rows.value(TEACHER_TOP)
         teacher = others.get(part.teacher) if top is None else TopTokens(top)
         compared = {"against": others.get(loss.against), "teacher": teacher}
         output = learner.model(inputs, loss.temperature, **compared, loss_gradient=early, **options)

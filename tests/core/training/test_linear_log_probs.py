@@ -146,7 +146,9 @@ def test_the_divergence_over_the_most_probable_token_and_all_others_worked_out_b
 
 def test_the_divergence_over_most_probable_tokens_is_not_above_the_exact_one_and_0_at_the_teacher():
     exact, made = case(divergence=Divergence("forward_kl")), case(divergence=TOP[0])
-    hidden, head = required(exact.spec.teacher)
+    teacher = exact.spec.teacher
+    assert isinstance(teacher, ReferenceOutputs)
+    hidden, head = teacher
     spec, log_q = made.spec, (hidden @ head.weight.T * 0.7).log_softmax(-1)
     coarse = [
         required(made._replace(spec=spec._replace(teacher=top_of(log_q, k))).outputs().teacher_divergence)
