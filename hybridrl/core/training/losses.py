@@ -68,7 +68,8 @@ class LossConfig:
     @property
     def reads(self) -> tuple[str, ...]:
         """Return the fields of the batch that the ranks need."""
-        fields = ("response_mask", "episode_tokens", "masked_tokens", *self.masks)
+        corrected = () if self.correction is None else ("rollout_log_probs",)
+        fields = ("response_mask", "episode_tokens", "masked_tokens", *corrected, *self.masks)
         return (*fields, *dict.fromkeys(name for term in self.terms for name in term.reads))
 
     @property
