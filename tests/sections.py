@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hybridrl.config.compose import shipped
+from hybridrl.config.teachers import TeacherConfig
 from hybridrl.config.values import hints, value_of
 
 S = TypeVar("S")
@@ -15,6 +16,11 @@ S = TypeVar("S")
 def section_of(kind: type[S], key: str, config: str = "ppo_trainer", **values: Any) -> S:
     """Make the section of a key with the values of a shipped configuration, but for these."""
     return _made(kind, value_of(shipped(config).values, key) | values)
+
+
+def teacher_of(**values: Any) -> TeacherConfig:
+    """Make the section of a teacher; keys without a value are null."""
+    return TeacherConfig(**dict.fromkeys(hints(TeacherConfig)) | values)
 
 
 def keys_of_run(directory: Path) -> list[str]:

@@ -88,8 +88,9 @@ Output = Literal["entropies", "entropy_gradient", "sum_pi_squared"]  # options o
 class Divergence(NamedTuple):
     """A divergence of the policy from another model."""
 
-    kind: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    kind: Literal["reverse_kl", "forward_kl", "jsd", "forward_kl_topk"] = "reverse_kl"
     beta: float = 0.5  # the other model's share of the mixture of a JSD, in (0, 1)
+    least: float | None = None  # smaller log-probs of the policy count as this in forward_kl_topk
 
 
 REVERSE_KL = Divergence()
@@ -192,6 +193,7 @@ SAMPLED_KL = LossTerm("kl", f"{_TERMS}:sampled_kl", reads=("reference_log_probs"
 FULL_KL = LossTerm("kl", f"{_TERMS}:full_kl", against="reference")
 
 EXACT_TEACHER = LossTerm("distillation", f"{_TERMS}:exact_divergence", against="teacher")
+TOP_TEACHER = LossTerm("distillation", f"{_TERMS}:exact_divergence", reads=("teacher_top",))
 SAMPLED_TEACHER = LossTerm("distillation", f"{_TERMS}:sampled_divergence", reads=("teacher_log_probs",))
 TEACHER_REWARD = LossTerm(
     "distillation", f"{_TERMS}:teacher_reward", reads=("teacher_log_probs", "old_log_probs", "importance_weights")

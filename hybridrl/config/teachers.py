@@ -5,16 +5,13 @@ from typing import Annotated, Literal, get_args
 from hybridrl.config import values
 from hybridrl.config.catalog import Divergence
 from hybridrl.config.files import model_path
-from hybridrl.config.judge import FIELD
+from hybridrl.config.judge import FIELD, address
 from hybridrl.config.values import Section, ValueFault
 
-EXACT_FORMS = get_args(Divergence.__annotations__["kind"])
-DistillationForm = Annotated[
-    Literal[
-        "forward_kl", "reverse_kl", "jsd", "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
-        "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
-    ],
-    values.Means({"forward_kl_topk": "forward_kl"}),
+*EXACT_FORMS, TOP_FORM = get_args(Divergence.__annotations__["kind"])
+DistillationForm = Literal[
+    "forward_kl", "reverse_kl", "jsd", "forward_kl_topk", "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
+    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
 ]  # fmt: skip
 
 
@@ -50,11 +47,16 @@ class TeacherConfig(Section):
     context: Annotated[list[str], sources] | None
     template: Annotated[str, context_template] | None
     threshold: float | None
+    base_url: Annotated[str, address] | None
+    served_name: str | None
+    api_key_env: str | None
 
 
 class DistillationLossConfig(Section):
     loss_mode: DistillationForm | None
     beta: Annotated[float, values.Range(above=0, below=1)]
+    topk: values.Positive
+    log_prob_min_clamp: Annotated[float, values.Range(below=0)] | None
     use_task_rewards: bool
     distillation_loss_coef: values.AboveZero
     loss_max_clamp: values.AboveZero | None
@@ -72,7 +74,13 @@ class DistillationConfig(Section):
     @property
     def teachers(self) -> dict[str, TeacherConfig]:
         """Return the teachers that have a model, by name, if there are any in this run."""
-        return {name: teacher for name, teacher in self.teacher_models.items() if self.enabled and teacher.model_path}
+        named = self.teacher_models.items()
+        return {name: each for name, each in named if self.enabled and (each.model_path or each.base_url)}
+
+    @property
+    def endpoints(self) -> dict[str, TeacherConfig]:
+        """Return those of them that are behind an endpoint."""
+        return {name: teacher for name, teacher in self.teachers.items() if teacher.base_url}
 
     @property
     def chooses(self) -> bool:
@@ -82,8 +90,8 @@ class DistillationConfig(Section):
     @property
     def leaves_out(self) -> bool:
         """Return whether there may be rows without a teacher."""
-        teachers = self.teacher_models.values()
-        return self.reads_contexts or (self.chooses and any(teacher.model_path is None for teacher in teachers))
+        left_out = self.chooses and len(self.teachers) < len(self.teacher_models)
+        return self.reads_contexts or left_out
 
     @property
     def reads_contexts(self) -> bool:

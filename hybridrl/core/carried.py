@@ -20,7 +20,7 @@ import numpy as np
 
 from hybridrl import plugins
 
-TEACHER = "teacher"
+TEACHER, TEACHER_TOP = "teacher", "teacher_top"
 CONTEXT, CONTEXT_LENGTHS = "context_ids", "context_lengths"
 UNROUTED = -1  # in `routes`, of a token that the engine has not computed: the router chooses
 Fields = Mapping[str, np.ndarray]
@@ -56,12 +56,16 @@ class Encoded:
 
 # The number of a row's teacher (-1: none), whether it has one, its log-probs of the response tokens, and the token ids
 # that it reads in place of the prompt.
+# The teacher's k most probable tokens in place of each: id, and the bits of the float32 log-prob [k, 2] int32.
+# A scored prompt: of each token (the first: zeros), then of the k most probable ones, id, log-prob and rank [1 + k, 3].
 # Routes: the experts that a mixture's routers chose [tokens, layers, experts of a token] int16, for all tokens of
 # prompt and response but the last, which the engine does not compute. Layers without experts have arbitrary numbers.
 FIELDS = {
     TEACHER: Carried("row", absent=-1, filled_by="prompt"),
     "taught": Carried("row", filled_by="prompt"),
-    "teacher_log_probs": Carried("response", stored=False, filled_by="batch"),
+    "teacher_log_probs": Carried("response", filled_by="episode"),
+    TEACHER_TOP: Carried("response", filled_by="episode"),
+    "prompt_log_probs": Carried("prompt", stored=False),
     CONTEXT: Carried("items", lengths=CONTEXT_LENGTHS, stored=False, enters=True, filled_by="batch"),
     CONTEXT_LENGTHS: Carried("row", stored=False, filled_by="batch"),
     "routes": Carried("token", absent=UNROUTED, enters=True),

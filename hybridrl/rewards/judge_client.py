@@ -1,4 +1,4 @@
-"""Calls of a judge's endpoint: further attempts after a failure, and a file of verdicts.
+"""Calls of a model's endpoint, with further attempts after a failure; and of a judge's, with a file of verdicts.
 
 A line is `{"key", "text", "finish", "prompt_tokens", "completion_tokens", "seconds"}`. Failures are not kept.
 """
@@ -8,13 +8,13 @@ import hashlib
 import json
 import logging
 import os
-import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -26,6 +26,7 @@ from hybridrl.tracking.faults import read_end
 from hybridrl.tracking.secrets import mask_text
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SHOWN = 200  # characters of a text in messages
 _TRANSIENT = {408, 409, 425, 429}  # and 5xx: the same request may succeed later
@@ -34,11 +35,66 @@ _ON_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")  # a proxy could not reach 
 
 
 class CallFailed(NoScore):
-    """A call without a verdict. `transient`: another attempt may succeed, after the server's `wait` seconds."""
+    """A call without a result, which a judge's calls have as a fault. `transient`: another attempt may succeed, after
+    the server's `wait` seconds."""
 
     def __init__(self, kind: str | int, detail: str, *, transient: bool = False, wait: float | None = None) -> None:
         super().__init__(fault=f"judge:{kind}", detail=detail)
-        self.transient, self.wait = transient, wait
+        self.kind, self.transient, self.wait = kind, transient, wait
+
+
+class ModelServer:
+    """A path of a model's server. All calls run in one event loop. `section`: the keys of `api_key_env`."""
+
+    def __init__(self, url: str, api_key_env: str | None, section: str, *, timeout: float, retries: int) -> None:
+        self.url, self._seconds, self._retries = url, timeout, retries
+        self._headers = {"Content-Type": "application/json"}
+        if api_key_env:
+            if not (key := os.environ.get(api_key_env, "").strip()):
+                cause = f"{section}.api_key_env={api_key_env}: this environment variable is not set"
+                raise ConfigError(cause, fix=f"export {api_key_env}=..., or leave {section}.api_key_env out")
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._http: httpx.AsyncClient | None = None
+
+    async def ask(self, body: dict[str, Any], read: Callable[[httpx.Response], T]) -> T:
+        """Return what `read` makes of the reply to a request; CallFailed once it fails for good."""
+        content = json.dumps(body).encode()
+        jitter = zlib.crc32(content) / 2**32  # different requests wait differently
+        for attempt in range(self._retries + 1):
+            try:
+                return read(await self._post(content))
+            except CallFailed as failure:
+                wait = min(_FIRST_WAIT * 2**attempt, _LONGEST_BACKOFF) * (1 + jitter) / 2
+                wait = wait if failure.wait is None else failure.wait
+                if not failure.transient or attempt == self._retries or wait > LONGEST_WAIT:
+                    raise
+                await asyncio.sleep(wait)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _post(self, content: bytes) -> httpx.Response:
+        """Send one request; CallFailed if the response is not that of success."""
+        if self._http is None:
+            proxied, limits = urlsplit(self.url).hostname not in _ON_THIS_MACHINE, httpx.Limits(max_connections=None)
+            self._http = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits, trust_env=proxied)
+        try:
+            async with asyncio.timeout(self._seconds):
+                reply = await self._http.post(self.url, content=content)
+        except TimeoutError:
+            cause = f"{self.url} sent no response within {self._seconds:g} s"
+            raise CallFailed("timeout", cause, transient=True) from None
+        except httpx.HTTPError as error:
+            cause = mask_text(f"{self.url}: {type(error).__name__}: {error}")
+            raise CallFailed("connection", cause, transient=True) from None
+        status = reply.status_code
+        if status != httpx.codes.OK:
+            transient = status in _TRANSIENT or status >= httpx.codes.INTERNAL_SERVER_ERROR
+            cause, wait = f"{self.url} answered {status}: {shown(reply)}", reply.headers.get("Retry-After", "")
+            raise CallFailed(status, cause, transient=transient, wait=_seconds_until(wait))
+        return reply
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.aclose()
 
 
 class JudgeClient:
@@ -47,14 +103,8 @@ class JudgeClient:
 
     def __init__(self, config: JudgeConfig, read: Callable[[str], float]) -> None:
         self._config, self._read, self._verdicts = config, read, Verdicts(config.cache)
-        self._url = f"{str(config.base_url).rstrip('/')}/chat/completions"
-        self._headers = {"Content-Type": "application/json"}
-        if config.api_key_env:
-            if not (key := os.environ.get(config.api_key_env, "").strip()):
-                cause = f"reward.judge.api_key_env={config.api_key_env}: this environment variable is not set"
-                raise ConfigError(cause, fix=f"export {config.api_key_env}=..., or leave reward.judge.api_key_env out")
-            self._headers["Authorization"] = f"Bearer {key}"
-        self._http: httpx.AsyncClient | None = None
+        url, limits = f"{str(config.base_url).rstrip('/')}/chat/completions", {"timeout": config.timeout}
+        self._endpoint = ModelServer(url, config.api_key_env, "reward.judge", **limits, retries=config.retries)
         self._calls: dict[str, asyncio.Task[tuple[float, str]]] = {}  # in progress, by the key of the request
 
     async def ask(self, messages: Sequence[Mapping[str, str]]) -> tuple[float, str]:
@@ -62,59 +112,30 @@ class JudgeClient:
         config = self._config
         body = {"model": config.model, "messages": messages, "temperature": config.temperature}
         body["max_tokens"] = config.max_tokens
-        key = hashlib.sha256(json.dumps([self._url, body]).encode()).hexdigest()
+        key = hashlib.sha256(json.dumps([self._endpoint.url, body]).encode()).hexdigest()
         if text := self._verdicts.texts.get(key):
             with suppress(CallFailed):  # it was read by another reward.judge.parse or scale
                 return self._read(text), text
         if key not in self._calls:  # the same response may be sampled twice
-            self._calls[key] = call = asyncio.create_task(self._attempts(key, body | {"seed": int(key[:8], 16) >> 1}))
+            self._calls[key] = call = asyncio.create_task(self._verdict(key, body | {"seed": int(key[:8], 16) >> 1}))
             call.add_done_callback(lambda done: (self._calls.pop(key), done.cancelled() or done.exception()))
         return await asyncio.shield(self._calls[key])
 
-    async def _attempts(self, key: str, body: dict[str, Any]) -> tuple[float, str]:
-        """Call the judge until it gives a verdict or fails for good."""
-        jitter, content = int(key[:8], 16) / 2**32, json.dumps(body).encode()  # different requests wait differently
-        for attempt in range(self._config.retries + 1):
-            began = time.monotonic()
-            try:
-                text, finish, usage = _completion(await self._post(content))
-                if finish == "length":
-                    fix = f"raise reward.judge.max_tokens={self._config.max_tokens}"
-                    raise CallFailed("length", f"the judge was cut off before its verdict; {fix}")
-                score = self._read(text)
-            except CallFailed as failure:
-                wait = min(_FIRST_WAIT * 2**attempt, _LONGEST_BACKOFF) * (1 + jitter) / 2
-                wait = wait if failure.wait is None else failure.wait
-                if not failure.transient or attempt == self._config.retries or wait > LONGEST_WAIT:
-                    raise
-                await asyncio.sleep(wait)
-            else:
-                tokens = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
-                seconds = round(time.monotonic() - began, 3)
-                self._verdicts.add({"key": key, "text": text, "finish": finish, **tokens, "seconds": seconds})
-                return score, text
-        raise AssertionError("the last attempt returns or raises")
+    async def _verdict(self, key: str, body: dict[str, Any]) -> tuple[float, str]:
+        """Call the judge until it gives a verdict, which is kept, or fails for good."""
 
-    async def _post(self, content: bytes) -> httpx.Response:
-        """Send one request; CallFailed if the response is not that of success."""
-        if self._http is None:
-            proxied, limits = urlsplit(self._url).hostname not in _ON_THIS_MACHINE, httpx.Limits(max_connections=None)
-            self._http = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits, trust_env=proxied)
-        try:
-            async with asyncio.timeout(self._config.timeout):
-                reply = await self._http.post(self._url, content=content)
-        except TimeoutError:
-            cause = f"{self._url} sent no response within {self._config.timeout:g} s (reward.judge.timeout)"
-            raise CallFailed("timeout", cause, transient=True) from None
-        except httpx.HTTPError as error:
-            cause = mask_text(f"{self._url}: {type(error).__name__}: {error}")
-            raise CallFailed("connection", cause, transient=True) from None
-        status = reply.status_code
-        if status != httpx.codes.OK:
-            transient = status in _TRANSIENT or status >= httpx.codes.INTERNAL_SERVER_ERROR
-            cause, wait = f"{self._url} answered {status}: {_shown(reply)}", reply.headers.get("Retry-After", "")
-            raise CallFailed(status, cause, transient=transient, wait=_seconds_until(wait))
-        return reply
+        def read(reply: httpx.Response) -> tuple[float, dict[str, Any]]:
+            text, finish, usage = _completion(reply)
+            if finish == "length":
+                fix = f"raise reward.judge.max_tokens={self._config.max_tokens}"
+                raise CallFailed("length", f"the judge was cut off before its verdict; {fix}")
+            tokens = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
+            seconds = round(reply.elapsed.total_seconds(), 3)
+            return self._read(text), {"key": key, "text": text, "finish": finish, **tokens, "seconds": seconds}
+
+        score, verdict = await self._endpoint.ask(body, read)
+        self._verdicts.add(verdict)
+        return score, verdict["text"]
 
 
 class Verdicts:
@@ -152,11 +173,11 @@ def _completion(reply: httpx.Response) -> tuple[str, str | None, Mapping[str, An
         choice = content["choices"][0]
         return str(choice["message"]["content"] or ""), choice.get("finish_reason"), dict(content.get("usage") or {})
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        cause = f"{reply.url} sent something other than a chat completion: {_shown(reply)}"
+        cause = f"{reply.url} sent something other than a chat completion: {shown(reply)}"
         raise CallFailed("reply", cause) from None
 
 
-def _shown(reply: httpx.Response) -> str:
+def shown(reply: httpx.Response) -> str:
     return mask_text(repr(" ".join(reply.text.split())[:SHOWN]))
 
 

@@ -76,7 +76,7 @@ class Contexts:
         drops_reasoning: bool,
     ) -> "Contexts":
         teachers = [*section.teachers.values()]
-        paths = [policy.path if each.model_path in (POLICY, BASE) else str(each.model_path) for each in teachers]
+        paths = [policy.path if each.model_path in (None, POLICY, BASE) else each.model_path for each in teachers]
         settings = [text_settings(replace(policy, path=path)) for path in paths]
         longest = [getattr(each, "max_position_embeddings", None) or sys.maxsize for each in settings]
         return cls(teachers, longest, data, tokenizer, drops_reasoning)

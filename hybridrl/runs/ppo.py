@@ -4,6 +4,7 @@ import gc
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -43,6 +44,7 @@ from hybridrl.runs.resume import ResumePlan, plan_resume
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.sample_log import SampleLog
 from hybridrl.runs.settings import contents_to_save, engine_fingerprint, ppo_worker_config, score_fingerprint
+from hybridrl.runs.teachers import TaughtSource
 from hybridrl.runs.trials import Subject
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import info, stage
@@ -101,7 +103,8 @@ class PPOJob:
         whole, carries = section.rollout.full_determinism, continues_rollouts(trainer.v1, section.rollout)
         spool: tuple = ()
         if trainer.spool_samples and not (whole and carries):
-            engine = engine_fingerprint(section.model, section.rollout)
+            taught = [asdict(config.distillation)] if config.distillation.endpoints else []
+            engine = engine_fingerprint(section.model, section.rollout, *taught)
             spool = (directory / "spool", engine, score_fingerprint(config.reward, plan.identity.data))
         self.store = stack.enter_context(ResponseStore(*spool, whole_steps=whole, carries=carries))
         rank_plan = RankPlan(worker.models, required(inputs.policy), inputs.critic)
@@ -121,6 +124,7 @@ class PPOJob:
             conversations,
             function_scores=not uses_built_in(config.reward),
             add_environment_reward=config.reward.add_environment_reward,
+            taught=partial(TaughtSource, config.distillation) if config.distillation.endpoints else None,
         )
         reward, evaluator = config.reward, None
         guard = FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps)

@@ -39,6 +39,7 @@ from hybridrl.required import required
 from hybridrl.rewards.load import check_data_sources, scorer_of, uses_built_in
 from hybridrl.runs.models import CRITIC, POLICY, check_readers, path_key, run_models, taught, text_settings
 from hybridrl.runs.settings import build_algorithm, build_policy_plan
+from hybridrl.runs.teachers import check_endpoints
 from hybridrl.runs.trials import Subject, run_trials
 from hybridrl.tracking.console import info
 
@@ -204,6 +205,9 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
     if inputs.prompts is not None and config.distillation.chooses:
         with rejections.gathered():
             inputs.prompts = taught(inputs.prompts, config.distillation)
+    if inputs.prompts is not None and config.distillation.endpoints:
+        with rejections.gathered():
+            check_endpoints(config, tokenizer, inputs.prompts[0].ids)
     if inputs.prompts is not None:
         with rejections.gathered():
             inputs.order = build_order(data, inputs.prompts, user_keys)

@@ -20,6 +20,7 @@ from hybridrl.config.catalog import (
     SAMPLED_TEACHER,
     SFT_POLICY_LOSS,
     TEACHER_REWARD,
+    TOP_TEACHER,
     Divergence,
     Estimator,
     LossTerm,
@@ -43,7 +44,7 @@ from hybridrl.config.schema_parts import (
     RolloutConfig,
     RolloutCorrectionConfig,
 )
-from hybridrl.config.teachers import BASE, EXACT_FORMS, POLICY, DistillationConfig, TeacherConfig
+from hybridrl.config.teachers import BASE, EXACT_FORMS, POLICY, TOP_FORM, DistillationConfig, TeacherConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, bind, find_estimator, find_policy_loss, loss_terms
 from hybridrl.core.algorithms.batch_metrics import LIMITS, Agreement
@@ -174,7 +175,7 @@ def build_algorithm(config: PPOConfig) -> Algorithm:
         bypass=correction.bypass_mode,
         signals=tuple(_signals(config, entry, terms, sampled_kl=kl not in (None, "full"))),
         terms=terms,
-        teachers=tuple(f"{TEACHERS}{name}" for name in config.distillation.teachers),
+        teachers=tuple(f"{TEACHERS}{name}" for name, each in config.distillation.teachers.items() if each.model_path),
     )
     copies = {f"{TEACHERS}{name}": (1, each.ema) for name, each in config.distillation.teachers.items() if each.ema}
     if (every := config.actor_rollout_ref.ref.refresh_freq) > 0 and "reference" in built.models:
@@ -190,8 +191,10 @@ def _signals(config: PPOConfig, entry: Estimator, terms: Sequence[LossTerm], *, 
         yield Signal(("reference_log_probs",), "reference", ForwardSpec(temperature), timing="ref")
     if config.critic.enable:
         yield Signal(("values",), "critic")
-    for number, name in enumerate(config.distillation.teachers if _reads(terms, TAUGHT_BY) else ()):
-        chooses = config.distillation.chooses or config.distillation.reads_contexts
+    chooses = config.distillation.chooses or config.distillation.reads_contexts
+    for number, (name, teacher) in enumerate(config.distillation.teachers.items()):
+        if teacher.base_url or not _reads(terms, TAUGHT_BY):
+            continue
         rows = (TEACHER, number) if chooses else None
         yield Signal((TAUGHT_BY,), f"{TEACHERS}{name}", ForwardSpec(temperature), rows, "teacher")
     for name in dict.fromkeys([*entry.reads, *(name for term in terms for name in term.reads)]):
@@ -272,6 +275,9 @@ def teaching_term(distillation: DistillationConfig) -> LossTerm:
     if form in EXACT_FORMS:
         parameters = {"most": loss.loss_max_clamp}
         return replace(EXACT_TEACHER, divergence=Divergence(form, loss.beta), parameters=parameters, **common)
+    if form == TOP_FORM:
+        divergence = Divergence(TOP_FORM, least=loss.log_prob_min_clamp)
+        return replace(TOP_TEACHER, divergence=divergence, parameters={"most": loss.loss_max_clamp}, **common)
     parameters = {"form": form, "most": loss.loss_max_clamp}
     if not loss.use_policy_gradient:
         return replace(SAMPLED_TEACHER, parameters=parameters, **common)
@@ -301,10 +307,12 @@ def policy_loss_config(config: PPOConfig) -> LossConfig:
     )
 
 
-def engine_fingerprint(model: ModelConfig, rollout: RolloutConfig) -> str:
-    """Fingerprint of everything but request and weights that determines a response."""
+def engine_fingerprint(model: ModelConfig, rollout: RolloutConfig, *further: object) -> str:
+    """Fingerprint of everything but request and weights that determines a response and, with the `further`, its
+    fields."""
     routes = ["routes"] if rollout.enable_rollout_routing_replay else []  # stored responses must then have them
-    return fingerprint(rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha, *routes)
+    engine = rollout.dtype, asdict(rollout.engine_kwargs), model.override_config, model.lora_alpha
+    return fingerprint(*engine, *routes, *further)
 
 
 def score_fingerprint(reward: RewardConfig, data: str) -> str:

@@ -7,6 +7,7 @@ from tests.config.conftest import Load, errors_of
 ON, LOSS, MODELS = "distillation.enabled=true", "distillation.distillation_loss", "distillation.teacher_models"
 SELF = f"+{MODELS}.me.model_path=policy"
 ONE = f"+{MODELS}.teacher_model.model_path=model"
+FAR = f"+{MODELS}.far.base_url=http://127.0.0.1:8001/v1"
 
 
 def test_a_teacher_is_named_by_its_path_alone(load: Load) -> None:
@@ -16,6 +17,29 @@ def test_a_teacher_is_named_by_its_path_alone(load: Load) -> None:
     )
     assert section.distillation_loss.loss_mode == "forward_kl" and not section.chooses
     assert load(ON, ONE, f"{LOSS}.use_policy_gradient=true").config.distillation.distillation_loss.loss_mode == "k1"
+
+
+def test_behind_an_endpoint_the_loss_is_k1_as_a_reward_unless_another_is_chosen(load: Load) -> None:
+    section = load(ON, FAR, f"{MODELS}.far.served_name=big").config.distillation
+    assert [*section.teachers] == [*section.endpoints] == ["far"] and section.endpoints["far"].served_name == "big"
+    assert (section.distillation_loss.loss_mode, section.distillation_loss.use_policy_gradient) == ("k1", True)
+    loss = load(ON, FAR, f"{LOSS}.loss_mode=k3").config.distillation.distillation_loss
+    assert (loss.loss_mode, loss.use_policy_gradient) == ("k3", False)
+
+
+def test_the_most_probable_tokens_come_from_an_endpoint(load: Load) -> None:
+    keys = (f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=8", f"{LOSS}.log_prob_min_clamp=-10")
+    loaded = load(ON, FAR, *keys)
+    loss = loaded.config.distillation.distillation_loss
+    assert (loss.loss_mode, loss.topk, loss.log_prob_min_clamp) == ("forward_kl_topk", 8, -10)
+    assert not any("no effect" in note for note in loaded.notes)
+
+
+def test_teachers_of_both_kinds_have_different_rows(load: Load) -> None:
+    both = (ON, ONE, FAR, f"{MODELS}.teacher_model.key=a", f"{MODELS}.far.key=b")
+    section = load(*both).config.distillation
+    assert [*section.teachers] == ["teacher_model", "far"] and [*section.endpoints] == ["far"]
+    assert section.distillation_loss.loss_mode == "k1" and not section.leaves_out
 
 
 def test_the_teacher_of_the_default_name_stays_when_others_are_added(load: Load) -> None:
@@ -30,7 +54,8 @@ def test_keys_of_a_pool_and_of_a_truncated_table_have_no_effect(load: Load) -> N
     more = [f"{MODELS}.teacher_model.inference.gpu_memory_utilization=0.4", "distillation.nnodes=1", f"{LOSS}.topk=64"]
     notes = load(ON, ONE, *more, f"{LOSS}.loss_mode=forward_kl_topk").notes
     assert any("need no pool of servers" in note for note in notes)
-    assert any("topk has no effect: the divergence is exact" in note for note in notes)
+    assert any(f"{LOSS}.topk has no effect without {LOSS}.loss_mode=forward_kl_topk" in note for note in notes)
+    assert any("in the training ranks it is forward_kl" in note for note in notes)
 
 
 def test_a_policy_that_teaches_itself_with_a_context_has_a_reverse_divergence(load: Load) -> None:
@@ -66,6 +91,15 @@ def test_a_policy_that_teaches_itself_with_a_context_has_a_reverse_divergence(lo
         ((ON, ONE, f"{LOSS}.loss_mode=k1"), ["its gradient does not depend on the teacher"]),
         ((ON, ONE, f"{LOSS}.loss_mode=jsd", f"{LOSS}.use_policy_gradient=true"), ["has no sampled token to reward"]),
         ((ON, ONE, f"{LOSS}.loss_mode=jsd", f"{LOSS}.beta=1"), ["must be more than 0 and less than 1"]),
+        ((ON, FAR, f"{LOSS}.loss_mode=reverse_kl"), ["far gives log-probs of single tokens"]),
+        ((ON, FAR, f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.use_policy_gradient=true"), ["has no sampled token"]),
+        (
+            (ON, ONE, FAR, f"{MODELS}.teacher_model.key=a", f"{MODELS}.far.key=b", f"{LOSS}.loss_mode=forward_kl_topk"),
+            ["a teacher with a model_path sends no most probable tokens"],
+        ),
+        ((ON, FAR, "actor_rollout_ref.rollout.temperature=0.7"), ["gives log-probs at temperature 1"]),
+        ((ON, FAR, f"{MODELS}.far.model_path=model"), [f"it has a model_path too; leave {MODELS}.far.base_url out"]),
+        ((ON, f"{FAR}/chat/completions"), ["names one path too many"]),
         ((ON, ONE, f"{LOSS}.loss_mode=revers_kl"), ["did you mean reverse_kl?"]),
         ((ON, ONE, f"{LOSS}.use_task_rewards=false", "critic.enable=true", "algorithm.adv_estimator=gae"),
          ["critic.enable=true: nothing learns from it without task rewards"]),
@@ -87,6 +121,10 @@ def test_what_cannot_teach_is_rejected_with_the_fix(load: Load, overrides, error
             f"threshold has no effect without {MODELS}.teacher_model",
         ),
         ((ONE,), f"{MODELS} has no effect without distillation.enabled=true"),
+        (
+            (ON, ONE, f"{MODELS}.teacher_model.served_name=a"),
+            f"{MODELS}.teacher_model.served_name has no effect without {MODELS}.teacher_model.base_url",
+        ),
         ((ON, ONE, f"{LOSS}.beta=0.3"), f"{LOSS}.beta has no effect without {LOSS}.loss_mode=jsd"),
         (
             (ON, ONE, f"{LOSS}.use_task_rewards=false", f"{LOSS}.distillation_loss_coef=0.5"),

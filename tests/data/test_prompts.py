@@ -13,10 +13,10 @@ from transformers import Qwen2Tokenizer
 from hybridrl.agents.environments import ground_truth, interaction_kwargs, tools_kwargs
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
-from hybridrl.config.teachers import DistillationConfig, TeacherConfig
+from hybridrl.config.teachers import DistillationConfig
 from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts
 from hybridrl.runs.models import taught
-from tests.sections import section_of
+from tests.sections import section_of, teacher_of
 
 Write = Callable[..., str]
 
@@ -386,8 +386,7 @@ def test_tools_that_are_no_list_of_schemas_are_bad_rows(write, config, tokenizer
 
 def teachers(**models: tuple[str, str | None]) -> DistillationConfig:
     section = section_of(DistillationConfig, "distillation")
-    others = dict.fromkeys(("ema", "context", "template", "threshold"))
-    named = {name: TeacherConfig(key=key, model_path=path, **others) for name, (key, path) in models.items()}
+    named = {name: teacher_of(key=key, model_path=path) for name, (key, path) in models.items()}
     return replace(section, enabled=True, teacher_key="kind", teacher_models=named)
 
 

@@ -26,7 +26,7 @@ from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
 from hybridrl.required import required
 from hybridrl.runs.ranks import build_models
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config, teaching_term
-from tests.core.training.head_cases import diverge
+from tests.core.training.head_cases import diverge, of_top, top_of
 from tests.core.training.on_ranks import whole_gradient
 from tests.integration.test_resume import compared_metrics
 from tests.integration.test_run import driver_of, finish, start, wait_for_step
@@ -196,6 +196,23 @@ def test_exact_divergences_have_the_gradient_of_models_in_float64(groups, config
         for key, budget in DIVISIONS if mode == "token-mean" else DIVISIONS[2:3]:
             actual = gradient(groups[key], batch, loss_of(term, mode), budget)
             assert distance(actual, expected) <= 1e-5, (mode, key, budget)
+
+
+@pytest.mark.parametrize("least", [None, -6.0])
+def test_the_divergence_over_most_probable_tokens_has_the_gradient_of_models_in_float64(
+    groups, config, exact_models, least
+):
+    batch, policy = rows_of([0] * ROWS), exact_models["actor"]
+    tables = [top_of(_log_probs(exact_models[NAMES[1]], batch, row)[0].detach().float(), 5) for row in range(ROWS)]
+    batch = batch.put("teacher_top", torch.cat([table.hidden for table in tables]))
+    policy.zero_grad()
+    of_rows = [of_top(_log_probs(policy, batch, row)[0], tables[row], least) for row in range(ROWS)]
+    mask = required(batch.response_mask).double()
+    (torch.cat(of_rows) * mask / mask.sum()).sum().backward()
+    expected = {name: value.grad.clone() for name, value in policy.named_parameters() if value.grad is not None}
+    term = term_of(config, loss_mode="forward_kl_topk", log_prob_min_clamp=least)
+    for key, budget in DIVISIONS:
+        assert distance(gradient(groups[key], batch, loss_of(term), budget), expected) <= 1e-5, (key, budget)
 
 
 @pytest.mark.parametrize("mode", MODES)

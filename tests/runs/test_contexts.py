@@ -15,7 +15,7 @@ from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import Score
 from hybridrl.runs.contexts import Contexts
-from tests.sections import section_of
+from tests.sections import section_of, teacher_of
 
 SHOWN = "{{prompt}}|{{context}}"
 
@@ -41,8 +41,7 @@ def contexts(*teachers: TeacherConfig, longest: int = 1000, drops_reasoning: boo
 
 
 def teacher(*sources: str, template: str | None = SHOWN, threshold: float | None = None) -> TeacherConfig:
-    section = TeacherConfig(key=None, model_path="policy", ema=None, context=None, template=None, threshold=None)
-    return replace(section, context=[*sources] or None, template=template, threshold=threshold)
+    return teacher_of(model_path="policy", context=[*sources] or None, template=template, threshold=threshold)
 
 
 def episode(

@@ -96,8 +96,10 @@ class Api:
         return await self._respond(request, body, form, template=body.chat_template_kwargs)
 
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
-        sampling, prompt = body.wanted(self.rules), body.single_prompt(len(self.core.kit.tokenizer))
-        form = partial(completion_body, request=body, model=self.model, tokenizer=self.core.kit.tokenizer)
+        sampling, tokenizer = body.wanted(self.rules), self.core.kit.tokenizer
+        # A policy may sample padding rows of its head: a teacher scores them if its model has them.
+        prompt = body.single_prompt(len(tokenizer) if body.prompt_logprobs is None else 2**31)
+        form = partial(completion_body, request=body, model=self.model, tokenizer=tokenizer)
         return await self._answered(request, body, sampling, form, partial(self.core.complete, prompt=prompt))
 
     async def responses(self, request: Request, body: ResponsesRequest) -> Response:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hybridrl.agents.endpoint.requests import encodable, rejected, split_reasoning
 from hybridrl.agents.endpoint.sessions import AgentSessions, RenderedPrompt, SampledTurn, Session
@@ -44,6 +47,7 @@ class SamplingOptions:
     ignore_eos: bool = False
     json_schema: str | None = None  # the response must match it
     forced: bool = False  # it is that of a call
+    prompt_log_probs: int | None = None  # as in Request
     hear: Callable[[Any], None] | None = None  # called meanwhile: the core's with tokens, and its own with replies
 
 
@@ -183,6 +187,22 @@ class Core:
 def _decoded(kit: EpisodeTools, sampled: np.ndarray, *, special: bool = False) -> str:
     ids = kit.content(sampled)
     return kit.tokenizer.decode(ids) if special else kit.decode(ids)
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
+    """Return a function from a token to its bytes, which need not be whole characters."""
+    added, alphabet = tokenizer.added_tokens_decoder, {text: byte for byte, text in bytes_to_unicode().items()}
+    by_byte = tokenizer.convert_tokens_to_string(["a\u0120"]) == "a "  # other vocabularies may have these letters too
+
+    def written(token: int) -> bytes:
+        piece = added[token].content if token in added else tokenizer.convert_ids_to_tokens(token) or ""
+        if token not in added and by_byte and all(character in alphabet for character in piece):
+            return bytes(alphabet[character] for character in piece)
+        if single := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # a byte in a vocabulary of text pieces
+            return bytes.fromhex(single[1])
+        return piece.replace("\u2581", " ").encode()
+
+    return written
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:

@@ -56,7 +56,7 @@ REASONS = {
     "enable_thinking": "write it in chat_template_kwargs",
     "chat_template": "the template is that of the model",
     "continue_final_message": "a response is a message of its own; /v1/completions continues a text",
-    "prompt_logprobs": "only what is sampled has log-probs",
+    "prompt_logprobs": "only /v1/completions of a served model has them",
     "previous_response_id": "responses are not stored; send the whole conversation as input",
 }
 COMMON_HINTS = {

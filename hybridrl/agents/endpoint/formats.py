@@ -2,18 +2,17 @@
 Anthropic's Messages; the last two as chats."""
 
 import json
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from hybridrl.agents.endpoint.core import Reply, SamplingOptions
+from hybridrl.agents.endpoint.core import Reply, SamplingOptions, token_bytes
 from hybridrl.agents.endpoint.fields import COMMON_HINTS, DEFAULTS, Format, Rules, Sampled, Stops, tool_schema
 from hybridrl.agents.endpoint.requests import Member, Name, Text, as_rendered, rejected
 from hybridrl.agents.environments import Message, Schema
@@ -77,6 +76,13 @@ class CompletionRequest(Sampled):
 
     prompt: Any
     logprobs: int | None = Field(None, ge=0, le=1)
+    prompt_logprobs: int | None = Field(None, ge=0)
+
+    def wanted(self, rules: Rules) -> SamplingOptions:
+        if self.prompt_logprobs is not None and (rules.trains or self.stream):
+            message = "prompt_logprobs: only a model that is not trained has them, and not in a stream"
+            raise rejected(400, message, param="prompt_logprobs")
+        return replace(super().wanted(rules), prompt_log_probs=self.prompt_logprobs)
 
     def single_prompt(self, vocabulary: int) -> str | list[int]:
         """Return the text, or the token ids; rejects those that are not below `vocabulary`."""
@@ -114,7 +120,17 @@ def completion_body(reply: Reply, request: CompletionRequest, model: str, tokeni
         texts, values = [entry["token"] for entry in tokens], [entry["logprob"] for entry in tokens]
         log_probs = {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": []}
     choice = {"text": reply.message["content"], "logprobs": log_probs}
+    if (scored := reply.turn.completion.carried.get("prompt_log_probs")) is not None:
+        choice["prompt_logprobs"] = [None, *(_prompt_token(entry, tokenizer) for entry in scored[1:])]
     return _body(reply, "text_completion", choice, model, request)
+
+
+def _prompt_token(entry: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Json:
+    """Return a token of a scored prompt, and the most probable in its place, in vLLM's form."""
+    return {
+        str(int(token)): {"logprob": log_prob, "rank": int(rank), "decoded_token": tokenizer.decode([int(token)])}
+        for token, log_prob, rank in np.maximum(entry, LOWEST).tolist()  # NaN becomes null
+    }
 
 
 def _body(reply: Reply, kind: str, choice: Json, model: str, request: Sampled) -> Json:
@@ -137,22 +153,6 @@ def _chat_log_probs(reply: Reply, tokenizer: PreTrainedTokenizerBase) -> list[Js
         entry = {"token": tokenizer.decode([token]), "logprob": log_prob, "bytes": list(written(token))}
         entries.append(entry | {"top_logprobs": []})
     return entries
-
-
-def token_bytes(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
-    """Return a function from a token to its bytes, which need not be whole characters."""
-    added, alphabet = tokenizer.added_tokens_decoder, {text: byte for byte, text in bytes_to_unicode().items()}
-    by_byte = tokenizer.convert_tokens_to_string(["a\u0120"]) == "a "  # other vocabularies may have these letters too
-
-    def written(token: int) -> bytes:
-        piece = added[token].content if token in added else tokenizer.convert_ids_to_tokens(token) or ""
-        if token not in added and by_byte and all(character in alphabet for character in piece):
-            return bytes(alphabet[character] for character in piece)
-        if single := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # a byte in a vocabulary of text pieces
-            return bytes.fromhex(single[1])
-        return piece.replace("\u2581", " ").encode()
-
-    return written
 
 
 def chunks(body: Json, choice: Json, *, usage: bool) -> list[Json]:

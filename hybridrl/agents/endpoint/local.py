@@ -59,7 +59,8 @@ class Local:
         try:
             with contained("the engine"):
                 hear = options.hear and partial(asyncio.get_running_loop().call_soon_threadsafe, options.hear)
-                request = Request(0, 0, prompt.ids, seed, sampling, hear=hear, carried=prompt.carried)
+                scored = {"carried": prompt.carried, "prompt_log_probs": options.prompt_log_probs}
+                request = Request(0, 0, prompt.ids, seed, sampling, hear=hear, **scored)
                 return await self.engine.generate(request)
         except UserCodeError as failure:
             await self.engine.check()  # raises if it is dead; else it rejects this request only, such as its schema

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hybridrl.config.checks.model import absolute, check_model
 from hybridrl.config.findings import Checker
 from hybridrl.config.schema import PPOConfig
-from hybridrl.config.teachers import BASE, EXACT_FORMS, POLICY, DistillationConfig
+from hybridrl.config.teachers import BASE, EXACT_FORMS, POLICY, TOP_FORM, DistillationConfig
 
 LOSS, MODELS, KEY = "distillation.distillation_loss", "distillation.teacher_models", "distillation.teacher_key"
 NAME_ONE = f"add {MODELS}.teacher_model.model_path=..."
@@ -21,12 +21,16 @@ def resolve_distillation(config: PPOConfig, hint: str, check: Checker) -> None:
         return
     _check_names(section, check)
     for name, teacher in section.teachers.items():
-        if teacher.model_path in (POLICY, BASE):
+        if teacher.model_path in (None, POLICY, BASE):
             continue
         model = replace(config.actor_rollout_ref.model, path=teacher.model_path, lora_rank=0, lora_adapter_path=None)
         check_model(f"{MODELS}.{name}.model", model, rollout.max_model_len or 0, hint, check)
         teacher.model_path = absolute(model.path)
     _check_own(config, check)
+    if section.endpoints and rollout.do_sample and rollout.temperature not in (0, 1):
+        cause = "a teacher behind an endpoint gives log-probs at temperature 1, which no other one follows from"
+        fix = "set it to 1, or give the teacher a model_path"
+        check.error("actor_rollout_ref.rollout.temperature distillation.teacher_models", cause, fix)
     _check_loss(config, check)
 
 
@@ -34,6 +38,9 @@ def _check_own(config: PPOConfig, check: Checker) -> None:
     """Check teachers that are the policy itself, and contexts."""
     for name, teacher in config.distillation.teachers.items():
         here = check.at(f"{MODELS}.{name}")
+        if teacher.base_url and teacher.context:
+            fix = f"leave {MODELS}.{name}.context out, or give it a model_path"
+            here.error(".context .base_url", "a teacher behind an endpoint reads the prompt of the policy", fix)
         if teacher.ema is not None and teacher.model_path != POLICY:
             here.error(".ema .model_path", "an average is one of the policy's weights", f"set model_path={POLICY}")
         elif teacher.ema is not None and config.actor_rollout_ref.model.lora_rank:
@@ -56,7 +63,14 @@ def _check_names(section: DistillationConfig, check: Checker) -> None:
     if not section.teachers:
         check.error("distillation.enabled", "no teacher has a model", NAME_ONE)
     for name, teacher in named.items():
-        if teacher.model_path is None and teacher.key is None:
+        place = f"{MODELS}.{name}"
+        if teacher.model_path and teacher.base_url:
+            fix = f"leave {place}.base_url out"
+            check.error(f"{place}.base_url {place}.model_path", "it has a model_path too", fix)
+        for key in ("served_name", "api_key_env"):
+            if vars(teacher)[key] and not teacher.base_url:
+                check.idle(f"{place}.{key} {place}.base_url", f"without {place}.base_url")
+        if name not in section.teachers and teacher.key is None:
             fix = f"set {MODELS}.{name}.model_path, or {MODELS}.{name}.key for rows without a teacher"
             check.error(f"{MODELS}.{name}", "it has neither a model nor a key", fix, valued=False)
         elif len(named) > 1 and teacher.key is None:
@@ -70,12 +84,27 @@ def _check_names(section: DistillationConfig, check: Checker) -> None:
 
 def _check_loss(config: PPOConfig, check: Checker) -> None:
     """Check the loss, which null makes a forward KL: a reverse KL teaches nothing that the policy never samples. A
-    teacher that is the policy with a context samples the same."""
-    loss, check = config.distillation.distillation_loss, check.at(LOSS)
+    teacher that is the policy with a context samples the same. With a teacher behind an endpoint it is k1 as a reward,
+    for which log-probs of sampled tokens are enough."""
+    loss, check, endpoints = config.distillation.distillation_loss, check.at(LOSS), config.distillation.endpoints
+    loss.use_policy_gradient |= loss.loss_mode is None and bool(endpoints)
     exact = "reverse_kl" if config.distillation.reads_contexts else "forward_kl"
     loss.loss_mode = loss.loss_mode or ("k1" if loss.use_policy_gradient else exact)
-    exact = loss.loss_mode in EXACT_FORMS
-    if loss.use_policy_gradient and exact:
+    if loss.loss_mode == TOP_FORM and not endpoints:
+        check.warn(".loss_mode", "in the training ranks it is forward_kl, over the whole vocabulary")
+        loss.loss_mode = "forward_kl"
+    top = loss.loss_mode == TOP_FORM
+    if loss.loss_mode in EXACT_FORMS and endpoints:
+        cause = f"it needs the whole vocabulary, and {', '.join(endpoints)} gives log-probs of single tokens"
+        fix = f"set {LOSS}.loss_mode={TOP_FORM}, or a model_path in place of base_url"
+        check.error(f".loss_mode {MODELS}", cause, fix)
+    if top and len(endpoints) < len(config.distillation.teachers):
+        cause, fix = "a teacher with a model_path sends no most probable tokens", f"set {LOSS}.loss_mode=k1"
+        check.error(f".loss_mode {MODELS}", cause, f"{fix} and use_policy_gradient=true")
+    for key, default in {"topk": 32, "log_prob_min_clamp": None}.items():
+        if vars(loss)[key] != default and not top:
+            check.idle(f".{key} .loss_mode", f"without {LOSS}.loss_mode={TOP_FORM} and teachers behind endpoints")
+    if loss.use_policy_gradient and (top or loss.loss_mode in EXACT_FORMS):
         cause = "a divergence over the whole vocabulary has no sampled token to reward"
         fix = f"set {LOSS}.loss_mode=k1, or use_policy_gradient=false"
         check.error(".use_policy_gradient .loss_mode", cause, fix)

@@ -72,7 +72,7 @@ class EpisodeRunner:
     """Runs episodes and submits them for scoring: single responses, or `conversations`.
 
     The reward function scores episodes that already have an environment's reward only with `function_scores`; with
-    `add_environment_reward` both rewards are added.
+    `add_environment_reward` both rewards are added. `taught` adds the log-probs of teachers behind an endpoint.
     """
 
     client: Sampler
@@ -83,6 +83,7 @@ class EpisodeRunner:
     _: KW_ONLY
     function_scores: bool = False
     add_environment_reward: bool = False
+    taught: Callable[[Source, Sequence[EpisodeRequest]], Source] | None = None
 
     def run(
         self,
@@ -132,16 +133,15 @@ class EpisodeRunner:
 
     def _source(self, requests: Sequence[EpisodeRequest], store: ResponseStore, *, grouped: bool = False) -> Source:
         if self.conversations is not None:
-            return self.conversations.source(requests, store, grouped=grouped)
-        responses = [
-            Request(
-                *(asked.number, asked.sample, asked.prompt.ids, request_seed(self.seed, asked.seed_key, asked.sample)),
-                sampling=asked.sampling,
-                carried=asked.prompt.carried,
-            )
-            for asked in requests
-        ]
-        return SingleResponses(self.client, responses, store)
+            source = self.conversations.source(requests, store, grouped=grouped)
+        else:
+            source = SingleResponses(self.client, [*map(self._request, requests)], store)
+        return self.taught(source, requests) if self.taught else source
+
+    def _request(self, asked: EpisodeRequest) -> Request:
+        seed = request_seed(self.seed, asked.seed_key, asked.sample)
+        place = asked.number, asked.sample, asked.prompt.ids, seed, asked.sampling
+        return Request(*place, carried=asked.prompt.carried)
 
     async def score_finished(
         self,

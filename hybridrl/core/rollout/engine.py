@@ -83,6 +83,7 @@ class Request:
     # Called with tokens as they are sampled, in any thread; only in the engine's process.
     hear: Callable[[list[int]], object] | None = None
     carried: Fields = field(default_factory=dict)  # fields that the prompt brings
+    prompt_log_probs: int | None = None  # k: also those of the prompt's tokens and of the k likeliest
 
     @property
     def key(self) -> "Key":

@@ -70,7 +70,14 @@ class ReferenceOutputs(NamedTuple):
     head: Head
 
 
-TABLES = {"reverse_kl": 1, "forward_kl": 2, "jsd": 3}  # the tables of logits of a divergence in a chunk
+class TopTokens(NamedTuple):
+    """Another model's most probable tokens, without its head."""
+
+    hidden: Tensor  # [response tokens, k, 2] int32: ids and the bits of log-probs, which FSDP2 would round
+
+
+TABLES = {"reverse_kl": 1, "forward_kl": 2, "jsd": 3, "forward_kl_topk": 0}  # tables of logits in a chunk
+LARGEST_SHARE = 1 - 1e-6  # sum of the most probable tokens; the others have the rest
 
 
 class ComparedTables:
@@ -79,7 +86,7 @@ class ComparedTables:
 
     def __init__(self, head: Head, divergence: Divergence, rows: int, tokens: int) -> None:
         """Allocate tables for the tokens of both this head and the policy's, which has this number of rows."""
-        self.head, (self.kind, self.beta) = head.first(rows), divergence
+        self.head, (self.kind, self.beta, _) = head.first(rows), divergence
         self.rows = len(self.head.weight)
         self.has_fewer = self.rows < rows
         shape = TABLES[self.kind], tokens, self.rows
@@ -115,7 +122,7 @@ class ComparedTables:
             case "forward_kl":
                 value = -expected(gaps, self.others[0])
                 self.slopes, self.level = self.others[0].neg_(), -torch.ones_like(value)
-            case "jsd":
+            case _:  # jsd
                 q, mixed = self.others
                 shares = [gaps.new_full((), math.log(share)) for share in (self.beta, 1 - self.beta)]
                 torch.logaddexp(torch.add(gaps, shares[1], out=mixed), shares[0], out=mixed)  # log m - log q
@@ -128,6 +135,42 @@ class ComparedTables:
             self.slopes.addcmul_(p, self.level[:, None], value=-1)
             self.level = None
         return value
+
+    def add_slopes(self, table: Tensor, by: Tensor) -> None:
+        """Add the slopes, times the gradient with respect to the divergence [tokens, 1]."""
+        table[:, : self.rows].addcmul_(self.slopes, by)
+
+
+class ComparedTop:
+    """The most probable tokens of another model in a chunk, with the methods of ComparedTables."""
+
+    def __init__(self, divergence: Divergence, rows: int) -> None:
+        self.least, self.rows = divergence.least, rows
+
+    def read(self, top: Tensor, *_: object) -> None:
+        """Take ids and log-probs; tokens that the policy does not have are among the others."""
+        ids, self.log_q = top[..., 0].long(), top[..., 1].view(torch.float32)
+        self.known, self.ids = ids < self.rows, ids.clamp(max=self.rows - 1)
+
+    def subtract_from(self, logits: Tensor) -> None:
+        """Read the policy's logits."""
+        self.own = logits.gather(-1, self.ids)
+
+    def diverge(self, _: Tensor, normaliser: Tensor) -> Tensor:
+        """Return the divergence [tokens]: sum q (log q - log p) over these tokens and all others together, r. Its
+        gradient is p_v - q_v, and p_v (1 - q_r / p_r) for the others."""
+        log_p = self.own - normaliser
+        p, q = (values.exp() * self.known for values in (log_p, self.log_q))
+        bounded = log_p if self.least is None else log_p.clamp(min=self.least)
+        rest_p, rest_q = (1 - share.sum(-1).clamp(max=LARGEST_SHARE) for share in (p, q))
+        counted = torch.where(bounded == log_p, q, 0.0)
+        ratio = rest_q / rest_p
+        self.level, self.slopes = ratio - counted.sum(-1) - rest_q, p * ratio[:, None] - counted
+        gaps = torch.where(q > 0, self.log_q - bounded, 0.0)
+        return (q * gaps).sum(-1) + rest_q * ratio.log()
+
+    def add_slopes(self, table: Tensor, by: Tensor) -> None:
+        table.scatter_add_(-1, self.ids, self.slopes * by)
 
 
 def below_largest(logits: Tensor, temperature: float) -> Tensor:

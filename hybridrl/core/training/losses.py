@@ -17,10 +17,10 @@ from hybridrl.core.algorithms.objective import Divisors, kl_estimate, token_weig
 from hybridrl.core.algorithms.policy_losses import vanilla
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
-from hybridrl.core.carried import TEACHER
+from hybridrl.core.carried import TEACHER, TEACHER_TOP
 from hybridrl.core.training.attention import gather_slices
 from hybridrl.core.training.fsdp import reshard
-from hybridrl.core.training.heads import ReferenceOutputs
+from hybridrl.core.training.heads import ReferenceOutputs, TopTokens
 from hybridrl.core.training.learner import BatchLoss, Learner, Prepare, Prepared
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import MicroBatch, ModelInputs
@@ -69,7 +69,8 @@ class LossConfig:
     @property
     def reads(self) -> tuple[str, ...]:
         """Return the fields of the batch that the ranks need."""
-        fields = ("response_mask", "episode_tokens", "masked_tokens", *self.masks)
+        corrected = () if self.correction is None else ("rollout_log_probs",)
+        fields = ("response_mask", "episode_tokens", "masked_tokens", *corrected, *self.masks)
         return (*fields, *dict.fromkeys(name for term in self.terms for name in term.reads))
 
     @property
@@ -77,7 +78,7 @@ class LossConfig:
         """Return the options of `OutputSpec` for what the terms, the logs and the old policy's outputs need."""
         named = {name for term in self.terms for name in term.outputs}
         logged = {"entropies": "entropies" in named or self.old_from_update or self.log_entropy}
-        divergences = [term.divergence for term in self.terms if term.against == TEACHER]
+        divergences = [term.divergence for term in self.terms if term.against == TEACHER or TEACHER_TOP in term.reads]
         return logged | {name: True for name in named} | ({"divergence": divergences[0]} if divergences else {})
 
 
@@ -248,7 +249,9 @@ def policy_objective(
             name: _in_slice(hidden_of(name, of_other), of_other, inputs) for name, of_other in part.others.items()
         }
         early = gradient_function(rows, totals, loss) if totals and learner.early_gradient else None
-        compared = {"against": others.get(loss.against), "teacher": others.get(part.teacher)}
+        top = rows.value(TEACHER_TOP)
+        teacher = others.get(part.teacher) if top is None else TopTokens(top)
+        compared = {"against": others.get(loss.against), "teacher": teacher}
         output = learner.model(inputs, loss.temperature, **compared, loss_gradient=early, **options)
         if loss.old_from_update:
             outputs.append(output.map(torch.detach))

@@ -25,7 +25,7 @@ from hybridrl.core.batch import token_rows
 from hybridrl.core.rounding import beyond_rounding, rounded_otherwise
 from hybridrl.core.training import attention
 from hybridrl.core.training.attention import gather_slices, slice_of
-from hybridrl.core.training.heads import Head, LogitRule
+from hybridrl.core.training.heads import Head, LogitRule, TopTokens
 from hybridrl.core.training.loading import blank_model, load_settings
 from hybridrl.core.training.packing import ModelInputs, pack_rows, separate_rows
 from hybridrl.core.training.routes import RouterReplay
@@ -83,6 +83,8 @@ class LanguageModel(TokenModel):
         pass of this loss takes less time."""
         if inputs.slice is not None:
             loss_gradient = None  # a loss needs the outputs of all slices
+            if isinstance(top := options.get("teacher"), TopTokens):
+                options["teacher"] = TopTokens(top.hidden[inputs.slice.start :][: len(inputs.targets)])
         spec = OutputSpec(temperature, loss_gradient=loss_gradient, **options)
         # The class's method: that of an FSDP2 instance would gather the parameters again, after forward() did.
         hidden = TokenModel.hidden_states(self, inputs)

@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.catalog import Divergence
-from hybridrl.core.training.heads import TABLES, ComparedTables, Head, ReferenceOutputs, below_largest, expected
+from hybridrl.core.training.heads import (
+    TABLES,
+    ComparedTables,
+    ComparedTop,
+    Head,
+    ReferenceOutputs,
+    TopTokens,
+    below_largest,
+    expected,
+)
 from hybridrl.required import required
 
 
@@ -51,7 +60,7 @@ class OutputSpec(NamedTuple):
     entropy_gradient: bool = False
     sum_pi_squared: bool = False
     against: ReferenceOutputs | None = None
-    teacher: ReferenceOutputs | None = None
+    teacher: ReferenceOutputs | TopTokens | None = None
     divergence: Divergence = Divergence()  # from the teacher
     loss_gradient: LossGradient | None = None
 
@@ -66,7 +75,7 @@ class OutputSpec(NamedTuple):
         return True, self.entropies and self.entropy_gradient, False, *self.outputs[3:]
 
     @property
-    def compared(self) -> list[tuple[ReferenceOutputs, Divergence]]:
+    def compared(self) -> list[tuple[ReferenceOutputs | TopTokens, Divergence]]:
         """Return the other models, in the order of their fields of `TokenOutputs`, each with its divergence."""
         pairs = (self.against, Divergence()), (self.teacher, self.divergence)
         return [(other, divergence) for other, divergence in pairs if other is not None]
@@ -85,7 +94,10 @@ class LogitTables:
         rows = len(head.weight)
         self.head, self.spec = head, spec
         self.tables = list(head.weight.new_empty((1 + spec.entropies, tokens, rows), dtype=torch.float32))
-        self.compared = [ComparedTables(other.head, kind, rows, tokens) for other, kind in spec.compared]
+        self.compared = [
+            ComparedTop(kind, rows) if isinstance(other, TopTokens) else ComparedTables(other.head, kind, rows, tokens)
+            for other, kind in spec.compared
+        ]
 
     def fill(self, hidden: Tensor, targets: Tensor, others: Sequence[Tensor], *, keep: bool) -> TokenOutputs:
         """Return a chunk's outputs from its hidden states, those of the other models, all [tokens, width], and its
@@ -134,7 +146,7 @@ class LogitTables:
         if entropies:
             table.addcmul_(self.logits, required(by.entropies), value=-1)
         for compared, by_divergence in pairs:
-            table[:, : compared.rows].addcmul_(compared.slopes, by_divergence)
+            compared.add_slopes(table, by_divergence)
         table.scatter_add_(-1, self.targets, by.log_probs)
         if self.slopes is not None:
             table.mul_(self.slopes)

@@ -5,6 +5,7 @@ import runpy
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -68,6 +69,7 @@ class Script:
         self.tokenizer, self.texts = tokenizer, texts
         self.prompts: list[list[int]] = []
         self.wanted: list[SamplingOptions] = []
+        self.carried: dict[str, np.ndarray] = {}  # by each response
         self.cancelled = 0
 
     async def __call__(self, session: Session, prompt: Encoded, wanted: SamplingOptions) -> Completion:
@@ -86,7 +88,7 @@ class Script:
                 await asyncio.sleep(0)
         if text.endswith(FAILS):
             raise RuntimeError("the engine is dead")
-        return completion
+        return replace(completion, carried=self.carried)
 
 
 @pytest.fixture

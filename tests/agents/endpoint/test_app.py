@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -91,6 +92,23 @@ async def test_log_probs_are_those_of_the_sampled_tokens(endpoint):
     assert [one.token for one in tokens] == ["a", "b", "<|im_end|>"] == text.choices[0].logprobs.tokens
     assert [one.logprob for one in tokens] == pytest.approx([-0.5, -0.3, -0.1])
     assert len(chat.choices[0].token_ids) == 3 and len(chat.prompt_token_ids) == chat.usage.prompt_tokens
+
+
+async def test_log_probs_of_a_prompt_are_those_of_each_token_and_of_the_likeliest_in_its_place(endpoint, tokenizer):
+    ids = tokenizer("ab")["input_ids"]
+    scored = np.array([[[0, 0, 0]] * 2, [[ids[1], -2.5, 9], [ids[0], -0.5, 1]]])
+    async with endpoint(["x", "x"]) as served, httpx.AsyncClient(base_url=served.address) as http:
+        served.script.carried = {"prompt_log_probs": scored}
+        body = {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 1}
+        (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
+        stream = await http.post("/v1/completions", json=body | {"stream": True})
+        unknown = await http.post("/v1/completions", json=body | {"prompt": [*ids, len(tokenizer)]})
+        plain = await http.post("/v1/completions", json={"prompt": [*ids, len(tokenizer)]})
+    own, best = ({"logprob": -2.5, "rank": 9, "decoded_token": "b"}, {"logprob": -0.5, "rank": 1, "decoded_token": "a"})
+    assert choice["prompt_logprobs"] == [None, {str(ids[1]): own, str(ids[0]): best}]
+    assert served.script.wanted[0].prompt_log_probs == 1
+    assert stream.status_code == 400 and "not in a stream" in stream.text
+    assert (unknown.status_code, plain.status_code) == (200, 400)  # whether the model has it, the engine decides
 
 
 async def test_texts_and_token_ids_are_continued(endpoint, tokenizer):

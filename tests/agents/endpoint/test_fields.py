@@ -137,6 +137,8 @@ def expected(route: str, name: str, *, trains: bool) -> str:
         return "rejected"
     if trains and ((route, name) in FORMATS or name in SERVED_ONLY):
         return "rejected"
+    if name == "prompt_logprobs":
+        return "applied" if route == TEXT and not trains else "rejected"
     if (route, name) == (RESPONSES, "context_management"):
         return "rejected"
     if (trains and name in OF_THE_RUN) or (route, name) == (RESPONSES, "stream_options"):
@@ -216,7 +218,7 @@ async def test_false_and_0_ask_for_something_unless_they_are_the_documented_defa
         messages = {name: reply.json()["error"]["message"] for name, reply in replies.items()}
     assert "warnings" not in plain and plain["choices"][0]["message"]["content"] == "7"
     assert messages["enable_thinking"] == "enable_thinking is not supported: write it in chat_template_kwargs"
-    assert messages["prompt_logprobs"].startswith("prompt_logprobs is not supported: only what is sampled")
+    assert messages["prompt_logprobs"].startswith("prompt_logprobs is not supported: only /v1/completions")
     assert messages["frequency_penality"].endswith("leave it out, or write frequency_penalty")
     assert messages["include_reasoning"].startswith("include_reasoning is not supported")
 

@@ -13,8 +13,8 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybridrl.agents.endpoint import app, core
+from hybridrl.agents.endpoint.core import token_bytes
 from hybridrl.agents.endpoint.fields import Rules
-from hybridrl.agents.endpoint.formats import token_bytes
 from hybridrl.agents.endpoint.requests import body_limit
 from tests.agents.endpoint.conftest import ADMIN
 

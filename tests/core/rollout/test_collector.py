@@ -155,10 +155,13 @@ def test_the_experts_are_those_of_every_token_before_the_last_one_kept(tokenizer
 
 def test_the_log_probs_of_a_scored_prompt_are_its_own_tokens_and_not_the_likeliest():
     collector = collecting(request("a"))
-    rows = LogprobsTensors(torch.tensor([[2, 9], [3, 8]]), torch.tensor([[-4.0, -0.5], [-5.0, -0.25]]), torch.ones(2))
+    ranks = torch.tensor([7, 5])
+    rows = LogprobsTensors(torch.tensor([[2, 9], [3, 8]]), torch.tensor([[-4.0, -0.5], [-5.0, -0.25]]), ranks)
     output = EngineCoreOutput("a-1", [7], new_prompt_logprobs_tensors=rows, finish_reason=FinishReason.LENGTH)
     (response,) = collector.process_outputs([output]).request_outputs
-    assert response.prompt_log_probs == [-4.0, -5.0]
+    first, *others = response.carried["prompt_log_probs"].tolist()
+    assert first == [[0, 0, 0]] * 2  # nothing comes before it
+    assert others == [[[2, -4.0, 7], [9, -0.5, 1]], [[3, -5.0, 5], [8, -0.25, 1]]]
 
 
 def test_a_text_that_begins_before_an_interruption_ends_the_response_that_continues(tokenizer):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridrl.config.catalog import Divergence
 from hybridrl.core.training import token_outputs as module
-from hybridrl.core.training.heads import Head, LogitRule, ReferenceOutputs
+from hybridrl.core.training.heads import Head, LogitRule, ReferenceOutputs, TopTokens
 from hybridrl.core.training.token_outputs import OutputSpec, TokenOutputs, token_outputs
 from hybridrl.required import required
 
@@ -66,6 +66,8 @@ def case(
     hidden = draw(TOKENS, WIDTH)
     if divergence is not None:
         teacher = ReferenceOutputs(draw(TOKENS, WIDTH + 2), Head(draw(teacher_rows, WIDTH + 2), None, LogitRule(0.7)))
+        if divergence.kind == "forward_kl_topk":
+            teacher = top_of((teacher.hidden @ teacher.head.weight.T).log_softmax(-1).detach(), 3)
         options |= {"teacher": teacher, "divergence": divergence}
     return Case(hidden, head, targets, OutputSpec(against=reference, **options))
 
@@ -96,8 +98,33 @@ def full(of: Case) -> TokenOutputs:
         entropies if of.spec.entropies else None,
         squares if of.spec.sum_pi_squared else None,
         None if against is None else divergence(against, Divergence()),
-        None if teacher is None else divergence(teacher, of.spec.divergence),
+        None
+        if teacher is None
+        else of_top(log_p, teacher, of.spec.divergence.least)
+        if isinstance(teacher, TopTokens)
+        else divergence(teacher, of.spec.divergence),
     )
+
+
+def top_of(log_q: Tensor, count: int) -> TopTokens:
+    """The most probable tokens of a teacher."""
+    values, ids = log_q.topk(count)
+    return TopTokens(torch.stack([ids.int(), values.view(torch.int32)], -1))
+
+
+def of_top(log_p: Tensor, top: TopTokens, least: float | None) -> Tensor:
+    """The forward KL over a teacher's most probable tokens and all others as one, a token at a time."""
+    values = []
+    for own, table in zip(log_p, top.hidden, strict=True):
+        known = table[table[:, 0] < len(own)]
+        ids, log_q = known[:, 0].long(), known[:, 1].contiguous().view(torch.float32).double()
+        p, q = own[ids].exp(), log_q.exp()
+        rest_p, rest_q = 1 - p.sum(), 1 - q.sum()
+        value = (q * (log_q - own[ids].clamp(min=LEAST if least is None else least))).sum() + rest_q * (
+            rest_q.log() - rest_p.log()
+        )
+        values.append(value)
+    return torch.stack(values)
 
 
 def diverge(log_p: Tensor, log_q: Tensor, kind: Divergence) -> Tensor:

@@ -24,6 +24,7 @@ from tests.core.training.head_cases import (
     gradients,
     loss,
     loss_gradient,
+    top_of,
 )
 
 
@@ -82,10 +83,11 @@ def test_the_kl_to_a_reference_with_other_rows_is_that_of_the_tokens_that_both_h
 
 
 KINDS = [Divergence("reverse_kl"), Divergence("forward_kl"), *(Divergence("jsd", beta) for beta in (0.1, 0.5, 0.9))]
+TOP = [Divergence("forward_kl_topk"), Divergence("forward_kl_topk", least=-2.5)]
 
 
 @pytest.mark.parametrize("early", [None, loss_gradient], ids=["recomputed", "early"])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, *TOP], ids=str)
 @given(
     seed=st.integers(0, 1000),
     teacher_rows=st.sampled_from([VOCABULARY - 6, VOCABULARY, VOCABULARY + 4]),
@@ -99,7 +101,7 @@ KINDS = [Divergence("reverse_kl"), Divergence("forward_kl"), *(Divergence("jsd",
     sum_pi_squared=st.booleans(),
 )
 def test_the_divergence_from_a_teacher_is_over_the_tokens_that_both_have(early, kind, seed, tokens, **options):
-    if kind.kind == "forward_kl":
+    if kind.kind.startswith("forward_kl"):
         options["masked"] = ()  # infinite: see below
     with pytest.MonkeyPatch.context() as patch:
         chunks_of(tokens, patch)
@@ -130,6 +132,37 @@ def test_a_divergence_worked_out_by_hand(kind, value, slopes):
     divergence.sum().backward()
     torch.testing.assert_close(divergence, torch.tensor([value]), atol=1e-6, rtol=0)
     torch.testing.assert_close(required(hidden.grad), torch.tensor([slopes]), atol=2e-6, rtol=0)
+
+
+def test_the_divergence_over_the_most_probable_token_and_all_others_worked_out_by_hand():
+    # 0.5 ln 2 + 0.5 ln (0.5 / 0.75); then p - q of the third token, and p (1 - 0.5 / 0.75) of the others
+    hidden, identity = torch.tensor(P).log()[None].requires_grad_(), torch.eye(3)
+    spec = OutputSpec(teacher=top_of(torch.tensor(Q).log()[None], 1), divergence=TOP[0])
+    divergence = required(token_outputs(hidden, Head(identity), torch.tensor([0]), spec).teacher_divergence)
+    divergence.sum().backward()
+    torch.testing.assert_close(divergence, torch.tensor([0.143841]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(required(hidden.grad), torch.tensor([[1 / 6, 1 / 12, -0.25]]), atol=2e-6, rtol=0)
+
+
+def test_the_divergence_over_most_probable_tokens_is_not_above_the_exact_one_and_0_at_the_teacher():
+    exact, made = case(divergence=Divergence("forward_kl")), case(divergence=TOP[0])
+    teacher = exact.spec.teacher
+    assert isinstance(teacher, ReferenceOutputs)
+    hidden, head = teacher
+    spec, log_q = made.spec, (hidden @ head.weight.T * 0.7).log_softmax(-1)
+    coarse = [
+        required(made._replace(spec=spec._replace(teacher=top_of(log_q, k))).outputs().teacher_divergence)
+        for k in (1, 3, VOCABULARY - 1)
+    ]
+    divergence = required(exact.outputs().teacher_divergence)
+    assert all(
+        (few >= 0).all() and (few <= more + 1e-6).all()
+        for few, more in zip(coarse, [*coarse[1:], divergence], strict=True)
+    )
+    torch.testing.assert_close(coarse[-1], divergence)
+    own = top_of((made.hidden @ made.head.weight.T).log_softmax(-1).detach(), 4)
+    same = made._replace(spec=spec._replace(teacher=own)).outputs().teacher_divergence
+    assert required(same).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

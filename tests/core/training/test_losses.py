@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.config.catalog import ENTROPY, FULL_KL, POLICY_LOSSES, SAMPLED_TEACHER, LossTerm
+from hybridrl.config.catalog import ENTROPY, EXACT_TEACHER, FULL_KL, POLICY_LOSSES, SAMPLED_TEACHER, LossTerm
 from hybridrl.config.findings import ConfigError
 from hybridrl.core.algorithms import algorithm
 from hybridrl.core.algorithms.algorithm import loss_terms
@@ -308,6 +308,12 @@ def test_what_the_ranks_are_sent_and_compute_follows_from_the_terms():
     assert loss.against == "reference" and loss.masks == ["chosen"]
     assert loss.options == {"entropies": True, "entropy_gradient": True}
     assert {"response_mask", "old_log_probs", "advantages", "chosen"} <= set(loss.reads)
+
+
+def test_a_correction_has_the_rollouts_log_probs_whatever_the_terms():
+    loss = LossConfig(loss_terms(None, teaching=EXACT_TEACHER), "token-mean", 1.0, 1.0, 1.0)
+    corrected = replace(loss, correction=RolloutCorrection("token", None, 1.1, False, ()))
+    assert "rollout_log_probs" not in loss.reads and "rollout_log_probs" in corrected.reads
 
 
 def test_a_loss_compares_the_policy_with_one_model_alone(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessorOutput
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import LogprobsTensors
 
 from hybridrl.core.rollout.engine import EngineStats
 
@@ -89,7 +90,7 @@ class EngineResponse:
     token_ids: list[int] = field(default_factory=list)
     parts: list[np.ndarray] = field(default_factory=list)  # log-probs of the tokens, by iteration
     prompt_tokens: int = 0
-    prompt_log_probs: list[float] = field(default_factory=list)
+    prompt_parts: list[np.ndarray] = field(default_factory=list)  # as in the carried field prompt_log_probs
     route_parts: list[np.ndarray] = field(default_factory=list)  # routes of all computed tokens, by iteration
     truncated: bool = False
     interrupted: bool = False
@@ -102,10 +103,11 @@ class EngineResponse:
     @property
     def carried(self) -> dict[str, np.ndarray]:
         """The routes of each token of prompt and response but the last, if the engine returns routes and has computed
-        any tokens."""
+        any tokens; and the scored prompt, if it was requested."""
         computed = self.prompt_tokens + len(self.token_ids) - 1  # a text may end a response before its last token
-        parts = self.route_parts
-        return {"routes": np.concatenate(parts)[:computed].astype(np.int16)} if parts else {}
+        parts, scored = self.route_parts, self.prompt_parts
+        fields = {"routes": np.concatenate(parts)[:computed].astype(np.int16)} if parts else {}
+        return fields | ({"prompt_log_probs": np.concatenate([0 * scored[0][:1], *scored])} if scored else {})
 
     def add(self, output: EngineCoreOutput) -> bool:
         """Add the tokens of an iteration. Returns whether a stop text ends the response: its last token is then the one
@@ -122,10 +124,18 @@ class EngineResponse:
         if output.routed_experts is not None:
             self.route_parts.append(output.routed_experts)
         if output.new_prompt_logprobs_tensors is not None:
-            self.prompt_log_probs += output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
+            self.prompt_parts.append(_scored(output.new_prompt_logprobs_tensors))
         self.truncated = output.finish_reason == FinishReason.LENGTH and not ended
         self.failure = str(output.finish_reason) if output.finish_reason in FAILED and not ended else ""
         return ended
+
+
+def _scored(prompt: LogprobsTensors) -> np.ndarray:
+    """Return id, log-prob and rank of each token, and of the most probable ones in its place, without the first."""
+    ids, log_probs = prompt.logprob_token_ids.numpy(), prompt.logprobs.numpy()
+    ranks = np.tile(np.arange(ids.shape[1]), (len(ids), 1))
+    ranks[:, 0] = prompt.selected_token_ranks.numpy()
+    return np.stack([ids, log_probs, ranks], -1, dtype=np.float64)
 
 
 class Collector:

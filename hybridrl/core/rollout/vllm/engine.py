@@ -115,7 +115,8 @@ class VllmEngine:
 
     async def score(self, token_ids: list[int]) -> list[float]:
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        return (await self._respond(f"probe-{os.urandom(4).hex()}", token_ids, parameters)).prompt_log_probs
+        probe = await self._respond(f"probe-{os.urandom(4).hex()}", token_ids, parameters)
+        return probe.carried["prompt_log_probs"][1:, 0, 1].tolist()
 
     async def hold(self) -> None:
         if not self.loop.responses:  # an episode's later turn comes while others run, and continues a cached prefix
@@ -211,6 +212,7 @@ def vllm_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, engi
         "enable_sleep_mode": rollout.free_cache_engine,
         # Log-probs of the distribution that was sampled from: the trainer divides by the same temperature.
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 128,  # the most probable tokens that a client of a served model may request
         "seed": rollout.seed,
         "cudagraph_capture_sizes": rollout.cudagraph_capture_sizes or None,
         "disable_log_stats": False,  # the observer's; vLLM's own log shows them at its level INFO only
@@ -281,6 +283,7 @@ def _params(request: Request) -> SamplingParams:
         ignore_eos=sampling.ignore_eos,
         seed=request.seed if sampling.temperature > 0 else None,
         logprobs=0,
+        prompt_logprobs=request.prompt_log_probs,
         flat_logprobs=True,
         stop=list(sampling.stop),
         include_stop_str_in_output=True,
