@@ -21,12 +21,12 @@ from tests.agents.endpoint.test_serve import wait_for
 from tests.integration.test_resume import victim
 from tests.integration.test_run import finish, metrics, start
 from tests.rewards.judge_server import Reply, serving
+from tests.sections import teacher_of
 
 pytestmark = pytest.mark.slow
 
 ROWS, ANSWERED = 32, 8  # rows of a step, and how many of the second step are taught before the run is killed
 LOSS, MODELS = "distillation.distillation_loss", "+distillation.teacher_models.one"
-from tests.sections import teacher_of
 
 
 @pytest.fixture(scope="module")

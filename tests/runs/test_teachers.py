@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hybridrl.config import ConfigError
-from hybridrl.config.teachers import DistillationConfig, TeacherConfig
+from hybridrl.config.teachers import DistillationConfig
 from hybridrl.core.carried import TEACHER
 from hybridrl.core.experience.batching import to_batch
 from hybridrl.core.experience.collector import NothingToLearnFrom, SynchronousExperience
@@ -27,7 +27,7 @@ from hybridrl.runs.teachers import TaughtSource, check_endpoints
 from tests.core.experience.test_collector import SAMPLING, Client, Scorers, build
 from tests.core.experience.test_responses import Dying, Killed, spool
 from tests.rewards.judge_server import Reply, serving
-from tests.sections import section_of
+from tests.sections import section_of, teacher_of
 
 TABLE = [[0, 1, 1], [1, 0, 1]]
 Body = dict[str, Any]
@@ -51,7 +51,7 @@ def answer(body: Body, change: Callable[[list], Any] = lambda table: table) -> R
 def section(url: str, **keys: Any) -> DistillationConfig:
     """A teacher behind this address."""
     one = {"key": None, "model_path": None, "base_url": url, "served_name": None, "api_key_env": None, **keys}
-    return section_of(DistillationConfig, "distillation", enabled=True, teacher_models={"far": TeacherConfig(**one)})
+    return section_of(DistillationConfig, "distillation", enabled=True, teacher_models={"far": teacher_of(**one)})
 
 
 def taught(url: str, table=TABLE, timeout: float = 5, retries: int = 0, **keys: Any) -> SynchronousExperience:
