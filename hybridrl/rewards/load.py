@@ -273,7 +273,7 @@ class Reward:
 
     def score(self, request: ScoringRequest) -> Score:
         """Score one response; raises what the functions raise."""
-        return self._combined(self.main(request) if self.main else 0.0, request)
+        return self._combined(self.main(request) if self.main else 0.0 if self.further else None, request)
 
     def score_all(self, requests: list[ScoringRequest]) -> list[Score]:
         """Score all responses in one call of the main function; raises what the functions raise."""
@@ -337,9 +337,17 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
 
 
 def uses_main(config: RewardConfig) -> bool:
-    """Whether the custom or built-in function is called: not if only further functions have a weight."""
+    """Whether the custom or built-in function is called: not if only further functions have a weight. Next to a reward
+    model it is called if it is named."""
+    if config.reward_model.enable and not config.weights:
+        return any((config.name, config.custom_reward_function.path, config.reward_manager.module.path))
     judged = {JUDGE} if config.judge.base_url else set()
     return not config.weights or not set(config.weights) <= set(config.functions) | judged
+
+
+def has_functions(config: RewardConfig) -> bool:
+    """Whether any function scores responses; a reward model alone is none."""
+    return uses_main(config) or bool(config.functions or config.judge.base_url)
 
 
 def uses_built_in(config: RewardConfig) -> bool:

@@ -33,15 +33,22 @@ from hybridrl.core.weights.sync import BroadcastSync, ColocatedSync
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.plugins import load as plugin
 from hybridrl.required import required
-from hybridrl.rewards.load import uses_built_in
+from hybridrl.rewards.load import has_functions, uses_built_in
 from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.rewards.score import FaultGuard, Shaping
 from hybridrl.runs.prepare import decoder_elsewhere, prepare, tokenizer_elsewhere
 from hybridrl.runs.ranks import padded_plan, start_train_workers
 from hybridrl.runs.resume import ResumePlan, plan_resume
+from hybridrl.runs.reward_model import RewardModel, position_limit
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.sample_log import SampleLog
-from hybridrl.runs.settings import contents_to_save, engine_fingerprint, ppo_worker_config, score_fingerprint
+from hybridrl.runs.settings import (
+    REWARD_MODEL,
+    contents_to_save,
+    engine_fingerprint,
+    ppo_worker_config,
+    score_fingerprint,
+)
 from hybridrl.runs.trials import Subject
 from hybridrl.tracking import Tracker
 from hybridrl.tracking.console import info, stage
@@ -112,21 +119,26 @@ class PPOJob:
         stop_ids = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)
         client = self.wrap_client(self.engine.client)
         conversations = self.episodes and plugin("episodes").Conversations(self.episodes, client, rollout.seed)
+        rate, scorer = None, self.inputs.scorer_tokenizer
+        if scorer is not None:
+            rate = RewardModel(workers, scorer, config.reward, position_limit(workers.models[REWARD_MODEL].model))
         runner = EpisodeRunner(
             client,
             self.scorers,
             rollout.seed,
-            Shaping.of(config.reward),
+            Shaping() if rate else Shaping.of(config.reward),
             conversations,
-            function_scores=not uses_built_in(config.reward),
+            function_scores=has_functions(config.reward) and not uses_built_in(config.reward),
             add_environment_reward=config.reward.add_environment_reward,
         )
         reward, evaluator = config.reward, None
         guard = FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps)
         experience = self._experience(runner, stop_ids, guard)
+        experience.rate = rate
         if self.inputs.validation:
             sampling = Sampling.of_validation(rollout, stop_ids)
-            evaluator = Evaluator(self.engine, self.inputs.validation, runner, sampling, rollout.val_kwargs.n, guard)
+            parts = self.engine, self.inputs.validation, runner, sampling, rollout.val_kwargs.n, guard
+            evaluator = Evaluator(*parts, rate)
         sample_log = SampleLog(
             tracker,
             training_dir=trainer.rollout_data_dir,

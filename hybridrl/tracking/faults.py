@@ -233,6 +233,7 @@ FAULT_KINDS = {
     "rejected": FaultKind("the engine rejected the request", "change the prompt or parameter that is named"),
     "engine died": FaultKind("engines died of the request", "read rollout-*.log, or leave the prompt out"),
     "judge": FaultKind("the judge gave no verdict", "check its server and the keys of reward.judge", rejects=True),
+    "reward_model": FaultKind("the reward model gave no score", "check the keys of reward.reward_model"),
     "reply": FaultKind("the reply of the model's server has no message", "read the server's log"),
 }
 

@@ -17,7 +17,12 @@ from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.routes import RouterReplay
 
-BLANK = {"language": models.blank_language_model, "value": models.blank_value_model}  # by head
+# By head.
+BLANK = {
+    "language": models.blank_language_model,
+    "value": models.blank_value_model,
+    "score": models.blank_score_model,
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ def _load_shard(
     optimizers = _optimizers(model, entry, device)  # before a forward pass, which gathers the parameters
     group = sequence_group(fsdp.ulysses_sequence_parallel_size, config.collective_timeout, meshes.tensor_ranks)
     padded = not section.use_remove_padding or (group is None and models.packed_rows_interact(model, device))
-    shard = ModelShard(model, fsdp, device, padded, group, meshes.tensor_ranks, entry.reads)
+    ahead = 0 if entry.head == "score" else 1
+    shard = ModelShard(model, fsdp, device, padded, group, meshes.tensor_ranks, entry.reads, ahead)
     if optimizers is None:
         return shard
     return Learner(**vars(shard), optimizers=optimizers, dump_prefix=Path(config.skipped_updates, name))

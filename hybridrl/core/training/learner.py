@@ -46,7 +46,7 @@ class RankModel:
     model: ModelConfig
     fsdp: FSDPConfig
     budget: MicroBatchBudget  # size of its micro-batches without a gradient
-    head: Literal["language", "value"] = "language"
+    head: Literal["language", "value", "score"] = "language"
     trained: LearnerConfig | None = None  # None: frozen
     # own: read from the path; copy: read from the path, later replaced by the actor's (`TrainWorker.refresh`); base:
     # the actor's without its adapter, so that this model takes no memory
@@ -86,11 +86,12 @@ class ModelShard:
     group: ProcessGroup | None = None
     tensor_ranks: int = 1  # size of a tensor group: its ranks have the same tokens, too
     reads: tuple[str, ...] = ()
+    ahead: int = 1  # 0: its output for a token is computed from this token too
 
     def lay_out(self, rows: Batch) -> ModelInputs:
         """Return this rank's model inputs for these rows, in host memory."""
         carried = {name: value for name, value in rows.carried.items() if name in self.reads}
-        return slice_of(pack_rows(replace(rows, carried=carried), self.padded), self.group)
+        return slice_of(pack_rows(replace(rows, carried=carried), self.padded, self.ahead), self.group)
 
     def inputs(self, rows: Batch) -> ModelInputs:
         """Return this rank's model inputs for these rows."""
