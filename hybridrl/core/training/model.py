@@ -151,7 +151,8 @@ def blank_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageMod
 def blank_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
     """Return the value model of a directory, or a language model with a new head, without its weights."""
     settings = load_settings(config, num_labels=1)
-    family = _family(settings, config, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, GenericForTokenClassification)
+    place = f"critic.model.path={config.path}"
+    family = _family(settings, place, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, GenericForTokenClassification)
     model = ValueModel(blank_model(family._from_config, settings, config, dtype))
     model.model.config.architectures = [family.__name__]
     return model
@@ -161,20 +162,21 @@ def blank_score_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
     """Return the reward model of a directory or hub name, without its weights. Raises ConfigError if it is none."""
     settings = load_settings(config)
     kind = next(iter(settings.architectures or ()), "model of no known class")
-    family = _family(settings, config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, GenericForSequenceClassification)
+    place = f"reward.reward_model.model_path={config.path}"
+    family = _family(settings, place, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, GenericForSequenceClassification)
     model = blank_model(family._from_config, settings, config, dtype)
     # The head of encoders, which may read later tokens, has other names.
     if not kind.endswith(SCORED) or not isinstance(getattr(model, "score", None), nn.Linear):
         serve = f"hybridrl serve model.path={config.path} port=8001"
         raise ConfigError(
-            f"reward.reward_model.model_path={config.path} is a {kind}, and a reward model is a decoder with a head "
+            f"{place} is a {kind}, and a reward model is a decoder with a head "
             f"that scores its last token ({SCORED})",
             fix=f"if it writes its verdict, start it: {serve}, and set reward.judge.base_url=http://127.0.0.1:8001/v1",
         )
     return ValueModel(model)
 
 
-def _family(settings: PreTrainedConfig, config: ModelConfig, classes: Any, generic: type) -> Any:
+def _family(settings: PreTrainedConfig, place: str, classes: Any, generic: type) -> Any:
     """Return the class of a family among transformers' `classes`, or the `generic` one on the family's base, which
     knows the names of the layers to shard."""
     kind = type(settings)
@@ -182,8 +184,8 @@ def _family(settings: PreTrainedConfig, config: ModelConfig, classes: Any, gener
         return classes[kind]
     if kind not in MODEL_MAPPING:
         raise ValueError(
-            f"{config.path}: transformers has no base of the family {settings.model_type} for a head of values; name "
-            "a model of another family"
+            f"{place}: transformers has no base of the family {settings.model_type} for a value head; name a model of "
+            "another family"
         )
     base = MODEL_MAPPING[kind].__bases__[0]
     name = base.__name__.removesuffix("PreTrainedModel") + generic.__name__.removeprefix("Generic")

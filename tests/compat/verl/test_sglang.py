@@ -24,7 +24,7 @@ SCRIPTS = {
     "grpo_trainer/run_qwen3_5_35b_fsdp": IMAGES,
     "grpo_trainer/run_qwen3_vl_30b_a3b_fsdp": IMAGES,
     "profile/run_qwen2_5_vl_7b_torch_memory": IMAGES,
-    "special_e2e/run_v1_colocate_async_disrm": "reward.reward_model.enable=true: scoring by a reward model",
+    "special_e2e/run_v1_colocate_async_disrm": "",
     "special_npu/quick_start/run_qwen3_0_6b_fsdp2_sglang_ascend": ASCEND,
 }
 
