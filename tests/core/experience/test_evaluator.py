@@ -194,6 +194,21 @@ def test_without_faults_none_are_reported():
     assert "val-aux/reward/faults" not in metrics
 
 
+def test_a_reward_model_scores_on_the_trainers_devices_after_all_responses():
+    samples, none = episodes([Score(None, fault="none")] * 2), Score(None, fault="reward_model:length")
+    runner, switched = Runner(samples), []
+    runner.to_training = lambda: switched.append(runner.arguments)
+
+    def rate(responses: list[Episode]) -> list[Episode]:
+        assert switched and responses == samples
+        return [replace(responses[0], score=scored(2.5)), replace(responses[1], score=none)]
+
+    evaluator = Evaluator(runner, [samples[0].prompt], runner, Sampling(8, (0,)), 2, EXCLUDE, rate)
+    returned, metrics = evaluator.evaluate(3)
+    assert [one.score.value for one in returned] == [2.5, None]
+    assert metrics["val-core/maths/reward/mean@2"] == 2.5 and metrics["val-aux/reward/faults"] == 1
+
+
 @pytest.mark.parametrize(("on_error", "mean"), [("exclude", 1.0), ("zero", 0.25)])
 def test_what_becomes_of_a_fault_is_as_in_training(on_error, mean, caplog):
     faults = [replace(FAULT) for _ in range(3)]
