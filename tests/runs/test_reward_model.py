@@ -91,7 +91,9 @@ def episode(
 ) -> Episode:
     turn = Turn([1, 2], np.array([5, 6, 7]), np.zeros(3, np.float32), 0, "stop")
     score = score or Score(None, fault="none", detail="returned None")
-    return Episode(Prompt(0, [1, 2], prompt, "maths", None, {}), 0, 0, Trajectory([turn], messages=messages), text, score)
+    return Episode(
+        Prompt(0, [1, 2], prompt, "maths", None, {}), 0, 0, Trajectory([turn], messages=messages), text, score
+    )
 
 
 @pytest.fixture
