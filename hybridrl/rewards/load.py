@@ -345,11 +345,6 @@ def uses_main(config: RewardConfig) -> bool:
     return not config.weights or not set(config.weights) <= set(config.functions) | judged
 
 
-def has_functions(config: RewardConfig) -> bool:
-    """Whether any function scores responses; a reward model alone is none."""
-    return uses_main(config) or bool(config.functions or config.judge.base_url)
-
-
 def uses_built_in(config: RewardConfig) -> bool:
     """Whether the built-in scorers decide: with a judge, rows need none of them."""
     return uses_main(config) and config.custom_reward_function.path is None and not config.judge.base_url

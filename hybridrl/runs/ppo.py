@@ -33,13 +33,13 @@ from hybridrl.core.weights.sync import BroadcastSync, ColocatedSync
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.plugins import load as plugin
 from hybridrl.required import required
-from hybridrl.rewards.load import has_functions, uses_built_in
+from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.pool import open_scorer_pool
 from hybridrl.rewards.score import FaultGuard, Shaping
 from hybridrl.runs.prepare import decoder_elsewhere, prepare, tokenizer_elsewhere
 from hybridrl.runs.ranks import padded_plan, start_train_workers
 from hybridrl.runs.resume import ResumePlan, plan_resume
-from hybridrl.runs.reward_model import RewardModel, position_limit
+from hybridrl.runs.reward_model import RewardModel, has_functions, position_limit
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.sample_log import SampleLog
 from hybridrl.runs.settings import (

@@ -36,9 +36,9 @@ from hybridrl.data.prompts import PromptDataset, load_prompts
 from hybridrl.data.tokenizer import ResponseDecoder, end_tokens, load_tokenizer
 from hybridrl.plugins import load
 from hybridrl.required import required
-from hybridrl.rewards.load import check_data_sources, has_functions, uses_built_in
+from hybridrl.rewards.load import check_data_sources, uses_built_in
 from hybridrl.runs.models import CRITIC, POLICY, SCORER, check_readers, path_key, run_models, taught, text_settings
-from hybridrl.runs.reward_model import scorer_tokenizer
+from hybridrl.runs.reward_model import has_functions, scorer_tokenizer
 from hybridrl.runs.settings import build_algorithm, build_policy_plan
 from hybridrl.runs.trials import Subject, run_trials
 from hybridrl.tracking.console import info

@@ -22,11 +22,17 @@ from hybridrl.core.training.model import blank_score_model
 from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.data.tokenizer import Chat, as_chat, load_tokenizer, render
 from hybridrl.required import required
+from hybridrl.rewards.load import uses_main
 from hybridrl.rewards.score import Score, Shaping, as_score, combined
 from hybridrl.runs.settings import REWARD_MODEL
 
 KEY = "reward.reward_model"
 SCORES = Signal(("values",), REWARD_MODEL, timing=REWARD_MODEL)
+
+
+def has_functions(config: RewardConfig) -> bool:
+    """Whether any function scores responses, and not the reward model alone."""
+    return uses_main(config) or bool(config.functions or config.judge.base_url)
 
 
 def scorer_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -83,9 +89,9 @@ class RewardModel:
         """Return the scores of conversations, or faults."""
         whole = list(conversation_ids(self.tokenizer, chats))
         rows = [self._fitting(*pair) for pair in zip(chats, whole, strict=True)]
-        kept = [row for row in rows if isinstance(row, list)]
-        batch = token_rows(kept, slice(-1, None))
-        values = iter(required(self.workers.fill(batch, SCORES).values).tolist() if kept else ())
+        to_score = [row for row in rows if isinstance(row, list)]
+        batch = token_rows(to_score, slice(-1, None))
+        values = iter(required(self.workers.fill(batch, SCORES).values).tolist() if to_score else ())
         scores = [_score(next(values)) if isinstance(row, list) else row for row in rows]
         if self.reward.reward_model.truncation == "left":
             for score, row, ids in zip(scores, rows, whole, strict=True):
@@ -93,7 +99,7 @@ class RewardModel:
         return scores
 
     def _fitting(self, chat: Chat, ids: list[int] | TemplateError) -> list[int] | Score:
-        """Return the ids of a conversation, shortened as configured if the model does not take so many; or a fault."""
+        """Return the ids of a conversation, shortened as configured if the model takes fewer; or a fault."""
         if isinstance(ids, TemplateError) or not ids:
             return Score(None, fault="reward_model:template", detail=f"its chat template rejects the messages: {ids}")
         if self.most is None or len(ids) <= self.most:

@@ -18,9 +18,15 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.tokenizer import Chat, load_tokenizer
-from hybridrl.rewards.load import has_functions, load_reward, uses_built_in
+from hybridrl.rewards.load import load_reward, uses_built_in
 from hybridrl.rewards.score import Score, ScoringRequest
-from hybridrl.runs.reward_model import RewardModel, conversation_ids, position_limit, scorer_tokenizer
+from hybridrl.runs.reward_model import (
+    RewardModel,
+    conversation_ids,
+    has_functions,
+    position_limit,
+    scorer_tokenizer,
+)
 from tests.core.training.families import model_config
 from tests.data import stand_ins
 from tests.sections import section_of

@@ -45,7 +45,7 @@ def resolve_reward_model(config: PPOConfig, hint: str, check: Checker) -> None:
     section.model_path = absolute(model.path)
     if "reward_model" in {*reward.weights, *reward.functions}:
         cause = "the reward model has this name among the reward's components"
-        check.error([f"reward.weights.reward_model {SCORED}.weight"], cause, f"set its weight by {SCORED}.weight")
+        check.error(["reward.weights.reward_model"], cause, f"set its weight by {SCORED}.weight")
     if config.algorithm.filter_groups.enable:
         cause = "it needs scores while responses are sampled, and a reward model scores once all of them have ended"
         key = "algorithm.filter_groups.enable"

@@ -169,8 +169,7 @@ def blank_score_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
     if not kind.endswith(SCORED) or not isinstance(getattr(model, "score", None), nn.Linear):
         serve = f"hybridrl serve model.path={config.path} port=8001"
         raise ConfigError(
-            f"{place} is a {kind}, and a reward model is a decoder with a head "
-            f"that scores its last token ({SCORED})",
+            f"{place} is a {kind}, and a reward model is a decoder with a head that scores its last token ({SCORED})",
             fix=f"if it writes its verdict, start it: {serve}, and set reward.judge.base_url=http://127.0.0.1:8001/v1",
         )
     return ValueModel(model)

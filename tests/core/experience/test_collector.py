@@ -608,7 +608,12 @@ def rated(episodes: list[Episode]) -> list[Episode]:
 
 def test_a_reward_model_scores_on_the_trainers_devices_before_the_batch_is_made():
     experience, modes = build([[0, 1], [1, 0]], guard=FaultGuard("stop", 0.0, 1)), []
-    experience.rate = lambda episodes: (modes.extend(experience.engine.modes), rated(episodes))[1]
+
+    def rate(episodes: list[Episode]) -> list[Episode]:
+        modes.extend(vars(experience.engine)["modes"])
+        return rated(episodes)
+
+    experience.rate = rate
     collected = collect(experience)
     assert modes == [0, "training"]
     assert required(collected.batch.rewards).tolist() == [10.0, 11.0, 11.0, 10.0]

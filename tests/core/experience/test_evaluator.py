@@ -165,6 +165,9 @@ class Runner:
     def to_rollout(self, version):
         self.version = version
 
+    def to_training(self):
+        self.switched = self.arguments
+
     def metrics(self, episodes):
         return {}
 
@@ -196,11 +199,10 @@ def test_without_faults_none_are_reported():
 
 def test_a_reward_model_scores_on_the_trainers_devices_after_all_responses():
     samples, none = episodes([Score(None, fault="none")] * 2), Score(None, fault="reward_model:length")
-    runner, switched = Runner(samples), []
-    runner.to_training = lambda: switched.append(runner.arguments)
+    runner = Runner(samples)
 
     def rate(responses: list[Episode]) -> list[Episode]:
-        assert switched and responses == samples
+        assert runner.switched == runner.arguments and responses == samples
         return [replace(responses[0], score=scored(2.5)), replace(responses[1], score=none)]
 
     evaluator = Evaluator(runner, [samples[0].prompt], runner, Sampling(8, (0,)), 2, EXCLUDE, rate)
