@@ -4,7 +4,7 @@ token.
 The model's own chat template renders the prompt and the response as a conversation, in token ids of its own tokenizer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,8 @@ from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.training.loading import load_settings
 from hybridrl.core.training.model import blank_score_model
 from hybridrl.core.training.worker_group import TrainWorkers
-from hybridrl.data.tokenizer import Chat, as_chat, load_tokenizer, render
+from hybridrl.data.pairs import conversation_ids
+from hybridrl.data.tokenizer import Chat, as_chat, load_tokenizer
 from hybridrl.required import required
 from hybridrl.rewards.load import uses_main
 from hybridrl.rewards.score import Score, Shaping, as_score, combined
@@ -52,13 +53,6 @@ def position_limit(model: ModelConfig) -> int | None:
     settings = load_settings(model).get_text_config().to_dict()
     rope = settings.get("rope_parameters") or {}
     return None if "factor" in rope else settings.get("max_position_embeddings") or settings.get("n_positions")
-
-
-def conversation_ids(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> Iterator[list[int] | TemplateError]:
-    """Yield the token ids of each conversation, or the template's error; a doubled bos is removed."""
-    for ids in render(tokenizer, chats, {}, add_generation_prompt=False):
-        doubled = isinstance(ids, list) and ids[:2] == [tokenizer.bos_token_id] * 2
-        yield ids[1:] if doubled else ids
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.carried import TEACHER
 from hybridrl.core.rounding import coarser
 from hybridrl.core.training.building import WorkerConfig
-from hybridrl.core.training.learner import LearnerConfig, RankModel
+from hybridrl.core.training.learner import Head, LearnerConfig, RankModel
 from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.planning import MicroBatchBudget, UpdatePlan
 from hybridrl.core.training.worker_group import OLD_FIELDS, SKIPPED_UPDATES, PolicyPlan
@@ -127,11 +127,12 @@ def log_prob_budget(
     return MicroBatchBudget.of(section.model, fsdp, *sizes, forward.log_prob_use_dynamic_bsz)
 
 
-def sft_worker_config(config: SFTConfig, directory: Path, steps: int) -> WorkerConfig:
+def sft_worker_config(config: SFTConfig, directory: Path, steps: int, head: Head = "language") -> WorkerConfig:
     fsdp, trained = config.engine.fsdp_config, LearnerConfig(located(config.optim), steps)
+    budget = sft_budget(config.data, config.model, fsdp)
     return WorkerConfig(
         device=config.trainer.device,
-        models={"actor": RankModel(config.model, fsdp, sft_budget(config.data, config.model, fsdp), trained=trained)},
+        models={"actor": RankModel(config.model, fsdp, budget, head, trained)},
         collective_timeout=config.engine.nccl_timeout,
         seed=config.trainer.seed,
         skipped_updates=str(directory / SKIPPED_UPDATES),

@@ -16,13 +16,13 @@ from hybridrl.config import ConfigError
 from hybridrl.config.schema_parts import CustomRewardConfig, RewardConfig, RewardModelConfig
 from hybridrl.core.batch import Batch
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
+from hybridrl.data.pairs import conversation_ids
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.tokenizer import Chat, load_tokenizer
 from hybridrl.rewards.load import load_reward, uses_built_in
 from hybridrl.rewards.score import Score, ScoringRequest
 from hybridrl.runs.reward_model import (
     RewardModel,
-    conversation_ids,
     has_functions,
     position_limit,
     scorer_tokenizer,

@@ -27,6 +27,7 @@ from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import MicroBatch, ModelInputs, pack_rows, to_device
 from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch
 
+Head = Literal["language", "value", "score", "trained score"]
 MOST_FILES = 100  # limit on the files of skipped updates, per rank and model
 
 
@@ -46,7 +47,7 @@ class RankModel:
     model: ModelConfig
     fsdp: FSDPConfig
     budget: MicroBatchBudget  # size of its micro-batches without a gradient
-    head: Literal["language", "value", "score"] = "language"
+    head: Head = "language"
     trained: LearnerConfig | None = None  # None: frozen
     # own: read from the path; copy: read from the path, later replaced by the actor's (`TrainWorker.refresh`); base:
     # the actor's without its adapter, so that this model takes no memory

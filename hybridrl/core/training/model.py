@@ -158,20 +158,22 @@ def blank_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
     return model
 
 
-def blank_score_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
-    """Return the reward model of a directory or hub name, without its weights. Raises ConfigError if it is none."""
-    settings = load_settings(config)
+def blank_score_model(config: ModelConfig, dtype: torch.dtype, *, trained: bool = False) -> ValueModel:
+    """Return the reward model of a directory or hub name, without its weights. If it is trained, it has one label, and
+    may start from a language model. Raises ConfigError if it is no reward model."""
+    settings = load_settings(config, **({"num_labels": 1} if trained else {}))
     kind = next(iter(settings.architectures or ()), "model of no known class")
-    place = f"reward.reward_model.model_path={config.path}"
+    place = f"model.path={config.path}" if trained else f"reward.reward_model.model_path={config.path}"
     family = _family(settings, place, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, GenericForSequenceClassification)
     model = blank_model(family._from_config, settings, config, dtype)
     # The head of encoders, which may read later tokens, has other names.
-    if not kind.endswith(SCORED) or not isinstance(getattr(model, "score", None), nn.Linear):
+    if not (trained or kind.endswith(SCORED)) or not isinstance(getattr(model, "score", None), nn.Linear):
         serve = f"hybridrl serve model.path={config.path} port=8001"
         raise ConfigError(
             f"{place} is a {kind}, and a reward model is a decoder with a head that scores its last token ({SCORED})",
             fix=f"if it writes its verdict, start it: {serve}, and set reward.judge.base_url=http://127.0.0.1:8001/v1",
         )
+    model.config.architectures = [family.__name__]
     return ValueModel(model)
 
 

@@ -116,11 +116,21 @@ class Pieces:
     memory: np.ndarray  # [pieces]
 
     @classmethod
-    def single(cls, lengths: np.ndarray | Sequence[int], rows: Sequence[int] | None = None) -> "Pieces":
-        """Return each of these rows (default: all) as a piece; its work and memory are its number of tokens."""
+    def single(
+        cls,
+        lengths: np.ndarray | Sequence[int],
+        rows: Sequence[int] | None = None,
+        size: int = 1,
+        *,
+        padded: bool = False,
+    ) -> "Pieces":
+        """Return each of these rows (default: all) as a piece, or each `size` neighbours; its work and memory are its
+        number of tokens, `padded` or not."""
         lengths = np.asarray(lengths, dtype=np.int64)
         planned = np.arange(len(lengths)) if rows is None else np.asarray(rows, dtype=np.int64)
-        return cls(planned, np.arange(1, len(planned) + 1), lengths[planned], lengths[planned])
+        together = lengths[planned].reshape(-1, size)
+        work, ends = together.sum(1), np.arange(size, len(planned) + 1, size)
+        return cls(planned, ends, work, together.max(1, initial=0) * size if padded else work)
 
     @property
     def sizes(self) -> np.ndarray:
@@ -207,15 +217,17 @@ def rank_mini_batches(
     budget: MicroBatchBudget,
     masks: Sequence[str] = (),
     teachers: Sequence[str] = (),
+    size: int = 1,
 ) -> list[list[MiniBatch]]:
     """Return each rank's micro-batches of every mini-batch, with the divisors of the whole mini-batch, for these masks
-    of the loss too. With teachers a micro-batch has rows of one, and the n-th of every rank of the same one."""
+    of the loss too. With teachers a micro-batch has rows of one, and the n-th of every rank of the same one. `size`
+    neighbouring rows are never divided."""
     lengths, counted = batch.lengths.numpy(), batch.only("response_mask", "episode", *masks)
     totals = [Divisors.of(counted.select(rows), masks) for rows in mini_batches]
     planned: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for rows, divisors in zip(mini_batches, totals, strict=True):
         parts = [
-            (name, plan(Pieces.single(lengths, taught), ranks, budget))
+            (name, plan(Pieces.single(lengths, taught, size, padded=budget.padded), ranks, budget))
             for name, taught in _taught(batch, rows, teachers)
         ]
         names = tuple(name for name, of_ranks in parts for _ in of_ranks[0]) if teachers else ()
