@@ -51,7 +51,7 @@ def load_pairs(
     key: str,
 ) -> Pairs:
     """Read, check and tokenize the rows of `files`, each with a prompt, `chosen` and `rejected`. Raises ConfigError
-    that lists all bad rows together, such as those whose two conversations are the same tokens."""
+    with all bad rows; the two conversations of a row must not be the same tokens."""
     faults, pairs, overlong = Faults(key), Pairs(), []
     rows = load_rows(files, faults, key=key, max_samples=max_samples, shuffle=shuffle, seed=config.seed)
     chats = [_chats(row, config, faults) for row in rows]
@@ -88,7 +88,7 @@ def _chats(row: DataRow, config: SFTDataConfig, faults: Faults) -> tuple[Chat, C
         faults.add(row.place, f"{needed}{config.prompt_key}; the row has {', '.join(values)}")
     margin = values.get(MARGIN)
     if not isinstance(margin, int | float | None):
-        faults.add(row.place, f"{MARGIN} is no number: {margin!r:.40}")
+        faults.add(row.place, f"{MARGIN} is not a number: {margin!r:.40}")
     chosen, rejected = (Chat(chat or [], as_tools(tools) or []) for chat in chats)
     return chosen, rejected
 

@@ -160,7 +160,7 @@ def blank_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
 
 def blank_score_model(config: ModelConfig, dtype: torch.dtype, *, trained: bool = False) -> ValueModel:
     """Return the reward model of a directory or hub name, without its weights. If it is trained, it has one label, and
-    may start from a language model. Raises ConfigError if it is no reward model."""
+    may start from a language model. Raises ConfigError if it is another kind of model."""
     settings = load_settings(config, **({"num_labels": 1} if trained else {}))
     kind = next(iter(settings.architectures or ()), "model of no known class")
     place = f"model.path={config.path}" if trained else f"reward.reward_model.model_path={config.path}"
