@@ -11,6 +11,7 @@ from hybridrl.config import ConfigError
 from hybridrl.config.schema import SFTDataConfig
 from hybridrl.data.pairs import Pair, Pairs, load_pairs, pair_batch
 from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.required import required
 from tests.data import stand_ins
 from tests.sections import section_of
 
@@ -83,4 +84,4 @@ def test_a_long_pair_is_rejected_or_cut_at_its_beginning_and_not_to_equal_tokens
 def test_the_rows_of_a_pair_are_neighbours_that_end_with_the_scored_token():
     batch = pair_batch([Pair([1, 2, 3], [4, 5], 0.5), Pair([6], [7, 8, 9, 10])])
     assert batch.lengths.tolist() == [3, 2, 1, 4] and batch.response_ids.tolist() == [3, 5, 6, 10]
-    assert batch.rewards.tolist() == [0.5, 0, 0, 0] and batch.response_mask.all()
+    assert required(batch.rewards).tolist() == [0.5, 0, 0, 0] and required(batch.response_mask).all()

@@ -133,8 +133,9 @@ def test_the_gradient_of_pairs_is_that_of_a_model_in_float64(config, session, cl
     found = group.scatter(PairRank.gradient, parts, timeout=120)[0]
     expected = {f"model.{name}": value.grad for name, value in exact.named_parameters()}
     assert found.keys() == expected.keys() and max(len(part.micro_batches) for _, part, _ in parts) > 1
-    distance = sum((found[name].double() - value).square().sum() for name, value in expected.items()).sqrt()
-    assert distance <= 1e-5 * sum(value.square().sum() for value in expected.values()).sqrt()
+    squares = [[(found[name] - value).square().sum(), value.square().sum()] for name, value in expected.items()]
+    distance, norm = torch.tensor(squares).sum(0).sqrt().tolist()
+    assert distance <= 1e-5 * norm
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +177,10 @@ def test_a_trained_reward_model_prefers_what_pairs_do_and_loads_in_transformers(
 
 
 @pytest.mark.parametrize("function", [None, Path(__file__).parent / "length_reward.py"])
-def test_a_run_with_a_reward_model_alone_and_one_next_to_a_function(function, overrides, tiny, classifier, tmp_path):
+def test_a_run_with_a_trained_reward_model_alone_and_one_with_a_function_too(
+    function, overrides, tiny, classifier, trained, tmp_path
+):
+    classifier = classifier if function else trained[1]
     more = validation_keys(tiny) | {
         "reward.custom_reward_function.path": function or "null",
         "reward.reward_model.enable": True,
