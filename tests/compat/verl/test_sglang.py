@@ -48,7 +48,8 @@ def test_a_recorded_command_is_accepted_or_rejected_for_another_reason(script: s
     rollout, written = result.config.actor_rollout_ref.rollout, dict(text.split("=", 1) for text in overrides)
     assert rollout.name == "sglang"
     assert rollout.tensor_model_parallel_size == int(written[f"{ROLLOUT}.tensor_model_parallel_size"])
-    assert not rollout.enable_chunked_prefill and not rollout.enforce_eager
+    assert rollout.enable_chunked_prefill == (f"{ROLLOUT}.enable_chunked_prefill" not in written)
+    assert not rollout.enforce_eager
 
 
 @pytest.mark.skipif(not COMMANDS.is_file(), reason="needs verl's command lines next to the project")
