@@ -17,6 +17,7 @@ GROUPS = {
         "quickstart": ("hybridrl.quickstart", "watch a small model learn, in minutes"),
         "train": ("hybridrl.main_ppo", "reinforcement learning: hybridrl train key=value ..."),
         "sft": ("hybridrl.main_sft", "supervised fine-tuning on demonstrations"),
+        "rm": ("hybridrl.main_rm", "train a reward model on pairs of responses"),
         "sweep": ("hybridrl.main_ppo", "train with several values: hybridrl sweep key=a,b ..."),
     },
     "watch": {

@@ -240,6 +240,7 @@ def test_imports_stand_at_the_top() -> None:
         "hybridrl.evaluation.statistics",
         "hybridrl.main_eval",
         "hybridrl.main_ppo",
+        "hybridrl.main_rm",
         "hybridrl.main_sft",
         "hybridrl.report",
         "hybridrl.rewards.process",
@@ -253,7 +254,7 @@ def test_what_starts_quickly_imports_nothing_heavy(module: str) -> None:
     assert not HEAVY & set(result.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["hybridrl.main_eval", "hybridrl.main_ppo", "hybridrl.main_sft"])
+@pytest.mark.parametrize("module", [f"hybridrl.main_{name}" for name in ("eval", "ppo", "rm", "sft")])
 def test_the_driver_is_forked_before_torch_is_imported_so_cuda_is_untouched(module: str) -> None:
     code = "import os, runpy, sys; os.fork = lambda: os._exit('torch' in sys.modules)"
     command = [sys.executable, "-c", f"{code}; runpy.run_module({module!r}, run_name='__main__')"]

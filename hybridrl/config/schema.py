@@ -376,10 +376,15 @@ class SFTEngineConfig(Section):
     fsdp_config: FSDPConfig
 
 
+class PairsConfig(Section):
+    center: values.NonNegative
+
+
 class SFTConfig(Section):
-    """The configuration of `main_sft`: conf/sft_trainer.yaml."""
+    """The configuration of `main_sft` and `main_rm`: conf/sft_trainer.yaml."""
 
     data: SFTDataConfig
+    pairs: PairsConfig
     model: ModelConfig
     optim: OptimizerConfig
     engine: SFTEngineConfig

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from hybridrl.config import values
 from hybridrl.config.catalog import BYPASS_LOSSES, ESTIMATOR_NAMES, POLICY_LOSS_NAMES, parameter_types
-from hybridrl.config.files import RowNames, Script
+from hybridrl.config.files import ModelPath, RowNames, Script
 from hybridrl.config.judge import JudgeConfig
 from hybridrl.config.values import Section, ValueFault
 
@@ -160,6 +160,13 @@ Scorer = Literal["gsm8k", "countdown", "multiple_choice", "search_qa", "math", "
 NO_SOURCE = "unknown"  # the data source of a row that names none; there is no built-in scorer for this name
 
 
+class RewardModelConfig(Section):
+    enable: bool
+    model_path: ModelPath | None
+    weight: float
+    truncation: Literal["error", "left"]
+
+
 class RewardConfig(Section):
     name: Scorer | None
     num_workers: values.Natural
@@ -182,6 +189,7 @@ class RewardConfig(Section):
     reward_manager: RewardManagerConfig
     sandbox_fusion: SandboxConfig
     judge: JudgeConfig
+    reward_model: RewardModelConfig
     reward_kwargs: RewardKwargsConfig
 
 

@@ -311,9 +311,9 @@ def pack(rows: Sequence[Sequence[float]] | Sequence[np.ndarray], dtype: torch.dt
     return flat.to(dtype), torch.tensor([len(row) for row in rows], dtype=torch.int64)
 
 
-def token_rows(rows: Sequence[Sequence[int]]) -> Batch:
-    """Return rows of token ids as a batch; the first token of each is its prompt, the rest its response."""
-    prompt_ids, prompt_lengths = pack([row[:1] for row in rows], torch.int64)
-    response_ids, response_lengths = pack([row[1:] for row in rows], torch.int64)
+def token_rows(rows: Sequence[Sequence[int]], response: slice = slice(1, None)) -> Batch:
+    """Return rows of token ids as a batch; the `response` of each ends it, the tokens before are its prompt."""
+    prompt_ids, prompt_lengths = pack([row[: response.start] for row in rows], torch.int64)
+    response_ids, response_lengths = pack([row[response] for row in rows], torch.int64)
     numbers = torch.arange(len(rows))
     return Batch(prompt_lengths, response_lengths, prompt_ids, response_ids, numbers, numbers, numbers)

@@ -102,7 +102,7 @@ class PlannedRun:
             else:
                 (part, planned), label = trained[name], "policy" if name == "actor" else name
                 self.learners.append(PlannedModel(label, shard, entry, part, UpdatePlan.of(planned).budget))
-            self.forwards["log-probs" if language else "critic update"].append((shard, entry.budget, language))
+            self.forwards["critic update" if name == "critic" else "log-probs"].append((shard, entry.budget, language))
         self._plan_engine(models.policy)
 
     def _plan_engine(self, sizes: ModelSizes) -> None:

@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 from hybridrl.checkpoint.export import LAYER, parts
 from hybridrl.config import PPOConfig
 from hybridrl.config.schema import FSDPConfig, ModelConfig
+from hybridrl.core.training.building import BLANK
 from hybridrl.core.training.layout import DISPATCH, division
 from hybridrl.core.training.loading import KEPT, layer_classes
 from hybridrl.core.training.lora import add_adapter
-from hybridrl.core.training.model import blank_language_model, blank_value_model, without_pairs
+from hybridrl.core.training.model import without_pairs
 from hybridrl.core.training.token_outputs import tokens_at_once
 from hybridrl.core.weights.buckets import buffer_bytes, plan_buckets
 from hybridrl.runs.models import SECTIONS
@@ -117,7 +118,7 @@ def read_models(config: PPOConfig) -> Models:
     section, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     worker = ppo_worker_config(config, build_algorithm(config), Path(), steps=1)
     models = {
-        name: meta_model(entry.model, SECTIONS.get(name, name), values=entry.head == "value")
+        name: meta_model(entry.model, SECTIONS.get(name, name), entry.head)
         for name, entry in worker.models.items()
         if entry.weights not in ("live", "base")
     }
@@ -130,11 +131,11 @@ def read_models(config: PPOConfig) -> Models:
     return Models({name: ModelSizes(model, worker.models[name].fsdp) for name, model in models.items()}, buffer)
 
 
-def meta_model(config: ModelConfig, key: str, *, values: bool = False) -> PreTrainedModel:
+def meta_model(config: ModelConfig, key: str, head: str = "language") -> PreTrainedModel:
     """Build the model, with its adapter if it has one, on the meta device. Raises OSError without a config.json,
     ValueError or ConfigError if the model cannot be trained as configured."""
     with torch.device("meta"):  # where parameters are allocated first: 30 GB for the experts of one large layer
-        model = (blank_value_model if values else blank_language_model)(config, torch.float32).model
+        model = BLANK[head](config, torch.float32).model
     if config.lora_rank:
         add_adapter(model, config, torch.float32, 0, key)
     return model

@@ -236,6 +236,9 @@ def rescore_run(run: Path, options: argparse.Namespace) -> Findings:
     if any(turn.get("reward") for record in records for turn in record.episode.get("turns", [])):
         cause = "environments gave rewards to turns, which the other reward's scores do not have"
         findings.warn("rescore.turns", cause)
+    if config is not None and config.reward.reward_model.enable:
+        cause = "a reward model, which only training ranks compute, is part of the stored scores, not of the others"
+        findings.warn("rescore.reward_model", cause)
     if any(score.fault for score in scores):
         add = findings.error if all(score.fault for score in scores) else findings.warn
         add("rescore.fault", f"{diagnosis(scores)}; its tracebacks are in {log}")

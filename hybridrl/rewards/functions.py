@@ -153,15 +153,20 @@ class Reward:
         """Whether a function reads the token ids of the response."""
         return any(TOKENS in function.keywords for function in self.functions)
 
+    @property
+    def _without_main(self) -> float | None:
+        """Return the main score if there is no main function; None: no function scores responses."""
+        return 0.0 if self.further or self.compared else None
+
     def score(self, request: ScoringRequest) -> Score:
         """Score one response; raises what the functions raise."""
-        return self._combined(self.main(request) if self.main else 0.0, request)
+        return self._combined(self.main(request) if self.main else self._without_main, request)
 
     def score_all(self, requests: list[ScoringRequest]) -> list[Score]:
         """Score responses in one call of each function that takes several; raises what the functions raise."""
         verdicts = [None] * len(requests) if self.compared is None else self.compared.call_batch(requests)
         if self.main is None or not self.whole:
-            returned = [self.main(request) if self.main else 0.0 for request in requests]
+            returned = [self.main(request) if self.main else self._without_main for request in requests]
         else:
             returned = list(self.main.call_batch(requests))
         if len(returned) != len(requests):

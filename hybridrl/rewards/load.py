@@ -196,7 +196,10 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
 
 
 def uses_main(config: RewardConfig) -> bool:
-    """Whether the custom or built-in function is called: not if only further functions have a weight."""
+    """Whether the custom or built-in function is called: not if only further functions have a weight. Next to a reward
+    model it is called if it is named."""
+    if config.reward_model.enable and not config.weights:
+        return any((config.name, config.custom_reward_function.path, config.reward_manager.module.path))
     judged = {JUDGE} if config.judge.base_url else set()
     return not config.weights or not set(config.weights) <= set(config.functions) | judged
 

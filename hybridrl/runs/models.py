@@ -18,10 +18,11 @@ from hybridrl.config.teachers import DistillationConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.data.prompts import PromptDataset, with_objects
 from hybridrl.data.tokenizer import read_tokenizer
-from hybridrl.runs.settings import TEACHERS, rank_model
+from hybridrl.runs.settings import REWARD_MODEL, TEACHERS, rank_model
 
 POLICY, CRITIC = "actor_rollout_ref.model", "critic.model"
-SECTIONS = {"actor": POLICY, "reference": "actor_rollout_ref.ref.model", "critic": CRITIC}
+SCORER = "reward.reward_model"
+SECTIONS = {"actor": POLICY, "reference": "actor_rollout_ref.ref.model", "critic": CRITIC, REWARD_MODEL: SCORER}
 
 
 def run_models(config: PPOConfig, algorithm: Algorithm) -> dict[str, ModelConfig]:
@@ -37,7 +38,7 @@ def _section(name: str) -> str:
 
 def path_key(section: str) -> str:
     """Return the key of a model's path."""
-    return f"{section}.model_path" if section.startswith("distillation.") else f"{section}.path"
+    return f"{section}.model_path" if section.startswith(("distillation.", SCORER)) else f"{section}.path"
 
 
 def text_settings(model: ModelConfig) -> Any:

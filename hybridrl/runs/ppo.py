@@ -41,9 +41,16 @@ from hybridrl.runs.contexts import Contexts
 from hybridrl.runs.prepare import decoder_elsewhere, prepare, tokenizer_elsewhere
 from hybridrl.runs.ranks import padded_plan, start_train_workers
 from hybridrl.runs.resume import ResumePlan, plan_resume
+from hybridrl.runs.reward_model import RewardModel, has_functions, position_limit
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.sample_log import SampleLog
-from hybridrl.runs.settings import contents_to_save, engine_fingerprint, ppo_worker_config, score_fingerprint
+from hybridrl.runs.settings import (
+    REWARD_MODEL,
+    contents_to_save,
+    engine_fingerprint,
+    ppo_worker_config,
+    score_fingerprint,
+)
 from hybridrl.runs.teachers import TaughtSource
 from hybridrl.runs.trials import Subject
 from hybridrl.tracking import Tracker
@@ -116,22 +123,27 @@ class PPOJob:
         stop_ids = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)
         client = self.wrap_client(self.engine.client)
         conversations = self.episodes and plugin("episodes").Conversations(self.episodes, client, rollout.seed)
+        rate, scorer = None, self.inputs.scorer_tokenizer
+        if scorer is not None:
+            rate = RewardModel(workers, scorer, config.reward, position_limit(workers.models[REWARD_MODEL].model))
         runner = EpisodeRunner(
             client,
             self.scorers,
             rollout.seed,
-            Shaping.of(config.reward),
+            Shaping() if rate else Shaping.of(config.reward),
             conversations,
-            function_scores=not uses_built_in(config.reward),
+            function_scores=has_functions(config.reward) and not uses_built_in(config.reward),
             add_environment_reward=config.reward.add_environment_reward,
             taught=partial(TaughtSource, config.distillation) if config.distillation.endpoints else None,
         )
         reward, evaluator = config.reward, None
         guard = FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps)
         experience = self._experience(runner, stop_ids, guard)
+        experience.rate = rate
         if self.inputs.validation:
             sampling = Sampling.of_validation(rollout, stop_ids)
-            evaluator = Evaluator(self.engine, self.inputs.validation, runner, sampling, rollout.val_kwargs.n, guard)
+            parts = self.engine, self.inputs.validation, runner, sampling, rollout.val_kwargs.n, guard
+            evaluator = Evaluator(*parts, rate)
         sample_log = SampleLog(
             tracker,
             training_dir=trainer.rollout_data_dir,

@@ -37,7 +37,8 @@ from hybridrl.data.tokenizer import ResponseDecoder, end_tokens, load_tokenizer
 from hybridrl.plugins import load
 from hybridrl.required import required
 from hybridrl.rewards.load import check_data_sources, scorer_of, uses_built_in
-from hybridrl.runs.models import CRITIC, POLICY, check_readers, path_key, run_models, taught, text_settings
+from hybridrl.runs.models import CRITIC, POLICY, SCORER, check_readers, path_key, run_models, taught, text_settings
+from hybridrl.runs.reward_model import has_functions, scorer_tokenizer
 from hybridrl.runs.settings import build_algorithm, build_policy_plan
 from hybridrl.runs.teachers import check_endpoints
 from hybridrl.runs.trials import Subject, run_trials
@@ -54,11 +55,12 @@ class RunInputs:
     policy: PolicyPlan | None = None
     critic: CriticPlan | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
+    scorer_tokenizer: PreTrainedTokenizerBase | None = None  # the reward model's
     prompts: PromptDataset | None = None
     order: Order | None = None
     validation: PromptDataset | None = None
     runs_episodes: bool = False  # whether episodes of several turns run, in separate processes
-    function_scores: bool = True  # false if environments give the rewards
+    function_scores: bool = True  # false if environments or a reward model alone give the rewards
 
     @property
     def datasets(self) -> dict[str, PromptDataset]:
@@ -157,8 +159,12 @@ def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
         with rejections.gathered():
             if model.lora_rank:
                 inputs.messages.append(check_adapter(model, key))
+    scorer = models.pop(SCORER, None)  # it has token ids of its own
     if len(rejections.errors) == before:
         check_readers(models, required(inputs.tokenizer), rejections)
+    if len(rejections.errors) == before and scorer is not None:
+        with rejections.gathered():
+            inputs.scorer_tokenizer = scorer_tokenizer(scorer)
 
 
 def require_plans(config: ModelConfig, fsdp: FSDPConfig) -> None:
@@ -221,7 +227,7 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
                 config.actor_rollout_ref.model, "actor_rollout_ref.model.path", *inputs.datasets.values()
             )
     inputs.runs_episodes = load("episodes").runs_episodes(rollout, inputs.environments)
-    inputs.function_scores = not (built_in and inputs.runs_episodes)
+    inputs.function_scores = has_functions(config.reward) and not (built_in and inputs.runs_episodes)
     if built_in and inputs.scored:
         if not config.distillation.rewarded and not all(map(scorer_of, inputs.data_sources)) and not config.reward.name:
             config.reward.name = "none"

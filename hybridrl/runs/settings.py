@@ -38,6 +38,7 @@ from hybridrl.config.schema import (
     PPOConfig,
     ReferenceConfig,
     SFTDataConfig,
+    WrapPolicyConfig,
 )
 from hybridrl.config.schema_parts import (
     RewardConfig,
@@ -54,11 +55,12 @@ from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.carried import CONTEXT, TEACHER
 from hybridrl.core.rounding import coarser
 from hybridrl.core.training.building import WorkerConfig
-from hybridrl.core.training.learner import LearnerConfig, RankModel
+from hybridrl.core.training.learner import Head, LearnerConfig, RankModel
 from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.planning import MicroBatchBudget, UpdatePlan
 from hybridrl.core.training.worker_group import OLD_FIELDS, SKIPPED_UPDATES, PolicyPlan
 
+REWARD_MODEL = "reward_model"
 TEACHERS = "teacher."  # begins their names among a run's models
 TAUGHT_BY = "teacher_log_probs"
 DUAL_CLIP = 3.0  # verl's, for a sampled divergence as a reward
@@ -105,6 +107,13 @@ def rank_model(name: str, config: PPOConfig, steps: int = 1) -> RankModel:
             return RankModel(critic.model, critic.fsdp, budget, "value", trained)
         case teacher if teacher.startswith(TEACHERS):
             return _teacher(config.distillation.teacher_models[teacher.removeprefix(TEACHERS)], section)
+        case "reward_model":
+            scored, fsdp = config.reward.reward_model, actor.fsdp_config
+            plain = replace(model, path=scored.model_path, override_config={}, lora_rank=0, lora_adapter_path=None)
+            # Its family may have no plan of the policy's tensor and expert parallelism, and has layers of its own.
+            fsdp = replace(fsdp, tensor_parallel_size=1, expert_parallel_size=1, wrap_policy=WrapPolicyConfig([]))
+            fsdp = replace(fsdp, offload_policy=ref.fsdp_config.param_offload)
+            return RankModel(plain, fsdp, log_prob_budget(section, ref, fsdp), "score")
         case _:
             return plugins.load(f"model.{name}")(config)
 
@@ -122,16 +131,20 @@ def _teacher(teacher: TeacherConfig, section: ActorRolloutRefConfig) -> RankMode
     return RankModel(plain, section.actor.fsdp_config, budget, weights=weights, reads=reads)
 
 
-def log_prob_budget(section: ActorRolloutRefConfig, forward: RolloutConfig | ReferenceConfig) -> MicroBatchBudget:
+def log_prob_budget(
+    section: ActorRolloutRefConfig, forward: RolloutConfig | ReferenceConfig, fsdp: FSDPConfig | None = None
+) -> MicroBatchBudget:
     sizes = forward.log_prob_max_token_len_per_gpu, forward.log_prob_micro_batch_size_per_gpu
-    return MicroBatchBudget.of(section.model, section.actor.fsdp_config, *sizes, forward.log_prob_use_dynamic_bsz)
+    fsdp = fsdp or section.actor.fsdp_config
+    return MicroBatchBudget.of(section.model, fsdp, *sizes, forward.log_prob_use_dynamic_bsz)
 
 
-def sft_worker_config(config: SFTConfig, directory: Path, steps: int) -> WorkerConfig:
+def sft_worker_config(config: SFTConfig, directory: Path, steps: int, head: Head = "language") -> WorkerConfig:
     fsdp, trained = config.engine.fsdp_config, LearnerConfig(located(config.optim), steps)
+    budget = sft_budget(config.data, config.model, fsdp)
     return WorkerConfig(
         device=config.trainer.device,
-        models={"actor": RankModel(config.model, fsdp, sft_budget(config.data, config.model, fsdp), trained=trained)},
+        models={"actor": RankModel(config.model, fsdp, budget, head, trained)},
         collective_timeout=config.engine.nccl_timeout,
         seed=config.trainer.seed,
         skipped_updates=str(directory / SKIPPED_UPDATES),
@@ -164,6 +177,9 @@ def build_algorithm(config: PPOConfig) -> Algorithm:
     if "sum_pi_squared" in entry.reads and correction.bypass_mode:
         cause = f"{name} reads sum_pi_squared, which is not computed in bypass mode"
         raise ConfigError(cause, fix="set algorithm.rollout_correction.bypass_mode=false")
+    if "greedy_rewards" in entry.reads and config.reward.reward_model.enable:
+        cause = f"{name} samples a greedy response of each prompt once the others have their scores, which a reward "
+        raise ConfigError(f"{cause}model gives at the end of sampling", fix="set algorithm.adv_estimator=rloo")
     terms = policy_terms(config.actor_rollout_ref.actor, correction, config.distillation)
     kl = algorithm.kl_penalty if algorithm.use_kl_in_reward else None
     built = Algorithm(
@@ -176,6 +192,7 @@ def build_algorithm(config: PPOConfig) -> Algorithm:
         signals=tuple(_signals(config, entry, terms, sampled_kl=kl not in (None, "full"))),
         terms=terms,
         teachers=tuple(f"{TEACHERS}{name}" for name, each in config.distillation.teachers.items() if each.model_path),
+        scorers=(REWARD_MODEL,) * config.reward.reward_model.enable,
     )
     copies = {f"{TEACHERS}{name}": (1, each.ema) for name, each in config.distillation.teachers.items() if each.ema}
     if (every := config.actor_rollout_ref.ref.refresh_freq) > 0 and "reference" in built.models:

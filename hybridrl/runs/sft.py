@@ -1,6 +1,6 @@
 """Supervised fine-tuning: conversations -> rows -> updates, on the same workers and loop as reinforcement learning."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,8 +11,9 @@ from hybridrl.checkpoint.saver import Stateful
 from hybridrl.config import SFTConfig
 from hybridrl.core.cluster import RaySession
 from hybridrl.core.trainer import Schedule, Task
+from hybridrl.core.training.learner import Head
 from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
-from hybridrl.data.conversations import ConversationDataset, conversation_batch
+from hybridrl.data.conversations import conversation_batch
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.row_files import row_files
 from hybridrl.runs.prepare import load_sft_inputs
@@ -30,13 +31,23 @@ class SFTJob:
     user_keys: dict[str, Any] = {}  # noqa: RUF012  # none
     engine_pool = None
     kl_in_reward = False
+    unit = "conversations"
+    head: Head = "language"
 
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
-        self.tokenizer, self.training, self.validation = load_sft_inputs(config)
+        self.tokenizer, self.training, self.validation = self.read(config)
         self.rows = len(self.training)
-        self.description = f"{config.data.train_batch_size} conversations each, out of {self.rows}"
+        self.description = f"{config.data.train_batch_size} {self.unit} each, out of {self.rows}"
         self.contents = {"actor": config.checkpoint.save_contents}
+
+    def read(self, config: SFTConfig) -> tuple[Any, Any, Any]:
+        """Return tokenizer, training and validation data. Raises ConfigError."""
+        return load_sft_inputs(config)
+
+    def task(self, *arguments: Any) -> "SFTTask":
+        """Return the task, given the arguments of SFTTask."""
+        return SFTTask(*arguments)
 
     def plan(self, directory: Path) -> ResumePlan:
         config, trainer, path = self.config, self.config.trainer, self.config.model.path
@@ -53,7 +64,7 @@ class SFTJob:
     def start(self, session: RaySession, stack: ExitStack, plan: ResumePlan, directory: Path) -> TrainWorkers:
         config = self.config
         group = start_train_workers(session, directory / "logs")
-        worker, timeout = sft_worker_config(config, directory, plan.steps), config.trainer.step_timeout
+        worker, timeout = sft_worker_config(config, directory, plan.steps, self.head), config.trainer.step_timeout
         with stage(f"starting {len(group)} training rank{'s' * (len(group) > 1)}"):
             build_models(group, worker, config.trainer.startup_timeout)
         rank_plan = padded_plan(group, RankPlan(worker.models, sft_policy_plan(config)), timeout)
@@ -62,7 +73,7 @@ class SFTJob:
     def build(self, workers: TrainWorkers, tracker: Tracker) -> tuple[Task, dict[str, Stateful]]:
         data = self.config.data
         order = PromptOrder(self.rows, data.seed, data.shuffle)
-        task = SFTTask(workers, self.training, self.validation, order, data.train_batch_size)
+        task = self.task(workers, self.training, self.validation, order, data.train_batch_size)
         return task, {"task": task, "workers": workers}
 
     def schedule(self, steps: int) -> Schedule:
@@ -76,8 +87,8 @@ class SFTTask(Task):
     def __init__(
         self,
         workers: TrainWorkers,
-        training: ConversationDataset,
-        validation: ConversationDataset | None,
+        training: Sequence[Any],
+        validation: Sequence[Any] | None,
         order: PromptOrder,
         size: int,
     ) -> None:

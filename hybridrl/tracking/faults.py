@@ -234,6 +234,7 @@ FAULT_KINDS = {
     "engine died": FaultKind("engines died of the request", "read rollout-*.log, or leave the prompt out"),
     "judge": FaultKind("the judge gave no verdict", "check its server and the keys of reward.judge", rejects=True),
     "teacher": FaultKind("the teacher gave no log-probs", "check its server and distillation.teacher_models"),
+    "reward_model": FaultKind("the reward model gave no score", "check the keys of reward.reward_model"),
     "reply": FaultKind("the reply of the model's server has no message", "read the server's log"),
 }
 

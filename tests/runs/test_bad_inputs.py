@@ -321,7 +321,7 @@ REJECTED = {
     "a response beyond the model": (["data.max_response_length=1000000"], ["data.max_response_length"]),
     "another engine": ([f"{ROLLOUT}.name=trtllm"], [f"{ROLLOUT}.name=trtllm", "sglang | vllm"]),
     "another trainer": ([f"{ACTOR}.strategy=deepspeed"], [f"{ACTOR}.strategy=deepspeed", "fsdp2"]),
-    "a reward model": (["reward_model.enable=true"], ["reward_model.enable=true", f"{REWARD}.path"]),
+    "no reward model": (["reward_model.enable=true"], ["no model is named", "reward.reward_model.model_path"]),
     # the run's directory, and trackers
     "a file as directory": (["trainer.default_local_dir=a_file"], ["trainer.default_local_dir", "a_file"]),
     "a directory that cannot be": (["trainer.default_local_dir=/proc/x"], ["trainer.default_local_dir", "/proc/x"]),

@@ -16,7 +16,7 @@ from hybridrl.config.checks.model import (
     resolve_dtype,
     resolve_for_cpu,
 )
-from hybridrl.config.checks.teachers import resolve_distillation
+from hybridrl.config.checks.teachers import resolve_distillation, resolve_reward_model
 from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings
 from hybridrl.config.schema import (
@@ -56,6 +56,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     training.resolve_retention(trainer, check, has_critic=bool(config.critic.enable))
     training.resolve_reference(section, hint, check, kl_in_reward=config.algorithm.use_kl_in_reward)
     resolve_distillation(config, hint, check)
+    resolve_reward_model(config, hint, check)
     check_served(MODEL, model, rollout, trainer.device, check)
     resolve_trained(policy, rollout.max_model_len or 0, hint, trainer, check)
     check_plans(MODEL, model, policy.fsdp_key, actor.fsdp_config, check)

@@ -1,4 +1,4 @@
-"""Teachers of the policy and the loss of learning from them: fill in values, reject what cannot work."""
+"""Frozen models that teach the policy or score its responses: fill in values, reject what cannot work."""
 
 from dataclasses import replace
 
@@ -7,6 +7,7 @@ from hybridrl.config.findings import Checker
 from hybridrl.config.schema import PPOConfig
 from hybridrl.config.teachers import BASE, EXACT_FORMS, POLICY, TOP_FORM, DistillationConfig
 
+SCORED = "reward.reward_model"
 LOSS, MODELS, KEY = "distillation.distillation_loss", "distillation.teacher_models", "distillation.teacher_key"
 NAME_ONE = f"add {MODELS}.teacher_model.model_path=..."
 OTHERS = "*"  # the key of a teacher of all rows that no other one teaches
@@ -55,6 +56,30 @@ def _check_own(config: PPOConfig, check: Checker) -> None:
         for option in ("template", "threshold"):
             if vars(teacher)[option] is not None and not teacher.context:
                 here.idle(f".{option} .context", f"without {MODELS}.{name}.context")
+
+
+def resolve_reward_model(config: PPOConfig, hint: str, check: Checker) -> None:
+    """Fill in and check the reward model. `hint`: the fix for overlong rows."""
+    reward, section = config.reward, config.reward.reward_model
+    if not section.enable:
+        if section.model_path is not None:
+            check.idle(f"{SCORED}.model_path {SCORED}.enable", f"without {SCORED}.enable=true")
+        return
+    if section.model_path is None:
+        check.error(f"{SCORED}.enable", "no model is named", f"set {SCORED}.model_path")
+        return
+    longest = 0 if section.truncation == "left" else config.actor_rollout_ref.rollout.max_model_len or 0
+    plain = replace(config.actor_rollout_ref.model, path=section.model_path, override_config={}, lora_rank=0)
+    model = replace(plain, lora_adapter_path=None)
+    check_model(f"{SCORED}.model", model, longest, f"{hint}, or set {SCORED}.truncation=left", check)
+    section.model_path = absolute(model.path)
+    if "reward_model" in {*reward.weights, *reward.functions}:
+        cause = "the reward model has this name among the reward's components"
+        check.error(["reward.weights.reward_model"], cause, f"set its weight by {SCORED}.weight")
+    if config.algorithm.filter_groups.enable:
+        cause = "it needs scores while responses are sampled, and a reward model scores once all of them have ended"
+        key = "algorithm.filter_groups.enable"
+        check.error(f"{key} {SCORED}.enable", cause, f"set {key}=false")
 
 
 def _check_names(section: DistillationConfig, check: Checker) -> None:

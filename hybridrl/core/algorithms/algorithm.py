@@ -82,6 +82,7 @@ class Algorithm:
     teachers: tuple[str, ...] = ()  # names of models
     # Models that follow the policy: every N steps they move towards its weights, by a share of the distance.
     copies: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    scorers: tuple[str, ...] = ()  # names of models, whose scores are known before the batch
 
     @property
     def models(self) -> list[str]:
@@ -89,7 +90,7 @@ class Algorithm:
         compared = ["reference"] * (self.kl_in_reward == "full")
         compared += [term.against for term in self.terms if term.against != TEACHER] + [*self.teachers]
         named = ["actor", *compared, *(name for signal in self.signals for name in (signal.model, signal.spec.against))]
-        return [*filter(None, dict.fromkeys(named))]
+        return [*filter(None, dict.fromkeys([*named, *self.scorers]))]
 
     @property
     def needs_old_log_probs(self) -> bool:

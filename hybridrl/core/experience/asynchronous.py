@@ -188,6 +188,8 @@ class AsynchronousExperience(Experience):
         metrics["timing_s/gen"] = time.monotonic() - began
         self.store.finish(len(episodes))
         self.engine.to_training()
+        if self.rate is not None:
+            episodes = self._rated(episodes)
         groups, episodes = group_by_prompt(episodes), episodes + dropped
         batch, reported = self._batch(groups, episodes, [episode.score for episode in episodes], version=version)
         return Collected(batch, episodes, metrics | reported | off_policy_metrics(batch))
@@ -332,7 +334,8 @@ class AsynchronousExperience(Experience):
         ended = [position for position, task in self.tasks.items() if task.done()]
         for position in ended:
             episodes = self.tasks.pop(position).result()
-            self.guard.apply([episode.score for episode in episodes])
+            if self.rate is None:  # otherwise scores are complete once the trainers have the devices
+                self.guard.apply([episode.score for episode in episodes])
             signal = self.plan.group_filter
             if signal is None or any(map(signal.has_signal, group_by_prompt(episodes))):
                 self.complete[position] = episodes

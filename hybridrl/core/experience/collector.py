@@ -19,6 +19,7 @@ from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard, Score, component_means, diagnosis
 
 Groups = Sequence[list[Episode]]
+Rate = Callable[[list[Episode]], list[Episode]]
 IN_FLIGHT = "under_way"  # in a checkpoint: the groups that were started and not trained on
 
 
@@ -72,8 +73,9 @@ class SamplingPlan:
 @dataclass(eq=False)
 class Experience(ABC):
     """The source of the run's batches. Prompts come in the run's seeded order. Owns rollout, weight versions and the
-    mode of the devices. `store` has the responses that an earlier process has sampled. The state is a plain
-    dictionary, and part of every checkpoint.
+    mode of the devices. `store` has the responses that an earlier process has sampled. `rate` returns the episodes with
+    the scores of a reward model, which computes on the trainers' devices. The state is a plain dictionary, and part of
+    every checkpoint.
     """
 
     engine: Devices
@@ -85,6 +87,7 @@ class Experience(ABC):
     store: ResponseStore
     # Gives the rows of these groups what their teachers read; with metrics. None: they read what the policy reads.
     contexts: Callable[[Groups], tuple[Groups, dict[str, float]]] | None = field(default=None, kw_only=True)
+    rate: Rate | None = field(default=None, kw_only=True)
     position: int = field(default=0, init=False)  # prompts drawn since the run began
 
     @abstractmethod
@@ -112,6 +115,14 @@ class Experience(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.position = state["prompts"] + len(state.get(IN_FLIGHT, ()))
         self.guard.steps_above = state["fault_steps"]
+
+    def _rated(self, episodes: list[Episode]) -> list[Episode]:
+        """Return the episodes with their final scores; with a reward model the trainers then have the devices."""
+        if self.rate is not None:
+            self.engine.to_training()
+            episodes = self.rate(episodes)
+        self.guard.apply([episode.score for episode in episodes])
+        return episodes
 
     def _batch(
         self,
@@ -171,7 +182,7 @@ class SynchronousExperience(Experience):
             prompts = [self.prompts[row] for row in self.order.rows(start, count)]
             positions = range(start, start + count)
             drawn, seconds = self.runner.run(prompts, plan.samples_per_prompt, plan.sampling, positions, self.store)
-            self.guard.apply([episode.score for episode in drawn])
+            drawn = self._rated(drawn)
             for name, spent in seconds.items():
                 metrics[name] += spent
             episodes += drawn

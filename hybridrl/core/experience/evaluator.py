@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridrl.core.experience.collector import Devices
+from hybridrl.core.experience.collector import Devices, Rate
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.rollout import Sampling
@@ -29,9 +29,11 @@ class Evaluator:
     sampling: Sampling
     samples_per_prompt: int
     guard: FaultGuard
+    rate: Rate | None = None  # returns the samples with the scores of a reward model
 
     def evaluate(self, step: int) -> tuple[list[Episode], dict[str, float]]:
-        """Return every sample of the policy after `step` steps, and the metrics. The engines keep the devices.
+        """Return every sample of the policy after `step` steps, and the metrics. The engines keep the devices,
+        unless a reward model needs them.
 
         Faults of the grader are treated as in training, and counted separately.
         """
@@ -39,6 +41,9 @@ class Evaluator:
         prompts = list(self.prompts)
         rows = [prompt.row for prompt in prompts]
         samples, timings = self.runner.run(prompts, self.samples_per_prompt, self.sampling, rows, stream="validation")
+        if self.rate is not None:
+            self.engine.to_training()
+            samples = self.rate(samples)
         self.guard.apply([sample.score for sample in samples])
         faults = sum(sample.score.fault is not None for sample in samples)
         metrics = validation_metrics(samples, self.samples_per_prompt)

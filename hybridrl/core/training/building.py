@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,13 @@ from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.routes import RouterReplay
 
-BLANK = {"language": models.blank_language_model, "value": models.blank_value_model}  # by head
+# By head.
+BLANK = {
+    "language": models.blank_language_model,
+    "value": models.blank_value_model,
+    "score": models.blank_score_model,
+    "trained score": partial(models.blank_score_model, trained=True),
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,8 @@ def _load_shard(
     optimizers = _optimizers(model, entry, device)  # before a forward pass, which gathers the parameters
     group = sequence_group(fsdp.ulysses_sequence_parallel_size, config.collective_timeout, meshes.tensor_ranks)
     padded = not section.use_remove_padding or (group is None and models.packed_rows_interact(model, device))
-    shard = ModelShard(model, fsdp, device, padded, group, meshes.tensor_ranks, entry.reads)
+    ahead = 0 if entry.head.endswith("score") else 1
+    shard = ModelShard(model, fsdp, device, padded, group, meshes.tensor_ranks, entry.reads, ahead)
     if optimizers is None:
         return shard
     return Learner(**vars(shard), optimizers=optimizers, dump_prefix=Path(config.skipped_updates, name))

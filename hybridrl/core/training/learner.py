@@ -28,6 +28,7 @@ from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import MicroBatch, ModelInputs, pack_rows, to_device
 from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch
 
+Head = Literal["language", "value", "score", "trained score"]
 MOST_FILES = 100  # limit on the files of skipped updates, per rank and model
 
 
@@ -47,7 +48,7 @@ class RankModel:
     model: ModelConfig
     fsdp: FSDPConfig
     budget: MicroBatchBudget  # size of its micro-batches without a gradient
-    head: Literal["language", "value"] = "language"
+    head: Head = "language"
     trained: LearnerConfig | None = None  # None: frozen
     # own: read from the path; copy: read from the path, later replaced by the actor's (`TrainWorker.refresh`); average:
     # a copy in the actor's type of storage; live: the actor's; base: the actor's without its adapter. The last two take
@@ -88,12 +89,13 @@ class ModelShard:
     group: ProcessGroup | None = None
     tensor_ranks: int = 1  # size of a tensor group: its ranks have the same tokens, too
     reads: tuple[str, ...] = ()
+    ahead: int = 1  # 0: its output for a token is computed from this token too
 
     def lay_out(self, rows: Batch) -> ModelInputs:
         """Return this rank's model inputs for these rows, in host memory."""
         rows = rows.in_context() if CONTEXT in self.reads else rows
         carried = {name: value for name, value in rows.carried.items() if name in self.reads}
-        return slice_of(pack_rows(replace(rows, carried=carried), self.padded), self.group)
+        return slice_of(pack_rows(replace(rows, carried=carried), self.padded, self.ahead), self.group)
 
     def inputs(self, rows: Batch) -> ModelInputs:
         """Return this rank's model inputs for these rows."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrl.config.catalog import POLICY_TERM, LossTerm, PolicyLoss
@@ -285,6 +286,24 @@ def critic_objective(learner: Learner, section: CriticConfig) -> BatchLoss:
         weights = token_weights(rows, section.loss_agg_mode, totals, section.loss_scale_factor or 1.0)
         total = (per_token * weights).sum()
         return total, {"vf_loss": total} | _token_means(statistics, rows, totals)
+
+    return compute
+
+
+def pair_objective(learner: Learner, center: float) -> BatchLoss:
+    """Return a reward model's loss for pairs of rows, the better first: that of the model of Bradley and Terry, and
+    `center` times the squared sum of the two scores. `rewards` of the better row is the margin between them."""
+
+    def compute(part: MicroBatch, totals: Divisors | None) -> tuple[Tensor, dict[str, Tensor]]:
+        scores = learner.model(part.inputs)
+        if totals is None:
+            return 0 * scores.sum(), {}
+        chosen, rejected = scores.view(-1, 2).unbind(-1)
+        gaps = chosen - rejected
+        losses = F.softplus(required(part.rows.rewards)[::2] - gaps) + center * (chosen + rejected).square()
+        metrics = {"accuracy": (gaps > 0).float(), "margin": gaps, "chosen": chosen, "rejected": rejected}
+        pairs = totals.rows / 2
+        return losses.sum() / pairs, {name: value.detach().sum() / pairs for name, value in metrics.items()}
 
     return compute
 

@@ -16,10 +16,15 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GenericForTokenClassification
-from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, MODEL_MAPPING
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+)
 
 from hybridrl.checkpoint.read import ADAPTER, file_name
+from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import ModelConfig
 from hybridrl.core.batch import token_rows
 from hybridrl.core.rounding import beyond_rounding, rounded_otherwise
@@ -37,6 +42,7 @@ HOST = torch.device("cpu")
 # Names of model settings and layer attributes that limit how many tokens back attention reaches.
 REACH = re.compile("(sliding_|attention_|local_)window(_size)?|attention_chunk_size|index_topk")
 SHORT_REACH = 3  # the limit in the checks, so that their short rows exceed it
+SCORED = "ForSequenceClassification"  # ends the names of transformers' classes of reward models
 MIXED = 0.1  # relative change of a hidden state that only another row can cause; rounding causes less
 
 
@@ -118,7 +124,8 @@ class LanguageModel(TokenModel):
 class ValueModel(TokenModel):
     """Computes the values of the states in which response tokens were sampled [response tokens], in float32. It is
     transformers' token classification with one label, so that a saved value model loads there as such, and can start
-    from any causal language model."""
+    from any causal language model. A reward model is its sequence classification, and computes the logit of the last
+    label, without an activation."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -128,8 +135,8 @@ class ValueModel(TokenModel):
         hidden = self.hidden_states(inputs)
         head = self.model.get_submodule(self.head_name)
         # Skips transformers' dropout, which would add noise; in float32, as bfloat16 rounds 0.9 by up to 0.002.
-        values = hidden.float() @ head.weight[0].float()
-        values = values if head.bias is None else values + head.bias.float()
+        values = hidden.float() @ head.weight[-1].float()
+        values = values if head.bias is None else values + head.bias[-1].float()
         return gather_slices(values, inputs.slice)
 
 
@@ -146,30 +153,54 @@ def blank_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageMod
 def blank_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
     """Return the value model of a directory, or a language model with a new head, without its weights."""
     settings = load_settings(config, num_labels=1)
-    kind = type(settings)
-    family: Any
-    if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
-        family = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[kind]
-    elif kind in MODEL_MAPPING:  # transformers' generic class on the base, which knows the names of the layers to shard
-        base = MODEL_MAPPING[kind].__bases__[0]
-        name = base.__name__.removesuffix("PreTrainedModel") + "ForTokenClassification"
-        family = type(name, (GenericForTokenClassification, base), {})
-    else:
-        raise ValueError(
-            f"critic.model.path={config.path}: transformers has no base of the family {settings.model_type} for a "
-            "value head; name a model of another family"
-        )
+    place = f"critic.model.path={config.path}"
+    family = _family(settings, place, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, GenericForTokenClassification)
     model = ValueModel(blank_model(family._from_config, settings, config, dtype))
     model.model.config.architectures = [family.__name__]
     return model
 
 
+def blank_score_model(config: ModelConfig, dtype: torch.dtype, *, trained: bool = False) -> ValueModel:
+    """Return the reward model of a directory or hub name, without its weights. If it is trained, it has one label, and
+    may start from a language model. Raises ConfigError if it is another kind of model."""
+    settings = load_settings(config, **({"num_labels": 1} if trained else {}))
+    kind = next(iter(settings.architectures or ()), "model of no known class")
+    place = f"model.path={config.path}" if trained else f"reward.reward_model.model_path={config.path}"
+    family = _family(settings, place, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, GenericForSequenceClassification)
+    model = blank_model(family._from_config, settings, config, dtype)
+    # The head of encoders, which may read later tokens, has other names.
+    if not (trained or kind.endswith(SCORED)) or not isinstance(getattr(model, "score", None), nn.Linear):
+        serve = f"hybridrl serve model.path={config.path} port=8001"
+        raise ConfigError(
+            f"{place} is a {kind}, and a reward model is a decoder with a head that scores its last token ({SCORED})",
+            fix=f"if it writes its verdict, start it: {serve}, and set reward.judge.base_url=http://127.0.0.1:8001/v1",
+        )
+    model.config.architectures = [family.__name__]
+    return ValueModel(model)
+
+
+def _family(settings: PreTrainedConfig, place: str, classes: Any, generic: type) -> Any:
+    """Return the class of a family among transformers' `classes`, or the `generic` one on the family's base, which
+    knows the names of the layers to shard."""
+    kind = type(settings)
+    if kind in classes:
+        return classes[kind]
+    if kind not in MODEL_MAPPING:
+        raise ValueError(
+            f"{place}: transformers has no base of the family {settings.model_type} for a value head; name a model of "
+            "another family"
+        )
+    base = MODEL_MAPPING[kind].__bases__[0]
+    name = base.__name__.removesuffix("PreTrainedModel") + generic.__name__.removeprefix("Generic")
+    return type(name, (generic, base), {})
+
+
 def new_head(model: ValueModel) -> dict[str, Tensor]:
-    """Return zeros for the head of a directory that has none. Values then start at 0 however large the hidden states
-    are, and are the same on every rank whatever its seed. One output has no symmetry to break: its gradient is the
-    hidden state, so the first update already trains it."""
-    head = model.model.get_submodule(model.head_name)
-    return {f"{model.head_name}.{name}": torch.zeros(p.shape) for name, p in head.named_parameters()}
+    """Return zeros for the head, if it is trained, of a directory that has none. Values then start at 0 however large
+    the hidden states are, and are the same on every rank whatever its seed. One output has no symmetry to break: its
+    gradient is the hidden state, so the first update already trains it."""
+    head = model.model.get_submodule(model.head_name).named_parameters()
+    return {f"{model.head_name}.{name}": torch.zeros(p.shape) for name, p in head if p.requires_grad}
 
 
 # -- LoRA adapters -----------------------------------------------------------------------------------------------------

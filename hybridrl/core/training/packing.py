@@ -99,8 +99,9 @@ def to_device(parts: Sequence[Part], device: torch.device) -> list[Part]:
     return [part.map(lambda tensor: moved[id(tensor)]) for part in parts]
 
 
-def pack_rows(batch: Batch, padded: bool) -> ModelInputs:
-    """Return the rows of a batch, prompt and response concatenated, as model inputs."""
+def pack_rows(batch: Batch, padded: bool, ahead: int = 1) -> ModelInputs:
+    """Return the rows of a batch, prompt and response concatenated, as model inputs. The output for a response token is
+    that at the token `ahead` places before it."""
     lengths = batch.lengths
     longest = int(lengths.max())
     rows = torch.arange(len(batch))
@@ -120,7 +121,7 @@ def pack_rows(batch: Batch, padded: bool) -> ModelInputs:
         if padded and declared(name).axis == "token":
             empty = value.new_full((size, *value.shape[1:]), declared(name).absent)
             carried[name] = empty.index_copy_(0, places(starts, lengths), value)
-    return ModelInputs(ids.view(shape), positions.view(shape), responses - 1, targets, packed, carried)
+    return ModelInputs(ids.view(shape), positions.view(shape), responses - ahead, targets, packed, carried)
 
 
 def separate_rows(model: nn.Module) -> None:

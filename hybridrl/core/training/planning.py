@@ -116,11 +116,21 @@ class Pieces:
     memory: np.ndarray  # [pieces]
 
     @classmethod
-    def single(cls, lengths: np.ndarray | Sequence[int], rows: Sequence[int] | None = None) -> "Pieces":
-        """Return each of these rows (default: all) as a piece; its work and memory are its number of tokens."""
+    def single(
+        cls,
+        lengths: np.ndarray | Sequence[int],
+        rows: Sequence[int] | None = None,
+        size: int = 1,
+        *,
+        padded: bool = False,
+    ) -> "Pieces":
+        """Return each of these rows (default: all) as a piece, or each `size` neighbours; its work and memory are its
+        number of tokens, `padded` or not."""
         lengths = np.asarray(lengths, dtype=np.int64)
         planned = np.arange(len(lengths)) if rows is None else np.asarray(rows, dtype=np.int64)
-        return cls(planned, np.arange(1, len(planned) + 1), lengths[planned], lengths[planned])
+        together = lengths[planned].reshape(-1, size)
+        work, ends = together.sum(1), np.arange(size, len(planned) + 1, size)
+        return cls(planned, ends, work, together.max(1, initial=0) * size if padded else work)
 
     @property
     def sizes(self) -> np.ndarray:
@@ -207,18 +217,22 @@ def rank_mini_batches(
     budget: MicroBatchBudget,
     masks: Sequence[str] = (),
     teachers: Sequence[str] = (),
+    size: int = 1,
 ) -> list[list[MiniBatch]]:
     """Return each rank's micro-batches of every mini-batch, with the divisors of the whole mini-batch, for these masks
-    of the loss too. With teachers a micro-batch has rows of one, and the n-th of every rank of the same one."""
+    of the loss too. With teachers a micro-batch has rows of one, and the n-th of every rank of the same one. `size`
+    neighbouring rows are never divided."""
     lengths, counted = batch.lengths.numpy(), batch.only("response_mask", "episode", *masks)
     read = np.maximum(lengths, batch.in_context().lengths.numpy())  # by the policy or by the teacher of a row
     totals = [Divisors.of(counted.select(rows), masks) for rows in mini_batches]
     planned: list[list[MiniBatch]] = [[] for _ in range(ranks)]
+
+    def pieces_of(rows: Sequence[int]) -> Pieces:
+        pieces = Pieces.single(lengths, rows, size, padded=budget.padded)
+        return replace(pieces, memory=read[rows]) if size == 1 else pieces
+
     for rows, divisors in zip(mini_batches, totals, strict=True):
-        parts = [
-            (name, plan(replace(Pieces.single(lengths, taught), memory=read[taught]), ranks, budget))
-            for name, taught in _taught(batch, rows, teachers)
-        ]
+        parts = [(name, plan(pieces_of(taught), ranks, budget)) for name, taught in _taught(batch, rows, teachers)]
         names = tuple(name for name, of_ranks in parts for _ in of_ranks[0]) if teachers else ()
         for rank, into in enumerate(planned):
             into.append(MiniBatch([each for _, of_ranks in parts for each in of_ranks[rank]], divisors, names))

@@ -185,6 +185,13 @@ class TrainWorker:
         learner = self._learner("critic")
         return learner.update(batch, mini_batches, losses.critic_objective(learner, section), section.grad_clip, step)
 
+    def update_pairs(
+        self, batch: Batch, mini_batches: list[MiniBatch], center: float, clip: float, step: int
+    ) -> list[Shares]:
+        """Run one update of a reward model on pairs of rows. Returns this rank's share of the metrics."""
+        self._begin_updates(step, "actor")
+        return self.actor.update(batch, mini_batches, losses.pair_objective(self.actor, center), clip, step)
+
     def _begin_updates(self, step: int, name: str, against: str = "") -> None:
         """Bring the models to the device, and derive dropout's random numbers from seed, step and rank, so that a
         resumed run repeats them; the ranks of a tensor group have the same numbers."""

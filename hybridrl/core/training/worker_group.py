@@ -238,6 +238,15 @@ class TrainWorkers:
             metrics = self._scatter(TrainWorker.update_critic, parts, shares, batch, "critic")
         return self._mean_metrics(metrics[:: budget.devices], "critic") | self.watch.take()
 
+    def update_pairs(self, batch: Batch, center: float, step: int) -> Metrics:
+        """Run one update of a reward model on pairs of rows. Returns its metrics."""
+        self.updates_begun += 1
+        budget, clip = self.policy.updates.budget, self.policy.loss.grad_clip
+        shares, parts = self._mini_batches(batch, ("response_mask", "rewards"), [range(len(batch))], budget, size=2)
+        parts = [(*part, center, clip, step) for part in parts]
+        metrics = self._scatter(TrainWorker.update_pairs, parts, shares, batch, "actor")
+        return self._mean_metrics(metrics[:: budget.devices], "actor")
+
     def _mini_batches(
         self,
         batch: Batch,
@@ -246,9 +255,10 @@ class TrainWorkers:
         budget: MicroBatchBudget,
         masks: Sequence[str] = (),
         teachers: Sequence[str] = (),
+        size: int = 1,
     ) -> tuple[list[MicroBatches], list[tuple[Pending, list[MiniBatch]]]]:
         """Return each rank's micro-batches of all mini-batches, flat; and the shared rows with its mini-batches."""
-        of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget, masks, teachers)
+        of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget, masks, teachers, size)
         shared = self.group.share(batch.with_episode_tokens(masks).only(*fields))
         flat = [[rows for part in of_rank for rows in part.micro_batches] for of_rank in of_ranks]
         return flat, [(shared, of_rank) for of_rank in of_ranks]

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hybridrl.core.experience.asynchronous import QUEUED, AsynchronousExperience
 from hybridrl.core.experience.batching import GroupFilter, NoSignal
 from hybridrl.core.experience.collector import Collected, NothingToLearnFrom
 from hybridrl.core.experience.responses import ResponseStore
-from hybridrl.core.experience.trajectory import Sampler
+from hybridrl.core.experience.trajectory import Episode, Sampler
 from hybridrl.core.rollout import Completion, Request, RolloutClient
 from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard, Score
@@ -174,6 +175,25 @@ def test_a_step_in_which_nothing_could_be_scored_says_why():
     experience.runner.scorers.submit = lambda requests: [scored for _ in requests]
     with pytest.raises(NothingToLearnFrom, match="no score within 60 s"):
         experience.collect(1)
+    experience.close()
+
+
+def test_a_reward_model_scores_the_groups_of_a_step_and_the_others_keep_what_functions_gave():
+    experience, sizes = build(Lengths({(0, 1): 9}), samples=2), []
+
+    def rate(episodes: list[Episode]) -> list[Episode]:
+        sizes.append(len(episodes))
+        return [replace(one, score=Score(0.5 + one.position, {})) for one in episodes]
+
+    experience.rate = rate
+    none: Future = Future()
+    none.set_result(Score(None, fault="none", detail="returned None"))
+    experience.guard.on_error = "stop"
+    experience.runner.scorers.submit = lambda requests: [none for _ in requests]
+    for collected in collect(experience, 3):
+        assert required(collected.batch.rewards).tolist() == [0.5 + at for at in collected.batch.position.tolist()]
+    waiting = [one.score.fault for episodes in experience.complete.values() for one in episodes]
+    assert {*sizes} == {len(required(collected.batch.rewards))} and {*waiting} <= {"none"}
     experience.close()
 
 

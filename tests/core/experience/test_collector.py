@@ -13,6 +13,7 @@ from hybridrl.core.experience.batching import GroupFilter, NoSignal
 from hybridrl.core.experience.collector import Collected, NothingToLearnFrom, SamplingPlan, SynchronousExperience
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.responses import ResponseStore
+from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.rollout import Completion, Request, Sampling, request_seed
 from hybridrl.core.rollout.engine import RejectedRequest
 from hybridrl.data.order import PromptOrder
@@ -594,3 +595,42 @@ def test_the_key_of_an_episode_is_its_stream_position_and_sample():
         assert [one.key for one in episodes] == [
             (stream, position, sample) for position in positions for sample in (0, 1)
         ]
+
+
+# A reward model, whose scores come once the trainers have the devices.
+
+
+def rated(episodes: list[Episode]) -> list[Episode]:
+    """Add 10 to every score; a response without one, as no function has scored it, has 10."""
+    scores = [replace(one.score, value=10 + (one.score.value or 0), fault=None) for one in episodes]
+    return [replace(one, score=score) for one, score in zip(episodes, scores, strict=True)]
+
+
+def test_a_reward_model_scores_on_the_trainers_devices_before_the_batch_is_made():
+    experience, modes = build([[0, 1], [1, 0]], guard=FaultGuard("stop", 0.0, 1)), []
+
+    def rate(episodes: list[Episode]) -> list[Episode]:
+        modes.extend(vars(experience.engine)["modes"])
+        return rated(episodes)
+
+    experience.rate = rate
+    collected = collect(experience)
+    assert modes == [0, "training"]
+    assert required(collected.batch.rewards).tolist() == [10.0, 11.0, 11.0, 10.0]
+    assert [one.score.value for one in collected.samples] == [10.0, 11.0, 11.0, 10.0]
+
+
+def test_responses_without_a_function_are_faults_only_if_the_reward_model_gives_no_score_either():
+    none = Score(None, fault="none", detail="returned None")
+    experience = build([[none, none], [none, none]], guard=FaultGuard("stop", 0.0, 1))
+    experience.rate = rated
+    assert required(collect(experience).batch.rewards).tolist() == [10.0] * 4
+    too_long = Score(None, fault="reward_model:length", detail="the conversation has 99 tokens")
+    experience = build([[0, 1], [1, 0]])
+    experience.rate = lambda episodes: [rated(episodes)[0], *(replace(one, score=too_long) for one in episodes[1:])]
+    collected = collect(experience)
+    assert positions(collected) == [0] and collected.metrics["reward/faults/reward_model:length"] == 3
+    experience = build([[0, 1], [1, 0]], guard=FaultGuard("exclude", 0.5, 1))
+    experience.rate = lambda episodes: [replace(one, score=too_long) for one in episodes]
+    with pytest.raises(NothingToLearnFrom, match="the conversation has 99 tokens"):
+        collect(experience)

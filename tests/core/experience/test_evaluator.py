@@ -165,6 +165,9 @@ class Runner:
     def to_rollout(self, version):
         self.version = version
 
+    def to_training(self):
+        self.switched = self.arguments
+
     def metrics(self, episodes):
         return {}
 
@@ -192,6 +195,20 @@ def test_without_faults_none_are_reported():
     runner = Runner(samples)
     _, metrics = Evaluator(runner, [samples[0].prompt], runner, Sampling(8, (0,)), 1, EXCLUDE).evaluate(0)
     assert "val-aux/reward/faults" not in metrics
+
+
+def test_a_reward_model_scores_on_the_trainers_devices_after_all_responses():
+    samples, none = episodes([Score(None, fault="none")] * 2), Score(None, fault="reward_model:length")
+    runner = Runner(samples)
+
+    def rate(responses: list[Episode]) -> list[Episode]:
+        assert runner.switched == runner.arguments and responses == samples
+        return [replace(responses[0], score=scored(2.5)), replace(responses[1], score=none)]
+
+    evaluator = Evaluator(runner, [samples[0].prompt], runner, Sampling(8, (0,)), 2, EXCLUDE, rate)
+    returned, metrics = evaluator.evaluate(3)
+    assert [one.score.value for one in returned] == [2.5, None]
+    assert metrics["val-core/maths/reward/mean@2"] == 2.5 and metrics["val-aux/reward/faults"] == 1
 
 
 @pytest.mark.parametrize(("on_error", "mean"), [("exclude", 1.0), ("zero", 0.25)])

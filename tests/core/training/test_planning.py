@@ -172,3 +172,11 @@ def test_pairs_stay_together_within_any_budget(lengths, ranks, budget):
             assert len(rows) <= budget.rows
         elif len(rows) > 2 and not budget.padded:
             assert sum(lengths[row] for row in rows) <= budget.tokens
+
+
+def test_a_pair_counts_by_the_tokens_of_both_rows_and_padded_by_the_longer_one():
+    lengths = [4, 4, 2, 3, 5, 4]
+    for padded, memory in ((False, [8, 5, 9]), (True, [8, 6, 10])):
+        pieces = Pieces.single(lengths, size=2, padded=padded)
+        assert (pieces.work.tolist(), pieces.memory.tolist(), pieces.ends.tolist()) == ([8, 5, 9], memory, [2, 4, 6])
+        assert pieces.rows_of(np.array([2, 0])) == [4, 5, 0, 1]
