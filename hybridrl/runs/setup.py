@@ -137,7 +137,8 @@ def train(config: C, job_class: Callable[[C], Job], sessions: Sessions) -> None:
     finally:  # once its end is recorded, also after an error
         if has_begun():
             write_page(directory)
-    if any(saved.has_model for saved in RunDirectory(directory).checkpoints):
+    talks = getattr(job_class, "head", "language") == "language"  # a reward model only scores
+    if talks and any(saved.has_model for saved in RunDirectory(directory).checkpoints):
         info(f"to talk to the model: hybridrl chat {shlex.quote(str(directory))}")
 
 

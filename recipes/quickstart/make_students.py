@@ -1,16 +1,30 @@
-"""Make the inputs of the recipes with teachers: those of the quickstart, and demonstrations for two other students.
+"""Make the inputs of the recipes with teachers: those of the quickstart, demonstrations for two other students, and
+pairs of responses for a reward model.
 
-The careless one forgets every carry, so that it never samples the right way. The hinted one is as undecided as the
-quickstart's, but has learned what a comment on a wrong response means: it then minds the carries.
+The careless student forgets every carry, so that it never samples the right way. The hinted one is as undecided as the
+quickstart's, but has learned what a comment on a wrong response means: it then minds the carries. Of a pair the first
+response is careful, the other one careless or without work.
 """
 
 import random
 from collections.abc import Iterator
 from typing import Any
 
-from make_data import WARMUP_PROBLEMS, WARMUP_ROWS, careful, careless, draw_problems, files, make, question, warmup_rows
+from make_data import (
+    WARMUP_PROBLEMS,
+    WARMUP_ROWS,
+    careful,
+    careless,
+    draw_problems,
+    files,
+    lazy,
+    make,
+    question,
+    warmup_rows,
+)
 
 COMMENT = "The carries were wrong."
+PAIRS = 100 * 32
 
 
 def demonstration(prompt: str, response: str) -> dict[str, Any]:
@@ -32,8 +46,16 @@ def hinted_rows(seed: int) -> Iterator[dict[str, Any]]:
         yield commented if number % 2 else row
 
 
+def pair_rows(seed: int) -> Iterator[dict[str, Any]]:
+    problems, draw = draw_problems("train", WARMUP_PROBLEMS, 1000 + seed), random.Random(f"pairs {seed}")
+    carrying = [problem for problem in problems if careful(problem) != careless(problem)]
+    for problem in draw.choices(carrying, k=PAIRS):
+        worse = draw.choice([careless, lazy])
+        yield {"prompt": question(problem), "chosen": careful(problem), "rejected": worse(problem)}
+
+
 if __name__ == "__main__":
     words = question((767, 488)), careful((767, 488))
     description = "Make the model, tokenizer and data of the recipes with teachers."
-    of_students = {"careless.jsonl": careless_rows, "hinted.jsonl": hinted_rows}
+    of_students = {"careless.jsonl": careless_rows, "hinted.jsonl": hinted_rows, "pairs.jsonl": pair_rows}
     make(description, words, lambda seed: files(seed) | {name: rows(seed) for name, rows in of_students.items()})

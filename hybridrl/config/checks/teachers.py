@@ -66,7 +66,7 @@ def resolve_reward_model(config: PPOConfig, hint: str, check: Checker) -> None:
             check.idle(f"{SCORED}.model_path {SCORED}.enable", f"without {SCORED}.enable=true")
         return
     if section.model_path is None:
-        check.error(f"{SCORED}.enable", "no model is named", f"set {SCORED}.model_path")
+        check.error(f"{SCORED}.model_path {SCORED}.enable", "no model is named", f"set {SCORED}.model_path")
         return
     longest = 0 if section.truncation == "left" else config.actor_rollout_ref.rollout.max_model_len or 0
     plain = replace(config.actor_rollout_ref.model, path=section.model_path, override_config={}, lora_rank=0)
