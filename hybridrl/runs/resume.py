@@ -112,8 +112,7 @@ def plan_resume(
         )
 
     saved = find_checkpoint(trainer, asdict(config), directory, identity, from_verl, say)
-    actor = section.actor.checkpoint
-    trained = {"actor": actor.load_contents, "critic": critic.checkpoint.load_contents}
+    trained = {"actor": section.actor.checkpoint.load_contents, "critic": critic.checkpoint.load_contents}
     saves = contents_to_save(section, critic, algorithm)
     requested = {name: trained.get(name, parts) for name, parts in saves.items()}
     contents = contents_to_load(trainer, requested, saved.path, say) if saved else {}

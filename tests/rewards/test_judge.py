@@ -24,6 +24,7 @@ from hybridrl.core.rollout import Completion, Request, Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.actors import DecodingScorer, packed, unpacked
 from hybridrl.rewards.judge import Judge, compared_pairs
+from hybridrl.rewards.judge_client import JudgeClient
 from hybridrl.rewards.load import (
     CPU_SECONDS,
     calls_at_once,
@@ -566,11 +567,11 @@ def test_each_pair_is_compared_in_both_orders_and_a_response_with_enough_others(
 def test_the_order_is_found_behind_a_judge_that_prefers_the_first_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     draw, texts, totals = random.Random(5), [f"say {number}" for number in range(8)], [0.0] * 8
 
-    async def verdict(judge: Judge, fields: dict[str, str]) -> tuple[float, str]:
-        first, second = (quality(fields[name].removesuffix(END)) for name in ("response_a", "response_b"))
+    async def ask(client: JudgeClient, messages: list[dict[str, str]]) -> tuple[float, str]:
+        first, second = shown({"messages": messages})
         return float(draw.random() < 0.8 or first > second), ""
 
-    monkeypatch.setattr(Judge, "_verdict", verdict)
+    monkeypatch.setattr(JudgeClient, "ask", ask)
     for number in range(50):
         values = compared(judge_config("http://127.0.0.1:1", template="pairwise"), texts, f"question {number}")
         assert sum(value["score"] for value in values) / 8 == pytest.approx(0.5, abs=1e-3)
