@@ -4,7 +4,6 @@ A policy that reads a right response or a comment on its own can teach itself (S
 self-distillation). The tokens of the response stay those that were sampled.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -60,7 +59,7 @@ class Contexts:
     step."""
 
     teachers: Sequence[TeacherConfig]  # by the number that a row has
-    longest: Sequence[int]  # number of positions of each teacher's model
+    longest: Sequence[int]  # the most tokens of a row, of each teacher
     data: DataConfig
     tokenizer: PreTrainedTokenizerBase
     drops_reasoning: bool  # in a response that others read
@@ -74,11 +73,13 @@ class Contexts:
         tokenizer: PreTrainedTokenizerBase,
         *,
         drops_reasoning: bool,
+        most: int,
     ) -> "Contexts":
+        """`most`: the tokens of a micro-batch. A row also has at most as many as its teacher's model has positions."""
         teachers = [*section.teachers.values()]
         paths = [policy.path if each.model_path in (None, POLICY, BASE) else each.model_path for each in teachers]
         settings = [text_settings(replace(policy, path=path)) for path in paths]
-        longest = [getattr(each, "max_position_embeddings", None) or sys.maxsize for each in settings]
+        longest = [min(getattr(each, "max_position_embeddings", None) or most, most) for each in settings]
         return cls(teachers, longest, data, tokenizer, drops_reasoning)
 
     def __call__(self, groups: Groups) -> tuple[Groups, dict[str, float]]:
@@ -155,16 +156,14 @@ class Contexts:
         """Return an episode whose first row has these tokens as its context; further rows began with another prompt,
         and have no teacher."""
         number, turns = self._number(episode), [*episode.trajectory.turns]
-        last = [
-            at for at, turn in enumerate(turns) if at + 1 == len(turns) or turns[at + 1].fresh
-        ]  # the last turn of each row
-        fields = [_numbered(number)] * len(last)
+        last_of_rows = [at for at in range(len(turns)) if at + 1 == len(turns) or turns[at + 1].fresh]
+        fields = [_numbered(number)] * len(last_of_rows)
         if number >= 0 and self.teachers[number].context:
             context = {CONTEXT: np.array(tokens, dtype=np.int32)} if tokens else {}
-            fields = [_numbered(number if tokens else -1) | context, *[_numbered(-1)] * (len(last) - 1)]
-            counts["rows"] += len(last)
-            counts["without"] += len(last) - bool(tokens)
-        for at, added in zip(last, fields, strict=True):
+            fields = [_numbered(number if tokens else -1) | context, *[_numbered(-1)] * (len(last_of_rows) - 1)]
+            counts["rows"] += len(fields)
+            counts["without"] += len(fields) - bool(tokens)
+        for at, added in zip(last_of_rows, fields, strict=True):
             turns[at] = replace(turns[at], carried={**turns[at].carried, **added})
         return replace(episode, trajectory=replace(episode.trajectory, turns=turns))
 

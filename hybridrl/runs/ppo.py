@@ -214,7 +214,9 @@ class PPOJob:
     def _contexts(self, stop_ids: tuple[int, ...]) -> Contexts:
         config, policy, tokenizer = self.config, self.config.actor_rollout_ref.model, self.tokenizer
         drops = bool(tokenizer.chat_template) and plugin("dialogue")(tokenizer, stop_ids).strips_reasoning
-        return Contexts.of(config.distillation, policy, config.data, tokenizer, drops_reasoning=drops)
+        budget = required(self.inputs.policy).updates.budget
+        limits = {"drops_reasoning": drops, "most": budget.tokens if budget.rows is None else sys.maxsize}
+        return Contexts.of(config.distillation, policy, config.data, tokenizer, **limits)
 
     def schedule(self, steps: int) -> Schedule:
         trainer = self.config.trainer
