@@ -1,7 +1,7 @@
 """The gradient of learning from teachers, in whole training ranks, against models in float64."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybridrl.checkpoint.read import read_shards
 from hybridrl.config.catalog import Divergence, LossTerm
 from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, loss_terms
+from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
 from hybridrl.core.carried import CONTEXT, CONTEXT_LENGTHS, TEACHER
 from hybridrl.core.cluster import Group, spawn
@@ -59,22 +60,45 @@ def paths(config, tmp_path_factory) -> dict[str, str]:
     return made
 
 
-@pytest.fixture(scope="module")
-def groups(config, session, paths, tmp_path_factory) -> Iterator[dict[str, Group]]:
-    """One rank, two ranks, and two that share rows (Ulysses)."""
-    built, logs = {}, tmp_path_factory.mktemp("logs")
-    for key, ranks in (("one", 1), ("two", 2), ("sharing", 2)):
-        settings = deepcopy(config)
-        if key == "sharing":
-            settings.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size = 2
+LAYOUTS = {
+    "one": (1, {}),
+    "two": (2, {}),
+    "sharing": (2, {"ulysses_sequence_parallel_size": 2}),
+    "four": (4, {}),
+    "divided": (2, {"tensor_parallel_size": 2}),
+    "padded": (2, {}),  # the policy's rows; its teachers' are packed
+}
+
+
+def built(config, session, logs: Path, keys: Sequence[str], frozen: Callable[[RankModel], dict[str, RankModel]]):
+    """Groups of ranks by layout; `frozen` returns the models next to the policy."""
+    groups = {}
+    for key in keys:
+        ranks, sizes = LAYOUTS[key]
         files = [str(logs / f"{key}-{rank}.log") for rank in range(ranks)]
-        actors = [spawn(TaughtRank, session, r, {"OMP_NUM_THREADS": "1"}, r, ranks, files[r]) for r in range(ranks)]
-        built[key] = Group(actors, "train worker", files)
-        worker = ppo_worker_config(settings, build_algorithm(config), logs, steps=1)
-        actor = replace(worker.models["actor"], fsdp=replace(worker.models["actor"].fsdp, fsdp_size=ranks))
-        frozen = {name: replace(actor, model=replace(actor.model, path=paths[name]), trained=None) for name in NAMES}
-        build_models(built[key], replace(worker, models={"actor": actor, **frozen}), 120)
-    return built
+        actors = [spawn(TaughtRank, session, r % 2, {"OMP_NUM_THREADS": "1"}, r, ranks, files[r]) for r in range(ranks)]
+        groups[key] = Group(actors, "train worker", files)
+        worker = ppo_worker_config(config, build_algorithm(config), logs, steps=1)
+        whole = worker.models["actor"]
+        shards = ranks // sizes.get("tensor_parallel_size", 1)
+        whole = replace(whole, fsdp=replace(whole.fsdp, fsdp_size=shards, **sizes))
+        actor = replace(whole, model=replace(whole.model, use_remove_padding=False)) if key == "padded" else whole
+        build_models(groups[key], replace(worker, models={"actor": actor, **frozen(whole)}), 120)
+    return groups
+
+
+@pytest.fixture(scope="module")
+def others(paths) -> Callable[[RankModel], dict[str, RankModel]]:
+    """The teachers of NAMES."""
+    return lambda actor: {
+        name: replace(actor, model=replace(actor.model, path=paths[name]), trained=None) for name in NAMES
+    }
+
+
+@pytest.fixture(scope="module")
+def groups(config, session, others, tmp_path_factory) -> dict[str, Group]:
+    """One rank, two ranks, and two that share rows (Ulysses)."""
+    return built(config, session, tmp_path_factory.mktemp("logs"), ("one", "two", "sharing"), others)
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +239,40 @@ def test_the_divergence_over_most_probable_tokens_has_the_gradient_of_models_in_
         assert distance(gradient(groups[key], batch, loss_of(term), budget), expected) <= 1e-5, (key, budget)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "budget"),
+    [
+        ("four", MicroBatchBudget(30)),
+        ("divided", MicroBatchBudget(60, devices=2, tensor=2)),
+        ("padded", MicroBatchBudget(60, padded=True)),
+    ],
+)
+def test_the_gradient_is_the_same_in_further_layouts(config, session, others, exact_models, tmp_path, key, budget):
+    group = built(config, session, tmp_path, [key], others)[key]
+    for kind, numbers in zip(KINDS, (UNEVEN, LEFT_OUT, LEFT_OUT), strict=True):
+        term = replace(term_of(config, loss_mode=kind.kind, beta=kind.beta), mask="taught" if -1 in numbers else "")
+        expected = expected_gradient(exact_models, rows_of(numbers), numbers, "seq-mean-token-mean", kind)
+        actual = gradient(group, rows_of(numbers), loss_of(term, "seq-mean-token-mean"), budget)
+        assert distance(actual, expected) <= 1e-5, kind
+
+
+def test_rejected_tokens_count_in_no_divisor_though_they_leave_rows_of_one_teacher_only(groups, config, exact_models):
+    batch, kind = rows_of(UNEVEN), KINDS[0]
+    log_p = [_log_probs(exact_models["actor"], batch, row) for row in range(ROWS)]
+    sampled = torch.cat([each.gather(-1, ids[:, None]).squeeze(-1) for each, ids in log_p]).detach().float()
+    of_first = batch.response_row != UNEVEN.index(1)
+    batch = replace(batch, rollout_log_probs=sampled + 3.0 * of_first)
+    term = replace(term_of(config, loss_mode=kind.kind), mask="taught")
+    correction = RolloutCorrection(None, None, 2.0, False, (Rejection("token_k2", None, 0.5),))
+    left = replace(batch, response_mask=required(batch.response_mask) & ~of_first)
+    for mode in MODES:
+        expected = expected_gradient(exact_models, left, UNEVEN, mode, kind)
+        loss = replace(loss_of(term, mode), correction=correction)
+        actual = gradient(groups["two"], batch, loss, MicroBatchBudget(30))
+        assert distance(actual, expected) <= 1e-5, mode
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", ["abs", "k2", "k3", "k3+", "k1"])
 def test_sampled_divergences_as_losses_and_as_rewards(groups, config, exact_models, form, mode):
@@ -286,22 +344,14 @@ LIVE, MEAN = "teacher.live", "teacher.mean"
 
 
 @pytest.fixture(scope="module")
-def own_groups(config, session, tmp_path_factory) -> Iterator[dict[str, Group]]:
+def own_groups(config, session, tmp_path_factory) -> dict[str, Group]:
     """Ranks as in `groups`, whose teachers are the policy and an average of it; both read contexts."""
-    built, logs = {}, tmp_path_factory.mktemp("own")
-    for key, ranks in (("one", 1), ("two", 2), ("sharing", 2)):
-        settings = deepcopy(config)
-        if key == "sharing":
-            settings.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size = 2
-        files = [str(logs / f"{key}-{rank}.log") for rank in range(ranks)]
-        actors = [spawn(TaughtRank, session, r, {"OMP_NUM_THREADS": "1"}, r, ranks, files[r]) for r in range(ranks)]
-        built[key] = Group(actors, "train worker", files)
-        worker = ppo_worker_config(settings, build_algorithm(config), logs, steps=1)
-        actor = replace(worker.models["actor"], fsdp=replace(worker.models["actor"].fsdp, fsdp_size=ranks))
-        frozen = replace(actor, trained=None, reads=(CONTEXT,))
-        models = {"actor": actor, LIVE: replace(frozen, weights="live"), MEAN: replace(frozen, weights="average")}
-        build_models(built[key], replace(worker, models=models), 120)
-    return built
+
+    def frozen(actor: RankModel) -> dict[str, RankModel]:
+        plain = replace(actor, trained=None, reads=(CONTEXT,))
+        return {LIVE: replace(plain, weights="live"), MEAN: replace(plain, weights="average")}
+
+    return built(config, session, tmp_path_factory.mktemp("own"), ("one", "two", "sharing"), frozen)
 
 
 def with_contexts(batch: Batch) -> Batch:
