@@ -37,10 +37,10 @@ from hybridrl.data.tokenizer import ResponseDecoder, end_tokens, load_tokenizer
 from hybridrl.plugins import load
 from hybridrl.required import required
 from hybridrl.rewards.load import check_data_sources, scorer_of, uses_built_in
-from hybridrl.runs.models import CRITIC, POLICY, SCORER, check_readers, path_key, run_models, taught, text_settings
+from hybridrl.runs.models import CRITIC, POLICY, SCORER, check_readers, path_key, run_models, text_settings
 from hybridrl.runs.reward_model import has_functions, scorer_tokenizer
 from hybridrl.runs.settings import build_algorithm, build_policy_plan
-from hybridrl.runs.teachers import check_endpoints
+from hybridrl.runs.teachers import with_teachers
 from hybridrl.runs.trials import Subject, run_trials
 from hybridrl.tracking.console import info
 
@@ -208,12 +208,9 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
         with rejections.gathered():
             limit, shuffle = data.val_max_samples, data.validation_shuffle
             inputs.validation = read(data.val_files, max_samples=limit, shuffle=shuffle, key="data.val_files")
-    if inputs.prompts is not None and config.distillation.chooses:
+    if inputs.prompts is not None and config.distillation.enabled:
         with rejections.gathered():
-            inputs.prompts = taught(inputs.prompts, config.distillation)
-    if inputs.prompts is not None and config.distillation.endpoints:
-        with rejections.gathered():
-            check_endpoints(config, tokenizer, inputs.prompts[0].ids)
+            inputs.prompts = with_teachers(config, inputs.prompts, tokenizer, inputs.messages)
     if inputs.prompts is not None:
         with rejections.gathered():
             inputs.order = build_order(data, inputs.prompts, user_keys)

@@ -16,12 +16,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import ConfigError, PPOConfig
-from hybridrl.config.teachers import TOP_FORM, DistillationConfig, TeacherConfig
+from hybridrl.config.custom_code import attempt
+from hybridrl.config.files import resolve_model
+from hybridrl.config.teachers import BASE, POLICY, TOP_FORM, DistillationConfig, TeacherConfig
 from hybridrl.core.carried import TEACHER, TEACHER_TOP
 from hybridrl.core.experience.trajectory import EpisodeRequest, Finished, Row, Source, Trajectory
+from hybridrl.data.prompts import Prompt, PromptDataset, prompt_tokens
+from hybridrl.data.tokenizer import read_tokenizer
 from hybridrl.required import required
 from hybridrl.rewards.judge_client import CallFailed, ModelServer, shown
 from hybridrl.rewards.score import Score
+from hybridrl.runs.models import taught
 from hybridrl.runs.settings import TAUGHT_BY
 
 LIMITS = {"timeout": 600.0, "retries": 4}  # seconds of a request, and further attempts
@@ -147,3 +152,35 @@ def check_endpoints(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, promp
             if ours.strip() != theirs.strip() and "\ufffd" not in ours + theirs:  # half a character
                 cause = f"{key}={teacher.base_url}: the token {number} is {theirs!r}, and the policy's {ours!r}"
                 raise ConfigError(cause, fix="choose a teacher with the policy's tokens", keys=key)
+
+
+def with_teachers(
+    config: PPOConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, messages: list[str]
+) -> PromptDataset:
+    """Return the prompts with the number of each one's teacher, and add warnings to the messages. Raises ConfigError if
+    a row has none, or if a teacher has no row or cannot read the policy's tokens."""
+    section = config.distillation
+    prompts = taught(prompts, section) if section.chooses else prompts
+    messages += _other_templates(config, prompts[0], tokenizer)
+    if section.endpoints:
+        check_endpoints(config, tokenizer, prompts[0].ids)
+    return prompts
+
+
+def _other_templates(config: PPOConfig, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Describe where chat templates of teachers render a prompt otherwise than the policy's. The log-probs of its
+    responses are then those of a format for which a teacher was not trained."""
+    differences, trusted = [], config.actor_rollout_ref.model.trust_remote_code
+    paths = {str(each.model_path) for each in config.distillation.teachers.values()} - {POLICY, BASE, "None"}
+    for place in map(resolve_model, sorted(paths)):
+        reader = attempt(partial(read_tokenizer, str(place), trusted=trusted, local=place.is_dir()))
+        if isinstance(reader, Exception) or not reader.chat_template or isinstance(prompt.messages, str):
+            continue
+        ids = attempt(lambda reader=reader: next(prompt_tokens([prompt], config.data, reader)))
+        if isinstance(ids, list) and ids != prompt.ids:
+            theirs, ours = (tokenizer.decode(each) for each in (ids, prompt.ids))
+            pairs = enumerate(zip_longest(ours, theirs))
+            at = max(next((at for at, (their, our) in pairs if their != our), 0) - 10, 0)
+            texts = f"{theirs[at : at + 40]!r} where the policy's has {ours[at : at + 40]!r}"
+            differences.append(f"warning: the chat template of the teacher {place} has {texts}; it reads the policy's")
+    return differences

@@ -437,3 +437,16 @@ def test_a_run_that_learns_from_a_teacher_alone_needs_neither_rewards_nor_ground
 def test_the_command_without_a_fault_starts(answer):
     found = answer()
     assert found.started, found.text
+
+
+def test_a_teacher_with_another_chat_template_is_named_with_both_texts(answer, place):
+    shutil.copytree(place / "model", place / "other_template")
+    settings = place / "other_template" / "chat_template.jinja"
+    settings.write_text(settings.read_text().replace("<|im_start|>", "<|im_start|> "))
+    teacher = "+distillation.teacher_models.teacher_model.model_path=other_template", "distillation.enabled=true"
+    given = answer(*teacher)
+    assert (
+        given.started
+        and "m_start|> user" in given.text
+        and "where the policy's has 'im_start|>user" in given.text
+    )
