@@ -56,6 +56,7 @@ from hybridrl.core.carried import CONTEXT, TEACHER
 from hybridrl.core.rounding import coarser
 from hybridrl.core.training.building import WorkerConfig
 from hybridrl.core.training.learner import Head, LearnerConfig, RankModel
+from hybridrl.core.training.loading import load_settings
 from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.planning import MicroBatchBudget, UpdatePlan
 from hybridrl.core.training.worker_group import OLD_FIELDS, SKIPPED_UPDATES, PolicyPlan
@@ -97,7 +98,7 @@ def rank_model(name: str, config: PPOConfig, steps: int = 1) -> RankModel:
             if model.lora_rank and ref.model.path == model.path:
                 return RankModel(plain, fsdp, budget, weights="base")
             own, offloads = ref.fsdp_config.wrap_policy, ref.fsdp_config.param_offload
-            fsdp = replace(fsdp, wrap_policy=own, offload_policy=offloads)
+            fsdp = replace(_fitting(fsdp, plain, model), wrap_policy=own, offload_policy=offloads)
             return RankModel(plain, fsdp, budget, weights="copy" if ref.refresh_freq > 0 else "own")
         case "critic":
             per_step = UpdatePlan.of(critic).updates(prompts)
@@ -110,9 +111,7 @@ def rank_model(name: str, config: PPOConfig, steps: int = 1) -> RankModel:
         case "reward_model":
             scored, fsdp = config.reward.reward_model, actor.fsdp_config
             plain = replace(model, path=scored.model_path, override_config={}, lora_rank=0, lora_adapter_path=None)
-            # Its family may have no plan of the policy's tensor and expert parallelism, and has layers of its own.
-            fsdp = replace(fsdp, tensor_parallel_size=1, expert_parallel_size=1, wrap_policy=WrapPolicyConfig([]))
-            fsdp = replace(fsdp, offload_policy=ref.fsdp_config.param_offload)
+            fsdp = replace(_undivided(fsdp), offload_policy=ref.fsdp_config.param_offload)
             return RankModel(plain, fsdp, log_prob_budget(section, ref, fsdp), "score")
         case _:
             return plugins.load(f"model.{name}")(config)
@@ -126,9 +125,22 @@ def _teacher(teacher: TeacherConfig, section: ActorRolloutRefConfig) -> RankMode
         weights = "average" if teacher.ema else "live"
     elif teacher.model_path == BASE and model.lora_rank:
         weights = "base"
-    reads = (CONTEXT,) if teacher.context else ()
-    budget = log_prob_budget(section, section.ref)
-    return RankModel(plain, section.actor.fsdp_config, budget, weights=weights, reads=reads)
+    reads, fsdp = (CONTEXT,) if teacher.context else (), _fitting(section.actor.fsdp_config, plain, model)
+    return RankModel(plain, fsdp, log_prob_budget(section, section.ref, fsdp), weights=weights, reads=reads)
+
+
+def _fitting(fsdp: FSDPConfig, other: ModelConfig, policy: ModelConfig) -> FSDPConfig:
+    """The policy's settings for another model; if its family differs, which names layers and has plans of dividing
+    them, FSDP alone shards it."""
+    divides = max(fsdp.tensor_parallel_size, fsdp.expert_parallel_size) > 1
+    if other.path == policy.path or not (divides or fsdp.wrap_policy.transformer_layer_cls_to_wrap):
+        return fsdp
+    families = {load_settings(model).get_text_config().model_type for model in (other, policy)}
+    return fsdp if len(families) == 1 else _undivided(fsdp)
+
+
+def _undivided(fsdp: FSDPConfig) -> FSDPConfig:
+    return replace(fsdp, tensor_parallel_size=1, expert_parallel_size=1, wrap_policy=WrapPolicyConfig([]))
 
 
 def log_prob_budget(

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.checkpoint.read import read_shards
+from hybridrl.config import load_ppo_config
 from hybridrl.config.catalog import Divergence, LossTerm
 from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, loss_terms
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
@@ -255,6 +256,37 @@ def test_the_gradient_is_the_same_in_further_layouts(config, session, others, ex
         expected = expected_gradient(exact_models, rows_of(numbers), numbers, "seq-mean-token-mean", kind)
         actual = gradient(group, rows_of(numbers), loss_of(term, "seq-mean-token-mean"), budget)
         assert distance(actual, expected) <= 1e-5, kind
+
+
+@pytest.mark.slow
+def test_a_dense_model_teaches_a_mixture_whose_experts_are_divided(overrides, mixture, session, paths, tmp_path):
+    name, fsdp = NAMES[0], "actor_rollout_ref.actor.fsdp_config"
+    more = {
+        "actor_rollout_ref.model.path": mixture,
+        f"{fsdp}.expert_parallel_size": 2,
+        "distillation.enabled": True,
+        "+distillation.teacher_models.same.model_path": paths[name],
+        "actor_rollout_ref.ref.model.path": paths[name],
+        "actor_rollout_ref.actor.use_kl_loss": True,
+    }
+    config = load_ppo_config(overrides(tmp_path, more))
+    files = [str(tmp_path / f"{rank}.log") for rank in range(2)]
+    actors = [spawn(TaughtRank, session, rank, {"OMP_NUM_THREADS": "1"}, rank, 2, files[rank]) for rank in range(2)]
+    group, worker = (
+        Group(actors, "train worker", files),
+        ppo_worker_config(config, build_algorithm(config), tmp_path, 1),
+    )
+    sizes = {each: entry.fsdp.expert_parallel_size for each, entry in worker.models.items()}
+    assert sizes == {"actor": 2, "reference": 1, name: 1}
+    build_models(group, worker, 120)
+    places = {"actor": mixture, name: paths[name]}
+    options = {"dtype": torch.float64, "experts_implementation": "eager"}
+    models = {key: AutoModelForCausalLM.from_pretrained(path, **options) for key, path in places.items()}
+    term, numbers = term_of(config, loss_mode="forward_kl"), [0] * ROWS
+    expected = expected_gradient(models, rows_of(numbers), numbers, "token-mean", Divergence("forward_kl"))
+    loss = replace(loss_of(term), teachers=(name,))
+    actual = gradient(group, rows_of(numbers), loss, MicroBatchBudget(30))
+    assert distance(actual, expected) <= 1e-5
 
 
 def test_rejected_tokens_count_in_no_divisor_though_they_leave_rows_of_one_teacher_only(groups, config, exact_models):

@@ -445,8 +445,4 @@ def test_a_teacher_with_another_chat_template_is_named_with_both_texts(answer, p
     settings.write_text(settings.read_text().replace("<|im_start|>", "<|im_start|> "))
     teacher = "+distillation.teacher_models.teacher_model.model_path=other_template", "distillation.enabled=true"
     given = answer(*teacher)
-    assert (
-        given.started
-        and "m_start|> user" in given.text
-        and "where the policy's has 'im_start|>user" in given.text
-    )
+    assert given.started and "m_start|> user" in given.text and "where the policy's has 'im_start|>user" in given.text
