@@ -275,6 +275,7 @@ def test_no_name_is_judged_where_the_engine_is_not_installed(monkeypatch):
 FREE = {
     "vllm": {
         *("disable_log_stats", "kv_cache_memory_bytes", "structured_outputs_config"),
+        "max_logprobs",  # a client's limit
         *("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras"),
     },
     "sglang": {

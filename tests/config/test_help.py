@@ -60,8 +60,8 @@ def test_a_meaning_is_the_whole_comment_above_the_key() -> None:
     assert meanings["actor_rollout_ref.actor.clip_ratio_low"] == "The lower side by itself; null: clip_ratio."
     assert meanings["reward.reward_manager.name"] == (
         "naive, prime, remote: the function's score | gdpo: the same, for several rewards | dapo: minus a penalty on "
-        "responses near the length limit | batch: one call for all responses | rate_limited: within max_concurrent, "
-        "max_rpm, max_tpm."
+        "responses near the length limit | batch: one call for all responses of a step | group: one for those to a "
+        "prompt | rate_limited: within max_concurrent, max_rpm, max_tpm."
     )
 
 

@@ -115,7 +115,7 @@ def weights(group: Group, directory: Path, name: str = "actor") -> dict[str, Ten
 def test_another_group_resumes_exactly(two, tmp_path):
     uninterrupted, other = two
     update(uninterrupted, 1)
-    uninterrupted.broadcast(TrainWorker.refresh, "reference", timeout=LIMIT)
+    uninterrupted.broadcast(TrainWorker.refresh, "reference", 1.0, timeout=LIMIT)
     expected_metrics = write(uninterrupted, tmp_path / "saved", then=2) + update(uninterrupted, 3)
     load(other, tmp_path / "saved")
     assert update(other, 2) + update(other, 3) == expected_metrics
