@@ -14,10 +14,10 @@ LINES = {
     "agents": 7066,
     "checkpoint": 1986,
     "compat": 3224,
-    "config": 5295,
+    "config": 5297,
     "core": 13782,
     "data": 2009,
-    "doctor": 4642,
+    "doctor": 4643,
     "environments": 180,
     "evaluation": 2237,
     "health": 1058,
@@ -29,7 +29,7 @@ LINES = {
     "tracking": 1933,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 56983
+TOTAL = 56986
 FILES = {"core": 73, "hybridrl": 273}
 KEYS = 456  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

@@ -516,3 +516,23 @@ def test_a_mistyped_local_path_is_rejected_without_asking_the_hub(load, tmp_path
     (tmp_path / "models").mkdir()
     with pytest.raises(ConfigError, match="there is no such directory"):
         load(f"actor_rollout_ref.model.path={path}")
+
+
+IMMENSE = 34_312_610_000_925_249
+
+
+@pytest.mark.parametrize(
+    ("keys", "cause"),
+    [
+        (
+            ["trainer.n_gpus_per_node=2", "critic.enable=true", f"critic.ulysses_sequence_parallel_size={IMMENSE}"],
+            "must divide the 2 devices",
+        ),
+        (
+            [f"trainer.n_gpus_per_node={IMMENSE}", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
+            f"must divide trainer.n_gpus_per_node={IMMENSE}",
+        ),
+    ],
+)
+def test_a_fix_for_an_immense_number_of_devices_or_parts_is_found(load: Load, keys, cause) -> None:
+    assert any(cause in error for error in errors_of(load, *keys))

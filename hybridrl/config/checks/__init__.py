@@ -17,7 +17,7 @@ from hybridrl.config.checks.model import (
     resolve_for_cpu,
 )
 from hybridrl.config.checks.teachers import resolve_distillation, resolve_reward_model
-from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, Machine, Trained, resolve_trained
+from hybridrl.config.checks.training import ACTOR, DEVICES, LOWER, MOST_PARTS, Machine, Trained, resolve_trained
 from hybridrl.config.findings import Checker, Findings
 from hybridrl.config.schema import (
     DataConfig,
@@ -171,7 +171,7 @@ def resolve_rollout(
         check.warn(keys, f"an engine spans the devices of one machine; {devices} is used")
         width = rollout.tensor_model_parallel_size = devices
     if devices % width:
-        fitting = [size for size in range(1, devices + 1) if devices % size == 0]
+        fitting = [size for size in range(1, min(devices, MOST_PARTS) + 1) if devices % size == 0]
         fitting = [1, devices] if trainer.device == "cpu" else fitting
         fix = f"set {' or '.join(map(str, dict.fromkeys(fitting)))}"
         check.error(keys, f"must divide {key.lstrip('.')}={devices}", fix)

@@ -39,6 +39,7 @@ from hybridrl.config.values import value_of
 
 CPU_SLOT_BYTES = 3 << 29  # measured for the smallest models: a CPU device takes processes and memory, not cores
 ACTOR, ROLLOUT, DEVICES = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer.n_gpus_per_node"
+MOST_PARTS = 10_000  # the largest size that is tried as a fix, so that a check of any number takes no time
 LOWER = "lower data.max_prompt_length or data.max_response_length"
 SURE_IN_BFLOAT16 = 1e-3  # a learning rate at which most elements move (84% measured)
 
@@ -211,7 +212,8 @@ def resolve_division(part: Trained, devices: int, check: Checker) -> None:
         (expert_key, fsdp.expert_parallel_size, 1, experts, "experts"),
     ):
         if size > 1 and (devices % (size * others) or parts % (size * others)):
-            fitting = max((n for n in range(1, size) if devices % (n * others) == parts % (n * others) == 0), default=1)
+            sizes = range(1, min(size, devices + 1, MOST_PARTS))
+            fitting = max((n for n in sizes if devices % (n * others) == parts % (n * others) == 0), default=1)
             of = f", times {tensor_key}={others}," if others > 1 else ""
             also = f" and the {parts} {what} of {path}" if parts else ""
             keys = f"{key} {part.model_key}.path {DEVICES} trainer.nnodes"
