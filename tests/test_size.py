@@ -24,12 +24,12 @@ LINES = {
     "model_merger": 917,
     "report": 2505,
     "rewards": 3597,
-    "runs": 3851,
+    "runs": 3855,
     "runtime": 1603,
     "tracking": 1933,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 56986
+TOTAL = 56990
 FILES = {"core": 73, "hybridrl": 273}
 KEYS = 456  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

@@ -1,5 +1,6 @@
 """Training of a reward model on pairs of conversations: supervised training with another loss."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from hybridrl.config import ConfigError, SFTConfig
 from hybridrl.config.custom_code import import_libraries
 from hybridrl.core.algorithms.algorithm import Signal
+from hybridrl.core.batch import Batch
 from hybridrl.core.training.learner import Head
 from hybridrl.core.training.model import blank_score_model
 from hybridrl.data.pairs import load_pairs, pair_batch
@@ -24,15 +26,9 @@ class RewardModelTask(SFTTask):
         super().__init__(*arguments)
         self.center = center
 
-    def train_step(self, step: int) -> dict[str, float]:
-        with self.watch("update_actor"):
-            batch = pair_batch([self.training[row] for row in self.order.rows(self.position, self.size)])
-            updates = self.workers.update_pairs(batch, self.center, step)
-        self.position += self.size
-        metrics = {name.replace("actor/", "train/"): mean for name, mean in updates.items()}
-        metrics["training/epoch"] = (self.position - 1) // len(self.training)
-        metrics["perf/total_num_tokens"] = int(batch.lengths.sum())
-        return metrics | self.watch.take()
+    def update(self, rows: Sequence[Any], step: int) -> tuple[Batch, dict[str, float]]:
+        batch = pair_batch(rows)
+        return batch, self.workers.update_pairs(batch, self.center, step)
 
     def validate(self, step: int) -> dict[str, float]:
         """The mean loss, and the share of pairs whose better conversation has the higher score."""

@@ -9,6 +9,7 @@ from typing import Any
 from hybridrl.checkpoint.resume import data_fingerprint, fingerprint, model_fingerprint
 from hybridrl.checkpoint.saver import Stateful
 from hybridrl.config import SFTConfig
+from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import RaySession
 from hybridrl.core.trainer import Schedule, Task
 from hybridrl.core.training.learner import Head
@@ -103,13 +104,20 @@ class SFTTask(Task):
 
     def train_step(self, step: int) -> dict[str, float]:
         with self.watch("update_actor"):
-            batch = conversation_batch([self.training[row] for row in self.order.rows(self.position, self.size)])
-            updates, _ = self.workers.update_mini_batches(batch, [range(len(batch))], self.workers.policy.loss, step)
+            batch, updates = self.update(
+                [self.training[row] for row in self.order.rows(self.position, self.size)], step
+            )
         self.position += self.size
         metrics = {name.replace("actor/", "train/"): mean for name, mean in updates.items() if name != "actor/pg_loss"}
         metrics["training/epoch"] = (self.position - 1) // len(self.training)
         metrics["perf/total_num_tokens"] = int(batch.lengths.sum())
         return metrics | self.watch.take()
+
+    def update(self, rows: Sequence[Any], step: int) -> tuple[Batch, dict[str, float]]:
+        """Run one update on these rows of the training data; returns them as a batch, and the update's metrics."""
+        batch = conversation_batch(rows)
+        updates, _ = self.workers.update_mini_batches(batch, [range(len(batch))], self.workers.policy.loss, step)
+        return batch, updates
 
     def validate(self, step: int) -> dict[str, float]:
         """The mean negative log-likelihood of the assistants' tokens."""

@@ -39,7 +39,7 @@ from hybridrl.config.values import value_of
 
 CPU_SLOT_BYTES = 3 << 29  # measured for the smallest models: a CPU device takes processes and memory, not cores
 ACTOR, ROLLOUT, DEVICES = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer.n_gpus_per_node"
-MOST_PARTS = 10_000  # the largest size that is tried as a fix, so that a check of any number takes no time
+MOST_PARTS = 10_000  # larger sizes are not tried as a fix: trying all of an immense number would take hours
 LOWER = "lower data.max_prompt_length or data.max_response_length"
 SURE_IN_BFLOAT16 = 1e-3  # a learning rate at which most elements move (84% measured)
 
