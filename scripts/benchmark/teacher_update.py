@@ -1,4 +1,4 @@
-"""What a teacher costs in an update: `python scripts/benchmark/teacher_update.py`
+"""The cost of a teacher in an update: `python scripts/benchmark/teacher_update.py`
 
 One rank computes the gradient of the same rows in turn: with the policy loss alone; with the estimated KL to a
 reference of the policy's size, whose log-probs a pass before the update gives; with the exact KL to it; with the

@@ -41,7 +41,7 @@ def teacher(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(teacher, tmp_path_factory) -> Iterator[str]:
-    """Where it is served."""
+    """The address of the server."""
     directory = tmp_path_factory.mktemp("serve")
     log, environment = directory / "log", os.environ | {"TMPDIR": str(directory)}
     with log.open("w") as file:

@@ -1,4 +1,4 @@
-"""What the teachers of a step's rows read, by hand."""
+"""Contexts of the teachers of a step, by hand."""
 
 from collections.abc import Sequence
 from dataclasses import replace

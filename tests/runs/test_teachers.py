@@ -34,7 +34,7 @@ Body = dict[str, Any]
 
 
 def log_prob(token: int, position: int) -> float:
-    """What the server says of a token, without a rounding error in float32."""
+    """The entry of a token in a reply, whose log-prob float32 holds exactly."""
     return -token / 8 - position / 64
 
 
