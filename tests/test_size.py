@@ -17,7 +17,7 @@ LINES = {
     "config": 5297,
     "core": 13782,
     "data": 2009,
-    "doctor": 4643,
+    "doctor": 4642,
     "environments": 180,
     "evaluation": 2237,
     "health": 1058,
@@ -29,7 +29,7 @@ LINES = {
     "tracking": 1933,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 56990
+TOTAL = 56989
 FILES = {"core": 73, "hybridrl": 273}
 KEYS = 456  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

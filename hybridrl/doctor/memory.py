@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridrl.config import ConfigError, PPOConfig
-from hybridrl.config.checks.training import MOST_PARTS
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ActorConfig, CriticConfig
 from hybridrl.core.device import KEPT_BYTES
@@ -332,7 +331,7 @@ def _report_cache(run: PlannedRun, findings: Findings) -> None:
     if rows:
         findings.info("memory.cache", cause)
         return
-    fix, widths = f"raise {UTILIZATION}={share:g}", range(2, min(run.engine_devices, MOST_PARTS) + 1)
+    fix, widths = f"raise {UTILIZATION}={share:g}", range(2, min(run.engine_devices, 1024) + 1)
     wide = [each for each in widths if run.engine_devices % each == 0 and run.weights * width / each < share * run.gpu]
     if wide:
         fix += f", or set {ROLLOUT}.tensor_model_parallel_size={wide[0]}"
