@@ -23,13 +23,13 @@ LINES = {
     "health": 1058,
     "model_merger": 917,
     "report": 2505,
-    "rewards": 3597,
-    "runs": 3855,
+    "rewards": 3601,
+    "runs": 3856,
     "runtime": 1603,
     "tracking": 1933,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 56989
+TOTAL = 56994
 FILES = {"core": 73, "hybridrl": 273}
 KEYS = 456  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

@@ -44,10 +44,13 @@ class CallFailed(NoScore):
 
 
 class ModelServer:
-    """A path of a model's server. All calls run in one event loop. `section`: the keys of `api_key_env`."""
+    """A path of a model's server. All calls run in one event loop. `section`: the keys of `api_key_env`; `hint` names the
+    key of the time limit."""
 
-    def __init__(self, url: str, api_key_env: str | None, section: str, *, timeout: float, retries: int) -> None:
-        self.url, self._seconds, self._retries = url, timeout, retries
+    def __init__(
+        self, url: str, api_key_env: str | None, section: str, *, timeout: float, retries: int, hint: str = ""
+    ) -> None:
+        self.url, self._seconds, self._retries, self._hint = url, timeout, retries, hint
         self._headers = {"Content-Type": "application/json"}
         if api_key_env:
             if not (key := os.environ.get(api_key_env, "").strip()):
@@ -80,7 +83,7 @@ class ModelServer:
             async with asyncio.timeout(self._seconds):
                 reply = await self._http.post(self.url, content=content)
         except TimeoutError:
-            cause = f"{self.url} sent no response within {self._seconds:g} s"
+            cause = f"{self.url} sent no response within {self._seconds:g} s{self._hint}"
             raise CallFailed("timeout", cause, transient=True) from None
         except httpx.HTTPError as error:
             cause = mask_text(f"{self.url}: {type(error).__name__}: {error}")
@@ -103,7 +106,8 @@ class JudgeClient:
 
     def __init__(self, config: JudgeConfig, read: Callable[[str], float]) -> None:
         self._config, self._read, self._verdicts = config, read, Verdicts(config.cache)
-        url, limits = f"{str(config.base_url).rstrip('/')}/chat/completions", {"timeout": config.timeout}
+        url = f"{str(config.base_url).rstrip('/')}/chat/completions"
+        limits = {"timeout": config.timeout, "hint": " (reward.judge.timeout)"}
         self._endpoint = ModelServer(url, config.api_key_env, "reward.judge", **limits, retries=config.retries)
         self._calls: dict[str, asyncio.Task[tuple[float, str]]] = {}  # in progress, by the key of the request
 

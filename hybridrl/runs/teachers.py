@@ -1,4 +1,5 @@
-"""Teachers behind an endpoint: the log-probs of a response's tokens, requested as soon as its episode has ended.
+"""Checks of all teachers before the start; and teachers behind an endpoint: the log-probs of a response's tokens,
+requested as soon as its episode has ended.
 
 A response without them is a fault of its episode, which is excluded: no value takes their place.
 """

@@ -236,6 +236,7 @@ def test_other_failures_have_their_class(reply, fault):
     with serving(reply) as server:
         ((score, text),) = judged(judge_config(server.url, timeout=0.5), "4")
     assert score is None and text.startswith(fault)
+    assert ("reward.judge.timeout" in text) is (reply.fails == "stall")
 
 
 def test_a_server_that_is_away_is_a_fault():
