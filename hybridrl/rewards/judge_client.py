@@ -44,8 +44,8 @@ class CallFailed(NoScore):
 
 
 class ModelServer:
-    """A path of a model's server. All calls run in one event loop. `section`: the keys of `api_key_env`; `hint` names the
-    key of the time limit."""
+    """A path of a model's server. All calls run in one event loop. `section`: the keys of `api_key_env`; `hint`
+    names the key of the time limit."""
 
     def __init__(
         self, url: str, api_key_env: str | None, section: str, *, timeout: float, retries: int, hint: str = ""
