@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 import hybridrl
 from hybridrl.core import device as devices
 from hybridrl.core.training import logit_kernels, token_outputs
+from hybridrl.core.training.heads import TopTokens
 from hybridrl.core.training.token_outputs import TokenOutputs
 
 DEVICE = torch.device("meta")
@@ -138,15 +139,19 @@ class _Kernels(logit_kernels.LogitKernels):
 
     launches: Launches
 
-    def _read(self, logits: Tensor, head: Any, requested: tuple[bool, ...]) -> tuple[TokenOutputs, Tensor, Tensor]:
-        columns = iter(torch.empty(sum(requested) + 2, len(logits), dtype=torch.float32, device=logits.device))
-        outputs = TokenOutputs(*(next(columns) if want else None for want in requested[:4]))
+    def _read(self, logits: Tensor, head: Any, requested: tuple[bool, ...]) -> tuple[TokenOutputs, Tensor]:
+        columns = iter(torch.empty(sum(requested) + 1, len(logits), dtype=torch.float32, device=logits.device))
+        outputs = TokenOutputs(*(next(columns) if want else None for want in requested))
         self.launches.kernel([logits])
-        normalisers, common = columns
-        return outputs, normalisers, common
+        return outputs, next(columns)
+
+    def _compare(self, other: logit_kernels.ComparedLogits) -> tuple[Tensor, Tensor]:
+        divergences, unreached = torch.empty(2, len(self.logits), dtype=torch.float32, device=self.logits.device)
+        self.launches.kernel([self.logits, other.logits])
+        return divergences, unreached
 
     def gradient(self, by: TokenOutputs) -> Tensor:
-        self.launches.kernel([self.logits])
+        self.launches.kernel([self.logits, *(other.logits for other in self.others)])
         self.launches.bytes[self.launches.part] += self.logits.nbytes  # it is written, too
         return self.logits
 
@@ -157,7 +162,7 @@ def counted() -> Iterator[Launches]:
     launches = Launches()
 
     def arithmetic(chunks: token_outputs.Chunks) -> token_outputs.LogitTables:
-        if chunks.spec.teacher is not None:
+        if isinstance(chunks.spec.teacher, TopTokens):
             return token_outputs.LogitTables(chunks.head, chunks.spec, chunks.size)
         kernels = _Kernels(chunks.head, chunks.spec, chunks.size)
         kernels.launches = launches

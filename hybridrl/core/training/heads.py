@@ -77,6 +77,8 @@ class TopTokens(NamedTuple):
 
 
 TABLES = {"reverse_kl": 1, "forward_kl": 2, "jsd": 3, "forward_kl_topk": 0}  # tables of logits in a chunk
+UNREACHED = 1e-4  # what the policy finds less probable, its samples do not reach
+MEASURED = 8  # each of so many tokens stands for these in a chunk, where the mass would cost another pass over a table
 LARGEST_SHARE = 1 - 1e-6  # sum of the most probable tokens; the others have the rest
 
 
@@ -99,6 +101,7 @@ class ComparedTables:
         q = torch.exp(logits, out=self.others[0] if self.others else scratch[:, : self.rows])
         total = q.sum(-1, keepdim=True)
         self.normaliser = total.log()
+        self.measured = q[::MEASURED] / total[::MEASURED]
         if self.others:
             q.div_(total)
 
@@ -108,13 +111,16 @@ class ComparedTables:
 
     def diverge(self, probabilities: Tensor, normaliser: Tensor) -> Tensor:
         """Return the divergence [tokens], given the policy's probabilities and the normaliser of its logits. Its
-        gradient with respect to the logits is then `slopes` less `level` times the probabilities, in common tokens."""
+        gradient with respect to the logits is then `slopes` less `level` times the probabilities, in common tokens.
+        `unreached`: the other model's mass on tokens that the policy's samples do not reach, from some tokens."""
         p = probabilities[:, : self.rows]
         gaps = self.gaps.add_(self.normaliser - normaliser)  # log p - log q
         if self.has_fewer:
             share = p.sum(-1, keepdim=True)
             p = p / share
             gaps.sub_(share.log())
+        unreached = (self.measured * (p[::MEASURED] < UNREACHED)).sum(-1)
+        self.unreached = unreached.repeat_interleave(MEASURED)[: len(p)]
         match self.kind:
             case "reverse_kl":
                 value = self.level = expected(gaps, p)
@@ -161,6 +167,7 @@ class ComparedTop:
         gradient is p_v - q_v, and p_v (1 - q_r / p_r) for the others."""
         log_p = self.own - normaliser
         p, q = (values.exp() * self.known for values in (log_p, self.log_q))
+        self.unreached = (q * (p < UNREACHED)).sum(-1)
         bounded = log_p if self.least is None else log_p.clamp(min=self.least)
         rest_p, rest_q = (1 - share.sum(-1).clamp(max=LARGEST_SHARE) for share in (p, q))
         counted = torch.where(bounded == log_p, q, 0.0)

@@ -172,7 +172,8 @@ def exact_divergence(outputs: TokenOutputs, rows: Batch, *, most: float | None) 
     """The exact divergence from the teacher, at most so large; 0 in rows without one."""
     if outputs.teacher_divergence is None:
         return 0 * outputs.log_probs, {}
-    return _bounded(outputs.teacher_divergence, most)
+    distances, statistics = _bounded(outputs.teacher_divergence, most)
+    return distances, statistics | {"distillation/unreached": required(outputs.unreached)}
 
 
 def sampled_divergence(outputs: TokenOutputs, rows: Batch, *, form: str, most: float | None) -> TermLoss:

@@ -42,6 +42,7 @@ class TokenOutputs(NamedTuple):
     sum_pi_squared: Tensor | None = None  # [response tokens] sum of squared probabilities; without a gradient
     reference_kl: Tensor | None = None  # [response tokens] exact KL(policy || reference), over the rows of both heads
     teacher_divergence: Tensor | None = None  # [response tokens] exact, over the rows of both heads
+    unreached: Tensor | None = None  # [response tokens] mass of the teacher that the policy's samples do not reach
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TokenOutputs":
         """Apply a function to the fields that are not None."""
@@ -67,12 +68,13 @@ class OutputSpec(NamedTuple):
     @property
     def outputs(self) -> tuple[bool, ...]:
         """Return which fields of `TokenOutputs` are requested."""
-        return True, self.entropies, self.sum_pi_squared, self.against is not None, self.teacher is not None
+        teaches = self.teacher is not None
+        return True, self.entropies, self.sum_pi_squared, self.against is not None, teaches, teaches
 
     @property
     def differentiable(self) -> tuple[bool, ...]:
         """Return which fields of `TokenOutputs` have a gradient."""
-        return True, self.entropies and self.entropy_gradient, False, *self.outputs[3:]
+        return True, self.entropies and self.entropy_gradient, False, *self.outputs[3:5], False
 
     @property
     def compared(self) -> list[tuple[ReferenceOutputs | TopTokens, Divergence]]:
@@ -126,15 +128,16 @@ class LogitTables:
         if spec.sum_pi_squared:
             squares = torch.linalg.vector_norm(probabilities, dim=-1).square()
         values = iter([compared.diverge(probabilities, self.normaliser) for compared in self.compared])
-        divergences = (next(values) if requested else None for requested in spec.outputs[3:])
-        self.outputs = TokenOutputs(log_probs, entropies, squares, *divergences)
+        kl, divergence = (next(values) if requested else None for requested in spec.outputs[3:5])
+        unreached = None if spec.teacher is None else self.compared[-1].unreached
+        self.outputs = TokenOutputs(log_probs, entropies, squares, kl, divergence, unreached)
         return self.outputs
 
     def gradient(self, by: TokenOutputs) -> Tensor:
         """Return the gradient with respect to a chunk's logits [tokens, vocabulary], in the head's type, given the
         gradient with respect to its outputs; can be called once per chunk."""
         by = by.map(lambda value: value[:, None])
-        pairs = [*zip(self.compared, (value for value in by[3:] if value is not None), strict=True)]
+        pairs = [*zip(self.compared, (value for value in by[3:5] if value is not None), strict=True)]
         factor = -by.log_probs
         if entropies := self.spec.differentiable[1]:
             own = required(self.outputs.entropies)[:, None]
@@ -202,9 +205,9 @@ class Chunks:
         return TokenOutputs._make(None if column[0] is None else torch.cat([*column]) for column in columns)
 
     def arithmetic(self) -> LogitTables:
-        """Return the computation of chunks: by torch's operations, or on CUDA by kernels that read each logit once,
-        but for a teacher."""
-        if self.hidden.device.type != "cuda" or self.spec.teacher is not None:
+        """Return the computation of chunks: by torch's operations, or on CUDA by kernels that read each logit once, but
+        for most probable tokens."""
+        if self.hidden.device.type != "cuda" or isinstance(self.spec.teacher, TopTokens):
             return LogitTables(self.head, self.spec, self.size)
         from hybridrl.core.training.logit_kernels import LogitKernels  # needs Triton
 

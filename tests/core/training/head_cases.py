@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.catalog import Divergence
+from hybridrl.core.training import heads
 from hybridrl.core.training import token_outputs as module
 from hybridrl.core.training.heads import Head, LogitRule, ReferenceOutputs, TopTokens
 from hybridrl.core.training.token_outputs import OutputSpec, TokenOutputs, token_outputs
@@ -83,11 +84,17 @@ def full(of: Case) -> TokenOutputs:
             logits = head.rule.cap * torch.tanh(logits / head.rule.cap)
         return logits / of.spec.temperature
 
-    def divergence(other: ReferenceOutputs, kind: Divergence) -> Tensor:
+    def both(other: ReferenceOutputs) -> tuple[Tensor, Tensor]:
         rows = min(len(of.head.weight), len(other.head.weight))
-        log_p = logits[:, :rows].log_softmax(-1)
         log_q = logits_of(other.hidden, other.head)[:, :rows].log_softmax(-1).detach()
-        return diverge(log_p, log_q, kind)
+        return logits[:, :rows].log_softmax(-1), log_q
+
+    def divergence(other: ReferenceOutputs, kind: Divergence) -> Tensor:
+        return diverge(*both(other), kind)
+
+    def unreached(other: ReferenceOutputs) -> Tensor:
+        p, q = (values.detach().exp() for values in both(other))
+        return (q * (p < heads.UNREACHED)).sum(-1)
 
     logits, against, teacher = logits_of(of.hidden, of.head), of.spec.against, of.spec.teacher
     log_p = logits.log_softmax(-1)
@@ -103,6 +110,11 @@ def full(of: Case) -> TokenOutputs:
         else of_top(log_p, teacher, of.spec.divergence.least)
         if isinstance(teacher, TopTokens)
         else divergence(teacher, of.spec.divergence),
+        None
+        if teacher is None
+        else top_unreached(log_p.detach().exp(), teacher)
+        if isinstance(teacher, TopTokens)
+        else unreached(teacher),
     )
 
 
@@ -125,6 +137,13 @@ def of_top(log_p: Tensor, top: TopTokens, least: float | None) -> Tensor:
         )
         values.append(value)
     return torch.stack(values)
+
+
+def top_unreached(p: Tensor, top: TopTokens) -> Tensor:
+    """The same as of all tokens, over the most probable ones."""
+    ids, log_q = top.hidden[..., 0].long(), top.hidden[..., 1].contiguous().view(torch.float32)
+    known = ids < p.shape[-1]
+    return (log_q.exp() * (known & (p.gather(-1, ids.clamp(max=p.shape[-1] - 1)) < heads.UNREACHED))).sum(-1).double()
 
 
 def diverge(log_p: Tensor, log_q: Tensor, kind: Divergence) -> Tensor:
@@ -162,6 +181,8 @@ def gradients(of: Case, of_loss: Callable[[TokenOutputs], Tensor] = loss) -> tup
 def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 0)
     monkeypatch.setattr(module, "FEWEST_TOKENS", tokens)
+    monkeypatch.setattr(heads, "UNREACHED", 0.03)
+    monkeypatch.setattr(heads, "MEASURED", 1)  # each token
 
 
 def check(made: Case) -> None:
