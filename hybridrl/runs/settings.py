@@ -300,19 +300,21 @@ def policy_terms(
 def teaching_term(distillation: DistillationConfig) -> LossTerm:
     """The term by which the policy learns from its teachers."""
     loss, mask = distillation.distillation_loss, "taught" if distillation.leaves_out else ""
-    form, common = str(loss.loss_mode), {"weight": loss.distillation_loss_coef, "mask": mask}
+    form, parameters = str(loss.loss_mode), {"most": loss.loss_max_clamp}
+    term = SAMPLED_TEACHER
     if form in EXACT_FORMS:
-        parameters = {"most": loss.loss_max_clamp}
-        return replace(EXACT_TEACHER, divergence=Divergence(form, loss.beta), parameters=parameters, **common)
-    if form == TOP_FORM:
-        divergence = Divergence(TOP_FORM, least=loss.log_prob_min_clamp)
-        return replace(TOP_TEACHER, divergence=divergence, parameters={"most": loss.loss_max_clamp}, **common)
-    parameters = {"form": form, "most": loss.loss_max_clamp}
-    if not loss.use_policy_gradient:
-        return replace(SAMPLED_TEACHER, parameters=parameters, **common)
-    low, high = loss.clip_ratio_low, loss.clip_ratio_high
-    clip = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": DUAL_CLIP}
-    return replace(TEACHER_REWARD, parameters=parameters | {"clip": clip}, **common)
+        term = replace(EXACT_TEACHER, divergence=Divergence(form, loss.beta))
+    elif form == TOP_FORM:
+        term = replace(TOP_TEACHER, divergence=Divergence(TOP_FORM, least=loss.log_prob_min_clamp))
+    else:
+        parameters |= {"form": form}
+        if loss.use_policy_gradient:
+            low, high = loss.clip_ratio_low, loss.clip_ratio_high
+            clip = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": DUAL_CLIP}
+            term, parameters = TEACHER_REWARD, parameters | {"clip": clip}
+    if len(names := tuple(distillation.teachers)) > 1:  # a step's metrics tell them apart
+        term, parameters = replace(term, reads=(*term.reads, TEACHER)), parameters | {"names": names}
+    return replace(term, weight=loss.distillation_loss_coef, mask=mask, parameters=parameters)
 
 
 def policy_loss_config(config: PPOConfig) -> LossConfig:

@@ -95,6 +95,9 @@ def policy_loss(
         shares[f"{term.name}_loss"] = share = (torch.where(mask, per_token, 0.0) * weights).sum()
         total = total + term.weight * share
         shares |= _token_means(of_term, *_counted(term, part, totals, loss))
+        if term.mask:
+            inside = required(part.value(term.mask))[part.response_row]
+            statistics[f"{term.name}/{term.mask}_share"] = inside.float()
     if loss.log_entropy:
         statistics["entropy"] = required(outputs.entropies).detach()
     return total, shares | _token_means(statistics, part, totals)
@@ -168,40 +171,56 @@ def full_kl(outputs: TokenOutputs, rows: Batch) -> TermLoss:
     return required(outputs.reference_kl), {}
 
 
-def exact_divergence(outputs: TokenOutputs, rows: Batch, *, most: float | None) -> TermLoss:
-    """The exact divergence from the teacher, at most so large; 0 in rows without one."""
+def exact_divergence(
+    outputs: TokenOutputs, rows: Batch, *, most: float | None, names: Sequence[str] = ()
+) -> TermLoss:
+    """The exact divergence from the teacher, at most so large; 0 in rows without one. `names`: those of several
+    teachers, by number."""
     if outputs.teacher_divergence is None:
         return 0 * outputs.log_probs, {}
-    distances, statistics = _bounded(outputs.teacher_divergence, most)
+    distances, statistics = _bounded(outputs.teacher_divergence, rows, most, names)
     return distances, statistics | {"distillation/unreached": required(outputs.unreached)}
 
 
-def sampled_divergence(outputs: TokenOutputs, rows: Batch, *, form: str, most: float | None) -> TermLoss:
+def sampled_divergence(
+    outputs: TokenOutputs, rows: Batch, *, form: str, most: float | None, names: Sequence[str] = ()
+) -> TermLoss:
     """An estimate of the divergence from the teacher, from the log-probs of sampled tokens; 0 if no row of the step has
     one."""
     teacher = rows.value("teacher_log_probs")
     if teacher is None:
         return 0 * outputs.log_probs, {}
-    distances, statistics = _bounded(kl_estimate(outputs.log_probs, teacher, form), most)
+    distances, statistics = _bounded(kl_estimate(outputs.log_probs, teacher, form), rows, most, names)
     return distances, statistics | {"distillation/teacher_log_prob": teacher}
 
 
 def teacher_reward(
-    outputs: TokenOutputs, rows: Batch, *, form: str, most: float | None, clip: Mapping[str, float]
+    outputs: TokenOutputs, rows: Batch, *, clip: Mapping[str, float], **of_estimate: Any
 ) -> TermLoss:
     """The clipped policy loss, whose advantage is less an estimate of the divergence from the teacher at each token."""
-    distances, statistics = sampled_divergence(outputs.map(torch.detach), rows, form=form, most=most)
+    distances, statistics = sampled_divergence(outputs.map(torch.detach), rows, **of_estimate)
     clipped, _ = vanilla(outputs.log_probs, replace(rows, advantages=-distances), **clip)
     return clipped if rows.importance_weights is None else clipped * rows.importance_weights, statistics
 
 
-def _bounded(distances: Tensor, most: float | None) -> TermLoss:
-    """Return distances [tokens] within +-most, beyond which they have no gradient, and statistics."""
+def _bounded(distances: Tensor, rows: Batch, most: float | None, names: Sequence[str]) -> TermLoss:
+    """Return distances [tokens] within +-most, beyond which they have no gradient, and statistics. A teacher's `kl`
+    is its part of all, which its `share` of the tokens makes a mean (`kl_of_teachers`)."""
     statistics = {"distillation/kl": distances.detach()}
+    numbers = rows.carried[TEACHER][rows.response_row] if names else None
+    for number, name in enumerate(names):
+        own = (numbers == number).float()
+        statistics |= {f"distillation/{name}/kl": own * distances.detach(), f"distillation/{name}/share": own}
     if most is None:
         return distances, statistics
     beyond = (distances.detach().abs() > most).float()
     return distances.clamp(-most, most), statistics | {"distillation/clamped_share": beyond}
+
+
+def kl_of_teachers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean divergence from each of several teachers, over the tokens that it teaches in a step."""
+    shares = {name: share for name, share in metrics.items() if name.endswith("/share") and share > 0}
+    return {kl: metrics[kl] / share for name, share in shares.items() if (kl := f"{name[:-6]}/kl") in metrics}
 
 
 def gradient_function(part: Batch, totals: Divisors, loss: LossConfig) -> LossGradient | None:

@@ -21,7 +21,7 @@ from hybridrl.core.batch import Batch, spans
 from hybridrl.core.cluster import Group, OutOfMemory, Pending
 from hybridrl.core.cluster.group import control_limit
 from hybridrl.core.training.learner import RankModel
-from hybridrl.core.training.losses import LossConfig
+from hybridrl.core.training.losses import LossConfig, kl_of_teachers
 from hybridrl.core.training.planning import (
     MicroBatchBudget,
     MicroBatches,
@@ -222,6 +222,7 @@ class TrainWorkers:
         parts = [(*part, loss, step) for part in parts]
         results = self._scatter(TrainWorker.update_policy, parts, shares, batch, "actor")
         metrics = self._mean_metrics([share for share, _ in results[:: budget.devices]], "actor")
+        metrics |= kl_of_teachers(metrics)
         if not loss.old_from_update:
             return metrics, []
         columns = [columns for _, columns in results]
