@@ -157,8 +157,8 @@ TopK = Annotated[int, Range(least=-1)]
 Frequency = Annotated[int, Means({"false": -1})]
 
 DIAGNOSES = (
-    "policy-jump", "kl-jump", "kl-drift", "truncation", "no-signal", "teacher-far", "no-context", "teacher-diverges",
-    "score-fall", "not-finite", "unknown-tokens", "clipping", "entropy-collapse", "length-collapse", "entropy-rise",
+    "policy-jump", "kl-jump", "kl-drift", "truncation", "no-signal", "teacher-far", "teacher-unreached", "no-context",
+    "teacher-diverges", "score-fall", "not-finite", "unknown-tokens", "clipping", "entropy-collapse", "length-collapse", "entropy-rise",
     "length-rise", "gradient-rise", "value-loss-rise", "repetition", "overfitting", "memory-full", "flat-score",
 )  # fmt: skip
 SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")

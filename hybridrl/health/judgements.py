@@ -202,6 +202,16 @@ def teacher_far(history: History) -> Diagnosis | None:
     return Diagnosis(cause, "compare its chat template with the policy's, or choose a teacher of the same format")
 
 
+def teacher_unreached(history: History) -> Diagnosis | None:
+    """The teacher's mass on tokens that the policy does not sample has not fallen for ten steps."""
+    masses = history.last("distillation/unreached", 10)
+    if len(masses) < 10 or fmean(masses[5:]) < max(0.01, 0.9 * fmean(masses[:5])):
+        return None
+    cause = f"the teacher gives {fmean(masses[5:]):.1%} of its probability to tokens that the policy does not sample"
+    fix = "set distillation.distillation_loss.loss_mode=forward_kl, which teaches them; if it is, raise "
+    return Diagnosis(f"{cause}, and this has not fallen for 10 steps", f"{fix}{ACTOR}.optim.lr")
+
+
 def no_context(history: History) -> Diagnosis | None:
     """No row of three steps has a context for its teacher."""
     if history.last("distillation/without_context", 3) != [1.0] * 3:

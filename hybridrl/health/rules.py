@@ -144,6 +144,12 @@ RULES = (
         explains=("teacher-diverges",),
         shows=True,
     ),
+    Rule(
+        "teacher-unreached",
+        judgements.teacher_unreached,
+        "1% without a fall for 10 steps",
+        reads=("distillation/unreached",),
+    ),
     Rule("no-context", judgements.no_context, "all rows of 3 steps", reads=("distillation/without_context",)),
     Rule(
         "teacher-diverges",

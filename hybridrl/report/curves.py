@@ -130,7 +130,7 @@ def rounded(value: float) -> float:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-# Title -> panel. The panels "Reward" and "Validation" depend on the logged metrics.
+# Title -> panel. The panels "Reward", "Validation" and "Teacher" depend on the logged metrics.
 PANELS = {
     "Loss": Panel("Loss", (Line("train/loss", "training"), Line("val/loss", "validation"))),
     "Reward": Panel("Reward", ()),
@@ -155,6 +155,7 @@ PANELS = {
             Line("training/rollout_probs_diff_mean", "engine - trainer, probability", "right", least=1e-4),
         ),
     ),
+    "Teacher": Panel("Teacher", ()),
     "Gradient norm": Panel(
         "Gradient norm",
         (
@@ -184,9 +185,10 @@ def panels_of(series: Iterable[str]) -> list[Panel]:
     """Return the panels in order; panels without data have no lines."""
     names = set(series)
     panels = []
-    for title, panel in (PANELS | {"Reward": _reward(names), "Validation": _validation(names)}).items():
+    depending = {"Reward": _reward(names), "Validation": _validation(names), "Teacher": _teacher(names)}
+    for title, panel in (PANELS | depending).items():
         lines = tuple(line for line in panel.lines if line.series in names)
-        if lines or (title in SUPERVISED[1:] if "train/loss" in names else title != "Loss"):
+        if lines or (title in SUPERVISED[1:] if "train/loss" in names else title not in ("Loss", "Teacher")):
             panels.append(replace(panel, lines=lines))
     return panels
 
@@ -205,6 +207,18 @@ def _validation(logged: set[str]) -> Panel:
     bands = {name: _band(logged, f"{INTERVAL}{name}/low", f"{INTERVAL}{name}/high") for name in names}
     lines = tuple(Line(name, _source(name), band=bands[name]) for name in names)
     return Panel("Validation", lines, note="band: 95% interval, questions like these" if any(bands.values()) else "")
+
+
+def _teacher(names: set[str]) -> Panel:
+    of_each = [name for name in sorted(names) if name.startswith("distillation/") and name.endswith("/kl")]
+    several = [Line(name, f"from {name.split('/')[1]}") for name in of_each if name != "distillation/kl"]
+    lines = (
+        Line("distillation/kl", "divergence per token"),
+        *several[:4],
+        Line("distillation/unreached", "teacher's mass out of reach", "right", least=0.01),
+        Line("distillation/without_context", "rows without a context", "right", least=1.0),
+    )
+    return Panel("Teacher", lines)
 
 
 def marks_of(contents: Contents) -> list[Mark]:

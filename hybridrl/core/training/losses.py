@@ -1,7 +1,7 @@
 """Losses as functions of a model's outputs: a micro-batch's share of the mini-batch's loss and of each metric. Also the
 rejection of tokens before each update in bypass mode."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -171,9 +171,7 @@ def full_kl(outputs: TokenOutputs, rows: Batch) -> TermLoss:
     return required(outputs.reference_kl), {}
 
 
-def exact_divergence(
-    outputs: TokenOutputs, rows: Batch, *, most: float | None, names: Sequence[str] = ()
-) -> TermLoss:
+def exact_divergence(outputs: TokenOutputs, rows: Batch, *, most: float | None, names: Sequence[str] = ()) -> TermLoss:
     """The exact divergence from the teacher, at most so large; 0 in rows without one. `names`: those of several
     teachers, by number."""
     if outputs.teacher_divergence is None:
@@ -194,9 +192,7 @@ def sampled_divergence(
     return distances, statistics | {"distillation/teacher_log_prob": teacher}
 
 
-def teacher_reward(
-    outputs: TokenOutputs, rows: Batch, *, clip: Mapping[str, float], **of_estimate: Any
-) -> TermLoss:
+def teacher_reward(outputs: TokenOutputs, rows: Batch, *, clip: Mapping[str, float], **of_estimate: Any) -> TermLoss:
     """The clipped policy loss, whose advantage is less an estimate of the divergence from the teacher at each token."""
     distances, statistics = sampled_divergence(outputs.map(torch.detach), rows, **of_estimate)
     clipped, _ = vanilla(outputs.log_probs, replace(rows, advantages=-distances), **clip)

@@ -19,7 +19,14 @@ from hybridrl.core.training import token_outputs
 from hybridrl.core.training.fsdp import full_tensor, shard
 from hybridrl.core.training.heads import ReferenceOutputs
 from hybridrl.core.training.layout import layout
-from hybridrl.core.training.losses import LossConfig, critic_objective, gradient_function, policy_loss, policy_objective
+from hybridrl.core.training.losses import (
+    LossConfig,
+    critic_objective,
+    gradient_function,
+    kl_of_teachers,
+    policy_loss,
+    policy_objective,
+)
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import MicroBatch, pack_rows
 from hybridrl.core.training.token_outputs import TokenOutputs
@@ -336,6 +343,24 @@ def test_the_mean_divergence_is_that_of_the_tokens_with_a_teacher_and_no_teacher
     outputs = TokenOutputs(torch.where(taught[rows.response_row], -2.0, -9.0))
     total, shares = policy_loss(outputs, rows, Divisors.of(rows, ["taught"]), loss)
     assert float(shares["distillation/kl"]) == pytest.approx(2) and float(total) == pytest.approx(2)
+    written = required(part.response_mask)
+    share = (written & taught[rows.response_row]).sum() / written.sum()
+    assert float(shares["distillation/taught_share"]) == pytest.approx(float(share))
     without = replace(rows, carried={"taught": torch.zeros(len(part), dtype=torch.bool)})
     total, shares = policy_loss(outputs, without, Divisors.of(without, ["taught"]), loss)
     assert float(total) == 0 and "distillation/kl" not in shares
+
+
+def test_each_of_several_teachers_has_the_mean_divergence_of_its_own_tokens(part):
+    """One at a distance of 2 and one of 9; a third teaches no row of this step."""
+    numbers = torch.arange(len(part)) % 2
+    rows = replace(part, carried={"teacher": numbers, "teacher_log_probs": torch.zeros(len(part.response_ids))})
+    names = ("near", "far", "absent")
+    term = replace(SAMPLED_TEACHER, parameters={"form": "abs", "most": None, "names": names})
+    loss = replace(LOSS, terms=loss_terms(None, teaching=term), correction=None)
+    outputs = TokenOutputs(torch.where(numbers[rows.response_row] == 0, -2.0, -9.0))
+    _, shares = policy_loss(outputs, rows, Divisors.of(rows, []), loss)
+    metrics = {name: float(value) for name, value in shares.items()}
+    assert kl_of_teachers(metrics) == pytest.approx({"distillation/near/kl": 2, "distillation/far/kl": 9})
+    assert metrics["distillation/near/share"] + metrics["distillation/far/share"] == pytest.approx(1)
+    assert metrics["distillation/absent/share"] == 0
