@@ -16,6 +16,7 @@ DistillationForm = Literal[
 
 
 POLICY, BASE = "policy", "base"  # as a path: the weights in training, and those at the start
+OWN = "own"  # prompts as the teacher's own template renders them
 CONTEXT_FIELDS = ("prompt", "context")
 
 
@@ -44,12 +45,18 @@ class TeacherConfig(Section):
     key: str | None
     model_path: Annotated[str, teacher_path] | None
     ema: Annotated[float, values.Range(above=0, below=1)] | None
+    prompt: Literal["policy", "own"] | None
     context: Annotated[list[str], sources] | None
     template: Annotated[str, context_template] | None
     threshold: float | None
     base_url: Annotated[str, address] | None
     served_name: str | None
     api_key_env: str | None
+
+    @property
+    def reads_other(self) -> bool:
+        """Return whether it reads something other than the policy's prompt."""
+        return bool(self.context) or self.prompt == OWN
 
 
 class DistillationLossConfig(Section):
@@ -95,8 +102,8 @@ class DistillationConfig(Section):
 
     @property
     def reads_contexts(self) -> bool:
-        """Return whether a teacher reads more than the policy: a row for which there is no more has no teacher."""
-        return any(teacher.context for teacher in self.teachers.values())
+        """Return whether a teacher reads something else than the policy: a row without that has no teacher."""
+        return any(teacher.reads_other for teacher in self.teachers.values())
 
     @property
     def rewarded(self) -> bool:

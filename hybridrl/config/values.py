@@ -158,8 +158,9 @@ Frequency = Annotated[int, Means({"false": -1})]
 
 DIAGNOSES = (
     "policy-jump", "kl-jump", "kl-drift", "truncation", "no-signal", "teacher-far", "teacher-unreached", "no-context",
-    "teacher-diverges", "score-fall", "not-finite", "unknown-tokens", "clipping", "entropy-collapse", "length-collapse", "entropy-rise",
-    "length-rise", "gradient-rise", "value-loss-rise", "repetition", "overfitting", "memory-full", "flat-score",
+    "teacher-diverges", "score-fall", "not-finite", "unknown-tokens", "clipping", "entropy-collapse", "length-collapse",
+    "entropy-rise", "length-rise", "gradient-rise", "value-loss-rise", "repetition", "overfitting", "memory-full",
+    "flat-score",
 )  # fmt: skip
 SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 # Includes the names of transformers, of verl's other engines and of Megatron.

@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.config.files import resolve_model
 from hybridrl.config.judge import FIELD
 from hybridrl.config.schema import DataConfig, ModelConfig
-from hybridrl.config.teachers import BASE, POLICY, DistillationConfig, TeacherConfig
+from hybridrl.config.teachers import BASE, OWN, POLICY, DistillationConfig, TeacherConfig
 from hybridrl.core.carried import CONTEXT, TEACHER
 from hybridrl.core.experience.collector import Groups
-from hybridrl.core.experience.trajectory import Episode
+from hybridrl.core.experience.trajectory import Episode, Trajectory
 from hybridrl.data.prompts import Prompt, prompt_tokens
+from hybridrl.data.tokenizer import read_tokenizer
+from hybridrl.rewards.score import Score
 from hybridrl.runs.models import text_settings
 
 TEMPLATES = {
@@ -60,8 +63,8 @@ class Contexts:
 
     teachers: Sequence[TeacherConfig]  # by the number that a row has
     longest: Sequence[int]  # the most tokens of a row, of each teacher
+    tokenizers: Sequence[PreTrainedTokenizerBase]  # whose templates render what each teacher reads
     data: DataConfig
-    tokenizer: PreTrainedTokenizerBase
     drops_reasoning: bool  # in a response that others read
 
     @classmethod
@@ -80,7 +83,8 @@ class Contexts:
         paths = [policy.path if each.model_path in (None, POLICY, BASE) else each.model_path for each in teachers]
         settings = [text_settings(replace(policy, path=path)) for path in paths]
         longest = [min(getattr(each, "max_position_embeddings", None) or most, most) for each in settings]
-        return cls(teachers, longest, data, tokenizer, drops_reasoning)
+        readers = [_reader(each, policy) if each.prompt == OWN else tokenizer for each in teachers]
+        return cls(teachers, longest, readers, data, drops_reasoning)
 
     def __call__(self, groups: Groups) -> tuple[Groups, dict[str, float]]:
         """Return the groups with their contexts, and metrics."""
@@ -92,6 +96,12 @@ class Contexts:
         groups = [[next(taught) for _ in group] for group in groups]
         metrics = {"distillation/without_context": counts["without"] / max(counts["rows"], 1)}
         return groups, metrics | {"distillation/cut_contexts": float(counts["cut"])}
+
+    def read_before(self, prompt: Prompt, trajectory: Trajectory) -> list[int] | None:
+        """Return what the teacher of an episode's first row reads before the response, as far as that is known before
+        the episode has a score; None if there is nothing."""
+        episode = Episode(prompt, 0, 0, trajectory, "", Score(None))
+        return self._tokens([episode], [self._hint(episode, [])], Counter())[0]
 
     def _number(self, episode: Episode) -> int:
         """Return the number of an episode's teacher; -1: none."""
@@ -105,7 +115,7 @@ class Contexts:
         for source in teacher.context or ():
             if text := self._text(source, teacher, episode, group):
                 return Hint(text, teacher.template or TEMPLATES[source.partition(":")[0]])
-        return None
+        return Hint("", "{{prompt}}") if teacher.prompt == OWN and not teacher.context else None
 
     def _text(self, source: str, teacher: TeacherConfig, episode: Episode, group: Sequence[Episode]) -> str:
         if source == "sibling":
@@ -128,7 +138,8 @@ class Contexts:
         for at, (episode, hint, ids) in enumerate(zip(episodes, hints, tokens, strict=True)):
             excess = len(ids or ()) - self._room(episode)
             if hint is not None and excess > 0:
-                cut[at], tokens[at] = self._shortened(hint, excess), None
+                tokenizer = self.tokenizers[self._number(episode)]
+                cut[at], tokens[at] = _shortened(tokenizer, hint, excess), None
         for at, ids in enumerate(self._encoded(episodes, cut)):
             if ids is not None and len(ids) <= self._room(episodes[at]):
                 tokens[at] = ids
@@ -140,17 +151,14 @@ class Contexts:
         response = len(episode.trajectory.rows()[0].response_ids)
         return self.longest[self._number(episode)] - response
 
-    def _shortened(self, hint: Hint, excess: int) -> Hint | None:
-        ids = self.tokenizer.encode(hint.text, add_special_tokens=False)
-        half = (len(ids) - excess - len(self.tokenizer.encode(CUT, add_special_tokens=False)) - 2) // 2
-        if half <= 0:
-            return None
-        return replace(hint, text=CUT.join(map(self.tokenizer.decode, (ids[:half], ids[-half:]))))
-
     def _encoded(self, episodes: Sequence[Episode], hints: Sequence[Hint | None]) -> list[list[int] | None]:
         shown = [hint and hint.shown_in(episode.prompt) for episode, hint in zip(episodes, hints, strict=True)]
-        encoded = prompt_tokens([prompt for prompt in shown if prompt], self.data, self.tokenizer)
-        return [ids if prompt and isinstance(ids := next(encoded), list) else None for prompt in shown]
+        tokens: list[list[int] | None] = [None] * len(episodes)
+        for number, tokenizer in enumerate(self.tokenizers):
+            own = {at: p for at, p in enumerate(shown) if p and self._number(episodes[at]) == number}
+            for at, ids in zip(own, prompt_tokens([*own.values()], self.data, tokenizer), strict=True):
+                tokens[at] = ids if isinstance(ids, list) else None
+        return tokens
 
     def _with_context(self, episode: Episode, tokens: list[int] | None, counts: Counter[str]) -> Episode:
         """Return an episode whose first row has these tokens as its context; further rows began with another prompt,
@@ -158,7 +166,7 @@ class Contexts:
         number, turns = self._number(episode), [*episode.trajectory.turns]
         last_of_rows = [at for at in range(len(turns)) if at + 1 == len(turns) or turns[at + 1].fresh]
         fields = [_numbered(number)] * len(last_of_rows)
-        if number >= 0 and self.teachers[number].context:
+        if number >= 0 and self.teachers[number].reads_other:
             context = {CONTEXT: np.array(tokens, dtype=np.int32)} if tokens else {}
             fields = [_numbered(number if tokens else -1) | context, *[_numbered(-1)] * (len(last_of_rows) - 1)]
             counts["rows"] += len(fields)
@@ -166,6 +174,19 @@ class Contexts:
         for at, added in zip(last_of_rows, fields, strict=True):
             turns[at] = replace(turns[at], carried={**turns[at].carried, **added})
         return replace(episode, trajectory=replace(episode.trajectory, turns=turns))
+
+
+def _reader(teacher: TeacherConfig, policy: ModelConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a teacher."""
+    place = resolve_model(str(teacher.model_path))
+    return read_tokenizer(str(place), trusted=policy.trust_remote_code, local=place.is_dir())
+
+
+def _shortened(tokenizer: PreTrainedTokenizerBase, hint: Hint, excess: int) -> Hint | None:
+    """Return a hint without tokens of its middle; None if nothing is left of it."""
+    ids = tokenizer.encode(hint.text, add_special_tokens=False)
+    half = (len(ids) - excess - len(tokenizer.encode(CUT, add_special_tokens=False)) - 2) // 2
+    return replace(hint, text=CUT.join(map(tokenizer.decode, (ids[:half], ids[-half:])))) if half > 0 else None
 
 
 def _numbered(number: int) -> dict[str, Any]:

@@ -122,6 +122,7 @@ class PPOJob:
         config, rollout, trainer = self.config, self.config.actor_rollout_ref.rollout, self.config.trainer
         stop_ids = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)
         client = self.wrap_client(self.engine.client)
+        contexts = self._contexts(stop_ids) if config.distillation.reads_contexts else None
         conversations = self.episodes and plugin("episodes").Conversations(self.episodes, client, rollout.seed)
         rate, scorer = None, self.inputs.scorer_tokenizer
         if scorer is not None:
@@ -134,11 +135,11 @@ class PPOJob:
             conversations,
             function_scores=has_functions(config.reward) and not uses_built_in(config.reward),
             add_environment_reward=config.reward.add_environment_reward,
-            taught=partial(TaughtSource, config.distillation) if config.distillation.endpoints else None,
+            taught=partial(TaughtSource, config.distillation, contexts) if config.distillation.endpoints else None,
         )
         reward, evaluator = config.reward, None
         guard = FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps)
-        experience = self._experience(runner, stop_ids, guard)
+        experience = self._experience(runner, stop_ids, guard, contexts)
         experience.rate = rate
         if self.inputs.validation:
             sampling = Sampling.of_validation(rollout, stop_ids)
@@ -173,7 +174,9 @@ class PPOJob:
         }
         return task, parts
 
-    def _experience(self, runner: EpisodeRunner, stop_ids: tuple[int, ...], guard: FaultGuard) -> Experience:
+    def _experience(
+        self, runner: EpisodeRunner, stop_ids: tuple[int, ...], guard: FaultGuard, contexts: Contexts | None
+    ) -> Experience:
         config, data = self.config, self.config.data
         rollout, filter_groups, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups, None
         if filter_groups.enable and rollout.n > 1:
@@ -193,7 +196,6 @@ class PPOJob:
             prompts_in_all=sys.maxsize if total is None else total,
         )
         parts = self.engine, self.prompts, self.order, runner, guard, plan, self.store
-        contexts = self._contexts(stop_ids) if config.distillation.reads_contexts else None
         if not continues_rollouts(config.trainer.v1, rollout):
             return SynchronousExperience(*parts, contexts=contexts)
         engines = len(self.engine.fleet)

@@ -125,7 +125,7 @@ def _teacher(teacher: TeacherConfig, section: ActorRolloutRefConfig) -> RankMode
         weights = "average" if teacher.ema else "live"
     elif teacher.model_path == BASE and model.lora_rank:
         weights = "base"
-    reads, fsdp = (CONTEXT,) if teacher.context else (), _fitting(section.actor.fsdp_config, plain, model)
+    reads, fsdp = (CONTEXT,) if teacher.reads_other else (), _fitting(section.actor.fsdp_config, plain, model)
     return RankModel(plain, fsdp, log_prob_budget(section, section.ref, fsdp), weights=weights, reads=reads)
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.custom_code import attempt
 from hybridrl.config.files import resolve_model
-from hybridrl.config.teachers import BASE, POLICY, TOP_FORM, DistillationConfig, TeacherConfig
+from hybridrl.config.teachers import BASE, OWN, POLICY, TOP_FORM, DistillationConfig, TeacherConfig
 from hybridrl.core.carried import TEACHER, TEACHER_TOP
 from hybridrl.core.experience.trajectory import EpisodeRequest, Finished, Row, Source, Trajectory
 from hybridrl.data.prompts import Prompt, PromptDataset, prompt_tokens
@@ -27,6 +27,7 @@ from hybridrl.data.tokenizer import read_tokenizer
 from hybridrl.required import required
 from hybridrl.rewards.judge_client import CallFailed, ModelServer, shown
 from hybridrl.rewards.score import Score
+from hybridrl.runs.contexts import Contexts
 from hybridrl.runs.models import taught
 from hybridrl.runs.settings import TAUGHT_BY
 
@@ -40,9 +41,16 @@ class TaughtSource:
     ranks, pass as they are."""
 
     def __init__(
-        self, section: DistillationConfig, source: Source, requests: Sequence[EpisodeRequest], **limits: Any
+        self,
+        section: DistillationConfig,
+        contexts: Contexts | None,
+        source: Source,
+        requests: Sequence[EpisodeRequest],
+        **limits: Any,
     ) -> None:
+        """`contexts`: what teachers read if it is not the policy's prompt."""
         self._source, self._requests, self.scoring_started = source, requests, source.scoring_started
+        self._contexts = contexts
         numbered, loss = enumerate(section.teachers.items()), section.distillation_loss
         self._field, top = (TEACHER_TOP, loss.topk) if loss.loss_mode == TOP_FORM else (TAUGHT_BY, 0)
         self._teachers = {number: Teacher(*named, top, **limits) for number, named in numbered if named[1].base_url}
@@ -74,10 +82,13 @@ class TaughtSource:
         teacher = self._teachers.get(int(prompt.carried.get(TEACHER, [0])[0]))
         if teacher is None or trajectory.fault is not None or self._requests[index].stream:
             return index, trajectory, score
-        turns = list(trajectory.turns)
+        turns, rows = list(trajectory.turns), trajectory.rows()
         ends = [end for end in range(len(turns)) if end + 1 == len(turns) or turns[end + 1].fresh]
+        if teacher.reads_other:  # further rows began with another prompt
+            read = self._contexts and self._contexts.read_before(prompt, trajectory)
+            rows = [replace(rows[0], prompt_ids=read)] if read else []
         try:
-            for end, row in zip(ends, trajectory.rows(), strict=True):
+            for end, row in zip(ends, rows, strict=False):
                 if self._field not in row.carried:
                     async with self._turn:
                         values = await teacher.values(row)
@@ -93,7 +104,10 @@ class Teacher:
 
     def __init__(self, name: str, config: TeacherConfig, top: int, **limits: Any) -> None:
         place, url = f"distillation.teacher_models.{name}", f"{str(config.base_url).rstrip('/')}/completions"
-        self.endpoint = ModelServer(url, config.api_key_env, place, **LIMITS | limits)
+        self.endpoint, self.reads_other = (
+            ModelServer(url, config.api_key_env, place, **LIMITS | limits),
+            config.reads_other,
+        )
         self._top, self._model = top, {"model": config.served_name} if config.served_name else {}
 
     async def values(self, row: Row) -> np.ndarray:
@@ -172,7 +186,8 @@ def _other_templates(config: PPOConfig, prompt: Prompt, tokenizer: PreTrainedTok
     """Describe where chat templates of teachers render a prompt otherwise than the policy's. The log-probs of its
     responses are then those of a format for which a teacher was not trained."""
     differences, trusted = [], config.actor_rollout_ref.model.trust_remote_code
-    paths = {str(each.model_path) for each in config.distillation.teachers.values()} - {POLICY, BASE, "None"}
+    teachers = [each for each in config.distillation.teachers.values() if each.prompt != OWN]
+    paths = {str(each.model_path) for each in teachers} - {POLICY, BASE, "None"}
     for place in map(resolve_model, sorted(paths)):
         reader = attempt(partial(read_tokenizer, str(place), trusted=trusted, local=place.is_dir()))
         if isinstance(reader, Exception) or not reader.chat_template or isinstance(prompt.messages, str):
@@ -183,5 +198,6 @@ def _other_templates(config: PPOConfig, prompt: Prompt, tokenizer: PreTrainedTok
             pairs = enumerate(zip_longest(ours, theirs))
             at = max(next((at for at, (their, our) in pairs if their != our), 0) - 10, 0)
             texts = f"{theirs[at : at + 40]!r} where the policy's has {ours[at : at + 40]!r}"
-            differences.append(f"warning: the chat template of the teacher {place} has {texts}; it reads the policy's")
+            cause = f"the chat template of the teacher {place} has {texts}; it reads the policy's"
+            differences.append(f"warning: {cause}, or with prompt=own its own")
     return differences

@@ -35,9 +35,17 @@ class Tokenizer:
         return "".join(map(chr, ids))
 
 
+class OwnTokenizer(Tokenizer):
+    """Another one, which begins with a mark."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return super().encode(f"#{text}" if add_special_tokens else text)
+
+
 def contexts(*teachers: TeacherConfig, longest: int = 1000, drops_reasoning: bool = False) -> Contexts:
     data = section_of(DataConfig, "data", train_files=["none"])
-    return Contexts(teachers, [longest] * len(teachers), data, cast(Any, Tokenizer()), drops_reasoning)
+    tokenizers = [cast(Any, OwnTokenizer() if each.prompt else Tokenizer()) for each in teachers]
+    return Contexts(teachers, [longest] * len(teachers), tokenizers, data, drops_reasoning)
 
 
 def teacher(*sources: str, template: str | None = SHOWN, threshold: float | None = None) -> TeacherConfig:
@@ -135,3 +143,23 @@ def test_the_hint_is_in_the_last_message_of_a_user() -> None:
     shown = Hint("h", SHOWN).shown_in(prompt)
     assert shown is not None and shown.messages == [*messages[:3], {"role": "user", "content": "c|h"}]
     assert Hint("h", SHOWN).shown_in(replace(prompt, messages=messages[:1])) is None
+
+
+def test_a_teacher_with_a_prompt_of_its_own_reads_what_its_tokenizer_makes_of_the_prompt() -> None:
+    own = teacher_of(model_path="teacher", prompt="own")
+    assert read(contexts(own)([[episode("x", 0.0, 0)]])[0]) == ["#q"]
+    informed = teacher_of(model_path="teacher", prompt="own", context=["column:answer"], template=SHOWN)
+    group = [episode("x", 0.0, number) for number in range(2)]
+    numbered = [
+        replace(each, prompt=replace(each.prompt, carried={TEACHER: np.array([number])}))
+        for each, number in zip(group, (1, 0), strict=True)
+    ]
+    assert read(contexts(own, informed)([numbered])[0]) == ["#q|41", "#q"]
+
+
+def test_what_an_endpoint_is_sent_is_known_before_the_score() -> None:
+    asked = contexts(teacher("column:answer"))
+    one = episode("x", 0.0, 0)
+    text = Tokenizer().decode(asked.read_before(one.prompt, one.trajectory) or [])
+    assert text == "q|41" == read(asked([[one]])[0])[0]
+    assert contexts(teacher("column:absent")).read_before(one.prompt, one.trajectory) is None

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hybridrl.config.checks.model import absolute, check_model
 from hybridrl.config.findings import Checker
 from hybridrl.config.schema import PPOConfig
-from hybridrl.config.teachers import BASE, EXACT_FORMS, POLICY, TOP_FORM, DistillationConfig
+from hybridrl.config.teachers import BASE, EXACT_FORMS, OWN, POLICY, TOP_FORM, DistillationConfig
 
 SCORED = "reward.reward_model"
 LOSS, MODELS, KEY = "distillation.distillation_loss", "distillation.teacher_models", "distillation.teacher_key"
@@ -39,9 +39,11 @@ def _check_own(config: PPOConfig, check: Checker) -> None:
     """Check teachers that are the policy itself, and contexts."""
     for name, teacher in config.distillation.teachers.items():
         here = check.at(f"{MODELS}.{name}")
-        if teacher.base_url and teacher.context:
-            fix = f"leave {MODELS}.{name}.context out, or give it a model_path"
-            here.error(".context .base_url", "a teacher behind an endpoint reads the prompt of the policy", fix)
+        if teacher.base_url and (early := [name for name in teacher.context or () if ":" not in name]):
+            cause = f"{early[0]} is known after the scores, and its log-probs are requested as soon as a response ends"
+            here.error(".context .base_url", cause, "name columns alone, as column:NAME, or give it a model_path")
+        if teacher.prompt == OWN and teacher.model_path in (None, POLICY, BASE):
+            here.error(".prompt .model_path", "it has no chat template of its own", f"leave {MODELS}.{name}.prompt out")
         if teacher.ema is not None and teacher.model_path != POLICY:
             here.error(".ema .model_path", "an average is one of the policy's weights", f"set model_path={POLICY}")
         elif teacher.ema is not None and config.actor_rollout_ref.model.lora_rank:
@@ -113,7 +115,8 @@ def _check_loss(config: PPOConfig, check: Checker) -> None:
     for which log-probs of sampled tokens are enough."""
     loss, check, endpoints = config.distillation.distillation_loss, check.at(LOSS), config.distillation.endpoints
     loss.use_policy_gradient |= loss.loss_mode is None and bool(endpoints)
-    exact = "reverse_kl" if config.distillation.reads_contexts else "forward_kl"
+    informed = any(teacher.context for teacher in config.distillation.teachers.values())
+    exact = "reverse_kl" if informed else "forward_kl"
     loss.loss_mode = loss.loss_mode or ("k1" if loss.use_policy_gradient else exact)
     if loss.loss_mode == TOP_FORM and not endpoints:
         check.warn(".loss_mode", "in the training ranks it is forward_kl, over the whole vocabulary")

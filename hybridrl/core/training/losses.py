@@ -203,9 +203,8 @@ def _bounded(distances: Tensor, rows: Batch, most: float | None, names: Sequence
     """Return distances [tokens] within +-most, beyond which they have no gradient, and statistics. A teacher's `kl`
     is its part of all, which its `share` of the tokens makes a mean (`kl_of_teachers`)."""
     statistics = {"distillation/kl": distances.detach()}
-    numbers = rows.carried[TEACHER][rows.response_row] if names else None
     for number, name in enumerate(names):
-        own = (numbers == number).float()
+        own = (rows.carried[TEACHER] == number)[rows.response_row].float()
         statistics |= {f"distillation/{name}/kl": own * distances.detach(), f"distillation/{name}/share": own}
     if most is None:
         return distances, statistics
