@@ -40,6 +40,7 @@ HEALTHY = {
     "actor/pg_loss": 0.01,
     "distillation/kl": 0.1,
     "distillation/teacher_log_prob": -1.0,
+    "distillation/unreached": 0.001,
     "distillation/without_context": 0.1,
     "perf/host_memory_free_gb": 100.0,
     "perf/device_free_gb": 20.0,
@@ -146,7 +147,7 @@ def exploding(value: float, step: int) -> float:
     ],
     ids=[
         "healthy", "truncated", "truncated every other step", "constant score", "no advantages",
-        "far teacher", "teacher that was near", "no context", "hardly a context", "away from the teacher",
+        "far teacher", "teacher that was near", "out of reach", "within reach", "ever nearer", "no context", "hardly a context", "away from the teacher",
         "constant for two steps", "one large update", "one large update downwards",
         "an update that is not finite", "padded embedding",
         "single tokens of a padded embedding", "clipped",

@@ -207,3 +207,14 @@ def test_a_panel_without_data_has_no_lines_and_one_of_supervised_training_is_lef
     assert len(panels) == 8 and "Loss" not in panels
     assert panels["Entropy"] and not panels["Validation"]
     assert [panel.title for panel in panels_of(["train/loss"])] == ["Loss", "Gradient norm", "Seconds per step"]
+
+
+def test_a_run_with_teachers_has_a_panel_with_the_divergence_from_each():
+    assert "Teacher" not in [panel.title for panel in panels_of(["critic/score/mean"])]
+    names = ["distillation/kl", "distillation/maths/kl", "distillation/maths/share", "distillation/unreached"]
+    panels = {panel.title: panel.lines for panel in panels_of(names)}
+    assert [line.label for line in panels["Teacher"]] == [
+        "divergence per token",
+        "from maths",
+        "teacher's mass out of reach",
+    ]
