@@ -135,7 +135,9 @@ class PPOJob:
             conversations,
             function_scores=has_functions(config.reward) and not uses_built_in(config.reward),
             add_environment_reward=config.reward.add_environment_reward,
-            taught=partial(TaughtSource, config.distillation, contexts) if config.distillation.endpoints else None,
+            taught=partial(TaughtSource, config.distillation, contexts=contexts)
+            if config.distillation.endpoints
+            else None,
         )
         reward, evaluator = config.reward, None
         guard = FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps)

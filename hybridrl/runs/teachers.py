@@ -43,9 +43,10 @@ class TaughtSource:
     def __init__(
         self,
         section: DistillationConfig,
-        contexts: Contexts | None,
         source: Source,
         requests: Sequence[EpisodeRequest],
+        *,
+        contexts: Contexts | None = None,
         **limits: Any,
     ) -> None:
         """`contexts`: what teachers read if it is not the policy's prompt."""

@@ -147,7 +147,8 @@ def exploding(value: float, step: int) -> float:
     ],
     ids=[
         "healthy", "truncated", "truncated every other step", "constant score", "no advantages",
-        "far teacher", "teacher that was near", "out of reach", "within reach", "ever nearer", "no context", "hardly a context", "away from the teacher",
+        "far teacher", "teacher that was near", "out of reach", "within reach", "ever nearer", "no context",
+        "hardly a context", "away from the teacher",
         "constant for two steps", "one large update", "one large update downwards",
         "an update that is not finite", "padded embedding",
         "single tokens of a padded embedding", "clipped",

@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,13 +21,14 @@ from hybridrl.core.experience.batching import to_batch
 from hybridrl.core.experience.collector import NothingToLearnFrom, SynchronousExperience
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import EpisodeRequest, Trajectory, Turn
-from hybridrl.data.prompts import Prompt
+from hybridrl.data.prompts import Prompt, PromptDataset
 from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard
 from hybridrl.runs.teachers import TaughtSource, check_endpoints
 from tests.core.experience.test_collector import SAMPLING, Client, Scorers, build
 from tests.core.experience.test_responses import Dying, Killed, spool
 from tests.rewards.judge_server import Reply, serving
+from tests.runs.test_contexts import contexts
 from tests.sections import section_of, teacher_of
 
 TABLE = [[0, 1, 1], [1, 0, 1]]
@@ -72,6 +74,25 @@ def test_the_batch_has_the_log_probs_of_each_rows_response(monkeypatch):
     rows = batch.response_ids.view(6, 3).tolist()
     expected = [[log_prob(token, at) for at, token in enumerate(row, start=3)] for row in rows]
     assert torch.equal(required(batch.value("teacher_log_probs")), torch.tensor(expected).flatten())
+
+
+def test_a_teacher_with_a_context_gets_it_in_place_of_the_prompt():
+    """The rows of the first prompt have the column, those of the second have none, and no teacher."""
+    keys = {"context": ["column:answer"], "template": "{{context}}"}
+    with serving(lambda _, body: answer(body)) as server:
+        experience = taught(server.url, **keys)
+        read = contexts(teacher_of(base_url=server.url, **keys))
+        experience.contexts, experience.runner.taught = read, partial(experience.runner.taught, contexts=read)
+        with_answers = [replace(each, columns={"answer": "41"} if each.row == 0 else {}) for each in experience.prompts]
+        experience.prompts = cast(PromptDataset, with_answers)
+        batch = experience.collect(1).batch
+    assert [request["prompt"][:2] for request in server.requests] == [[ord("4"), ord("1")]] * 3
+    assert {len(request["prompt"]) for request in server.requests} == {2 + 3}
+    first = required(batch.value("teacher_log_probs")).view(6, 3)
+    assert first[0].tolist() == [
+        log_prob(token, at) for at, token in enumerate(batch.response_ids[:3].tolist(), start=2)
+    ]
+    assert batch.carried["taught"].tolist() == [True] * 3 + [False] * 3
 
 
 def test_requests_go_out_while_other_responses_are_sampled():
@@ -188,13 +209,22 @@ def test_what_may_pass_is_requested_again_and_what_may_not_once():
 
 
 class Killing(Dying):
-    """Ends the process once what it has responded is taught and scored."""
+    """Ends the process once `count` responses are taught, scored and stored in a directory."""
+
+    def __init__(self, count: int, directory: Path) -> None:
+        super().__init__(count)
+        self.directory, self.stored = directory, count
+
+    def is_stored(self) -> bool:
+        files = [path for path in self.directory.rglob("*") if path.is_file()]
+        return sum(path.read_bytes().count(b'"key"') for path in files) == self.stored
 
     async def _respond(self) -> None:
         asked, self.asked = self.asked, []
         for request, future in asked:
             if isinstance(response := self.response(request), BaseException):
-                await asyncio.sleep(0.5)
+                while not self.is_stored():
+                    await asyncio.sleep(0.01)
                 return future.set_exception(response)
             future.set_result(response)
 
@@ -204,7 +234,7 @@ def test_a_resumed_step_requests_nothing_twice(tmp_path: Path):
         expected = taught(server.url).collect(1).batch
         server.requests.clear()
         first, second = taught(server.url), taught(server.url)
-        first.store, first.runner.client = spool(tmp_path), Killing(4)
+        first.store, first.runner.client = spool(tmp_path), Killing(4, tmp_path)
         with contextlib.suppress(Killed):
             first.collect(1)
         assert len(server.requests) == 4
