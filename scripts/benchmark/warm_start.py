@@ -29,7 +29,7 @@ def warm_start(seed: int, out: Path, tiny: bool = False) -> list[str]:
     key = kept / "warmup" / "key"
     same_seed = key.is_file() and key.read_text().rstrip().endswith(f" seed {seed}")
     place = kept if same_seed and not tiny else out / f"warm-start-{seed}"
-    model = place / ("data/model" if tiny else "warmup/global_step_450/actor/huggingface")
+    model = place / ("data/model" if tiny else "warmup/global_step_600/actor/huggingface")
     if not model.is_dir() and not (make_data(seed, place) and (tiny or make_warm_start(seed, place))):
         sys.exit("the warm start failed")
     start = [f"data.train_files={place}/data/train.jsonl", f"actor_rollout_ref.model.path={model}"]

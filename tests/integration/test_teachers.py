@@ -429,13 +429,13 @@ def test_the_log_probs_of_a_teacher_are_those_of_the_response_after_its_context(
 
 @pytest.mark.slow
 def test_a_killed_run_of_an_average_and_another_model_ends_as_one_that_was_never_killed(overrides, tiny, tmp_path):
-    """Their names are those of other models of a run."""
+    """Their names are those of other models of a run, which has a critic too."""
     rows = [json.loads(line) for line in (tiny / "train.jsonl").read_text().splitlines()[:64]]
-    kinds = ({**row, "kind": "ab"[number % 2]} for number, row in enumerate(rows))
+    kinds = ({**row, "kind": "abc"[number % 3]} for number, row in enumerate(rows))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kinds))
 
     def arguments(directory: Path) -> list[str]:
-        mean, other = "+distillation.teacher_models.actor", "+distillation.teacher_models.reference"
+        mean, other, start = (f"+distillation.teacher_models.{name}" for name in ("actor", "reference", "critic"))
         more = {
             "data.train_files": tmp_path / "rows.jsonl",
             "trainer.n_gpus_per_node": 1,
@@ -452,6 +452,11 @@ def test_a_killed_run_of_an_average_and_another_model_ends_as_one_that_was_never
             f"{mean}.threshold": -1e9,
             f"{other}.key": "b",
             f"{other}.model_path": tiny / "model",
+            f"{start}.key": "c",
+            f"{start}.model_path": "base",
+            "algorithm.adv_estimator": "gae",
+            "critic.ppo_mini_batch_size": 4,
+            "critic.checkpoint.save_contents": "[model,optimizer,extra]",
         }
         return overrides(directory, more)
 
@@ -463,9 +468,12 @@ def test_a_killed_run_of_an_average_and_another_model_ends_as_one_that_was_never
     process.communicate(timeout=60)
     finish(start("main_ppo", arguments(killed)))
     assert compared_metrics(killed) == compared_metrics(unbroken)
-    assert all(values["distillation/without_context"] == 0 for values in compared_metrics(killed).values())
+    for values in compared_metrics(killed).values():
+        assert values["distillation/without_context"] == 0
+        assert {f"distillation/{name}/kl" for name in ("actor", "reference", "critic")} <= values.keys()
     last = [place / "global_step_4" for place in (killed, unbroken)]
-    assert {path.name for path in last[0].iterdir() if (path / ".metadata").is_file()} == {"actor", "teacher.actor"}
-    for name in ("actor", "teacher.actor"):
+    saved = {"actor", "critic", "teacher.actor"}
+    assert {path.name for path in last[0].iterdir() if (path / ".metadata").is_file()} == saved
+    for name in saved:
         resumed, expected = (read_shards(place / name, section="") for place in last)
         assert all(torch.equal(resumed.read(each), expected.read(each)) for each in expected.meta)

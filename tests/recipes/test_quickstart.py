@@ -59,7 +59,7 @@ def test_demonstrations_are_mostly_lazy_and_careful_ones_are_right(made):
         work, _, given = answer.rpartition("#### ")
         is_right = int(given) == int(left) + int(right)
         kinds["lazy" if not work else "right" if is_right else "wrong"] += 1
-    assert kinds.total() == 450 * 32
+    assert kinds.total() == 600 * 32
     assert kinds["lazy"] / kinds.total() == pytest.approx(0.6, abs=0.02)
     # A careless solver is right too if neither of the last two digits carries.
     assert kinds["right"] / kinds.total() == pytest.approx(0.34 + 0.06 * 0.55 * 0.55, abs=0.02)
