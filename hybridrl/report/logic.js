@@ -390,6 +390,7 @@ function tokenModes(tokens) {
   if (tokens.log_probs || tokens.train_log_probs) modes.push("probability");
   if (tokens.entropies) modes.push("entropy");
   if (tokens.log_probs && tokens.train_log_probs) modes.push("engine − trainer");
+  if (tokens.train_log_probs && tokens.teacher_log_probs) modes.push("policy − teacher");
   if (tokens.advantages) modes.push("advantage");
   return modes;
 }
@@ -405,8 +406,9 @@ function tokenColor(tokens, index, mode) {
     return value === null ? [0, ""] : [1 - Math.exp(value), "warm"];
   }
   if (mode === "entropy") return [Math.min((tokens.entropies[index] || 0) / 3, 1), ""];
+  const [left, right] = mode === "policy − teacher" ? ["train_log_probs", "teacher_log_probs"] : ["log_probs", "train_log_probs"];
   const valueOf = mode === "advantage" ? (at) => tokens.advantages[at] || 0
-    : (at) => (tokens.log_probs[at] || 0) - (tokens.train_log_probs[at] || 0);
+    : (at) => (tokens[left][at] || 0) - (tokens[right][at] || 0);
   let most = 0;
   for (let at = 0; at < tokens.ids.length; at += 1) most = Math.max(most, Math.abs(valueOf(at)));
   if (mode !== "advantage") most = Math.max(most, LEAST_DIFFERENCE);
@@ -425,6 +427,7 @@ function tokenLine(tokens, index) {
   add("train_log_probs", "trainer");
   const [engine, trainer] = ["log_probs", "train_log_probs"].map((name) => tokens[name] && tokens[name][index]);
   if (typeof engine === "number" && typeof trainer === "number") parts.push(`difference ${signed(engine - trainer)}`);
+  add("teacher_log_probs", "teacher");
   add("entropies", "entropy");
   add("advantages", "advantage", signed);
   if (tokens.sampled && !tokens.sampled[index]) parts.push("observed, not trained on");

@@ -108,6 +108,7 @@ class SamplePool:
             "why": shown.why,
             "output": record.response,
             "truth": as_text(record.truth)[:TRUTH],
+            "teacher": as_text(episode.get("teacher_reads", ""))[:RESULT],
             "parts": {str(name): component_text(value) for name, value in list(record.components.items())[:40]},
             "messages": [message_of(message) for message in listed(episode.get("messages"))],
             "turns": [turn_of(turn) for turn in listed(episode.get("turns"))],

@@ -330,6 +330,7 @@
     return [
       ...conversation,
       one.truth ? el("div", { class: "message" }, el("b", {}, "ground truth"), pre(one.truth)) : null,
+      one.teacher ? el("div", { class: "message" }, el("b", {}, "its teacher reads"), pre(one.teacher)) : null,
       facts.length ? el("span", { class: "label" }, "reward components") : null, facts.length ? el("div", { class: "parts" }, facts) : null,
       ...(one.turns || []).map(turn),
     ].filter(Boolean);
@@ -370,7 +371,8 @@
     const readout = el("div", { class: "readout" }, "Point at a token.");
     const buttons = modes.map((name) => el("button", { type: "button", "aria-pressed": String(name === mode), onclick: () => { state.mode = name; drawDetail(); } }, name));
     const legends = { probability: "Strong: the engine gave this token a low probability.", entropy: "Strong: many tokens were likely here (3 nats or more).",
-      "engine − trainer": "Blue: the engine's log-prob is higher, red: the trainer's. Full strength: the largest difference here, or 0.01.", advantage: "Blue: made more likely, red: less likely." };
+      "engine − trainer": "Blue: the engine's log-prob is higher, red: the trainer's. Full strength: the largest difference here, or 0.01.", advantage: "Blue: made more likely, red: less likely.",
+      "policy − teacher": "Blue: the policy's log-prob is higher, red: the teacher's. Full strength: the largest difference here." };
     const spans = tokens.ids.map((id, index) => {
       const [strength, name] = tokenColor(tokens, index, mode);
       return el("span", { class: name, "--v": strength.toFixed(3), "data-index": index }, shown(tokenText(tokens.texts[index] || (tokens.texts.some(Boolean) ? "" : `[${id}] `))));

@@ -63,7 +63,7 @@ class Contexts:
 
     teachers: Sequence[TeacherConfig]  # by the number that a row has
     longest: Sequence[int]  # the most tokens of a row, of each teacher
-    tokenizers: Sequence[PreTrainedTokenizerBase]  # whose templates render what each teacher reads
+    tokenizers: Sequence[PreTrainedTokenizerBase]  # by the number too: each renders what its teacher reads
     data: DataConfig
     drops_reasoning: bool  # in a response that others read
 

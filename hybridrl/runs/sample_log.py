@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hybridrl.core.batch import Batch
+from hybridrl.core.carried import CONTEXT, CONTEXT_LENGTHS
 from hybridrl.core.experience.trajectory import Episode, EpisodeKey, Trajectory
 from hybridrl.required import required
 from hybridrl.tracking.console import console, sample_table, warn
@@ -23,6 +24,7 @@ WEIGHT_DIGITS = 4  # decimals of importance weights: float32 log-probs of engine
 TOKEN_VALUES = {  # name in a record -> field of a batch
     "log_probs": "rollout_log_probs",
     "train_log_probs": "old_log_probs",
+    "teacher_log_probs": "teacher_log_probs",
     "entropies": "entropies",
     "advantages": "advantages",
 }
@@ -146,12 +148,19 @@ def trained_fields(batch: Batch, version: int, with_tokens: int, decode: DecodeA
     advantages = rows.trained_mean(required(rows.advantages))
     keys = [("", *place) for place in zip(rows.position.tolist(), rows.sample.tolist(), strict=True)]
     fields = [{"trained": True, "advantage": _short(value)} for value in advantages.tolist()]
-    for of_row, audit in zip(fields, _audits(rows, version), strict=True):
-        of_row |= audit
+    for of_row, audit, ids in zip(fields, _audits(rows, version), _contexts(rows), strict=True):
+        of_row |= audit | ({"teacher_reads": "".join(decode(ids))} if ids else {})
     evenly = np.linspace(0, len(rows) - 1, min(with_tokens, len(rows))).round()
     for index in advantages.argsort(stable=True)[evenly].tolist():
         fields[index]["tokens"] = _tokens(rows.select([index]), decode)
     return dict(zip(keys, fields, strict=True))
+
+
+def _contexts(rows: Batch) -> list[list[int]]:
+    """Return the token ids that the teacher of each row reads before the response; none if it is the row's prompt."""
+    if CONTEXT not in rows.carried:
+        return [[]] * len(rows)
+    return [ids.tolist() for ids in rows.carried[CONTEXT].split(rows.carried[CONTEXT_LENGTHS].tolist())]
 
 
 def _audits(rows: Batch, version: int) -> Iterator[dict[str, Any]]:
@@ -177,7 +186,7 @@ def _tokens(row: Batch, decode: DecodeAll) -> dict[str, list[Any]]:
     ids = row.response_ids.tolist()
     tokens: dict[str, list[Any]] = {"ids": ids, "texts": decode(ids), "sampled": row.sampled_mask.int().tolist()}
     for name, field in TOKEN_VALUES.items():
-        if (values := getattr(row, field)) is not None:
+        if (values := row.value(field)) is not None:
             tokens[name] = list(map(_short, values.tolist()))
     return tokens
 

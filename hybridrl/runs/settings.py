@@ -312,7 +312,7 @@ def teaching_term(distillation: DistillationConfig) -> LossTerm:
             low, high = loss.clip_ratio_low, loss.clip_ratio_high
             clip = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": DUAL_CLIP}
             term, parameters = TEACHER_REWARD, parameters | {"clip": clip}
-    if len(names := tuple(distillation.teachers)) > 1:  # a step's metrics tell them apart
+    if len(names := tuple(distillation.teachers)) > 1:  # a step has metrics of each
         term, parameters = replace(term, reads=(*term.reads, TEACHER)), parameters | {"names": names}
     return replace(term, weight=loss.distillation_loss_coef, mask=mask, parameters=parameters)
 

@@ -27,7 +27,7 @@ VERL_KEYS = ("input", "output", "gts", "score", "step")
 OWN_KEY = "episode"
 CONFIGURED = {"rollouts": "rollout_data_dir", "samples": "validation_data_dir"}
 NUMBERS = ("row", "position", "sample", "advantage", "prompt_tokens", "sampled_tokens", "observed_tokens")
-TOKEN_NUMBERS = ("ids", "sampled", "log_probs", "train_log_probs", "entropies", "advantages")
+TOKEN_NUMBERS = ("ids", "sampled", "log_probs", "train_log_probs", "teacher_log_probs", "entropies", "advantages")
 
 
 @dataclass(frozen=True)

@@ -180,5 +180,9 @@ test("tokens are colored by what is known of them, and observed ones are not", (
   assert.deepEqual(logic.tokenColor(close, 0, "engine − trainer").map((one) => (one.toFixed ? +one.toFixed(6) : one)), [0.1, "negative"]);
   assert.match(logic.tokenLine(close, 1), /difference −0\.005 /);
   assert.match(logic.tokenLine(tokens, 1), /id 2 .* engine -1.386 \(25.0%\)/);
+  const taught = { ...tokens, teacher_log_probs: [-1, -3.5] };
+  assert.deepEqual(logic.tokenModes(taught)[3], "policy − teacher");
+  assert.deepEqual(logic.tokenColor(taught, 0, "policy − teacher"), [0.5, ""]);
+  assert.match(logic.tokenLine(taught, 1), /teacher -3.5/);
   assert.equal(logic.tokenText("a\n"), "a↵\n");
 });

@@ -125,6 +125,16 @@ def test_the_tokens_of_the_least_and_the_largest_advantage_are_written(make_batc
     }
 
 
+def test_what_a_teacher_reads_and_gives_is_written(make_batch):
+    batch = make_batch([1, 2], rewards=[0.0] * 3, advantages=torch.zeros(3))
+    batch.old_log_probs = batch.entropies = None
+    context = {"context_ids": torch.tensor([65, 66], dtype=torch.int32), "context_lengths": torch.tensor([0, 2])}
+    batch.carried = {**batch.carried, **context, "teacher_log_probs": torch.tensor([-1.0, -2.0, -3.0])}
+    first, second = trained_fields(batch, 6, 2, lambda ids: [*map(chr, ids)]).values()
+    assert "teacher_reads" not in first and second["teacher_reads"] == "AB"
+    assert second["tokens"]["teacher_log_probs"] == [-2, -3]
+
+
 def test_an_episode_of_two_rows_is_one_record_with_all_of_its_tokens(make_batch):
     batch = make_batch([2, 1], rewards=[1.0, 1.0], advantages=[0.5, 0.5, 0.5])
     batch.sample, batch.episode = torch.tensor([0, 0]), torch.tensor([0, 0])

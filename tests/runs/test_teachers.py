@@ -81,8 +81,8 @@ def test_a_teacher_with_a_context_gets_it_in_place_of_the_prompt():
     keys = {"context": ["column:answer"], "template": "{{context}}"}
     with serving(lambda _, body: answer(body)) as server:
         experience = taught(server.url, **keys)
-        read = contexts(teacher_of(base_url=server.url, **keys))
-        experience.contexts, experience.runner.taught = read, partial(required(experience.runner.taught), contexts=read)
+        experience.contexts = read = contexts(teacher_of(base_url=server.url, **keys))
+        experience.runner.taught = partial(TaughtSource, section(server.url, **keys), contexts=read)
         with_answers = [replace(each, columns={"answer": "41"} if each.row == 0 else {}) for each in experience.prompts]
         experience.prompts = cast(PromptDataset, with_answers)
         batch = experience.collect(1).batch

@@ -78,7 +78,7 @@ class TopTokens(NamedTuple):
 
 TABLES = {"reverse_kl": 1, "forward_kl": 2, "jsd": 3, "forward_kl_topk": 0}  # tables of logits in a chunk
 UNREACHED = 1e-4  # what the policy finds less probable, its samples do not reach
-MEASURED = 8  # each of so many tokens stands for these in a chunk, where the mass would cost another pass over a table
+MEASURED = 8  # the mass is computed for every eighth token of a chunk, as it needs another pass over a table
 LARGEST_SHARE = 1 - 1e-6  # sum of the most probable tokens; the others have the rest
 
 

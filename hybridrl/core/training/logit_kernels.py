@@ -174,7 +174,7 @@ def _divergence(
 ):  # fmt: skip
     """Compute one token per program. The other model's logits are those of the first `common` tokens."""
     row = tl.program_id(0)
-    log_share = 0.0  # of the policy's probability of these tokens
+    log_share = 0.0  # log of the policy's probability of these tokens
     if common < vocabulary:
         share = 0.0
         for first in range(0, common, BLOCK):
