@@ -1,11 +1,20 @@
 """Training of a reward model: `hybridrl rm key=value ...`"""
 
 import sys
+from typing import Any
 
-from hybridrl.config import load_sft_config
+from hybridrl.config import SFTConfig, load_sft_config
 from hybridrl.runs.command import training
 from hybridrl.runtime.cli import RunCommand, run_command
 from hybridrl.runtime.guard import guarded
+
+
+def load(*arguments: Any, **options: Any) -> SFTConfig:
+    """Return the configuration of a run. Raises ConfigError."""
+    config = load_sft_config(*arguments, **options)
+    config.pairs.center = config.pairs.center or 0.0
+    return config
+
 
 COMMAND = RunCommand(
     name="rm",
@@ -24,7 +33,7 @@ COMMAND = RunCommand(
         "trainer.n_gpus_per_node",
         "trainer.default_local_dir",
     ),
-    load=load_sft_config,
+    load=load,
     open=training("hybridrl.runs.rm:RewardModelJob"),
 )
 

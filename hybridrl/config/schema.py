@@ -377,7 +377,9 @@ class SFTEngineConfig(Section):
 
 
 class PairsConfig(Section):
-    center: values.NonNegative
+    """Once resolved, a number in a run that trains a reward model, else null."""
+
+    center: values.NonNegative | None
 
 
 class SFTConfig(Section):
