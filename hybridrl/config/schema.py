@@ -10,6 +10,7 @@ from hybridrl.config import values
 from hybridrl.config.files import AdapterPath, ModelOrTokenizer, ModelPath, RowNames, Script, TrainFiles
 from hybridrl.config.schema_parts import (
     AlgorithmConfig,
+    Curriculum,
     EvalConfig,
     PolicyLossConfig,
     RayOptions,
@@ -65,6 +66,7 @@ class RowsConfig(Section):
 
 class DataConfig(RowsConfig):
     train_weights: list[values.AboveZero]
+    curriculum: Curriculum
     reward_fn_key: str
     ground_truth_key: str | None
     max_prompt_length: values.Positive
