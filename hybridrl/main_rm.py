@@ -1,11 +1,13 @@
 """Training of a reward model: `hybridrl rm key=value ...`"""
 
 import sys
+from dataclasses import replace
 from typing import Any
 
+from hybridrl import main_sft
 from hybridrl.config import SFTConfig, load_sft_config
 from hybridrl.runs.command import training
-from hybridrl.runtime.cli import RunCommand, run_command
+from hybridrl.runtime.cli import run_command
 from hybridrl.runtime.guard import guarded
 
 
@@ -16,23 +18,12 @@ def load(*arguments: Any, **options: Any) -> SFTConfig:
     return config
 
 
-COMMAND = RunCommand(
+COMMAND = replace(
+    main_sft.COMMAND,
     name="rm",
     purpose="Train a reward model on pairs: rows with a prompt and two responses, chosen and rejected.",
     example=("data.train_files=pairs.jsonl", "model.path=Qwen/Qwen2.5-0.5B-Instruct"),
-    config_name="sft_trainer",
-    first_keys=(
-        "data.train_files",
-        "data.val_files",
-        "model.path",
-        "data.max_length",
-        "data.train_batch_size",
-        "optim.lr",
-        "pairs.center",
-        "trainer.total_epochs",
-        "trainer.n_gpus_per_node",
-        "trainer.default_local_dir",
-    ),
+    first_keys=(*main_sft.COMMAND.first_keys, "pairs.center"),
     load=load,
     open=training("hybridrl.runs.rm:RewardModelJob"),
 )

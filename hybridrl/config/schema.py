@@ -12,6 +12,7 @@ from hybridrl.config.schema_parts import (
     AlgorithmConfig,
     Curriculum,
     EvalConfig,
+    PairsConfig,
     PolicyLossConfig,
     RayOptions,
     RewardConfig,
@@ -376,12 +377,6 @@ class SFTEngineConfig(Section):
     nccl_timeout: values.Positive
     ulysses_sequence_parallel_size: values.Positive
     fsdp_config: FSDPConfig
-
-
-class PairsConfig(Section):
-    """Once resolved, a number in a run that trains a reward model, else null."""
-
-    center: values.NonNegative | None
 
 
 class SFTConfig(Section):
