@@ -170,7 +170,7 @@ def check_model(key: str, model: ModelConfig, longest: int, hint: str, check: Ch
     """Resolve `override_config`; check whether a local model can be trained on the longest sequence (`hint`: the fix to
     shorten it). Paths become absolute, since the workers of a Ray cluster run elsewhere. `name`: the path's key."""
     check, settings = check.at(key), model_settings(model)
-    owner = key if name == ".path" else "actor_rollout_ref.model"  # of the further keys of its model
+    owner = key if name == ".path" else "actor_rollout_ref.model"  # the section with its further keys
     implied = IMPLIED.get(settings.get("model_type", ""), {})
     overrides = _overrides(dict(model.override_config), settings, check.at(f"{key}.override_config"))
     missing = {option: value for option, value in implied.items() if settings.get(option) is None}
