@@ -1,13 +1,11 @@
 """Training of a reward model: `hybridrl rm key=value ...`"""
 
 import sys
-from dataclasses import replace
 from typing import Any
 
-from hybridrl import main_sft
 from hybridrl.config import SFTConfig, load_sft_config
-from hybridrl.runs.command import training
-from hybridrl.runtime.cli import run_command
+from hybridrl.runs.command import SUPERVISED_KEYS, training
+from hybridrl.runtime.cli import RunCommand, run_command
 from hybridrl.runtime.guard import guarded
 
 
@@ -18,12 +16,12 @@ def load(*arguments: Any, **options: Any) -> SFTConfig:
     return config
 
 
-COMMAND = replace(
-    main_sft.COMMAND,
+COMMAND = RunCommand(
     name="rm",
     purpose="Train a reward model on pairs: rows with a prompt and two responses, chosen and rejected.",
     example=("data.train_files=pairs.jsonl", "model.path=Qwen/Qwen2.5-0.5B-Instruct"),
-    first_keys=(*main_sft.COMMAND.first_keys, "pairs.center"),
+    config_name="sft_trainer",
+    first_keys=(*SUPERVISED_KEYS, "pairs.center"),
     load=load,
     open=training("hybridrl.runs.rm:RewardModelJob"),
 )

@@ -110,12 +110,12 @@ class Curriculum(Order):
         super().__init__(epoch)
 
     def observe(self, rewards: Iterable[tuple[int, float]]) -> dict[str, float]:
-        rates, expected = self.rates.get(NOW, self.unseen).copy(), []
-        for position, group in groupby(sorted(rewards), itemgetter(0)):
+        rates, expected, rewards = self.rates.get(NOW, self.unseen).copy(), [], sorted(rewards)
+        for position, group in groupby(rewards, itemgetter(0)):
             (row,) = self.rows(position, 1)
             expected.append(float(rates[row]))
             rates[row] = np.clip(np.mean([reward for _, reward in group]), 0, 1)
-            current = position // self.size
+        current = rewards[-1][0] // self.size
         later = {name: of_epoch for name, of_epoch in self.rates.items() if name != NOW and int(name) >= current}
         self.rates = {NOW: rates} | later
         return {"data/curriculum_rate": sum(expected) / len(expected)}
