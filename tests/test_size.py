@@ -10,7 +10,7 @@ from hybridrl.config.values import value_keys
 PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.
 LINES = {
-    ".": 1098,
+    ".": 1085,
     "agents": 7066,
     "checkpoint": 1986,
     "compat": 3224,
@@ -24,12 +24,12 @@ LINES = {
     "model_merger": 932,
     "report": 2505,
     "rewards": 3603,
-    "runs": 3864,
+    "runs": 3870,
     "runtime": 1603,
     "tracking": 1933,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 57092
+TOTAL = 57085
 FILES = {"core": 73, "hybridrl": 273}
 KEYS = 457  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
