@@ -3,7 +3,7 @@
 import sys
 
 from hybridrl.config import load_sft_config
-from hybridrl.runs.command import training
+from hybridrl.runs.command import SUPERVISED_KEYS, training
 from hybridrl.runtime.cli import RunCommand, run_command
 from hybridrl.runtime.guard import guarded
 
@@ -12,18 +12,7 @@ COMMAND = RunCommand(
     purpose="Fine-tune a language model on conversations, with the loss on the assistant's messages.",
     example=("data.train_files=train.jsonl", "model.path=Qwen/Qwen2.5-0.5B"),
     config_name="sft_trainer",
-    first_keys=(
-        "data.train_files",
-        "data.val_files",
-        "model.path",
-        "data.max_length",
-        "data.train_batch_size",
-        "data.max_token_len_per_gpu",
-        "optim.lr",
-        "trainer.total_epochs",
-        "trainer.n_gpus_per_node",
-        "trainer.default_local_dir",
-    ),
+    first_keys=SUPERVISED_KEYS,
     load=load_sft_config,
     open=training("hybridrl.runs.sft:SFTJob"),
 )

@@ -49,7 +49,7 @@ RESET = "its moments cannot be carried over; trainer.reset_optimizer=true starts
 RESCALED = "the adapter is scaled by lora_alpha / lora_rank, so the model would change at once"
 GUARDED = {
     ROWS: OTHER_ROWS,
-    **{f"data.{key}": REORDERED for key in ("seed", "shuffle", "train_weights")},
+    **{f"data.{key}": REORDERED for key in ("seed", "shuffle", "train_weights", "curriculum")},
     **{f"data.sampler.{key}": REORDERED for key in ("class_path", "class_name")},
     "data.custom_cls.name": OTHER_ROWS,
     "trainer.seed": "every random draw changes",

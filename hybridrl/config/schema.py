@@ -10,7 +10,9 @@ from hybridrl.config import values
 from hybridrl.config.files import AdapterPath, ModelOrTokenizer, ModelPath, RowNames, Script, TrainFiles
 from hybridrl.config.schema_parts import (
     AlgorithmConfig,
+    Curriculum,
     EvalConfig,
+    PairsConfig,
     PolicyLossConfig,
     RayOptions,
     RewardConfig,
@@ -65,6 +67,7 @@ class RowsConfig(Section):
 
 class DataConfig(RowsConfig):
     train_weights: list[values.AboveZero]
+    curriculum: Curriculum
     reward_fn_key: str
     ground_truth_key: str | None
     max_prompt_length: values.Positive
@@ -374,10 +377,6 @@ class SFTEngineConfig(Section):
     nccl_timeout: values.Positive
     ulysses_sequence_parallel_size: values.Positive
     fsdp_config: FSDPConfig
-
-
-class PairsConfig(Section):
-    center: values.NonNegative
 
 
 class SFTConfig(Section):

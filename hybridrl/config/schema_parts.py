@@ -156,6 +156,11 @@ class RewardKwargsConfig(Section):
     overlong_buffer_cfg: OverlongBufferConfig
 
 
+class PairsConfig(Section):
+    center: values.NonNegative | None  # in a resolved configuration a number only where a reward model is trained
+
+
+Curriculum = Annotated[Literal["off", "medium", "easy_first"], values.Means({"false": "off"})]  # off is false in YAML
 Scorer = Literal["gsm8k", "countdown", "multiple_choice", "search_qa", "math", "math_dapo", "code", "none"]
 NO_SOURCE = "unknown"  # the data source of a row that names none; there is no built-in scorer for this name
 

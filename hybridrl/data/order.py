@@ -1,9 +1,11 @@
-"""The order of prompts: shuffled, weighted, or by a custom sampler. Has no state to save or restore."""
+"""The order of prompts: shuffled, weighted, by a custom sampler, or by their rewards; only the last has a state."""
 
-from collections.abc import Callable, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from hybridrl.data.prompts import PromptDataset, with_objects
 from hybridrl.data.rows import Rows
 
 KEY = "data.sampler.class_path"
+NOW = "now"
 MAX_REPEATS = 100  # per row in an epoch, on average; with more a custom sampler is considered endless
 
 
@@ -28,6 +31,7 @@ class Order:
 
     def __init__(self, epoch: Callable[[int], np.ndarray]) -> None:
         self._epoch = lru_cache(maxsize=2)(epoch)
+        self.rates: dict[str, np.ndarray] = {}  # float32 [rows]: the present ones, and those of current epochs
         self.size = len(self._epoch(0))
 
     def rows(self, start: int, count: int) -> list[int]:
@@ -41,6 +45,17 @@ class Order:
                 raise ConfigError(cause, fix="make all epochs equally long")
             drawn.append(int(rows[place]))
         return drawn
+
+    def observe(self, rewards: Iterable[tuple[int, float]]) -> dict[str, float]:
+        """Take the rewards of a step's responses, each with the position of its prompt; return metrics."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": {name: b64encode(rates).decode() for name, rates in self.rates.items()}} if self.rates else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = state.get("rates", {}).items()
+        self.rates |= {name: np.frombuffer(b64decode(text), np.float32) for name, text in saved}
 
 
 class PromptOrder(Order):
@@ -70,6 +85,40 @@ class WeightedOrder(Order):
             return drawn[_permutation(size, seed, number)] if shuffle else drawn
 
         super().__init__(epoch)
+
+
+class Curriculum(Order):
+    """An order by the rates of rows: the mean reward of the last responses to each, clipped to 0..1. Those of an epoch
+    are the rates after the last step before the one that samples its first prompt.
+
+    `easy_first`: ten classes, from high rates to low ones. `medium`: m has the weight 4 m (1 - m) + 0.05; in an epoch a
+    row occurs as often as its share of the sum, rounded up or down by systematic resampling.
+    """
+
+    def __init__(self, kind: str, size: int, seed: int, shuffle: bool) -> None:
+        self.unseen = np.full(size, 0.5, np.float32)
+
+        def epoch(number: int) -> np.ndarray:
+            rates = self.rates.setdefault(str(number), self.rates.get(NOW, self.unseen)).astype(float)
+            order = _permutation(size, seed, number) if shuffle else np.arange(size)
+            if kind == "easy_first":
+                return order[np.argsort(-np.floor(rates[order] * 10 + 1e-6).clip(max=9), kind="stable")]
+            weights = (4 * rates * (1 - rates) + 0.05).cumsum()
+            offset = np.random.default_rng(np.random.SeedSequence([seed, number, 1])).random()
+            return np.searchsorted(weights, (np.arange(size) + offset) / size * weights[-1])[order]
+
+        super().__init__(epoch)
+
+    def observe(self, rewards: Iterable[tuple[int, float]]) -> dict[str, float]:
+        rates, expected, rewards = self.rates.get(NOW, self.unseen).copy(), [], sorted(rewards)
+        for position, group in groupby(rewards, itemgetter(0)):
+            (row,) = self.rows(position, 1)
+            expected.append(float(rates[row]))
+            rates[row] = np.clip(np.mean([reward for _, reward in group]), 0, 1)
+        current = rewards[-1][0] // self.size
+        later = {name: of_epoch for name, of_epoch in self.rates.items() if name != NOW and int(name) >= current}
+        self.rates = {NOW: rates} | later
+        return {"data/curriculum_rate": sum(expected) / len(expected)}
 
 
 def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:  # [size]
@@ -103,6 +152,8 @@ def build_order(config: DataConfig, prompts: PromptDataset, custom_keys: dict[st
                 cause = f"data.train_weights: no prompt of {entry} is left"
                 raise ConfigError(cause, fix="leave it out, or raise the limits")
         return WeightedOrder(groups, config.train_weights, seed, config.shuffle)
+    if config.curriculum != "off":
+        return Curriculum(config.curriculum, len(prompts), seed, config.shuffle)
     return PromptOrder(len(prompts), seed, config.shuffle)
 
 

@@ -31,6 +31,7 @@ SHOWN = (
     f"{ACTOR}.optim.lr", "optim.lr", "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size",
     "actor_rollout_ref.rollout.n", "data.max_response_length", "actor_rollout_ref.model.lora_rank", "model.lora_rank",
 )  # fmt: skip
+KINDS = {"sft": ("supervised fine-tuning", ["sft"]), "rm": ("comparing pairs of responses", ["reward-model"])}
 SWITCHES = {KL_LOSS: f"{ACTOR}.use_kl_loss", KL_REWARD: "algorithm.use_kl_in_reward"}
 UNKNOWN = f"Merged by hybridrl {__version__} from a checkpoint that has no record of its training."
 # Beginnings of keys that another run has in another way, as another directory or machine.
@@ -64,20 +65,22 @@ class _Facts:
         for key in value_keys(self.schema):
             with suppress(KeyError):  # a configuration of another version
                 self.values[key] = value_of(config, key)
+        scores = self.values.get("pairs.center") is not None
+        self.command = ("rm" if scores else "sft") if self.supervised else "train"
         section = "critic." if checkpoint.name == "critic" else "" if self.supervised else "actor_rollout_ref."
         self.base = self.values.get(f"{section}model.path")
 
     def card(self, adapter: bool, generates: bool) -> str:
-        algorithm = "sft" if self.supervised else str(self.values.get("algorithm.adv_estimator")).rpartition(":")[2]
+        algorithm = str(self.values.get("algorithm.adv_estimator")).rpartition(":")[2]
+        kind, tags = KINDS.get(self.command, ("reinforcement learning", ["reinforcement-learning", algorithm]))
         sources = (entry for entry in self.values["data.train_files"] if not is_row_file(Path(entry)))
         front = {
             "base_model": self.base if _on_hub(self.base) else None,
             "datasets": [name for entry in sources if _on_hub(name := parse_dataset_name(entry).name)],
             "library_name": "peft" if adapter else "transformers",
-            "tags": ["hybridrl", *["reinforcement-learning"] * (not self.supervised), algorithm],
-            "pipeline_tag": "text-generation" if generates else None,
+            "tags": ["hybridrl", *tags],
+            "pipeline_tag": "text-generation" if generates and self.command != "rm" else None,
         }
-        kind = "supervised fine-tuning" if self.supervised else "reinforcement learning"
         trained = f"Trained by {kind} with hybridrl {self.state['code']['hybridrl']} for {self.state['step']} steps."
         used = (key for key in SHOWN if self.values.get(key) and self.values.get(SWITCHES.get(key, key)))
         keys = {f"`{key}`": show(self.values[key]) for key in used}
@@ -109,7 +112,7 @@ class _Facts:
 
     def _command(self) -> str:
         """Return the command to repeat the run, with the keys that differ from the defaults."""
-        usual, words = shipped(SHIPPED[self.schema]), [f"hybridrl {'sft' if self.supervised else 'train'}"]
+        usual, words = shipped(SHIPPED[self.schema]), [f"hybridrl {self.command}"]
         omitted = ("own", *OF_ONE_RUN, *["critic."] * (self.values.get("critic.enable") is False))
         keys = leaves(self.values.get("own") or {}, "own.")  # a section's keys are set one by one
         for key, value in self.values.items():

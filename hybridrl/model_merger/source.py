@@ -33,6 +33,7 @@ VALUE_HEADS = ("score.weight", "classifier.weight")
 AUTO = {
     "ForConditionalGeneration": transformers.AutoModelForImageTextToText,
     "ForTokenClassification": transformers.AutoModelForTokenClassification,
+    "ForSequenceClassification": transformers.AutoModelForSequenceClassification,
 }
 
 
@@ -142,8 +143,8 @@ def open_source(
 def _blank_model(
     directory: Path, saved: dict[str, Tensor], *, value_model: bool, trusted: bool
 ) -> transformers.PreTrainedModel:
-    """Build the model of a configuration on the meta device: a value model if stated, or if a value head was saved, as
-    verl keeps the language model's architecture in a critic's configuration."""
+    """Build the model of a configuration on the meta device: a value model if stated, or if its head was saved, as verl
+    keeps the language model's architecture in a critic's configuration. A reward model's head has no bias."""
     file = directory / CONFIG
     if not file.is_file():
         cause = f"{file} is missing, which describes the model"
@@ -156,7 +157,8 @@ def _blank_model(
     heads = [name for name in VALUE_HEADS if name in saved]
     architecture = (settings.architectures or [""])[0]
     if value_model or heads:
-        architecture = "ForTokenClassification"
+        rewards = "score.weight" in saved and "score.bias" not in saved
+        architecture = "ForSequenceClassification" if rewards else "ForTokenClassification"
     if heads:
         settings.num_labels = saved[heads[0]].shape[0]
     endings = (ending for ending in AUTO if architecture.endswith(ending))
@@ -313,8 +315,9 @@ def check_in_transformers(source: MergeSource, directory: Path) -> str:
 
 
 def check_in_vllm(source: MergeSource, directory: Path) -> str:
-    """Compare the log-probs of a greedy response in vLLM with those of the checkpoint's own tensors in transformers."""
-    from vllm import LLM, SamplingParams
+    """Compare the log-probs of a greedy response in vLLM, or a reward model's score, with those of the checkpoint's own
+    tensors in transformers."""
+    from vllm import LLM, PoolingParams, SamplingParams
     from vllm.platforms import current_platform
 
     from hybridrl.core.rollout.vllm.repairs import CPU_ATTENTION, Repaired, prepare_for
@@ -325,7 +328,7 @@ def check_in_vllm(source: MergeSource, directory: Path) -> str:
         engine = LLM(
             model=str(directory),
             dtype=type_name(source.dtype),
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not source.is_value_model,  # vLLM needs one to score
             enforce_eager=True,
             max_model_len=PROMPT + RESPONSE,
             max_num_seqs=1,
@@ -336,18 +339,27 @@ def check_in_vllm(source: MergeSource, directory: Path) -> str:
     except UNREADABLE as error:
         cause = f"vLLM cannot load what was written ({str(error).splitlines()[0]})"
         raise CheckFailed(f"{cause}; --verify transformers needs no vLLM") from error
-    greedy = SamplingParams(temperature=0.0, max_tokens=RESPONSE, ignore_eos=True, logprobs=0, detokenize=False)
-    response = engine.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)[0].outputs[0]
-    steps = zip(response.token_ids, response.logprobs, strict=True)
-    rollout = torch.tensor([step[token].logprob for token, step in steps])
-    model, ids = checkpoint_model(source), torch.tensor([*prompt, *response.token_ids])
-    expected = outputs(model, ids)[-RESPONSE:]
+    ids = torch.tensor(prompt)
+    if source.is_value_model:
+        task = "token_classify" if "score.bias" in source.names else "classify"
+        raw = PoolingParams(use_activation=False)
+        pooled = engine.encode({"prompt_token_ids": prompt}, raw, pooling_task=task, use_tqdm=False)[0]
+        actual, kind, size = pooled.outputs.data, "values", f"values for {PROMPT} tokens"
+    else:
+        greedy = SamplingParams(temperature=0.0, max_tokens=RESPONSE, ignore_eos=True, logprobs=0, detokenize=False)
+        response = engine.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)[0].outputs[0]
+        steps = zip(response.token_ids, response.logprobs, strict=True)
+        actual = torch.tensor([step[token].logprob for token, step in steps])
+        ids = torch.tensor([*prompt, *response.token_ids])
+        kind, size = "log-probs", f"greedy log-probs of {RESPONSE} tokens"
+    model = checkpoint_model(source)
+    expected = outputs(model, ids)[-len(actual) :]
     with rounded_otherwise(type_name(source.dtype)):
-        again = outputs(model, ids)[-RESPONSE:]
-    if difference := beyond_rounding(rollout, expected, type_name(source.dtype), again):
-        raise CheckFailed(f"in vLLM log-probs differ from those of the checkpoint {difference}")
-    gap = float((rollout - expected).abs().max())
-    return f"greedy log-probs of {RESPONSE} tokens within {gap:.1g} of transformers'"
+        again = outputs(model, ids)[-len(actual) :]
+    if difference := beyond_rounding(actual, expected, type_name(source.dtype), again):
+        raise CheckFailed(f"in vLLM {kind} differ from those of the checkpoint {difference}")
+    gap = float((actual - expected).abs().max())
+    return f"{size} within {gap:.1g} of transformers'"
 
 
 def checkpoint_model(source: MergeSource) -> PreTrainedModel:

@@ -94,7 +94,7 @@ class Contents(RunDirectory):
         files = values.get("data.train_files") or []
         first, *others = [Path(str(file)).name for file in (files if isinstance(files, list) else [files])] or [""]
         rows = f"{first} and {len(others)} more" if others else first
-        estimator = "sft" if self.supervised else str(values.get("algorithm.adv_estimator") or "")
+        estimator = self.command if self.supervised else str(values.get("algorithm.adv_estimator") or "")
         return " · ".join(filter(None, [*places[-1:], estimator, rows])) if self.config else self.name
 
     @property

@@ -128,9 +128,11 @@ def check_data_sources(names: Iterable[str], named: str | None = None) -> None:
 
 @functools.cache
 def scorer_of(data_source: str, named: str | None = None) -> str | None:
-    """Return the name of the scorer for rows of this data, or None; `named` is one for all rows (reward.name)."""
+    """Return the name of the scorer for rows of this data, or None; `named` is one for all rows (reward.name), or
+    "none" for those without another."""
     families = (scorer for beginning, scorer in FAMILIES.items() if str(data_source).startswith(beginning))
-    return named or SCORERS.get(data_source) or next(families, None)
+    by_source = SCORERS.get(data_source) or next(families, None)
+    return by_source or named if named == "none" else named or by_source
 
 
 @functools.cache
@@ -172,7 +174,7 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
     if custom.path is not None:
         function = _member(custom.path, f"{_CUSTOM}.path", str(custom.name), f"{_CUSTOM}.name={custom.name}")
     else:
-        scorers = {config.name} if config.name else {*map(scorer_of, data_sources)}
+        scorers = {scorer_of(source, config.name) for source in data_sources or [NO_SOURCE]}
         if "code" in scorers:
             fixed.setdefault("memory_mb", config.sandbox_fusion.memory_limit_mb)
         _prepare(sorted(filter(None, scorers)), fixed)

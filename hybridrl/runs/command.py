@@ -10,6 +10,12 @@ from hybridrl.runtime.environment import fork_server
 from hybridrl.tracking.console import stage
 
 Run = Callable[[Any], None]
+# Keys to begin with, of `hybridrl sft` and `hybridrl rm`.
+SUPERVISED_KEYS = (
+    *("data.train_files", "data.val_files", "model.path", "data.max_length", "data.train_batch_size"),
+    *("data.max_token_len_per_gpu", "optim.lr"),
+    *("trainer.total_epochs", "trainer.n_gpus_per_node", "trainer.default_local_dir"),
+)
 
 
 def training(job: str) -> Callable[[Any], AbstractContextManager[Run]]:

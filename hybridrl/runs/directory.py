@@ -129,6 +129,13 @@ class RunDirectory:
         """Whether it is a supervised run, by its configuration, or without one by its logged metrics."""
         return ACTORS not in self.config if self.config else any("train/loss" in line for line in self.steps.values())
 
+    @property
+    def command(self) -> str:
+        """The command of hybridrl that such a run has."""
+        pairs = self.config.get("pairs")
+        scores = isinstance(pairs, dict) and pairs.get("center") is not None
+        return ("rm" if scores else "sft") if self.supervised else "train"
+
     @cached_property
     def steps(self) -> dict[int, Metrics]:
         """The metrics by step."""
@@ -262,7 +269,7 @@ class RunDirectory:
         """Return the command that continues the run, from its last checkpoint if there is one, with a change."""
         if not self.config:
             return "hybridrl train key=value ..., as before"
-        words = [f"hybridrl {'sft' if self.supervised else 'train'} -cp {shlex.quote(str(self.path))} -cn config"]
+        words = [f"hybridrl {self.command} -cp {shlex.quote(str(self.path))} -cn config"]
         if self.saved and self.trainer.get("resume_mode") != "auto":
             words.append("trainer.resume_mode=auto")
         return " ".join([*words, change]).strip()

@@ -226,9 +226,10 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
     inputs.runs_episodes = load("episodes").runs_episodes(rollout, inputs.environments)
     inputs.function_scores = has_functions(config.reward) and not (built_in and inputs.runs_episodes)
     if built_in and inputs.scored:
-        if not config.distillation.rewarded and not all(map(scorer_of, inputs.data_sources)) and not config.reward.name:
-            config.reward.name = "none"
-            inputs.messages.append("no reward function: scores are 0, and only teachers are learned from")
+        unscored = sorted(source for source in inputs.data_sources if not scorer_of(source))
+        if not config.distillation.rewarded and unscored and not config.reward.name:
+            config.reward.name, rows = "none", f"rows of {', '.join(unscored)}"
+            inputs.messages.append(f"no reward function for {rows}: scores are 0, only teachers are learned from")
         with rejections.gathered():
             check_data_sources(inputs.data_sources, config.reward.name)
 

@@ -69,4 +69,4 @@ class RewardModelJob(SFTJob):
         return tokenizer, training, validation
 
     def task(self, *arguments: Any) -> SFTTask:
-        return RewardModelTask(self.config.pairs.center, *arguments)
+        return RewardModelTask(required(self.config.pairs.center), *arguments)

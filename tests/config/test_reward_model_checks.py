@@ -37,6 +37,8 @@ def test_keys_of_an_engine_and_a_pool_have_no_effect(load: Load, prefix: str) ->
         ([*ON, "algorithm.filter_groups.enable=true"], "set algorithm.filter_groups.enable=false"),
         ([*ON, "+reward.weights.reward_model=1"], f"set its weight by {KEY}.weight"),
         ([*ON, *LONG], f"or set {KEY}.truncation=left"),
+        ([*ON, *LONG], f"{KEY}.model_path=model: the model takes 1024 positions"),
+        ([*ON, f"{KEY}.modelpath=other"], f"unknown key {KEY}.modelpath; nearest: {KEY}.model_path"),
     ],
 )
 def test_what_cannot_score_is_rejected_with_the_fix(load: Load, overrides: list[str], error: str) -> None:

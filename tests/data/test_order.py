@@ -1,10 +1,15 @@
+import json
+import math
+import random
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.config.findings import ConfigError
-from hybridrl.data.order import Order, PromptOrder, WeightedOrder
+from hybridrl.data.order import Curriculum, Order, PromptOrder, WeightedOrder
 
 sizes = st.integers(1, 50)
 seeds = st.integers(0, 2**32)
@@ -100,3 +105,78 @@ def test_an_epoch_of_another_length_is_rejected():
 
 def test_the_largest_remainder_is_rounded_up():
     assert weighted([5, 5], [1, 2]).shares.tolist() == [3, 7]  # of 3.33 and 6.67
+
+
+def curriculum(kind: str, size: int, *, seed: int = 1, shuffle: bool = True) -> Curriculum:
+    return Curriculum(kind, size, seed, shuffle)
+
+
+@given(size=sizes, seed=seeds, kind=st.sampled_from(["medium", "easy_first"]))
+def test_without_rewards_a_curriculum_is_the_order_without_it(size, seed, kind):
+    assert curriculum(kind, size, seed=seed).rows(0, 2 * size) == PromptOrder(size, seed, shuffle=True).rows(
+        0, 2 * size
+    )
+
+
+def test_easy_first_goes_from_the_class_of_high_rates_to_that_of_low_ones_and_rows_without_a_reward_are_in_the_middle():
+    order = curriculum("easy_first", 6, shuffle=False)
+    assert order.rows(0, 6) == [0, 1, 2, 3, 4, 5]
+    rewards = {0: [0.0, 0.4], 1: [0.95], 2: [0.24], 4: [3.0], 5: [-2.0]}  # rates 0.2, 0.95, 0.24, 0.5, 1, 0
+    metrics = order.observe([(position, reward) for position, group in rewards.items() for reward in group])
+    assert metrics == {"data/curriculum_rate": 0.5}
+    assert order.rows(6, 6) == [1, 4, 3, 0, 2, 5]
+    assert order.observe([(6, 1.0), (7, 1.0)]) == {"data/curriculum_rate": pytest.approx((0.95 + 1) / 2)}
+
+
+def test_a_class_has_another_order_in_each_epoch():
+    order = curriculum("easy_first", 40)
+    for epoch in range(3):
+        order.observe([(epoch * 40 + place, row % 2) for place, row in enumerate(order.rows(epoch * 40, 40))])
+    second, third = order.rows(40, 40), order.rows(80, 40)
+    assert all(row % 2 for row in second[:20] + third[:20]) and not any(row % 2 for row in second[20:] + third[20:])
+    assert second[:20] != third[:20] and sorted(second) == list(range(40))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_medium_samples_each_row_as_often_as_its_weight_up_to_rounding(seed):
+    order = curriculum("medium", 10, seed=seed)
+    rates = [0, 0, 0, 0, 0, 1, 1, 0.25, 0.5, 0.5]
+    order.observe([(position, rates[row]) for position, row in enumerate(order.rows(0, 10))])
+    # Weights 0.05 seven times, 4 * 0.25 * 0.75 + 0.05 = 0.8, and 1.05 twice; their sum is 3.25.
+    counts, exact = Counter(order.rows(10, 10)), [0.05 * 10 / 3.25] * 7 + [0.8 * 10 / 3.25] + [1.05 * 10 / 3.25] * 2
+    assert all(math.floor(share) <= counts[row] <= math.ceil(share) for row, share in enumerate(exact))
+    many = Counter(row for epoch in range(1, 401) for row in order.rows(10 * epoch, 10))
+    assert [many[row] / 400 for row in range(10)] == pytest.approx(exact, abs=0.07)
+
+
+@given(
+    kind=st.sampled_from(["medium", "easy_first"]),
+    size=st.integers(1, 12),
+    seed=seeds,
+    steps=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    killed=st.integers(0, 12),
+)
+def test_a_resumed_curriculum_samples_the_same_and_an_epoch_depends_on_no_later_reward(kind, size, seed, steps, killed):
+    """Steps of any sizes, also of several epochs."""
+    order, position, drawn = curriculum(kind, size, seed=seed), 0, []
+    for number, count in enumerate(steps):
+        if number == killed:
+            state = json.loads(json.dumps(order.state_dict()))
+            order = curriculum(kind, size, seed=seed)
+            order.load_state_dict(state)
+        drawn.append(order.rows(position, count))
+        rates = random.Random(f"{number}")
+        order.observe([(at, rates.random()) for at in range(position, position + count)])
+        position += count
+    again, position = curriculum(kind, size, seed=seed), 0
+    for number, count in enumerate(steps):
+        assert again.rows(position, count) == drawn[number]
+        rates = random.Random(f"{number}")
+        again.observe([(at, rates.random()) for at in range(position, position + count)])
+        position += count
+
+
+def test_the_state_of_another_order_begins_a_curriculum_without_rates():
+    order = curriculum("medium", 5)
+    order.load_state_dict({"prompts": 12})
+    assert sorted(order.rows(10, 5)) == list(range(5))

@@ -31,6 +31,8 @@ def arguments(overrides):
             "trainer.rollout_data_dir": directory / "samples",
             "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
             "actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra]",
+            "data.train_max_samples": 12,  # epochs begin within steps
+            "data.curriculum": "medium",
             "algorithm.use_kl_in_reward": True,
             "algorithm.kl_ctrl.type": "adaptive",
         }

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from hybridrl.checkpoint.read import read_shards
 from hybridrl.core.batch import Batch, token_rows
 from hybridrl.core.cluster import Group, spawn
 from hybridrl.core.training.learner import LearnerConfig, RankModel
@@ -20,11 +22,12 @@ from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, rank_mi
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
 from hybridrl.data.pairs import Pair, pair_batch
+from hybridrl.doctor.selftest_resume import MACHINE_METRICS
 from hybridrl.runs.ranks import build_models
 from hybridrl.runs.reward_model import SCORES
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from tests.core.training.on_ranks import whole_gradient
-from tests.integration.test_run import finish, metrics, start, validation_keys
+from tests.integration.test_run import driver_of, finish, metrics, start, validation_keys, wait_for_step
 
 ROWS = 9
 LAYOUTS = {1: ["packed"], 2: ["packed", "padded", "sharing"]}  # by number of ranks
@@ -139,8 +142,8 @@ def test_the_gradient_of_pairs_is_that_of_a_model_in_float64(config, session, cl
 
 
 @pytest.fixture(scope="module")
-def trained(tiny, tmp_path_factory) -> tuple[Path, Path, list[dict[str, str]]]:
-    """A run that learns to prefer even digits: its directory, the model that it saved, and its validation pairs."""
+def pairs(tmp_path_factory) -> Path:
+    """Pairs of which the better one has even digits: train.jsonl and val.jsonl."""
     directory, generator = tmp_path_factory.mktemp("pairs"), random.Random(0)
     made = [
         {"prompt": f"What is {number}?", **{side: "".join(generator.choices(digits, k=4)) for side, digits in SIDES}}
@@ -148,39 +151,91 @@ def trained(tiny, tmp_path_factory) -> tuple[Path, Path, list[dict[str, str]]]:
     ]
     for name, part in (("train", made[:340]), ("val", made[340:])):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    keys = {"data.train_files": directory / "train.jsonl", "data.val_files": directory / "val.jsonl"}
+    return directory
+
+
+def arguments(pairs: Path, tiny: Path, directory: Path, steps: int, **more: object) -> list[str]:
+    keys = {"data.train_files": pairs / "train.jsonl", "data.val_files": pairs / "val.jsonl"}
     keys |= {"data.train_batch_size": 32, "data.max_length": 64, "model.path": tiny / "model", "optim.lr": 1e-3}
-    keys |= {"checkpoint.save_contents": "[model,optimizer,extra,hf_model]", "trainer.total_training_steps": 30}
-    keys |= {
-        "trainer.default_local_dir": directory / "run",
-        "trainer.n_gpus_per_node": 1,
-        "trainer.logger": "[console]",
-    }
-    finish(start("main_rm", [f"{key}={value}" for key, value in (keys | {"trainer.test_freq": 30}).items()]))
-    return directory / "run", directory / "run" / "global_step_30" / "actor" / "huggingface", made[340:]
+    keys |= {"trainer.total_training_steps": steps, "trainer.test_freq": steps, "trainer.n_gpus_per_node": 1}
+    keys |= {"trainer.default_local_dir": directory, "trainer.logger": "[console]"}
+    keys |= {"checkpoint.save_contents": "[model,optimizer,extra,hf_model]"}
+    return [f"{key}={value}" for key, value in (keys | more).items()]
 
 
-def test_a_trained_reward_model_prefers_what_pairs_do_and_loads_in_transformers(trained):
-    run, saved, pairs = trained
-    steps, tokenizer = metrics(run), AutoTokenizer.from_pretrained(saved)
-    assert steps[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)  # its head starts at zero
-    assert steps[30]["val/accuracy"] >= 0.95 and steps[30]["val/loss"] < 0.3
-    config = AutoConfig.from_pretrained(saved)
-    assert (config.architectures, config.num_labels) == (["Qwen2ForSequenceClassification"], 1)
-    scores = []
+def margin(saved: Path, pairs: Path) -> float:
+    """The mean difference of scores of the validation pairs, by transformers."""
+    scores, tokenizer = [], AutoTokenizer.from_pretrained(saved)
+    examples = [json.loads(line) for line in (pairs / "val.jsonl").read_text().splitlines()]
     for side, _ in SIDES:
         chats = [
-            [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[side]}] for row in pairs
+            [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[side]}]
+            for row in examples
         ]
         scores.append(one_by_one(saved, [tokenizer.apply_chat_template(chat, return_dict=False) for chat in chats]))
-    assert steps[30]["val/margin"] == pytest.approx(float((scores[0] - scores[1]).mean()), abs=1e-4)
+    return float((scores[0] - scores[1]).mean())
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, pairs) -> Path:
+    """A run that learns to prefer even digits."""
+    finish(start("main_rm", arguments(pairs, tiny, pairs / "run", 30)))
+    return pairs / "run"
+
+
+def test_a_trained_reward_model_prefers_what_pairs_do_and_loads_in_transformers_and_vllm(trained, pairs, tmp_path):
+    steps, saved = metrics(trained), trained / "global_step_30" / "actor"
+    assert steps[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)  # its head starts at zero
+    assert steps[30]["val/accuracy"] >= 0.95 and steps[30]["val/loss"] < 0.3
+    config = AutoConfig.from_pretrained(saved / "huggingface")
+    assert (config.architectures, config.num_labels) == (["Qwen2ForSequenceClassification"], 1)
+    assert steps[30]["val/margin"] == pytest.approx(margin(saved / "huggingface", pairs), abs=1e-4)
+    merge = ["merge", "--local_dir", str(saved), "--target_dir", str(tmp_path / "merged"), "--verify", "vllm"]
+    assert "vllm: values for 8 tokens within" in finish(start("model_merger", merge))
+    assert steps[30]["val/margin"] == pytest.approx(margin(tmp_path / "merged", pairs), abs=1e-4)
+    assert "hybridrl rm " in (tmp_path / "merged" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_adapters_on_two_ranks_that_share_rows_are_resumed_exactly_and_merged(tiny, pairs, tmp_path):
+    """With the run of one rank as the reference."""
+
+    def keys(name: str, **more: object) -> list[str]:
+        adapter = {"model.lora_rank": 8, "model.lora_alpha": 16, "optim.lr": 1e-2, "trainer.save_freq": 1}
+        return arguments(pairs, tiny, tmp_path / name, 8, **adapter | more)
+
+    shared = {"trainer.n_gpus_per_node": 2, "engine.fsdp_config.ulysses_sequence_parallel_size": 2}
+    finish(start("main_rm", keys("alone")))
+    finish(start("main_rm", keys("whole", **shared)))
+    process = start("main_rm", keys("killed", **shared))
+    wait_for_step(process, tmp_path / "killed", 3)
+    driver_of(process).kill()
+    process.communicate(timeout=60)
+    assert process.returncode == 137 and "resuming after step" in finish(start("main_rm", keys("killed", **shared)))
+    alone, whole, killed = (metrics(tmp_path / name) for name in ("alone", "whole", "killed"))
+    for step in range(1, 9):
+        names = [name for name in whole[step] if not MACHINE_METRICS.search(name)]
+        assert {name: killed[step][name] for name in names} == {name: whole[step][name] for name in names}
+        assert whole[step]["train/loss"] == pytest.approx(alone[step]["train/loss"], abs=1e-4)
+    saved = [tmp_path / name / "global_step_8" / "actor" for name in ("whole", "killed")]
+    expected, actual = (read_shards(directory, section="") for directory in saved)
+    assert expected.meta.keys() == actual.meta.keys()
+    assert all(torch.equal(expected.read(name), actual.read(name)) for name in expected.meta)
+    merge = ["merge", "--local_dir", str(saved[1]), "--target_dir", str(tmp_path / "merged")]
+    finish(start("model_merger", merge))
+    assert whole[8]["val/margin"] == pytest.approx(margin(tmp_path / "merged", pairs), abs=1e-4)
+    base = AutoModelForSequenceClassification.from_pretrained(tiny / "model", num_labels=1)
+    peft = PeftModel.from_pretrained(base, saved[1] / "huggingface").merge_and_unload()
+    peft.save_pretrained(tmp_path / "peft")
+    AutoTokenizer.from_pretrained(tiny / "model").save_pretrained(tmp_path / "peft")
+    assert whole[8]["val/margin"] == pytest.approx(margin(tmp_path / "peft", pairs), abs=1e-4)
 
 
 @pytest.mark.parametrize("function", [None, Path(__file__).parent / "length_reward.py"])
 def test_a_run_with_a_trained_reward_model_alone_and_one_with_a_function_too(
     function, overrides, tiny, classifier, trained, tmp_path
 ):
-    classifier = classifier if function else trained[1]
+    classifier = classifier if function else trained / "global_step_30" / "actor" / "huggingface"
     more = validation_keys(tiny) | {
         "reward.custom_reward_function.path": function or "null",
         "reward.reward_model.enable": True,

@@ -143,6 +143,11 @@ def test_every_built_in_scorer_can_be_named(reward_config):
         assert load_reward(reward_config(more={"name": name})).main is not None
 
 
+def test_without_task_rewards_rows_of_data_that_have_a_scorer_keep_it_and_others_have_no_component(reward_config):
+    config = reward_config(more={"name": "none"})
+    assert returned(config) == 1.0 and returned(config, ScoringRequest("chat", "hello", None, {})) == {"score": 0.0}
+
+
 def test_options_reach_the_built_in_scorer(reward_config):
     config = reward_config(method="flexible", format_score=0.25)
     assert [returned(config, ScoringRequest("gsm8k", answer, "42", {})) for answer in ("42", "41")] == [1.0, 0.25]

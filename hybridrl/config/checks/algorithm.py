@@ -168,6 +168,10 @@ def check_data(data: DataConfig, check: Checker) -> None:
         if path and data.train_weights:
             cause = f"{key.rpartition('.')[0]} decides by itself which rows are sampled"
             check.error(f"data.train_weights {key}", cause, "leave the weights out")
+    others = {"data.train_weights": data.train_weights, "data.sampler.class_path": data.sampler.class_path}
+    for key, value in others.items() if data.curriculum != "off" else ():
+        if value:
+            check.error(f"data.curriculum {key}", "both determine the order of rows", "set data.curriculum=off")
     if data.train_weights and len(data.train_weights) != len(data.train_files):
         count = f"data.train_files has {len(data.train_files)} entries"
         check.error("data.train_weights data.train_files", count, "give one weight per entry")

@@ -246,6 +246,9 @@ def _check_continued(config: PPOConfig, check: Checker) -> None:
         cause = f"wait is used for {name}=drop, which removes long responses more often than short ones: fewer prompts "
         check.warn(f"{name} {key}", f"{cause}are started, and all are trained on", valued=False)
         v1.sampler.max_off_policy_strategy = "wait"
+    if config.data.curriculum != "off":
+        cause = "prompts of an epoch are sampled before all rewards of the one before are known"
+        check.error(f"data.curriculum {key}", cause, "set data.curriculum=off")
     estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
     if estimator is not None and "greedy_rewards" in estimator.reads:
         cause = f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares with a greedy response of the same "

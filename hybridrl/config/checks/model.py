@@ -166,32 +166,36 @@ def experts_of(settings: Mapping[str, Any]) -> int:
     return next((settings[name] for name in EXPERTS if settings.get(name)), 0)
 
 
-def check_model(key: str, model: ModelConfig, longest: int, hint: str, check: Checker) -> None:
+def check_model(key: str, model: ModelConfig, longest: int, hint: str, check: Checker, name: str = ".path") -> None:
     """Resolve `override_config`; check whether a local model can be trained on the longest sequence (`hint`: the fix to
-    shorten it). Paths become absolute, since the workers of a Ray cluster run elsewhere."""
+    shorten it). Paths become absolute, since the workers of a Ray cluster run elsewhere. `name`: the path's key."""
     check, settings = check.at(key), model_settings(model)
+    owner = key if name == ".path" else "actor_rollout_ref.model"  # the section with its further keys
     implied = IMPLIED.get(settings.get("model_type", ""), {})
     overrides = _overrides(dict(model.override_config), settings, check.at(f"{key}.override_config"))
-    model.override_config = {name: value for name, value in implied.items() if settings.get(name) is None} | overrides
-    for name, value in disturbances(settings).items():
-        if name not in model.override_config:
-            cause = f"{key}: {name}={value} of config.json is disabled"
-            check.warn(".path", cause, f"to enable it, set {key}.override_config.{name}={value}", valued=False)
+    missing = {option: value for option, value in implied.items() if settings.get(option) is None}
+    model.override_config = missing | overrides
+    for option, value in disturbances(settings).items():
+        if option not in model.override_config:
+            cause = f"{key}: {option}={value} of config.json is disabled"
+            check.warn(name, cause, f"to enable it, set {owner}.override_config.{option}={value}", valued=False)
     settings |= model.override_config
     if reason := why_unsupported(settings) if settings else why_name_unsupported(model.path):
-        check.error(".path", reason)
+        check.error(name, reason)
     if settings.get("auto_map") and not model.trust_remote_code:
         code = "its config.json names Python files of the model (auto_map)"
         if model_code(settings.get("model_type")):
             cause = f"{code}, which transformers' own code replaces; saved models do not name them"
-            check.findings.info("setting", f"{key}.path={model.path}: {cause}", keys=f"{key}.path", value=model.path)
+            check.findings.info("setting", f"{key}{name}={model.path}: {cause}", keys=f"{key}{name}", value=model.path)
         else:
             cause = f"{code}, which run only if they are trusted"
-            check.error(".path .trust_remote_code", cause, f"read them, then set {key}.trust_remote_code=true")
+            check.error(
+                f"{name} {owner}.trust_remote_code", cause, f"read them, then set {owner}.trust_remote_code=true"
+            )
     limit = settings.get("max_position_embeddings")
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if limit is not None and "factor" not in rope and longest > limit:  # a factor extends the limit
-        check.error(".path", f"the model takes {limit} positions, a row may have {longest}", hint)
+        check.error(name, f"the model takes {limit} positions, a row may have {longest}", hint)
     model.path, model.external_lib = absolute(model.path), [absolute(name) for name in model.external_lib]
 
 

@@ -25,7 +25,7 @@ def resolve_distillation(config: PPOConfig, hint: str, check: Checker) -> None:
         if teacher.model_path in (None, POLICY, BASE):
             continue
         model = replace(config.actor_rollout_ref.model, path=teacher.model_path, lora_rank=0, lora_adapter_path=None)
-        check_model(f"{MODELS}.{name}.model", model, rollout.max_model_len or 0, hint, check)
+        check_model(f"{MODELS}.{name}", model, rollout.max_model_len or 0, hint, check, ".model_path")
         teacher.model_path = absolute(model.path)
     _check_own(config, check)
     if section.endpoints and rollout.do_sample and rollout.temperature not in (0, 1):
@@ -73,7 +73,7 @@ def resolve_reward_model(config: PPOConfig, hint: str, check: Checker) -> None:
     longest = 0 if section.truncation == "left" else config.actor_rollout_ref.rollout.max_model_len or 0
     plain = replace(config.actor_rollout_ref.model, path=section.model_path, override_config={}, lora_rank=0)
     model = replace(plain, lora_adapter_path=None)
-    check_model(f"{SCORED}.model", model, longest, f"{hint}, or set {SCORED}.truncation=left", check)
+    check_model(SCORED, model, longest, f"{hint}, or set {SCORED}.truncation=left", check, ".model_path")
     section.model_path = absolute(model.path)
     if "reward_model" in {*reward.weights, *reward.functions}:
         cause = "the reward model has this name among the reward's components"

@@ -110,11 +110,12 @@ class Experience(ABC):
         return "too many of the step's responses could not be scored" if self.guard.steps_above else ""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"prompts": self.position, "fault_steps": self.guard.steps_above}
+        return {"prompts": self.position, "fault_steps": self.guard.steps_above} | self.order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.position = state["prompts"] + len(state.get(IN_FLIGHT, ()))
         self.guard.steps_above = state["fault_steps"]
+        self.order.load_state_dict(state)
 
     def _rated(self, episodes: list[Episode]) -> list[Episode]:
         """Return the episodes with their final scores; with a reward model the trainers then have the devices."""
@@ -168,6 +169,8 @@ class SynchronousExperience(Experience):
         self.store.finish(len(scores))
         self.engine.to_training()
         batch, reported = self._batch(groups, episodes, scores, greedy=greedy)
+        rewards = [(each.position, each.score.value) for each in episodes if each.score.value is not None]
+        reported |= self.order.observe(rewards)
         self.position += draws.prompts
         epoch = {"training/epoch": (self.position - 1) // self.order.size}
         return Collected(batch, episodes, dict(metrics) | draws.metrics() | reported | epoch)

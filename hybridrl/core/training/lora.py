@@ -19,7 +19,7 @@ from hybridrl.config.catalog import ALL_LINEAR
 from hybridrl.config.findings import ConfigError, nearest
 from hybridrl.config.schema import ModelConfig
 from hybridrl.core.training.fsdp import full_tensor, local, own_shard
-from hybridrl.core.training.model import HOST, adapter_parameters, pairs
+from hybridrl.core.training.model import HOST, SCORED, adapter_parameters, pairs
 
 PATTERN = re.compile(r"[^\w.-]")  # characters of a regular expression that layer names do not contain
 
@@ -36,7 +36,7 @@ def add_adapter(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora.dropout,
         target_modules=_targets(model, config, heads, key),
-        task_type="TOKEN_CLS" if heads else "CAUSAL_LM",
+        task_type=("SEQ_CLS" if type(model).__name__.endswith(SCORED) else "TOKEN_CLS") if heads else "CAUSAL_LM",
         base_model_name_or_path=config.path,
     )
     with torch.random.fork_rng(devices=[]):

@@ -170,11 +170,15 @@ def blank_score_model(config: ModelConfig, dtype: torch.dtype, *, trained: bool 
     model = blank_model(family._from_config, settings, config, dtype)
     # The head of encoders, which may read later tokens, has other names.
     if not (trained or kind.endswith(SCORED)) or not isinstance(getattr(model, "score", None), nn.Linear):
-        serve = f"hybridrl serve model.path={config.path} port=8001"
-        raise ConfigError(
-            f"{place} is a {kind}, and a reward model is a decoder with a head that scores its last token ({SCORED})",
-            fix=f"if it writes its verdict, start it: {serve}, and set reward.judge.base_url=http://127.0.0.1:8001/v1",
-        )
+        cause, fix = "an encoder or another model without a head `score`", "name one of a causal family"
+        if not (trained or kind.endswith(SCORED)):
+            cause, fix = (
+                f"no {SCORED}",
+                "train one: hybridrl rm; or if it writes its verdict, start it: hybridrl serve ",
+            )
+            fix += f"model.path={config.path} port=8001, and set reward.judge.base_url=http://127.0.0.1:8001/v1"
+        cause = f"{place} is a {kind}: {cause}; a reward model is a decoder with a head that scores its last token"
+        raise ConfigError(cause, fix=fix)
     model.config.architectures = [family.__name__]
     return ValueModel(model)
 

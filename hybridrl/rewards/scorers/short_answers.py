@@ -211,6 +211,6 @@ def tagged(text: str, tag: str) -> list[str]:
     return contents
 
 
-def score_nothing(solution: str, ground_truth: object) -> float:
-    """Return 0, for a run that learns from teachers alone."""
-    return 0.0
+def score_nothing(solution: str, ground_truth: object) -> dict[str, float]:
+    """Return 0 without any component, for rows that learn from teachers alone."""
+    return {"score": 0.0}

@@ -16,7 +16,7 @@ from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.rollout import Completion, Request, Sampling, request_seed
 from hybridrl.core.rollout.engine import RejectedRequest
-from hybridrl.data.order import PromptOrder
+from hybridrl.data.order import Curriculum, PromptOrder
 from hybridrl.data.prompts import Prompt
 from hybridrl.required import required
 from hybridrl.rewards.score import FaultGuard, OverlongPenalty, Score, Shaping
@@ -519,6 +519,47 @@ def test_the_last_prompts_without_any_signal_are_an_error():
 
 
 # Rewards per token.
+
+
+# Curriculum.
+
+
+def by_rates(experience: SynchronousExperience, size: int, kind: str = "easy_first") -> SynchronousExperience:
+    experience.order = Curriculum(kind, size, 0, shuffle=False)
+    return experience
+
+
+def test_prompts_that_were_dropped_without_signal_have_rates_too_and_faults_have_none():
+    table = [ZERO, [0, 1], [fault(), fault()], [1, fault()], FLAT, [1, 0]]
+    experience = by_rates(sampled(table, step=2), 6)
+    collect(experience)
+    assert experience.position == 6
+    assert experience.order.rates["now"].tolist() == [0, 0.5, 0.5, 1, 1, 0.5]
+    assert experience.order.rows(6, 6) == [3, 4, 1, 2, 5, 0]
+
+
+def test_an_epoch_that_begins_within_a_step_has_the_rates_before_it_and_the_last_partial_step_counts():
+    experience, steps = by_rates(build([ZERO, [1, 1], [0, 1]], step=2, prompts_in_all=7), 3), []
+    while not experience.finished:
+        steps.append(collect(experience))
+    rows = [list(dict.fromkeys(step.batch.prompt_ids[::3].tolist())) for step in steps]
+    # The second step begins the second epoch with the rates of rows 0 and 1 alone; the fourth step has one prompt.
+    assert rows == [[0, 1], [2, 1], [2, 0], [1]]
+    assert [step.metrics["data/curriculum_rate"] for step in steps] == [0.5, 0.75, 0.25, 1.0]
+
+
+def test_a_killed_run_with_a_curriculum_samples_what_it_would_have():
+    table = [[0, row % 2, 1, row % 3 == 0] for row in range(7)]
+    whole, killed = (by_rates(build(table, step=3), 7, "medium") for _ in range(2))
+    for number in range(9):
+        if number == 4:
+            state = killed.state_dict()
+            killed = by_rates(build(table, step=3), 7, "medium")
+            killed.load_state_dict(state)
+        actual, expected = collect(killed), collect(whole)
+        assert_same(actual.batch, expected.batch)
+        assert actual.metrics["data/curriculum_rate"] == expected.metrics["data/curriculum_rate"]
+        assert killed.state_dict() == whole.state_dict()
 
 
 def test_token_rewards_are_carried_and_other_scores_are_on_the_last_token():
