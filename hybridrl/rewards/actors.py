@@ -202,7 +202,7 @@ class RemoteScorer:
 
     def __init__(self, actor: ReplacedActor, index: int, config: RewardConfig) -> None:
         self._actor, self._index, self._whole, self.stop = actor, index, in_one_call(config), actor.stop
-        self._prompts = bool(config.judge.base_url)  # only a judge reads them
+        self._prompts = config.judged  # only a judge reads them
         # Bounds a call: the limits within the actor end it long before.
         self._seconds = LOAD_TIMEOUT + 2 * (config.timeout + seconds_between_calls(config))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import EndingForks, once, own
+from hybridrl.config.judge import ROUTER, TOKENIZER
 from hybridrl.rewards.score import NoScore, OutOfTime, Score, ScoringRequest, combined, fault_of, to_score
 
 REQUEST_KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -124,7 +125,7 @@ def bind(
     try:
         signature.bind(**dict.fromkeys(bound) | fixed)
     except TypeError as error:
-        options = {name: value for name, value in fixed.items() if name != "compute_score"}
+        options = {name: value for name, value in fixed.items() if name not in ("compute_score", ROUTER, TOKENIZER)}
         raise ConfigError(
             f"{key}: a function{signature} cannot be called with {', '.join(keywords)} and "
             f"reward_kwargs={options} as keywords: {error}",

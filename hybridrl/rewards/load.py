@@ -15,9 +15,11 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from difflib import SequenceMatcher
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_module
+from hybridrl.config.judge import ROUTER, TOKENIZER
 from hybridrl.config.schema_parts import NO_SOURCE, RewardConfig
 from hybridrl.config.values import REWARD_MANAGERS
 from hybridrl.plugins import load as plugin
@@ -157,7 +159,7 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
         path, name = (path, name) if colon and not name.startswith("//") else (str(place), "compute_score")
         function = _member(path, f"reward.functions.{key}", name, f"reward.functions.{key}={place}")
         further[key] = bind(function, {}, config.timeout, key, REQUEST_KEYWORDS)
-    if config.judge.base_url:  # its file imports a client of HTTP, which takes as long as all others together
+    if config.judged:  # its file imports a client of HTTP, which takes as long as all others together
         judge = importlib.import_module("hybridrl.rewards.judge").Judge(config.judge)
         if config.judge.compares:
             keywords = {name: name for name in ("solution_strs", "extra_infos", "prompts")}
@@ -171,13 +173,14 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
     fixed = dict(custom.reward_kwargs)
     if custom.path is not None:
         function = _member(custom.path, f"{_CUSTOM}.path", str(custom.name), f"{_CUSTOM}.name={custom.name}")
+        fixed = _server_values(config) | fixed
     else:
         scorers = {config.name} if config.name else {*map(scorer_of, data_sources)}
         if "code" in scorers:
             fixed.setdefault("memory_mb", config.sandbox_fusion.memory_limit_mb)
         _prepare(sorted(filter(None, scorers)), fixed)
         function = cpu_limited_score if cpu_limited else compute_score
-        function = functools.partial(function, named=config.name, optional=bool(config.judge.base_url))
+        function = functools.partial(function, named=config.name, optional=config.judged)
     added = manager.source != "importlib" and manager.name in names("reward_manager")
     if added or manager.source == "importlib":
         fixed, name = {"compute_score": functools.partial(function, **fixed)}, manager.name
@@ -200,13 +203,13 @@ def uses_main(config: RewardConfig) -> bool:
     model it is called if it is named."""
     if config.reward_model.enable and not config.weights:
         return any((config.name, config.custom_reward_function.path, config.reward_manager.module.path))
-    judged = {JUDGE} if config.judge.base_url else set()
+    judged = {JUDGE} if config.judged else set()
     return not config.weights or not set(config.weights) <= set(config.functions) | judged
 
 
 def uses_built_in(config: RewardConfig) -> bool:
     """Whether the built-in scorers decide: with a judge, rows need none of them."""
-    return uses_main(config) and config.custom_reward_function.path is None and not config.judge.base_url
+    return uses_main(config) and config.custom_reward_function.path is None and not config.judged
 
 
 def unit_of(config: RewardConfig) -> Literal["response", "group", "step"]:
@@ -249,6 +252,19 @@ def seconds_between_calls(config: RewardConfig) -> float:
     by_tokens = config.max_tpm / config.estimated_tokens_per_request if config.max_tpm else None
     rates = [rate for rate in (config.max_rpm, by_tokens) if rate]
     return max(processes(config), 1) * 60 / min(rates) if rates else 0.0
+
+
+def _server_values(config: RewardConfig) -> dict[str, Any]:
+    """Return the address of the model's server and its tokenizer, if the custom function names them."""
+    names, values = config.server_parameters, dict[str, Any]()
+    if ROUTER in names and config.judge.base_url:
+        url = urlsplit(config.judge.base_url)
+        host = f"[{url.hostname}]" if ":" in str(url.hostname) else url.hostname
+        values[ROUTER] = f"{host}:{url.port or (443 if url.scheme == 'https' else 80)}"
+    if TOKENIZER in names and config.reward_model.model_path:
+        load_tokenizer = importlib.import_module("hybridrl.data.tokenizer").load_tokenizer
+        values[TOKENIZER] = load_tokenizer(config.reward_model.model_path, model_key="reward.reward_model.model_path")
+    return values
 
 
 def _member(path: str, key: str, name: str, description: str) -> Callable[..., Any]:

@@ -134,7 +134,7 @@ class ScoringProcess:
         self._send(waiting)
         while waiting:
             score, request = self._receive(), waiting.popleft()
-            if score.fault == "overran" and waiting and (self._config.judge.base_url or self._config.functions):
+            if score.fault == "overran" and waiting and (self._config.judged or self._config.functions):
                 for suspect in (request, *waiting):  # calls may run concurrently: any of them may be the slow one
                     yield from self.score([suspect])
                 return

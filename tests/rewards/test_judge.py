@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import Qwen2Tokenizer
 
 from hybridrl.config import ConfigError
 from hybridrl.config.judge import BEGIN, END, JudgeConfig
@@ -616,3 +617,48 @@ def test_groups_are_scored_together_in_processes_and_a_failed_group_is_tried_aga
             ]
             scores = [[future.result().value for future in group] for group in futures]
     assert scores == [[0.0, 1.0], [1.0, 0.5, 0.0]] and len(asked) == 8
+
+
+# -- functions that call the server themselves, as those for verl's generative reward models --------------------------
+
+CALLING = """
+import json, urllib.request
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address, {tokenizer}):
+    content = {content}
+    body = json.dumps({{"messages": [{{"role": "user", "content": content}}]}}).encode()
+    with urllib.request.urlopen(f"http://{{reward_router_address}}/v1/chat/completions", body) as reply:
+        text = json.load(reply)["choices"][0]["message"]["content"]
+    return {{"score": float(text), "genrm": text}}
+"""
+PLAIN = CALLING.format(tokenizer="reward_model_tokenizer=None", content="f'{solution_str} {reward_model_tokenizer}'")
+TEMPLATED = CALLING.format(
+    tokenizer="reward_model_tokenizer",
+    content="reward_model_tokenizer.apply_chat_template([{'role': 'user', 'content': solution_str}], tokenize=False)",
+)
+
+
+def test_a_function_that_calls_the_server_gets_its_address_and_is_the_only_reward(reward_config):
+    with serving(Reply("0.25")) as server:
+        scores = scored(reward_of(reward_config, server, PLAIN), requests("four", "five"))
+    assert [(score.value, score.fault) for score in scores] == [(0.25, None)] * 2
+    assert scores[0].extras == {"score": 0.25, "genrm": "0.25"}
+    assert sorted(server.users()) == ["five None", "four None"]
+
+
+def test_a_judge_with_a_weight_is_a_component_next_to_a_function_that_calls_its_server(reward_config):
+    with serving(lambda number, body: Reply("VERDICT: yes" if "model" in body else "0.25")) as server:
+        config = reward_of(reward_config, server, PLAIN, weights={"score": 1, "judge": 1})
+        (score,) = scored(config, requests("four"))
+    assert (score.value, score.extras["judge"], len(server.requests)) == (1.25, 1.0, 2)
+
+
+def test_a_function_that_calls_the_server_gets_the_tokenizer_of_its_model(reward_config, tmp_path):
+    tokenizer = Qwen2Tokenizer(vocab={token: number for number, token in enumerate(["f", "o", "u", "r"])}, merges=[])
+    tokenizer.chat_template = "{% for each in messages %}[{{ each.role }}] {{ each.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "critic")
+    with serving(Reply("1")) as server:
+        config = reward_of(reward_config, server, TEMPLATED)
+        config = replace(config, reward_model=replace(config.reward_model, model_path=str(tmp_path / "critic")))
+        (score,) = scored(config, requests("four"))
+    assert (score.value, server.users()) == (1.0, ["[user] four"])
