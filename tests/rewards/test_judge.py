@@ -36,7 +36,7 @@ from hybridrl.rewards.load import (
 )
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import CallerScorer
-from hybridrl.rewards.score import FaultGuard, NoScore, RewardFaults, Score, ScoringRequest
+from hybridrl.rewards.score import FaultGuard, NoScore, RewardFaults, Score, ScoringRequest, component_means
 from tests.rewards.judge_server import JudgeServer, Reply, serving
 from tests.sections import section_of
 
@@ -403,7 +403,9 @@ def test_a_judge_is_the_reward_of_rows_without_another(reward_config):
     with serving(Reply("VERDICT: 10")) as server:
         (score,) = scored(reward_of(reward_config, server), requests("a poem"))
     assert (score.value, score.fault) == (1.0, None)
-    assert score.extras == {"judge": 1.0, "judge_text": "VERDICT: 10", "score": 1.0}
+    ((call,), extras) = (score.extras.pop("judge_calls"), score.extras)
+    assert extras == {"judge": 1.0, "judge_text": "VERDICT: 10", "score": 1.0}
+    assert call.pop("seconds") >= 0 and call == {"retries": 0, "tokens": 18}
 
 
 @pytest.mark.parametrize(
@@ -451,6 +453,39 @@ def test_failures_in_a_run_are_excluded_and_counted_and_never_a_score(reward_con
     assert [score.value for score in scores] == [1, None, 1, None, None]
     assert [score.fault for score in scores] == [None, "judge:429", None, "judge:length", "judge:unparsed"]
     assert "answered 429" in scores[1].detail and "reward.judge.max_tokens=2048" in scores[3].detail
+
+
+def test_metrics_of_a_step_count_the_calls_of_a_judge(reward_config):
+    def reply(number: int, body: dict[str, Any]) -> Reply:
+        content = body["messages"][-1]["content"]
+        if "\nbusy\n" in content and content not in server.users()[:number]:
+            return Reply(status=503, headers=AT_ONCE)
+        return next((Reply(text) for text in ("mute", "odd") if f"\n{text}\n" in content), Reply("VERDICT: 10"))
+
+    with serving(reply) as server:
+        scores = scored(reward_of(reward_config, server, retries=2), requests("a", "a", "busy", "mute", "odd"))
+    metrics = component_means(scores)
+    assert 0 <= metrics.pop("judge/seconds_p50") <= metrics.pop("judge/seconds_p90")
+    assert metrics.pop("reward/judge/mean") == 1
+    # 4 replies of 18 tokens each; the first reply to the busy one is none.
+    assert metrics == {"judge/retries": 1, "judge/cached": 1, "judge/unparsed": 2, "judge/tokens": 4 * 18}
+    assert not [name for name in component_means([Score(1.0, {"acc": 1.0})]) if name.startswith("judge/")]
+    strange: list[Any] = [None, 3, [3, None], [{"seconds": "x", "retries": None}]]
+    assert component_means([Score(1.0, {"judge_calls": calls}) for calls in strange])["judge/retries"] == 0
+
+
+def test_percentiles_and_sums_of_calls_by_hand():
+    calls = [{"seconds": number / 10, "retries": number % 2, "tokens": 100} for number in range(1, 11)]
+    scores = [Score(None, {"judge_calls": calls[:3]}, "judge:unparsed"), Score(1.0, {"judge_calls": calls[3:]})]
+    metrics = component_means([*scores, Score(1.0, {"judge_calls": [{"cached": True}]})])
+    assert metrics == {
+        "judge/seconds_p50": 0.5,
+        "judge/seconds_p90": 0.9,
+        "judge/retries": 5,
+        "judge/cached": 1,
+        "judge/unparsed": 0,
+        "judge/tokens": 1000,
+    }
 
 
 def test_the_experience_of_a_step_and_a_validation_leave_failures_out(reward_config):
@@ -569,7 +604,7 @@ def test_each_pair_is_compared_in_both_orders_and_a_response_with_enough_others(
 def test_the_order_is_found_behind_a_judge_that_prefers_the_first_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     draw, texts, totals = random.Random(5), [f"say {number}" for number in range(8)], [0.0] * 8
 
-    async def ask(client: JudgeClient, messages: list[dict[str, str]]) -> tuple[float, str]:
+    async def ask(client: JudgeClient, messages: list[dict[str, str]], calls: list[Any]) -> tuple[float, str]:
         first, second = shown({"messages": messages})
         return float(draw.random() < 0.8 or first > second), ""
 

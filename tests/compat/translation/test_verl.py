@@ -101,7 +101,7 @@ def test_generative_reward_models_of_command_lines_need_a_server_and_nothing_els
         assert error.text.endswith(f"start it: {serve}, and set reward.judge.base_url=http://127.0.0.1:8001/v1")
         words = [*words, "reward.judge.base_url=http://127.0.0.1:8001/v1"]
         loaded = resolve_config(PPOConfig, words, "ppo_trainer", offline=True)
-        assert not loaded.findings.errors and not loaded.config.reward.reward_model.enable
+        assert not loaded.findings.errors and not loaded.accept().reward.reward_model.enable
     assert generative
 
 
